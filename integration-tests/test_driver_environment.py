@@ -1,0 +1,34 @@
+"""The driver's environment, in which these tests run: every plugin is there, and no engine."""
+
+import importlib.util
+
+import pytest
+
+from rl_core import registry
+from rl_core.testing.isolation import loaded_by
+
+
+@pytest.mark.parametrize("engine", ["flash_attn", "megatron", "torch", "transformer_engine", "vllm"])
+def test_no_engine_is_installed(engine):
+    assert importlib.util.find_spec(engine) is None
+
+
+@pytest.mark.parametrize(
+    ("group", "names"),
+    [
+        (registry.POLICIES, {"dtensor", "megatron"}),
+        (registry.GENERATORS, {"hf", "vllm"}),
+        (registry.ENVIRONMENTS, {"math", "reasoning_gym"}),
+        (registry.ALGORITHMS, {"grpo", "sft"}),
+        (registry.DATASETS, {"arithmetic", "reasoning_gym"}),
+    ],
+)
+def test_every_plugin_of_the_workspace_is_found_and_loads(group, names):
+    assert names <= set(registry.names(group))
+    for name in names:
+        assert registry.plugin(group, name).name == name
+
+
+def test_reading_every_plugin_starts_no_runtime():
+    modules = ["rl_dtensor.plugin", "rl_dtensor.generation.plugin", "rl_megatron.plugin", "rl_vllm.plugin"]
+    assert not loaded_by("rl_launch", *modules) & {"datasets", "ray", "transformers"}

@@ -1,0 +1,102 @@
+"""What `rl quickstart` promises: a model that gets better, figures that are true, and files that others can load."""
+
+import json
+import subprocess
+
+import pytest
+
+from rl_core.registry import GENERATORS, POLICIES, plugin
+from rl_launch.worker_envs import ROLLOUT_WORKER, TRAINER, provision, worker_env
+
+
+def python_of(group: str, name: str) -> str:
+    also = TRAINER if group == POLICIES else ROLLOUT_WORKER
+    spec = worker_env(plugin(group, name).requirement, "cpu", also=(also,))
+    return provision([spec])[spec]
+
+
+def newest_model(run_dir):
+    return max((run_dir / "checkpoints").glob("step_*"), key=lambda path: int(path.name.split("_")[1])) / "hf"
+
+
+def test_grpo_raises_accuracy_on_held_out_sums_by_twenty_points(quickstart):
+    accuracy = json.loads((quickstart / "summary.json").read_text())["accuracy"]
+    assert accuracy["initial"] < 0.05
+    assert accuracy["sft"] > accuracy["initial"]
+    assert accuracy["grpo"] >= accuracy["sft"] + 0.2
+
+
+def test_trainer_and_generator_agree_over_the_whole_run(quickstart, metrics):
+    lines = [line for line in metrics(quickstart / "grpo") if "mismatch/max" in line]
+    assert len(lines) == 80
+    assert max(line["mismatch/max"] for line in lines) < 1e-3
+
+
+def test_every_step_publishes_its_own_weight_version_and_trains_on_the_one_before(quickstart, metrics):
+    for line in metrics(quickstart / "grpo"):
+        if line["step"] == 0:
+            continue
+        assert line["weight_version"] == line["step"] + 1
+        first = (quickstart / "grpo" / "rollouts" / f"step_{line['step']}.jsonl").read_text().splitlines()[0]
+        assert json.loads(first)["weight_versions"] == [line["step"]]
+
+
+def test_no_prompt_is_rolled_out_twice_in_an_epoch(quickstart):
+    prompts = []
+    for step in range(1, 36):  # 35 steps of 64 prompts are the whole steps of the first epoch of 2250
+        rows = [json.loads(row) for row in (quickstart / "grpo" / "rollouts" / f"step_{step}.jsonl").open()]
+        assert len(rows) == 512
+        prompts += sorted({row["prompt_id"] for row in rows})
+    assert len(prompts) == len(set(prompts)) == 35 * 64
+
+
+def test_the_final_checkpoint_loads_in_transformers_and_answers(quickstart):
+    script = """
+import sys
+from transformers import AutoModelForCausalLM, AutoTokenizer
+folder = sys.argv[1]
+model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+assert not any(report.values()), report
+tokenizer = AutoTokenizer.from_pretrained(folder)
+question = [{"role": "user", "content": "2+3="}]
+inputs = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+answer = model.generate(**inputs, max_new_tokens=4, do_sample=False)[0, inputs["input_ids"].shape[1]:]
+print("answer", tokenizer.decode(answer, skip_special_tokens=True))
+"""
+    done = subprocess.run(
+        [python_of(POLICIES, "dtensor"), "-c", script, str(newest_model(quickstart / "grpo"))],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-1].isdigit()
+
+
+def test_the_final_checkpoint_loads_in_vllm(quickstart, rl, tmp_path):
+    # as its own GRPO model: the replica loads it from disk before the first sync, and scores it before the first step
+    result = rl(
+        "train",
+        "grpo-arithmetic",
+        f"policy.model_name={newest_model(quickstart / 'grpo')}",
+        f"run_dir={tmp_path / 'run'}",
+        "grpo.max_num_steps=1",
+        "grpo.val_at_start=true",
+        "grpo.val_period=0",
+    )
+    assert result.code == 0, result.output
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    accuracy = json.loads((quickstart / "summary.json").read_text())["accuracy"]["grpo"]
+    assert lines[0]["val/accuracy"] == pytest.approx(accuracy)
+
+
+def test_worker_environments_hold_their_own_engine_alone():
+    trainer, rollouts = python_of(POLICIES, "dtensor"), python_of(GENERATORS, "vllm")
+    probe = "import importlib.util as u, sys; print([n for n in sys.argv[1:] if u.find_spec(n)])"
+
+    def present(python, *names):
+        return subprocess.run([python, "-c", probe, *names], capture_output=True, text=True, check=True).stdout.strip()
+
+    assert present(trainer, "torch", "vllm", "rl_dtensor", "ray") == "['torch', 'rl_dtensor', 'ray']"
+    assert present(rollouts, "vllm", "rl_dtensor", "rl_vllm", "ray") == "['vllm', 'rl_vllm', 'ray']"

@@ -1,0 +1,1 @@
+"""Post-training algorithms: losses, advantages, data and rollout logic, and the loops."""

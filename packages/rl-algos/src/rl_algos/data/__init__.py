@@ -1,0 +1,1 @@
+"""Datasets: read, turned into prompts and training rows, and streamed in a repeatable order."""

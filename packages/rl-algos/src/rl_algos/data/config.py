@@ -1,0 +1,144 @@
+"""Settings of data: where rows come from and how they become conversations."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from rl_core.config import Config, Problem, ProblemError
+
+
+class DatasetConfig(Config):
+    dataset_name: str | None = None
+    """Name of an installed dataset plugin or of a dataset on the hub; give this or `data_path`."""
+    data_path: str | None = None
+    """JSON Lines, Parquet or Arrow: a file, a folder or a glob pattern; give this or `dataset_name`."""
+    subset: str | None = None
+    """Configuration of a hub dataset that has several."""
+    split: str | None = None
+    """Split to read; `train` or `validation`, by what it is for, where unset.
+
+    Of a folder: the files whose names start with it, all of them where unset.
+    """
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """Settings of a dataset plugin."""
+    input_key: str | None = None
+    """Column with the input: text, or a list of messages; the column `messages` where unset."""
+    output_key: str | None = None
+    """Column with the answer; the column `answer` where unset and there."""
+    weight: float | None = Field(default=None, gt=0)
+    """Share of draws, relative to the other datasets; in proportion to numbers of rows where unset for all."""
+    env_name: str | None = None
+    """Environment that scores completions; the one the row names where unset."""
+    prompt_file: str | None = None
+    """Text file that the input is put into, at `{input}`; `{column}` is replaced by that column of the row."""
+    system_prompt_file: str | None = None
+    """Text file with a system message to put first."""
+    processor: str | None = None
+    """How a row becomes a conversation: a built-in name (`gsm8k`, `squad`) or `"package.module:function"`.
+
+    By `input_key` and `output_key` where unset.
+    """
+
+    @property
+    def source(self) -> str:
+        """The dataset as its user named it."""
+        return self.dataset_name or self.data_path or ""
+
+
+class DatasetDefaults(Config):
+    subset: str | None = None
+    """As of a dataset."""
+    input_key: str | None = None
+    """As of a dataset."""
+    output_key: str | None = None
+    """As of a dataset."""
+    env_name: str | None = None
+    """As of a dataset."""
+    prompt_file: str | None = None
+    """As of a dataset."""
+    system_prompt_file: str | None = None
+    """As of a dataset."""
+    processor: str | None = None
+    """As of a dataset."""
+
+
+class DataConfig(Config):
+    train: DatasetConfig | list[DatasetConfig]
+    """The dataset to train on, or several that are mixed."""
+    validation: DatasetConfig | list[DatasetConfig] | None = None
+    """The dataset to validate on, or several."""
+    default: DatasetDefaults = DatasetDefaults()
+    """Settings of every dataset that does not state its own."""
+    max_input_seq_length: int | None = Field(default=None, gt=0)
+    """Most tokens of a prompt, or of a training conversation; `policy.max_total_sequence_length` where unset."""
+    overlong: Literal["error", "skip"] = "error"
+    """Rows over `max_input_seq_length` end the run with the longest named, or are left out and counted in the log."""
+    shuffle: bool = True
+    """Draw training rows in an order of their own in every epoch; otherwise as they lie."""
+    num_workers: int = Field(default=0, ge=0)
+    """Processes that render and tokenise; 0 does it in the driver."""
+
+    @model_validator(mode="after")
+    def _one_source_each(self) -> DataConfig:
+        problems = [
+            *_problems("train", self.train),
+            *(_problems("validation", self.validation) if self.validation is not None else ()),
+        ]
+        if problems:
+            raise ProblemError(*problems)
+        return self
+
+    @property
+    def train_datasets(self) -> list[DatasetConfig]:
+        """Training datasets with defaults filled in."""
+        return self._filled(self.train)
+
+    @property
+    def validation_datasets(self) -> list[DatasetConfig]:
+        """Validation datasets with defaults filled in; empty where there are none."""
+        return self._filled(self.validation or [])
+
+    def _filled(self, datasets: DatasetConfig | list[DatasetConfig]) -> list[DatasetConfig]:
+        known = {key: value for key, value in self.default if value is not None}
+        return [
+            dataset.model_copy(
+                update={key: value for key, value in known.items() if key not in dataset.model_fields_set}
+            )
+            for dataset in _several(datasets)
+        ]
+
+
+def _several(datasets: DatasetConfig | list[DatasetConfig]) -> list[DatasetConfig]:
+    return datasets if isinstance(datasets, list) else [datasets]
+
+
+def _problems(key: str, datasets: DatasetConfig | list[DatasetConfig]) -> list[Problem]:
+    several = _several(datasets)
+    at = [f"{key}[{index}]" for index in range(len(several))] if isinstance(datasets, list) else [key]
+    problems = [
+        problem for where, dataset in zip(at, several, strict=True) for problem in _dataset_problems(where, dataset)
+    ]
+    if not several:
+        problems.append(Problem(key, "an empty list holds no dataset; name one, or leave the key out"))
+    weighted = [dataset.weight is not None for dataset in several]
+    if any(weighted) and not all(weighted):
+        missing = ", ".join(where for where, has in zip(at, weighted, strict=True) if not has)
+        problems.append(
+            Problem(key, f"`weight` is set for some datasets and not for {missing}; set it for all or for none")
+        )
+    return problems
+
+
+def _dataset_problems(key: str, dataset: DatasetConfig) -> list[Problem]:
+    if (dataset.dataset_name is None) == (dataset.data_path is None):
+        got = "both" if dataset.dataset_name else "neither"
+        return [Problem(key, f"got {got} of `dataset_name` and `data_path`; give exactly one")]
+    if dataset.data_path is None:
+        return []
+    return [
+        Problem(f"{key}.{name}", f"belongs to a dataset given by `dataset_name`; {dataset.data_path!r} is a path")
+        for name, value in (("subset", dataset.subset), ("settings", dataset.settings))
+        if value
+    ]

@@ -1,0 +1,121 @@
+"""A row as a conversation with its answer, and the processors that make one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rl_algos.data.config import DatasetConfig
+from rl_core.config import did_you_mean
+from rl_core.errors import ConfigError, DataError
+from rl_core.registry import resolve
+from rl_core.rollout import Message
+
+
+@dataclass(frozen=True)
+class Example:
+    """What a processor makes of a row.
+
+    Args:
+        messages: the conversation; a training conversation may end with the assistant's message.
+        answer: what is right, None where the row does not say.
+        environment: that scores it, empty where the row names none.
+        info: what an environment needs besides the answer.
+    """
+
+    messages: tuple[Message, ...]
+    answer: Any = None
+    environment: str = ""
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def has_response(self) -> bool:
+        """Whether the conversation ends with the assistant."""
+        return bool(self.messages) and self.messages[-1]["role"] == "assistant"
+
+
+Processor = Callable[[Mapping[str, Any], DatasetConfig], Example]
+"""Makes an example of a row, by the settings of its dataset; raises `DataError` where the row is not as it expects."""
+
+
+def column(row: Mapping[str, Any], name: str) -> Any:
+    """A row's column; raises a `DataError` that names those there are and the nearest."""
+    if name not in row:
+        raise DataError(f"no column {name!r}{did_you_mean(name, row)}; the columns are {', '.join(sorted(row))}")
+    return row[name]
+
+
+def by_keys(row: Mapping[str, Any], settings: DatasetConfig) -> Example:
+    """Input and answer from the columns `input_key` and `output_key`; `messages` and `answer` where unset."""
+    given = column(row, settings.input_key or "messages")
+    messages = ({"role": "user", "content": given},) if isinstance(given, str) else as_messages(given)
+    answer = row.get("answer") if settings.output_key is None else column(row, settings.output_key)
+    info = row.get("info") or {}
+    if not isinstance(info, Mapping):
+        raise DataError(f"the column 'info' must hold an object, got {info!r}")
+    return Example(messages, answer, str(row.get("environment") or ""), info)
+
+
+def squad(row: Mapping[str, Any], _settings: DatasetConfig) -> Example:
+    """A question about a passage, and its first answer (SQuAD, arXiv:1606.05250)."""
+    answers = column(column(row, "answers"), "text")
+    if not answers:
+        raise DataError("`answers.text` is empty: the question has no answer")
+    content = f"Context: {column(row, 'context')}\n\nQuestion: {column(row, 'question')}"
+    return Example(({"role": "user", "content": content},), answers[0])
+
+
+def gsm8k(row: Mapping[str, Any], _settings: DatasetConfig) -> Example:
+    """A grade-school word problem; the answer is the number behind `####` (GSM8K, arXiv:2110.14168)."""
+    solution, marker, answer = column(row, "answer").rpartition("####")
+    if not marker:
+        raise DataError(f"expected `####` before the final number in `answer`, got {solution or answer!r}")
+    return Example(({"role": "user", "content": column(row, "question")},), answer.strip().replace(",", ""))
+
+
+PROCESSORS: Mapping[str, Processor] = {"gsm8k": gsm8k, "squad": squad}
+"""Processors by the name that `processor` takes."""
+
+
+def processor(settings: DatasetConfig) -> Processor:
+    """The dataset's processor.
+
+    Raises:
+        ConfigError: where the name is neither built in nor that of a function.
+    """
+    name = settings.processor
+    if name is None:
+        return by_keys
+    if ":" not in name:
+        if name not in PROCESSORS:
+            raise ConfigError(
+                f"data: no processor {name!r}{did_you_mean(name, PROCESSORS)}; built in are {', '.join(PROCESSORS)}, "
+                'and your own is written "package.module:function"'
+            )
+        return PROCESSORS[name]
+    try:
+        found: Processor = resolve(name)
+    except (ValueError, ImportError) as error:
+        raise ConfigError(f"data: processor {name!r} cannot be imported: {error}") from error
+    return found
+
+
+def as_messages(value: Any) -> tuple[Message, ...]:
+    """Chat messages as data gives them: a list of objects with `role` and what a chat template understands.
+
+    Raises:
+        DataError: where it is something else.
+    """
+    if not isinstance(value, list | tuple) or not value:
+        raise DataError(f"expected text or a list of messages, got {json.dumps(value, default=str)[:80]}")
+    for message in value:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise DataError(
+                f"a message is an object with a `role` and a `content`, got {json.dumps(message, default=str)[:80]}"
+            )
+        if message["role"] not in ("assistant",) and message.get("content") is None:
+            raise DataError(f"the {message['role']} message has no `content`: {json.dumps(message, default=str)[:80]}")
+    # columnar files fill keys that a message does not have with null
+    return tuple({key: item for key, item in message.items() if item is not None} for message in value)

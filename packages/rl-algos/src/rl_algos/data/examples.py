@@ -1,0 +1,146 @@
+"""Datasets as examples with stable ids."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from jinja2 import TemplateError
+
+from rl_algos.data.config import DataConfig, DatasetConfig
+from rl_algos.data.example import Example, Processor, processor
+from rl_algos.data.load import load_rows
+from rl_algos.data.template import Surround
+from rl_core.errors import DataError
+
+_log = logging.getLogger(__name__)
+
+Purpose = Literal["train", "validation"]
+T = TypeVar("T")
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Examples of one dataset.
+
+    Args:
+        name: unique among the run's datasets of the same purpose.
+        examples: by id, `name:split:row`, in the order of the rows; `row` counts from 0.
+        settings: as configured.
+    """
+
+    name: str
+    examples: Mapping[str, Example]
+    settings: DatasetConfig
+
+
+def load_datasets(config: DataConfig, purpose: Purpose) -> list[Dataset]:
+    """The configured datasets for training or validation; ids are unique and depend on no row's content.
+
+    Raises:
+        DataError: naming dataset and row, and the remedy.
+        ConfigError: where a file or a processor that a dataset names is not there.
+    """
+    settings = config.train_datasets if purpose == "train" else config.validation_datasets
+    return [
+        Dataset(name, _examples(one, name, purpose), one)
+        for name, one in zip(_names(settings, purpose), settings, strict=True)
+    ]
+
+
+def encode_rows(encode: Callable[[Item], T], items: Mapping[str, Item], num_workers: int) -> dict[str, T]:
+    """Every item encoded, by id; in processes of their own where `num_workers` is above 0.
+
+    Args:
+        encode: picklable where there are workers.
+
+    Raises:
+        DataError: naming the row that cannot be encoded.
+    """
+    task = _Encode(encode)
+    if not num_workers:
+        return {row_id: task((row_id, item)) for row_id, item in items.items()}
+    with ProcessPoolExecutor(num_workers, mp_context=get_context("spawn")) as pool:
+        return dict(zip(items, pool.map(task, items.items(), chunksize=256), strict=True))
+
+
+def within_limit(
+    rows: Mapping[str, T], lengths: Sequence[int], limit: int, *, overlong: Literal["error", "skip"]
+) -> dict[str, T]:
+    """The rows of at most `limit` tokens.
+
+    Raises:
+        DataError: naming the longest row, where some are longer and `overlong` is `error`, or where none is left.
+    """
+    over = {row_id: length for row_id, length in zip(rows, lengths, strict=True) if length > limit}
+    if not over:
+        return dict(rows)
+    longest = max(over, key=over.__getitem__)
+    what = f"{len(over)} of {len(rows)} rows have more than {limit} tokens; the longest, {longest}, has {over[longest]}"
+    if overlong == "error":
+        raise DataError(
+            f"{what}; raise data.max_input_seq_length (and policy.max_total_sequence_length, which bounds it), "
+            "or set data.overlong: skip to leave them out"
+        )
+    if len(over) == len(rows):
+        raise DataError(
+            f"{what}, so that no row is left; raise data.max_input_seq_length and policy.max_total_sequence_length"
+        )
+    _log.warning("%s; left out (data.overlong: skip)", what)
+    return {row_id: row for row_id, row in rows.items() if row_id not in over}
+
+
+@dataclass(frozen=True)
+class _Encode:
+    """Encodes one item and says which row it was where that fails."""
+
+    encode: Callable[[Any], Any]
+
+    def __call__(self, entry: tuple[str, Any]) -> Any:
+        row_id, item = entry
+        try:
+            return self.encode(item)
+        except DataError as error:
+            raise DataError(f"row {row_id}: {error}") from None
+        except TemplateError as error:
+            raise DataError(f"row {row_id}: the chat template refuses it: {error}") from None
+
+
+def _examples(settings: DatasetConfig, name: str, purpose: Purpose) -> dict[str, Example]:
+    convert = _Encode(_Convert(processor(settings), Surround.of(settings), settings))
+    split = settings.split or purpose
+    rows = load_rows(settings, purpose)
+    ids = (f"{name}:{split}:{index}" for index in range(len(rows)))
+    return {row_id: convert((row_id, row)) for row_id, row in zip(ids, rows, strict=True)}
+
+
+@dataclass(frozen=True)
+class _Convert:
+    processor: Processor
+    surround: Surround
+    settings: DatasetConfig
+
+    def __call__(self, row: Mapping[str, Any]) -> Example:
+        return self.surround.apply(self.processor(row, self.settings), row)
+
+
+def _names(settings: Sequence[DatasetConfig], purpose: Purpose) -> list[str]:
+    """Names of datasets; of equal ones the second and later are numbered, in the order of the config."""
+    bases = [one.dataset_name or Path(one.source).name for one in settings]
+    seen: Counter[tuple[str, str]] = Counter()
+    chosen: list[str] = []
+    for base, one in zip(bases, settings, strict=True):
+        name, number = base, 1
+        while (name, one.split or purpose) in seen or (number > 1 and name in bases):
+            number += 1
+            name = f"{base}#{number}"
+        seen[name, one.split or purpose] += 1
+        chosen.append(name)
+    return chosen

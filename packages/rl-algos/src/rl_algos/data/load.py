@@ -1,0 +1,169 @@
+"""Rows of a dataset, wherever they lie."""
+
+from __future__ import annotations
+
+import glob
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from rl_algos.data.config import DatasetConfig
+from rl_core.config import did_you_mean
+from rl_core.errors import DataError
+from rl_core.registry import DATASETS, names, plugin, resolve
+
+Row = Mapping[str, Any]
+
+
+def load_rows(settings: DatasetConfig, purpose: str) -> Sequence[Row]:
+    """All rows of a dataset, in their order.
+
+    Args:
+        purpose: `train` or `validation`; the split where the settings name none.
+
+    Raises:
+        DataError: naming file and line, or the dataset, and the remedy.
+    """
+    if settings.data_path is not None:
+        rows = _read_path(settings.data_path, settings.split)
+    elif settings.dataset_name in names(DATASETS):
+        rows = _load_plugin(settings, purpose)
+    else:
+        rows = _load_hub(settings, purpose)
+    if not len(rows):
+        raise DataError(f"the dataset {settings.source!r} has no rows")
+    return rows
+
+
+def _load_plugin(settings: DatasetConfig, purpose: str) -> Sequence[Row]:
+    assert settings.dataset_name is not None
+    if settings.subset is not None:
+        raise DataError(f"`subset` is for datasets on the hub; {settings.dataset_name!r} is a plugin: use `settings`")
+    load = resolve(plugin(DATASETS, settings.dataset_name).load)
+    try:
+        rows: Sequence[Row] = load(settings.settings, settings.split or purpose)
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']} (got {e['input']!r})" for e in error.errors())
+        raise DataError(f"settings of the dataset {settings.dataset_name!r}: {problems}") from None
+    return rows
+
+
+def _load_hub(settings: DatasetConfig, purpose: str) -> Sequence[Row]:
+    assert settings.dataset_name is not None
+    if settings.settings:
+        raise DataError(
+            f"`settings` is for dataset plugins, and {settings.dataset_name!r} is none of those installed: "
+            f"{', '.join(names(DATASETS))}"
+        )
+    # imports pandas and pyarrow: seconds that local files need not pay
+    import datasets
+
+    split = settings.split or purpose
+    try:
+        rows: Sequence[Row] = datasets.load_dataset(settings.dataset_name, settings.subset, split=split)
+    except (OSError, ValueError, RuntimeError) as error:
+        near = did_you_mean(settings.dataset_name, names(DATASETS))
+        raise DataError(
+            f"the dataset {settings.dataset_name!r} (split {split!r}) cannot be loaded: "
+            f"it is no installed plugin{near}, and the hub says: {str(error).strip()}; "
+            "check the name, `split` and `subset`, or give local files in `data_path`"
+        ) from error
+    return rows
+
+
+def _read_path(path: str, split: str | None) -> Sequence[Row]:
+    place = Path(path).expanduser()
+    if (place / "dataset_dict.json").exists() or (place / "state.json").exists():
+        return _read_saved(place, split)
+    files = _files(place, split)
+    return [row for file in files for row in _READERS[file.suffix](file)]
+
+
+def _read_saved(folder: Path, split: str | None) -> Sequence[Row]:
+    """A folder that `datasets` saved: a dataset, or several by split."""
+    import datasets
+
+    saved = datasets.load_from_disk(str(folder))
+    if not isinstance(saved, datasets.DatasetDict):
+        if split is not None:
+            raise DataError(f"{folder} holds one dataset without splits, got split: {split!r}; remove `split`")
+        return saved
+    if split not in saved:
+        raise DataError(f"{folder} has the splits {', '.join(saved)}, got {split!r}; set `split` to one of them")
+    return saved[split]
+
+
+def _files(place: Path, split: str | None) -> list[Path]:
+    if place.is_dir():
+        files = sorted(file for file in place.rglob("*") if file.suffix in _READERS and file.is_file())
+        if split is not None:
+            files = [file for file in files if file.relative_to(place).as_posix().startswith(split)]
+    elif split is not None:
+        raise DataError(f"`split` chooses among the files of a folder, but {str(place)!r} is none; remove `split`")
+    else:
+        files = [place] if place.is_file() else [Path(file) for file in sorted(glob.glob(str(place), recursive=True))]
+    kinds = ", ".join(_READERS)
+    if not files:
+        chosen = f" whose names start with {split!r}" if split else ""
+        raise DataError(f"no data at {str(place)!r}: expected a file, a folder or a pattern with {kinds} files{chosen}")
+    foreign = [str(file) for file in files if file.suffix not in _READERS]
+    if foreign:
+        raise DataError(f"cannot read {foreign[0]!r}: expected {kinds}")
+    return files
+
+
+def read_jsonl(path: Path) -> list[Row]:
+    """Rows of a JSON Lines file; raises a `DataError` that names file and line where one is no object."""
+    rows: list[Row] = []
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                reason = getattr(error, "msg", str(error))
+                raise DataError(f"{path}:{number}: not a JSON object: {reason}") from None
+            if not isinstance(row, dict):
+                raise DataError(f"{path}:{number}: a row is a JSON object, got {type(row).__name__}")
+            rows.append(row)
+    return rows
+
+
+def _read_parquet(path: Path) -> Iterable[Row]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        rows: list[Row] = pyarrow.parquet.read_table(path).to_pylist()
+    except pyarrow.ArrowInvalid as error:
+        raise DataError(f"{path}: not a Parquet file: {error}") from None
+    return rows
+
+
+def _read_arrow(path: Path) -> Iterable[Row]:
+    import pyarrow
+    import pyarrow.ipc
+
+    with pyarrow.memory_map(str(path)) as source:
+        try:
+            reader = pyarrow.ipc.open_stream(source)  # as `datasets` writes
+        except pyarrow.ArrowInvalid:
+            source.seek(0)
+            try:
+                reader = pyarrow.ipc.open_file(source)
+            except pyarrow.ArrowInvalid as error:
+                raise DataError(f"{path}: not an Arrow file: {error}") from None
+        rows: list[Row] = reader.read_all().to_pylist()
+    return rows
+
+
+_READERS: Mapping[str, Callable[[Path], Iterable[Row]]] = {
+    ".jsonl": read_jsonl,
+    ".ndjson": read_jsonl,
+    ".parquet": _read_parquet,
+    ".arrow": _read_arrow,
+}

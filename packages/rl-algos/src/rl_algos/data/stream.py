@@ -1,0 +1,128 @@
+"""Items of several datasets in a repeatable order that can be taken up again anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from rl_algos.data.permutation import permutation
+from rl_core.errors import DataError
+
+T = TypeVar("T")
+
+
+class Stream(Generic[T]):
+    """Draws from datasets in proportion to their weights; each item of a dataset once before any of it comes again.
+
+    The order follows from the seed, the sizes and the weights alone, and the position is one count per dataset. An
+    epoch is as many draws as there are items; without weights it holds every item exactly once.
+
+    Args:
+        datasets: each a sequence of items.
+        weights: share of draws of each dataset; its number of items where None.
+        seed: of the order.
+        shuffle: a new order for every pass over a dataset; otherwise as the items lie.
+        max_num_epochs: where the stream ends; endless where None.
+
+    Raises:
+        DataError: where there is no item.
+    """
+
+    def __init__(
+        self,
+        datasets: Sequence[Sequence[T]],
+        weights: Sequence[float] | None = None,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        max_num_epochs: int | None = None,
+    ) -> None:
+        if not datasets or not all(len(dataset) for dataset in datasets):
+            raise DataError(f"a stream needs datasets with items, got sizes {[len(dataset) for dataset in datasets]}")
+        if weights is not None and (len(weights) != len(datasets) or min(weights) <= 0):
+            raise DataError(f"{len(datasets)} datasets need as many weights above 0, got {list(weights)}")
+        self._datasets = tuple(datasets)
+        self._sizes = [len(dataset) for dataset in datasets]
+        self._weights = np.asarray(self._sizes if weights is None else weights, dtype=np.float64)
+        self._seed = seed
+        self._shuffle = shuffle
+        self._max_num_epochs = max_num_epochs
+        self._drawn = np.zeros(len(self._sizes), dtype=np.int64)
+        self._orders: dict[int, tuple[int, np.ndarray]] = {}
+
+    @property
+    def datasets(self) -> tuple[Sequence[T], ...]:
+        """What the stream draws from."""
+        return self._datasets
+
+    @property
+    def num_items(self) -> int:
+        """Items of all datasets: the draws of one epoch."""
+        return sum(self._sizes)
+
+    @property
+    def num_drawn(self) -> int:
+        """Draws so far."""
+        return int(self._drawn.sum())
+
+    @property
+    def num_left(self) -> int | None:
+        """Draws to the end; None where there is none."""
+        return None if self._max_num_epochs is None else max(0, self._max_num_epochs * self.num_items - self.num_drawn)
+
+    @property
+    def epoch(self) -> float:
+        """Epochs drawn so far, with their fraction."""
+        return self.num_drawn / self.num_items
+
+    def num_batches(self, size: int) -> int | None:
+        """Batches of this size from start to end, the last maybe smaller; None where there is no end."""
+        return None if self._max_num_epochs is None else -(-self._max_num_epochs * self.num_items // size)
+
+    def take(self, count: int) -> list[T]:
+        """The next items; fewer where the last epoch ends."""
+        left = self.num_left
+        return [self._draw() for _ in range(count if left is None else min(count, left))]
+
+    def state(self) -> Mapping[str, Any]:
+        """The position, as JSON."""
+        return {"drawn": self._drawn.tolist(), **self._identity()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a position.
+
+        Raises:
+            DataError: where the data, its weights or its order are others than when the state was saved.
+        """
+        for name, value in self._identity().items():
+            if state[name] != value:
+                raise DataError(
+                    f"the data has changed since the checkpoint: {name} was {state[name]} and is {value}; "
+                    "restore the data and its settings, or start a fresh run"
+                )
+        self._drawn = np.asarray(state["drawn"], dtype=np.int64)
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "sizes": self._sizes,
+            "weights": self._weights.tolist(),
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+        }
+
+    def _draw(self) -> T:
+        # stride scheduling: whose next draw is due first; with sizes as weights, passes over all datasets end together
+        which = int(np.argmin((self._drawn + 1) / self._weights))
+        turn, position = divmod(int(self._drawn[which]), self._sizes[which])
+        self._drawn[which] += 1
+        return self._datasets[which][int(self._order(which, turn)[position])]
+
+    def _order(self, which: int, turn: int) -> np.ndarray:
+        if not self._shuffle:
+            return np.arange(self._sizes[which]) if which not in self._orders else self._orders[which][1]
+        known = self._orders.get(which)
+        if known is None or known[0] != turn:
+            known = self._orders[which] = turn, permutation(self._sizes[which], self._seed, which, turn)
+        return known[1]

@@ -1,0 +1,98 @@
+"""Texts that are put around a dataset's inputs: prompt templates and system messages."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rl_algos.data.config import DatasetConfig
+from rl_algos.data.example import Example, column
+from rl_core.errors import ConfigError, DataError
+
+_PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([A-Za-z_]\w*)\}")
+
+
+@dataclass(frozen=True)
+class PromptTemplate:
+    """A text with placeholders: `{input}` is the input, `{name}` the row's column of that name.
+
+    `{{` and `}}` are braces, and braces around anything but a name stay as they are.
+
+    Raises:
+        ConfigError: where there is no placeholder, so that all prompts would be equal.
+    """
+
+    text: str
+    source: str
+
+    def __post_init__(self) -> None:
+        if not any(match[1] for match in _PLACEHOLDER.finditer(self.text)):
+            raise ConfigError(
+                f"data: prompt_file {self.source!r} has no placeholder; write {{input}} where the input goes"
+            )
+
+    def fill(self, text: str, row: Mapping[str, Any]) -> str:
+        """The text for one input; raises a `DataError` where a placeholder is no column of the row."""
+
+        def value(match: re.Match[str]) -> str:
+            name = match[1]
+            if name is None:
+                return match[0][0]
+            return text if name == "input" else str(column(row, name))
+
+        try:
+            return _PLACEHOLDER.sub(value, self.text)
+        except DataError as error:
+            raise DataError(
+                f"prompt_file {self.source!r}: {error}; write {{{{ and }}}} for braces in the text"
+            ) from None
+
+
+@dataclass(frozen=True)
+class Surround:
+    """What a dataset puts around each conversation.
+
+    Args:
+        prompt: for the last message of the user, None to leave it as it is.
+        system: first message, None for none.
+    """
+
+    prompt: PromptTemplate | None
+    system: str | None
+
+    @classmethod
+    def of(cls, settings: DatasetConfig) -> Surround:
+        """The texts that the dataset's settings name; raises a `ConfigError` where a file cannot be read."""
+        return cls(
+            None
+            if settings.prompt_file is None
+            else PromptTemplate(_text("prompt_file", settings.prompt_file), settings.prompt_file),
+            None
+            if settings.system_prompt_file is None
+            else _text("system_prompt_file", settings.system_prompt_file).strip(),
+        )
+
+    def apply(self, example: Example, row: Mapping[str, Any]) -> Example:
+        """The example with these texts; raises a `DataError` where it has no user message or another system message."""
+        messages = list(example.messages)
+        if self.prompt is not None:
+            users = [index for index, message in enumerate(messages) if message["role"] == "user"]
+            if not users:
+                raise DataError("prompt_file needs a user message to fill in, and the conversation has none")
+            last = messages[users[-1]]
+            messages[users[-1]] = {**last, "content": self.prompt.fill(str(last["content"]), row)}
+        if self.system is not None:
+            if messages and messages[0]["role"] == "system":
+                raise DataError("the row has a system message of its own; remove it or system_prompt_file")
+            messages.insert(0, {"role": "system", "content": self.system})
+        return replace(example, messages=tuple(messages))
+
+
+def _text(key: str, path: str) -> str:
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"data: {key} {path!r} cannot be read: {error}") from error

@@ -1,0 +1,117 @@
+"""Settings of GRPO and of its loss."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from rl_core.config import Config
+
+
+class RewardScalingConfig(Config):
+    enabled: bool = False
+    """Map rewards linearly from the source range to the target range, clamped at its ends."""
+    source_min: float = 0.0
+    """Reward that maps to `target_min`."""
+    source_max: float = 1.0
+    """Reward that maps to `target_max`."""
+    target_min: float = 0.0
+    """Smallest reward after scaling."""
+    target_max: float = 1.0
+    """Largest reward after scaling."""
+
+
+class RewardShapingConfig(Config):
+    enabled: bool = False
+    """Lower the reward of responses that come close to the length limit (DAPO's soft overlong punishment)."""
+    max_response_length: int = Field(default=512, gt=0)
+    """Sampled tokens at which the whole penalty applies."""
+    overlong_buffer_length: int = Field(default=128, gt=0)
+    """Tokens before the limit over which the penalty grows from 0."""
+    overlong_buffer_penalty: float = Field(default=1.0, ge=0)
+    """Penalty at the limit."""
+
+
+class GRPOConfig(Config):
+    num_prompts_per_step: int = Field(default=32, gt=0)
+    """Prompts of one step."""
+    num_generations_per_prompt: int = Field(default=16, gt=0)
+    """Rollouts of each prompt: the group."""
+    max_num_steps: int = Field(default=1000, gt=0)
+    """Steps of the run."""
+    max_num_epochs: int | None = Field(default=None, gt=0)
+    """Passes over the data after which the run ends, if it has not ended before."""
+    max_rollout_turns: int = Field(default=1, gt=0)
+    """Most turns of one rollout."""
+    normalize_rewards: bool = True
+    """Divide advantages by the standard deviation of their group."""
+    use_leave_one_out_baseline: bool = False
+    """Compare each reward with the mean of the others in its group instead of the mean of all."""
+    advantage_clip_low: float | None = None
+    """Smallest advantage."""
+    advantage_clip_high: float | None = None
+    """Largest advantage."""
+    use_dynamic_sampling: bool = False
+    """Train only on groups whose rewards differ, sampling further prompts in place of the others (DAPO)."""
+    dynamic_sampling_max_gen_batches: int = Field(default=10, gt=0)
+    """Most rounds of sampling for one step."""
+    overlong_filtering: bool = False
+    """Leave rollouts that ran into the token limit out of the loss."""
+    seq_logprob_error_threshold: float | None = Field(default=None, gt=1)
+    """Leave rollouts out of the loss whose mean `exp|prev - generation|` logprob is above this."""
+    reward_scaling: RewardScalingConfig = RewardScalingConfig()
+    reward_shaping: RewardShapingConfig = RewardShapingConfig()
+    val_period: int = Field(default=0, ge=0)
+    """Validate after every this many steps; 0 does not."""
+    val_at_start: bool = False
+    """Validate before the first step."""
+    val_at_end: bool = False
+    """Validate after the last step."""
+    max_val_samples: int | None = Field(default=None, gt=0)
+    """Most validation prompts; all where unset."""
+    val_num_generations_per_prompt: int = Field(default=1, gt=0)
+    """Rollouts of each validation prompt."""
+    stop_at_validation_metric: str | None = None
+    """End the run once this validation metric (such as `accuracy`) reaches the threshold."""
+    stop_at_validation_threshold: float | None = None
+    """Threshold of `stop_at_validation_metric`."""
+    seed: int = 42
+    """Of data order, sampling and dropout."""
+
+
+class LossConfig(Config):
+    reference_policy_kl_penalty: float = Field(default=0.01, ge=0)
+    """Weight of the KL term; 0 keeps no reference policy."""
+    reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of the KL divergence to the reference policy."""
+    kl_input_clamp_value: float | None = Field(default=20.0, gt=0)
+    """Bound of the log-ratio that enters the estimator."""
+    kl_output_clamp_value: float | None = Field(default=10.0, gt=0)
+    """Bound of the estimate."""
+    ratio_clip_min: float = Field(default=0.2, ge=0, le=1)
+    """The ratio is clipped below at 1 minus this."""
+    ratio_clip_max: float = Field(default=0.2, ge=0)
+    """The ratio is clipped above at 1 plus this."""
+    ratio_clip_c: float | None = Field(default=None, gt=1)
+    """Dual clip: bound of the loss, in units of -advantage, where the advantage is negative."""
+    token_level_loss: bool = True
+    """Mean over all tokens; otherwise mean over sequences of each sequence's mean."""
+    sequence_level_importance_ratios: bool = False
+    """One ratio per sequence, from its mean log-ratio (GSPO)."""
+    use_cispo: bool = False
+    """Clip the ratio and stop its gradient, so that every token keeps one (CISPO)."""
+    force_on_policy_ratio: bool = False
+    """Take the ratio as 1 with its gradient, and spare the pass that computes `prev_logprobs`; needs one minibatch a
+    step.
+    """
+    use_importance_sampling_correction: bool = False
+    """Weigh the policy term by `exp(prev - generation)` logprobs."""
+    truncated_importance_sampling_type: Literal["tis", "icepop", "seq-mask-tis"] = "tis"
+    """`tis` caps the weight, `icepop` zeroes tokens outside the bounds, `seq-mask-tis` masks sequences whose mean is
+    outside.
+    """
+    truncated_importance_sampling_ratio: float | None = Field(default=None, gt=0)
+    """Upper bound of the importance weight; not truncated where unset."""
+    truncated_importance_sampling_ratio_min: float | None = Field(default=None, ge=0)
+    """Lower bound of the importance weight, for `icepop` and `seq-mask-tis`."""

@@ -1,0 +1,1 @@
+"""Losses as torch-free descriptions; each names its implementation in `rl_algos.torch`."""

@@ -1,0 +1,88 @@
+"""The synchronous source: every group is sampled with the newest weights, on request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from rl_core.generation import Evaluation, RolloutPool, RolloutTask, SamplingParams, WeightUpdate
+from rl_core.rollout import Prompt, RolloutGroup
+
+
+class PromptStream(Protocol):
+    """Prompts in a repeatable order, each once per epoch."""
+
+    def take(self, count: int) -> list[Prompt]:
+        """The next prompts; fewer where the last epoch ends."""
+        ...
+
+    def state(self) -> Mapping[str, Any]:
+        """Where the stream stands."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        ...
+
+
+class SyncRolloutSource:
+    """Rolls out the next prompts of a stream, staleness 0.
+
+    Args:
+        pool: runs the rollouts.
+        prompts: what to roll out.
+        sampling: how completions are drawn.
+        num_generations: rollouts per prompt.
+        seed: of sampling; a rollout's seed follows from it, from the number of prompts drawn before, and its place in
+            the group.
+    """
+
+    def __init__(
+        self, pool: RolloutPool, prompts: PromptStream, *, sampling: SamplingParams, num_generations: int, seed: int
+    ) -> None:
+        self._pool = pool
+        self._prompts = prompts
+        self._sampling = sampling
+        self._num_generations = num_generations
+        self._seed = seed
+        self._num_drawn = 0
+
+    def collect(self, num_groups: int) -> list[RolloutGroup]:
+        """The next groups; fewer where the data ends."""
+        prompts = self._prompts.take(num_groups)
+        first, self._num_drawn = self._num_drawn, self._num_drawn + len(prompts)
+        tasks = [
+            RolloutTask(prompt, self._sampling, _seeds((self._seed, first + i), self._num_generations))
+            for i, prompt in enumerate(prompts)
+        ]
+        return self._pool.run(tasks)
+
+    def evaluate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, num_generations: int = 1) -> Evaluation:
+        """Roll out given prompts with the current weights; the same prompts always get the same seeds."""
+        tasks = [
+            RolloutTask(prompt, sampling, _seeds((self._seed, i, 1), num_generations))
+            for i, prompt in enumerate(prompts)
+        ]
+        return Evaluation(self._pool.run(tasks))
+
+    def adopt(self, update: WeightUpdate) -> None:
+        """Bring the replicas to this version."""
+        self._pool.adopt(update)
+
+    def state(self) -> Mapping[str, Any]:
+        """Data position and the number of prompts drawn."""
+        return {"prompts": self._prompts.state(), "num_drawn": self._num_drawn}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state."""
+        self._prompts.restore(state["prompts"])
+        self._num_drawn = state["num_drawn"]
+
+    def close(self) -> None:
+        """Nothing of its own to end."""
+
+
+def _seeds(entropy: tuple[int, ...], count: int) -> tuple[int, ...]:
+    return tuple(int(seed) for seed in np.random.SeedSequence(entropy).generate_state(count))

@@ -1,0 +1,163 @@
+"""The process that runs rollouts beside a replica."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from rl_algos.rollouts.continuation import continuation_tokens
+from rl_algos.tokenizer import load_tokenizer
+from rl_core.environment import Conversation, EnvironmentFailure, StepResult
+from rl_core.errors import EnvironmentFailed, GeneratorError
+from rl_core.generation import (
+    GenerationRequest,
+    Generator,
+    RolloutProgram,
+    RolloutTask,
+    SamplingParams,
+)
+from rl_core.model_config import TokenizerConfig
+from rl_core.registry import resolve
+from rl_core.rollout import Completion, Message, Prompt, Rollout, RolloutGroup
+
+_log = logging.getLogger(__name__)
+
+
+class EnvironmentClient(Protocol):
+    """An environment, one conversation at a time."""
+
+    async def step(self, conversation: Conversation) -> StepResult | EnvironmentFailure:
+        """The environment's answer, or why there is none."""
+        ...
+
+    async def abandon(self, conversation_ids: Sequence[str]) -> None:
+        """Free what the environment holds for conversations that will not go on."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutWorkerSpec:
+    """What a rollout worker is made of; travels to its process.
+
+    Args:
+        generator: `"package.module:Class"` of the generator.
+        generator_args: its arguments.
+        program: `"package.module:Class"` of the rollout program.
+        program_args: its keyword arguments.
+        tokenizer, model_name: where the tokenizer is loaded from.
+    """
+
+    generator: str
+    generator_args: tuple[Any, ...]
+    program: str
+    program_args: Mapping[str, Any]
+    tokenizer: TokenizerConfig
+    model_name: str
+
+
+class RolloutWorker:
+    """Holds one replica and runs rollouts on it, so that no turn of a rollout passes through the driver.
+
+    Args:
+        spec: what to build.
+        environments: clients by environment name.
+    """
+
+    def __init__(self, spec: RolloutWorkerSpec, environments: Mapping[str, EnvironmentClient]) -> None:
+        self._generator: Generator = resolve(spec.generator)(*spec.generator_args)
+        self._program: RolloutProgram = resolve(spec.program)(**spec.program_args)
+        self._tokenizer = load_tokenizer(spec.tokenizer, spec.model_name)
+        self._environments = dict(environments)
+
+    async def start(self) -> int:
+        """Load the engine; returns its number of ranks."""
+        await self._generator.start()
+        return self._generator.num_ranks
+
+    async def run(self, tasks: Sequence[RolloutTask]) -> list[RolloutGroup]:
+        """One group per task, in order. Raises `GeneratorError` where the engine died: the tasks may run again
+        elsewhere.
+        """
+        return list(await asyncio.gather(*(self._run_group(task) for task in tasks)))
+
+    async def generator(self, method: str, *args: Any) -> Any:
+        """Call a method of the replica."""
+        return await getattr(self._generator, method)(*args)
+
+    async def health(self) -> Mapping[str, Any]:
+        """The replica's report."""
+        return await self._generator.health()
+
+    async def close(self) -> None:
+        """End the replica."""
+        await self._generator.close()
+
+    async def _run_group(self, task: RolloutTask) -> RolloutGroup:
+        runs = (self._run_one(task.prompt, task.sampling, seed) for seed in task.seeds)
+        return RolloutGroup(task.prompt, tuple(await asyncio.gather(*runs)))
+
+    async def _run_one(self, prompt: Prompt, sampling: SamplingParams, seed: int) -> Rollout:
+        client = _Client(self, self._environments[prompt.environment], sampling, seed)
+        try:
+            return await self._program.run(prompt, client)
+        except GeneratorError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a program's failure costs its rollout, not the run
+            _log.warning("rollout of prompt %s failed: %s: %s", prompt.id, type(error).__name__, error)
+            return Rollout.failed(prompt, f"{type(error).__name__}: {error}")
+        finally:
+            await client.release()
+
+
+class _Client:
+    """What one rollout is handed."""
+
+    def __init__(
+        self, worker: RolloutWorker, environment: EnvironmentClient, sampling: SamplingParams, seed: int
+    ) -> None:
+        self._worker = worker
+        self._environment = environment
+        self._sampling = sampling
+        self._seeds = np.random.SeedSequence(seed)
+        self._seed = seed
+        self._open: set[str] = set()
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self._sampling
+
+    async def generate(self, token_ids: np.ndarray, sampling: SamplingParams | None = None) -> Completion:
+        request = GenerationRequest(token_ids, sampling or self._sampling, self._next_seed())
+        return await self._worker._generator.generate(request)
+
+    async def step(self, conversation: Conversation) -> StepResult:
+        self._open.add(conversation.id)
+        result = await self._environment.step(conversation)
+        if isinstance(result, EnvironmentFailure):
+            self._open.discard(conversation.id)
+            raise EnvironmentFailed(result.reason)
+        if result.done:
+            self._open.discard(conversation.id)
+        return result
+
+    def decode(self, token_ids: np.ndarray) -> str:
+        return self._worker._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
+
+    def continuation(
+        self, messages: Sequence[Message], observation: Sequence[Message], sampled: np.ndarray
+    ) -> np.ndarray:
+        return continuation_tokens(self._worker._tokenizer, messages, observation, sampled)
+
+    async def release(self) -> None:
+        """Free conversations that ended without the environment saying so."""
+        if self._open:
+            await self._environment.abandon(sorted(self._open))
+
+    def _next_seed(self) -> int:
+        seed, self._seed = self._seed, int(self._seeds.spawn(1)[0].generate_state(1)[0])
+        return seed

@@ -1,0 +1,55 @@
+"""Supervised fine-tuning: one optimizer step on each batch of conversations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from rl_algos.losses.nll import NLLLoss
+from rl_algos.sft.config import SFTConfig
+from rl_algos.sft.data import SFTData, to_batch
+from rl_core.batch import Batch
+from rl_core.model import Loss, Model
+from rl_core.run import Components, Run
+
+
+def run(config: Any, components: Components, run: Run) -> None:
+    """Fine-tune the policy as configured; `components.data` is what `prepare` returned."""
+    train(
+        config.sft, NLLLoss(), components.policy, components.data, run, batch_size=config.policy.train_global_batch_size
+    )
+
+
+def train(config: SFTConfig, loss: Loss, policy: Model, data: SFTData, run: Run, *, batch_size: int) -> None:
+    """Train for `max_num_steps` steps or `max_num_epochs` epochs, whichever is less; the last batch may be smaller."""
+    max_steps = min(bound for bound in (config.max_num_steps, data.train.num_batches(batch_size)) if bound is not None)
+    for step in run.steps(max_steps, models={"policy": policy}, state={"data": data.train}):
+        if step == 1 and config.val_at_start:
+            validate(policy, data.validation, loss, run, step=0)
+        with run.phase("data"):
+            batch = to_batch(data.train.take(batch_size))
+        with run.phase("training"):
+            metrics = policy.train_step(batch, loss)
+        run.record(
+            step, {"train/epoch": data.train.epoch, **{f"train/{name}": value for name, value in metrics.items()}}
+        )
+        if run.due(config.val_period, step, at_end=config.val_at_end):
+            reached = validate(policy, data.validation, loss, run, step=step)
+            if config.stop_at_validation_loss is not None and reached <= config.stop_at_validation_loss:
+                run.stop(f"val/loss is {reached:.4g}, the goal was {config.stop_at_validation_loss:.4g}")
+
+
+def validate(policy: Model, batches: Sequence[Batch], loss: Loss, run: Run, *, step: int) -> float:
+    """The mean loss over all tokens under it, recorded as `val/loss` with their number; infinite where there is no
+    data.
+    """
+    if not batches:
+        return math.inf
+    with run.phase("validation"):
+        tokens = [loss.totals(batch)["tokens"] for batch in batches]
+        losses = [policy.evaluate(batch, loss)["loss"] for batch in batches]
+    total = sum(tokens)
+    mean = sum(value * count for value, count in zip(losses, tokens, strict=True)) / total
+    run.record(step, {"val/loss": mean, "val/num_tokens": total})
+    return mean

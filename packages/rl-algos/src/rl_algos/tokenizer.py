@@ -1,0 +1,113 @@
+"""Tokenizers and chat templates, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+from rl_core.errors import ConfigError
+from rl_core.model_config import TokenizerConfig
+from rl_core.rollout import Message
+
+# AutoTokenizer imports torch where torch is installed (3 s); the fast class reads the same tokenizer.json
+_FILES = "tokenizer.json"
+
+
+def load_tokenizer(config: TokenizerConfig, model_name: str) -> PreTrainedTokenizerFast:
+    """The tokenizer of a local folder or a hub name, with the configured chat template and its variables.
+
+    Raises:
+        ConfigError: where there are no fast tokenizer files, there is no end-of-sequence token, or the template's file
+            is missing.
+    """
+    name = config.name or model_name
+    key = "policy.tokenizer.name" if config.name else "policy.model_name"
+    try:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ConfigError(_no_tokenizer(name, key, error)) from error
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(
+            f"{key}: the tokenizer of {name!r} has no end-of-sequence token, so no completion would end; "
+            "set `eos_token` in its tokenizer_config.json or name another tokenizer in policy.tokenizer.name"
+        )
+    if config.chat_template is not None:
+        tokenizer.chat_template = _template_text(config.chat_template)
+    if config.chat_template_kwargs:
+        require_chat_template(tokenizer)
+        tokenizer.chat_template = _with_variables(tokenizer.chat_template, config.chat_template_kwargs)
+    return tokenizer
+
+
+def render(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+    """The conversation as the text that the model reads.
+
+    Raises:
+        ConfigError: where the tokenizer has no chat template.
+        jinja2.TemplateError: where the template refuses the messages.
+    """
+    require_chat_template(tokenizer)
+    plain = [dict(message) for message in messages]
+    return str(tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=add_generation_prompt))
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message]) -> np.ndarray:
+    """int32 `[tokens]`, the conversation up to where the policy speaks next; raises as `render`."""
+    text = render(tokenizer, messages, add_generation_prompt=True)
+    # the template puts in the special tokens
+    return np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
+
+
+def require_chat_template(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Raise a `ConfigError` that names the remedy where the tokenizer has no chat template."""
+    if tokenizer.chat_template is None:
+        raise ConfigError(
+            f"policy.tokenizer.chat_template: the tokenizer of {tokenizer.name_or_path!r} has no chat template; "
+            "set policy.tokenizer.chat_template to a Jinja template or to the path of one, "
+            "or policy.tokenizer.name to a chat model of the same vocabulary"
+        )
+
+
+def _with_variables(template: Any, variables: Mapping[str, Any]) -> Any:
+    """The template with its variables set at the top, so that whoever applies it applies it alike."""
+    if isinstance(template, Mapping):  # several templates by name
+        return {name: _with_variables(text, variables) for name, text in template.items()}
+    for name in variables:
+        if not name.isidentifier():
+            raise ConfigError(f"policy.tokenizer.chat_template_kwargs: {name!r} is no name of a template variable")
+    # JSON-like Python literals are Jinja literals
+    return "".join(f"{{% set {name} = {value!r} %}}" for name, value in variables.items()) + template
+
+
+def _template_text(value: str) -> str:
+    """The template itself, or that of the file it names: Jinja text has braces or line breaks, a path has neither."""
+    if "{" in value or "\n" in value:
+        return value
+    try:
+        return Path(value).expanduser().read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"policy.tokenizer.chat_template: {value!r} is neither a Jinja template (it has no braces) "
+            f"nor a file that can be read: {error.strerror}"
+        ) from error
+
+
+def _no_tokenizer(name: str, key: str, error: Exception) -> str:
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        there = ", ".join(sorted(entry.name for entry in folder.iterdir())) or "nothing"
+        return (
+            f"{key}: the folder {name!r} has no {_FILES} that can be read (it holds {there}); "
+            f"save a fast tokenizer there with `save_pretrained`, or name another tokenizer in policy.tokenizer.name"
+        )
+    if folder.is_absolute() or name.startswith((".", "~")):
+        return f"{key}: there is no folder {name!r}; give a folder with {_FILES} or a hub name"
+    reason = str(error).strip().splitlines()[0]
+    return (
+        f"{key}: no {_FILES} for {name!r}: it is no local folder, and the hub did not give it ({reason}); "
+        "check the name, the network and, for a gated model, the HF_TOKEN"
+    )

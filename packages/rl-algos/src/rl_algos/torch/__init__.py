@@ -1,0 +1,1 @@
+"""Implementations of the losses, resolved inside model workers."""

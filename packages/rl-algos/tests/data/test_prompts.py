@@ -1,0 +1,123 @@
+import json
+import logging
+
+import numpy as np
+import pytest
+
+from rl_algos.data.config import DataConfig
+from rl_algos.data.prompts import prompt_stream, validation_prompts
+from rl_algos.tokenizer import encode_prompt
+from rl_core.errors import ConfigError, DataError
+
+SUMS = {"dataset_name": "arithmetic", "settings": {"max_operand": 9}}
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def questions(path, texts):
+    return write(path, [{"q": text, "a": index} for index, text in enumerate(texts)])
+
+
+def stream(data, tokenizer, **options):
+    return prompt_stream(DataConfig.model_validate(data), tokenizer, **{"max_tokens": 100, "seed": 0, **options})
+
+
+def test_generated_sums_become_prompts(tokenizer):
+    config = DataConfig.model_validate({"train": SUMS, "validation": SUMS})
+    train = prompt_stream(config, tokenizer, max_tokens=100, seed=0, max_num_epochs=1)
+    prompts = train.take(train.num_items)
+    assert train.take(1) == []
+    held_out = validation_prompts(config, tokenizer, max_tokens=100)
+    assert len(prompts) + len(held_out) == 100
+    assert len({prompt.id for prompt in (*prompts, *held_out)}) == 100
+    for prompt in (*prompts, *held_out):
+        a, b = prompt.messages[0]["content"].removesuffix("=").split("+")
+        assert prompt.info == {"answer": str(int(a) + int(b))}
+        assert (prompt.environment, prompt.dataset) == ("math", "arithmetic")
+        assert prompt.token_ids.dtype == np.int32
+        assert tokenizer.decode(prompt.token_ids) == f"<|user|>{a}+{b}=<|end|><|assistant|>"
+
+
+def test_columns_environment_and_texts_come_from_the_settings(tmp_path, tokenizer):
+    (tmp_path / "prompt.txt").write_text("Q: {input}")
+    data = {
+        "data_path": questions(tmp_path / "sums.jsonl", ["x", "y"]),
+        "input_key": "q",
+        "output_key": "a",
+        "env_name": "judge",
+        "prompt_file": str(tmp_path / "prompt.txt"),
+    }
+    first, second = stream({"train": data, "shuffle": False}, tokenizer).take(2)
+    assert (first.id, second.id) == ("sums.jsonl:train:0", "sums.jsonl:train:1")
+    assert second.messages == ({"role": "user", "content": "Q: y"},)
+    assert (second.info, second.environment) == ({"answer": 1}, "judge")
+    assert np.array_equal(second.token_ids, encode_prompt(tokenizer, second.messages))
+
+
+def test_ids_are_unique_across_datasets_and_the_same_whatever_is_left_out(tmp_path, tokenizer):
+    path = questions(tmp_path / "q.jsonl", ["short", "much longer than that", "brief"])
+    one = {"data_path": path, "input_key": "q", "env_name": "math"}
+    both = {"train": [one, one], "shuffle": False}
+    assert [prompt.id for prompt in stream(both, tokenizer).take(6)] == [
+        f"q.jsonl{number}:train:{row}" for row in range(3) for number in ("", "#2")
+    ]
+    skipping = {"train": one, "shuffle": False, "overlong": "skip", "max_input_seq_length": 12}
+    assert [prompt.id for prompt in stream(skipping, tokenizer).take(2)] == ["q.jsonl:train:0", "q.jsonl:train:2"]
+
+
+def test_overlong_prompts_are_refused_or_left_out_and_counted(tmp_path, tokenizer, caplog):
+    path = questions(tmp_path / "q.jsonl", ["abc", "abcdefghij", "abcde"])
+    data = {"train": {"data_path": path, "input_key": "q", "env_name": "math"}, "max_input_seq_length": 6}
+    problem = "2 of 3 rows have more than 6 tokens; the longest, q.jsonl:train:1, has 13"
+    with pytest.raises(DataError, match=f"{problem}; raise data.max_input_seq_length.*or set data.overlong: skip"):
+        stream(data, tokenizer)
+    with caplog.at_level(logging.WARNING):
+        assert stream({**data, "overlong": "skip"}, tokenizer).num_items == 1
+    assert problem in caplog.text
+    with pytest.raises(DataError, match="no row is left"):
+        stream({**data, "overlong": "skip", "max_input_seq_length": 5}, tokenizer)
+    with pytest.raises(DataError, match="more than 4 tokens"):
+        stream({**data, "max_input_seq_length": 50}, tokenizer, max_tokens=4)
+
+
+def test_datasets_are_mixed_by_weight(tmp_path, tokenizer):
+    path = questions(tmp_path / "q.jsonl", ["a", "b", "c"])
+    mixed = [{**SUMS, "weight": 3.0}, {"data_path": path, "input_key": "q", "env_name": "math", "weight": 1.0}]
+    drawn = [prompt.dataset for prompt in stream({"train": mixed}, tokenizer).take(40)]
+    assert (drawn.count("arithmetic"), drawn.count("q.jsonl")) == (30, 10)
+
+
+def test_worker_processes_give_the_same_prompts(tmp_path, tokenizer):
+    path = questions(tmp_path / "q.jsonl", ["a", "bc", "def"])
+    data = {"train": {"data_path": path, "input_key": "q", "env_name": "math"}}
+    alone, helped = stream(data, tokenizer).take(3), stream({**data, "num_workers": 1}, tokenizer).take(3)
+    assert [prompt.id for prompt in alone] == [prompt.id for prompt in helped]
+    assert all(np.array_equal(a.token_ids, b.token_ids) for a, b in zip(alone, helped, strict=True))
+
+
+def test_a_row_at_fault_is_named(tmp_path, tokenizer):
+    def error(rows, **keys):
+        data = {"data_path": write(tmp_path / "q.jsonl", rows), "env_name": "math", **keys}
+        with pytest.raises(DataError) as caught:
+            stream({"train": data}, tokenizer)
+        return str(caught.value)
+
+    good = {"messages": [{"role": "user", "content": "a"}]}
+    assert "row q.jsonl:train:1: no column 'messages'" in error([good, {"message": []}])
+    assert "ends with the assistant" in error(
+        [{"messages": [*good["messages"], {"role": "assistant", "content": "b"}]}]
+    )
+    assert "unknown role judge" in error([{"messages": [{"role": "judge", "content": "a"}]}])
+    assert "row q.jsonl:train:0 names no environment" in error([good], env_name=None)
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused(tokenizer):
+    from rl_algos.tiny_model import make_tokenizer
+
+    bare = make_tokenizer()
+    bare.chat_template = None
+    with pytest.raises(ConfigError, match=r"policy\.tokenizer\.chat_template"):
+        stream({"train": SUMS}, bare)

@@ -1,0 +1,31 @@
+"""Rollouts and groups made up for tests."""
+
+import numpy as np
+
+from rl_core.rollout import Prompt, Rollout, RolloutGroup, WeightSpan
+
+
+def make_prompt(id: str = "p0", tokens: tuple[int, ...] = (1, 2, 3), **info) -> Prompt:
+    return Prompt(id, ({"role": "user", "content": "?"},), np.array(tokens, np.int32), "math", info, "sums")
+
+
+def make_rollout(
+    prompt: Prompt, reward: float, sampled: tuple[int, ...] = (7, 8), stop_reason: str = "stop", status: str = "ok"
+) -> Rollout:
+    num_prompt = len(prompt.token_ids)
+    return Rollout(
+        prompt_id=prompt.id,
+        tokens=np.concatenate([prompt.token_ids, np.array(sampled, np.int32)]),
+        loss_mask=np.array([0] * num_prompt + [1] * len(sampled), np.uint8),
+        generation_logprobs=np.array([0.0] * num_prompt + [-0.5] * len(sampled), np.float32),
+        spans=(WeightSpan(1, len(sampled)),),
+        turns=(),
+        rewards={"reward": reward},
+        stop_reason=stop_reason,
+        status=status,
+    )
+
+
+def make_group(id: str, rewards: list[float]) -> RolloutGroup:
+    prompt = make_prompt(id)
+    return RolloutGroup(prompt, tuple(make_rollout(prompt, reward) for reward in rewards))

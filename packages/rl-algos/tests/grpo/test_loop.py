@@ -1,0 +1,145 @@
+import dataclasses
+
+import numpy as np
+import pytest
+
+from rl_algos.grpo.batch import advantages_of, build_batch
+from rl_algos.grpo.config import GRPOConfig
+from rl_algos.grpo.loop import train
+from rl_algos.grpo.validation import Validation
+from rl_algos.losses.policy import KLPenalty, PolicyLoss
+from rl_core.errors import DataError
+from rl_core.generation import SamplingParams
+from rl_core.rollout import Prompt, Rollout, RolloutGroup
+from rl_core.testing.fakes import FakeModel, FakeRolloutSource, FakeRun, FakeWeights
+
+PROMPTS = [Prompt(f"p{i}", (), np.arange(2, dtype=np.int32), "math", {"answer": i}, "sums") for i in range(400)]
+
+
+def even_share(prompt, tokens):
+    return float(np.mean(tokens % 2 == 0))
+
+
+def run_loop(run, *, loss=None, reward=even_share, prompts=PROMPTS, model=None, rows=4, **settings):
+    config = GRPOConfig(**{"num_prompts_per_step": 2, "num_generations_per_prompt": 4, "max_num_steps": 5} | settings)
+    policy = model or FakeModel()
+    source = FakeRolloutSource(prompts, reward, num_generations=4)
+    validation = Validation(PROMPTS[-7:], SamplingParams(max_new_tokens=3, temperature=0), config)
+    train(
+        config,
+        loss or PolicyLoss(),
+        policy=policy,
+        rollouts=source,
+        weights=FakeWeights(policy),
+        validation=validation,
+        run=run,
+        rows_per_minibatch=rows,
+    )
+    return policy
+
+
+def test_each_step_generates_reads_logprobs_trains_and_syncs_in_this_order():
+    run = FakeRun()
+    policy = run_loop(run, max_num_steps=2)
+    assert run.phases == ["weight_sync", *["generation", "logprobs", "training", "weight_sync"] * 2]
+    assert [name for name, _ in policy.calls] == ["infer", "train_step", "train_step"] * 2
+
+
+def test_a_step_has_as_many_updates_as_minibatches_and_every_rollout_trains_once():
+    policy = run_loop(FakeRun(), max_num_steps=1, rows=2)
+    parts = [batch for name, batch in policy.calls if name == "train_step"]
+    assert [len(part) for part in parts] == [2, 2, 2, 2]
+
+
+def test_the_reference_is_read_only_where_the_loss_compares_with_it():
+    policy = run_loop(FakeRun(), loss=PolicyLoss(kl=KLPenalty(0.1)), max_num_steps=1)
+    assert [name for name, _ in policy.calls][:2] == ["infer", "infer_reference"]
+
+
+def test_an_on_policy_ratio_spares_the_logprob_pass():
+    policy = run_loop(FakeRun(), loss=PolicyLoss(on_policy=True), max_num_steps=1)
+    assert {name for name, _ in policy.calls} == {"train_step"}
+
+
+def test_a_step_reports_rewards_losses_and_versions():
+    run = FakeRun()
+    run_loop(run)
+    assert sorted(run.metrics) == [1, 2, 3, 4, 5]
+    for step, metrics in run.metrics.items():
+        assert {"train/loss", "train/grad_norm", "train/lr", "train/num_tokens", "reward/mean"} <= set(metrics)
+        assert metrics["weight_version"] == step + 1
+    rollouts = [rollout for group in run.groups[1] for rollout in group.rollouts]
+    assert run.metrics[1]["reward/mean"] == pytest.approx(np.mean([rollout.reward for rollout in rollouts]))
+
+
+def test_dynamic_sampling_trains_on_groups_that_differ_and_records_the_others():
+    run = FakeRun()
+
+    def reward(prompt, tokens):
+        return even_share(prompt, tokens) if prompt.info["answer"] % 3 else 1.0
+
+    run_loop(run, reward=reward, use_dynamic_sampling=True, max_num_steps=4)
+    for step, groups in run.groups.items():
+        kept, aside = groups[:2], groups[2:]
+        assert all(np.ptp(group.rewards()) > 0 for group in kept), step
+        assert all(np.ptp(group.rewards()) == 0 for group in aside), step
+    seen = [group.prompt.id for groups in run.groups.values() for group in groups]
+    assert sorted(seen) == sorted(prompt.id for prompt in PROMPTS[: len(seen)])
+
+
+def test_dynamic_sampling_that_finds_nothing_says_what_to_do():
+    with pytest.raises(DataError, match=r"0 of 2 groups .* in 3 rounds; raise grpo.dynamic_sampling_max_gen_batches"):
+        run_loop(FakeRun(), reward=lambda *_: 1.0, use_dynamic_sampling=True, dynamic_sampling_max_gen_batches=3)
+
+
+def test_validation_runs_at_start_periodically_and_at_the_end():
+    run = FakeRun()
+    run_loop(run, val_at_start=True, val_period=2, val_at_end=True, max_val_samples=5)
+    assert [step for step, metrics in sorted(run.metrics.items()) if "val/accuracy" in metrics] == [0, 2, 4, 5]
+
+
+def test_a_goal_in_validation_ends_the_run():
+    run = FakeRun()
+    run_loop(run, val_period=1, stop_at_validation_metric="accuracy", stop_at_validation_threshold=0.0)
+    assert sorted(run.metrics) == [1]
+    assert "val/accuracy reached" in run.stop_reason
+
+
+def test_the_end_of_the_data_ends_the_run():
+    run = FakeRun()
+    run_loop(run, prompts=PROMPTS[:5], max_num_steps=50)
+    assert sorted(run.metrics) == [1, 2]
+    assert run.stop_reason == "the data has ended"
+
+
+def test_a_resumed_run_repeats_the_uninterrupted_one(tmp_path):
+    whole = FakeRun()
+    run_loop(whole, max_num_steps=6)
+    first = FakeRun(tmp_path, save_period=1, end_after=3)
+    run_loop(first, max_num_steps=6)
+    second = FakeRun(tmp_path, save_period=1)
+    run_loop(second, max_num_steps=6)
+    assert sorted(second.metrics) == [4, 5, 6]
+    for step in second.metrics:
+        assert second.metrics[step]["train/loss"] == whole.metrics[step]["train/loss"]
+        assert [g.prompt.id for g in second.groups[step]] == [g.prompt.id for g in whole.groups[step]]
+
+
+def test_overlong_rollouts_can_be_left_out_of_the_loss():
+    cut = Rollout(
+        prompt_id="p0",
+        tokens=np.arange(5, dtype=np.int32),
+        loss_mask=np.array([0, 0, 1, 1, 1], np.uint8),
+        generation_logprobs=np.zeros(5, np.float32),
+        spans=(),
+        turns=(),
+        rewards={"reward": 1.0},
+        stop_reason="length",
+        status="truncated",
+    )
+    whole = dataclasses.replace(cut, stop_reason="stop", status="ok", rewards={"reward": 0.0})
+    config = GRPOConfig(overlong_filtering=True)
+    groups = [RolloutGroup(PROMPTS[0], (cut, whole))]
+    batch = build_batch(groups, advantages_of(groups, config), config)
+    assert batch.ragged("loss_mask").sums().tolist() == [0, 3]
+    assert batch.array("advantages")[0] > 0 > batch.array("advantages")[1]

@@ -1,0 +1,125 @@
+import asyncio
+
+import numpy as np
+import pytest
+
+from rl_algos.rollouts.program import MultiTurnProgram
+from rl_core.environment import Conversation, StepResult
+from rl_core.generation import SamplingParams
+from rl_core.rollout import Completion, Prompt, WeightSpan
+
+PROMPT = Prompt("p0", ({"role": "user", "content": "hi"},), np.array([1, 2, 3], np.int32), "game", {"goal": 9})
+
+
+class ScriptedClient:
+    """Says what it is told to, and answers with scripted results."""
+
+    def __init__(self, completions, results):
+        self.sampling = SamplingParams(max_new_tokens=4)
+        self.completions, self.results = list(completions), list(results)
+        self.contexts: list[list[int]] = []
+        self.asked: list[SamplingParams] = []
+        self.seen: list[Conversation] = []
+
+    async def generate(self, token_ids, sampling=None):
+        self.contexts.append(token_ids.tolist())
+        self.asked.append(sampling)
+        return self.completions.pop(0)
+
+    async def step(self, conversation):
+        self.seen.append(conversation)
+        return self.results.pop(0)
+
+    def decode(self, token_ids):
+        return "".join(chr(96 + token) for token in token_ids)
+
+    def continuation(self, messages, observation, sampled):
+        return np.array([50 + len(messages)] * len(observation), np.int32)
+
+
+def said(*tokens, reason="stop", version=3):
+    logprobs = -np.arange(1, len(tokens) + 1, dtype=np.float32)
+    return Completion(np.array(tokens, np.int32), logprobs, reason, (WeightSpan(version, len(tokens)),))
+
+
+def observed(text="go on", **kwargs):
+    return StepResult(done=False, observation=({"role": "user", "content": text},), **kwargs)
+
+
+def play(client, *, max_turns=5, max_tokens=100):
+    return asyncio.run(MultiTurnProgram(max_turns=max_turns, max_tokens=max_tokens).run(PROMPT, client))
+
+
+def test_a_single_turn_keeps_the_sampled_tokens_and_masks_the_prompt():
+    rollout = play(ScriptedClient([said(4, 5)], [StepResult(reward=1.0)]))
+    assert rollout.tokens.tolist() == [1, 2, 3, 4, 5]
+    assert rollout.loss_mask.tolist() == [0, 0, 0, 1, 1]
+    assert rollout.generation_logprobs.tolist() == [0, 0, 0, -1, -2]
+    assert rollout.spans == (WeightSpan(3, 2),)
+    assert (rollout.reward, rollout.status, rollout.stop_reason) == (1.0, "ok", "stop")
+
+
+def test_turns_alternate_and_observations_are_masked():
+    client = ScriptedClient(
+        [said(4, 5, version=3), said(6, version=4)],
+        [observed(reward={"format": 0.5}), StepResult(reward={"reward": 1.0})],
+    )
+    rollout = play(client)
+    assert rollout.tokens.tolist() == [1, 2, 3, 4, 5, 52, 6]
+    assert rollout.loss_mask.tolist() == [0, 0, 0, 1, 1, 0, 1]
+    assert client.contexts == [[1, 2, 3], [1, 2, 3, 4, 5, 52]]
+    assert rollout.spans == (WeightSpan(3, 2), WeightSpan(4, 1))
+    assert rollout.rewards == {"format": 0.5, "reward": 1.5}
+    assert [turn.observation is None for turn in rollout.turns] == [False, True]
+
+
+def test_one_conversation_keeps_its_id_and_grows():
+    client = ScriptedClient([said(4), said(5)], [observed("next"), StepResult()])
+    play(client)
+    first, second = client.seen
+    assert first.id == second.id
+    assert [message["content"] for message in second.messages] == ["hi", "d", "next", "e"]
+    assert second.info == {"goal": 9}
+
+
+def test_two_rollouts_of_one_prompt_are_two_conversations():
+    ids = set()
+    for _ in range(2):
+        client = ScriptedClient([said(4)], [StepResult()])
+        play(client)
+        ids.add(client.seen[0].id)
+    assert len(ids) == 2
+
+
+def test_a_completion_cut_off_is_scored_and_ends_the_rollout_as_truncated():
+    client = ScriptedClient([said(4, 5, 6, 7, reason="length")], [observed(reward=0.25)])
+    rollout = play(client)
+    assert client.seen[0].truncated
+    assert (rollout.status, rollout.stop_reason, rollout.reward) == ("truncated", "length", 0.25)
+
+
+def test_the_turn_limit_ends_a_game_that_goes_on():
+    rollout = play(ScriptedClient([said(4), said(5)], [observed(), observed()]), max_turns=2)
+    assert (len(rollout.turns), rollout.status) == (2, "truncated")
+
+
+def test_completions_never_pass_the_token_limit():
+    client = ScriptedClient([said(4)], [StepResult()])
+    play(client, max_tokens=5)
+    assert client.asked[0].max_new_tokens == 2
+
+
+def test_an_observation_that_does_not_fit_ends_the_rollout():
+    rollout = play(ScriptedClient([said(4)], [observed()]), max_tokens=5)
+    assert (rollout.tokens.tolist(), rollout.status) == ([1, 2, 3, 4], "truncated")
+
+
+def test_a_prompt_that_fills_the_limit_says_so():
+    with pytest.raises(ValueError, match="3 of at most 3 tokens"):
+        play(ScriptedClient([], []), max_tokens=3)
+
+
+def test_an_environment_may_set_the_next_stop_strings():
+    client = ScriptedClient([said(4), said(5)], [observed(stop_strings=("</call>",)), StepResult()])
+    play(client)
+    assert [sampling.stop_strings for sampling in client.asked] == [(), ("</call>",)]

@@ -1,0 +1,67 @@
+import numpy as np
+
+from rl_algos.data.stream import Stream
+from rl_algos.rollouts.source import SyncRolloutSource
+from rl_core.generation import SamplingParams, WeightUpdate
+from rl_core.rollout import Prompt, Rollout, RolloutGroup
+
+PROMPTS = [Prompt(f"p{i}", (), np.array([i], np.int32), "math") for i in range(10)]
+SAMPLING = SamplingParams(max_new_tokens=3)
+
+
+class RecordingPool:
+    def __init__(self):
+        self.tasks, self.updates = [], []
+
+    def run(self, tasks):
+        self.tasks += tasks
+        return [RolloutGroup(t.prompt, tuple(Rollout.failed(t.prompt, "no engine") for _ in t.seeds)) for t in tasks]
+
+    def adopt(self, update):
+        self.updates.append(update)
+
+
+def make_source(pool, **kwargs):
+    stream = Stream([PROMPTS], seed=1, **kwargs)
+    return SyncRolloutSource(pool, stream, sampling=SAMPLING, num_generations=4, seed=7)
+
+
+def test_each_prompt_comes_once_an_epoch_with_a_seed_for_every_rollout():
+    pool = RecordingPool()
+    source = make_source(pool)
+    groups = [group for _ in range(5) for group in source.collect(2)]
+    assert sorted(group.prompt.id for group in groups) == sorted(prompt.id for prompt in PROMPTS)
+    seeds = [seed for task in pool.tasks for seed in task.seeds]
+    assert len(set(seeds)) == 40
+
+
+def test_a_source_restored_from_its_state_goes_on_with_the_same_tasks():
+    pool, again = RecordingPool(), RecordingPool()
+    source, resumed = make_source(pool), make_source(again)
+    source.collect(3)
+    resumed.restore(source.state())
+    source.collect(4)
+    resumed.collect(4)
+    assert again.tasks == pool.tasks[3:]
+
+
+def test_the_end_of_the_data_gives_fewer_groups():
+    source = make_source(RecordingPool(), max_num_epochs=1)
+    assert [len(source.collect(4)) for _ in range(4)] == [4, 4, 2, 0]
+
+
+def test_an_evaluation_moves_no_position_and_repeats_its_seeds():
+    pool = RecordingPool()
+    source = make_source(pool)
+    before = source.state()
+    evaluation = source.evaluate(PROMPTS[:3], SAMPLING, num_generations=2)
+    source.evaluate(PROMPTS[:3], SAMPLING, num_generations=2)
+    assert source.state() == before
+    assert pool.tasks[:3] == pool.tasks[3:]
+    assert evaluation.rewards.tolist() == [0, 0, 0]
+
+
+def test_adopting_reaches_the_pool():
+    pool = RecordingPool()
+    make_source(pool).adopt(WeightUpdate(3))
+    assert pool.updates == [WeightUpdate(3)]

@@ -1,0 +1,109 @@
+import asyncio
+
+import numpy as np
+import pytest
+
+from rl_algos.rollouts import worker as worker_module
+from rl_algos.rollouts.worker import RolloutWorker, RolloutWorkerSpec
+from rl_core.environment import EnvironmentFailure, StepResult
+from rl_core.errors import GeneratorError
+from rl_core.generation import RolloutTask, SamplingParams
+from rl_core.model_config import TokenizerConfig
+from rl_core.rollout import Completion, Prompt, WeightSpan
+
+PROMPT = Prompt("p0", ({"role": "user", "content": "hi"},), np.array([1, 2], np.int32), "game")
+
+
+class SeedEcho:
+    """A generator whose only token is the request's seed modulo 1000."""
+
+    num_ranks = 1
+
+    def __init__(self, failing: str):
+        self.failing = failing
+
+    async def start(self):
+        pass
+
+    async def generate(self, request):
+        if self.failing:
+            raise GeneratorError(self.failing)
+        tokens = np.array([request.seed % 1000], np.int32)
+        return Completion(tokens, np.zeros(1, np.float32), "stop", (WeightSpan(1, 1),))
+
+
+class Environment:
+    def __init__(self, answer):
+        self.answer, self.abandoned = answer, []
+
+    async def step(self, conversation):
+        return self.answer(conversation)
+
+    async def abandon(self, ids):
+        self.abandoned += ids
+
+
+class Tokenizer:
+    def decode(self, ids, skip_special_tokens):
+        return str(ids)
+
+
+@pytest.fixture
+def make_worker(monkeypatch):
+    monkeypatch.setattr(worker_module, "load_tokenizer", lambda config, name: Tokenizer())
+
+    def make(answer, failing=""):
+        spec = RolloutWorkerSpec(
+            generator=f"{__name__}:SeedEcho",
+            generator_args=(failing,),
+            program="rl_algos.rollouts.program:MultiTurnProgram",
+            program_args={"max_turns": 1, "max_tokens": 10},
+            tokenizer=TokenizerConfig(),
+            model_name="none",
+        )
+        monkeypatch.setattr(
+            worker_module, "resolve", lambda path: SeedEcho if path.endswith("SeedEcho") else resolve(path)
+        )
+        environment = Environment(answer)
+        return RolloutWorker(spec, {"game": environment}), environment
+
+    from rl_core.registry import resolve
+
+    return make
+
+
+def run(worker, *seeds):
+    return asyncio.run(worker.run([RolloutTask(PROMPT, SamplingParams(max_new_tokens=2), seeds)]))[0]
+
+
+def test_rollouts_of_a_group_come_in_the_order_of_their_seeds(make_worker):
+    worker, _ = make_worker(lambda conversation: StepResult(reward=1.0))
+    group = run(worker, 5, 6, 7)
+    assert [rollout.tokens[-1] for rollout in group.rollouts] == [5, 6, 7]
+    assert group.rewards().tolist() == [1, 1, 1]
+
+
+def test_an_environment_failure_costs_one_rollout_and_says_why(make_worker):
+    def answer(conversation):
+        return EnvironmentFailure("the verifier hung") if "[6]" in conversation.completion else StepResult(reward=1.0)
+
+    worker, environment = make_worker(answer)
+    group = run(worker, 5, 6, 7)
+    assert [rollout.status for rollout in group.rollouts] == ["ok", "failed", "ok"]
+    assert "the verifier hung" in group.rollouts[1].failure
+    assert environment.abandoned == []
+
+
+def test_a_conversation_left_open_is_abandoned(make_worker):
+    worker, environment = make_worker(lambda c: StepResult(done=False, observation=({"role": "user", "content": "?"},)))
+    worker._tokenizer.apply_chat_template = lambda messages, **_: "".join(m["content"] for m in messages)
+    worker._tokenizer.eos_token, worker._tokenizer.eos_token_id = "<e>", 9
+    worker._tokenizer.encode = lambda text, **_: [1]
+    run(worker, 5)
+    assert len(environment.abandoned) == 1
+
+
+def test_a_dead_engine_is_no_failed_rollout_but_an_error(make_worker):
+    worker, _ = make_worker(lambda conversation: StepResult(), failing="the engine died")
+    with pytest.raises(GeneratorError, match="the engine died"):
+        run(worker, 5, 6)

@@ -1,0 +1,85 @@
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from rl_algos.data.config import DataConfig
+from rl_algos.sft.config import SFTConfig
+from rl_algos.sft.data import prepare
+from rl_core.errors import DataError
+
+SUMS = {"dataset_name": "arithmetic", "settings": {"max_operand": 9}}
+
+
+def prepared(tokenizer, data, *, batch_size=32, max_tokens=64, **sft):
+    policy = SimpleNamespace(max_total_sequence_length=max_tokens, train_global_batch_size=batch_size)
+    return prepare(
+        SimpleNamespace(data=DataConfig.model_validate(data), sft=SFTConfig(**sft), policy=policy), tokenizer
+    )
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def under_loss(tokenizer, row):
+    return tokenizer.decode(row.tokens[row.loss_mask == 1])
+
+
+def test_generated_sums_are_learned_with_their_answers(tokenizer):
+    data = prepared(tokenizer, {"train": SUMS, "validation": SUMS})
+    rows = data.train.take(data.train.num_items)
+    assert data.train.num_left == 0
+    for row in rows:
+        question, answer = tokenizer.decode(row.tokens, skip_special_tokens=True).split("=")
+        a, b = question.split("+")
+        assert int(a) + int(b) == int(answer)
+        assert under_loss(tokenizer, row) == f"{answer}<|end|>"
+    assert len(rows) + sum(len(batch) for batch in data.validation) == 100
+
+
+def test_conversations_pairs_and_processors_give_rows(tmp_path, tokenizer):
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    pair = {"question": "q", "reply": 3}
+    passage = {"question": "Who?", "context": "Ada.", "answers": {"text": ["Ada"]}}
+    data = prepared(
+        tokenizer,
+        {
+            "train": [
+                {"data_path": write(tmp_path / "a.jsonl", [{"messages": turns}])},
+                {"data_path": write(tmp_path / "b.jsonl", [pair]), "input_key": "question", "output_key": "reply"},
+                {"data_path": write(tmp_path / "c.jsonl", [passage]), "processor": "squad"},
+            ]
+        },
+    )
+    rows = {row.id: under_loss(tokenizer, row) for row in data.train.take(3)}
+    assert rows == {"a.jsonl:train:0": "b<|end|>", "b.jsonl:train:0": "3<|end|>", "c.jsonl:train:0": "Ada<|end|>"}
+
+
+def test_validation_is_cut_into_batches(tokenizer):
+    data = {"train": SUMS, "validation": {**SUMS, "split": "train", "settings": {"max_operand": 9, "num_rows": 10}}}
+    assert [len(batch) for batch in prepared(tokenizer, data, batch_size=4).validation] == [4, 4, 2]
+    assert [len(batch) for batch in prepared(tokenizer, data, val_global_batch_size=6).validation] == [6, 4]
+    batches = prepared(tokenizer, data, batch_size=4, val_batches=2).validation
+    assert [len(batch) for batch in batches] == [4, 4]
+    assert batches[0].ragged("tokens").values.dtype == np.int32
+    assert batches[0].ragged("loss_mask").values.dtype == np.uint8
+
+
+def test_overlong_rows_are_refused_or_left_out(tmp_path, tokenizer):
+    rows = [
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b" * size}]}
+        for size in (1, 90)
+    ]
+    data = {"train": {"data_path": write(tmp_path / "a.jsonl", rows)}}
+    with pytest.raises(DataError, match=r"1 of 2 rows have more than 64 tokens; the longest, a\.jsonl:train:1, has 95"):
+        prepared(tokenizer, data)
+    assert prepared(tokenizer, {**data, "overlong": "skip"}).train.num_items == 1
+
+
+def test_rows_with_nothing_to_learn_are_refused(tmp_path, tokenizer):
+    silent = {"messages": [{"role": "user", "content": "a"}]}
+    with pytest.raises(DataError, match=r"row a\.jsonl:train:0: the conversation has no assistant message"):
+        prepared(tokenizer, {"train": {"data_path": write(tmp_path / "a.jsonl", [silent])}})

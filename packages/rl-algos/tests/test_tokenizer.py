@@ -1,0 +1,98 @@
+import json
+
+import numpy as np
+import pytest
+from jinja2 import TemplateError
+
+from rl_algos.tokenizer import encode_prompt, load_tokenizer, render
+from rl_core.errors import ConfigError
+from rl_core.model_config import TokenizerConfig
+
+MESSAGES = [{"role": "user", "content": "1+2="}]
+
+
+@pytest.fixture
+def folder(tmp_path, tokenizer):
+    tokenizer.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def load(folder, **keys):
+    return load_tokenizer(TokenizerConfig(**keys), str(folder))
+
+
+def test_a_prompt_is_rendered_and_tokenised_as_transformers_does(folder):
+    loaded = load(folder)
+    expected = loaded.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
+    ids = encode_prompt(loaded, MESSAGES)
+    assert ids.dtype == np.int32
+    assert ids.tolist() == expected
+    assert loaded.decode(ids) == render(loaded, MESSAGES, add_generation_prompt=True)
+
+
+def test_another_tokenizer_may_be_named(tmp_path, folder):
+    assert load(tmp_path / "weights-only", name=str(folder)).eos_token == "<|end|>"
+
+
+def test_the_configured_template_replaces_the_tokenizers(tmp_path, folder):
+    inline = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    (tmp_path / "chat.jinja").write_text(inline)
+    for template in (inline, str(tmp_path / "chat.jinja")):
+        assert render(load(folder, chat_template=template), MESSAGES, add_generation_prompt=False) == "[1+2=]"
+
+
+def test_template_variables_reach_whoever_applies_the_template(folder):
+    template = (
+        "{{ messages[0].content }}|{{ style }}|{{ options.depth }}|{% if not thinking %}quick{% endif %}|{{ none }}"
+    )
+    variables = {"style": 'a "b"\n', "options": {"depth": 2}, "thinking": False}
+    loaded = load(folder, chat_template=template, chat_template_kwargs=variables)
+    expected = '1+2=|a "b"\n|2|quick|'
+    assert render(loaded, MESSAGES, add_generation_prompt=True).startswith(expected)
+    assert loaded.apply_chat_template(MESSAGES, tokenize=False).startswith(expected)
+    with pytest.raises(ConfigError, match="'not a name' is no name"):
+        load(folder, chat_template_kwargs={"not a name": 1})
+
+
+def test_a_tokenizer_without_a_template_is_loaded_but_renders_nothing(folder):
+    (folder / "chat_template.jinja").unlink()
+    loaded = load(folder)
+    with pytest.raises(ConfigError, match=r"has no chat template; set policy\.tokenizer\.chat_template"):
+        render(loaded, MESSAGES, add_generation_prompt=True)
+    with pytest.raises(ConfigError, match="has no chat template"):
+        load(folder, chat_template_kwargs={"a": 1})
+
+
+def test_a_template_that_refuses_says_so(folder):
+    with pytest.raises(TemplateError, match="unknown role judge"):
+        render(load(folder), [{"role": "judge", "content": ""}], add_generation_prompt=True)
+
+
+def test_no_tokenizer_is_an_error_that_says_where_and_what_to_do(tmp_path):
+    with pytest.raises(ConfigError, match=r"policy\.model_name: there is no folder"):
+        load(tmp_path / "missing")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    with pytest.raises(
+        ConfigError, match=r"has no tokenizer\.json.*\(it holds config\.json\).*policy\.tokenizer\.name"
+    ):
+        load(tmp_path)
+    with pytest.raises(ConfigError, match=r"policy\.tokenizer\.name: the folder"):
+        load("anything", name=str(tmp_path))
+
+
+def test_a_hub_name_that_cannot_be_had_names_the_network(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match=r"no tokenizer\.json for 'no-such/model'.*the hub did not give it"):
+        load("no-such/model")
+
+
+def test_no_end_of_sequence_is_refused(folder):
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token": None}))
+    with pytest.raises(ConfigError, match="no end-of-sequence token"):
+        load(folder)
+
+
+def test_a_template_path_that_is_not_there_is_refused(folder):
+    with pytest.raises(ConfigError, match=r"'chat\.jinja' is neither a Jinja template .* nor a file that can be read"):
+        load(folder, chat_template="chat.jinja")

@@ -1,0 +1,54 @@
+"""Light interfaces of the post-training stack: data that crosses processes, protocols, config and plugins."""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rl_core.batch import Batch as Batch
+    from rl_core.environment import Conversation as Conversation
+    from rl_core.environment import Environment as Environment
+    from rl_core.environment import StepResult as StepResult
+    from rl_core.environment import as_environment as as_environment
+    from rl_core.errors import ConfigError as ConfigError
+    from rl_core.errors import RLError as RLError
+    from rl_core.errors import WeightSyncError as WeightSyncError
+    from rl_core.generation import Generator as Generator
+    from rl_core.generation import RolloutProgram as RolloutProgram
+    from rl_core.generation import RolloutSource as RolloutSource
+    from rl_core.generation import SamplingParams as SamplingParams
+    from rl_core.model import Loss as Loss
+    from rl_core.model import Model as Model
+    from rl_core.model import ModelWorker as ModelWorker
+    from rl_core.ragged import Ragged as Ragged
+    from rl_core.rollout import Completion as Completion
+    from rl_core.rollout import Prompt as Prompt
+    from rl_core.rollout import Rollout as Rollout
+    from rl_core.rollout import RolloutGroup as RolloutGroup
+
+_HOMES = {
+    "batch": ("Batch",),
+    "environment": ("Conversation", "Environment", "StepResult", "as_environment"),
+    "errors": ("ConfigError", "RLError", "WeightSyncError"),
+    "generation": ("Generator", "RolloutProgram", "RolloutSource", "SamplingParams"),
+    "model": ("Loss", "Model", "ModelWorker"),
+    "ragged": ("Ragged",),
+    "rollout": ("Completion", "Prompt", "Rollout", "RolloutGroup"),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = sorted([*_HOME_OF, "__version__"])  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return version("rl-core")
+    if name in _HOME_OF:
+        return getattr(importlib.import_module(f"rl_core.{_HOME_OF[name]}"), name)
+    raise AttributeError(f"module 'rl_core' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,53 @@
+"""Typed, strict configs from recipes, with one clear error for everything wrong in one.
+
+    class GRPOConfig(Config):
+        seed: int = Field(default=42, ge=0)  # a string below the field documents it
+
+    root = assemble("Root", {"grpo": GRPOConfig, "policy": PolicyConfig})  # sections come from plugins
+    raw = load("grpo-math-1b", ["grpo.seed=7"], search=[recipes])  # YAML, `defaults:`, overrides, origins
+    resolved = resolve(raw, root)  # `${...}`, types; a ConfigError lists every problem
+    resolved.config.grpo.seed  # 7
+    resolved.origin("grpo.seed")  # command line
+    explain(root, "grpo.seed", resolved).doc  # what the key means
+    diff(earlier.config, resolved.config)  # [Change("grpo.seed", 42, 7)]
+    Path("config.yaml").write_text(to_yaml(resolved.config))  # loads back to an equal config
+
+Of several layers the later wins: defaults of the types, `defaults:` of a file in order, the file, the command line.
+Sections and mappings of files merge key by key; a list, and the default of a field with free keys (`dict[str, Any]`),
+is replaced as a whole. Unquoted scalars follow YAML 1.2 (`no` is text, `1e-5` a number) and reach a text field as
+typed.
+"""
+
+from rl_core.config.diff import ABSENT, Change, diff
+from rl_core.config.dump import to_yaml
+from rl_core.config.explain import Explanation, explain
+from rl_core.config.keys import all_keys
+from rl_core.config.loader import RawConfig, load
+from rl_core.config.nearest import did_you_mean, nearest
+from rl_core.config.origin import COMMAND_LINE, DEFAULT, Origin
+from rl_core.config.problem import Problem, ProblemError
+from rl_core.config.schema import Config, assemble
+from rl_core.config.validate import Resolved, resolve
+
+__all__ = [
+    "ABSENT",
+    "COMMAND_LINE",
+    "DEFAULT",
+    "Change",
+    "Config",
+    "Explanation",
+    "Origin",
+    "Problem",
+    "ProblemError",
+    "RawConfig",
+    "Resolved",
+    "all_keys",
+    "assemble",
+    "did_you_mean",
+    "diff",
+    "explain",
+    "load",
+    "nearest",
+    "resolve",
+    "to_yaml",
+]

@@ -1,0 +1,119 @@
+"""The base of every config type, and types put together from the sections of plugins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, ClassVar
+from uuid import uuid4
+
+from pydantic import BaseModel, ConfigDict, Field, create_model
+
+
+class Config(BaseModel):
+    """A frozen, strictly typed group of settings; the text under a field is its documentation.
+
+    Unknown keys are refused, and no value changes its type on the way in, but for an int where a float is due.
+    """
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        use_attribute_docstrings=True,
+        ser_json_inf_nan="constants",
+    )
+
+
+Section = type[Config] | tuple[Any, Any]
+"""A section's type, or a type and its default: a value, `...` for none, or pydantic's `Field(...)`."""
+
+
+class Default(Enum):
+    """A default that is not a value."""
+
+    OF_TYPE = "what the section's type makes of no keys at all"
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """How a type was put together, so that its values pickle although no module holds the type.
+
+    Args:
+        token: names the type in every process that its values reach.
+        base: the type extended, or its assembly.
+        sections: key, type (or its assembly) and default.
+    """
+
+    token: str
+    name: str
+    base: Any
+    sections: tuple[tuple[str, Any, Any], ...]
+
+
+class Assembled(Config):
+    """Base of assembled types."""
+
+    assembly: ClassVar[Assembly]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _blank, (self.assembly,), self.__getstate__()
+
+
+_BUILT: dict[str, type[Assembled]] = {}
+
+
+def assemble(name: str, sections: Mapping[str, Section], *, base: type[Config] = Config) -> type[Config]:
+    """A strict config type with the sections of several parties, or a section (`base`) with the keys of others in it.
+
+    A section whose fields all have defaults may be left out by the user. Sections may be assembled themselves:
+    `assemble("Root", {"policy": assemble("Policy", {"dtensor_cfg": DTensorConfig}, base=PolicyConfig)})`.
+    Values of an assembled type pickle into any process that can import the parts.
+
+    Args:
+        name: of the type.
+        sections: key to type, or to (type, default).
+
+    Raises:
+        ValueError: where `base` has one of the keys already.
+    """
+    taken = sorted(set(sections) & set(base.model_fields))
+    if taken:
+        raise ValueError(f"{base.__name__} has {', '.join(taken)} already: two parties claim the same config key")
+    pairs = {key: part if isinstance(part, tuple) else (part, Default.OF_TYPE) for key, part in sections.items()}
+    portable = tuple((key, _portable(kind), default) for key, (kind, default) in pairs.items())
+    return _build(Assembly(uuid4().hex, name, _portable(base), portable))
+
+
+def _portable(kind: Any) -> Any:
+    return kind.assembly if isinstance(kind, type) and issubclass(kind, Assembled) else kind
+
+
+def _type(portable: Any) -> Any:
+    if not isinstance(portable, Assembly):
+        return portable
+    return _BUILT.get(portable.token) or _build(portable)
+
+
+def _build(assembly: Assembly) -> type[Assembled]:
+    base = _type(assembly.base)
+    fields: dict[str, Any] = {key: _field(_type(kind), default) for key, kind, default in assembly.sections}
+    bases = (base,) if issubclass(base, Assembled) else (Assembled, base)
+    doc = None if base is Config else base.__doc__
+    built = create_model(assembly.name, __base__=bases, __module__=base.__module__, __doc__=doc, **fields)
+    built.assembly = assembly
+    _BUILT[assembly.token] = built
+    return built
+
+
+def _field(kind: Any, default: Any) -> tuple[Any, Any]:
+    if default is not Default.OF_TYPE:
+        return kind, default
+    required = any(field.is_required() for field in kind.model_fields.values())
+    return kind, Field() if required else Field(default_factory=kind)
+
+
+def _blank(assembly: Assembly) -> Assembled:
+    kind = _type(assembly)
+    return kind.__new__(kind)

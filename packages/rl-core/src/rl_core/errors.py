@@ -1,0 +1,107 @@
+"""Errors that cross process boundaries.
+
+Every class here pickles without the environment it was raised in, so the driver can read the failure of a worker whose
+libraries it does not have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class RLError(Exception):
+    """Base of every error this project raises on purpose."""
+
+
+class ConfigError(RLError, ValueError):
+    """A configuration that cannot be run; its message names the key, where it was set and what is allowed."""
+
+
+class DataError(RLError, ValueError):
+    """A dataset or a prompt that cannot be used; its message names the file, the line or row, and the remedy."""
+
+
+class RunDirectoryError(RLError):
+    """A run directory that is foreign, busy, changed or damaged; its message says which and what to do."""
+
+
+class WorkerEnvironmentError(RLError):
+    """A worker's environment that cannot be built or does not import what the worker needs."""
+
+
+class WeightSyncError(RLError):
+    """Weights that did not arrive whole: a tensor missing, extra, stale or corrupt, or a phase that timed out.
+
+    Args:
+        message: what went wrong, in one line.
+        tensors: names of the tensors at fault, empty where no single one is.
+    """
+
+    def __init__(self, message: str, tensors: tuple[str, ...] = ()) -> None:
+        super().__init__(message, tensors)
+        self.tensors = tensors
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class GeneratorError(RLError):
+    """A generator that died or refused a request; its requests may be taken up again elsewhere."""
+
+
+class EnvironmentTimeout(RLError):
+    """An environment call that passed its deadline."""
+
+
+class EnvironmentFailed(RLError):
+    """An environment that hung, crashed or raised on one conversation; it costs the rollout, not the run."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where in the run a failure happened: the role and rank of the worker, its node, and what it was doing."""
+
+    role: str
+    rank: int
+    node: str
+    phase: str
+
+    def __str__(self) -> str:
+        return f"{self.role} rank {self.rank} on {self.node} during {self.phase}"
+
+
+class WorkerError(RLError):
+    """A failure inside a worker, as plain text: type name, message and traceback of the error it stands for.
+
+    Args:
+        kind: qualified name of the original exception class.
+        message: its text.
+        traceback: its formatted traceback.
+        origin: where it happened, once known.
+    """
+
+    def __init__(self, kind: str, message: str, traceback: str, origin: Origin | None = None) -> None:
+        super().__init__(kind, message, traceback, origin)
+        self.kind = kind
+        self.message = message
+        self.traceback = traceback
+        self.origin = origin
+
+    def __str__(self) -> str:
+        where = f"{self.origin}: " if self.origin else ""
+        return f"{where}{self.kind}: {self.message}"
+
+    def at(self, origin: Origin) -> WorkerError:
+        """The same failure with its origin filled in."""
+        return WorkerError(self.kind, self.message, self.traceback, origin)
+
+
+class WorkerDied(RLError):
+    """A worker's process ended without an answer (killed, out of memory, crashed in native code)."""
+
+    def __init__(self, message: str, origin: Origin | None = None) -> None:
+        super().__init__(message, origin)
+        self.origin = origin
+
+    def __str__(self) -> str:
+        return f"{self.origin}: {self.args[0]}" if self.origin else str(self.args[0])

@@ -1,0 +1,257 @@
+"""Generation as a loop, a rollout worker and an engine see it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from rl_core.environment import Conversation, StepResult
+from rl_core.rollout import Completion, Message, Prompt, Rollout, RolloutGroup
+from rl_core.weights import WeightSink
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn.
+
+    Args:
+        max_new_tokens: most tokens sampled.
+        temperature: divides the logits; 0 is greedy.
+        top_p: nucleus mass kept, 1.0 keeps all.
+        top_k: most likely tokens kept, 0 keeps all.
+        stop_token_ids: tokens that end a completion (and belong to it).
+        stop_strings: texts that end a completion (and belong to it).
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        if self.temperature < 0:
+            raise ValueError(f"temperature must be 0 (greedy) or more, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be 0 (all tokens) or more, got {self.top_k}")
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One completion asked of an engine.
+
+    Args:
+        token_ids: int32 `[tokens]`, what to continue; never text.
+        sampling: how to draw.
+        seed: makes the draw repeatable whatever else is in the batch.
+    """
+
+    token_ids: np.ndarray
+    sampling: SamplingParams
+    seed: int
+
+
+class Generator(WeightSink, Protocol):
+    """A replica of the engine that produces completions.
+
+    Built as `Generator(config, backend, model, placement)` from the neutral `GenerationConfig` and `ModelConfig` of
+    `rl_core.model_config`, the backend's own config and a `Placement`; `start` loads the engine. A replica may span
+    ranks;
+    this object fronts them all. After a failed sync or the engine's death every call raises `GeneratorError`.
+    """
+
+    async def start(self) -> None:
+        """Load the engine."""
+        ...
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """One completion; concurrent calls are batched by the engine. Raises `GeneratorError` where the engine died."""
+        ...
+
+    async def score(self, token_ids: np.ndarray) -> np.ndarray:
+        """float32 `[tokens]`, logprobs of given tokens at temperature 1; index i belongs to token i, the first is 0."""
+        ...
+
+    async def pause(self) -> None:
+        """Stop after requests in flight are done; later ones wait."""
+        ...
+
+    async def resume(self) -> None:
+        """Serve again."""
+        ...
+
+    async def sleep(self) -> None:
+        """Free the device: weights and KV cache."""
+        ...
+
+    async def wake(self, parts: Sequence[str] = ("weights", "kv_cache")) -> None:
+        """Take device memory for these parts again; a woken KV cache is empty."""
+        ...
+
+    @property
+    def num_ranks(self) -> int:
+        """Engine ranks of this replica, each a receiver in a weight transfer."""
+        ...
+
+    async def health(self) -> Mapping[str, Any]:
+        """Raises `GeneratorError` where the engine is dead; else numbers worth logging."""
+        ...
+
+    async def close(self) -> None:
+        """End the engine and all its processes."""
+        ...
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a replica's engine runs.
+
+    Args:
+        device: `cpu` or `cuda`.
+        gpus: CUDA device indices on this node, in rank order; empty on CPU.
+        cpu_threads: OpenMP threads per rank on CPU.
+    """
+
+    device: str
+    gpus: tuple[int, ...] = ()
+    cpu_threads: int = 1
+
+
+class GenerationClient(Protocol):
+    """What a rollout program is handed: the replica beside it, the environment of its prompt, and the tokenizer."""
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How this rollout's completions are drawn."""
+        ...
+
+    async def generate(self, token_ids: np.ndarray, sampling: SamplingParams | None = None) -> Completion:
+        """Continue the tokens; seeds follow from the run's seed, the prompt and the rollout."""
+        ...
+
+    async def step(self, conversation: Conversation) -> StepResult:
+        """The environment's answer to the newest turn; raises `EnvironmentFailed` where there is none."""
+        ...
+
+    def decode(self, token_ids: np.ndarray) -> str:
+        """Text of sampled tokens, without special tokens."""
+        ...
+
+    def continuation(
+        self, messages: Sequence[Message], observation: Sequence[Message], sampled: np.ndarray
+    ) -> np.ndarray:
+        """int32 tokens to append after `sampled`, the newest turn, so that the policy can answer `observation`.
+
+        `messages` is the conversation up to and with the newest turn.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class WeightUpdate:
+    """Weights the policy has published under a version and the generators may adopt."""
+
+    version: int
+
+
+@dataclass(frozen=True)
+class RolloutTask:
+    """A group to roll out.
+
+    Args:
+        prompt: what to start from.
+        sampling: how completions are drawn.
+        seeds: one per rollout of the group.
+    """
+
+    prompt: Prompt
+    sampling: SamplingParams
+    seeds: tuple[int, ...]
+
+
+class RolloutPool(Protocol):
+    """All rollout workers of a run, called as one; dead ones are restarted, given the current weights, and their tasks
+    run again.
+    """
+
+    def run(self, tasks: Sequence[RolloutTask]) -> list[RolloutGroup]:
+        """One group per task, in order."""
+        ...
+
+    def adopt(self, update: WeightUpdate) -> None:
+        """Bring every replica to this version, verified."""
+        ...
+
+
+class RolloutProgram(Protocol):
+    """What happens in one rollout. The default is the multi-turn loop over an environment; an agent is another
+    program.
+    """
+
+    async def run(self, prompt: Prompt, client: GenerationClient) -> Rollout:
+        """Play one rollout; an exception makes it a failed one."""
+        ...
+
+
+class Weights(Protocol):
+    """The publishing side of weight sync. Its state, saved with a checkpoint, is the last version given."""
+
+    def publish(self) -> WeightUpdate:
+        """Give the policy's present weights the next version."""
+        ...
+
+    def state(self) -> Mapping[str, Any]:
+        """Plain data that `restore` goes on from."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state."""
+        ...
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Rollouts of an evaluation, grouped by prompt, in the order of the prompts."""
+
+    groups: Sequence[RolloutGroup]
+
+    @property
+    def rewards(self) -> np.ndarray:
+        """float64 `[prompts]`, mean reward per prompt; a failed rollout earns 0."""
+        return np.array([np.nan_to_num(group.rewards()).mean() for group in self.groups])
+
+
+class RolloutSource(Protocol):
+    """What a loop sees of generation: synchronous and asynchronous sources are two classes behind it."""
+
+    def collect(self, num_groups: int) -> list[RolloutGroup]:
+        """The next groups, each prompt once; with weights at most the source's staleness old."""
+        ...
+
+    def evaluate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, num_generations: int = 1) -> Evaluation:
+        """Roll out given prompts with the current weights; trains nothing and moves no data position."""
+        ...
+
+    def adopt(self, update: WeightUpdate) -> None:
+        """Bring the replicas to this version, verified; raises `WeightSyncError` naming what did not arrive."""
+        ...
+
+    def state(self) -> Mapping[str, Any]:
+        """Data position and buffered rollouts, to be saved with a checkpoint."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state."""
+        ...
+
+    def close(self) -> None:
+        """End what was started."""
+        ...

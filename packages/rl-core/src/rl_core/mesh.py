@@ -1,0 +1,49 @@
+"""Where a rank stands on the named mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+AXES = ("dp", "pp", "cp", "tp", "ep")
+"""The axes a loop or a facade may know of. `ep` folds into `dp`: it never multiplies the world."""
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """One rank's place on the mesh: index and size along each axis; an axis of size 1 may be left out.
+
+    Args:
+        index: axis to this rank's index on it.
+        size: axis to the number of ranks along it.
+    """
+
+    index: Mapping[str, int]
+    size: Mapping[str, int]
+
+    def __post_init__(self) -> None:
+        for axis, index in self.index.items():
+            if axis not in AXES:
+                raise ValueError(f"unknown mesh axis {axis!r}; axes are {', '.join(AXES)}")
+            if not 0 <= index < self.along(axis):
+                raise ValueError(f"index {index} on axis {axis!r} of size {self.along(axis)}")
+        for axis, size in self.size.items():
+            if axis not in AXES:
+                raise ValueError(f"unknown mesh axis {axis!r}; axes are {', '.join(AXES)}")
+            if size < 1 or (size > 1 and axis not in self.index):
+                raise ValueError(
+                    f"axis {axis!r} of size {size} needs a size of 1 at least, and an index where it is more"
+                )
+
+    def on(self, axis: str) -> int:
+        """Index on an axis, 0 where the mesh does not have it."""
+        return self.index.get(axis, 0)
+
+    def along(self, axis: str) -> int:
+        """Number of ranks along an axis, 1 where the mesh does not have it."""
+        return self.size.get(axis, 1)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank speaks for its data-parallel shard: first on `tp` and `cp`, last on `pp`."""
+        return self.on("tp") == 0 and self.on("cp") == 0 and self.on("pp") == self.along("pp") - 1

@@ -1,0 +1,223 @@
+"""What a loop sees of a policy, critic, teacher or reward model, and what one rank of it does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from rl_core.batch import Batch
+from rl_core.mesh import Coordinates
+from rl_core.metrics import Metric
+from rl_core.weights import WeightSource
+
+Role = Literal["policy", "critic", "teacher", "reward_model"]
+"""What a model is for: `critic` has a value head, `reward_model` a score head, the others a language-model head."""
+
+Metrics = Mapping[str, float]
+"""Metrics of a step, reduced over all ranks."""
+
+Part = Literal["parameters", "optimizer"]
+"""What a resident keeps on the device, beside the activations of the moment."""
+
+
+@dataclass(frozen=True)
+class Read:
+    """A per-row result of a model's forward pass; never whole logits.
+
+    `logprobs`, `entropy` and `values` are float32 `[tokens]`: the value at index i belongs to token i given those
+    before it, and the first of a row is 0 (`values` at i: of the state before token i). `scores` is float32 `[rows]`,
+    the scalar head at the last token. `topk` gives two columns, `topk_logprobs` float32 and `topk_ids` int32, both
+    `[tokens, k]`.
+    """
+
+    name: Literal["logprobs", "entropy", "topk", "scores", "values"]
+    k: int = 0
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the columns it adds."""
+        return ("topk_logprobs", "topk_ids") if self.name == "topk" else (self.name,)
+
+
+LOGPROBS = Read("logprobs")
+ENTROPY = Read("entropy")
+SCORES = Read("scores")
+VALUES = Read("values")
+
+
+def topk(k: int) -> Read:
+    """The `k` most likely tokens at each position and their logprobs, in falling order."""
+    if k < 1:
+        raise ValueError(f"topk needs k >= 1, got {k}")
+    return Read("topk", k)
+
+
+class Loss(Protocol):
+    """What a step minimises: a torch-free, frozen, picklable description that names its own implementation.
+
+    The implementation, resolved inside the worker, is a function
+    `compute(loss, reads, columns) -> rl_core.torch.loss.LossSums` that sees whole rows and full-vocabulary results. It
+    returns sums; the step divides each by the global total of the same name.
+    """
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns a batch must have, beside `tokens`."""
+        ...
+
+    @property
+    def reads(self) -> tuple[Read, ...]:
+        """Reads the implementation is given, with gradients."""
+        ...
+
+    @property
+    def temperature(self) -> float:
+        """Divides the logits in every pass."""
+        ...
+
+    @property
+    def implementation(self) -> str:
+        """`"package.module:function"`, imported in the worker."""
+        ...
+
+    def totals(self, batch: Batch) -> Mapping[str, float]:
+        """Denominators counted on a batch (numbers of tokens, of sequences); they add up over shards."""
+        ...
+
+
+class Resident(Protocol):
+    """Something that shares its device with others over time."""
+
+    def offload(self, parts: Sequence[Part] = ("parameters", "optimizer")) -> None:
+        """Free the device of these parts; what it returns to is bit-equal."""
+        ...
+
+    def onload(self, parts: Sequence[Part] = ("parameters", "optimizer")) -> None:
+        """Bring these parts back to the device."""
+        ...
+
+
+class Model(Protocol):
+    """A policy, critic, teacher or reward model, whatever its backend and number of ranks.
+
+    The usage loop::
+
+        batch = batch.with_columns({"prev_logprobs": policy.infer(batch, [LOGPROBS])["logprobs"]})
+        for minibatch in minibatches(batch):
+            metrics = policy.train_step(minibatch, loss)
+    """
+
+    def infer(self, batch: Batch, reads: Sequence[Read], *, reference: bool = False, temperature: float = 1.0) -> Batch:
+        """Per-row results for every row, in the order of the rows; `reference` asks the frozen initial weights."""
+        ...
+
+    def evaluate(self, batch: Batch, loss: Loss) -> Metrics:
+        """The loss without a step."""
+        ...
+
+    def train_step(self, batch: Batch, loss: Loss) -> Metrics:
+        """Exactly one optimizer and schedule step on the whole batch.
+
+        Metrics hold `loss`, `grad_norm` (before clipping), `lr`, `num_tokens` and whatever the loss reports.
+        """
+        ...
+
+    def save(self, path: str) -> None:
+        """Write parameters, optimizer, schedule and the RNG of every rank under `path`."""
+        ...
+
+    def load(self, path: str) -> None:
+        """Restore what `save` wrote, on any mesh."""
+        ...
+
+    def export(self, path: str) -> None:
+        """Write Hugging Face config, safetensors and tokenizer files that `transformers` and vLLM load."""
+        ...
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """How the ranks of one model find each other, and what each runs on.
+
+    Args:
+        rank, world_size: among the ranks of this model.
+        local_rank: among its ranks on the same node.
+        address, port: where rank 0 listens.
+        device: `cpu` or `cuda`; on `cuda` the process sees exactly one GPU.
+        timeout_s: bound of every collective.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    address: str
+    port: int
+    device: Literal["cpu", "cuda"]
+    timeout_s: float = 600.0
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What a model is for in this run.
+
+    Args:
+        role: decides the head.
+        trains: whether it has an optimizer.
+        keeps_reference: whether it keeps its initial weights, frozen and off the device, for `infer(reference=True)`.
+        seed: of dropout and of newly made heads.
+    """
+
+    role: Role = "policy"
+    trains: bool = True
+    keeps_reference: bool = False
+    seed: int = 0
+
+
+class ModelWorker(Resident, WeightSource, Protocol):
+    """One rank of a model, in a process of its own.
+
+    Built as `Worker(config, backend, spec, rendezvous)` with the neutral `rl_core.model_config.ModelConfig`, the
+    backend's own
+    config and a `ModelSpec`; the constructor joins the process group, builds and loads the model. Every method is
+    called on
+    all ranks of the model in the same order. A rank's shard may have zero rows.
+    """
+
+    def coordinates(self) -> Coordinates:
+        """This rank's place on the mesh."""
+        ...
+
+    def infer(
+        self, batch: Batch, reads: Sequence[Read], *, reference: bool = False, temperature: float = 1.0
+    ) -> Batch | None:
+        """Results for this rank's shard; None on ranks that do not lead their shard (`Coordinates.leads`)."""
+        ...
+
+    def evaluate(self, batch: Batch, loss: Loss) -> Mapping[str, Metric]:
+        """As `Model.evaluate`, unreduced: this rank's part of each metric (empty on ranks that do not lead)."""
+        ...
+
+    def train_step(self, batch: Batch, loss: Loss) -> Mapping[str, Metric]:
+        """As `Model.train_step`, unreduced."""
+        ...
+
+    def save(self, path: str) -> None:
+        """This rank's part of `Model.save`."""
+        ...
+
+    def load(self, path: str) -> None:
+        """This rank's part of `Model.load`."""
+        ...
+
+    def export(self, path: str) -> None:
+        """This rank's part of `Model.export`."""
+        ...
+
+    def health(self) -> Mapping[str, Any]:
+        """Memory in use and what else tells that the rank is alive; never touches a collective."""
+        ...
+
+    def close(self) -> None:
+        """Leave the process group and free the device."""
+        ...

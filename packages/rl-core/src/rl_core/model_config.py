@@ -1,0 +1,134 @@
+"""Settings of a model and of generation that mean the same for every backend."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from rl_core.config import Config
+
+
+class TokenizerConfig(Config):
+    name: str | None = None
+    """Folder or hub name of the tokenizer; the model's own where unset."""
+    chat_template: str | None = None
+    """Jinja chat template, or a path to one; the tokenizer's own where unset."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Extra variables of the chat template."""
+
+
+class OptimizerConfig(Config):
+    name: str = "torch.optim.AdamW"
+    """Dotted name of a torch optimizer class."""
+    kwargs: dict[str, Any] = {"lr": 1e-6, "weight_decay": 0.01, "betas": [0.9, 0.999], "eps": 1e-8}
+    """Arguments of that class."""
+
+
+class SchedulerConfig(Config):
+    name: str | None = None
+    """Dotted name of a torch learning-rate schedule class."""
+    kwargs: dict[str, Any] = {}
+    """Arguments of that class."""
+    milestones: list[int] | None = None
+    """In an entry of its own: the steps at which the next schedule in the list takes over."""
+
+
+class SequencePackingConfig(Config):
+    enabled: bool = True
+    """Put several rows into one microbatch without padding."""
+    train_mb_tokens: int | None = Field(default=None, gt=0)
+    """Most tokens of a training microbatch; `train_micro_batch_size x max_total_sequence_length` where unset."""
+    logprob_mb_tokens: int | None = Field(default=None, gt=0)
+    """Most tokens of a forward-only microbatch; `logprob_batch_size x max_total_sequence_length` where unset."""
+
+
+class DynamicBatchingConfig(Config):
+    enabled: bool = False
+    """Pad rows of like length together up to a token budget."""
+    train_mb_tokens: int | None = Field(default=None, gt=0)
+    """Most padded tokens of a training microbatch; as for packing where unset."""
+    logprob_mb_tokens: int | None = Field(default=None, gt=0)
+    """Most padded tokens of a forward-only microbatch; as for packing where unset."""
+
+
+class LoraConfig(Config):
+    enabled: bool = False
+    """Train low-rank adapters on linear layers and leave the weights they sit on as they are."""
+    target_modules: list[str] = []
+    """Names, or ends of names, of the linear layers that get one."""
+    exclude_modules: list[str] = []
+    """Names, or ends of names, of layers that get none."""
+    match_all_linear: bool = True
+    """Put one on every linear layer but the head, whatever `target_modules` says."""
+    dim: int = Field(default=8, gt=0)
+    """Rank of an adapter."""
+    alpha: float = Field(default=32, gt=0)
+    """An adapter's product is scaled by `alpha / dim`."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Share of an adapter's inputs that are dropped in training."""
+
+
+class ModelConfig(Config):
+    model_name: str
+    """Folder with Hugging Face files, or a hub name."""
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    train_global_batch_size: int = Field(default=512, gt=0)
+    """Rows of one optimizer step."""
+    train_micro_batch_size: int = Field(default=4, gt=0)
+    """Rows of one training forward pass, where neither packing nor dynamic batching sets a token budget."""
+    logprob_batch_size: int = Field(default=4, gt=0)
+    """Rows of one forward-only pass, where neither packing nor dynamic batching sets a token budget."""
+    max_total_sequence_length: int = Field(default=2048, gt=1)
+    """Most tokens of a row: prompt, completions and observations."""
+    precision: Literal["float32", "bfloat16"] = "bfloat16"
+    """Compute dtype; master weights and optimizer state are float32 either way."""
+    max_grad_norm: float | None = Field(default=1.0, gt=0)
+    """Gradients are clipped to this norm; null does not clip."""
+    hf_config_overrides: dict[str, Any] = {}
+    """Fields of the Hugging Face config to replace."""
+    logprob_chunk_size: int = Field(default=1024, gt=0)
+    """Tokens whose logits exist at one time."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    scheduler: list[SchedulerConfig] = []
+    """Learning-rate schedules in order; constant where empty."""
+    lora_cfg: LoraConfig = LoraConfig()
+    sequence_packing: SequencePackingConfig = SequencePackingConfig()
+    dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig()
+
+
+class ColocatedResources(Config):
+    gpus_per_node: int | None = Field(default=None, gt=0)
+    """GPUs per node for generation alone."""
+    num_nodes: int | None = Field(default=None, gt=0)
+    """Nodes for generation alone; 1 where unset."""
+
+
+class ColocatedConfig(Config):
+    enabled: bool = True
+    """Share the policy's devices, taking turns; otherwise generation has devices of its own."""
+    resources: ColocatedResources = ColocatedResources()
+
+
+class GenerationConfig(Config):
+    backend: str = "vllm"
+    """Generation engine: the name of an installed `rl.generators` plugin."""
+    max_new_tokens: int = Field(default=512, gt=0)
+    """Most tokens sampled in one turn."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Divides the logits when sampling, and in every training pass."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus mass kept."""
+    top_k: int | None = Field(default=None, gt=0)
+    """Most likely tokens kept; all where unset."""
+    stop_token_ids: list[int] = []
+    """Tokens that end a completion, beside the tokenizer's end of sequence."""
+    stop_strings: list[str] = []
+    """Texts that end a completion."""
+    val_temperature: float = Field(default=0.0, ge=0)
+    """Temperature in validation; 0 is greedy."""
+    val_top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus mass kept in validation."""
+    val_top_k: int | None = Field(default=None, gt=0)
+    """Most likely tokens kept in validation; all where unset."""
+    colocated: ColocatedConfig = ColocatedConfig()

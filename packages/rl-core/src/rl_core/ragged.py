@@ -1,0 +1,114 @@
+"""Rows of different lengths without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
+
+
+def row_index(rows: ArrayLike) -> np.ndarray:
+    """int64 `[selected]`, row numbers as `select` takes them; raises a `TypeError` for a mask or other numbers."""
+    index = np.asarray(rows)
+    if index.size and index.dtype.kind not in "iu":
+        raise TypeError(
+            f"rows are selected by their numbers, got {index.dtype} values (np.flatnonzero makes numbers of a mask)"
+        )
+    return index.astype(np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Ragged:
+    """Variable-length rows stored end to end: row `i` is `values[offsets[i]:offsets[i + 1]]`.
+
+    Args:
+        values: `[total, *inner]`, the rows one after another.
+        offsets: int64 `[rows + 1]`, non-decreasing, from 0 to `total`.
+
+    Raises:
+        ValueError: where the offsets do not describe the values.
+    """
+
+    values: np.ndarray
+    offsets: np.ndarray
+
+    def __post_init__(self) -> None:
+        offsets = np.asarray(self.offsets, dtype=np.int64)
+        object.__setattr__(self, "offsets", offsets)
+        if offsets.ndim != 1 or len(offsets) == 0 or offsets[0] != 0:
+            raise ValueError(f"offsets must be one-dimensional and start at 0, got {offsets!r}")
+        if offsets[-1] != len(self.values) or np.any(np.diff(offsets) < 0):
+            raise ValueError(f"offsets must rise from 0 to the {len(self.values)} values, got {offsets!r}")
+
+    @classmethod
+    def from_rows(
+        cls, rows: Iterable[ArrayLike], dtype: DTypeLike | None = None, inner: tuple[int, ...] = ()
+    ) -> Ragged:
+        """Join rows; `dtype` and `inner` give the type and inner shape that no rows at all would leave open."""
+        arrays = [np.asarray(row, dtype=dtype) for row in rows]
+        arrays = [array.reshape(-1, *inner) for array in arrays] if inner else arrays
+        if dtype is None and arrays:
+            # an empty list is of floats to numpy, and would make floats of the tokens around it
+            dtype = np.result_type(*([array for array in arrays if array.size] or arrays))
+        offsets = np.zeros(len(arrays) + 1, dtype=np.int64)
+        np.cumsum([len(array) for array in arrays], out=offsets[1:])
+        values = np.concatenate(arrays, dtype=dtype, casting="unsafe") if arrays else np.zeros((0, *inner), dtype=dtype)
+        return cls(values, offsets)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, row: int) -> np.ndarray:
+        if not -len(self) <= row < len(self):
+            raise IndexError(f"row {row} of a Ragged with {len(self)} rows")
+        row %= len(self)
+        return self.values[self.offsets[row] : self.offsets[row + 1]]
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return (self[row] for row in range(len(self)))
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64 `[rows]`, the length of each row."""
+        return np.diff(self.offsets)
+
+    def select(self, rows: ArrayLike) -> Ragged:
+        """The given rows, in the given order."""
+        index = row_index(rows)
+        lengths = self.lengths[index]
+        offsets = np.zeros(len(index) + 1, dtype=np.int64)
+        np.cumsum(lengths, out=offsets[1:])
+        within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
+        return Ragged(self.values[np.repeat(self.offsets[:-1][index], lengths) + within], offsets)
+
+    def sums(self) -> np.ndarray:
+        """float64 `[rows, *inner]`, the sum of each row; an empty row sums to 0."""
+        # row by row: differences of one running sum would round with the batch, and a NaN would spoil every later row
+        totals = np.zeros((len(self), *self.values.shape[1:]), dtype=np.float64)
+        filled = self.lengths > 0
+        if filled.any():
+            totals[filled] = np.add.reduceat(self.values, self.offsets[:-1][filled], axis=0, dtype=np.float64)
+        return totals
+
+    def like(self, values: np.ndarray) -> Ragged:
+        """Other values on the same rows."""
+        return Ragged(values, self.offsets)
+
+    def equals(self, other: Ragged) -> bool:
+        """Whether rows, values and dtype agree exactly."""
+        return (
+            self.values.dtype == other.values.dtype
+            and np.array_equal(self.offsets, other.offsets)
+            and np.array_equal(self.values, other.values)
+        )
+
+    @staticmethod
+    def concat(parts: Sequence[Ragged]) -> Ragged:
+        """Rows of all parts, of which there must be one at least, in order."""
+        starts = np.cumsum([0] + [len(part.values) for part in parts])
+        offsets = [np.zeros(1, dtype=np.int64)] + [
+            part.offsets[1:] + start for part, start in zip(parts, starts, strict=False)
+        ]
+        return Ragged(np.concatenate([part.values for part in parts]), np.concatenate(offsets))

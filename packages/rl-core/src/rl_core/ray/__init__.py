@@ -1,0 +1,1 @@
+"""Ray actors that host workers, and the facades through which they are called."""

@@ -1,0 +1,122 @@
+"""The only two actor classes: they hold a worker built inside its own environment, and make what leaves it plain."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from rl_core.errors import RLError, WorkerError
+from rl_core.registry import resolve
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a worker's process is.
+
+    Args:
+        address: of its node, as others reach it.
+        port: free there a moment ago, so that ranks can meet.
+        node: Ray's id of the node.
+        gpus: physical indices of the GPUs Ray gave it.
+    """
+
+    address: str
+    port: int
+    node: str
+    gpus: tuple[int, ...]
+
+    @classmethod
+    def here(cls) -> Place:
+        """Of this process."""
+        context = ray.get_runtime_context()
+        gpus = tuple(int(gpu) for gpu in context.get_accelerator_ids().get("GPU", []))
+        return cls(ray.util.get_node_ip_address(), _free_port(), context.get_node_id(), gpus)
+
+
+class WorkerHost:
+    """Hosts a worker whose methods are synchronous; health answers beside a running call."""
+
+    def __init__(self) -> None:
+        self._worker: Any = None
+
+    def place(self) -> Place:
+        """Where this process is."""
+        return Place.here()
+
+    def log_to(self, path: str) -> None:
+        """Write this process's log records to a file."""
+        log_to(path)
+
+    def build(self, target: str, *args: Any, **kwargs: Any) -> None:
+        """Build the worker `"package.module:Class"`, imported in this process."""
+        self._worker = _plainly(lambda: resolve(target)(*args, **kwargs))
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the worker."""
+        return _plainly(lambda: getattr(self._worker, method)(*args, **kwargs))
+
+    @ray.method(concurrency_group="health")
+    def health(self) -> Any:
+        """The worker's own report, while another call may be running."""
+        return _plainly(lambda: self._worker.health())
+
+
+class AsyncWorkerHost:
+    """Hosts a worker whose methods are coroutines; all calls interleave on one event loop."""
+
+    def __init__(self) -> None:
+        self._worker: Any = None
+
+    async def place(self) -> Place:
+        """Where this process is."""
+        return Place.here()
+
+    async def log_to(self, path: str) -> None:
+        """Write this process's log records to a file."""
+        log_to(path)
+
+    async def start(self, target: str, *args: Any, **kwargs: Any) -> Any:
+        """Build the worker `"package.module:Class"`, imported in this process, and await its `start`."""
+        self._worker = _plainly(lambda: resolve(target)(*args, **kwargs))
+        return await self.call("start")
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Await a method of the worker."""
+        try:
+            return await getattr(self._worker, method)(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - a worker's failure becomes a report that any process can read
+            raise plain(error) from None
+
+
+def log_to(path: str) -> None:
+    """Send log records of this process, warnings and above besides those of the project, to a file."""
+    handler = logging.FileHandler(path, delay=True)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.getLogger().addHandler(handler)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def plain(error: BaseException) -> RLError:
+    """The error itself where any process can unpickle it, else a `WorkerError` with its text."""
+    if isinstance(error, RLError) and type(error).__module__.split(".")[0] == "rl_core":
+        return error
+    kind = f"{type(error).__module__}.{type(error).__qualname__}"
+    return WorkerError(kind, str(error), "".join(traceback.format_exception(error)))
+
+
+def _plainly(work: Callable[[], Any]) -> Any:
+    try:
+        return work()
+    except Exception as error:  # noqa: BLE001 - a worker's failure becomes a report that any process can read
+        raise plain(error) from None

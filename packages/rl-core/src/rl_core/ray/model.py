@@ -1,0 +1,156 @@
+"""A model of many ranks, called as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import ray
+from ray.actor import ActorHandle
+
+from rl_core.batch import Batch
+from rl_core.errors import Origin
+from rl_core.mesh import Coordinates
+from rl_core.metrics import reduce_metrics
+from rl_core.microbatch import PAIR, shard
+from rl_core.model import Loss, Metrics, Part, Read
+from rl_core.ray.calls import gather
+from rl_core.weights import Digests, Manifest, Transport
+
+
+class RemoteModel:
+    """Facade of a model's workers: shards rows over `dp`, balanced by tokens, and joins what comes back.
+
+    Args:
+        workers: one actor (`WorkerHost`) per rank, in rank order.
+        role: for messages.
+        nodes: name of the node of each rank, for messages.
+        hold: context in which the model has its device for itself.
+        timeout_s: bound of each call.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[ActorHandle],
+        *,
+        role: str,
+        nodes: Sequence[str],
+        hold: Callable[[], AbstractContextManager[None]] = nullcontext,
+        timeout_s: float | None = None,
+    ) -> None:
+        self._workers = list(workers)
+        self._role = role
+        self._nodes = list(nodes)
+        self._hold = hold
+        self._timeout_s = timeout_s
+        self._coordinates: list[Coordinates] = self.call_all("coordinates")
+
+    @property
+    def num_shards(self) -> int:
+        """Data-parallel shards."""
+        return self._coordinates[0].along("dp")
+
+    def infer(self, batch: Batch, reads: Sequence[Read], *, reference: bool = False, temperature: float = 1.0) -> Batch:
+        """As `rl_core.model.Model.infer`."""
+        rows = self._rows_per_shard(batch)
+        inputs = batch.only([name for name in ("tokens", PAIR) if name in batch])
+        with self._hold():
+            answers = self._call_shards(
+                "infer", inputs, rows, tuple(reads), reference=reference, temperature=temperature
+            )
+        parts = [answers[rank] for rank in self._leaders()]
+        joined = Batch.concat([part for part in parts if len(part)])
+        return joined.select(np.argsort(np.concatenate(rows), kind="stable"))
+
+    def evaluate(self, batch: Batch, loss: Loss) -> Metrics:
+        """As `rl_core.model.Model.evaluate`."""
+        with self._hold():
+            return self._loss_call("evaluate", batch, loss)
+
+    def train_step(self, batch: Batch, loss: Loss) -> Metrics:
+        """As `rl_core.model.Model.train_step`."""
+        with self._hold():
+            return self._loss_call("train_step", batch, loss)
+
+    def save(self, path: str) -> None:
+        """As `rl_core.model.Model.save`."""
+        with self._hold():
+            self.call_all("save", path)
+
+    def load(self, path: str) -> None:
+        """As `rl_core.model.Model.load`."""
+        with self._hold():
+            self.call_all("load", path)
+
+    def export(self, path: str) -> None:
+        """As `rl_core.model.Model.export`."""
+        with self._hold():
+            self.call_all("export", path)
+
+    def offload(self, parts: Sequence[Part] = ("parameters", "optimizer")) -> None:
+        """Free the devices of all ranks of these parts."""
+        self.call_all("offload", tuple(parts))
+
+    def onload(self, parts: Sequence[Part] = ("parameters", "optimizer")) -> None:
+        """Bring these parts back."""
+        self.call_all("onload", tuple(parts))
+
+    def manifest(self, version: int) -> Manifest:
+        """What `start_send` will send under this version."""
+        return self.call_all("manifest", version)[0]
+
+    def start_send(self, manifest: Manifest, transport: Transport) -> Callable[[], Digests]:
+        """Begin sending on all ranks; the returned function waits for the digests of what was sent."""
+        refs = [worker.call.remote("send", manifest, transport) for worker in self._workers]
+
+        def finish() -> Digests:
+            answers = gather(refs, self._origins("weight sync"), transport.timeout_s * 2)
+            return {name: digest for answer in answers for name, digest in answer.items()}
+
+        return finish
+
+    def health(self) -> list[Mapping[str, Any]]:
+        """Each rank's report; answers while a step is running."""
+        return gather([worker.health.remote() for worker in self._workers], self._origins("health"), 30.0)
+
+    def close(self) -> None:
+        """Have every rank leave its process group, then end the processes."""
+        self.call_all("close")
+        for worker in self._workers:
+            ray.kill(worker)
+
+    def call_all(self, method: str, *args: Any) -> list[Any]:
+        """Call every rank alike."""
+        return gather(
+            [worker.call.remote(method, *args) for worker in self._workers], self._origins(method), self._timeout_s
+        )
+
+    def _loss_call(self, method: str, batch: Batch, loss: Loss) -> Metrics:
+        inputs = batch.only([name for name in ("tokens", PAIR, *loss.columns) if name in batch])
+        inputs.require("tokens", *loss.columns)
+        answers = self._call_shards(method, inputs, self._rows_per_shard(batch), loss)
+        return reduce_metrics(answers)
+
+    def _rows_per_shard(self, batch: Batch) -> list[np.ndarray]:
+        batch.require("tokens")
+        groups = batch.array(PAIR) if PAIR in batch else None
+        return shard(batch.ragged("tokens").lengths, self.num_shards, groups=groups)
+
+    def _call_shards(
+        self, method: str, batch: Batch, rows: Sequence[np.ndarray], *args: Any, **kwargs: Any
+    ) -> list[Any]:
+        shards = [ray.put(batch.select(index)) for index in rows]
+        refs = [
+            worker.call.remote(method, shards[place.on("dp")], *args, **kwargs)
+            for worker, place in zip(self._workers, self._coordinates, strict=True)
+        ]
+        return gather(refs, self._origins(method), self._timeout_s)
+
+    def _leaders(self) -> list[int]:
+        leaders = [rank for rank, place in enumerate(self._coordinates) if place.leads]
+        return sorted(leaders, key=lambda rank: self._coordinates[rank].on("dp"))
+
+    def _origins(self, phase: str) -> list[Origin]:
+        return [Origin(self._role, rank, node, phase) for rank, node in enumerate(self._nodes)]

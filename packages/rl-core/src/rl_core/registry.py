@@ -1,0 +1,195 @@
+"""Plugins, found by entry point and never imported by name."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, Any
+
+from rl_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rl_core.config import Config, Problem
+    from rl_core.model import ModelSpec
+
+POLICIES = "rl.policies"
+GENERATORS = "rl.generators"
+ENVIRONMENTS = "rl.environments"
+ALGORITHMS = "rl.algorithms"
+DATASETS = "rl.datasets"
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """What a class needs installed where it runs: a distribution and, by device (`cpu`, `cuda`), its extras.
+
+    Args:
+        distribution: as pip names it.
+        extras: device to the extras that bring the engine there.
+        imports: modules whose presence shows that the extras are installed.
+    """
+
+    distribution: str
+    extras: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    imports: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class BackendPlugin:
+    """A training backend or a generation engine: its light half.
+
+    Args:
+        name: as users write it.
+        key: where its config lives, under `policy` (`dtensor_cfg`) or `policy.generation` (`vllm_cfg`).
+        config: type of that config.
+        worker: `"package.module:Class"`, a `ModelWorker` or a `Generator`, imported in the worker's environment.
+        requirement: what that environment needs.
+        ranks: from the backend's config to the number of ranks that one model (training: one data-parallel shard times
+            model parallel)
+            or one replica (generation) needs at least; the world must be a multiple of it.
+        checks: static checks on the whole resolved config, run before any process starts.
+        preflight: `"package.module:function"`, called in the worker's environment with the resolved config as plain
+            data before Ray starts; returns problems as text.
+    """
+
+    name: str
+    key: str
+    config: type[Config]
+    worker: str
+    requirement: Requirement
+    ranks: Callable[[Any], int]
+    checks: tuple[Callable[[Any], Iterable[Problem]], ...] = ()
+    preflight: str = ""
+
+
+@dataclass(frozen=True)
+class EnvironmentPlugin:
+    """An environment: its settings under `env.<name>` and where its class is.
+
+    Args:
+        environment: `"package.module:Class"`, built as `Class(config)` in the environment's processes.
+    """
+
+    name: str
+    config: type[Config]
+    environment: str
+    requirement: Requirement
+
+
+@dataclass(frozen=True)
+class DatasetPlugin:
+    """A dataset by name.
+
+    Args:
+        load: `"package.module:function"`, called as `load(settings, split)` and returning rows (mappings) that a
+            processor turns into prompts or
+            training conversations; runs in the driver unless `requirement` names more than the driver has.
+        requirement: what `load` needs installed.
+    """
+
+    name: str
+    load: str
+    requirement: Requirement
+
+
+@dataclass(frozen=True)
+class AlgorithmPlugin:
+    """An algorithm.
+
+    Args:
+        sections: config sections it adds to the root, by key (`grpo`, `loss_fn`, `data`, ...).
+        prepare: `"package.module:function"`, called on the driver as `prepare(config, tokenizer)` before anything is
+            started: loads and
+            checks the data, and returns it.
+        run: `"package.module:function"`, called as `run(config, components, run)` with `rl_core.run.Components` and
+            `Run`.
+        generates: whether it needs rollouts; the config then has `policy.generation`.
+        rollouts: `"package.module:function"`, called as `rollouts(config, data)` and returning `RolloutNeeds`; where
+            it generates.
+        spec: from the resolved config to the policy's `rl_core.model.ModelSpec`.
+        checks: static checks on the whole resolved config.
+    """
+
+    name: str
+    sections: Mapping[str, type[Config]]
+    prepare: str
+    run: str
+    generates: bool
+    spec: Callable[[Any], ModelSpec]
+    rollouts: str = ""
+    checks: tuple[Callable[[Any], Iterable[Problem]], ...] = ()
+
+
+@dataclass(frozen=True)
+class RolloutNeeds:
+    """What rollout workers of an algorithm run.
+
+    Args:
+        program: `"package.module:Class"` of a `RolloutProgram`.
+        program_args: its keyword arguments.
+        environments: names of the environments that score its prompts.
+    """
+
+    program: str
+    program_args: Mapping[str, Any]
+    environments: frozenset[str]
+
+
+@cache
+def _entries(group: str) -> Mapping[str, EntryPoint]:
+    entries: dict[str, EntryPoint] = {}
+    for entry in entry_points(group=group):
+        known = entries.setdefault(entry.name, entry)
+        if known.value != entry.value:
+            raise ConfigError(
+                f"two installed packages offer the {group} plugin {entry.name!r}: {known.value} and {entry.value}; "
+                "uninstall one"
+            )
+    return entries
+
+
+def names(group: str) -> list[str]:
+    """Installed plugins of a group, sorted; imports none of them."""
+    return sorted(_entries(group))
+
+
+def plugin(group: str, name: str) -> Any:
+    """The plugin object of a group by name.
+
+    Raises:
+        ConfigError: where no installed package offers it, naming the nearest and those there are.
+    """
+    found = _entries(group).get(name)
+    if found is None:
+        near = difflib.get_close_matches(name, names(group), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else "."
+        raise ConfigError(f"no {group} plugin named {name!r}{hint} Installed: {', '.join(names(group)) or 'none'}")
+    return found.load()
+
+
+def plugins(group: str) -> dict[str, Any]:
+    """All installed plugins of a group by name."""
+    return {name: plugin(group, name) for name in names(group)}
+
+
+def resolve(path: str) -> Any:
+    """The object named by `"package.module:Name"`.
+
+    Raises:
+        ValueError: where the text is not of that form or the module has no such name.
+        ModuleNotFoundError: where the module, or something it imports, is not installed.
+    """
+    module, _, attribute = path.partition(":")
+    if not module or not attribute:
+        raise ValueError(f"expected 'package.module:Name', got {path!r}")
+    target = importlib.import_module(module)
+    try:
+        for part in attribute.split("."):
+            target = getattr(target, part)
+    except AttributeError:
+        raise ValueError(f"module {module!r} has no {attribute!r}") from None
+    return target

@@ -1,0 +1,89 @@
+"""The run session, as a loop sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from rl_core.generation import RolloutPool, Weights
+from rl_core.model import Model
+from rl_core.rollout import RolloutGroup
+
+
+class Checkpointable(Protocol):
+    """Loop state that a checkpoint holds beside the models: a data position, counters."""
+
+    def state(self) -> Mapping[str, Any]:
+        """Plain data (JSON and numpy) that `restore` goes on from."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state."""
+        ...
+
+
+class Run(Protocol):
+    """Owns timing, logging, progress and checkpoints of one run, so that a loop has none of it.
+
+    The usage loop::
+
+        steps = run.steps(max_steps, models={"policy": policy}, state={"rollouts": rollouts})
+        rollouts.adopt(weights.publish())
+        for step in steps:
+            with run.phase("generation"):
+                groups = rollouts.collect(n)
+            run.record(step, metrics)
+    """
+
+    def steps(
+        self, max_steps: int, *, models: Mapping[str, Model], state: Mapping[str, Checkpointable]
+    ) -> Iterator[int]:
+        """Steps still to do, counted from 1. The call itself restores the newest checkpoint; asking for the next step
+        saves one where it is due.
+
+        Ends early when asked to (a signal, a time limit, `stop`), having saved.
+        """
+        ...
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Time what is inside as `time/<name>` and show it as what the run is doing."""
+        ...
+
+    def record(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Metrics of a step; several calls for one step are merged into one line."""
+        ...
+
+    def record_rollouts(self, step: int, groups: Sequence[RolloutGroup], advantages: np.ndarray) -> None:
+        """Write a step's rollouts, one line each; `advantages` is `[rollouts]`, in the order of groups and within
+        them.
+        """
+        ...
+
+    def due(self, period: int, step: int, *, at_end: bool = False) -> bool:
+        """Whether something with this period (0 is never) is due after this step; `at_end` adds the last step."""
+        ...
+
+    def stop(self, reason: str) -> None:
+        """End after the current step, having saved: the loop has reached its goal."""
+        ...
+
+
+@dataclass(frozen=True)
+class Components:
+    """What an algorithm is handed; what it does not need is None.
+
+    Args:
+        policy: the model to train.
+        data: what the algorithm's `prepare` returned.
+        weights: publishes the policy's weights.
+        pool: runs rollouts.
+    """
+
+    policy: Model
+    data: Any
+    weights: Weights | None = None
+    pool: RolloutPool | None = None

@@ -1,0 +1,107 @@
+"""What every environment must do."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+from rl_core.environment import Conversation, Environment, StepResult
+from rl_core.environment_process import Answer, EnvironmentProcess
+
+
+class EnvironmentSuite:
+    """Conformance of an `Environment`: subclass it in a test module and give it the two methods that raise here."""
+
+    def environment(self) -> Environment:
+        """A fresh environment."""
+        raise NotImplementedError
+
+    def conversations(self) -> Sequence[Conversation]:
+        """At least three first turns with different ids, not all rewarded alike."""
+        raise NotImplementedError
+
+    def test_the_conversations_tell_environments_apart(self) -> None:
+        """Without this the other tests would show little."""
+        conversations = self.conversations()
+        assert len({conversation.id for conversation in conversations}) == len(conversations) >= 3
+        assert len({_reward(result) for result in _step(self.environment(), conversations)}) > 1
+
+    def test_a_step_gives_one_result_per_conversation_in_order(self) -> None:
+        """A batch is scored as its members are alone, in whatever order."""
+        conversations = self.conversations()
+        together = _step(self.environment(), conversations)
+        backwards = _step(self.environment(), conversations[::-1])[::-1]
+        alone = [_step(self.environment(), [conversation])[0] for conversation in conversations]
+        assert [_visible(result) for result in together] == [_visible(result) for result in alone]
+        assert [_visible(result) for result in together] == [_visible(result) for result in backwards]
+
+    def test_no_conversations_no_results(self) -> None:
+        """An empty batch is answered with an empty list."""
+        assert self.environment().step([], []) == []
+
+    def test_a_step_is_deterministic(self) -> None:
+        """Two environments of the same config agree, and so does one with itself."""
+        environment, conversations = self.environment(), self.conversations()
+        first = [_visible(result) for result in _step(environment, conversations)]
+        assert first == [_visible(result) for result in _step(environment, conversations)]
+        assert first == [_visible(result) for result in _step(self.environment(), conversations)]
+
+    def test_states_thread_through_turns(self) -> None:
+        """Each state goes on where its own conversation left off, apart from what else the environment does."""
+        environment, other, conversations = self.environment(), self.environment(), self.conversations()
+        states = [result.state for result in _step(environment, conversations)]
+        goes_on = [not result.done for result in _step(other, conversations)]
+        more = [c for c, going in zip(conversations, goes_on, strict=True) if going]
+        kept = [state for state, going in zip(states, goes_on, strict=True) if going]
+        _step(environment, conversations)
+        together = environment.step(more, kept)
+        for conversation, result in zip(more, together, strict=True):
+            alone = self.environment()
+            [first] = alone.step([conversation], [None])
+            [second] = alone.step([conversation], [first.state])
+            assert _visible(second) == _visible(result)
+
+    def test_a_result_that_goes_on_says_what_comes_next(self) -> None:
+        """The next turn needs an observation of messages with a role and a content."""
+        for result in _step(self.environment(), self.conversations()):
+            assert result.done or result.observation
+            assert all({"role", "content"} <= set(message) for message in result.observation)
+
+    def test_results_leave_the_process(self) -> None:
+        """Rewards are finite and everything but the state is plain and pickles."""
+        conversations = self.conversations()
+        process = EnvironmentProcess("the environment", self.environment())
+        answers: list[Answer] = pickle.loads(pickle.dumps(process.step([pickle.dumps(c) for c in conversations])))
+        assert [getattr(answer.result, "reason", "") for answer in answers] == [""] * len(conversations)
+
+    def test_closing_twice_is_closing_once(self) -> None:
+        """`close` takes states of conversations under way, none at all, and those it has closed."""
+        environment = self.environment()
+        states = [r.state for r in _step(environment, self.conversations()) if not r.done]
+        environment.close(states)
+        environment.close(states)
+        environment.close([])
+        assert len(_step(environment, self.conversations())) == len(self.conversations())
+
+
+def _step(environment: Environment, conversations: Sequence[Conversation]) -> list[StepResult]:
+    results = environment.step(conversations, [None] * len(conversations))
+    assert isinstance(results, list)
+    assert len(results) == len(conversations)
+    assert all(isinstance(result, StepResult) for result in results)
+    return results
+
+
+def _reward(result: StepResult) -> float:
+    return result.rewards()["reward"]
+
+
+def _visible(result: StepResult) -> tuple[Any, ...]:
+    return (
+        sorted(result.rewards().items()),
+        result.done,
+        [dict(message) for message in result.observation],
+        result.stop_strings,
+        dict(result.info),
+    )

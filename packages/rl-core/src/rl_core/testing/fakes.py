@@ -1,0 +1,276 @@
+"""Stand-ins for testing loops: no process, no engine, and results that follow from the inputs alone."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rl_core.batch import TOKENS, Batch
+from rl_core.generation import Evaluation, SamplingParams, WeightUpdate
+from rl_core.model import Loss, Metrics, Model, Read
+from rl_core.ragged import Ragged
+from rl_core.rollout import Prompt, Rollout, RolloutGroup, Turn, WeightSpan
+from rl_core.run import Checkpointable
+
+
+class FakeModel:
+    """A `Model` with one parameter: the number of steps it has taken.
+
+    Every read and metric follows from that number and the tokens of the batch. `calls` holds what was asked, in order:
+    the method and the batch.
+    """
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.calls: list[tuple[str, Batch]] = []
+
+    def infer(self, batch: Batch, reads: Sequence[Read], *, reference: bool = False, temperature: float = 1.0) -> Batch:
+        """Numbers in (-1, 0], 0 at the first token of a row; those of the reference are as before the first step."""
+        self.calls.append(("infer_reference" if reference else "infer", batch))
+        tokens = batch.ragged(TOKENS)
+        version = 0 if reference else self.num_steps
+        columns: dict[str, Ragged | np.ndarray] = {}
+        for read in reads:
+            if read.name == "scores":
+                columns["scores"] = _numbers(tokens, version).sums().astype(np.float32)
+            elif read.name == "topk":
+                columns["topk_ids"] = tokens.like(np.tile(np.arange(read.k, dtype=np.int32), (len(tokens.values), 1)))
+                numbers = _numbers(tokens, version).values[:, None] / temperature
+                columns["topk_logprobs"] = tokens.like(numbers - np.arange(read.k, dtype=np.float32))
+            else:
+                columns[read.name] = tokens.like(_numbers(tokens, version).values / np.float32(temperature))
+        return Batch(columns)
+
+    def evaluate(self, batch: Batch, loss: Loss) -> Metrics:
+        """The mean token id over one more than the number of steps, once the batch has what the loss needs."""
+        self.calls.append(("evaluate", batch))
+        return self._metrics(batch, loss)
+
+    def train_step(self, batch: Batch, loss: Loss) -> Metrics:
+        """As `evaluate`, then one more step."""
+        self.calls.append(("train_step", batch))
+        metrics = self._metrics(batch, loss)
+        self.num_steps += 1
+        return {**metrics, "grad_norm": 1.0, "lr": 1e-3}
+
+    def save(self, path: str) -> None:
+        """Write the number of steps."""
+        folder = Path(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "model.json").write_text(json.dumps({"num_steps": self.num_steps}), encoding="utf-8")
+
+    def load(self, path: str) -> None:
+        """Read the number of steps."""
+        self.num_steps = json.loads((Path(path) / "model.json").read_text(encoding="utf-8"))["num_steps"]
+
+    def export(self, path: str) -> None:
+        """Write the number of steps, too."""
+        self.save(path)
+
+    def _metrics(self, batch: Batch, loss: Loss) -> dict[str, float]:
+        batch.require(TOKENS, *loss.columns)
+        totals = loss.totals(batch)
+        if not all(np.isfinite(total) and total >= 0 for total in totals.values()):
+            raise ValueError(f"totals of a loss are finite and not negative, got {dict(totals)}")
+        tokens = batch.ragged(TOKENS).values
+        return {"loss": float(tokens.mean()) / (1 + self.num_steps), "num_tokens": float(len(tokens))}
+
+
+class FakeWeights:
+    """`Weights` that count versions; `published` holds, by version, the number of steps of the model then."""
+
+    def __init__(self, model: FakeModel) -> None:
+        self._model = model
+        self._version = 0
+        self.published: dict[int, int] = {}
+
+    def publish(self) -> WeightUpdate:
+        """The next version."""
+        self._version += 1
+        self.published[self._version] = self._model.num_steps
+        return WeightUpdate(self._version)
+
+    def state(self) -> Mapping[str, Any]:
+        """The last version given."""
+        return {"version": self._version}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from that version."""
+        self._version = state["version"]
+
+
+@dataclass
+class FakeRun:
+    """A `Run` that keeps what a loop tells it.
+
+    Args:
+        folder: where checkpoints go; another `FakeRun` on the same folder resumes.
+        save_period: steps from one checkpoint to the next, 0 for none.
+        end_after: the step after which the run ends as if told to from outside, having saved.
+        metrics: what was recorded, by step.
+        phases: names of phases, in the order they began.
+        groups: rollouts recorded, by step.
+        stop_reason: what the loop gave to `stop`.
+    """
+
+    folder: Path | None = None
+    save_period: int = 0
+    end_after: int | None = None
+    metrics: dict[int, dict[str, float]] = field(default_factory=dict)
+    phases: list[str] = field(default_factory=list)
+    groups: dict[int, list[RolloutGroup]] = field(default_factory=dict)
+    stop_reason: str = ""
+    _max_steps: int = 0
+
+    def steps(
+        self, max_steps: int, *, models: Mapping[str, Model], state: Mapping[str, Checkpointable]
+    ) -> Iterator[int]:
+        """As `Run.steps`."""
+        self._max_steps = max_steps
+        return self._steps(self._restore(models, state), models, state)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Note the name."""
+        self.phases.append(name)
+        yield
+
+    def record(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Merge into the metrics of the step; a metric is recorded once."""
+        line = self.metrics.setdefault(step, {})
+        twice = sorted(set(line) & set(metrics))
+        if twice:
+            raise ValueError(f"step {step}: {twice} recorded twice")
+        line.update(metrics)
+
+    def record_rollouts(self, step: int, groups: Sequence[RolloutGroup], advantages: np.ndarray) -> None:
+        """Keep the groups; the first rollouts have the advantages, those set aside none."""
+        rollouts = sum(len(group.rollouts) for group in groups)
+        if len(advantages) > rollouts:
+            raise ValueError(f"{rollouts} rollouts have at most as many advantages, got {len(advantages)}")
+        self.groups[step] = list(groups)
+
+    def due(self, period: int, step: int, *, at_end: bool = False) -> bool:
+        """As `Run.due`."""
+        return bool(period and step % period == 0) or (at_end and step == self._max_steps)
+
+    def stop(self, reason: str) -> None:
+        """End after the current step."""
+        self.stop_reason = reason
+
+    def _steps(self, start: int, models: Mapping[str, Model], state: Mapping[str, Checkpointable]) -> Iterator[int]:
+        for step in range(start, self._max_steps + 1):
+            yield step
+            ends = bool(self.stop_reason) or step in (self.end_after, self._max_steps)
+            if ends or self.due(self.save_period, step):
+                self._save(step, models, state)
+            if ends:
+                return
+
+    def _save(self, step: int, models: Mapping[str, Model], state: Mapping[str, Checkpointable]) -> None:
+        if self.folder is None:
+            return
+        for name, model in models.items():
+            model.save(str(self.folder / name))
+        saved = {"step": step, "state": {name: part.state() for name, part in state.items()}}
+        (self.folder / "loop.pickle").write_bytes(pickle.dumps(saved))
+
+    def _restore(self, models: Mapping[str, Model], state: Mapping[str, Checkpointable]) -> int:
+        if self.folder is None or not (self.folder / "loop.pickle").exists():
+            return 1
+        saved = pickle.loads((self.folder / "loop.pickle").read_bytes())
+        for name, model in models.items():
+            model.load(str(self.folder / name))
+        for name, part in state.items():
+            part.restore(saved["state"][name])
+        return int(saved["step"]) + 1
+
+
+class FakeRolloutSource:
+    """A `RolloutSource` that draws completions at random, the same ones for the same prompt, place and draw.
+
+    Args:
+        prompts: taken in order, once.
+        reward: from a prompt and the sampled tokens int32 `[tokens]` to a reward.
+        num_generations: rollouts per prompt.
+        completion_length: tokens of a completion.
+        vocab_size: token ids are below it.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        reward: Callable[[Prompt, np.ndarray], float],
+        *,
+        num_generations: int = 4,
+        completion_length: int = 3,
+        vocab_size: int = 10,
+    ) -> None:
+        self._prompts = prompts
+        self._reward = reward
+        self._num_generations = num_generations
+        self._completion_length = completion_length
+        self._vocab_size = vocab_size
+        self._position = 0
+        self.versions: list[int] = []
+
+    def collect(self, num_groups: int) -> list[RolloutGroup]:
+        """Groups of the next prompts; fewer where they end."""
+        start = self._position
+        prompts = self._prompts[start : start + num_groups]
+        self._position += len(prompts)
+        return [self._group(prompt, start + i, self._num_generations) for i, prompt in enumerate(prompts)]
+
+    def evaluate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, num_generations: int = 1) -> Evaluation:
+        """Groups of the given prompts; the position stays."""
+        return Evaluation([self._group(prompt, index, num_generations) for index, prompt in enumerate(prompts)])
+
+    def adopt(self, update: WeightUpdate) -> None:
+        """Note the version in `versions`."""
+        self.versions.append(update.version)
+
+    def state(self) -> Mapping[str, Any]:
+        """The position."""
+        return {"position": self._position}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from the position."""
+        self._position = state["position"]
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    def _group(self, prompt: Prompt, draw: int, num_generations: int) -> RolloutGroup:
+        if not self.versions:
+            raise RuntimeError("rollouts before any weights were adopted")
+        return RolloutGroup(prompt, [self._rollout(prompt, draw, place) for place in range(num_generations)])
+
+    def _rollout(self, prompt: Prompt, draw: int, place: int) -> Rollout:
+        random = np.random.default_rng((draw, place))
+        sampled = random.integers(self._vocab_size, size=self._completion_length, dtype=np.int32)
+        before, reward = len(prompt.token_ids), float(self._reward(prompt, sampled))
+        mask = np.concatenate([np.zeros(before, dtype=np.uint8), np.ones(len(sampled), dtype=np.uint8)])
+        return Rollout(
+            prompt_id=prompt.id,
+            tokens=np.concatenate([prompt.token_ids, sampled]).astype(np.int32),
+            loss_mask=mask,
+            generation_logprobs=mask.astype(np.float32) * np.float32(-np.log(self._vocab_size)),
+            spans=(WeightSpan(self.versions[-1], len(sampled)),),
+            turns=(Turn(" ".join(map(str, sampled)), None, {"reward": reward}),),
+            rewards={"reward": reward},
+            stop_reason="stop",
+        )
+
+
+def _numbers(tokens: Ragged, version: int) -> Ragged:
+    """float32 in (-1, 0], 0 where a row starts, different for another token, position or version."""
+    within = np.arange(len(tokens.values)) - np.repeat(tokens.offsets[:-1], tokens.lengths)
+    mixed = (tokens.values.astype(np.int64) * 7919 + within * 104729 + version * 1299709) % 10007
+    return tokens.like(np.where(within == 0, 0.0, -mixed / 10007).astype(np.float32))

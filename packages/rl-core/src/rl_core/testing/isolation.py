@@ -1,0 +1,43 @@
+"""What an import loads, asked of a fresh interpreter: a driver reads every config without an engine."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+_REPORT = """
+import importlib, json, sys
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+print(json.dumps(list(sys.modules)))
+"""
+
+
+def loaded_by(*modules: str) -> frozenset[str]:
+    """Top-level names of everything that a fresh interpreter has loaded once it imported `modules`.
+
+    Raises `ImportError` with the interpreter's traceback when one of them cannot be imported.
+    """
+    done = subprocess.run([sys.executable, "-c", _REPORT, *modules], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ImportError(f"importing {', '.join(modules)} failed:\n{done.stderr}")
+    return frozenset(name.partition(".")[0] for name in json.loads(done.stdout.splitlines()[-1]))
+
+
+def modules_of(package: str, *, outside: tuple[str, ...] = ()) -> list[str]:
+    """Every module of a package, itself first, without importing any; `outside` names subpackages to leave out."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        raise ImportError(f"no package {package}")
+    root = Path(spec.origin).parent
+    found = {".".join((package, *path.relative_to(root).with_suffix("").parts)) for path in root.rglob("*.py")}
+    names = sorted({name.removesuffix(".__init__") for name in found})
+    return [name for name in names if not any(name == part or name.startswith(f"{part}.") for part in outside)]
+
+
+def light_modules_of(package: str) -> list[str]:
+    """The package itself and its modules named `config` or `plugin`: what a driver imports of it."""
+    return [name for name in modules_of(package) if name == package or {"config", "plugin"} & set(name.split("."))]

@@ -1,0 +1,405 @@
+"""Conformance suite of model workers.
+
+A backend subclasses it in its tests and says how to build a worker::
+
+    class TestMyWorker(ModelWorkerSuite):
+        factory = "my_factories:build"   # build(config, spec, rendezvous) -> ModelWorker
+
+Everything is held against transformers in float64, row by row in one process (`rl_core.testing.torch.oracle`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from rl_core.batch import Batch
+from rl_core.errors import WorkerError
+from rl_core.model import ENTROPY, LOGPROBS, SCORES, VALUES, ModelSpec, topk
+from rl_core.model_config import (
+    DynamicBatchingConfig,
+    ModelConfig,
+    OptimizerConfig,
+    SchedulerConfig,
+    SequencePackingConfig,
+)
+from rl_core.ragged import Ragged
+from rl_core.testing.losses import PairLoss, TokenLoss, ValueLoss
+from rl_core.testing.pooled_model import PooledModel
+from rl_core.testing.rank_pool import RankPool, free_port
+from rl_core.weights import Manifest, Transport
+
+TOLERANCE = 1e-5
+SGD = OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 0.05, "momentum": 0.9})
+ADAMW = OptimizerConfig(name="torch.optim.AdamW", kwargs={"lr": 1e-3, "weight_decay": 0.01})
+WARM_UP = [
+    SchedulerConfig(name="torch.optim.lr_scheduler.LinearLR", kwargs={"start_factor": 0.5, "total_iters": 2}),
+    SchedulerConfig(name="torch.optim.lr_scheduler.ConstantLR", kwargs={"factor": 0.1, "total_iters": 100}),
+    SchedulerConfig(milestones=[2]),
+]
+PADDED = {"sequence_packing": SequencePackingConfig(enabled=False)}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "packed-16": {"sequence_packing": SequencePackingConfig(train_mb_tokens=16, logprob_mb_tokens=24)},
+    "packed-whole": {"sequence_packing": SequencePackingConfig(train_mb_tokens=4096, logprob_mb_tokens=4096)},
+    "padded-1": {**PADDED, "train_micro_batch_size": 1, "logprob_batch_size": 2},
+    "padded-3": {**PADDED, "train_micro_batch_size": 3, "logprob_batch_size": 4},
+    "padded-alike": {
+        **PADDED,
+        "dynamic_batching": DynamicBatchingConfig(enabled=True, train_mb_tokens=30, logprob_mb_tokens=40),
+    },
+}
+LENGTHS = (9, 3, 17, 1, 12, 2, 7)
+
+
+def make_batch(lengths: tuple[int, ...] = LENGTHS, seed: int = 0, vocab: int = 101) -> Batch:
+    """Random rows with the columns that the losses of `rl_core.testing.losses` need, but for pairs."""
+    rng = np.random.default_rng(seed)
+    tokens = Ragged.from_rows([rng.integers(0, vocab, length) for length in lengths], dtype=np.int32)
+    mask = (rng.random(len(tokens.values)) < 0.7).astype(np.int8)
+    return Batch(
+        {
+            "tokens": tokens,
+            "loss_mask": tokens.like(mask),
+            "weights": tokens.like(rng.normal(size=len(mask)).astype(np.float32)),
+            "returns": tokens.like(rng.normal(size=len(mask)).astype(np.float32)),
+        }
+    )
+
+
+def make_pairs(num_pairs: int = 3) -> Batch:
+    """Random pairs of rows of different lengths, far apart in the batch."""
+    lengths = tuple(int(length) for length in np.random.default_rng(3).integers(2, 15, 2 * num_pairs))
+    index = np.arange(2 * num_pairs)
+    columns = {"pair": index % num_pairs, "is_chosen": index < num_pairs}
+    return make_batch(lengths, seed=4).only(["tokens"]).with_columns(columns)
+
+
+class ModelWorkerSuite:
+    """Subclass it, name the subclass `Test...` and set `factory`."""
+
+    factory: ClassVar[str]
+    """`"module:function"`, called as `function(config, spec, rendezvous)` in every rank's process."""
+    worlds: ClassVar[tuple[int, ...]] = (1, 2)
+    """Numbers of ranks to run on."""
+    tolerance: ClassVar[float] = TOLERANCE
+
+    @pytest.fixture(scope="session")
+    @classmethod
+    def pool(cls) -> Iterator[RankPool]:
+        """Processes for all tests of the session."""
+        with RankPool(max(cls.worlds)) as pool:
+            yield pool
+
+    @pytest.fixture(scope="session")
+    @classmethod
+    def folder(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        """A tiny model with a tied head."""
+        return cls._tiny_model(tmp_path_factory.mktemp("tied"))
+
+    @pytest.fixture(scope="session")
+    @classmethod
+    def untied_folder(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        """A tiny model of another family with a head of its own."""
+        return cls._tiny_model(tmp_path_factory.mktemp("untied"), "llama")
+
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_every_read_of_a_policy_is_that_of_transformers(self, pool: RankPool, folder: Path, layout: str) -> None:
+        reads = [LOGPROBS, ENTROPY, topk(3)]
+        batch = make_batch()
+        expected = self._oracle(folder).infer(batch, reads, temperature=0.7)
+        for world in self.worlds:
+            with self._model(pool, folder, world, ModelSpec(trains=False), **LAYOUTS[layout]) as model:
+                found = model.infer(batch, reads, temperature=0.7)
+            for name, column in expected.items():
+                self._assert_close(found.ragged(name).values, column, name)
+                assert np.array_equal(found.ragged(name).offsets, batch.ragged("tokens").offsets)
+            assert found.ragged("logprobs").values.dtype == np.float32
+            assert found.ragged("topk_ids").values.dtype == np.int32
+
+    def test_an_untied_head_reads_alike(self, pool: RankPool, untied_folder: Path) -> None:
+        batch = make_batch()
+        expected = self._oracle(untied_folder).infer(batch, [LOGPROBS])
+        with self._model(pool, untied_folder, max(self.worlds), ModelSpec(trains=False)) as model:
+            self._assert_close(
+                model.infer(batch, [LOGPROBS]).ragged("logprobs").values, expected["logprobs"], "logprobs"
+            )
+
+    def test_scores_are_those_of_a_sequence_classifier(self, pool: RankPool, folder: Path, tmp_path: Path) -> None:
+        batch = make_batch()
+        for world in self.worlds:
+            path = tmp_path / str(world)
+            with self._model(pool, folder, world, ModelSpec(role="reward_model", seed=5)) as model:
+                model.export(str(path))
+                found = model.infer(batch, [SCORES]).array("scores")
+            self._assert_close(found, self._oracle(path, "reward_model").infer(batch, [SCORES])["scores"], "scores")
+        with self._model(pool, path, 1, ModelSpec(role="reward_model", seed=6)) as model:
+            self._assert_close(model.infer(batch, [SCORES]).array("scores"), found, "scores of the exported head")
+
+    def test_values_are_those_of_the_state_before_each_token(
+        self, pool: RankPool, folder: Path, tmp_path: Path
+    ) -> None:
+        batch = make_batch()
+        for world in self.worlds:
+            path = tmp_path / str(world)
+            with self._model(pool, folder, world, ModelSpec(role="critic"), optimizer=SGD) as model:
+                model.export(str(path))
+                found = model.infer(batch, [VALUES]).ragged("values")
+                oracle = self._oracle(path, "critic")
+                self._assert_close(found.values, oracle.infer(batch, [VALUES])["values"], "values")
+                self._assert_trains_like(model, oracle, [batch] * 2, ValueLoss())
+
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_losses_gradients_and_weights_are_those_of_one_process(
+        self, pool: RankPool, folder: Path, tmp_path: Path, layout: str
+    ) -> None:
+        batches = [make_batch(seed=seed) for seed in range(2)]
+        for world in self.worlds:
+            oracle = self._oracle(folder)
+            with self._model(pool, folder, world, optimizer=SGD, **LAYOUTS[layout]) as model:
+                self._assert_trains_like(model, oracle, batches, TokenLoss(temperature=0.8))
+                path = tmp_path / str(world)
+                model.export(str(path))
+            trained = dict(self._oracle(path).model.named_parameters())
+            for name, parameter in oracle.model.named_parameters():
+                self._assert_close(trained[name].detach().numpy(), parameter.detach().numpy(), name)
+
+    def test_pairs_stay_whole(self, pool: RankPool, folder: Path, tmp_path: Path) -> None:
+        pairs = make_pairs()
+        for world in self.worlds:
+            path = tmp_path / str(world)
+            spec = ModelSpec(role="reward_model")
+            with self._model(pool, folder, world, spec, optimizer=SGD, **LAYOUTS["packed-16"]) as model:
+                model.export(str(path))
+                self._assert_trains_like(model, self._oracle(path, "reward_model"), [pairs] * 2, PairLoss())
+
+    def test_ranks_without_rows_join_in(self, pool: RankPool, folder: Path) -> None:
+        batch = make_batch((6,))
+        with self._model(pool, folder, max(self.worlds), optimizer=SGD, keeps_reference=True) as model:
+            oracle = self._oracle(folder)
+            expected = oracle.infer(batch, [LOGPROBS])["logprobs"]
+            for reference in (False, True):
+                found = model.infer(batch, [LOGPROBS], reference=reference).ragged("logprobs")
+                self._assert_close(found.values, expected, "logprobs")
+            self._assert_trains_like(model, oracle, [batch, make_batch()], TokenLoss())
+
+    def test_a_batch_that_counts_for_nothing_changes_nothing(self, pool: RankPool, folder: Path) -> None:
+        batch = make_batch()
+        masked = batch.with_columns({"loss_mask": batch.ragged("tokens").like(np.zeros(sum(LENGTHS), dtype=np.int8))})
+        with self._model(pool, folder, max(self.worlds), optimizer=SGD) as model:
+            before = model.infer(batch, [LOGPROBS]).ragged("logprobs")
+            metrics = model.train_step(masked, TokenLoss())
+            assert metrics["loss"] == 0
+            assert metrics["grad_norm"] == 0
+            assert model.infer(batch, [LOGPROBS]).ragged("logprobs").equals(before)
+
+    def test_metrics_are_those_of_the_whole_batch(self, pool: RankPool, folder: Path) -> None:
+        batch = make_batch()
+        logprobs = self._oracle(folder).infer(batch, [LOGPROBS])["logprobs"]
+        mask = batch.ragged("loss_mask").values
+        nll = -(mask * logprobs).sum() / mask.sum()
+        expected = {"nll": nll, "nll_by_count": nll, "lowest_logprob": logprobs.min(), "longest_row": max(LENGTHS)}
+        expected |= {"rows": len(LENGTHS), "num_tokens": sum(LENGTHS), "lr": 0.05}
+        for world in self.worlds:
+            with self._model(pool, folder, world, optimizer=SGD, **LAYOUTS["packed-16"]) as model:
+                evaluated = model.evaluate(batch, TokenLoss())
+                again = model.evaluate(batch, TokenLoss())
+                trained = model.train_step(batch, TokenLoss())
+            assert evaluated == again
+            for name, value in expected.items():
+                assert trained[name] == pytest.approx(value, abs=self.tolerance), name
+            assert {name: trained[name] for name in evaluated} == pytest.approx(evaluated, abs=self.tolerance)
+
+    def test_the_norm_is_reported_before_clipping(self, pool: RankPool, folder: Path) -> None:
+        batches = [make_batch(), make_batch(seed=1)]
+        with self._model(pool, folder, max(self.worlds), optimizer=SGD, max_grad_norm=0.1) as model:
+            self._assert_trains_like(model, self._oracle(folder), batches, TokenLoss(), max_grad_norm=0.1)
+        with self._model(pool, folder, max(self.worlds), optimizer=SGD, max_grad_norm=None) as model:
+            self._assert_trains_like(model, self._oracle(folder), batches, TokenLoss(), max_grad_norm=None)
+
+    def test_schedules_follow_one_another(self, pool: RankPool, folder: Path) -> None:
+        with self._model(pool, folder, 1, optimizer=ADAMW, scheduler=WARM_UP) as model:
+            rates = [model.train_step(make_batch((4, 5)), TokenLoss())["lr"] for _ in range(4)]
+        assert rates == pytest.approx([5e-4, 7.5e-4, 1e-4, 1e-4])
+
+    def test_the_reference_stays_what_it_was(self, pool: RankPool, folder: Path) -> None:
+        batch = make_batch()
+        with self._model(pool, folder, max(self.worlds), optimizer=SGD, keeps_reference=True) as model:
+            before = model.infer(batch, [LOGPROBS]).ragged("logprobs")
+            assert model.infer(batch, [LOGPROBS], reference=True).ragged("logprobs").equals(before)
+            model.train_step(batch, TokenLoss())
+            trained = model.infer(batch, [LOGPROBS]).ragged("logprobs")
+            assert not np.allclose(trained.values, before.values, atol=1e-3)
+            assert model.infer(batch, [LOGPROBS], reference=True).ragged("logprobs").equals(before)
+            assert model.infer(batch, [LOGPROBS]).ragged("logprobs").equals(trained)
+            model.train_step(batch, TokenLoss())
+            assert model.infer(batch, [LOGPROBS], reference=True).ragged("logprobs").equals(before)
+
+    def test_a_resumed_run_is_bit_equal(self, pool: RankPool, folder: Path, tmp_path: Path) -> None:
+        batches = [make_batch(seed=seed) for seed in range(4)]
+        settings: dict[str, Any] = {
+            "optimizer": ADAMW,
+            "scheduler": WARM_UP,
+            "hf_config_overrides": {"attention_dropout": 0.2},
+        }
+        for world in self.worlds:
+            path = str(tmp_path / str(world))
+            with self._model(pool, folder, world, **settings) as model:
+                for batch in batches[:2]:
+                    model.train_step(batch, TokenLoss())
+                model.save(path)
+                uninterrupted = [model.train_step(batch, TokenLoss()) for batch in batches[2:]]
+            with self._model(pool, folder, world, **settings) as model:
+                model.train_step(batches[3], TokenLoss())
+                model.load(path)
+                assert [model.train_step(batch, TokenLoss()) for batch in batches[2:]] == uninterrupted
+
+    def test_a_run_resumes_on_another_number_of_ranks(self, pool: RankPool, folder: Path, tmp_path: Path) -> None:
+        batches = [make_batch(seed=seed) for seed in range(3)]
+        for saved, resumed in ((min(self.worlds), max(self.worlds)), (max(self.worlds), min(self.worlds))):
+            path = str(tmp_path / f"{saved}")
+            with self._model(pool, folder, saved, optimizer=SGD, scheduler=WARM_UP) as model:
+                model.train_step(batches[0], TokenLoss())
+                model.save(path)
+                uninterrupted = [model.train_step(batch, TokenLoss()) for batch in batches[1:]]
+            with self._model(pool, folder, resumed, optimizer=SGD, scheduler=WARM_UP) as model:
+                model.load(path)
+                for batch, expected in zip(batches[1:], uninterrupted, strict=True):
+                    self._assert_metrics(model.train_step(batch, TokenLoss()), expected)
+
+    def test_a_run_saved_before_its_first_step_resumes(self, pool: RankPool, folder: Path, tmp_path: Path) -> None:
+        with self._model(pool, folder, 1, optimizer=ADAMW) as model:
+            model.save(str(tmp_path / "start"))
+            expected = [model.train_step(make_batch(), TokenLoss()) for _ in range(2)]
+            model.load(str(tmp_path / "start"))
+            assert [model.train_step(make_batch(), TokenLoss()) for _ in range(2)] == expected
+
+    def test_the_same_seed_gives_the_same_bits(self, pool: RankPool, folder: Path) -> None:
+        runs = []
+        for _ in range(2):
+            with self._model(pool, folder, max(self.worlds), optimizer=ADAMW) as model:
+                runs.append([model.train_step(make_batch(), TokenLoss()) for _ in range(2)])
+        assert runs[0] == runs[1]
+
+    def test_an_export_and_a_transfer_hold_the_same_weights(
+        self, pool: RankPool, folder: Path, untied_folder: Path, tmp_path: Path
+    ) -> None:
+        from rl_core.testing.torch.received import receive
+        from rl_core.testing.torch.tiny_model import read_weights
+
+        for source, is_tied in ((folder, True), (untied_folder, False)):
+            path = tmp_path / source.name
+            with self._model(pool, source, max(self.worlds), optimizer=SGD) as model:
+                model.train_step(make_batch(), TokenLoss())
+                model.export(str(path))
+                manifest = model.manifest(7)
+                received = self._transfer(model, manifest, receive)
+            assert manifest.version == 7
+            assert dict(manifest.tied) == ({"lm_head.weight": "model.embed_tokens.weight"} if is_tied else {})
+            exported = read_weights(path)
+            assert {
+                **received,
+                **{name: received[owner] for name, owner in manifest.tied.items()},
+            }.keys() == exported.keys()
+            for name, tensor in received.items():
+                assert tensor.dtype == exported[name].dtype
+                assert tensor.equal(exported[name]), name
+
+    def test_what_is_offloaded_comes_back_bit_equal(self, pool: RankPool, folder: Path) -> None:
+        batch = make_batch()
+        runs = []
+        for offloads in (False, True):
+            with self._model(pool, folder, max(self.worlds), optimizer=ADAMW) as model:
+                metrics = [model.train_step(batch, TokenLoss())]
+                if offloads:
+                    model.offload()
+                    with pytest.raises(WorkerError, match="offloaded"):
+                        model.infer(batch, [LOGPROBS])
+                    model.onload(["parameters"])
+                    model.infer(batch, [LOGPROBS])
+                    with pytest.raises(WorkerError, match="optimizer"):
+                        model.train_step(batch, TokenLoss())
+                    model.onload(["optimizer"])
+                runs.append([*metrics, model.train_step(batch, TokenLoss())])
+        assert runs[0] == runs[1]
+
+    def test_what_a_model_cannot_do_is_refused(self, pool: RankPool, folder: Path, tmp_path: Path) -> None:
+        batch = make_batch((4, 5))
+        with self._model(pool, folder, 1, ModelSpec(trains=False)) as model:
+            with pytest.raises(WorkerError, match="cannot read scores"):
+                model.infer(batch, [SCORES])
+            with pytest.raises(WorkerError, match="keeps no reference"):
+                model.infer(batch, [LOGPROBS], reference=True)
+            with pytest.raises(WorkerError, match="does not train"):
+                model.train_step(batch, TokenLoss())
+            with pytest.raises(WorkerError, match="weights"):
+                model.evaluate(batch.only(["tokens", "loss_mask"]), TokenLoss())
+            with pytest.raises(WorkerError, match="no checkpoint"):
+                model.load(str(tmp_path / "nothing"))
+            assert model.call("health")[0]["memory_bytes"] > 0
+
+    def test_half_precision_is_near(self, pool: RankPool, folder: Path, tmp_path: Path) -> None:
+        batch = make_batch()
+        oracle = self._oracle(folder)
+        expected = oracle.infer(batch, [LOGPROBS])["logprobs"]
+        with self._model(pool, folder, max(self.worlds), precision="bfloat16", optimizer=SGD) as model:
+            found = model.infer(batch, [LOGPROBS]).ragged("logprobs").values
+            metrics = model.train_step(batch, TokenLoss())
+            assert {spec.dtype for spec in model.manifest(1).tensors} == {"bfloat16"}
+        assert np.abs(found - expected).max() < 0.3
+        assert np.abs(found - expected).mean() < 0.05
+        assert metrics["loss"] == pytest.approx(oracle.loss(batch, TokenLoss()).item(), rel=0.05)
+
+    def _model(
+        self, pool: RankPool, folder: Path, num_ranks: int, spec: ModelSpec | None = None, **settings: Any
+    ) -> PooledModel:
+        spec = spec or ModelSpec(keeps_reference=settings.pop("keeps_reference", False))
+        config = ModelConfig(model_name=str(folder), **{"precision": "float32", "logprob_chunk_size": 5, **settings})
+        return PooledModel(pool, self.factory, config, spec, num_ranks)
+
+    @staticmethod
+    def _tiny_model(folder: Path, family: str = "qwen3") -> Path:
+        from rl_core.testing.torch.tiny_model import write_tiny_model
+
+        return write_tiny_model(folder, family)
+
+    def _oracle(self, folder: Path, role: Any = "policy") -> Any:
+        from rl_core.testing.torch.oracle import Oracle
+
+        return Oracle(folder, role)
+
+    def _assert_trains_like(
+        self,
+        model: PooledModel,
+        oracle: Any,
+        batches: list[Batch],
+        loss: TokenLoss | ValueLoss | PairLoss,
+        max_grad_norm: float | None = 1.0,
+    ) -> None:
+        for batch in batches:
+            expected = oracle.train_step(batch, loss, SGD, max_grad_norm)
+            self._assert_metrics(model.train_step(batch, loss), expected)
+
+    def _assert_metrics(self, found: Mapping[str, float], expected: Mapping[str, float]) -> None:
+        for name, value in expected.items():
+            assert found[name] == pytest.approx(value, rel=self.tolerance, abs=self.tolerance), name
+
+    def _assert_close(self, found: np.ndarray, expected: np.ndarray, name: str) -> None:
+        assert found.shape == expected.shape
+        np.testing.assert_allclose(found, expected, rtol=self.tolerance, atol=self.tolerance, err_msg=name)
+
+    def _transfer(self, model: PooledModel, manifest: Manifest, receive: Any) -> dict[str, Any]:
+        """What one receiver gets; the sender's digests and the receiver's must agree."""
+        transport = Transport("collective", f"127.0.0.1:{free_port()}", 1, bucket_bytes=4096, timeout_s=60)
+        received: list[Any] = []
+        receiver = threading.Thread(target=lambda: received.append(receive(manifest, transport)))
+        receiver.start()
+        digests = model.send(manifest, transport)
+        receiver.join(60)
+        tensors, received_digests = received[0]
+        assert digests == received_digests
+        return dict(tensors)

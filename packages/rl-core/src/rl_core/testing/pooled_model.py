@@ -1,0 +1,127 @@
+"""A model whose workers run in a pool of ranks, called as one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rl_core.batch import Batch
+from rl_core.metrics import reduce_metrics
+from rl_core.microbatch import PAIR, shard
+from rl_core.model import Loss, Metrics, ModelSpec, Part, Read
+from rl_core.model_config import ModelConfig
+from rl_core.registry import resolve
+from rl_core.testing.rank_pool import Rank, RankPool
+from rl_core.weights import Digests, Manifest, Transport
+
+HELD = "model_worker"
+
+
+class PooledModel:
+    """A `rl_core.model.Model` over workers in a `RankPool`; close it before the next one is built there.
+
+    Args:
+        factory: `"package.module:function"`, called as `function(config, spec, rendezvous, **settings)` on every rank.
+        settings: for the factory; they pickle.
+    """
+
+    def __init__(
+        self, pool: RankPool, factory: str, config: ModelConfig, spec: ModelSpec, num_ranks: int, **settings: Any
+    ) -> None:
+        self._pool = pool
+        self._num_ranks = num_ranks
+        pool.run(_build, [(factory, config, spec, settings)] * num_ranks)
+        self._generation = pool.generation
+        self._coordinates = self.call("coordinates")
+
+    def __enter__(self) -> PooledModel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call a method of every rank with the same arguments; the results in rank order."""
+        return self._pool.run(_call, [(method, args, kwargs)] * self._num_ranks)
+
+    def infer(self, batch: Batch, reads: Sequence[Read], *, reference: bool = False, temperature: float = 1.0) -> Batch:
+        """As `Model.infer`; also checks that exactly the leading ranks answer."""
+        rows = self._rows_per_shard(batch)
+        answers = self._call_shards("infer", batch, rows, tuple(reads), reference=reference, temperature=temperature)
+        parts = {}
+        for place, answer in zip(self._coordinates, answers, strict=True):
+            assert (answer is not None) == place.leads, f"rank at {place} leads: {place.leads}, answered: {answer}"
+            if answer is not None:
+                parts[place.on("dp")] = answer
+        for part, index in zip((parts[place] for place in sorted(parts)), rows, strict=True):
+            assert len(part) == len(index), f"{len(part)} rows of results for a shard of {len(index)} rows"
+        joined = Batch.concat([parts[place] for place in sorted(parts)])
+        return joined.select(np.argsort(np.concatenate(rows)))
+
+    def evaluate(self, batch: Batch, loss: Loss) -> Metrics:
+        """As `Model.evaluate`."""
+        return reduce_metrics(self._call_shards("evaluate", batch, self._rows_per_shard(batch), loss))
+
+    def train_step(self, batch: Batch, loss: Loss) -> Metrics:
+        """As `Model.train_step`."""
+        return reduce_metrics(self._call_shards("train_step", batch, self._rows_per_shard(batch), loss))
+
+    def save(self, path: str) -> None:
+        """As `Model.save`."""
+        self.call("save", path)
+
+    def load(self, path: str) -> None:
+        """As `Model.load`."""
+        self.call("load", path)
+
+    def export(self, path: str) -> None:
+        """As `Model.export`."""
+        self.call("export", path)
+
+    def offload(self, parts: Sequence[Part] = ("parameters", "optimizer")) -> None:
+        """As `Resident.offload`, on every rank."""
+        self.call("offload", tuple(parts))
+
+    def onload(self, parts: Sequence[Part] = ("parameters", "optimizer")) -> None:
+        """As `Resident.onload`, on every rank."""
+        self.call("onload", tuple(parts))
+
+    def manifest(self, version: int) -> Manifest:
+        """The manifest, which every rank must state alike."""
+        first, *others = self.call("manifest", version)
+        assert all(other == first for other in others), "ranks disagree on the manifest"
+        return first
+
+    def send(self, manifest: Manifest, transport: Transport) -> Digests:
+        """As `WeightSource.send`; the digests of all ranks together."""
+        return {name: digest for part in self.call("send", manifest, transport) for name, digest in part.items()}
+
+    def close(self) -> None:
+        """Close every worker, unless a failure has ended its process."""
+        if self._pool.generation == self._generation:
+            self._pool.run(_close, [()] * self._num_ranks)
+
+    def _rows_per_shard(self, batch: Batch) -> list[np.ndarray]:
+        groups = batch.array(PAIR) if PAIR in batch else None
+        return shard(batch.ragged("tokens").lengths, self._coordinates[0].along("dp"), groups=groups)
+
+    def _call_shards(
+        self, method: str, batch: Batch, rows: Sequence[np.ndarray], *args: Any, **kwargs: Any
+    ) -> list[Any]:
+        shards = [batch.select(index) for index in rows]
+        calls = [(method, (shards[place.on("dp")], *args), kwargs) for place in self._coordinates]
+        return self._pool.run(_call, calls)
+
+
+def _build(rank: Rank, factory: str, config: ModelConfig, spec: ModelSpec, settings: dict[str, Any]) -> None:
+    rank.held[HELD] = resolve(factory)(config, spec, rank.rendezvous, **settings)
+
+
+def _call(rank: Rank, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return getattr(rank.held[HELD], method)(*args, **kwargs)
+
+
+def _close(rank: Rank) -> None:
+    rank.held.pop(HELD).close()

@@ -1,0 +1,169 @@
+"""Spawned processes that tests share: starting one and importing torch takes longer than most tests do."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from rl_core.errors import Origin, WorkerDied, WorkerError
+from rl_core.model import Rendezvous
+from rl_core.registry import resolve
+
+MOST_THREADS = 24
+"""More threads than this are those of process groups that only reference cycles keep alive; each polls all the time."""
+
+GRACE_S = 10.0
+"""How long the other ranks may take to answer after one has failed."""
+
+
+@dataclass
+class Rank:
+    """What a function run in the pool gets first.
+
+    Args:
+        rendezvous: how it finds the others; the port is fresh for every run.
+        held: what earlier functions left in this process, by name.
+    """
+
+    rendezvous: Rendezvous
+    held: dict[str, Any] = field(default_factory=dict)
+
+
+class RankPool:
+    """Up to `num_ranks` processes that run functions together, on gloo and CPU.
+
+    Processes start at the first run that needs them. After a time-out, or a failure that leaves other ranks waiting,
+    they are ended and the next run starts fresh ones (`generation` counts them), without what was held.
+    """
+
+    def __init__(self, num_ranks: int = 2) -> None:
+        self.num_ranks = num_ranks
+        self.generation = 0
+        self._ranks: list[tuple[BaseProcess, Connection]] = []
+
+    def run(
+        self,
+        function: Callable[..., Any] | str,
+        args: Sequence[tuple[Any, ...]],
+        *,
+        timeout_s: float = 120.0,
+    ) -> list[Any]:
+        """Call `function(rank, *args[i])` on rank i for all i; the results in rank order.
+
+        Args:
+            function: importable, or `"package.module:function"`.
+            args: one tuple per rank, so its length is the world size; values pickle.
+
+        Raises:
+            WorkerError: the first failure, with its rank and traceback.
+            WorkerDied: where a process ended.
+            TimeoutError: naming the ranks that did not answer.
+        """
+        world = len(args)
+        if world > self.num_ranks:
+            raise ValueError(f"{world} ranks asked of a pool of {self.num_ranks}")
+        self._start()
+        port = free_port()
+        for rank, rank_args in enumerate(args):
+            rendezvous = Rendezvous(rank, world, rank, "127.0.0.1", port, "cpu", timeout_s)
+            self._ranks[rank][1].send((function, rendezvous, rank_args))
+        return self._gather(world, timeout_s)
+
+    def close(self) -> None:
+        """End the processes."""
+        for process, connection in self._ranks:
+            connection.close()
+            process.terminate()
+            process.join()
+        self._ranks = []
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        if self._ranks:
+            return
+        self.generation += 1
+        context = multiprocessing.get_context("spawn")
+        for rank in range(self.num_ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), name=f"rank{rank}", daemon=True)
+            process.start()
+            theirs.close()
+            self._ranks.append((process, ours))
+
+    def _gather(self, world: int, timeout_s: float) -> list[Any]:
+        pending = {self._ranks[rank][1]: rank for rank in range(world)}
+        results: list[Any] = [None] * world
+        failure: Exception | None = None
+        deadline = time.monotonic() + timeout_s
+        while pending:
+            ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = pending.pop(connection)
+                results[rank], error = _received(connection, rank)
+                if error is not None and failure is None:
+                    failure = error
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        if pending or isinstance(failure, WorkerDied):
+            self.close()
+        if failure is not None:
+            raise failure
+        if pending:
+            raise TimeoutError(f"ranks {sorted(pending.values())} of {world} did not answer within {timeout_s} s")
+        return results
+
+
+def free_port() -> int:
+    """A port that nothing listens on at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _received(connection: Connection, rank: int) -> tuple[Any, Exception | None]:
+    origin = Origin("pool", rank, "localhost", "run")
+    try:
+        result, error = connection.recv()
+    except EOFError:
+        return None, WorkerDied("the process ended without an answer", origin)
+    return result, None if error is None else error.at(origin)
+
+
+def _serve(connection: Connection) -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    held: dict[str, Any] = {}
+    while True:
+        try:
+            request = connection.recv()
+        except EOFError:
+            return
+        connection.send(_answer(*request, held=held))
+        if len(os.listdir("/proc/self/task")) > MOST_THREADS:
+            gc.collect()
+
+
+def _answer(
+    function: Callable[..., Any] | str, rendezvous: Rendezvous, args: tuple[Any, ...], *, held: dict[str, Any]
+) -> tuple[Any, WorkerError | None]:
+    try:
+        called = resolve(function) if isinstance(function, str) else function
+        return called(Rank(rendezvous, held), *args), None
+    except Exception as error:  # noqa: BLE001  # becomes the caller's error
+        kind = f"{type(error).__module__}.{type(error).__qualname__}"
+        return None, WorkerError(kind, str(error), traceback.format_exc())

@@ -1,0 +1,1 @@
+"""Oracles and senders for the conformance suites, in torch and transformers."""

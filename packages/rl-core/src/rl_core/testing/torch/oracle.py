@@ -1,0 +1,98 @@
+"""What a model must answer, computed row by row in float64 by transformers on one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from rl_core.batch import TOKENS, Batch
+from rl_core.model import Loss, Read, Role
+from rl_core.model_config import OptimizerConfig
+from rl_core.registry import resolve
+from rl_core.torch.loss import Rows
+from rl_core.torch.rows import to_rows
+
+
+class Oracle:
+    """A model of a role in float64, each row passed through `transformers` alone, whole logits and all.
+
+    Args:
+        folder: Hugging Face files.
+    """
+
+    def __init__(self, folder: Path, role: Role = "policy") -> None:
+        has_score_head = role in ("critic", "reward_model")
+        auto = AutoModelForSequenceClassification if has_score_head else AutoModelForCausalLM
+        labels = {"num_labels": 1} if has_score_head else {}
+        # eager experts too: the grouped product of matrices takes no float64
+        eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+        self.model = auto.from_pretrained(folder, dtype=torch.float64, **eager, **labels).eval()
+        self.role = role
+        self._optimizer: torch.optim.Optimizer | None = None
+
+    def infer(self, batch: Batch, reads: Sequence[Read], temperature: float = 1.0) -> dict[str, np.ndarray]:
+        """Columns of the reads, rows end to end."""
+        with torch.no_grad():
+            columns = self._reads(batch, reads, temperature)
+        return {name: column.numpy() for name, column in columns.items()}
+
+    def loss(self, batch: Batch, loss: Loss) -> Tensor:
+        """The loss over the whole batch, with gradients."""
+        rows = to_rows(batch.only([TOKENS, *loss.columns]), torch.device("cpu"))
+        rows = Rows(rows.offsets, {name: _widened(column) for name, column in rows.columns.items()})
+        sums = resolve(loss.implementation)(loss, self._reads(batch, loss.reads, loss.temperature), rows)
+        return sums.loss(loss.totals(batch))
+
+    def train_step(
+        self, batch: Batch, loss: Loss, optimizer: OptimizerConfig, max_grad_norm: float | None
+    ) -> dict[str, float]:
+        """One step of a torch optimizer, kept from call to call; `loss` and `grad_norm` as a worker reports them."""
+        if self._optimizer is None:
+            self._optimizer = resolve(":".join(optimizer.name.rsplit(".", 1)))(
+                self.model.parameters(), **optimizer.kwargs
+            )
+        self._optimizer.zero_grad()
+        value = self.loss(batch, loss)
+        value.backward()
+        grads = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        norm = torch.stack([grad.square().sum() for grad in grads]).sum().sqrt().item()
+        if max_grad_norm is not None and norm > max_grad_norm:
+            for grad in grads:
+                grad *= max_grad_norm / norm
+        self._optimizer.step()
+        return {"loss": value.item(), "grad_norm": norm}
+
+    def _reads(self, batch: Batch, reads: Sequence[Read], temperature: float) -> Mapping[str, Tensor]:
+        parts = [
+            self._row(torch.as_tensor(np.asarray(row), dtype=torch.long), reads, temperature)
+            for row in batch.ragged(TOKENS)
+        ]
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+    def _row(self, tokens: Tensor, reads: Sequence[Read], temperature: float) -> dict[str, Tensor]:
+        if self.role in ("critic", "reward_model"):
+            hidden = self.model.base_model(input_ids=tokens[None]).last_hidden_state[0]
+            heads = self.model.score(hidden)[:, 0]
+            return {"scores": heads[-1:]} if self.role == "reward_model" else {"values": _after_first(heads[:-1])}
+        logprobs = (self.model(input_ids=tokens[None]).logits[0, :-1] / temperature).log_softmax(-1)
+        columns = {
+            "logprobs": logprobs.gather(1, tokens[1:, None])[:, 0],
+            "entropy": -(logprobs.exp() * logprobs).sum(-1),
+        }
+        k = max((read.k for read in reads), default=0)
+        columns["topk_logprobs"], columns["topk_ids"] = logprobs.topk(k)
+        return {name: _after_first(columns[name]) for read in reads for name in read.columns}
+
+
+def _after_first(values: Tensor) -> Tensor:
+    """Results of the tokens that follow another, after a 0 for the first."""
+    return torch.cat([values.new_zeros((1, *values.shape[1:])), values])
+
+
+def _widened(column: Tensor) -> Tensor:
+    return column.double() if column.is_floating_point() else column

@@ -1,0 +1,111 @@
+"""A tiny model on disk and what `transformers` computes with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from rl_core.generation import SamplingParams
+
+VOCAB_SIZE = 320
+EOS_TOKEN_ID = 2
+
+
+def write_reference_model(folder: Path, *, seed: int, tied: bool = True) -> Path:
+    """A Qwen3 of some 10^5 parameters with peaked predictions, and a byte-level tokenizer, as Hugging Face files."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=1024,
+        tie_word_embeddings=tied,
+        pad_token_id=0,
+        eos_token_id=EOS_TOKEN_ID,
+        bos_token_id=None,
+        initializer_range=0.15,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    _tokenizer().save_pretrained(folder)
+    return folder
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=["<pad>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([f"what is {i} + {j} ? {i + j}" for i in range(50) for j in range(50)], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<|im_end|>")
+
+
+class ReferenceModel:
+    """Plain forward passes of `transformers` over one row at a time: no cache, no padding, float32."""
+
+    def __init__(self, folder: Path) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        self._tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of these tokens."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
+    def greedy(self, prompt: np.ndarray, num_tokens: int) -> list[int]:
+        """The most likely continuation, token by token."""
+        tokens = [int(token) for token in prompt]
+        for _ in range(num_tokens):
+            tokens.append(int(self.logits(tokens)[-1].argmax()))
+        return tokens[len(prompt) :]
+
+    def logits(self, token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
+        """float64 `[tokens, vocab]`."""
+        with torch.no_grad():
+            return self._model(torch.tensor([list(token_ids)])).logits[0].double().numpy()
+
+    def score(self, token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
+        """float64 `[tokens]`, logprobs at temperature 1, the first 0."""
+        logprobs = _log_softmax(self.logits(token_ids))
+        following = logprobs[np.arange(len(token_ids) - 1), np.asarray(token_ids[1:], dtype=np.int64)]
+        return np.concatenate([[0.0], following])
+
+    def completion_logprobs(
+        self, prompt: np.ndarray, completion: np.ndarray, sampling: SamplingParams | None = None
+    ) -> np.ndarray:
+        """float64 `[completion]`, logprobs after temperature, top-k and top-p; unchanged ones without parameters."""
+        logits = self.logits([*prompt, *completion])[len(prompt) - 1 : -1]
+        rows = [processed_logprobs(row, sampling) if sampling else _log_softmax(row) for row in logits]
+        return np.array([row[token] for row, token in zip(rows, completion, strict=True)])
+
+
+def processed_logprobs(logits: np.ndarray, sampling: SamplingParams) -> np.ndarray:
+    """float64 `[vocab]`, written as the definition: the `top_k` most likely, of these the fewest that hold `top_p`."""
+    if sampling.temperature == 0:
+        return _log_softmax(logits)
+    scaled = logits / sampling.temperature
+    falling = np.argsort(-scaled, kind="stable")
+    kept = falling[: sampling.top_k or len(falling)]
+    held = np.cumsum(np.exp(_log_softmax(scaled[kept])))
+    kept = kept[: 1 + int(np.searchsorted(held, sampling.top_p))] if sampling.top_p < 1 else kept
+    filtered = np.full_like(scaled, -np.inf)
+    filtered[kept] = scaled[kept]
+    return _log_softmax(filtered)
+
+
+def _log_softmax(logits: np.ndarray) -> np.ndarray:
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))

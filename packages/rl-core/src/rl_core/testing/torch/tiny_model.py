@@ -1,0 +1,55 @@
+"""Tiny random models for tests, in Hugging Face's format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+Family = Literal["qwen3", "llama"]
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 101,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def write_tiny_model(
+    folder: Path,
+    family: str = "qwen3",
+    *,
+    dtype: str = "float32",
+    seed: int = 0,
+    max_shard_size: str = "1GB",
+    **fields: Any,
+) -> Path:
+    """Write a random causal language model of about 20k parameters; `fields` replace those of its config.
+
+    The embedding is tied in `qwen3` and not in `llama`, unless `tie_word_embeddings` says so.
+    """
+    settings = {**SIZES, "tie_word_embeddings": family == "qwen3", **fields}
+    config = AutoConfig.for_model(family, **settings)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return folder
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """The weights of a model that `transformers` loads from a folder, in the dtype they have there, tied ones under
+    every name."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto").state_dict()

@@ -1,0 +1,220 @@
+"""What every weight sink must do, whatever engine is behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from rl_core.errors import GeneratorError, WeightSyncError
+from rl_core.generation import GenerationRequest, Generator, SamplingParams
+from rl_core.model_config import ModelConfig
+from rl_core.testing.torch.reference_model import VOCAB_SIZE, ReferenceModel, write_reference_model
+from rl_core.testing.torch.weight_sender import EMBEDDING, HEAD, Fault, SenderProcess, digests_of, manifest_of
+from rl_core.weights import Manifest, Transport, TransportKind, verify_receipt
+
+CONTEXT = 256
+"""Most tokens of a row in `model_config`."""
+
+SYNC_TIMEOUT_S = 60.0
+
+
+def model_config(model_dir: Path) -> ModelConfig:
+    """The neutral model config a suite's generators are built with."""
+    return ModelConfig(model_name=str(model_dir), precision="float32", max_total_sequence_length=CONTEXT)
+
+
+def prompt(length: int, seed: int = 0) -> np.ndarray:
+    """int32 `[length]`, tokens that mean nothing."""
+    return np.random.default_rng([length, seed]).integers(3, VOCAB_SIZE, length).astype(np.int32)
+
+
+class Bench:
+    """A started generator on an event loop of its own, with models to adopt and a process that sends them."""
+
+    def __init__(self, generator: Generator, first: Path, second: Path, sender: SenderProcess) -> None:
+        self.runner = asyncio.Runner()
+        self.generator = generator
+        self.first = first
+        self.second = second
+        self.references = {folder: ReferenceModel(folder) for folder in (first, second)}
+        self.sender = sender
+        self.version = 0
+        self.runner.run(generator.start())
+
+    @property
+    def reference(self) -> ReferenceModel:
+        """The oracle of the model the generator was started with, and has unless a test is under way."""
+        return self.references[self.first]
+
+    async def sync(
+        self,
+        folder: Path,
+        *,
+        kind: TransportKind = "ipc",
+        manifest: Manifest | None = None,
+        fault: Fault | None = None,
+        shared: Path | None = None,
+    ) -> int:
+        """Bring the generator to a folder's weights, in the order that rl-launch does; the version it then has."""
+        self.version += 1
+        manifest = replace(manifest or manifest_of(folder, 0), version=self.version)
+        generator = self.generator
+        transport = Transport(
+            kind, str(shared) if kind == "disk" else _address(), generator.num_ranks, 64 * 1024, SYNC_TIMEOUT_S
+        )
+        await generator.pause()
+        try:
+            await generator.begin(manifest)
+            sending = self.sender.send(folder, manifest, transport, fault or Fault())
+            try:
+                received = await generator.receive(transport, 1)
+            finally:
+                await asyncio.wait([asyncio.wrap_future(sending)], timeout=SYNC_TIMEOUT_S)
+            sending.result(SYNC_TIMEOUT_S)
+            for rank, digests in enumerate(received, start=1):
+                verify_receipt(manifest, digests_of(folder, manifest), digests, f"rank {rank}")
+            await generator.commit(self.version)
+        finally:
+            await generator.resume()
+        return self.version
+
+
+class WeightSinkSuite:
+    """Adoption of weights: whole and verified, or refused by name.
+
+    A subclass, in a test module, supplies `make_generator` and may state `tolerance`.
+    """
+
+    tolerance: ClassVar[float] = 1e-4
+    """Most that a logprob may differ from that of a float32 forward pass of `transformers`."""
+
+    kinds: ClassVar[tuple[TransportKind, ...]] = ("ipc", "collective", "disk")
+    """Transports the engine receives over."""
+
+    @classmethod
+    def make_generator(cls, model_dir: Path) -> Generator:
+        """A generator of `model_config(model_dir)`, not started, on one CPU rank, in float32."""
+        raise NotImplementedError
+
+    @classmethod
+    async def make_head_stale(cls, generator: Generator) -> None:
+        """Make the head compute with other values than the tied embedding it received, as a packed copy would."""
+        raise NotImplementedError
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def bench(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+        """The suite's generator; a test that spoils it mends it."""
+        first = write_reference_model(tmp_path_factory.mktemp("first"), seed=1)
+        second = write_reference_model(tmp_path_factory.mktemp("second"), seed=2)
+        sender = SenderProcess()
+        bench = Bench(cls.make_generator(first), first, second, sender)
+        try:
+            yield bench
+        finally:
+            bench.runner.run(bench.generator.close())
+            bench.runner.close()
+            sender.close()
+
+    def test_weights_arrive_over_every_transport(self, bench: Bench, tmp_path: Path) -> None:
+        for kind in self.kinds:
+            for folder in (bench.second, bench.first):
+                version = bench.runner.run(bench.sync(folder, kind=kind, shared=tmp_path))
+                self._check_serves(bench, folder, version)
+
+    def test_a_prompt_seen_before_a_sync_is_read_anew(self, bench: Bench) -> None:
+        async def completion() -> tuple[np.ndarray, np.ndarray]:
+            found = await bench.generator.generate(request)
+            return found.token_ids, found.logprobs
+
+        request = GenerationRequest(prompt(200), SamplingParams(8), seed=1)
+        bench.runner.run(completion())
+        bench.runner.run(bench.sync(bench.second))
+        tokens, logprobs = bench.runner.run(completion())
+        expected = bench.references[bench.second].completion_logprobs(request.token_ids, tokens)
+        bench.runner.run(bench.sync(bench.first))
+        np.testing.assert_allclose(logprobs, expected, atol=self.tolerance)
+
+    def test_a_tensor_left_out_of_the_manifest_is_named(self, bench: Bench) -> None:
+        name = "model.layers.1.mlp.down_proj.weight"
+        whole = manifest_of(bench.second, 0)
+        manifest = replace(whole, tensors=tuple(spec for spec in whole.tensors if spec.name != name))
+        self._check_refuses(bench, name, manifest=manifest)
+
+    def test_an_unknown_tensor_is_named(self, bench: Bench) -> None:
+        whole = manifest_of(bench.second, 0)
+        spec = replace(whole.tensors[-1], name="model.layers.7.mlp.down_proj.weight")
+        self._check_refuses(bench, spec.name, manifest=replace(whole, tensors=(*whole.tensors, spec)))
+
+    def test_a_tensor_the_sender_omits_is_named(self, bench: Bench) -> None:
+        name = manifest_of(bench.second, 0).tensors[3].name
+        self._check_refuses(bench, name, fault=Fault(omit=name))
+
+    def test_a_corrupt_tensor_is_named(self, bench: Bench) -> None:
+        name = manifest_of(bench.second, 0).tensors[-2].name
+        self._check_refuses(bench, name, fault=Fault(corrupt=name))
+
+    def test_a_sender_that_dies_midway_leaves_nothing_served(self, bench: Bench) -> None:
+        self._check_refuses(bench, "", fault=Fault(die_at=manifest_of(bench.second, 0).tensors[-1].name))
+
+    def test_a_stale_tied_head_is_named(self, bench: Bench) -> None:
+        bench.version += 1
+        manifest = manifest_of(bench.second, bench.version)
+        assert manifest.tied == {HEAD: EMBEDDING}
+
+        async def sync() -> None:
+            await bench.generator.pause()
+            await bench.generator.begin(manifest)
+            transport = Transport("ipc", _address(), bench.generator.num_ranks, timeout_s=SYNC_TIMEOUT_S)
+            sending = bench.sender.send(bench.second, manifest, transport, Fault())
+            await bench.generator.receive(transport, 1)
+            sending.result(SYNC_TIMEOUT_S)
+            await self.make_head_stale(bench.generator)
+            try:
+                await bench.generator.commit(manifest.version)
+            finally:
+                await bench.generator.resume()
+
+        with pytest.raises(WeightSyncError) as caught:
+            bench.runner.run(sync())
+        assert HEAD in caught.value.tensors
+        self._check_serves_nothing_until_mended(bench)
+
+    def _check_refuses(
+        self, bench: Bench, name: str, *, manifest: Manifest | None = None, fault: Fault | None = None
+    ) -> None:
+        with pytest.raises(WeightSyncError) as caught:
+            bench.runner.run(bench.sync(bench.second, manifest=manifest, fault=fault))
+        assert name in str(caught.value)
+        self._check_serves_nothing_until_mended(bench)
+
+    def _check_serves_nothing_until_mended(self, bench: Bench) -> None:
+        request = GenerationRequest(prompt(5), SamplingParams(2), seed=0)
+        with pytest.raises(GeneratorError):
+            bench.runner.run(bench.generator.generate(request))
+        with pytest.raises(GeneratorError):
+            bench.runner.run(bench.generator.score(prompt(5)))
+        version = bench.runner.run(bench.sync(bench.first))
+        self._check_serves(bench, bench.first, version)
+
+    def _check_serves(self, bench: Bench, folder: Path, version: int) -> None:
+        reference = bench.references[folder]
+        tokens = prompt(20, seed=version)
+        scores = bench.runner.run(bench.generator.score(tokens))
+        np.testing.assert_allclose(scores, reference.score(tokens), atol=self.tolerance)
+        found = bench.runner.run(bench.generator.generate(GenerationRequest(tokens, SamplingParams(6), seed=version)))
+        expected = reference.completion_logprobs(tokens, found.token_ids)
+        np.testing.assert_allclose(found.logprobs, expected, atol=self.tolerance)
+        assert [(span.version, span.num_tokens) for span in found.spans] == [(version, 6)]
+
+
+def _address() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"127.0.0.1:{server.getsockname()[1]}"

@@ -1,0 +1,1 @@
+"""Tensor code that every training backend shares: packed rows, chunked logprobs, losses, weight transports."""

@@ -1,0 +1,82 @@
+"""What a loss implementation sees and returns, and how a step turns it into one scalar."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one microbatch, end to end, whole even where the backend splits sequences.
+
+    Args:
+        offsets: int64 `[rows + 1]`, where each row starts and ends in the flat tokens.
+        columns: token-aligned columns `[tokens]` and row columns `[rows]`, on the compute device.
+    """
+
+    offsets: Tensor
+    columns: Mapping[str, Tensor]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.columns[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.columns
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def row_of_token(self) -> Tensor:
+        """int64 `[tokens]`, the row each token belongs to."""
+        rows = torch.arange(len(self), device=self.offsets.device)
+        return torch.repeat_interleave(rows, self.offsets.diff())
+
+    def row_sums(self, values: Tensor) -> Tensor:
+        """`[rows]`, the sum of token values over each row; differentiable, float32 or wider."""
+        sums = torch.zeros(len(self), dtype=values.dtype, device=values.device)
+        return sums.index_add(0, self.row_of_token, values)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """`[tokens]`, each row's value at all its tokens."""
+        return values[self.row_of_token]
+
+
+@dataclass(frozen=True)
+class MetricSum:
+    """A metric's part of one microbatch.
+
+    Args:
+        value: scalar; for a mean the numerator.
+        denominator: name of a total of the loss, or a scalar of this microbatch; for a mean only.
+        reduction: as in `rl_core.metrics.Metric`.
+    """
+
+    value: Tensor
+    denominator: str | Tensor | None = None
+    reduction: Literal["mean", "sum", "max", "min"] = "mean"
+
+
+@dataclass(frozen=True)
+class LossSums:
+    """Sums over one microbatch.
+
+    Args:
+        objective: name of a total (a key of `Loss.totals`) to the differentiable scalar that is divided by that total,
+            taken over
+            all microbatches and ranks; the loss is the sum of these quotients.
+        metrics: what to report.
+    """
+
+    objective: Mapping[str, Tensor]
+    metrics: Mapping[str, MetricSum] = field(default_factory=dict)
+
+    def loss(self, totals: Mapping[str, float]) -> Tensor:
+        """This microbatch's share of the loss; a total of zero contributes zero."""
+        terms = [value / totals[name] if totals[name] else value * 0.0 for name, value in self.objective.items()]
+        return torch.stack(terms).sum()

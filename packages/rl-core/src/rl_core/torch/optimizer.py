@@ -1,0 +1,72 @@
+"""Any torch optimizer and learning-rate schedule by dotted name, for every training backend."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, SequentialLR
+
+from rl_core.model_config import OptimizerConfig, SchedulerConfig
+
+
+def build_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """The optimizer over the parameters.
+
+    Raises:
+        ValueError: where the name is no optimizer class, or it does not take these arguments.
+    """
+    optimizer_class = _class_of(config.name, Optimizer, "policy.optimizer.name")
+    return _built(optimizer_class, config.name, "policy.optimizer", config.kwargs, list(parameters))
+
+
+def build_schedule(configs: Sequence[SchedulerConfig], optimizer: Optimizer) -> LRScheduler | None:
+    """The schedules one after another, each taking over at the next milestone; None where there are none.
+
+    Raises:
+        ValueError: where a name is no schedule, its arguments do not fit, or the milestones do not go with the
+        schedules.
+    """
+    named = [config for config in configs if config.name is not None]
+    milestones = [step for config in configs for step in config.milestones or ()]
+    if len(milestones) != max(len(named) - 1, 0):
+        raise ValueError(
+            f"policy.scheduler has {len(named)} schedules and {len(milestones)} milestones; "
+            "give one milestone less than schedules, in an entry of their own"
+        )
+    if milestones != sorted(milestones):
+        raise ValueError(f"policy.scheduler milestones must rise, got {milestones}")
+    schedules = [_schedule(config, optimizer) for config in named]
+    if len(schedules) <= 1:
+        return schedules[0] if schedules else None
+    return SequentialLR(optimizer, schedules, milestones)
+
+
+def _schedule(config: SchedulerConfig, optimizer: Optimizer) -> LRScheduler:
+    name = config.name or ""
+    return _built(
+        _class_of(name, LRScheduler, "policy.scheduler name"), name, "policy.scheduler", config.kwargs, optimizer
+    )
+
+
+def _class_of(name: str, base: type, key: str) -> Any:
+    module, _, attribute = name.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"{key}={name!r} cannot be imported ({error}); give a dotted name such as torch.optim.AdamW"
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise ValueError(f"{key}={name!r} is no torch {base.__name__}")
+    return found
+
+
+def _built(built_class: Any, name: str, key: str, kwargs: dict[str, Any], target: Any) -> Any:
+    try:
+        return built_class(target, **kwargs)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{key}: {name} does not take {kwargs}: {error}") from error

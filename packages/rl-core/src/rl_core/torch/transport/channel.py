@@ -1,0 +1,124 @@
+"""Messages between the sender and one receiver: headers, acknowledgements, digests, never tensors."""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+from rl_core.errors import WeightSyncError
+from rl_core.torch.transport.deadline import Deadline
+
+_LENGTH = struct.Struct("!I")
+
+
+class Channel:
+    """A connected socket that carries JSON messages, each in bounded time.
+
+    Args:
+        peer: who is at the other end, as errors name it.
+        timeout_s: bound of one send or receive.
+    """
+
+    def __init__(self, connection: socket.socket, peer: str, timeout_s: float) -> None:
+        self._socket = connection
+        self.peer = peer
+        self._timeout_s = timeout_s
+
+    def send(self, message: dict[str, Any], phase: str) -> None:
+        """Send a message; raises `WeightSyncError` where the peer is gone or does not read."""
+        body = json.dumps(message).encode()
+        self._socket.settimeout(self._timeout_s)
+        try:
+            self._socket.sendall(_LENGTH.pack(len(body)) + body)
+        except TimeoutError:
+            raise self._deadline(phase).expired() from None
+        except OSError:
+            raise self._last_words(phase) from None
+
+    def receive(self, phase: str, deadline: Deadline | None = None) -> dict[str, Any]:
+        """The next message; raises `WeightSyncError` where none comes in time, the peer is gone or gave up."""
+        deadline = deadline or self._deadline(phase)
+        length = _LENGTH.unpack(self._read(_LENGTH.size, phase, deadline))[0]
+        message: dict[str, Any] = json.loads(self._read(length, phase, deadline))
+        if "abort" in message:
+            raise WeightSyncError(f"{self.peer} gave up during {phase}: {message['abort']}")
+        return message
+
+    def check(self, phase: str) -> None:
+        """Raise `WeightSyncError` where the peer is gone or gave up; messages yet unread stay unread."""
+        if not select.select([self._socket], [], [], 0)[0]:
+            return
+        try:
+            head = self._socket.recv(1 << 16, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except OSError:
+            head = b""
+        if not head or b'{"abort"' in head:
+            raise self._last_words(phase)
+
+    def send_files(self, files: Sequence[int]) -> None:
+        """Hand open files over to the peer, on the same machine."""
+        socket.send_fds(self._socket, [b"f"], files)
+
+    def receive_files(self, count: int, phase: str) -> list[int]:
+        """Files handed over by the peer; the caller closes them."""
+        deadline = self._deadline(phase)
+        self._socket.settimeout(deadline.remaining())
+        try:
+            data, files, _, _ = socket.recv_fds(self._socket, 1, count)
+        except TimeoutError:
+            raise deadline.expired() from None
+        if not data or len(files) != count:
+            raise self._lost(phase)
+        return files
+
+    def abort(self, reason: str) -> None:
+        """Tell the peer why nothing more will come, if it still listens."""
+        body = json.dumps({"abort": reason}).encode()
+        try:
+            self._socket.settimeout(1.0)
+            self._socket.sendall(_LENGTH.pack(len(body)) + body)
+        except OSError:
+            return
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()
+
+    @property
+    def local_host(self) -> str:
+        """Address of this end, as the peer can reach it."""
+        return str(self._socket.getsockname()[0])
+
+    def _read(self, count: int, phase: str, deadline: Deadline) -> bytes:
+        data = bytearray()
+        while len(data) < count:
+            self._socket.settimeout(deadline.remaining())
+            try:
+                part = self._socket.recv(count - len(data))
+            except TimeoutError:
+                raise deadline.expired() from None
+            except OSError:
+                raise self._lost(phase) from None
+            if not part:
+                raise self._lost(phase)
+            data += part
+        return bytes(data)
+
+    def _last_words(self, phase: str) -> WeightSyncError:
+        """Why the peer left, where it managed to say so."""
+        deadline = Deadline(1.0, phase)
+        try:
+            while True:
+                self.receive(phase, deadline)
+        except WeightSyncError as error:
+            return error
+
+    def _deadline(self, phase: str) -> Deadline:
+        return Deadline(self._timeout_s, f"{phase}, waiting for {self.peer}")
+
+    def _lost(self, phase: str) -> WeightSyncError:
+        return WeightSyncError(f"lost {self.peer} during {phase}")

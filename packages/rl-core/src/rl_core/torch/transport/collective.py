@@ -1,0 +1,256 @@
+"""Transport over a process group of its own: gloo on CPU, NCCL on GPUs."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rl_core.errors import WeightSyncError
+from rl_core.torch.transport.bucket import Bucket, capacity, fingerprint
+from rl_core.torch.transport.deadline import Deadline
+from rl_core.torch.transport.rendezvous import abort_all, accept_receivers, find_sender
+from rl_core.weights import Digests, Manifest, Transport
+
+NUM_BUFFERS = 2
+"""One is filled, or read, while the other is under way."""
+
+_POLL_S = 0.0005
+_GRACE_S = 60.0
+_LAST_WORDS_S = 1.0
+
+
+class _Broadcasts:
+    """Broadcasts from rank 0 in a group of its own, each watched until it is over, the peers are gone or time is up."""
+
+    def __init__(
+        self,
+        group: Any,
+        layout: list[Bucket],
+        device: torch.device,
+        *,
+        timeout_s: float,
+        who: str,
+        check: Callable[[str], None],
+    ) -> None:
+        self._group = group
+        self._num_buckets = len(layout)
+        self._device = device
+        self._timeout_s = timeout_s
+        self._who = who
+        self._check = check
+        self._works: dict[int, Any] = {}
+        self._deadlines: dict[int, Deadline] = {}
+        size = capacity(layout)
+        self._buffers = [
+            torch.empty(size, dtype=torch.uint8, device=device) for _ in range(min(NUM_BUFFERS, len(layout)))
+        ]
+
+    def buffer(self, bucket: Bucket) -> torch.Tensor:
+        """The bucket's buffer, whoever uses it now."""
+        return self._buffers[bucket.index % NUM_BUFFERS]
+
+    def start(self, bucket: Bucket) -> None:
+        """Begin the broadcast of a bucket; rank 0 sends what is in its buffer, the others get it there."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.rootTensor = 0
+        options.asyncOp = True
+        place = self.buffer(bucket)[: max(1, bucket.num_bytes)]
+        self.synchronize()
+        with _as_sync_error(self._phase(bucket.index)):
+            self._works[bucket.index] = self._group.broadcast([place], options)
+        self._deadlines[bucket.index] = Deadline(self._timeout_s, self._phase(bucket.index))
+
+    def wait(self, index: int) -> None:
+        """Wait until the broadcast of this bucket is over here."""
+        work, deadline = self._works.pop(index), self._deadlines.pop(index)
+        phase = self._phase(index)
+        while not work.is_completed():
+            self._check(phase)
+            deadline.remaining()
+            time.sleep(_POLL_S)
+        try:
+            with _as_sync_error(phase):
+                work.wait()
+        except WeightSyncError:
+            self._explain(phase, deadline)
+            raise
+        self.synchronize()
+
+    def _explain(self, phase: str, deadline: Deadline) -> None:
+        """Raise what is behind a failed broadcast, where that is a peer which is gone or the time that ran out."""
+        patience = Deadline(_LAST_WORDS_S, phase)
+        while not patience.is_over():
+            self._check(phase)
+            deadline.remaining()
+            time.sleep(_POLL_S)
+
+    def synchronize(self) -> None:
+        """Wait for what this process has asked of the device."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def wait_all(self) -> None:
+        """Wait for every broadcast under way."""
+        for index in sorted(self._works):
+            self.wait(index)
+
+    def close(self) -> None:
+        """Leave the group, whatever is under way in it."""
+        if self._device.type == "cuda":
+            self._group.abort()
+        self._works.clear()
+
+    def _phase(self, index: int) -> str:
+        return f"{self._who}, bucket {index + 1} of {self._num_buckets}"
+
+
+class CollectiveSenderLink:
+    """Rank 0 of the group."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        layout: list[Bucket],
+        transport: Transport,
+        device: torch.device,
+        num_receivers: int,
+    ) -> None:
+        host, port = _host_and_port(transport.address)
+        with socket.create_server((host, port), backlog=max(1, num_receivers)) as listener:
+            self._channels = accept_receivers(listener, num_receivers, fingerprint(manifest), transport.timeout_s)
+        try:
+            group = self._gather(host, device, transport.timeout_s)
+        except BaseException as error:
+            abort_all(self._channels.values(), f"{type(error).__name__}: {error}")
+            raise
+        self._broadcasts = _Broadcasts(
+            group, layout, device, timeout_s=transport.timeout_s, who="sender rank 0", check=self._check
+        )
+
+    def buffer(self, bucket: Bucket) -> torch.Tensor:
+        if bucket.index >= NUM_BUFFERS:
+            self._broadcasts.wait(bucket.index - NUM_BUFFERS)
+        return self._broadcasts.buffer(bucket)
+
+    def send(self, bucket: Bucket) -> None:
+        self._broadcasts.start(bucket)
+
+    def finish(self) -> Mapping[int, Digests]:
+        self._broadcasts.wait_all()
+        return {rank: channel.receive("digests")["digests"] for rank, channel in self._channels.items()}
+
+    def abort(self, reason: str) -> None:
+        for channel in self._channels.values():
+            channel.abort(reason)
+
+    def close(self) -> None:
+        for channel in self._channels.values():
+            channel.close()
+        self._broadcasts.close()
+
+    def _gather(self, host: str, device: torch.device, timeout_s: float) -> Any:
+        size = len(self._channels) + 1
+        if list(self._channels) != list(range(1, size)):
+            raise WeightSyncError(f"receivers of a collective have ranks 1 to {size - 1}, got {list(self._channels)}")
+        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+        for channel in self._channels.values():
+            channel.send({"store": store.port, "size": size}, "joining the group")
+        with _as_sync_error("sender rank 0, joining the group"):
+            return _group(store, 0, size, device, host, timeout_s)
+
+    def _check(self, phase: str) -> None:
+        for channel in self._channels.values():
+            channel.check(phase)
+
+
+class CollectiveReceiverLink:
+    """A rank of the group from 1 on; receives the next bucket while the present one is read."""
+
+    def __init__(
+        self, manifest: Manifest, layout: list[Bucket], transport: Transport, rank: int, device: torch.device
+    ) -> None:
+        address = _host_and_port(transport.address)
+        self._layout = layout
+        self._phase = f"receiver rank {rank}, {{}}"
+        self._channel = find_sender(socket.AF_INET, address, rank, fingerprint(manifest), transport.timeout_s)
+        try:
+            group = self._join(address[0], rank, device, transport.timeout_s)
+        except BaseException:
+            self._channel.close()
+            raise
+        self._broadcasts = _Broadcasts(
+            group,
+            layout,
+            device,
+            timeout_s=transport.timeout_s,
+            who=f"receiver rank {rank}",
+            check=self._channel.check,
+        )
+        for bucket in layout[:NUM_BUFFERS]:
+            self._broadcasts.start(bucket)
+
+    def _join(self, host: str, rank: int, device: torch.device, timeout_s: float) -> Any:
+        phase = self._phase.format("joining the group")
+        offer = self._channel.receive(phase)
+        with _as_sync_error(phase):
+            store = dist.TCPStore(
+                host, offer["store"], is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+            )
+            return _group(store, rank, offer["size"], device, self._channel.local_host, timeout_s)
+
+    def receive(self, bucket: Bucket) -> torch.Tensor:
+        self._broadcasts.wait(bucket.index)
+        return self._broadcasts.buffer(bucket)
+
+    def release(self, bucket: Bucket) -> None:
+        self._broadcasts.synchronize()
+        if bucket.index + NUM_BUFFERS < len(self._layout):
+            self._broadcasts.start(self._layout[bucket.index + NUM_BUFFERS])
+
+    def finish(self, digests: Digests) -> None:
+        self._channel.send({"digests": dict(digests)}, self._phase.format("digests"))
+
+    def abort(self, reason: str) -> None:
+        self._channel.abort(reason)
+
+    def close(self) -> None:
+        self._channel.close()
+        self._broadcasts.close()
+
+
+def _group(store: Any, rank: int, size: int, device: torch.device, host: str, timeout_s: float) -> Any:
+    """A process group beside the default one, of which this process may have none or another."""
+    prefixed = dist.PrefixStore("weights", store)
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        # later than our own deadlines, for NCCL's watchdog ends the process
+        options._timeout = timedelta(seconds=2 * timeout_s + _GRACE_S)
+        return dist.ProcessGroupNCCL(prefixed, rank, size, options)
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+    options._timeout = timedelta(seconds=timeout_s)
+    return dist.ProcessGroupGloo(prefixed, rank, size, options)
+
+
+@contextmanager
+def _as_sync_error(phase: str) -> Iterator[None]:
+    """Say in which phase a collective failed; torch raises RuntimeError for a lost peer and for a time-out alike."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise WeightSyncError(f"{phase} failed: {error}") from error
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError(f"a collective transport meets at host:port, got {address!r}")
+    return host, int(port)

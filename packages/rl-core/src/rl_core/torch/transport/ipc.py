@@ -1,0 +1,134 @@
+"""Transport between processes of one machine through memory that both see."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+
+import torch
+
+from rl_core.torch.transport.bucket import Bucket, capacity, fingerprint
+from rl_core.torch.transport.rendezvous import abort_all, accept_receivers, find_sender
+from rl_core.torch.transport.shared_memory import DeviceBuffers, HostBuffers, SharedBuffers, map_offered
+from rl_core.weights import Digests, Manifest, Transport
+
+NUM_BUFFERS = 2
+"""One is filled while the receivers read the other."""
+
+
+class IpcSenderLink:
+    """Fills shared buffers in turn; a buffer is filled again when every receiver has acknowledged it."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        layout: list[Bucket],
+        transport: Transport,
+        device: torch.device,
+        num_receivers: int,
+    ) -> None:
+        self._device = device
+        self._num_buckets = len(layout)
+        self._acknowledged = 0
+        self._sent = 0
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            listener.bind(_meeting_place(transport, device))
+            listener.listen(max(1, num_receivers))
+            self._channels = accept_receivers(listener, num_receivers, fingerprint(manifest), transport.timeout_s)
+        count, size = min(NUM_BUFFERS, len(layout)), capacity(layout)
+        self._buffers: SharedBuffers
+        if device.type == "cuda":
+            self._buffers = DeviceBuffers(count, size, device)
+        else:
+            self._buffers = HostBuffers(count, size)
+        try:
+            for channel in self._channels.values():
+                self._buffers.offer(channel)
+        except BaseException as error:
+            abort_all(self._channels.values(), f"{type(error).__name__}: {error}")
+            self._buffers.close()
+            raise
+
+    def buffer(self, bucket: Bucket) -> torch.Tensor:
+        self._await_acknowledgements(bucket.index - NUM_BUFFERS + 1)
+        return self._buffers.tensors[bucket.index % NUM_BUFFERS]
+
+    def send(self, bucket: Bucket) -> None:
+        _synchronize(self._device)
+        for channel in self._channels.values():
+            channel.send({"bucket": bucket.index}, f"bucket {bucket.index + 1} of {self._num_buckets}")
+        self._sent += 1
+
+    def finish(self) -> Mapping[int, Digests]:
+        self._await_acknowledgements(self._sent)
+        return {rank: channel.receive("digests")["digests"] for rank, channel in self._channels.items()}
+
+    def abort(self, reason: str) -> None:
+        for channel in self._channels.values():
+            channel.abort(reason)
+
+    def close(self) -> None:
+        for channel in self._channels.values():
+            channel.close()
+        self._buffers.close()
+
+    def _await_acknowledgements(self, count: int) -> None:
+        while self._acknowledged < count:
+            phase = f"bucket {self._acknowledged + 1} of {self._num_buckets}"
+            for channel in self._channels.values():
+                message = channel.receive(phase)
+                assert message == {"taken": self._acknowledged}, message
+            self._acknowledged += 1
+
+
+class IpcReceiverLink:
+    """Reads the sender's buffers where they lie."""
+
+    def __init__(
+        self, manifest: Manifest, layout: list[Bucket], transport: Transport, rank: int, device: torch.device
+    ) -> None:
+        self._device = device
+        self._phase = f"receiver rank {rank}, bucket {{}} of {len(layout)}"
+        self._channel = find_sender(
+            socket.AF_UNIX, _meeting_place(transport, device), rank, fingerprint(manifest), transport.timeout_s
+        )
+        self._rank = rank
+        try:
+            self._buffers = map_offered(self._channel, device)
+        except BaseException:
+            self._channel.close()
+            raise
+
+    def receive(self, bucket: Bucket) -> torch.Tensor:
+        message = self._channel.receive(self._phase.format(bucket.index + 1))
+        assert message == {"bucket": bucket.index}, message
+        return self._buffers[bucket.index % NUM_BUFFERS]
+
+    def release(self, bucket: Bucket) -> None:
+        _synchronize(self._device)
+        self._channel.send({"taken": bucket.index}, self._phase.format(bucket.index + 1))
+
+    def finish(self, digests: Digests) -> None:
+        self._channel.send({"digests": dict(digests)}, f"receiver rank {self._rank}, digests")
+
+    def abort(self, reason: str) -> None:
+        self._channel.abort(reason)
+
+    def close(self) -> None:
+        self._channel.close()
+        self._buffers.clear()
+        if self._device.type == "cuda":
+            torch.cuda.ipc_collect()
+
+
+def _meeting_place(transport: Transport, device: torch.device) -> str:
+    """Name of an abstract socket (it leaves no file): on CUDA one per GPU, so that a sender meets those on its own."""
+    name = f"\0rl-weights/{transport.address}"
+    if device.type == "cuda":
+        return f"{name}/{torch.cuda.get_device_properties(device).uuid}"
+    return name
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()

@@ -1,0 +1,97 @@
+"""How the sender and its receivers find each other."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import time
+from collections.abc import Iterable
+
+from rl_core.errors import WeightSyncError
+from rl_core.torch.transport.channel import Channel
+from rl_core.torch.transport.deadline import Deadline
+
+_HANDSHAKE_S = 10.0
+_RETRY_S = 0.02
+_CREDENTIALS = struct.Struct("3i")
+
+
+def accept_receivers(listener: socket.socket, count: int, manifest: str, timeout_s: float) -> dict[int, Channel]:
+    """Wait for `count` receivers that expect the manifest with this fingerprint; their channels by rank."""
+    channels: dict[int, Channel] = {}
+    deadline = Deadline(timeout_s, "")
+    try:
+        while len(channels) < count:
+            present = f"have ranks {sorted(channels)}" if channels else "have none"
+            deadline.phase = f"sender rank 0 in rendezvous, waiting for {count} receivers ({present})"
+            rank, channel = _accept(listener, deadline, manifest, timeout_s)
+            if rank in channels:
+                channel.abort(f"another receiver has rank {rank}")
+                channel.close()
+                raise WeightSyncError(f"two receivers have rank {rank}")
+            channels[rank] = channel
+    except WeightSyncError as error:
+        abort_all(channels.values(), str(error))
+        raise
+    return dict(sorted(channels.items()))
+
+
+def _accept(listener: socket.socket, deadline: Deadline, manifest: str, timeout_s: float) -> tuple[int, Channel]:
+    while True:
+        listener.settimeout(deadline.remaining())
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            raise deadline.expired() from None
+        if not _same_user(connection):
+            connection.close()
+            continue
+        channel = Channel(connection, "a receiver", min(timeout_s, _HANDSHAKE_S))
+        try:
+            hello = channel.receive("rendezvous")
+        except (WeightSyncError, ValueError):
+            # not one of ours, or one that died on the way in
+            channel.close()
+            continue
+        rank = int(hello["rank"])
+        accepted = Channel(connection, f"receiver rank {rank}", timeout_s)
+        if hello["manifest"] != manifest:
+            accepted.abort("the sender has another manifest")
+            accepted.close()
+            raise WeightSyncError(f"receiver rank {rank} expects another manifest than the sender's")
+        return rank, accepted
+
+
+def find_sender(
+    family: socket.AddressFamily, address: str | tuple[str, int], rank: int, manifest: str, timeout_s: float
+) -> Channel:
+    """Connect to the sender, waiting until it listens."""
+    deadline = Deadline(timeout_s, f"receiver rank {rank} in rendezvous, waiting for the sender at {address!r}")
+    while True:
+        connection = socket.socket(family, socket.SOCK_STREAM)
+        connection.settimeout(deadline.remaining())
+        try:
+            connection.connect(address)
+            break
+        except (ConnectionError, FileNotFoundError, TimeoutError, BlockingIOError):
+            connection.close()
+            time.sleep(min(_RETRY_S, deadline.remaining()))
+    channel = Channel(connection, "the sender", timeout_s)
+    channel.send({"rank": rank, "manifest": manifest}, "rendezvous")
+    return channel
+
+
+def abort_all(channels: Iterable[Channel], reason: str) -> None:
+    """Say why on every channel, then close them."""
+    for channel in channels:
+        channel.abort(reason)
+        channel.close()
+
+
+def _same_user(connection: socket.socket) -> bool:
+    """Whether a local peer runs as this user; abstract sockets have no permissions of their own."""
+    if connection.family != socket.AF_UNIX:
+        return True
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return _CREDENTIALS.unpack(credentials)[1] == os.getuid()

@@ -1,0 +1,100 @@
+"""Memory that two processes see: anonymous files on CPU, CUDA IPC on a GPU. Neither outlives the processes."""
+
+from __future__ import annotations
+
+import base64
+import mmap
+import os
+import pickle
+from typing import Any, Protocol
+
+import torch
+
+from rl_core.errors import WeightSyncError
+from rl_core.torch.transport.channel import Channel
+
+
+class SharedBuffers(Protocol):
+    """Buffers of the sender that receivers map."""
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """uint8 `[capacity]` each."""
+        ...
+
+    def offer(self, channel: Channel) -> None:
+        """Let the receiver at the other end map them."""
+        ...
+
+    def close(self) -> None:
+        """Let go of them."""
+        ...
+
+
+class HostBuffers:
+    """Shared memory without a name (memfd): the kernel frees it with its last user, however that ends."""
+
+    def __init__(self, count: int, capacity: int) -> None:
+        self._capacity = capacity
+        self._files = [os.memfd_create("weights", os.MFD_CLOEXEC) for _ in range(count)]
+        for file in self._files:
+            os.ftruncate(file, capacity)
+        self.tensors = [_map(file, capacity) for file in self._files]
+
+    def offer(self, channel: Channel) -> None:
+        channel.send({"files": len(self._files), "capacity": self._capacity}, "sharing memory")
+        channel.send_files(self._files)
+
+    def close(self) -> None:
+        """Close the files; what is mapped stays until its tensors are gone."""
+        while self._files:
+            os.close(self._files.pop())
+
+
+class DeviceBuffers:
+    """CUDA memory, shared through IPC handles."""
+
+    def __init__(self, count: int, capacity: int, device: torch.device) -> None:
+        self.tensors = [torch.empty(capacity, dtype=torch.uint8, device=device) for _ in range(count)]
+
+    def offer(self, channel: Channel) -> None:
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        handles = [reduce_tensor(tensor)[1] for tensor in self.tensors]
+        channel.send({"handles": base64.b64encode(pickle.dumps(handles)).decode()}, "sharing memory")
+
+    def close(self) -> None:
+        """Free the memory once the receivers have let it go."""
+        self.tensors.clear()
+        torch.cuda.ipc_collect()
+
+
+def map_offered(channel: Channel, device: torch.device) -> list[torch.Tensor]:
+    """The sender's buffers in this process; raises `WeightSyncError` where they lie on another kind of device."""
+    offer = channel.receive("sharing memory")
+    if ("handles" in offer) != (device.type == "cuda"):
+        raise WeightSyncError(f"the sender shares memory of another device than this receiver's {device}")
+    if device.type == "cuda":
+        return [_open(handle, device) for handle in pickle.loads(base64.b64decode(offer["handles"]))]
+    files = channel.receive_files(offer["files"], "sharing memory")
+    try:
+        return [_map(file, offer["capacity"]) for file in files]
+    finally:
+        for file in files:
+            os.close(file)
+
+
+_DEVICE = 6
+"""Position of the device's index among the arguments of torch's `rebuild_cuda_tensor`."""
+
+
+def _open(handle: tuple[Any, ...], device: torch.device) -> torch.Tensor:
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    # the same GPU may have another index in this process; both found one another by its UUID
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return rebuild_cuda_tensor(*handle[:_DEVICE], index, *handle[_DEVICE + 1 :])
+
+
+def _map(file: int, capacity: int) -> torch.Tensor:
+    return torch.frombuffer(mmap.mmap(file, capacity), dtype=torch.uint8)

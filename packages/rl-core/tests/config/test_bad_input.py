@@ -1,0 +1,155 @@
+"""Everything a user can get wrong ends in one message that names the key, where it was written, and the remedy."""
+
+# ruff: noqa: E501  # a case stands on one line
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_core.config import Config, Problem, Resolved, load, resolve
+from rl_core.errors import ConfigError
+
+HEAD = "algorithm: grpo\npolicy:\n  model_name: m\n"
+
+# text after HEAD, overrides, and what the message must hold
+CASES: dict[str, tuple[str, list[str], list[str]]] = {
+    "typo": ("grpo:\n  num_promts_per_step: 4\n", [], ["grpo.num_promts_per_step (recipe.yaml:5)", "did you mean grpo.num_prompts_per_step?"]),
+    "typo on the command line": ("", ["grpo.sed=1"], ["grpo.sed (command line)", "did you mean grpo.seed?"]),
+    "wrong section": ("", ["policy.num_prompts_per_step=3"], ["policy.num_prompts_per_step (command line)", "grpo.num_prompts_per_step"]),
+    "no section": ("num_generations_per_prompt: 3\n", [], ["(recipe.yaml:4)", "did you mean grpo.num_generations_per_prompt?"]),
+    "section misspelt": ("los_fn:\n  ratio_clip_min: 0.1\n", [], ["los_fn (recipe.yaml:4)", "did you mean loss_fn?"]),
+    "section of another name": ("objective:\n  ratio_clip_min: 0.1\n", [], ["objective (recipe.yaml:4)", "did you mean loss_fn.ratio_clip_min?"]),
+    "nothing near": ("", ["grpo.zzz=1"], ["grpo.zzz (command line): no such key; grpo has max_num_steps,", "num_prompts_per_step, reward_scaling"]),
+    "dots in YAML": ("grpo.seed: 3\n", [], ["grpo.seed (recipe.yaml:4)", "nest it"]),
+    "text for int": ("grpo:\n  seed: four\n", [], ["grpo.seed (recipe.yaml:5)", 'got "four"', "allowed: int"]),
+    "quoted number": ("grpo:\n  seed: '4'\n", [], ["grpo.seed (recipe.yaml:5)", 'got "4"', "without quotes"]),
+    "leading zero": ("grpo:\n  seed: 010\n", [], ["grpo.seed (recipe.yaml:5)", "leading zeros"]),
+    "quoted bool": ("grpo:\n  use_leave_one_out_baseline: 'true'\n", [], ["(recipe.yaml:5)", "write true without quotes"]),
+    "yes for bool": ("", ["grpo.use_leave_one_out_baseline=yes"], ["(command line)", "allowed: true or false; write true"]),
+    "number for bool": ("", ["grpo.use_leave_one_out_baseline=1"], ["got 1", "allowed: true or false"]),
+    "bool for int": ("", ["grpo.seed=true"], ["grpo.seed (command line)", "got true", "allowed: int"]),
+    "float for int": ("", ["grpo.seed=1.5"], ["grpo.seed (command line)", "got 1.5", "allowed: int"]),
+    "scientific for int": ("", ["grpo.num_prompts_per_step=1e2"], ["allowed: int > 0; write 100"]),
+    "text for float": ("", ["policy.generation.temperature=warm"], ['got "warm"', "allowed: float > 0"]),
+    "list for text": ("policy:\n", [], ["recipe.yaml:4", "the key policy is there twice, first in line 2"]),
+    "flow list for text": ("", ["policy.model_name=[a, b]"], ["policy.model_name (command line)", "allowed: str; to pass it as text, quote it"]),
+    "scalar for list": ("", ["policy.generation.stop_strings=END"], ["allowed: list of str", 'written ["END"]']),
+    "wrong entry": ("", ["policy.generation.stop_token_ids=[1, x]"], ["policy.generation.stop_token_ids[1] (command line)", 'got "x"']),
+    "scalar for section": ("", ["grpo=3"], ["grpo (command line)", "got 3", "allowed: section; set the keys below it, grpo.KEY"]),
+    "empty section": ("grpo:\n", [], ["grpo (recipe.yaml:4)", "the section is empty"]),
+    "null for int": ("", ["grpo.seed=null"], ["grpo.seed (command line)", "got null", "default, 42"]),
+    "not a choice": ("", ["policy.precision=fp16"], ["policy.precision (command line)", 'got "fp16"', "one of: float32, bfloat16"]),
+    "not a member": ("", ["policy.attention=slow"], ["policy.attention (command line)", "one of: sdpa, flash"]),
+    "neither of a union": ("", ["env.math.timeout=soon"], ["env.math.timeout (command line)", "float or never"]),
+    "out of range": ("grpo:\n  num_prompts_per_step: 0\n", [], ["(recipe.yaml:5)", "got 0; allowed: int > 0"]),
+    "entry's key": ("data:\n  train:\n    - dataset_name: a\n      splt: b\n", [], ["data.train[0].splt (recipe.yaml:7)", "did you mean data.train[0].split?"]),
+    "key of one dataset": ("data:\n  train:\n    dataset_name: a\n    wieght: 2\n", [], ["data.train.wieght (recipe.yaml:7)", "data.train.weight?"]),
+    "entry lacks a key": ("data:\n  train:\n    - split: b\n", [], ["data.train[0].dataset_name (recipe.yaml:6)", "must be set; allowed: str"]),
+    "key of an environment": ("", ["env.math.num_worker=2"], ["env.math.num_worker (command line)", "env.math.num_workers?"]),
+    "section's own rule": ("", ["grpo.reward_scaling.source_min=2"], ["grpo.reward_scaling.source_min (command line)", "less than source_max"]),
+    "marked as missing": ("grpo:\n  seed: ???\n", [], ["grpo.seed (recipe.yaml:5)", "set it: grpo.seed=VALUE"]),
+    "interpolation to nothing": ("", ["grpo.seed=${policy.max_total_sequence_lenght}"], ["grpo.seed (command line)", "did you mean policy.max_total_sequence_length?"]),
+    "interpolation in a circle": ("grpo:\n  seed: ${grpo.max_num_steps}\n  max_num_steps: ${grpo.seed}\n", [], ["grpo.seed (recipe.yaml:5)", "grpo.max_num_steps (recipe.yaml:6)", "leads back to itself"]),
+    "interpolation of no key": ("grpo:\n  seed: ${\n", [], ["grpo.seed (recipe.yaml:5)", "no well-formed interpolation"]),
+    "interpolation by nobody": ("grpo:\n  seed: ${times:2}\n", [], ["grpo.seed (recipe.yaml:5)", "'times', which computes nothing here"]),
+    "variable not set": ("grpo:\n  seed: ${oc.env:NOT_SET_ANYWHERE}\n", [], ["grpo.seed (recipe.yaml:5)", "environment variable NOT_SET_ANYWHERE"]),
+    "interpolation of wrong type": ("grpo:\n  seed: ${policy.model_name}\n", [], ["grpo.seed (recipe.yaml:5, written as ${policy.model_name})", 'got "m"']),
+    "duplicate": ("grpo:\n  seed: 1\n  seed: 2\n", [], ["recipe.yaml:6", "the key grpo.seed is there twice, first in line 5"]),
+    "duplicate in a list": ("data:\n  train:\n    - split: a\n      split: b\n", [], ["recipe.yaml:7", "the key data.train[0].split is there twice, first in line 6"]),
+    "control character": ("", ["policy.model_name='\x01'"], ["(command line): not valid YAML", "special characters"]),
+    "tab": ("grpo:\n\tseed: 1\n", [], ["recipe.yaml:5", "indent with spaces"]),
+    "colon in a value": ("grpo: a: b\n", [], ["recipe.yaml:4", "not valid YAML", "quote a value"]),
+    "unclosed": ("grpo: {seed: 1\n", [], ["recipe.yaml:5", "not valid YAML"]),
+    "tag": ("grpo:\n  seed: !!python/name:os.system x\n", [], ["recipe.yaml:5", "tag !!python/name:os.system is not allowed"]),
+    "merge key": ("a: &a {seed: 1}\ngrpo:\n  <<: *a\n", [], ["recipe.yaml:6", "use `defaults:`"]),
+    "alias in itself": ("grpo: &a\n  seed: *a\n", [], ["recipe.yaml:4", "never ends"]),
+    "key that is no name": ("grpo:\n  ? [a, b]\n  : 1\n", [], ["recipe.yaml:5", "a key must be a name"]),
+    "no equals sign": ("", ["grpo.seed"], ["'grpo.seed' (command line)", "key=value"]),
+    "Hydra's plus": ("", ["+grpo.seed=3"], ["'+grpo.seed=3' (command line)", "without '+'"]),
+    "empty segment": ("", ["grpo..seed=3"], ["'grpo..seed=3' (command line)", "names joined by dots"]),
+    "list entry that is not there": ("data:\n  train:\n    - dataset_name: a\n", ["data.train[1].split=b"], ["'data.train[1].split=b' (command line)", "list of 1"]),
+    "unclosed on the command line": ("", ["policy.generation.stop_strings=[a"], ["stop_strings=[a' (command line): not valid YAML", "quote the value"]),
+    "defaults not there": ("defaults: bse\n", [], ["recipe.yaml:4", "no recipe 'bse'"]),
+    "defaults file not there": ("defaults: recpie.yaml\n", [], ["recipe.yaml:4", "no file recpie.yaml", "did you mean", "recipe.yaml?"]),
+    "defaults of wrong type": ("defaults: {a: b}\n", [], ["defaults (recipe.yaml:4)", "a recipe name or file"]),
+    "defaults in a circle": ("defaults: recipe\n", [], ["recipe.yaml -> recipe.yaml"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_message_says_key_origin_and_remedy(case: str, run: Callable[..., Resolved[Any]]) -> None:
+    text, overrides, parts = CASES[case]
+    with pytest.raises(ConfigError) as caught:
+        run(HEAD + text, overrides)
+    message = str(caught.value)
+    assert not [part for part in parts if part not in message], message
+    assert "pydantic" not in message
+    assert "http" not in message
+    assert caught.value.__cause__ is None
+
+
+def test_required_keys_and_sections_are_asked_for_where_they_belong(run: Callable[..., Resolved[Any]]) -> None:
+    with pytest.raises(ConfigError, match=r"^policy\.model_name \(recipe.yaml:2\): must be set; allowed: str$"):
+        run("algorithm: grpo\npolicy:\n  precision: float32\n")
+    with pytest.raises(ConfigError, match=r"^policy \(recipe.yaml:1\): this section must be there$"):
+        run("algorithm: grpo\n")
+
+
+def test_every_problem_is_in_the_one_message(run: Callable[..., Resolved[Any]]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        run("polcy:\n  model_name: m\ngrpo:\n  seed: x\n  max_num_steps: ${nowhere}\n", ["loss_fn.kind=tsi", "a=1"])
+    first, *lines = str(caught.value).splitlines()
+    assert first == "7 problems in recipe.yaml:"
+    keys = {line.split()[0] for line in lines}
+    assert keys == {"algorithm", "policy", "polcy", "grpo.seed", "grpo.max_num_steps", "loss_fn.kind", "a"}
+
+
+def test_every_bad_override_is_in_the_one_message(run: Callable[..., Resolved[Any]]) -> None:
+    with pytest.raises(ConfigError, match=r"(?s)'a'.*'\+b=1'"):
+        run(HEAD, ["a", "+b=1"])
+
+
+def test_a_check_across_sections_gets_the_origin_of_its_key(folder: Path, root: type[Config]) -> None:
+    (folder / "recipe.yaml").write_text(HEAD + "grpo:\n  num_prompts_per_step: 3\n")
+
+    def divisible(config: Any) -> list[Problem]:
+        rows = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
+        if rows % config.policy.train_global_batch_size == 0:
+            return []
+        return [Problem("grpo.num_prompts_per_step", f"{rows} rows do not divide"), Problem("", "change one of them")]
+
+    with pytest.raises(ConfigError) as caught:
+        resolve(load("recipe.yaml"), root, checks=[divisible])
+    assert "grpo.num_prompts_per_step (recipe.yaml:5): 48 rows do not divide" in str(caught.value)
+    assert "config (recipe.yaml:1): change one of them" in str(caught.value)
+    config = resolve(load("recipe.yaml", ["policy.train_global_batch_size=48"]), root, checks=[divisible]).config
+    assert config.model_dump()["policy"]["train_global_batch_size"] == 48
+
+
+@pytest.mark.parametrize(
+    ("source", "parts"),
+    [
+        ("absent.yaml", ["there is no file absent.yaml"]),
+        ("recpie.yaml", ["there is no file recpie.yaml", "did you mean recipe.yaml?"]),
+        ("grpo-mth", ["there is no recipe 'grpo-mth'", "did you mean grpo-math?", "recipes: grpo-math, sft"]),
+        ("list.yaml", ["list.yaml:1", "`key: value` lines"]),
+        ("binary.yaml", ["binary.yaml", "not a text file"]),
+        ("control.yaml", ["control.yaml:2", "not valid YAML"]),
+        ("two.yaml", ["two.yaml:2", "not valid YAML", "expected a single document"]),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named(folder: Path, source: str, parts: list[str]) -> None:
+    recipes = folder / "recipes"
+    recipes.mkdir()
+    for name in ("sft", "grpo-math"):
+        (recipes / f"{name}.yaml").write_text(HEAD)
+    (folder / "recipe.yaml").write_text(HEAD)
+    (folder / "list.yaml").write_text("- a\n")
+    (folder / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    (folder / "control.yaml").write_text("a: 1\nb: \x01\n")
+    (folder / "two.yaml").write_text("a: 1\n---\nb: 2\n")
+    with pytest.raises(ConfigError) as caught:
+        load(source, search=[recipes])
+    assert not [part for part in parts if part not in str(caught.value)], str(caught.value)

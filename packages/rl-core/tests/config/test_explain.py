@@ -1,0 +1,78 @@
+"""What `rl config explain` shows."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rl_core.config import DEFAULT, Config, Resolved, explain
+from rl_core.errors import ConfigError
+
+
+def test_a_key_is_explained_with_its_value_and_origin(run: Callable[..., Resolved[Any]], root: type[Config]) -> None:
+    found = explain(root, "grpo.seed", run(overrides=["grpo.seed=7"]))
+    assert (found.key, found.doc, found.type) == ("grpo.seed", "Seed of every random choice.", "int")
+    assert (found.default, found.value, str(found.origin), found.required) == (42, 7, "command line", False)
+    without = explain(root, "grpo.seed")
+    assert (without.value, without.origin) == (42, DEFAULT)
+
+
+def test_a_section_lists_its_keys(root: type[Config]) -> None:
+    found = explain(root, "policy.generation")
+    assert found.type == "section"
+    names = [child.key.removeprefix("policy.generation.") for child in found.children]
+    assert names == ["temperature", "top_k", "max_new_tokens", "stop_strings", "stop_token_ids", "vllm_cfg"]
+    assert found.children[0].doc == "Divides the logits."
+    assert explain(root, "grpo").doc == "Group relative policy optimization."
+    assert explain(root, "loss_fn").doc == ""
+
+
+def test_the_root_lists_the_sections(root: type[Config]) -> None:
+    found = explain(root, "")
+    assert [child.key for child in found.children] == ["algorithm", "grpo", "loss_fn", "policy", "data", "env"]
+    assert [child.required for child in found.children] == [True, False, False, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("grpo.num_prompts_per_step", "int > 0"),
+        ("grpo.max_num_steps", "int or null"),
+        ("grpo.use_leave_one_out_baseline", "true or false"),
+        ("loss_fn.kind", "one of: tis, icepop, seq-mask-tis or null"),
+        ("loss_fn.reference_policy_kl_penalty", "float >= 0"),
+        ("policy.precision", "one of: float32, bfloat16"),
+        ("policy.attention", "one of: sdpa, flash"),
+        ("policy.folder", "path"),
+        ("policy.overrides", "mapping"),
+        ("policy.overrides.a.b", "anything"),
+        ("policy.layer_names", "mapping of str"),
+        ("policy.generation.stop_strings", "list of str"),
+        ("policy.generation.stop_token_ids", "list of int"),
+        ("data.train", "section or list of section"),
+        ("data.train[0].weight", "float > 0"),
+        ("env", "mapping of section"),
+        ("env.any.timeout", "float or never"),
+    ],
+)
+def test_types_are_in_words(root: type[Config], key: str, text: str) -> None:
+    assert explain(root, key).type == text
+
+
+def test_below_lists_and_free_keys_stands_what_is_there(run: Callable[..., Resolved[Any]], root: type[Config]) -> None:
+    resolved = run(overrides=["env.math.num_workers=2", "data.train=[{dataset_name: a}]"])
+    assert [child.key for child in explain(root, "env", resolved).children] == ["env.math"]
+    assert explain(root, "data.train[0].dataset_name", resolved).value == "a"
+
+
+@pytest.mark.parametrize(
+    ("key", "near"), [("grpo.sead", "grpo.seed"), ("temperature", "policy.generation.temperature")]
+)
+def test_an_unknown_key_names_the_nearest(root: type[Config], key: str, near: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key}: no such key; did you mean {near}"):
+        explain(root, key)
+
+
+def test_a_malformed_key_is_refused(root: type[Config]) -> None:
+    with pytest.raises(ConfigError, match="names joined by dots"):
+        explain(root, "grpo..seed")

@@ -1,0 +1,64 @@
+"""Assembled types."""
+
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from pydantic import Field
+
+from rl_core.config import Config, Resolved, assemble, explain
+from rl_core.model_config import GenerationConfig, OptimizerConfig, SchedulerConfig
+
+
+def test_a_section_with_defaults_may_be_left_out_and_one_without_may_not() -> None:
+    class Needs(Config):
+        name: str
+
+    root = assemble("Root", {"optimizer": OptimizerConfig, "needs": Needs})
+    assert root.model_validate({"needs": {"name": "a"}}).model_dump()["optimizer"] == OptimizerConfig().model_dump()
+    with pytest.raises(ValueError, match="needs"):
+        root.model_validate({})
+
+
+def test_two_parties_cannot_claim_one_key() -> None:
+    with pytest.raises(ValueError, match=r"GenerationConfig has temperature already"):
+        assemble("Generation", {"temperature": (float, 1.0)}, base=GenerationConfig)
+
+
+def test_an_extended_section_is_one_of_its_base() -> None:
+    extended = assemble(
+        "Generation", {"extra": (int, Field(default=1, gt=0, description="More."))}, base=GenerationConfig
+    )
+    assert issubclass(extended, GenerationConfig)
+    assert list(extended.model_fields) == [*GenerationConfig.model_fields, "extra"]
+    assert explain(extended, "extra").doc == "More."
+    assert explain(extended, "temperature").doc == explain(GenerationConfig, "temperature").doc != ""
+    with pytest.raises(ValueError, match="greater than 0"):
+        extended.model_validate({"extra": 0})
+
+
+def test_an_assembled_config_pickles_here(run: Callable[..., Resolved[Any]]) -> None:
+    config = run(overrides=["grpo.seed=3", "env.math.num_workers=2"]).config
+    back = pickle.loads(pickle.dumps(config))
+    assert back == config
+    assert back.model_fields_set == config.model_fields_set
+    assert type(back.policy) is type(config.policy)
+
+
+def test_an_assembled_config_pickles_into_another_process() -> None:
+    generation = assemble("Generation", {"optimizer": OptimizerConfig, "size": (int, 3)}, base=GenerationConfig)
+    root = assemble("Root", {"generation": generation, "scheduler": (list[SchedulerConfig], [])})
+    config = root.model_validate({"generation": {"top_k": 5}, "scheduler": [{"name": "x"}]})
+    code = (
+        "import sys, pickle; a, b = pickle.loads(sys.stdin.buffer.read())\n"
+        "assert type(a) is type(b) and a == b\n"
+        "assert a.generation.top_k == 5 and a.generation.size == 3 and a.scheduler[0].name == 'x'\n"
+        "assert type(a)().generation.size == 3\n"
+        "sys.stdout.buffer.write(pickle.dumps(a))"
+    )
+    sent = pickle.dumps((config, pickle.loads(pickle.dumps(config))))
+    answer = subprocess.run([sys.executable, "-c", code], input=sent, stdout=subprocess.PIPE, check=True, timeout=60)
+    assert pickle.loads(answer.stdout) == config

@@ -1,0 +1,28 @@
+"""What ranks of a pool are asked to do."""
+
+import os
+import time
+
+from rl_core.testing.rank_pool import Rank
+
+
+def describe(rank: Rank, word: str) -> tuple[int, int, str, int]:
+    return rank.rendezvous.rank, rank.rendezvous.world_size, word, os.getpid()
+
+
+def count(rank: Rank) -> int:
+    rank.held["count"] = rank.held.get("count", 0) + 1
+    return rank.held["count"]
+
+
+def fail_on_one(rank: Rank) -> None:
+    if rank.rendezvous.rank == 1:
+        raise KeyError("the second rank's fault")
+
+
+def sleep(rank: Rank, seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def die(rank: Rank) -> None:
+    os._exit(3)

@@ -1,0 +1,163 @@
+"""Cases run by the ranks of a pool: float64 reads from parts of a vocabulary and of rows."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from rl_core.model import ENTROPY, LOGPROBS, topk
+from rl_core.testing.rank_pool import Rank
+from rl_core.torch.logprobs import Head, LogitTransform
+from rl_core.torch.loss import Rows
+from rl_core.torch.split_reads import join_tokens, split_language_reads
+from rl_core.torch.vocab_parallel import VocabShard, vocab_parallel_reads
+
+NUM, HIDDEN = 7, 5
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes and options of one comparison with whole logits."""
+
+    vocab: int = 11
+    rows_per_rank: int = 6
+    transform: LogitTransform = field(default_factory=LogitTransform)
+    chunk_size: int = 3
+    k: int = 4
+    sums_hidden_grad: bool = True
+    has_bias: bool = True
+
+
+def draw(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+@contextmanager
+def joined(rank: Rank) -> Iterator[dist.ProcessGroup]:
+    meeting = rank.rendezvous
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://{meeting.address}:{meeting.port}", rank=meeting.rank, world_size=meeting.world_size
+    )
+    try:
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+def vocabulary(rank: Rank, case: Case) -> dict[str, float]:
+    """Largest errors of reads and gradients of a split head."""
+    with joined(rank) as group:
+        return vocabulary_errors(rank, case, group)
+
+
+def rows(rank: Rank, shares_vocabulary: bool) -> dict[str, float]:
+    """Largest errors where positions of the rows, or rows of the head, are spread over the ranks."""
+    with joined(rank) as group:
+        return row_errors(rank, shares_vocabulary, group)
+
+
+def rows_of(rank: Rank, case: Case, whole: torch.Tensor) -> torch.Tensor:
+    """This rank's rows of a head, with rows of padding that would win every maximum."""
+    padding = torch.full((case.rows_per_rank * rank.rendezvous.world_size - case.vocab, *whole.shape[1:]), 50.0)
+    padded = torch.cat([whole, padding.double()])
+    return padded.split(case.rows_per_rank)[rank.rendezvous.rank].clone()
+
+
+def whole_reads(hidden, weight, bias, targets, case: Case, temperature: float):
+    """The same from whole logits."""
+    logits = case.transform(torch.nn.functional.linear(hidden, weight, bias)) / temperature
+    logprobs = logits.log_softmax(-1)
+    best = logprobs.topk(case.k)
+    entropy = torch.distributions.Categorical(logits=logits).entropy()
+    return logprobs.gather(1, targets[:, None])[:, 0], entropy, best.values, best.indices
+
+
+def weighted(reads) -> torch.Tensor:
+    """A scalar that weighs every differentiable read differently at every place."""
+    return sum((read * draw(*read.shape, seed=20 + index)).sum() for index, read in enumerate(reads[:3]))
+
+
+def vocabulary_errors(rank: Rank, case: Case, group: dist.ProcessGroup) -> dict[str, float]:
+    hidden, weight, bias = draw(NUM, HIDDEN, seed=0), draw(case.vocab, HIDDEN, seed=1), draw(case.vocab, seed=2)
+    targets = torch.randint(case.vocab, (NUM,), generator=torch.Generator().manual_seed(3))
+    whole = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
+    expected = whole_reads(whole[0], whole[1], whole[2] if case.has_bias else None, targets, case, 0.7)
+    weighted(expected).backward()
+    local = [hidden.clone(), rows_of(rank, case, weight), rows_of(rank, case, bias)]
+    local = [tensor.requires_grad_() for tensor in local]
+    start = rank.rendezvous.rank * case.rows_per_rank
+    found = vocab_parallel_reads(
+        local[0],
+        Head(local[1], local[2] if case.has_bias else None, case.transform),
+        targets,
+        VocabShard(start, case.vocab, group),
+        temperature=0.7,
+        entropy=True,
+        k=case.k,
+        chunk_size=case.chunk_size,
+        sums_hidden_grad=case.sums_hidden_grad,
+    )
+    weighted(found).backward()
+    if not case.sums_hidden_grad:
+        dist.all_reduce(local[0].grad, group=group)
+    pairs = zip(found._fields, found, expected, strict=True)
+    errors = {name: (a - b).abs().max().item() for name, a, b in pairs if b.numel()}
+    errors["grad_hidden"] = (local[0].grad - whole[0].grad).abs().max().item()
+    for name, mine, oracle in zip(("weight", "bias")[: 1 + case.has_bias], local[1:], whole[1:], strict=False):
+        own = max(0, min(case.rows_per_rank, case.vocab - start))
+        difference = mine.grad[:own] - oracle.grad[start : start + own]
+        errors[f"grad_{name}"] = difference.abs().max().item() if own else 0.0
+        errors[f"grad_{name}_padding"] = mine.grad[own:].abs().sum().item()
+    return errors
+
+
+def row_errors(rank: Rank, shares_vocabulary: bool, group: dist.ProcessGroup) -> dict[str, float]:
+    lengths = np.array([4, 1, 6])
+    offsets = torch.tensor([0, *np.cumsum(lengths).tolist()])
+    num_tokens, case = int(lengths.sum()), Case()
+    tokens = torch.randint(case.vocab, (num_tokens,), generator=torch.Generator().manual_seed(4))
+    flat = Rows(offsets, {"tokens": tokens})
+    hidden, weight = draw(num_tokens, HIDDEN, seed=0), draw(case.vocab, HIDDEN, seed=1)
+    world, index = rank.rendezvous.world_size, rank.rendezvous.rank
+    whole = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+    is_first = torch.zeros(num_tokens, dtype=torch.bool).index_fill(0, offsets[:-1], True)
+    expected = whole_reads(whole[0].roll(1, 0), whole[1], None, tokens, case, 0.7)
+    masks = (is_first, is_first, is_first[:, None])
+    expected = [read.masked_fill(mask, 0.0) for read, mask in zip(expected[:3], masks, strict=True)]
+    weighted(expected).backward()
+    places = torch.arange(num_tokens)
+    if not shares_vocabulary:
+        places = torch.cat([places[index::world].flip(0), torch.tensor([-1, -1])])
+    local_hidden = torch.where((places < 0)[:, None], 7.0, hidden[places]).requires_grad_()
+    local_weight = (rows_of(rank, case, weight) if shares_vocabulary else weight.clone()).requires_grad_()
+    found = split_language_reads(
+        local_hidden,
+        places,
+        flat,
+        Head(local_weight),
+        [LOGPROBS, ENTROPY, topk(case.k)],
+        temperature=0.7,
+        chunk_size=2,
+        shard=VocabShard(index * case.rows_per_rank, case.vocab, group) if shares_vocabulary else None,
+        group=None if shares_vocabulary else group,
+    )
+    ordered = [found["logprobs"], found["entropy"], found["topk_logprobs"]]
+    weighted(ordered).backward()
+    grad = local_weight.grad
+    if shares_vocabulary:
+        own = slice(index * case.rows_per_rank, (index + 1) * case.rows_per_rank)
+        grad = grad[: len(whole[1].grad[own])] - whole[1].grad[own]
+    else:
+        dist.all_reduce(grad, group=group)
+        grad = grad - whole[1].grad
+    errors = {f"read {i}": (a - b).abs().max().item() for i, (a, b) in enumerate(zip(ordered, expected, strict=True))}
+    kept = places >= 0
+    errors["grad_hidden"] = (local_hidden.grad[kept] - whole[0].grad[places[kept]]).abs().max().item()
+    errors["grad_padding"] = local_hidden.grad[~kept].abs().sum().item()
+    errors["grad_weight"] = grad.abs().max().item()
+    together = join_tokens(places.double(), places, num_tokens, None if shares_vocabulary else group)
+    errors["joined"] = (together - torch.arange(num_tokens)).abs().max().item()
+    return errors

@@ -1,0 +1,84 @@
+"""A digest sees every accident that a transfer can have."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_core.torch import digest as digest_module
+from rl_core.torch.digest import digest
+
+
+def of_bytes(values: bytes) -> str:
+    return digest(torch.tensor(list(values), dtype=torch.uint8))
+
+
+@given(st.binary(min_size=1, max_size=40), st.data())
+def test_a_changed_byte_changes_it(values, data):
+    index = data.draw(st.integers(0, len(values) - 1))
+    changed = values[:index] + bytes([values[index] ^ data.draw(st.integers(1, 255))]) + values[index + 1 :]
+    assert of_bytes(changed) != of_bytes(values)
+
+
+@given(st.binary(min_size=2, max_size=40), st.data())
+def test_swapped_bytes_change_it(values, data):
+    i, j = (data.draw(st.integers(0, len(values) - 1)) for _ in range(2))
+    swapped = bytearray(values)
+    swapped[i], swapped[j] = values[j], values[i]
+    assert (of_bytes(bytes(swapped)) == of_bytes(values)) == (bytes(swapped) == values)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int32])
+def test_swapped_values_zeros_and_shifts_change_it(dtype):
+    values = (torch.randn(64, 16, generator=torch.Generator().manual_seed(0)) * 100).to(dtype)
+    swapped, shifted = values.clone(), values.roll(1, dims=0)
+    swapped[[0, 9]] = values[[9, 0]]
+    others = [swapped, shifted, torch.zeros_like(values), -values, values.T.contiguous(), values[:-1]]
+    assert len({digest(other) for other in [values, *others]}) == 1 + len(others)
+
+
+def test_opposite_signs_swapped_change_it():
+    values = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
+    assert digest(values) != digest(values[[1, 0, 2, 3]])
+
+
+def test_only_the_bytes_count():
+    values = torch.randn(6, 5)
+    assert digest(values) == digest(values.clone().view(30)) == digest(values.view(torch.int32))
+    assert digest(values.T) == digest(values.T.contiguous()) != digest(values)
+    assert digest(values[1:, 1:]) == digest(values[1:, 1:].clone())
+
+
+def test_unaligned_views_and_tails_are_read_right():
+    values = torch.arange(50, dtype=torch.uint8)
+    for start in range(9):
+        for stop in range(start, 50, 7):
+            assert digest(values[start:stop]) == digest(values[start:stop].clone())
+
+
+def test_scalars_and_empty_tensors_have_one():
+    assert digest(torch.zeros(0)) == digest(torch.zeros(0, 3)) != digest(torch.tensor(0.0))
+
+
+def test_the_chunk_size_does_not_show(monkeypatch):
+    values = torch.randn(1000)
+    whole = digest(values)
+    monkeypatch.setitem(digest_module.CHUNK_LANES, "cpu", 7)
+    assert digest(values) == whole
+
+
+def test_it_is_the_same_sum_in_plain_integers():
+    values = np.random.default_rng(0).integers(0, 256, 24, dtype=np.uint8)
+
+    def shift(x: int, by: int) -> int:
+        signed = x - 2**64 if x >= 2**63 else x
+        return (signed >> by) % 2**64
+
+    total = 0
+    for position, lane in enumerate(values.view(np.uint64).tolist()):
+        mixed = lane ^ (position + 1) * 0x9E3779B97F4A7C15 % 2**64
+        mixed = (mixed ^ shift(mixed, 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        mixed = (mixed ^ shift(mixed, 27)) * 0x94D049BB133111EB % 2**64
+        total += mixed ^ shift(mixed, 31)
+    assert of_bytes(values.tobytes()) == f"18-{total % 2**64:016x}"

@@ -1,0 +1,92 @@
+"""Rows reach the device in a model's layout, and results come back flat."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_core.batch import Batch
+from rl_core.model import ENTROPY, SCORES, topk
+from rl_core.ragged import Ragged
+from rl_core.torch.reads import check_reads, following, score_reads, value_reads
+from rl_core.torch.rows import idle_rows, packed, padded, to_rows
+
+CPU = torch.device("cpu")
+rows_of_tokens = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=6), min_size=1, max_size=6)
+
+
+def rows_from(rows):
+    return to_rows(Batch({"tokens": Ragged.from_rows(rows, dtype=np.int32)}), CPU)
+
+
+@given(rows_of_tokens, st.booleans())
+def test_every_layout_flattens_back(rows, is_packed):
+    inputs = packed(rows_from(rows)) if is_packed else padded(rows_from(rows), pad_token_id=99)
+    assert inputs.flatten(inputs.input_ids).tolist() == [token for row in rows for token in row]
+    assert inputs.flatten(inputs.position_ids).tolist() == [i for row in rows for i in range(len(row))]
+    assert inputs.cu_seqlens.tolist() == np.cumsum([0, *map(len, rows)]).tolist()
+    assert inputs.cu_seqlens.dtype == torch.int32
+
+
+def test_padding_lies_on_the_right_and_is_masked():
+    inputs = padded(rows_from([[5, 6], [7, 8, 9]]), pad_token_id=99)
+    assert inputs.input_ids.tolist() == [[5, 6, 99], [7, 8, 9]]
+    assert inputs.attention_mask.tolist() == [[1, 1, 0], [1, 1, 1]]
+
+
+def test_columns_take_the_dtypes_of_the_device():
+    tokens = Ragged.from_rows([[1, 2], [3]], dtype=np.int32)
+    columns = {"tokens": tokens, "mask": tokens.like(np.array([1, 0, 1], np.bool_)), "weight": np.array([0.5, 2.0])}
+    rows = to_rows(Batch(columns), CPU)
+    assert {name: rows[name].dtype for name in columns} == {
+        "tokens": torch.int64,
+        "mask": torch.bool,
+        "weight": torch.float32,
+    }
+    assert rows.spread(rows["weight"]).tolist() == [0.5, 0.5, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        (Ragged.from_rows([[1], [2, 3]]), "'bad' is not aligned"),
+        (np.array(["a", "b"]), "'bad' of dtype <U1"),
+    ],
+)
+def test_columns_that_cannot_go_are_named(column, message):
+    with pytest.raises(ValueError, match=message):
+        to_rows(Batch({"tokens": Ragged.from_rows([[1, 2], [3]]), "bad": column}), CPU)
+
+
+def test_a_row_without_tokens_is_named():
+    with pytest.raises(ValueError, match="row 1 has no tokens"):
+        rows_from([[1], [], [2]])
+
+
+@given(rows_of_tokens)
+def test_following_leaves_out_the_first_of_each_row(rows):
+    firsts = np.cumsum([0, *map(len, rows[:-1])]).tolist()
+    total = sum(map(len, rows))
+    found = following(torch.tensor(np.cumsum([0, *map(len, rows)])))
+    assert found.tolist() == [index for index in range(total) if index not in firsts]
+
+
+def test_values_move_one_token_on_and_scores_come_from_the_last():
+    rows = rows_from([[1, 2, 3], [4], [5, 6]])
+    heads = torch.arange(10.0, 16.0)
+    assert value_reads(heads, rows)["values"].tolist() == [0, 10, 11, 0, 0, 14]
+    assert score_reads(heads, rows)["scores"].tolist() == [12, 13, 15]
+
+
+def test_reads_are_checked_against_the_role():
+    check_reads("policy", [ENTROPY, topk(3)])
+    with pytest.raises(ValueError, match="critic cannot read scores"):
+        check_reads("critic", [SCORES])
+    with pytest.raises(ValueError, match="one topk"):
+        check_reads("teacher", [topk(2), topk(3)])
+
+
+def test_an_idle_row_is_a_row():
+    assert len(idle_rows(CPU)) == 1
+    assert packed(idle_rows(CPU)).input_ids.shape == (1, 2)

@@ -1,0 +1,313 @@
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transport_peers import CPU, KINDS, Peer, make_tensors, manifest_of, receive, send, transport
+
+from rl_core.errors import WeightSyncError
+from rl_core.torch.digest import digest
+from rl_core.torch.transport import open_receiver, open_sender
+from rl_core.torch.transport.bucket import ALIGNMENT, lay_out
+from rl_core.torch.transport.ipc import IpcReceiverLink
+from rl_core.weights import Manifest, TensorSpec, Transport, TransportKind, num_bytes
+
+SOON_S = 10.0
+"""A death is noticed long before the time-out of 20 s."""
+
+
+def _stays_in_shared_memory(content: bytes) -> list[str]:
+    """Files of shared memory, whoever made them, that hold these bytes."""
+    found = []
+    for path in Path("/dev/shm").iterdir():
+        try:
+            found += [path.name] if path.is_file() and content in path.read_bytes() else []
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize(("sender_fault", "receiver_fault"), [("killed", ""), ("", "killed"), ("", "raises"), ("", "")])
+def test_nothing_stays_in_shared_memory(sender_fault: str, receiver_fault: str, tmp_path: Path) -> None:
+    way = transport("ipc", tmp_path, 2)
+    peers = [Peer(receive, 7, way, 1), Peer(receive, 7, way, 2, receiver_fault), Peer(send, 7, way, sender_fault)]
+    for peer in peers:
+        peer.process.join(30)
+    assert _stays_in_shared_memory(make_tensors(7)["first"].numpy().tobytes()) == []
+
+
+def test_a_folder_is_swept_of_what_a_killed_sender_left(tmp_path: Path) -> None:
+    way = transport("disk", tmp_path)
+    peer = Peer(receive, 0, way, 1)
+    Peer(send, 0, way, "killed").process.join(30)
+    peer.process.join(30)
+    assert any(tmp_path.iterdir())
+    peer = Peer(receive, 0, way, 1)
+    send(0, way)
+    assert peer.result()[0][0] == []
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("num_receivers", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensors_arrive_bit_equal(kind: TransportKind, num_receivers: int, tmp_path: Path) -> None:
+    way = transport(kind, tmp_path, num_receivers)
+    peers = [Peer(receive, 0, way, rank) for rank in range(1, num_receivers + 1)]
+    digests = send(0, way)
+    assert digests == {name: digest(tensor) for name, tensor in make_tensors(0).items()}
+    for peer in peers:
+        (wrong, received), _ = peer.result()
+        assert wrong == []
+        assert received == digests
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_folder_or_an_address_serves_again(kind: TransportKind, tmp_path: Path) -> None:
+    way = transport(kind, tmp_path)
+    for seed in (1, 2):
+        peer = Peer(receive, seed, way, 1)
+        send(seed, way)
+        assert peer.result()[0][0] == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fault", ["killed", "raises"])
+def test_a_lost_receiver_is_named_soon(kind: TransportKind, fault: str, tmp_path: Path) -> None:
+    way = transport(kind, tmp_path, 2)
+    peers = [Peer(receive, 0, way, 1), Peer(receive, 0, way, 2, fault)]
+    error, seconds = Peer(send, 0, way).result()
+    assert isinstance(error, WeightSyncError)
+    assert "receiver rank 2" in str(error)
+    assert seconds < SOON_S
+    # the other receiver hears of it as well, unless it had everything by then
+    result, seconds = peers[0].result()
+    assert isinstance(result, WeightSyncError) or result[0] == []
+    assert seconds < SOON_S
+
+
+def test_a_receivers_reason_reaches_the_sender(tmp_path: Path) -> None:
+    kinds: list[TransportKind] = ["ipc", "collective"]
+    for kind in kinds:
+        way = transport(kind, tmp_path)
+        Peer(receive, 0, way, 1, "raises")
+        with pytest.raises(WeightSyncError, match="no parameter of that name"):
+            send(0, way)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fault", ["killed", "raises"])
+def test_a_lost_sender_is_named_soon(kind: TransportKind, fault: str, tmp_path: Path) -> None:
+    way = transport(kind, tmp_path, 2)
+    peers = [Peer(receive, 0, way, rank) for rank in (1, 2)]
+    Peer(send, 0, way, fault)
+    for peer in peers:
+        error, seconds = peer.result()
+        assert isinstance(error, WeightSyncError)
+        assert "sender" in str(error)
+        assert seconds < SOON_S
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_time_out_names_the_receiver_and_the_phase(kind: TransportKind, tmp_path: Path) -> None:
+    way = transport(kind, tmp_path, 2, timeout_s=1.5)
+    peers = [Peer(receive, 0, way, 1), Peer(receive, 0, way, 2, "hangs")]
+    error, seconds = Peer(send, 0, way).result()
+    assert isinstance(error, WeightSyncError)
+    assert "timed out" in str(error)
+    assert "rank" in str(error)
+    assert ("digests" if kind == "disk" else "bucket") in str(error)
+    assert seconds < SOON_S
+    for peer in peers:
+        peer.end()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_time_out_at_a_receiver_names_it(kind: TransportKind, tmp_path: Path) -> None:
+    way = transport(kind, tmp_path, 1, timeout_s=1.5)
+    sender = Peer(send, 0, way, "hangs")
+    error, seconds = Peer(receive, 0, way, 1).result()
+    assert isinstance(error, WeightSyncError)
+    assert "timed out" in str(error)
+    assert "receiver rank 1" in str(error)
+    assert seconds < SOON_S
+    sender.end()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nobody_there_is_a_time_out_of_the_rendezvous(kind: TransportKind, tmp_path: Path) -> None:
+    way = transport(kind, tmp_path, timeout_s=0.3)
+    with pytest.raises(WeightSyncError, match=r"timed out after 0\.3 s: sender rank 0 in rendezvous"):
+        send(0, way)
+    with pytest.raises(WeightSyncError, match=r"timed out after 0\.3 s: receiver rank 4"):
+        receive(0, way, 4)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ends_with_other_manifests_refuse_each_other(kind: TransportKind, tmp_path: Path) -> None:
+    way = transport(kind, tmp_path, timeout_s=5)
+    tensors = make_tensors()
+    other = manifest_of({**tensors, "first": torch.zeros(33, 8)})
+
+    def receive_other() -> None:
+        with pytest.raises(WeightSyncError), open_receiver(other, way, 1, CPU) as receiver:
+            list(receiver)
+
+    thread = threading.Thread(target=receive_other)
+    thread.start()
+    with pytest.raises(WeightSyncError, match="another manifest"):
+        send(0, way)
+    thread.join()
+
+
+@pytest.mark.parametrize("kind", ["ipc", "collective"])
+def test_corruption_on_the_way_is_found_and_named(
+    kind: TransportKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rl_core.torch.transport.collective import CollectiveReceiverLink
+
+    link = IpcReceiverLink if kind == "ipc" else CollectiveReceiverLink
+    honest = link.receive
+
+    def corrupting(self, bucket):  # type: ignore[no-untyped-def]
+        buffer = honest(self, bucket)
+        for slot in bucket.slots:
+            if slot.spec.name == "brain":
+                buffer[slot.offset + 1000] += 1
+        return buffer
+
+    monkeypatch.setattr(link, "receive", corrupting)
+    way = transport(kind, tmp_path)
+    found = []
+    thread = threading.Thread(target=lambda: found.append(receive(0, way, 1)))
+    thread.start()
+    with pytest.raises(WeightSyncError) as caught:
+        send(0, way)
+    thread.join()
+    assert caught.value.tensors == ("brain",)
+    assert found[0][0] == ["brain"]
+
+
+def test_corruption_on_disk_is_found_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rl_core.torch.transport import disk
+
+    def corrupting(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        honest({name: tensor + 1 if name == "last" else tensor for name, tensor in tensors.items()}, path)
+
+    honest = disk.save_file
+    monkeypatch.setattr(disk, "save_file", corrupting)
+    way = transport("disk", tmp_path)
+    Peer(receive, 0, way, 1)
+    with pytest.raises(WeightSyncError) as caught:
+        send(0, way)
+    assert caught.value.tensors == ("last",)
+
+
+def _refused(put: list[tuple[str, torch.Tensor]], tmp_path: Path) -> WeightSyncError:
+    way = transport("ipc", tmp_path, num_receivers=0)
+    manifest = manifest_of({"a": torch.zeros(2, 3), "b": torch.zeros(4)})
+
+    def send_all() -> None:
+        with open_sender(manifest, way, CPU) as sender:
+            for name, tensor in put:
+                sender.put(name, tensor)
+            sender.finish()
+
+    with pytest.raises(WeightSyncError) as caught:
+        send_all()
+    return caught.value
+
+
+def test_a_sender_keeps_to_the_manifest(tmp_path: Path) -> None:
+    a, b = torch.zeros(2, 3), torch.zeros(4)
+    assert _refused([("b", b)], tmp_path).tensors == ("b", "a")
+    assert _refused([("a", a.t())], tmp_path).tensors == ("a",)
+    assert _refused([("a", a.double())], tmp_path).tensors == ("a",)
+    assert _refused([("a", a)], tmp_path).tensors == ("b",)
+    assert _refused([("a", a), ("b", b), ("c", b)], tmp_path).tensors == ("c",)
+
+
+def test_a_dtype_that_no_transport_carries_is_named() -> None:
+    with pytest.raises(WeightSyncError, match=r"q has dtype complex64; .*bfloat16"):
+        lay_out(Manifest(0, (TensorSpec("q", (2,), "complex64"),)), 100)
+
+
+def test_two_receivers_of_one_rank_are_refused(tmp_path: Path) -> None:
+    way = transport("ipc", tmp_path, 2, timeout_s=5)
+    peers = [Peer(receive, 0, way, 1), Peer(receive, 0, way, 1)]
+    with pytest.raises(WeightSyncError, match="two receivers have rank 1"):
+        send(0, way)
+    assert all(isinstance(peer.result()[0], WeightSyncError) for peer in peers)
+
+
+def test_receivers_that_stop_early_are_noticed(tmp_path: Path) -> None:
+    way = transport("ipc", tmp_path)
+
+    def stop_early() -> None:
+        with open_receiver(manifest_of(make_tensors()), way, 1, CPU) as receiver:
+            next(iter(receiver))
+
+    thread = threading.Thread(target=stop_early)
+    thread.start()
+    with pytest.raises(WeightSyncError, match="left before the last tensor"):
+        send(0, way)
+    thread.join()
+
+
+SHAPES = st.lists(st.integers(0, 7), max_size=3).map(tuple)
+SPECS = st.lists(st.tuples(SHAPES, st.sampled_from(["float32", "bfloat16", "uint8", "int64", "bool"])), max_size=12)
+
+
+@given(SPECS, st.integers(1, 600))
+def test_a_layout_gives_each_tensor_its_own_aligned_place(
+    specs: list[tuple[tuple[int, ...], str]], bucket_bytes: int
+) -> None:
+    tensors = tuple(TensorSpec(f"t{index}", shape, dtype) for index, (shape, dtype) in enumerate(specs))
+    layout = lay_out(Manifest(0, tensors), bucket_bytes)
+    assert [slot.spec for bucket in layout for slot in bucket.slots] == list(tensors)
+    assert [bucket.index for bucket in layout] == list(range(len(layout)))
+    for bucket in layout:
+        end = 0
+        for slot in bucket.slots:
+            assert slot.offset % ALIGNMENT == 0
+            assert slot.offset >= end
+            end = slot.offset + num_bytes(slot.spec)
+        assert end <= bucket.num_bytes
+        assert sum(slot.num_bytes for slot in bucket.slots) <= bucket_bytes or len(bucket.slots) == 1
+
+
+@settings(max_examples=15, deadline=None)
+@given(SPECS, st.integers(1, 600), st.sampled_from(KINDS))
+def test_any_tensors_arrive(
+    tmp_path_factory: pytest.TempPathFactory,
+    specs: list[tuple[tuple[int, ...], str]],
+    bucket_bytes: int,
+    kind: TransportKind,
+) -> None:
+    tensors = {
+        f"t{index}": torch.randint(0, 2, shape).to(getattr(torch, dtype)) for index, (shape, dtype) in enumerate(specs)
+    }
+    way = replace(transport(kind, tmp_path_factory.mktemp("shared")), bucket_bytes=bucket_bytes)
+    manifest = manifest_of(tensors)
+    arrived: dict[str, torch.Tensor] = {}
+
+    def take(way: Transport) -> None:
+        with open_receiver(manifest, way, 1, CPU) as receiver:
+            arrived.update({name: tensor.clone() for name, tensor in receiver})
+
+    thread = threading.Thread(target=take, args=(way,))
+    thread.start()
+    with open_sender(manifest, way, CPU) as sender:
+        for name, tensor in tensors.items():
+            sender.put(name, tensor)
+        sender.finish()
+    thread.join()
+    assert list(arrived) == list(tensors)
+    assert all(torch.equal(arrived[name], tensors[name]) for name in tensors)
+    assert all(arrived[name].dtype == tensors[name].dtype for name in tensors)

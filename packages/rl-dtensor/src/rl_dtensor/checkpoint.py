@@ -1,0 +1,130 @@
+"""Sharded checkpoints that resume on any number of ranks."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from rl_dtensor.model import ShardedModel
+from rl_dtensor.parallel.lead import lead
+from rl_dtensor.parallel.mesh import Mesh
+
+SHARDS = "shards"
+TRAINER = "trainer.pt"
+MODEL_PREFIX = "model/"
+OPTIMIZER_PREFIX = "optimizer/"
+
+
+class Checkpoint:
+    """What a training run needs to go on: parameters that train, optimizer, schedule and the RNG of every rank.
+
+    Under a path: `shards/` (parameters and optimizer state by name, torch's distributed checkpoint format),
+    `trainer.pt` (hyperparameters and schedule) and `rng_<rank>.pt`. On the mesh that it was saved on, it resumes bit
+    for bit.
+    """
+
+    def __init__(
+        self, model: ShardedModel, optimizer: Optimizer | None, schedule: LRScheduler | None, mesh: Mesh, seed: int
+    ) -> None:
+        self._weights = model.state()
+        self._optimizer = optimizer
+        self._schedule = schedule
+        self._mesh = mesh
+        self._seed = seed
+
+    def save(self, path: Path) -> None:
+        """Write under `path`; collective."""
+        lead(self._mesh, lambda: (path / SHARDS).mkdir(parents=True, exist_ok=True))
+        dcp.save(self._model_state() | self._optimizer_state(), checkpoint_id=path / SHARDS)
+        torch.save(self._rng(), path / f"rng_{self._mesh.rank}.pt")
+        lead(self._mesh, lambda: torch.save(self._trainer(), path / TRAINER))
+
+    def load(self, path: Path) -> None:
+        """Restore what `save` wrote; collective.
+
+        Raises:
+            ValueError: where there is no checkpoint at `path`.
+        """
+        if not (path / TRAINER).is_file():
+            raise ValueError(f"no checkpoint of a model at {path}: {TRAINER} is missing")
+        state = self._model_state()
+        optimizer_state = {} if self._optimizer is None else self._saved_optimizer_state(path / SHARDS)
+        dcp.load(state | optimizer_state, checkpoint_id=path / SHARDS)
+        trainer = torch.load(path / TRAINER)
+        if self._optimizer is not None:
+            self._restore_optimizer(optimizer_state, trainer["param_groups"])
+        if self._schedule is not None:
+            self._schedule.load_state_dict(trainer["schedule"])
+        self._restore_rng(path, trainer["mesh"])
+
+    def _model_state(self) -> dict[str, Tensor]:
+        return {MODEL_PREFIX + name: tensor.detach() for name, tensor in self._weights.items()}
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        if self._optimizer is None:
+            return {}
+        return {
+            f"{OPTIMIZER_PREFIX}{name}/{key}": value
+            for name, parameter in self._weights.items()
+            for key, value in self._optimizer.state.get(parameter, {}).items()
+        }
+
+    def _saved_optimizer_state(self, shards: Path) -> dict[str, Any]:
+        """Empty tensors for exactly the state that was saved: an optimizer that has not stepped has none."""
+        metadata = dcp.FileSystemReader(shards).read_metadata().state_dict_metadata
+        state: dict[str, Any] = {}
+        for key, saved in metadata.items():
+            if not key.startswith(OPTIMIZER_PREFIX):
+                continue
+            parameter = self._weights.get(key.removeprefix(OPTIMIZER_PREFIX).rpartition("/")[0])
+            if parameter is None:  # of another pipeline rank
+                continue
+            if not isinstance(saved, TensorStorageMetadata):
+                state[key] = None
+            elif isinstance(parameter, DTensor) and saved.size == parameter.shape:
+                state[key] = torch.zeros_like(parameter, dtype=saved.properties.dtype)
+            else:
+                state[key] = torch.zeros(saved.size, dtype=saved.properties.dtype)
+        return state
+
+    def _restore_optimizer(self, flat: dict[str, Any], groups: list[dict[str, Any]]) -> None:
+        assert self._optimizer is not None
+        self._optimizer.state.clear()
+        for key, value in flat.items():
+            name, _, state_key = key.removeprefix(OPTIMIZER_PREFIX).rpartition("/")
+            self._optimizer.state[self._weights[name]][state_key] = value
+        for group, saved in zip(self._optimizer.param_groups, groups, strict=True):
+            group.update(saved)
+
+    def _trainer(self) -> dict[str, Any]:
+        groups = [] if self._optimizer is None else self._optimizer.param_groups
+        return {
+            "mesh": asdict(self._mesh.sizes),
+            "param_groups": [{key: value for key, value in group.items() if key != "params"} for group in groups],
+            "schedule": None if self._schedule is None else self._schedule.state_dict(),
+        }
+
+    def _rng(self) -> dict[str, Tensor]:
+        state = {"cpu": torch.get_rng_state()}
+        if self._mesh.device.type == "cuda":
+            state["cuda"] = torch.cuda.get_rng_state(self._mesh.device)
+        return state
+
+    def _restore_rng(self, path: Path, saved_mesh: dict[str, int]) -> None:
+        """Each rank's own generator; on another mesh there is no such thing, and fresh ones are seeded."""
+        if saved_mesh != asdict(self._mesh.sizes):
+            torch.manual_seed(self._seed + self._mesh.on("dp"))
+            return
+        state = torch.load(path / f"rng_{self._mesh.rank}.pt")
+        torch.set_rng_state(state["cpu"])
+        if "cuda" in state:
+            torch.cuda.set_rng_state(state["cuda"], self._mesh.device)

@@ -1,0 +1,40 @@
+"""Settings of training on DTensor and FSDP2."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from rl_core.config import Config
+
+Style = Literal["colwise", "rowwise", "replicated", "embedding", "head", "experts"]
+"""How a module's parameters are split over tensor-parallel ranks; see `rl_dtensor.parallel.plan`."""
+
+
+class DTensorConfig(Config):
+    enabled: bool | None = None
+    """Train with this backend; where unset, yes unless exactly one other backend is enabled."""
+    dp_replicate_size: int = Field(default=1, gt=0)
+    """Replicas of the sharded parameters (HSDP); the ranks of each replica share one copy."""
+    tensor_parallel_size: int = Field(default=1, gt=0)
+    """Ranks that share each layer's matrices, and the vocabulary."""
+    sequence_parallel: bool = False
+    """Share the tokens between layers over the tensor-parallel ranks, which saves activation memory."""
+    custom_parallel_plan: dict[str, Style] | None = None
+    """Module name (`*` for a layer's number) to how it is split, in place of the family's own plan."""
+    context_parallel_size: int = Field(default=1, gt=0)
+    """Ranks that share the tokens of each row."""
+    context_parallel_method: Literal["all_gather", "ulysses"] = "all_gather"
+    """How attention sees whole rows: keys and values of all ranks are gathered, or each rank takes some heads."""
+    pipeline_parallel_size: int = Field(default=1, gt=0)
+    """Ranks that hold consecutive layers."""
+    pipeline_chunks_per_rank: int = Field(default=1, gt=0)
+    """Runs of consecutive layers that each pipeline rank holds, interleaved with those of the others."""
+    expert_parallel_size: int = Field(default=1, gt=0)
+    """Ranks that share the experts of each layer; they are taken from those that shard parameters."""
+    cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer state in host memory and bring parameters over layer by layer; on
+    `cpu` they are there anyway."""
+    activation_checkpointing: bool = False
+    """Keep only each layer's input and compute the rest again in the backward pass."""

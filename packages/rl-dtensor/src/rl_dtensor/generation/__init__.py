@@ -1,0 +1,1 @@
+"""Generation with a Hugging Face model in process, for machines without vLLM."""

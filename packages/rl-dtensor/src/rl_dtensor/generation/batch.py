@@ -1,0 +1,103 @@
+"""The rows decoded together, one token each per step; rows join and leave between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rl_dtensor.generation.cache import RowCache
+from rl_dtensor.generation.row import Row
+from rl_dtensor.generation.sampling import draw
+
+
+class DecodingBatch:
+    """A continuous batch.
+
+    Rows are padded on the left to the longest; positions count from each row's own first token.
+    """
+
+    def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
+        self._model = model
+        self._device = device
+        self.rows: list[Row] = []
+        self._cache = RowCache()
+        self._lengths: list[int] = []
+
+    @torch.inference_mode()
+    def join(self, rows: Sequence[Row], version: int) -> None:
+        """Read the prompts of these rows, sample the first token of each, and decode on with those that go on."""
+        lengths = [row.num_prompt_tokens for row in rows]
+        columns = max(lengths)
+        tokens = torch.zeros(len(rows), columns, dtype=torch.int64)
+        for index, row in enumerate(rows):
+            tokens[index, columns - lengths[index] :] = torch.from_numpy(row.request.token_ids)
+        cache = RowCache()
+        logits = self._forward(tokens, lengths, cache)
+        going_on = self._sample(rows, logits, version)
+        if not going_on:
+            return
+        if len(going_on) < len(rows):
+            lengths = [lengths[index] for index in going_on]
+            cache.keep(torch.tensor(going_on, device=self._device), columns - max(lengths))
+        if self.rows:
+            self._cache.join(cache)
+        else:
+            self._cache = cache
+        self.rows += [rows[index] for index in going_on]
+        self._lengths += lengths
+
+    @torch.inference_mode()
+    def step(self, version: int) -> None:
+        """Sample one token for every row; those that end leave."""
+        tokens = torch.tensor([[row.tokens[-1]] for row in self.rows])
+        self._lengths = [length + 1 for length in self._lengths]
+        logits = self._forward(tokens, self._lengths, self._cache)
+        self._keep(self._sample(self.rows, logits, version))
+
+    def drop_cancelled(self) -> None:
+        """Let go of rows that nobody waits for any more."""
+        self._keep([index for index, row in enumerate(self.rows) if not row.future.cancelled()])
+
+    def clear(self) -> list[Row]:
+        """Drop all rows and their cache; the rows that were there."""
+        rows, self.rows, self._lengths, self._cache = self.rows, [], [], RowCache()
+        return rows
+
+    def _forward(self, tokens: Tensor, lengths: Sequence[int], cache: RowCache) -> Tensor:
+        """float32 `[rows, vocab]`, logits after the last column; `lengths` count each row's tokens, these included."""
+        num_new = tokens.shape[1]
+        columns = cache.get_seq_length() + num_new
+        start = torch.tensor([[columns - length] for length in lengths])
+        places = torch.arange(columns)[None]
+        mask = places >= start
+        positions = (places[:, columns - num_new :] - start).clamp(min=0)
+        output = self._model(
+            input_ids=tokens.to(self._device),
+            attention_mask=None if bool(mask.all()) else mask.to(self._device),
+            position_ids=positions.to(self._device),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return output.logits[:, -1].float()
+
+    def _sample(self, rows: Sequence[Row], logits: Tensor, version: int) -> list[int]:
+        """Give each row its next token; indices of those that go on."""
+        sampling = [row.request.sampling for row in rows]
+        tokens, logprobs = draw(logits, sampling, [row.uniform for row in rows])
+        pairs = zip(rows, tokens.tolist(), logprobs.tolist(), strict=True)
+        return [index for index, (row, token, logprob) in enumerate(pairs) if not row.append(token, logprob, version)]
+
+    def _keep(self, indices: Sequence[int]) -> None:
+        if len(indices) == len(self.rows):
+            return
+        if not indices:
+            self.clear()
+            return
+        self.rows = [self.rows[index] for index in indices]
+        self._lengths = [self._lengths[index] for index in indices]
+        first_column = self._cache.get_seq_length() - max(self._lengths)
+        self._cache.keep(torch.tensor(indices, device=self._device), first_column)

@@ -1,0 +1,18 @@
+"""Settings of the Hugging Face generator."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from rl_core.config import Config
+
+
+class HFConfig(Config):
+    max_batch_size: int = Field(default=64, gt=0)
+    """Most completions decoded together; further requests wait for a free row."""
+    max_prefill_tokens: int = Field(default=16384, gt=0)
+    """Most tokens, padding included, of one forward pass over prompts; a single longer prompt excepted."""
+    attn_implementation: Literal["sdpa", "eager"] = "sdpa"
+    """Attention of the model; a few models have no `sdpa`."""

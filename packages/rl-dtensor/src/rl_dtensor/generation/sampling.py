@@ -1,0 +1,69 @@
+"""Drawing tokens from logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl_core.generation import SamplingParams
+
+
+def uniforms(seed: int, count: int) -> np.ndarray:
+    """float64 `[count]` in [0, 1), what a request of this seed draws with, whatever is decoded beside it."""
+    return np.random.Generator(np.random.Philox(key=seed % 2**128)).random(count)
+
+
+def draw(logits: Tensor, sampling: Sequence[SamplingParams], uniform: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """One token per row and its processed logprob.
+
+    A row of temperature 0 takes the most likely token; its logprob is that at temperature 1, unfiltered.
+
+    Args:
+        logits: `[rows, vocab]`.
+        uniform: per row, the number in [0, 1) that picks from the cumulative distribution.
+
+    Returns:
+        int64 `[rows]` and float32 `[rows]`.
+    """
+    logprobs = processed_logprobs(logits, sampling)
+    greedy = torch.tensor([params.temperature == 0 for params in sampling], device=logits.device)
+    # float64, so that the last bits of the logits, which depend on the batch, hardly ever move a token
+    cumulative = logprobs.double().exp().cumsum(dim=-1)
+    total = cumulative[:, -1:]
+    threshold = torch.tensor(uniform, dtype=torch.float64, device=logits.device)[:, None] * total
+    threshold = torch.minimum(threshold, torch.nextafter(total, torch.zeros_like(total)))
+    drawn = torch.searchsorted(cumulative, threshold, right=True)
+    tokens = torch.where(greedy[:, None], logits.argmax(dim=-1, keepdim=True), drawn)
+    return tokens[:, 0], logprobs.gather(1, tokens)[:, 0]
+
+
+def processed_logprobs(logits: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
+    """float32 `[rows, vocab]`, logprobs after temperature, top-k and top-p, in this order; -inf where filtered out."""
+    temperature = _column([params.temperature or 1.0 for params in sampling], logits)
+    scaled = logits.float() / temperature
+    filtering = [params for params in sampling if params.temperature > 0]
+    if any(params.top_k for params in filtering) or any(params.top_p < 1 for params in filtering):
+        scaled = _filter(scaled, sampling)
+    return scaled.log_softmax(dim=-1)
+
+
+def _filter(scaled: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
+    """-inf on what top-k and top-p leave out; tokens that tie with the k-th stay, the most likely token always does."""
+    vocab = scaled.shape[-1]
+    top_k = [min(params.top_k or vocab, vocab) if params.temperature > 0 else vocab for params in sampling]
+    top_p = _column([params.top_p if params.temperature > 0 else 1.0 for params in sampling], scaled)
+    ascending, order = scaled.sort(dim=-1, stable=True)
+    last = torch.tensor([[vocab - k] for k in top_k], device=scaled.device)
+    ascending = ascending.masked_fill(ascending < ascending.gather(1, last), -torch.inf)
+    below = ascending.softmax(dim=-1).cumsum(dim=-1)
+    outside = (below <= 1 - top_p) & (top_p < 1)
+    outside[:, -1] = False
+    ascending = ascending.masked_fill(outside, -torch.inf)
+    return torch.empty_like(scaled).scatter_(1, order, ascending)
+
+
+def _column(values: Sequence[float], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=like.device)[:, None]

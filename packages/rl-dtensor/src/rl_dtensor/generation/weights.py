@@ -1,0 +1,75 @@
+"""New weights for a loaded model: taken in by name, and checked before they are served."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from rl_core.errors import WeightSyncError
+from rl_core.torch.digest import digest
+from rl_core.weights import Manifest
+
+
+class WeightAdoption:
+    """One weight version on its way into a model, whose tensors are overwritten in place.
+
+    Raises:
+        WeightSyncError: naming tensors that the model does not have, that the manifest leaves out, of another shape, or
+            sent apart though the model has them tied.
+    """
+
+    def __init__(self, model: nn.Module, manifest: Manifest) -> None:
+        self._model = model
+        self._manifest = manifest
+        self._digests: dict[str, str] = {}
+        tensors = model.state_dict()
+        shapes = {spec.name: spec.shape for spec in manifest.tensors}
+        sources = {name: name for name in shapes} | dict(manifest.tied)
+        self._refuse([name for name in sources if name not in tensors], "the engine has no")
+        wrong = [name for name, source in sources.items() if tuple(tensors[name].shape) != shapes.get(source)]
+        self._refuse(wrong, "the engine has another shape for")
+        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        for tied in _tied_names(tensors):
+            sent = [name for name in tied if name in shapes]
+            self._refuse(sent[1:] and sent, "tied in the engine, yet sent apart:")
+            covered = {sources[name] for name in tied if name in sources}
+            self._refuse([] if covered or not parameters & set(tied) else tied[:1], "it leaves out")
+            for name in tied if covered else ():
+                sources.setdefault(name, next(iter(covered)))
+        self._sources = sources
+
+    @torch.no_grad()
+    def take(self, name: str, tensor: Tensor) -> None:
+        """Overwrite the tensor of this name, and those equal to it, converting to the model's precision."""
+        current = self._model.state_dict()
+        for target, source in self._sources.items():
+            if source == name:
+                current[target].copy_(tensor)
+        self._digests[name] = digest(tensor.to(current[name].dtype))
+
+    def verify(self) -> None:
+        """Check that every tensor the model computes with is the one that arrived.
+
+        Raises:
+            WeightSyncError: naming those that are not, under every name a module reads them by.
+        """
+        current = self._model.state_dict()
+        # a source that never arrived has no digest, which no tensor equals
+        stale = [name for name, source in self._sources.items() if digest(current[name]) != self._digests.get(source)]
+        self._refuse(stale, "the engine computes with a stale")
+
+    def _refuse(self, names: Iterable[str], problem: str) -> None:
+        found = sorted(names)
+        if found:
+            what = f"weight version {self._manifest.version} refused: {problem} {', '.join(found)}"
+            raise WeightSyncError(what, tuple(found))
+
+
+def _tied_names(tensors: dict[str, Tensor]) -> list[list[str]]:
+    """Names that share memory, together; every name is in one list."""
+    groups: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        groups.setdefault(tensor.data_ptr(), []).append(name)
+    return list(groups.values())

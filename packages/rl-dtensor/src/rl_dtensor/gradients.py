@@ -1,0 +1,72 @@
+"""Gradients over all ranks: their norm, and those of a head that pipeline ranks share."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from rl_dtensor.model import ShardedModel
+from rl_dtensor.parallel.fsdp import local
+from rl_dtensor.parallel.mesh import Mesh
+
+
+def grad_norm(model: ShardedModel, mesh: Mesh) -> float:
+    """Norm of the whole gradient, the same on every rank; collective.
+
+    What several ranks hold alike is divided by their number, and a tied head counts where the embedding is.
+    """
+    squares: dict[int, list[Tensor]] = {}
+    for parameter in model.trained():
+        if parameter.grad is not None and not _is_tied_copy(model, parameter):
+            squares.setdefault(_num_copies(parameter.grad), []).append(local(parameter.grad))
+    total = torch.zeros((), device=mesh.device)
+    for copies, grads in squares.items():
+        norms = torch._foreach_norm(grads)
+        total += torch.stack([norm.float() for norm in norms]).to(mesh.device).square().sum() / copies
+    dist.all_reduce(total)
+    return math.sqrt(total.item()) if total.item() >= 0 else math.nan
+
+
+def clip(model: ShardedModel, norm: float, max_norm: float) -> None:
+    """Scale the gradients down to a norm, as `torch.nn.utils.clip_grad_norm_` does."""
+    factor = max_norm / (norm + 1e-6)
+    if factor < 1.0:
+        grads = [local(parameter.grad) for parameter in model.trained() if parameter.grad is not None]
+        torch._foreach_mul_(grads, factor)
+
+
+def sum_tied(model: ShardedModel, mesh: Mesh) -> None:
+    """Add up the gradients of an embedding and of the tied head that another pipeline rank has; collective."""
+    shared = set(model.weights.tied.values())
+    if mesh.sizes.pp == 1 or not shared:
+        return
+    for name in sorted(shared):
+        parameter = model.state().get(name)
+        if parameter is None:  # frozen, or neither the first nor the last stage
+            continue
+        if model.stages_here[0] == 0 or model.stages_here[-1] == model.num_stages - 1:
+            assert parameter.grad is not None
+            dist.all_reduce(local(parameter.grad), group=mesh.ends)
+
+
+def _is_tied_copy(model: ShardedModel, parameter: nn.Parameter) -> bool:
+    """Whether it is a tied head on another rank than the embedding."""
+    if model.num_stages == 1 or not model.weights.tied or not model.chunks[-1].is_last:
+        return False
+    head = model.hf.get_output_embeddings()
+    return isinstance(head, nn.Linear) and head.weight is parameter
+
+
+def _num_copies(grad: Tensor) -> int:
+    """Ranks that hold the same part of a gradient."""
+    if not isinstance(grad, DTensor):
+        return 1
+    copies = 1
+    for size, placement in zip(grad.device_mesh.shape, grad.placements, strict=True):
+        if placement.is_replicate():
+            copies *= size
+    return copies

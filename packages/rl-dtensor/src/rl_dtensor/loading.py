@@ -1,0 +1,57 @@
+"""Values that no file holds: buffers, and new heads."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from rl_dtensor.parallel.fsdp import local, local_slices
+
+
+def rebuild_buffers(hf: PreTrainedModel) -> None:
+    """Fill the buffers that no checkpoint holds (rotary frequencies): building on `meta` leaves them without values.
+
+    Raises:
+        ValueError: naming a buffer that the model's own initialisation leaves unfilled.
+    """
+    transient = dict(hf.named_non_persistent_buffers())
+    owners = {name.rpartition(".")[0] for name in transient}
+    for name, buffer in transient.items():
+        if not buffer.is_floating_point():
+            raise ValueError(
+                f"{hf.config.model_type} models keep {name} outside their checkpoints and cannot be built shard-wise"
+            )
+        buffer.fill_(torch.nan)
+    with torch.no_grad():
+        for owner in sorted(owners):
+            _init_alone(hf, hf.get_submodule(owner))
+    unfilled = [name for name, buffer in transient.items() if buffer.isnan().any()]
+    if unfilled:
+        raise ValueError(f"{hf.config.model_type} models do not say how to fill {', '.join(unfilled)}")
+
+
+def init_head(head: nn.Linear, std: float, seed: int) -> None:
+    """Draw a new head from N(0, std), the same whatever the number of ranks."""
+    full = torch.empty(head.weight.shape).normal_(0.0, std, generator=torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        local(head.weight).copy_(full[local_slices(head.weight)])
+
+
+def _init_alone(hf: PreTrainedModel, module: nn.Module) -> None:
+    """The model's own initialisation of a module's buffers; its parameters, which files fill, are left alone."""
+    held = module._parameters
+    module.__dict__["_parameters"] = {
+        name: None if parameter is None else _filled() for name, parameter in held.items()
+    }
+    try:
+        hf._init_weights(module)
+    finally:
+        module.__dict__["_parameters"] = held
+
+
+def _filled() -> nn.Parameter:
+    """A parameter that `transformers` takes for loaded."""
+    parameter = nn.Parameter(torch.empty(0))
+    parameter._is_hf_initialized = True  # the mark of its own loader
+    return parameter

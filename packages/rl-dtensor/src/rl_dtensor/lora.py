@@ -1,0 +1,99 @@
+"""Low-rank adapters on linear layers, by peft; the weights that leave the model have them merged in."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from peft import LoraConfig as PeftConfig
+from peft import inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rl_core.model_config import LoraConfig
+from rl_dtensor.parallel.fsdp import local, local_slices, whole
+
+ADAPTER = "default"
+BASE = ".base_layer"
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What is added to a weight: `scale * up @ down`.
+
+    Args:
+        down: `[dim, inputs]`.
+        up: `[outputs, dim]`.
+    """
+
+    down: Tensor
+    up: Tensor
+    scale: float
+
+    def merged(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """The whole weight with the adapter, added in float32; collective over the ranks that share it."""
+        total = whole(weight, torch.float32)
+        total = total + self.scale * (whole(self.up, torch.float32) @ whole(self.down, torch.float32))
+        return total.to(dtype)
+
+
+def add_adapters(hf: PreTrainedModel, config: LoraConfig) -> None:
+    """Put adapters on linear layers of a model and freeze everything else but a score head.
+
+    Raises:
+        ValueError: where the config names no linear layer of the model.
+    """
+    targets = adapted_modules(hf, config)
+    if not targets:
+        raise ValueError(
+            f"policy.lora_cfg: target_modules {config.target_modules} less exclude_modules {config.exclude_modules} "
+            f"are no linear layers of {type(hf).__name__}; name some, such as q_proj, or set match_all_linear=true"
+        )
+    peft = PeftConfig(r=config.dim, lora_alpha=config.alpha, lora_dropout=config.dropout, target_modules=targets)
+    inject_adapter_in_model(peft, hf, adapter_name=ADAPTER)
+    score = dict(hf.named_children()).get("score")
+    if score is not None:
+        score.requires_grad_(True)
+
+
+def adapted_modules(hf: PreTrainedModel, config: LoraConfig) -> list[str]:
+    """Names of the linear layers that get an adapter: never the head, nor stacked experts, which are none."""
+    heads = (hf.get_output_embeddings(), dict(hf.named_children()).get("score"))
+    return [
+        name
+        for name, module in hf.named_modules()
+        if isinstance(module, nn.Linear)
+        and not any(module is head for head in heads)
+        and (config.match_all_linear or _ends_with(name, config.target_modules))
+        and not _ends_with(name, config.exclude_modules)
+    ]
+
+
+def _ends_with(name: str, endings: Sequence[str]) -> bool:
+    return any(f".{name}".endswith(f".{ending}") for ending in endings)
+
+
+def adapters_of(hf: PreTrainedModel) -> dict[str, Adapter]:
+    """Name of each weight without adapters in it to its adapter."""
+    return {
+        f"{name}.weight": Adapter(
+            module.lora_A[ADAPTER].weight, module.lora_B[ADAPTER].weight, float(module.scaling[ADAPTER])
+        )
+        for name, module in hf.named_modules()
+        if isinstance(module, LoraLayer)
+    }
+
+
+def init_adapters(hf: PreTrainedModel, seed: int) -> None:
+    """Fill new adapters as peft does, the same on any mesh: what goes down uniform, what comes up zero."""
+    with torch.no_grad():
+        for name, adapter in adapters_of(hf).items():
+            generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
+            bound = 1.0 / math.sqrt(adapter.down.shape[1])
+            full = torch.empty(adapter.down.shape).uniform_(-bound, bound, generator=generator)
+            local(adapter.down).copy_(full[local_slices(adapter.down)])
+            local(adapter.up).zero_()

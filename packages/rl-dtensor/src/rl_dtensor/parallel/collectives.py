@@ -1,0 +1,150 @@
+"""Collectives that gradients flow through."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def enter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The same tensor; its gradient is summed over the group, whose ranks each use it for a part of the work."""
+    out: Tensor = _Enter.apply(x, group)
+    return out
+
+
+def leave(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum over the group; each rank's part gets the whole gradient."""
+    out: Tensor = _Leave.apply(x, group)
+    return out
+
+
+def gather(x: Tensor, dim: int, group: dist.ProcessGroup, *, sums_grad: bool = True) -> Tensor:
+    """All ranks' tensors joined along a dim.
+
+    Args:
+        sums_grad: whether ranks have different gradients, to be summed; otherwise all have the same one.
+    """
+    out: Tensor = _Gather.apply(x, dim, group, sums_grad)
+    return out
+
+
+def scatter_sum(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """This rank's part along a dim of the sum over the group."""
+    out: Tensor = _ScatterSum.apply(x, dim, group)
+    return out
+
+
+def exchange(x: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """Consecutive rows to each rank of the group, and theirs for this one in the order of ranks.
+
+    Args:
+        sent: rows for each rank.
+        received: rows from each rank.
+    """
+    out: Tensor = _Exchange.apply(x, tuple(sent), tuple(received), group)
+    return out
+
+
+def scale_grad(x: Tensor, factor: float) -> Tensor:
+    """The same tensor, its gradient multiplied."""
+    out: Tensor = _ScaleGrad.apply(x, factor)
+    return out
+
+
+def _gathered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, x.contiguous(), group=group)
+    return torch.cat(parts, dim)
+
+
+def _scattered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    parts = [part.contiguous() for part in x.chunk(dist.get_world_size(group), dim)]
+    own = torch.empty_like(parts[0])
+    dist.reduce_scatter(own, parts, group=group)
+    return own
+
+
+def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _summed(grad, ctx.group), None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return _summed(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup, sums_grad: bool) -> Tensor:
+        ctx.dim, ctx.group, ctx.sums_grad = dim, group, sums_grad
+        return _gathered(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.sums_grad:
+            return _scattered(grad, ctx.dim, ctx.group), None, None, None
+        own = grad.chunk(dist.get_world_size(ctx.group), ctx.dim)[dist.get_rank(ctx.group)]
+        return own.contiguous(), None, None, None
+
+
+class _ScatterSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _scattered(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _gathered(grad, ctx.dim, ctx.group), None, None
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, sent: tuple[int, ...], received: tuple[int, ...], group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return _exchanged(x, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _exchanged(grad, ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def _exchanged(x: Tensor, sent: tuple[int, ...], received: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
+    out = x.new_empty((sum(received), *x.shape[1:]))
+    dist.all_to_all_single(out, x.contiguous(), list(received), list(sent), group=group)
+    return out
+
+
+class _ScaleGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad * ctx.factor, None

@@ -1,0 +1,87 @@
+"""Experts split over ranks: each has some of them whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+from transformers import PreTrainedModel
+
+from rl_dtensor.parallel.collectives import exchange
+
+
+def expert_modules(hf: PreTrainedModel) -> list[nn.Module]:
+    """Modules of stacked experts, as `transformers` builds them: called with hidden states, ids and weights."""
+    return [
+        module
+        for name, module in hf.named_modules()
+        if name.endswith(".experts") and "gate_up_proj" in module._parameters
+    ]
+
+
+def mask_foreign_experts(module: Any, rank: int, size: int) -> None:
+    """Have stacked experts, split over the ranks that see the same tokens, add up this rank's alone."""
+    own = module.num_experts // size
+    module.num_experts = own
+    module._is_expert_parallel = True  # an id of `num_experts` then stands for an expert elsewhere
+    original = module.forward
+
+    def forward(hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        local = ids - rank * own
+        is_here = (local >= 0) & (local < own)
+        out: Tensor = original(hidden, local.where(is_here, own), weights.where(is_here, 0.0))
+        return out
+
+    module.forward = forward
+
+
+def dispatch_tokens(module: Any, group: dist.ProcessGroup) -> None:
+    """Have stacked experts, split over ranks that see different tokens, send each token to the ranks of its experts.
+
+    Tokens go out sorted by expert, one copy per choice, and their results come back to be weighted and summed.
+    """
+    size = dist.get_world_size(group)
+    own = module.num_experts // size
+    module.num_experts = own
+    rank = dist.get_rank(group)
+    original = module.forward
+
+    def forward(hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        num_choices = ids.shape[1]
+        flat = ids.flatten()
+        order = flat.argsort(stable=True)
+        per_rank = torch.bincount(flat // own, minlength=size)
+        arriving = torch.empty_like(per_rank)
+        dist.all_to_all_single(arriving, per_rank, group=group)
+        sent, received = per_rank.tolist(), arriving.tolist()
+        tokens = exchange(hidden[order // num_choices], sent, received, group)
+        chosen = exchange(flat[order], sent, received, group) - rank * own
+        if not len(tokens):  # all parameters need a gradient, though a zero one: FSDP2 reduces them together
+            tokens, chosen = torch.cat([tokens, tokens.new_zeros(1, hidden.shape[1])]), chosen.new_zeros(1)
+        outputs = original(tokens, chosen[:, None], tokens.new_ones(len(tokens), 1))[: sum(received)]
+        back = exchange(outputs, received, sent, group)
+        unsorted = torch.empty_like(back).index_copy(0, order, back).view(*ids.shape, -1)
+        return (unsorted * weights[..., None].to(unsorted.dtype)).sum(1)
+
+    module.forward = forward
+
+
+def split_experts(hf: PreTrainedModel, mesh: DeviceMesh) -> list[nn.Module]:
+    """Split all stacked experts of a model on `meta` over the ranks of a mesh of one axis; these modules.
+
+    A rank's experts see the tokens of all ranks, and their gradients are averaged by FSDP2 over fewer ranks than the
+    rest's are: they are scaled down by the difference.
+    """
+    from rl_dtensor.parallel.tensor import distribute, localize
+
+    modules = expert_modules(hf)
+    for module in modules:
+        for name in list(module._parameters):
+            distribute(module, name, mesh, Shard(0))
+        dispatch_tokens(module, mesh.get_group())
+        localize(module, dict.fromkeys(module._parameters, Shard(0)), grad_scale=1.0 / mesh.size())
+    return modules

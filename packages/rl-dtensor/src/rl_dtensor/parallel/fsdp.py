@@ -1,0 +1,68 @@
+"""FSDP2 sharding of a model, and the parts of its tensors that a rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from rl_dtensor.parallel.mesh import Mesh
+
+
+def shard_model(
+    root: nn.Module,
+    layers: Sequence[nn.Module],
+    wide: Sequence[nn.Module],
+    experts: Sequence[nn.Module],
+    *,
+    mesh: Mesh,
+    compute: torch.dtype,
+    cpu_offload: bool,
+) -> None:
+    """Shard each layer, then what remains in the root, over the mesh.
+
+    Computes in `compute`, reduces gradients in float32; FSDP averages over the ranks, so a step scales its loss by
+    their number (a divide factor of its own is easily set on too few modules, and gloo cannot scale).
+
+    Args:
+        layers: gathered and freed one after another.
+        wide: small heads that compute in float32 whatever the rest does.
+        experts: modules that are split over expert-parallel ranks, and sharded over what ranks those leave.
+    """
+    offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if cpu_offload else OffloadPolicy()
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    in_float32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
+
+    def shard(modules: Sequence[nn.Module], over: DeviceMesh, precision: MixedPrecisionPolicy) -> None:
+        for module in modules:
+            fully_shard(module, mesh=over, mp_policy=precision, offload_policy=offload)
+
+    shard(wide, mesh.sharding, in_float32)
+    if experts:
+        shard(experts, mesh.expert_sharding, policy)
+    shard([*layers, root], mesh.sharding, policy)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this rank holds, sharing memory with it."""
+    detached = tensor.detach()
+    return detached.to_local() if isinstance(detached, DTensor) else detached
+
+
+def local_slices(tensor: Tensor) -> tuple[slice, ...]:
+    """Where this rank's part lies in the whole tensor."""
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, extent) for extent in tensor.shape)
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(start, start + extent) for start, extent in zip(offset, shape, strict=True))
+
+
+def whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The whole tensor in a dtype, cast before it is gathered; collective over the ranks that share it."""
+    cast = tensor.detach().to(dtype)
+    return cast.full_tensor() if isinstance(cast, DTensor) else cast

@@ -1,0 +1,170 @@
+"""The process groups of one model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from rl_core.mesh import Coordinates
+from rl_core.model import Rendezvous
+from rl_dtensor.config import DTensorConfig
+from rl_dtensor.parallel.sizes import AxisSizes, combination_problems
+
+CLOSE_TIMEOUT = timedelta(seconds=30)
+
+Direction = Literal["forward", "backward"]
+"""Which way tensors go through a pipeline: activations forward, their gradients backward."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Where this rank is among the ranks of its model.
+
+    Args:
+        sizes: ranks along each axis.
+        device: what it computes on.
+        control: all ranks, on gloo: scalars that decide what every rank does next.
+        axes: `(pp, dp, cp, tp)`, whose groups compute and count together.
+        dense: `(pp, dp_replicate, fsdp, tp)`, over which parameters are split; `fsdp` is `dp_shard x cp`.
+        experts: `(pp, dp_replicate, efsdp, ep)`, over which experts are split where there is expert parallelism.
+        ends: the first and the last rank of this rank's pipeline; None where it is neither.
+        edges: direction and sending pipeline rank, to the group of it and the receiver; of this rank's pipeline.
+    """
+
+    rank: int
+    world_size: int
+    sizes: AxisSizes
+    device: torch.device
+    control: dist.ProcessGroup
+    axes: DeviceMesh
+    dense: DeviceMesh
+    experts: DeviceMesh | None
+    ends: dist.ProcessGroup | None
+    edges: Mapping[tuple[Direction, int], dist.ProcessGroup]
+
+    @classmethod
+    def join(cls, rendezvous: Rendezvous, config: DTensorConfig) -> Mesh:
+        """Meet the other ranks; collective.
+
+        Raises:
+            ValueError: where settings do not go together, or the world is no multiple of what they need.
+        """
+        for problem in combination_problems(config):
+            raise ValueError(f"{problem.key} {problem.message}")
+        world = rendezvous.world_size
+        sizes = AxisSizes.of(config, world)
+        is_cuda = rendezvous.device == "cuda"
+        device = torch.device("cuda", 0) if is_cuda else torch.device("cpu")
+        if is_cuda:
+            torch.cuda.set_device(device)
+        timeout = timedelta(seconds=rendezvous.timeout_s)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
+            init_method=f"tcp://{rendezvous.address}:{rendezvous.port}",
+            rank=rendezvous.rank,
+            world_size=world,
+            timeout=timeout,
+        )
+        return cls(
+            rendezvous.rank,
+            world,
+            sizes,
+            device,
+            dist.new_group(backend="gloo", timeout=timeout),
+            _device_mesh(rendezvous, {"pp": sizes.pp, "dp": sizes.dp, "cp": sizes.cp, "tp": sizes.tp}),
+            _device_mesh(
+                rendezvous, {"pp": sizes.pp, "dp_replicate": sizes.dp_replicate, "fsdp": sizes.fsdp, "tp": sizes.tp}
+            ),
+            _expert_mesh(rendezvous, sizes),
+            _ends(rendezvous.rank, sizes, timeout),
+            _edges(rendezvous.rank, sizes, timeout),
+        )
+
+    @property
+    def coordinates(self) -> Coordinates:
+        """This rank's place; `ep` folds into the others."""
+        index = {axis: self.on(axis) for axis in ("pp", "dp", "cp", "tp")}
+        index["ep"] = 0 if self.experts is None else self.experts.get_local_rank("ep")
+        sizes = self.sizes
+        return Coordinates(index, {"pp": sizes.pp, "dp": sizes.dp, "cp": sizes.cp, "tp": sizes.tp, "ep": sizes.ep})
+
+    def on(self, axis: str) -> int:
+        """This rank's index on `pp`, `dp`, `cp` or `tp`."""
+        return self.axes.get_local_rank(axis)
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """The ranks that differ from this one on `pp`, `dp`, `cp` or `tp` alone."""
+        return self.axes.get_group(axis)
+
+    @property
+    def sharding(self) -> DeviceMesh:
+        """The mesh FSDP2 shards over, `(fsdp,)` or `(dp_replicate, fsdp)`."""
+        return self.dense["fsdp"] if self.sizes.dp_replicate == 1 else self.dense["dp_replicate", "fsdp"]
+
+    @property
+    def expert_sharding(self) -> DeviceMesh:
+        """The mesh FSDP2 shards this rank's experts over, `(efsdp,)` or `(dp_replicate, efsdp)`."""
+        assert self.experts is not None
+        return self.experts["efsdp"] if self.sizes.dp_replicate == 1 else self.experts["dp_replicate", "efsdp"]
+
+    @property
+    def num_gradients(self) -> int:
+        """Gradients that FSDP2 averages: those of ranks with different tokens."""
+        return self.sizes.dp_replicate * self.sizes.fsdp
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        dist.barrier(group=self.control)
+
+    def leave(self) -> None:
+        """Wait a while for the others, then leave the groups: leaving while another still talks aborts its process."""
+        try:
+            dist.monitored_barrier(group=self.control, timeout=CLOSE_TIMEOUT)
+        finally:
+            dist.destroy_process_group()
+
+
+def _device_mesh(rendezvous: Rendezvous, sizes: Mapping[str, int]) -> DeviceMesh:
+    return init_device_mesh(rendezvous.device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def _expert_mesh(rendezvous: Rendezvous, sizes: AxisSizes) -> DeviceMesh | None:
+    if sizes.ep == 1:
+        return None
+    return _device_mesh(
+        rendezvous,
+        {"pp": sizes.pp, "dp_replicate": sizes.dp_replicate, "efsdp": sizes.fsdp // sizes.ep, "ep": sizes.ep},
+    )
+
+
+def _ends(rank: int, sizes: AxisSizes, timeout: timedelta) -> dist.ProcessGroup | None:
+    found = None
+    stride = sizes.dp * sizes.cp * sizes.tp
+    for column in range(stride if sizes.pp > 1 else 0):
+        ranks = [column, column + (sizes.pp - 1) * stride]
+        group = dist.new_group(ranks, timeout=timeout)
+        if rank in ranks:
+            found = group
+    return found
+
+
+def _edges(rank: int, sizes: AxisSizes, timeout: timedelta) -> dict[tuple[Direction, int], dist.ProcessGroup]:
+    """A group per sender and direction: one for both directions could wait in opposite orders at its two ends."""
+    edges = {}
+    stride = sizes.dp * sizes.cp * sizes.tp
+    steps: dict[Direction, int] = {"forward": 1, "backward": -1}
+    for column in range(stride if sizes.pp > 1 else 0):
+        for sender in range(sizes.pp):
+            for direction, step in steps.items():
+                receiver = (sender + step) % sizes.pp
+                ranks = sorted(column + place * stride for place in (sender, receiver))
+                group = dist.new_group(ranks, timeout=timeout)
+                if rank % stride == column:
+                    edges[direction, sender] = group
+    return edges

@@ -1,0 +1,143 @@
+"""Microbatches through the stages of a pipeline; one stage is a pipeline of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl_core.model import Read
+from rl_core.torch.loss import Rows
+from rl_dtensor.layout import Layout
+from rl_dtensor.model import ShardedModel
+from rl_dtensor.parallel.mesh import Direction, Mesh
+from rl_dtensor.parallel.schedule import forward_only, one_forward_one_backward
+
+Microbatch = tuple[Rows, bool]
+"""Rows on the device, and whether they are the rank's own rather than company for other ranks."""
+
+OnLastStage = Callable[[Microbatch, Mapping[str, Tensor]], Any]
+"""From the reads of a microbatch to what its pass returns: its scaled loss, where there is a backward pass."""
+
+
+def run_pipeline(
+    model: ShardedModel,
+    microbatches: Sequence[Callable[[], Microbatch]],
+    reads: Sequence[Read],
+    temperature: float,
+    on_last_stage: OnLastStage,
+    *,
+    mesh: Mesh,
+    backward: bool,
+) -> dict[int, Any]:
+    """Pass all microbatches through all pipeline ranks; on the last, what `on_last_stage` returned for each.
+
+    Args:
+        microbatches: made when their turn comes; as many on every rank.
+        backward: whether to run backwards too.
+    """
+    run = _Run(model, microbatches, reads, temperature, on_last_stage, mesh, backward)
+    order = one_forward_one_backward if backward else forward_only
+    for action in order(mesh.on("pp"), mesh.sizes.pp, len(model.chunks), len(microbatches)):
+        if action.kind == "forward":
+            run.forward(action.chunk, action.microbatch)
+        else:
+            run.backward(action.chunk, action.microbatch)
+    run.wait()
+    return run.results
+
+
+@dataclass
+class _Passed:
+    """What a backward pass needs of its forward pass."""
+
+    entered: Tensor | None
+    left: Tensor
+
+
+@dataclass
+class _Run:
+    model: ShardedModel
+    microbatches: Sequence[Callable[[], Microbatch]]
+    reads: Sequence[Read]
+    temperature: float
+    on_last_stage: OnLastStage
+    mesh: Mesh
+    has_backward: bool
+    results: dict[int, Any] = field(default_factory=dict)
+    _laid_out: dict[int, tuple[Microbatch, Layout]] = field(default_factory=dict)
+    _passed: dict[tuple[int, int], _Passed] = field(default_factory=dict)
+    _sent: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
+
+    def forward(self, chunk: int, index: int) -> None:
+        microbatch, layout = self._lay_out(index)
+        stage = self.model.stages_here[chunk]
+        entered = None
+        if stage > 0:
+            entered = self._receive("forward", layout).requires_grad_(self.has_backward)
+        output = self.model.chunks[chunk](layout, entered, microbatch[0], self.reads, self.temperature)
+        if stage < self.model.num_stages - 1:
+            left = output.to(self.model.compute)
+            self._send("forward", left.detach())
+        else:
+            left = self.on_last_stage(microbatch, output)
+            self.results[index] = left.detach() if isinstance(left, Tensor) else left
+        if self.has_backward:
+            self._passed[chunk, index] = _Passed(entered, left)
+        elif chunk == len(self.model.chunks) - 1:
+            del self._laid_out[index]
+
+    def backward(self, chunk: int, index: int) -> None:
+        passed = self._passed.pop((chunk, index))
+        stage = self.model.stages_here[chunk]
+        grad = None
+        if stage < self.model.num_stages - 1:
+            grad = self._receive("backward", self._lay_out(index)[1])
+        if passed.left.requires_grad:
+            torch.autograd.backward(passed.left, grad)
+        if stage > 0:
+            assert passed.entered is not None
+            assert passed.entered.grad is not None
+            self._send("backward", passed.entered.grad)
+        if chunk == 0:
+            del self._laid_out[index]
+
+    def wait(self) -> None:
+        """Until the neighbours have everything."""
+        for work, _ in self._sent:
+            work.wait()
+        self._sent.clear()
+
+    def _lay_out(self, index: int) -> tuple[Microbatch, Layout]:
+        """A microbatch and its layout, kept until its last pass."""
+        if index not in self._laid_out:
+            microbatch = self.microbatches[index]()
+            self._laid_out[index] = microbatch, self.model.lay_out(microbatch[0])
+        return self._laid_out[index]
+
+    def _send(self, direction: Direction, tensor: Tensor) -> None:
+        rank, size = self.mesh.on("pp"), self.mesh.sizes.pp
+        peer = (rank + (1 if direction == "forward" else -1)) % size
+        group = self.mesh.edges[direction, rank]
+        tensor = tensor.contiguous()
+        work = dist.isend(tensor, group=group, group_dst=_place(rank, peer))
+        assert work is not None
+        self._sent = [(sent, kept) for sent, kept in self._sent if not sent.is_completed()]
+        self._sent.append((work, tensor))
+
+    def _receive(self, direction: Direction, layout: Layout) -> Tensor:
+        rank, size = self.mesh.on("pp"), self.mesh.sizes.pp
+        peer = (rank - (1 if direction == "forward" else -1)) % size
+        group = self.mesh.edges[direction, peer]
+        tensor = torch.empty(self.model.hidden_shape(layout), dtype=self.model.compute, device=self.mesh.device)
+        dist.recv(tensor, group=group, group_src=_place(rank, peer))
+        return tensor
+
+
+def _place(rank: int, peer: int) -> int:
+    """A peer's rank in the group of two."""
+    return 0 if peer < rank else 1

@@ -1,0 +1,129 @@
+"""How the modules of a model are split over tensor-parallel ranks.
+
+A plan says so by module name, with `*` for the number of a layer:
+
+- `colwise`: a linear layer whose outputs are split (query, key, value, gate, up). Its parent is a *block*: what enters
+  the block is whole on every rank, and everything inside works on a part of it.
+- `rowwise`: a linear layer whose inputs are split (output, down); its results are summed over the ranks and leave the
+  block.
+- `replicated`: a module inside a block that every rank has whole (the norms of queries and keys).
+- `experts`: a module of stacked experts, split by expert; its parent, with the router, is a block.
+- `embedding`, `head`: split by vocabulary.
+
+What a plan does not name, every rank has whole.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from rl_dtensor.config import Style
+
+_ATTENTION: dict[str, Style] = {
+    "layers.*.self_attn.q_proj": "colwise",
+    "layers.*.self_attn.k_proj": "colwise",
+    "layers.*.self_attn.v_proj": "colwise",
+    "layers.*.self_attn.o_proj": "rowwise",
+}
+_QUERY_KEY_NORMS: dict[str, Style] = {
+    "layers.*.self_attn.q_norm": "replicated",
+    "layers.*.self_attn.k_norm": "replicated",
+}
+_MLP: dict[str, Style] = {
+    "layers.*.mlp.gate_proj": "colwise",
+    "layers.*.mlp.up_proj": "colwise",
+    "layers.*.mlp.down_proj": "rowwise",
+}
+
+PLANS: Mapping[str, Mapping[str, Style]] = {
+    "llama": {**_ATTENTION, **_MLP},
+    "mistral": {**_ATTENTION, **_MLP},
+    "qwen2": {**_ATTENTION, **_MLP},
+    "qwen3": {**_ATTENTION, **_QUERY_KEY_NORMS, **_MLP},
+    "gemma3_text": {**_ATTENTION, **_QUERY_KEY_NORMS, **_MLP},
+}
+"""Model type to the plan of its layers, below the base model's prefix."""
+
+STYLES_OF_TRANSFORMERS: Mapping[str, Style] = {
+    "colwise": "colwise",
+    "rowwise": "rowwise",
+    "replicated_with_grad_allreduce": "replicated",
+    "moe_tp_experts": "experts",
+}
+"""Words of the plans in `transformers` that say the same; parameters of stacked experts are named there too, and follow
+from `experts` here."""
+
+EXPERT_PARAMETERS = ("packed_colwise", "grouped_gemm")
+
+
+def plan_of(hf: PreTrainedModel, custom: Mapping[str, Style] | None) -> dict[str, Style]:
+    """Every split module's name to its style: the custom plan, or this backend's for the family, or the model's own.
+
+    Raises:
+        ValueError: where there is no plan, it names no module of the model, or says what is not known here.
+    """
+    patterns = _with_vocabulary(hf, custom if custom is not None else _layers_plan(hf))
+    modules = {name.replace(".base_layer", ""): module for name, module in hf.named_modules()}
+    plan: dict[str, Style] = {}
+    for pattern, style in patterns.items():
+        expression = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
+        names = [name for name in modules if expression.fullmatch(name)]
+        if not names and custom is not None:
+            raise ValueError(
+                f"policy.dtensor_cfg.custom_parallel_plan names {pattern!r}, which is no module of "
+                f"{type(hf).__name__}; modules look like {_example(modules)}"
+            )
+        plan.update(dict.fromkeys(names, style))
+    if "colwise" not in plan.values():
+        raise ValueError(f"the plan of {hf.config.model_type} models splits no linear layer; see custom_parallel_plan")
+    return plan
+
+
+def blocks_of(plan: Mapping[str, Style]) -> set[str]:
+    """Names of the modules inside which ranks work on parts."""
+    return {name.rpartition(".")[0] for name, style in plan.items() if style in ("colwise", "experts")}
+
+
+def _layers_plan(hf: PreTrainedModel) -> dict[str, Style]:
+    prefix = f"{hf.base_model_prefix}."
+    kind = hf.config.model_type
+    if kind in PLANS:
+        return {prefix + pattern: style for pattern, style in PLANS[kind].items()}
+    stated = dict(hf.config.base_model_tp_plan or {})
+    experts = {pattern for pattern, word in stated.items() if word == "moe_tp_experts"}
+    plan: dict[str, Style] = {}
+    for pattern, word in stated.items():
+        if pattern.rpartition(".")[0] in experts or word in EXPERT_PARAMETERS:
+            continue
+        if word not in STYLES_OF_TRANSFORMERS:
+            raise ValueError(
+                f"the plan of {kind} models splits {pattern} as {word!r}, which is not supported here; set "
+                "policy.dtensor_cfg.custom_parallel_plan, or tensor_parallel_size=1"
+            )
+        plan[prefix + pattern] = STYLES_OF_TRANSFORMERS[word]
+    if not plan:
+        raise ValueError(
+            f"there is no tensor-parallel plan of {kind} models; set policy.dtensor_cfg.custom_parallel_plan, or "
+            "tensor_parallel_size=1"
+        )
+    return plan
+
+
+def _with_vocabulary(hf: PreTrainedModel, plan: Mapping[str, Style]) -> dict[str, Style]:
+    """The plan, the embedding and the head split by vocabulary."""
+    names = {id(module): name for name, module in hf.named_modules()}
+    found: dict[str, Style] = {}
+    embedding, head = hf.get_input_embeddings(), hf.get_output_embeddings()
+    if isinstance(embedding, nn.Embedding):
+        found[names[id(embedding)]] = "embedding"
+    if isinstance(head, nn.Linear):
+        found[names[id(head)]] = "head"
+    return {**found, **plan}
+
+
+def _example(modules: Mapping[str, nn.Module]) -> str:
+    return next((re.sub(r"\.\d+\.", ".*.", name) for name in modules if name.endswith("q_proj")), "model.layers.*.mlp")

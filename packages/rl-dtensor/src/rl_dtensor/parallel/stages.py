@@ -1,0 +1,120 @@
+"""Consecutive layers of a model, as pipeline ranks hold them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+
+class Absent(nn.Module):
+    """In the place of a module that another pipeline rank has: what comes in goes out."""
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        """The first argument."""
+        return hidden_states
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Which stage of a pipeline has which part of a model.
+
+    Args:
+        layers: name of the list of layers.
+        embedding, final_norm: names of the modules before and after it.
+        num_layers: layers of the whole model.
+        count: stages; with several chunks per rank more than there are ranks.
+    """
+
+    layers: str
+    embedding: str
+    final_norm: str
+    num_layers: int
+    count: int
+
+    @classmethod
+    def of(cls, hf: PreTrainedModel, count: int) -> Stages:
+        """Read off a whole model on `meta`.
+
+        Raises:
+            ValueError: where the model is more than an embedding, a list of layers and a norm, and cannot be cut.
+        """
+        base = hf.base_model
+        prefix = f"{hf.base_model_prefix}."
+        lists = [name for name, child in base.named_children() if isinstance(child, nn.ModuleList)]
+        others = [name for name, child in base.named_children() if any(True for _ in child.parameters())]
+        embedding = next((name for name, child in base.named_children() if child is hf.get_input_embeddings()), "")
+        norms = [name for name in others if name not in (embedding, *lists)]
+        if len(lists) != 1 or len(norms) != 1 or not embedding:
+            raise ValueError(
+                f"{type(hf).__name__} is more than an embedding, a list of layers and a norm ({', '.join(others)}) and "
+                "cannot be cut into stages; set pipeline_parallel_size=1"
+            )
+        num_layers = len(base.get_submodule(lists[0]))
+        return cls(prefix + lists[0], prefix + embedding, prefix + norms[0], num_layers, count)
+
+    def layers_of(self, stage: int) -> range:
+        """As even as can be, the first stages one more."""
+        share, more = divmod(self.num_layers, self.count)
+        start = stage * share + min(stage, more)
+        return range(start, start + share + (stage < more))
+
+    def stage_of(self, name: str) -> int:
+        """Where a parameter of the whole model is."""
+        layer = re.match(rf"{re.escape(self.layers)}\.(\d+)\.", name)
+        if layer:
+            return next(stage for stage in range(self.count) if int(layer[1]) in self.layers_of(stage))
+        return 0 if name.startswith(f"{self.embedding}.") else self.count - 1
+
+    def cut(self, hf: PreTrainedModel, stage: int) -> None:
+        """Take everything out of a whole model that other stages have."""
+        layers = hf.get_submodule(self.layers)
+        assert isinstance(layers, nn.ModuleList)
+        kept = self.layers_of(stage)
+        for index in range(self.num_layers):
+            if index not in kept:
+                layers[index] = Absent()
+        if stage > 0:
+            hf.set_submodule(self.embedding, Absent())
+        if stage < self.count - 1:
+            hf.set_submodule(self.final_norm, Absent())
+            for head in ("lm_head", "score"):
+                if head in dict(hf.named_children()):
+                    hf.set_submodule(head, Absent())
+
+    def check_cut(self, hf: PreTrainedModel, stage: int, layout: dict[str, Any], device: torch.device) -> None:
+        """Pass hidden states through a stage without its own modules.
+
+        Raises:
+            ValueError: where they change: the model does something between its modules that a stage would repeat.
+        """
+        if stage == 0:
+            return
+        layers = hf.get_submodule(self.layers)
+        norm = hf.get_submodule(self.final_norm)
+        assert isinstance(layers, nn.ModuleList)
+        held = list(layers)
+        tokens = layout["position_ids"].shape[1]
+        probe = torch.linspace(-1, 1, tokens * hf.config.hidden_size, device=device).view(1, tokens, -1)
+        try:
+            _fill(layers, [Absent() for _ in held])
+            hf.set_submodule(self.final_norm, Absent())
+            with torch.no_grad():
+                out = hf.base_model(inputs_embeds=probe, use_cache=False, **layout).last_hidden_state
+        finally:
+            _fill(layers, held)
+            hf.set_submodule(self.final_norm, norm)
+        if out.shape != probe.shape or not torch.equal(out, probe):
+            raise ValueError(
+                f"{hf.config.model_type} models change hidden states outside of their layers and cannot be cut into "
+                "stages; set pipeline_parallel_size=1"
+            )
+
+
+def _fill(layers: nn.ModuleList, modules: list[nn.Module]) -> None:
+    for index, module in enumerate(modules):
+        layers[index] = module

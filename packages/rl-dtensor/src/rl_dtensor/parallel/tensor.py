@@ -1,0 +1,226 @@
+"""Tensor and sequence parallelism: parameters are DTensors, modules compute on this rank's part of them.
+
+The modules of `transformers` see plain tensors: while one runs, its parameters are the local ones. Collectives stand at
+the doors of blocks, so no operation is dispatched over a mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from transformers import PreTrainedModel
+
+from rl_dtensor.config import Style
+from rl_dtensor.parallel.collectives import enter, gather, leave, scale_grad, scatter_sum
+from rl_dtensor.parallel.experts import mask_foreign_experts
+from rl_dtensor.parallel.plan import blocks_of
+
+SEQUENCE = 1
+"""The dim of tokens in hidden states `[batch, seq, hidden]`."""
+
+LORA_A, LORA_B = ".lora_A.default", ".lora_B.default"
+
+
+def split_tensors(
+    hf: PreTrainedModel,
+    plan: Mapping[str, Style],
+    mesh: DeviceMesh,
+    *,
+    sequence_parallel: bool,
+    final_norm: str | None,
+    has_split_head: bool,
+) -> None:
+    """Split a model on `meta` over the ranks of a mesh of one axis.
+
+    Args:
+        plan: module name to style; modules that this model lacks are passed over.
+        sequence_parallel: whether tokens are split between blocks.
+        final_norm: name of the module whose output is made whole for the head; None where another rank has the head.
+        has_split_head: whether the head is split, so that ranks have different gradients by its input.
+    """
+    splitter = _Splitter(hf, plan, mesh, sequence_parallel)
+    splitter.split_parameters()
+    if sequence_parallel and final_norm is not None:
+        group = mesh.get_group()
+
+        def whole(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+            return gather(output, SEQUENCE, group, sums_grad=has_split_head)
+
+        hf.get_submodule(final_norm).register_forward_hook(whole)
+
+
+def localize(module: nn.Module, placements: Mapping[str, Placement], grad_scale: float = 1.0) -> None:
+    """Have a module without children compute on the local parts of its DTensor parameters.
+
+    Args:
+        placements: parameter name to the placement of the gradient that its computation gives.
+        grad_scale: multiplies gradients.
+    """
+    original = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        held = module.__dict__["_parameters"]
+        module.__dict__["_parameters"] = {
+            name: None if parameter is None else to_local(parameter, placements[name], grad_scale)
+            for name, parameter in held.items()
+        }
+        try:
+            return original(*args, **kwargs)
+        finally:
+            module.__dict__["_parameters"] = held
+
+    module.forward = forward
+
+
+def to_local(parameter: Tensor, grad: Placement, grad_scale: float = 1.0) -> Tensor:
+    """This rank's part of a parameter, with gradients."""
+    part = parameter.to_local(grad_placements=[grad]) if isinstance(parameter, DTensor) else parameter
+    return part if grad_scale == 1.0 else scale_grad(part, grad_scale)
+
+
+def distribute(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
+    """Replace a parameter on `meta` by a DTensor."""
+    parameter = module._parameters[name]
+    assert parameter is not None
+    split = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
+    module.register_parameter(name, nn.Parameter(split, requires_grad=parameter.requires_grad))
+
+
+class _Splitter:
+    def __init__(
+        self, hf: PreTrainedModel, plan: Mapping[str, Style], mesh: DeviceMesh, sequence_parallel: bool
+    ) -> None:
+        self._hf = hf
+        self._plan = plan
+        self._mesh = mesh
+        self._group = mesh.get_group()
+        self._tokens_are_split = sequence_parallel
+        self._blocks = blocks_of(plan)
+        self._expert_blocks = {name.rpartition(".")[0] for name, style in plan.items() if style == "experts"}
+        self._between: Placement = Partial() if sequence_parallel else Replicate()
+
+    def split_parameters(self) -> None:
+        tied = self._hf.get_output_embeddings()
+        embedding = self._hf.get_input_embeddings()
+        is_tied = (
+            isinstance(tied, nn.Linear) and embedding is not None and tied.weight is embedding._parameters.get("weight")
+        )
+        for name, module in list(self._hf.named_modules()):
+            plain = name.replace(".base_layer", "")
+            if plain in self._blocks:
+                module.register_forward_pre_hook(self._open, with_kwargs=True)
+            if plain in self._expert_blocks:
+                module.register_forward_hook(lambda module, inputs, output: self._close(output))
+            if any(parameter is not None for parameter in module._parameters.values()):
+                self._split(name, plain, module)
+        if is_tied:
+            assert isinstance(tied, nn.Linear)
+            tied.weight = embedding.weight
+
+    def _split(self, name: str, plain: str, module: nn.Module) -> None:
+        owner, is_a, is_b = plain, LORA_A in plain, LORA_B in plain
+        if is_a or is_b:
+            owner = plain.partition(LORA_A if is_a else LORA_B)[0]
+        style = self._plan.get(owner)
+        if is_a and style == "colwise":
+            return self._replicate(module, Partial())
+        if is_b and style == "rowwise":
+            return self._replicate(module, self._between)
+        if style == "colwise" or (style == "head" and not (is_a or is_b)):
+            return self._shard(module, 0)
+        if style == "rowwise":
+            return self._row(module, owner)
+        if style == "embedding" and isinstance(module, nn.Embedding):
+            return self._embedding(module)
+        if style == "experts":
+            return self._experts(module)
+        self._replicate(module, self._placement_of(name, plain))
+        return None
+
+    def _placement_of(self, name: str, plain: str) -> Placement:
+        """Of the gradients of a module that every rank has whole."""
+        if any(plain.startswith(f"{block}.") for block in self._blocks):
+            return Partial()
+        is_after_gathering = plain == "score"
+        return Replicate() if is_after_gathering else self._between
+
+    def _replicate(self, module: nn.Module, grad: Placement) -> None:
+        names = self._distribute(module, dict.fromkeys(module._parameters, Replicate()))
+        localize(module, dict.fromkeys(names, grad))
+
+    def _shard(self, module: nn.Module, dim: int) -> None:
+        names = self._distribute(module, dict.fromkeys(module._parameters, Shard(dim)))
+        localize(module, dict.fromkeys(names, Shard(dim)))
+
+    def _row(self, module: nn.Module, owner: str) -> None:
+        """Products of split inputs are summed before the bias, unless a block of experts sums them at its door."""
+        assert isinstance(module, nn.Linear)
+        self._distribute(module, {"weight": Shard(1), "bias": Replicate()})
+        is_inner = any(owner.startswith(f"{block}.") for block in self._expert_blocks)
+        if is_inner and module.bias is not None:
+            raise ValueError(f"{owner} has a bias inside a block of experts; it cannot be split by rows")
+
+        def forward(x: Tensor) -> Tensor:
+            products = F.linear(x, module.weight)
+            out = products if is_inner else self._close(products)
+            return out if module.bias is None else out + module.bias
+
+        module.forward = forward
+        localize(module, {"weight": Shard(1), "bias": self._between})
+
+    def _embedding(self, module: nn.Embedding) -> None:
+        vocab, padding = module.num_embeddings, module.padding_idx
+        size, rank = self._mesh.size(), self._mesh.get_local_rank()
+        self._distribute(module, {"weight": Shard(0)})
+        start, stop = part_of(vocab, size, rank)
+        module.padding_idx = padding - start if padding is not None and start <= padding < stop else None
+        original = module.forward
+
+        def forward(ids: Tensor) -> Tensor:
+            is_here = (ids >= start) & (ids < stop)
+            rows = original((ids - start).clamp(0, max(stop - start - 1, 0)))
+            return self._close(rows.where(is_here[..., None], 0.0))
+
+        module.forward = forward
+        localize(module, {"weight": Shard(0)})
+
+    def _experts(self, module: nn.Module) -> None:
+        names = self._distribute(module, dict.fromkeys(module._parameters, Shard(0)))
+        mask_foreign_experts(module, self._mesh.get_local_rank(), self._mesh.size())
+        localize(module, dict.fromkeys(names, Shard(0)))
+
+    def _distribute(self, module: nn.Module, placements: Mapping[str, Placement]) -> list[str]:
+        names = list(module._parameters)
+        for name in names:
+            if module._parameters[name] is not None:
+                distribute(module, name, self._mesh, placements[name])
+        return names
+
+    def _open(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Whole tokens for a block; its ranks' gradients by them are parts."""
+        through: Callable[[Tensor], Tensor]
+        if self._tokens_are_split:
+            through = partial(gather, dim=SEQUENCE, group=self._group)
+        else:
+            through = partial(enter, group=self._group)
+        if args:
+            return (through(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": through(kwargs["hidden_states"])}
+
+    def _close(self, products: Tensor) -> Tensor:
+        """The sum over the ranks: of all tokens, or of this rank's."""
+        if self._tokens_are_split:
+            return scatter_sum(products, SEQUENCE, self._group)
+        return leave(products, self._group)
+
+
+def part_of(extent: int, size: int, rank: int) -> tuple[int, int]:
+    """Start and end of a rank's part of a dim, as DTensor splits it."""
+    width = -(-extent // size)
+    return min(width * rank, extent), min(width * (rank + 1), extent)

@@ -1,0 +1,69 @@
+"""The light half of the backend: its config, and where its worker is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rl_core.config import Problem
+from rl_core.registry import BackendPlugin, Requirement
+from rl_dtensor.config import DTensorConfig
+from rl_dtensor.parallel.sizes import combination_problems, num_ranks, shape_problems
+
+
+def check_policy(config: Any) -> Iterable[Problem]:
+    """Problems of the resolved config's `policy` section that this backend would meet."""
+    policy = config.policy
+    if policy.sequence_packing.enabled and policy.dynamic_batching.enabled:
+        yield Problem(
+            "policy.dynamic_batching.enabled",
+            "sequence packing and dynamic batching are both enabled; "
+            "set policy.sequence_packing.enabled=false to pad instead",
+        )
+    if policy.lora_cfg.enabled and policy.lora_cfg.target_modules and policy.lora_cfg.match_all_linear:
+        yield Problem(
+            "policy.lora_cfg.match_all_linear",
+            "puts an adapter on every linear layer, whatever target_modules says; set it to false, or leave "
+            "target_modules empty",
+        )
+    schedules = [entry for entry in policy.scheduler if entry.name is not None]
+    milestones = [entry.milestones for entry in policy.scheduler if entry.milestones is not None]
+    num_milestones = sum(len(steps) for steps in milestones)
+    if len(schedules) > 1 and num_milestones != len(schedules) - 1:
+        yield Problem(
+            "policy.scheduler",
+            f"{len(schedules)} schedules need {len(schedules) - 1} milestones in an entry of their own, "
+            f"got {num_milestones}",
+        )
+    if len(schedules) <= 1 and milestones:
+        yield Problem(
+            "policy.scheduler",
+            f"milestones {milestones} go between schedules, and there are {len(schedules)} of those",
+        )
+
+
+def check_mesh(config: Any) -> Iterable[Problem]:
+    """Problems of the mesh, by itself and with the model where its config is on this machine."""
+    backend = config.policy.dtensor_cfg
+    yield from combination_problems(backend)
+    settings = Path(config.policy.model_name) / "config.json"
+    if settings.is_file():
+        yield from shape_problems(backend, {**json.loads(settings.read_text()), **config.policy.hf_config_overrides})
+
+
+PLUGIN = BackendPlugin(
+    name="dtensor",
+    key="dtensor_cfg",
+    config=DTensorConfig,
+    worker="rl_dtensor.worker:DTensorWorker",
+    requirement=Requirement(
+        "rl-dtensor",
+        extras={"cpu": ("worker",), "cuda": ("worker",)},
+        imports=("torch", "transformers", "safetensors"),
+    ),
+    ranks=num_ranks,
+    checks=(check_policy, check_mesh),
+    preflight="rl_dtensor.preflight:check",
+)

@@ -1,0 +1,26 @@
+"""Checks that need the worker's environment but no model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from rl_core.model_config import ModelConfig, OptimizerConfig, SchedulerConfig
+from rl_core.torch.optimizer import build_optimizer, build_schedule
+
+
+def check(config: Mapping[str, Any]) -> list[str]:
+    """Problems of the `policy` section of a resolved config, as text: the optimizer and the schedules are built on
+    one parameter."""
+    policy = config["policy"]
+    fields = ModelConfig.model_fields
+    optimizer_config = OptimizerConfig.model_validate(policy.get("optimizer", fields["optimizer"].default))
+    schedules = [SchedulerConfig.model_validate(entry) for entry in policy.get("scheduler", [])]
+    try:
+        optimizer = build_optimizer(optimizer_config, [torch.nn.Parameter(torch.zeros(1))])
+        build_schedule(schedules, optimizer)
+    except ValueError as error:
+        return [str(error)]
+    return []

@@ -1,0 +1,281 @@
+"""Does a model family train on every mesh as it does in one process? A tiny random model of it says.
+
+The usage loop::
+
+    with RankPool(4) as pool:
+        for outcome in check_family(pool, read_config(folder, {}), workspace):
+            ...                                   # outcome.is_off(TOLERANCE) where the family is not right yet
+
+Every case trains three steps in float32 and is held against `transformers` (and peft) in float64, row by row, in one
+process; the weight stream is held against the files, bit for bit.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from peft.tuners.lora import LoraLayer
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from rl_core.batch import Batch
+from rl_core.errors import WorkerError
+from rl_core.model import ModelSpec, Rendezvous
+from rl_core.model_config import LoraConfig, ModelConfig, OptimizerConfig, SequencePackingConfig
+from rl_core.ragged import Ragged
+from rl_core.testing.losses import TokenLoss
+from rl_core.testing.pooled_model import PooledModel
+from rl_core.testing.rank_pool import RankPool, free_port
+from rl_core.testing.torch.oracle import Oracle
+from rl_core.testing.torch.received import receive
+from rl_core.torch.model_files import WeightFiles
+from rl_core.weights import Transport
+from rl_dtensor.config import DTensorConfig
+from rl_dtensor.lora import BASE, add_adapters, init_adapters
+from rl_dtensor.names import FileNames
+from rl_dtensor.worker import DTensorWorker
+
+TOLERANCE = 1e-5
+NUM_STEPS = 3
+LENGTHS = (9, 3, 17, 1, 12, 2, 7)
+SGD = OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 0.05, "momentum": 0.9})
+LORA = LoraConfig(enabled=True)
+
+TENSOR = {"tensor_parallel_size": 2}
+CONTEXT = {"context_parallel_size": 2}
+PIPELINE = {"pipeline_parallel_size": 2}
+MESHES: Mapping[str, tuple[int, Mapping[str, Any]]] = {
+    "1": (1, {}),
+    "fsdp2": (2, {}),
+    "hsdp 2x2": (4, {"dp_replicate_size": 2}),
+    "tp2": (2, TENSOR),
+    "tp2+sp": (2, {**TENSOR, "sequence_parallel": True}),
+    "tp2 x fsdp2": (4, TENSOR),
+    "cp2": (2, CONTEXT),
+    "cp2 ulysses": (2, {**CONTEXT, "context_parallel_method": "ulysses"}),
+    "cp2 x fsdp2": (4, CONTEXT),
+    "cp2 x tp2": (4, {**CONTEXT, **TENSOR, "sequence_parallel": True}),
+    "pp2": (2, PIPELINE),
+    "pp2 x fsdp2": (4, PIPELINE),
+    "ep2 x fsdp2": (4, {"expert_parallel_size": 2}),
+}
+"""Name of each mesh to its ranks and settings; the last is for models with experts alone."""
+
+SMALL: Mapping[str, Any] = {
+    "vocab_size": 101,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "sliding_window": 4,
+    "query_pre_attn_scalar": 8,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
+"""Sizes of the tiny model, for those of these fields that the family's config has a value of."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A mesh, the layout of rows on it, and what trains."""
+
+    mesh: str
+    is_packed: bool
+    lora: bool
+
+    def __str__(self) -> str:
+        return f"{self.mesh}, {'packed' if self.is_packed else 'padded'}, {'adapters' if self.lora else 'full'}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How far a case is from one process.
+
+    Args:
+        loss, grad_norm: largest difference over the steps, relative where they are more than 1.
+        weights: largest difference after the last step.
+        inexact: names that the weight stream gets wrong before the first step.
+        refused: why the mesh cannot be, where it is refused.
+    """
+
+    case: Case
+    loss: float = 0.0
+    grad_norm: float = 0.0
+    weights: float = 0.0
+    inexact: tuple[str, ...] = ()
+    refused: str = ""
+
+    def is_off(self, tolerance: float) -> bool:
+        """Whether something differs by more than that."""
+        return not max(self.loss, self.grad_norm, self.weights) <= tolerance or bool(self.inexact)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What one process does, in float64.
+
+    Args:
+        steps: `loss` and `grad_norm` of each step.
+        weights: by name in `transformers`, adapters merged, after the last step.
+    """
+
+    steps: tuple[Mapping[str, float], ...]
+    weights: Mapping[str, Tensor]
+
+
+def check_family(pool: RankPool, config: PreTrainedConfig, workspace: Path) -> Iterator[Outcome]:
+    """Every mesh, packed and padded, and with adapters, on a tiny model of the family.
+
+    Args:
+        pool: of four ranks.
+        workspace: an empty folder.
+    """
+    folder = write_tiny(config, workspace / "tiny")
+    expected = {lora: expect(folder, lora=lora) for lora in (False, True)}
+    for mesh in MESHES:
+        for case in (Case(mesh, True, False), Case(mesh, False, False), Case(mesh, True, True)):
+            try:
+                yield check_case(pool, folder, case, expected[case.lora])
+            except WorkerError as error:
+                if "ValueError" not in str(error):
+                    raise
+                yield Outcome(case, refused=str(error).partition("ValueError: ")[2])
+
+
+def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The family's config at a tiny size, with one layer of each kind and two at least."""
+    fields = config.get_text_config().to_dict()
+    small = {name: value for name, value in SMALL.items() if fields.get(name) is not None}
+    if fields.get("num_key_value_heads") == fields.get("num_attention_heads"):
+        small["num_key_value_heads"] = small["num_attention_heads"]
+    kinds = list(dict.fromkeys(fields.get("layer_types") or ()))
+    if kinds:
+        small["layer_types"] = (kinds * 2)[: max(2, len(kinds))]
+    small["num_hidden_layers"] = max(2, len(kinds))
+    if "max_window_layers" in fields:
+        small["max_window_layers"] = 1
+    return type(config.get_text_config()).from_dict({**fields, **small})
+
+
+def write_tiny(config: PreTrainedConfig, folder: Path, seed: int = 0) -> Path:
+    """A random model of the family at a tiny size, no parameter of it the same as another, as Hugging Face files."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(shrink(config), dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    model.save_pretrained(folder)
+    return folder
+
+
+def expect(folder: Path, *, lora: bool) -> Expected:
+    """Train in one process."""
+    oracle = Oracle(folder)
+    if lora:
+        add_adapters(oracle.model, LORA)
+        init_adapters(oracle.model, ModelSpec().seed)
+        oracle.model.double()
+    steps = tuple(oracle.train_step(make_batch(seed), TokenLoss(), SGD, 1.0) for seed in range(NUM_STEPS))
+    for module in oracle.model.modules():
+        if isinstance(module, LoraLayer):
+            module.merge()
+    weights = {
+        name.replace(BASE, ""): parameter.detach()
+        for name, parameter in oracle.model.named_parameters()
+        if ".lora_" not in name
+    }
+    return Expected(steps, weights)
+
+
+def check_case(pool: RankPool, folder: Path, case: Case, expected: Expected) -> Outcome:
+    """Train on a mesh.
+
+    Raises:
+        WorkerError: where a rank fails, or refuses the mesh.
+    """
+    num_ranks, settings = MESHES[case.mesh]
+    config = ModelConfig(
+        model_name=str(folder),
+        precision="float32",
+        optimizer=SGD,
+        lora_cfg=LORA if case.lora else LoraConfig(),
+        train_micro_batch_size=3,
+        sequence_packing=SequencePackingConfig(enabled=case.is_packed, train_mb_tokens=16),
+    )
+    with PooledModel(pool, "rl_dtensor.selfcheck:build", config, ModelSpec(), num_ranks, **settings) as model:
+        before = _streamed(model)
+        steps = [model.train_step(make_batch(seed), TokenLoss()) for seed in range(NUM_STEPS)]
+        after = _streamed(model)
+    files = WeightFiles.of(folder)
+    with files.open() as opened:
+        source = {name: opened.read(name, ()) for name in files.file_of}
+    inexact = [name for name in {*source, *before} if name not in source or not _same(before.get(name), source[name])]
+    outcome = Outcome(case, inexact=tuple(sorted(inexact)))
+    for found, wanted in zip(steps, expected.steps, strict=True):
+        outcome = replace(
+            outcome,
+            loss=max(outcome.loss, _difference(found["loss"], wanted["loss"])),
+            grad_norm=max(outcome.grad_norm, _difference(found["grad_norm"], wanted["grad_norm"])),
+        )
+    return replace(outcome, weights=_weight_difference(folder, after, expected.weights))
+
+
+def build(config: ModelConfig, spec: ModelSpec, rendezvous: Rendezvous, **settings: Any) -> DTensorWorker:
+    """A worker in a process of the pool."""
+    return DTensorWorker(config, DTensorConfig(**settings), spec, rendezvous)
+
+
+def make_batch(seed: int) -> Batch:
+    """Random rows with the columns that `TokenLoss` needs."""
+    rng = np.random.default_rng(seed)
+    tokens = Ragged.from_rows([rng.integers(0, SMALL["vocab_size"], length) for length in LENGTHS], dtype=np.int32)
+    mask = (rng.random(len(tokens.values)) < 0.7).astype(np.int8)
+    weights = rng.normal(size=len(mask)).astype(np.float32)
+    return Batch({"tokens": tokens, "loss_mask": tokens.like(mask), "weights": tokens.like(weights)})
+
+
+def _streamed(model: PooledModel) -> dict[str, Tensor]:
+    manifest = model.manifest(1)
+    transport = Transport("collective", f"127.0.0.1:{free_port()}", 1, bucket_bytes=4096, timeout_s=60)
+    received: list[dict[str, Tensor]] = []
+    receiver = threading.Thread(target=lambda: received.append(receive(manifest, transport)[0]))
+    receiver.start()
+    model.send(manifest, transport)
+    receiver.join(60)
+    return received[0]
+
+
+def _weight_difference(folder: Path, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
+    """Over all weights, those of the files put together as `transformers` does."""
+    with torch.device("meta"):
+        hf = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    names = FileNames(hf)
+    largest = 0.0
+    for name, tensor in wanted.items():
+        for piece in names.pieces(name, tuple(tensor.shape)):
+            part = tensor[piece.region] if piece.region else tensor
+            largest = max(largest, float((found[piece.name] - part).abs().max()))
+    return largest
+
+
+def _same(found: Tensor | None, wanted: Tensor) -> bool:
+    return found is not None and found.dtype == wanted.dtype and torch.equal(found, wanted)
+
+
+def _difference(found: float, wanted: float) -> float:
+    return abs(found - wanted) / max(1.0, abs(wanted))

@@ -1,0 +1,146 @@
+"""Forward passes and the optimizer step over this rank's microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from rl_core.batch import TOKENS, Batch
+from rl_core.errors import RLError
+from rl_core.metrics import Metric
+from rl_core.microbatch import PAIR, Batching
+from rl_core.model import Loss, Read
+from rl_core.ragged import Ragged
+from rl_core.torch.reads import ROW_READS
+from rl_core.torch.rows import idle_rows, to_rows
+from rl_core.torch.step import LossPass, idle
+from rl_dtensor.gradients import clip, grad_norm, sum_tied
+from rl_dtensor.model import ShardedModel
+from rl_dtensor.parallel.mesh import Mesh
+from rl_dtensor.parallel.pipeline import Microbatch, run_pipeline
+
+
+def run_reads(
+    model: ShardedModel, batch: Batch, reads: Sequence[Read], *, temperature: float, batching: Batching, mesh: Mesh
+) -> Batch | None:
+    """Columns of the reads for this rank's rows, in their order, on ranks that lead their shard; collective."""
+    batch = batch.only([name for name in batch if name in (TOKENS, PAIR)]).local()
+    plan = plan_alike(model, batch, batching, mesh)
+    tokens = batch.only([TOKENS])
+
+    def collect(microbatch: Microbatch, columns: Mapping[str, Tensor]) -> dict[str, np.ndarray] | None:
+        return {name: column.cpu().numpy() for name, column in columns.items()} if microbatch[1] else None
+
+    model.train(False)
+    with torch.no_grad():
+        made = _on_device(tokens, plan, mesh)
+        results = run_pipeline(model, made, reads, temperature, collect, mesh=mesh, backward=False)
+    model.reshard_all()
+    if not mesh.coordinates.leads:
+        return None
+    parts = [results[index] for index in sorted(results) if results[index] is not None]
+    order = np.concatenate([*plan, np.zeros(0, dtype=np.int64)]).astype(np.int64)
+    return Batch({name: column for read in reads for name, column in _columns(read, parts, tokens, order).items()})
+
+
+def run_evaluation(
+    model: ShardedModel, batch: Batch, loss: Loss, *, batching: Batching, mesh: Mesh
+) -> dict[str, Metric]:
+    """This rank's metrics of the loss without a step, where it leads its shard; collective."""
+    loss_pass = LossPass(loss, batch, mesh.group("dp"))
+    made = _on_device(loss_pass.columns, plan_alike(model, loss_pass.columns, batching, mesh), mesh)
+
+    def measure(microbatch: Microbatch, columns: Mapping[str, Tensor]) -> None:
+        if microbatch[1]:
+            loss_pass.microbatch(microbatch[0], columns)
+
+    model.train(False)
+    with torch.no_grad():
+        run_pipeline(model, made, loss.reads, loss.temperature, measure, mesh=mesh, backward=False)
+    model.reshard_all()
+    return loss_pass.metrics() if mesh.coordinates.leads else {}
+
+
+def run_train_step(
+    model: ShardedModel,
+    batch: Batch,
+    loss: Loss,
+    *,
+    optimizer: Optimizer,
+    schedule: LRScheduler | None,
+    max_grad_norm: float | None,
+    batching: Batching,
+    mesh: Mesh,
+) -> dict[str, Metric]:
+    """Gradients over all microbatches, then one optimizer and schedule step; collective.
+
+    Raises:
+        RLError: where the gradient is not finite; nothing is stepped then.
+    """
+    loss_pass = LossPass(loss, batch, mesh.group("dp"))
+    made = _on_device(loss_pass.columns, plan_alike(model, loss_pass.columns, batching, mesh), mesh)
+
+    def share(microbatch: Microbatch, columns: Mapping[str, Tensor]) -> Tensor:
+        part = loss_pass.microbatch(microbatch[0], columns) if microbatch[1] else idle(columns)
+        return part * mesh.num_gradients  # FSDP averages over them
+
+    model.train(True)
+    run_pipeline(model, made, loss.reads, loss.temperature, share, mesh=mesh, backward=True)
+    sum_tied(model, mesh)
+    norm = grad_norm(model, mesh)
+    if not np.isfinite(norm):
+        optimizer.zero_grad(set_to_none=True)
+        raise RLError(f"the gradient norm is {norm}; the step was not taken")
+    if max_grad_norm is not None:
+        clip(model, norm, max_grad_norm)
+    lr = optimizer.param_groups[0]["lr"]
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    if schedule is not None:
+        schedule.step()
+    if not mesh.coordinates.leads:
+        return {}
+    return {
+        **loss_pass.metrics(),
+        "grad_norm": Metric(norm, reduction="max"),
+        "lr": Metric(float(lr), reduction="max"),
+    }
+
+
+def plan_alike(model: ShardedModel, batch: Batch, batching: Batching, mesh: Mesh) -> list[np.ndarray]:
+    """Microbatches of this rank's shard, as many as on every other rank, and as interleaved stages want them."""
+    count = torch.tensor(len(batching.plan(batch)))
+    dist.all_reduce(count, op=dist.ReduceOp.MAX, group=mesh.control)
+    multiple = mesh.sizes.pp if len(model.chunks) > 1 else 1
+    return batching.plan(batch, min_count=-(-int(count) // multiple) * multiple)
+
+
+def _on_device(batch: Batch, plan: Sequence[np.ndarray], mesh: Mesh) -> list[Callable[[], Microbatch]]:
+    def make(rows: np.ndarray) -> Microbatch:
+        if not len(rows):
+            return idle_rows(mesh.device), False
+        return to_rows(batch.select(rows), mesh.device), True
+
+    return [partial(make, rows) for rows in plan]
+
+
+def _columns(
+    read: Read, parts: Sequence[dict[str, np.ndarray]], tokens: Batch, order: np.ndarray
+) -> dict[str, Ragged | np.ndarray]:
+    """Results of all microbatches, put back into the order of the batch's rows."""
+    back = np.argsort(order)
+    offsets = tokens.select(order).ragged(TOKENS).offsets
+    columns: dict[str, Ragged | np.ndarray] = {}
+    for name in read.columns:
+        inner = (read.k,) if read.name == "topk" else ()
+        empty = np.zeros((0, *inner), dtype=np.int32 if name == "topk_ids" else np.float32)
+        values = np.concatenate([empty, *(part[name] for part in parts)]).astype(empty.dtype)
+        columns[name] = values[back] if read.name in ROW_READS else Ragged(values, offsets).select(back)
+    return columns

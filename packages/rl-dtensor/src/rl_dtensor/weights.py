@@ -1,0 +1,215 @@
+"""The weights of a whole model by their names in its files, of which a rank holds parts of some."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rl_core.torch.model_files import OpenWeights, WeightFiles
+from rl_core.weights import TensorSpec
+from rl_dtensor.lora import BASE, Adapter, adapters_of
+from rl_dtensor.names import FileNames, Piece
+from rl_dtensor.parallel.fsdp import local, local_slices, whole
+from rl_dtensor.parallel.mesh import Mesh
+
+SHOWN = 8
+"""Most names that an error spells out."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A parameter or persistent buffer of the whole model."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: tuple[Piece, ...]
+    stage: int
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """Everything that the model's files hold.
+
+    Args:
+        entries: in the model's order, a shared parameter once.
+        tied: each further name of a shared parameter to its first.
+    """
+
+    entries: tuple[Entry, ...]
+    tied: Mapping[str, str]
+    ignored: tuple[str, ...]
+    kind: str
+
+    @classmethod
+    def of(cls, hf: PreTrainedModel, stage_of: Callable[[str], int]) -> Catalog:
+        """Read off a whole model on `meta`, without adapters."""
+        names = FileNames(hf)
+        entries = [
+            Entry(
+                name,
+                tuple(tensor.shape),
+                tensor.dtype,
+                tuple(names.pieces(name, tuple(tensor.shape))),
+                stage_of(name),
+            )
+            for name, tensor in persistent(hf).items()
+        ]
+        ignored = (*(hf._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$")
+        return cls(tuple(entries), tied_names(hf), ignored, type(hf).__name__)
+
+
+class Weights:
+    """This rank's part of the weights of a model.
+
+    Args:
+        catalog: of the whole model.
+        chunks: the parts of it that this rank holds, sharded.
+    """
+
+    def __init__(self, catalog: Catalog, chunks: Sequence[PreTrainedModel], mesh: Mesh) -> None:
+        self.catalog = catalog
+        self._mesh = mesh
+        self._tensors: dict[str, Tensor] = {}
+        self._adapters: dict[str, Adapter] = {}
+        for hf in chunks:
+            for name, tensor in persistent(hf).items():
+                plain = name.replace(BASE, "")
+                self._tensors.setdefault(catalog.tied.get(plain, plain), tensor)
+            self._adapters.update(adapters_of(hf))
+
+    @property
+    def tied(self) -> Mapping[str, str]:
+        """Each further name of a shared parameter to its first."""
+        return self.catalog.tied
+
+    def load(self, files: WeightFiles, *, new: Iterable[str] = (), foreign: Iterable[str] = ()) -> None:
+        """Fill this rank's parts from the files.
+
+        Args:
+            new: names that the files need not have; those they lack are left alone.
+            foreign: names that the files may have beside the model's own.
+
+        Raises:
+            ValueError: naming weights that are missing, unexpected, or of another shape.
+        """
+        sources = {entry.name: self._sources(entry, files.file_of) for entry in self.catalog.entries}
+        missing = [
+            piece.name
+            for entry in self.catalog.entries
+            for piece in entry.pieces
+            if sources[entry.name] is None and entry.name not in set(new) and piece.name not in files.file_of
+        ]
+        known = {piece.name for found in sources.values() for piece in found or ()}
+        known |= {*self.tied, *(entry.name for entry in self.catalog.entries), *foreign}
+        ignored = [re.compile(pattern) for pattern in self.catalog.ignored]
+        unexpected = [name for name in files.file_of if name not in known and not any(p.search(name) for p in ignored)]
+        if missing or unexpected:
+            raise ValueError(
+                f"the weights in {files.folder} are not those of a {self.catalog.kind}: "
+                f"missing {_shown(missing)}; unexpected {_shown(unexpected)}"
+            )
+        with files.open() as opened, torch.no_grad():
+            for name, target in self._tensors.items():
+                for piece in sources[name] or ():
+                    _copy(opened, piece, target)
+
+    def specs(self, dtype: str) -> list[TensorSpec]:
+        """All tensors of the files, floating ones in a dtype."""
+        return [
+            TensorSpec(piece.name, piece.shape, _dtype_of(entry, dtype))
+            for entry in self.catalog.entries
+            for piece in entry.pieces
+        ]
+
+    def stream(self, dtype: str) -> Iterator[list[tuple[str, Tensor]]]:
+        """Parameter by parameter its whole tensors, adapters merged, in the order of `specs`; collective, on all
+        ranks."""
+        for entry in self.catalog.entries:
+            tensor = self._whole(entry, getattr(torch, _dtype_of(entry, dtype)))
+            yield [(piece.name, tensor[piece.region] if piece.region else tensor) for piece in entry.pieces]
+
+    def _whole(self, entry: Entry, dtype: torch.dtype) -> Tensor:
+        """A whole tensor, on the ranks of every stage."""
+        is_here = self._mesh.on("pp") == entry.stage % self._mesh.sizes.pp
+        if is_here:
+            tensor = self._tensors[entry.name]
+            adapter = self._adapters.get(entry.name)
+            gathered = whole(tensor, dtype) if adapter is None else adapter.merged(tensor, dtype)
+            gathered = gathered.to(self._mesh.device).contiguous()
+        else:
+            gathered = torch.empty(entry.shape, dtype=dtype, device=self._mesh.device)
+        if self._mesh.sizes.pp > 1:
+            dist.broadcast(gathered, group=self._mesh.group("pp"), group_src=entry.stage % self._mesh.sizes.pp)
+        return gathered
+
+    def _sources(self, entry: Entry, available: Mapping[str, str]) -> list[Piece] | None:
+        """What to read a weight from: its pieces, or one tensor under its own or a tied name."""
+        if all(piece.name in available for piece in entry.pieces):
+            return list(entry.pieces)
+        names = [entry.name, *(alias for alias, owner in self.tied.items() if owner == entry.name)]
+        found = next((name for name in names if name in available), None)
+        return None if found is None else [Piece(found, (), entry.shape)]
+
+
+def persistent(hf: PreTrainedModel) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name, a shared one once, without adapters."""
+    transient = {name for name, _ in hf.named_non_persistent_buffers()}
+    buffers = {name: buffer for name, buffer in hf.named_buffers() if name not in transient}
+    parameters = {name: parameter for name, parameter in hf.named_parameters() if ".lora_" not in name}
+    return {**parameters, **buffers}
+
+
+def tied_names(hf: PreTrainedModel) -> dict[str, str]:
+    """Each further name of a shared parameter, to its first name."""
+    first: dict[int, str] = {}
+    tied = {}
+    for name, parameter in hf.named_parameters(remove_duplicate=False):
+        owner = first.setdefault(id(parameter), name)
+        if owner != name:
+            tied[name] = owner
+    return tied
+
+
+def _dtype_of(entry: Entry, dtype: str) -> str:
+    return dtype if entry.dtype.is_floating_point else str(entry.dtype).removeprefix("torch.")
+
+
+def _copy(opened: OpenWeights, piece: Piece, target: Tensor) -> None:
+    """Read what a rank holds of a piece into its part of the parameter."""
+    if opened.shape(piece.name) != piece.shape:
+        raise ValueError(
+            f"weight {piece.name} has shape {opened.shape(piece.name)}, the model's config says {piece.shape}; "
+            "check hf_config_overrides"
+        )
+    part = local(target)
+    if not part.numel():
+        return
+    held = local_slices(target)
+    region = (*piece.region, *(slice(None),) * (len(held) - len(piece.region)))
+    into: list[int | slice] = []
+    taken: list[slice] = []
+    for wanted, own, extent in zip(region, held, target.shape, strict=True):
+        if isinstance(wanted, int):
+            if not own.start <= wanted < own.stop:
+                return
+            into.append(wanted - own.start)
+            continue
+        start, stop, _ = wanted.indices(extent)
+        first, last = max(start, own.start), min(stop, own.stop)
+        if first >= last:
+            return
+        into.append(slice(first - own.start, last - own.start))
+        taken.append(slice(first - start, last - start))
+    part[tuple(into)].copy_(opened.read(piece.name, tuple(taken)))
+
+
+def _shown(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return (", ".join(names[:SHOWN]) or "none") + more

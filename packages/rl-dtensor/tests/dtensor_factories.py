@@ -1,0 +1,42 @@
+"""Workers for the conformance suite, built in the processes of a rank pool."""
+
+from rl_core.model import ModelSpec, Rendezvous
+from rl_core.model_config import ModelConfig
+from rl_core.testing.rank_pool import Rank
+from rl_core.torch.logprobs import LogitTransform
+from rl_core.torch.transport import ipc
+from rl_dtensor import export, model
+from rl_dtensor.config import DTensorConfig
+from rl_dtensor.worker import DTensorWorker
+
+
+def build(config: ModelConfig, spec: ModelSpec, rendezvous: Rendezvous, **settings: object) -> DTensorWorker:
+    return DTensorWorker(config, DTensorConfig(**settings), spec, rendezvous)
+
+
+def limit_file_bytes(rank: Rank, limit: int) -> None:
+    """Have this process split exports at `limit` bytes."""
+    export.FILE_BYTES = limit
+
+
+def forget_transforms(rank: Rank) -> None:
+    """Have this process build models as if no family did anything to its logits."""
+    rank.held["logit_transform"] = model.logit_transform
+    model.logit_transform = lambda config: LogitTransform()
+
+
+def recall_transforms(rank: Rank) -> None:
+    """Undo `forget_transforms`."""
+    model.logit_transform = rank.held.pop("logit_transform")
+
+
+def meet_apart(rank: Rank) -> None:
+    """Have senders of this process wait where only receivers of its rank look, as senders on GPUs do."""
+    original = ipc._meeting_place
+    rank.held["meeting_place"] = original
+    ipc._meeting_place = lambda transport, device: f"{original(transport, device)}/{rank.rendezvous.rank}"
+
+
+def meet_again(rank: Rank) -> None:
+    """Undo `meet_apart`."""
+    ipc._meeting_place = rank.held.pop("meeting_place")

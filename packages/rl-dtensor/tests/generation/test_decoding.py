@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config
+
+from rl_core.errors import ConfigError, GeneratorError
+from rl_core.generation import GenerationRequest, Placement, SamplingParams
+from rl_core.model_config import GenerationConfig, ModelConfig
+from rl_core.rollout import Completion
+from rl_core.testing.torch.reference_model import ReferenceModel, write_reference_model
+from rl_dtensor.generation.config import HFConfig
+from rl_dtensor.generation.generator import HFGenerator
+
+SMALL = {
+    "vocab_size": 120,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+FAMILIES: dict[str, Any] = {
+    "llama": LlamaConfig(**SMALL, head_dim=8),
+    "qwen2": Qwen2Config(**SMALL),
+    "mistral": MistralConfig(**SMALL, sliding_window=6, head_dim=8),
+    "gemma2": Gemma2Config(**SMALL, sliding_window=6, head_dim=8, query_pre_attn_scalar=8, attn_logit_softcapping=None),
+    "gpt2": GPT2Config(
+        vocab_size=120, n_embd=32, n_layer=2, n_head=4, initializer_range=0.2, bos_token_id=1, eos_token_id=2
+    ),
+}
+
+
+def _config(folder: Path, **changes: Any) -> ModelConfig:
+    settings = {"precision": "float32", "max_total_sequence_length": 128, "logprob_chunk_size": 5, **changes}
+    return ModelConfig(model_name=str(folder), **settings)
+
+
+def _generate(
+    model: ModelConfig, requests: Sequence[GenerationRequest], backend: HFConfig | None = None
+) -> list[Completion]:
+    async def run() -> list[Completion]:
+        generator = HFGenerator(GenerationConfig(backend="hf"), backend or HFConfig(), model, Placement("cpu"))
+        await generator.start()
+        try:
+            return await asyncio.gather(*[generator.generate(request) for request in requests])
+        finally:
+            await generator.close()
+
+    return asyncio.run(run())
+
+
+def _requests(count: int) -> list[GenerationRequest]:
+    draws = np.random.default_rng(0)
+    return [
+        GenerationRequest(draws.integers(3, 120, 1 + 7 * (seed % 5)).astype(np.int32), SamplingParams(4 + seed), seed)
+        for seed in range(count)
+    ]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_of_any_length_get_the_logprobs_of_a_plain_forward_pass(
+    family: str, attention: Any, tmp_path: Path
+) -> None:
+    torch.manual_seed(3)
+    reference = AutoModelForCausalLM.from_config(FAMILIES[family], attn_implementation="eager").eval()
+    reference.save_pretrained(tmp_path)
+    requests = _requests(9)
+    # few places and a small prefill, so that rows join and leave while others are under way
+    backend = HFConfig(max_batch_size=4, max_prefill_tokens=40, attn_implementation=attention)
+    for request, completion in zip(requests, _generate(_config(tmp_path), requests, backend), strict=True):
+        tokens = torch.from_numpy(np.concatenate([request.token_ids, completion.token_ids])).long()
+        with torch.no_grad():
+            logprobs = reference(tokens[None, :-1]).logits[0].log_softmax(-1)
+        expected = logprobs.gather(1, tokens[1:, None])[len(request.token_ids) - 1 :, 0]
+        assert len(completion.token_ids) == request.sampling.max_new_tokens
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5)
+
+
+def test_the_size_of_the_batch_changes_no_token(tmp_path: Path) -> None:
+    model = _config(write_reference_model(tmp_path, seed=0))
+    requests = _requests(12)
+    together = _generate(model, requests)
+    for size in (1, 3):
+        apart = _generate(model, requests, HFConfig(max_batch_size=size, max_prefill_tokens=1))
+        assert [c.token_ids.tolist() for c in apart] == [c.token_ids.tolist() for c in together]
+
+
+def test_precision_is_the_models(tmp_path: Path) -> None:
+    write_reference_model(tmp_path, seed=0)
+    request = _requests(3)[2]
+    completion = _generate(_config(tmp_path, precision="bfloat16"), [request])[0]
+    expected = ReferenceModel(tmp_path).completion_logprobs(request.token_ids, completion.token_ids)
+    error = np.abs(completion.logprobs - expected).max()
+    assert 1e-4 < error < 0.3
+
+
+def test_overrides_reach_the_model_and_unknown_ones_are_named(tmp_path: Path) -> None:
+    write_reference_model(tmp_path, seed=0)
+    requests = _requests(2)
+    plain = _generate(_config(tmp_path), requests)
+    other = _generate(_config(tmp_path, hf_config_overrides={"rms_norm_eps": 10.0}), requests)
+    assert not np.allclose(plain[1].logprobs[:1], other[1].logprobs[:1])
+    with pytest.raises(ConfigError, match="rms_norm_epsilon"):
+        _generate(_config(tmp_path, hf_config_overrides={"rms_norm_epsilon": 10.0}), requests)
+
+
+def test_layers_that_keep_more_than_keys_and_values_are_refused(tmp_path: Path) -> None:
+    from transformers import Qwen3NextConfig
+
+    Qwen3NextConfig(**SMALL, head_dim=8).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="linear_attention"):
+        _generate(_config(tmp_path), _requests(1))
+
+
+def test_attention_that_would_drop_the_softcap_is_refused(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = Gemma2Config(**SMALL, sliding_window=6, head_dim=8, attn_logit_softcapping=5.0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="attn_implementation=eager"):
+        _generate(_config(tmp_path), _requests(1))
+    assert _generate(_config(tmp_path), _requests(1), HFConfig(attn_implementation="eager"))
+
+
+def test_an_engine_that_dies_fails_what_is_in_flight_and_all_that_follows(tmp_path: Path) -> None:
+    model = _config(write_reference_model(tmp_path, seed=0), max_total_sequence_length=1024)
+
+    async def run() -> None:
+        generator = HFGenerator(GenerationConfig(backend="hf"), HFConfig(), model, Placement("cpu"))
+        await generator.start()
+        flying = asyncio.create_task(
+            generator.generate(GenerationRequest(np.array([5], np.int32), SamplingParams(900), 0))
+        )
+        await asyncio.sleep(0.05)
+        norm = generator._engine.model.model.norm
+        # between two steps the model breaks, as it does where a device fails
+        await asyncio.wrap_future(generator._engine.call(lambda: setattr(norm.weight, "data", torch.zeros(3))))
+        with pytest.raises(GeneratorError, match="died"):
+            await flying
+        with pytest.raises(GeneratorError, match="died"):
+            await generator.generate(_requests(1)[0])
+        with pytest.raises(GeneratorError, match="died"):
+            await generator.health()
+        await generator.close()
+
+    asyncio.run(run())
+
+
+def test_close_fails_what_is_in_flight_and_held_back(tmp_path: Path) -> None:
+    model = _config(write_reference_model(tmp_path, seed=0), max_total_sequence_length=1024)
+
+    async def run() -> None:
+        generator = HFGenerator(GenerationConfig(backend="hf"), HFConfig(), model, Placement("cpu"))
+        await generator.start()
+        request = GenerationRequest(np.array([5], np.int32), SamplingParams(900), 0)
+        flying = asyncio.create_task(generator.generate(request))
+        await asyncio.sleep(0.05)
+        generator._serving.clear()
+        held_back = asyncio.create_task(generator.generate(request))
+        await asyncio.sleep(0)
+        await generator.close()
+        for task in (flying, held_back):
+            with pytest.raises(GeneratorError, match="closed"):
+                await task
+
+    asyncio.run(run())
+
+
+def test_a_missing_model_is_the_error_of_start(tmp_path: Path) -> None:
+    with pytest.raises((OSError, ValueError)):
+        _generate(_config(tmp_path / "nothing"), _requests(1))

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from rl_core.errors import WeightSyncError
+from rl_core.weights import Manifest, TensorSpec
+from rl_dtensor.generation.weights import WeightAdoption
+
+
+class Model(nn.Module):
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(6, 4)
+        self.middle = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 6, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+
+def _manifest(*names: str, tied: bool) -> Manifest:
+    shapes = {"embed.weight": (6, 4), "middle.weight": (4, 4), "middle.bias": (4,), "head.weight": (6, 4)}
+    specs = tuple(TensorSpec(name, shapes[name], "float32") for name in names)
+    return Manifest(3, specs, {"head.weight": "embed.weight"} if tied else {})
+
+
+TRUNK = ("embed.weight", "middle.weight", "middle.bias")
+
+
+def _take_all(adoption: WeightAdoption, manifest: Manifest) -> dict[str, torch.Tensor]:
+    sent = {spec.name: torch.randn(spec.shape) for spec in manifest.tensors}
+    for name, tensor in sent.items():
+        adoption.take(name, tensor)
+    return sent
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_tied_head_follows_the_embedding(named: bool) -> None:
+    model = Model(tied=True)
+    manifest = _manifest(*TRUNK, tied=named)
+    adoption = WeightAdoption(model, manifest)
+    sent = _take_all(adoption, manifest)
+    adoption.verify()
+    assert torch.equal(model.head.weight, sent["embed.weight"])
+
+
+def test_a_head_the_engine_keeps_apart_follows_a_manifest_that_ties_it() -> None:
+    model = Model(tied=False)
+    manifest = _manifest(*TRUNK, tied=True)
+    adoption = WeightAdoption(model, manifest)
+    sent = _take_all(adoption, manifest)
+    adoption.verify()
+    assert torch.equal(model.head.weight, sent["embed.weight"])
+    assert torch.equal(model.embed.weight, sent["embed.weight"])
+
+
+def test_a_head_of_its_own_that_is_left_out_is_named() -> None:
+    with pytest.raises(WeightSyncError) as caught:
+        WeightAdoption(Model(tied=False), _manifest(*TRUNK, tied=False))
+    assert caught.value.tensors == ("head.weight",)
+
+
+def test_a_head_sent_apart_to_an_engine_that_ties_it_is_named() -> None:
+    with pytest.raises(WeightSyncError) as caught:
+        WeightAdoption(Model(tied=True), _manifest(*TRUNK, "head.weight", tied=False))
+    assert caught.value.tensors == ("embed.weight", "head.weight")
+
+
+def test_another_shape_is_named() -> None:
+    manifest = _manifest(*TRUNK, tied=True)
+    wrong = (*manifest.tensors[:1], replace(manifest.tensors[1], shape=(4, 5)), *manifest.tensors[2:])
+    with pytest.raises(WeightSyncError) as caught:
+        WeightAdoption(Model(tied=True), replace(manifest, tensors=wrong))
+    assert caught.value.tensors == ("middle.weight",)
+
+
+def test_what_changed_after_arrival_or_never_arrived_is_named() -> None:
+    model = Model(tied=True)
+    manifest = _manifest(*TRUNK, tied=True)
+    adoption = WeightAdoption(model, manifest)
+    _take_all(adoption, manifest)
+    model.head.weight = nn.Parameter(torch.randn(6, 4))
+    with torch.no_grad():
+        model.middle.bias.add_(1)
+    with pytest.raises(WeightSyncError) as caught:
+        adoption.verify()
+    assert caught.value.tensors == ("head.weight", "middle.bias")
+    adoption = WeightAdoption(model, manifest)
+    with pytest.raises(WeightSyncError) as caught:
+        adoption.verify()
+    assert set(caught.value.tensors) == {*TRUNK, "head.weight"}
+
+
+def test_weights_convert_to_the_models_precision() -> None:
+    model = Model(tied=True).to(torch.bfloat16)
+    manifest = _manifest(*TRUNK, tied=True)
+    adoption = WeightAdoption(model, manifest)
+    sent = _take_all(adoption, manifest)
+    adoption.verify()
+    assert torch.equal(model.middle.weight, sent["middle.weight"].bfloat16())

@@ -1,0 +1,69 @@
+"""What is saved on one mesh goes on on every other."""
+
+import pytest
+
+from rl_core.model import ModelSpec
+from rl_core.model_config import LoraConfig, ModelConfig
+from rl_core.testing.losses import TokenLoss
+from rl_core.testing.model_worker import ADAMW, WARM_UP, make_batch
+from rl_core.testing.pooled_model import PooledModel
+from rl_core.testing.torch.tiny_model import write_tiny_model
+from rl_dtensor.selfcheck import MESHES
+
+SAVED = ("fsdp2", "tp2 x fsdp2", "cp2 x tp2", "pp2 x fsdp2")
+
+
+def open_model(ranks, folder, mesh, lora=False):
+    num_ranks, settings = MESHES[mesh]
+    config = ModelConfig(
+        model_name=str(folder),
+        precision="float32",
+        optimizer=ADAMW,
+        scheduler=WARM_UP,
+        lora_cfg=LoraConfig(enabled=lora),
+    )
+    return PooledModel(ranks, "rl_dtensor.selfcheck:build", config, ModelSpec(), num_ranks, **settings)
+
+
+def train(model, seeds):
+    return [model.train_step(make_batch(seed=seed), TokenLoss())["loss"] for seed in seeds]
+
+
+@pytest.fixture(scope="module")
+def saved(ranks, tmp_path_factory):
+    """A model, its checkpoint on each mesh, and the losses of the steps after it."""
+    folder = write_tiny_model(tmp_path_factory.mktemp("model"))
+    checkpoints, losses = {}, {}
+    for mesh in SAVED:
+        checkpoints[mesh] = tmp_path_factory.mktemp("checkpoint")
+        with open_model(ranks, folder, mesh) as model:
+            train(model, range(2))
+            model.save(str(checkpoints[mesh]))
+            losses[mesh] = train(model, range(2, 4))
+    return folder, checkpoints, losses
+
+
+@pytest.mark.parametrize("resumed", SAVED)
+def test_a_run_resumes_on_every_other_mesh_with_the_same_losses(ranks, saved, resumed):
+    folder, checkpoints, losses = saved
+    with open_model(ranks, folder, resumed) as model:
+        for mesh in SAVED:
+            model.load(str(checkpoints[mesh]))
+            assert train(model, range(2, 4)) == pytest.approx(losses[mesh], rel=1e-5), f"{mesh} to {resumed}"
+
+
+def test_a_checkpoint_of_adapters_holds_them_alone(ranks, tmp_path):
+    folder = write_tiny_model(tmp_path / "model")
+    with open_model(ranks, folder, "tp2", lora=True) as model:
+        train(model, range(2))
+        model.save(str(tmp_path / "checkpoint"))
+        losses = train(model, range(2, 4))
+    size = sum(file.stat().st_size for file in (tmp_path / "checkpoint" / "shards").iterdir())
+    with open_model(ranks, folder, "pp2", lora=True) as model:
+        model.load(str(tmp_path / "checkpoint"))
+        assert train(model, range(2, 4)) == pytest.approx(losses, rel=1e-5)
+    full = tmp_path / "full"
+    with open_model(ranks, folder, "1") as model:
+        train(model, range(2))
+        model.save(str(full))
+    assert size < sum(file.stat().st_size for file in (full / "shards").iterdir())

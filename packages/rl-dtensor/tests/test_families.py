@@ -1,0 +1,70 @@
+"""Model families that do something of their own with attention or logits."""
+
+import pytest
+
+from rl_core.errors import WorkerError
+from rl_core.model import ENTROPY, LOGPROBS, ModelSpec
+from rl_core.model_config import ModelConfig, SequencePackingConfig
+from rl_core.testing.losses import TokenLoss
+from rl_core.testing.model_worker import SGD, make_batch
+from rl_core.testing.pooled_model import PooledModel
+from rl_core.testing.torch.oracle import Oracle
+from rl_core.testing.torch.tiny_model import write_tiny_model
+
+FACTORY = "dtensor_factories:build"
+SLIDING = {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 1}
+FAMILIES = {
+    "qwen2-sliding": ("qwen2", SLIDING),
+    "mistral-sliding": ("mistral", {"sliding_window": 4}),
+    "gemma3": (
+        "gemma3_text",
+        {"sliding_window": 4, "query_pre_attn_scalar": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "granite": ("granite", {"logits_scaling": 4.0, "embedding_multiplier": 2.0}),
+    "cohere": ("cohere", {"logit_scale": 0.25}),
+    "phi": ("phi", {}),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("is_packed", [True, False], ids=["packed", "padded"])
+def test_reads_and_steps_are_those_of_transformers(ranks, tmp_path, name, is_packed):
+    family, fields = FAMILIES[name]
+    assert_like_transformers(ranks, write_tiny_model(tmp_path, family, **fields), is_packed)
+
+
+def test_capped_attention_and_logits_work_padded(ranks, tmp_path):
+    fields = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "sliding_window": 4}
+    folder = write_tiny_model(tmp_path, "gemma2", query_pre_attn_scalar=8, **fields)
+    assert_like_transformers(ranks, folder, is_packed=False)
+    with pytest.raises(WorkerError, match=r"gemma2 model cannot be packed.*sequence_packing.enabled=false"):
+        PooledModel(ranks, FACTORY, ModelConfig(model_name=str(folder)), ModelSpec(), 1)
+
+
+def test_logits_that_are_made_some_other_way_are_refused(ranks, tmp_path):
+    folder = write_tiny_model(tmp_path, "granite", logits_scaling=4.0)
+    config = ModelConfig(model_name=str(folder))
+    ranks.run("dtensor_factories:forget_transforms", [(), ()])
+    try:
+        with pytest.raises(WorkerError, match="logits of granite models"):
+            PooledModel(ranks, FACTORY, config, ModelSpec(), 2)
+    finally:
+        ranks.run("dtensor_factories:recall_transforms", [(), ()])
+
+
+def assert_like_transformers(ranks, folder, is_packed):
+    batch = make_batch((9, 3, 17))
+    oracle = Oracle(folder)
+    config = ModelConfig(
+        model_name=str(folder),
+        precision="float32",
+        optimizer=SGD,
+        sequence_packing=SequencePackingConfig(enabled=is_packed),
+    )
+    with PooledModel(ranks, FACTORY, config, ModelSpec(), 1) as model:
+        found = model.infer(batch, [LOGPROBS, ENTROPY])
+        for column, expected in oracle.infer(batch, [LOGPROBS, ENTROPY]).items():
+            assert found.ragged(column).values == pytest.approx(expected, abs=1e-5), column
+        expected = oracle.train_step(batch, TokenLoss(), SGD, 1.0)
+        metrics = model.train_step(batch, TokenLoss())
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-5)

@@ -1,0 +1,81 @@
+"""The light half: config, requirement and static checks."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from pydantic import ValidationError
+
+from rl_core.model_config import ModelConfig
+from rl_core.registry import POLICIES, plugin, resolve
+from rl_dtensor.config import DTensorConfig
+from rl_dtensor.plugin import PLUGIN
+from rl_dtensor.worker import DTensorWorker
+
+
+def problems(model_name="m", dtensor_cfg=None, **policy):
+    fields = ModelConfig(model_name=model_name, **policy)
+    backend = DTensorConfig(**(dtensor_cfg or {}))
+    config = SimpleNamespace(policy=SimpleNamespace(**dict(fields), dtensor_cfg=backend))
+    return {problem.key: problem.message for check in PLUGIN.checks for problem in check(config)}
+
+
+def test_it_is_found_by_name_and_names_its_worker():
+    assert plugin(POLICIES, "dtensor") is PLUGIN
+    assert resolve(PLUGIN.worker) is DTensorWorker
+    assert callable(resolve(PLUGIN.preflight))
+    assert PLUGIN.ranks(DTensorConfig(dp_replicate_size=4)) == 4
+
+
+def test_a_sound_policy_has_no_problems():
+    two = [{"name": "torch.optim.lr_scheduler.LinearLR"}, {"name": "torch.optim.lr_scheduler.ConstantLR"}]
+    assert not problems()
+    assert not problems(scheduler=[*two, {"milestones": [3]}])
+
+
+def test_problems_name_their_keys():
+    linear = {"name": "torch.optim.lr_scheduler.LinearLR"}
+    assert "policy.dynamic_batching.enabled" in problems(dynamic_batching={"enabled": True})
+    assert "need 1 milestones" in problems(scheduler=[linear, linear])["policy.scheduler"]
+    assert "milestones" in problems(scheduler=[linear, {"milestones": [2]}])["policy.scheduler"]
+
+
+@pytest.mark.parametrize("settings", [{"tensor_parallel_siz": 2}, {"dp_replicate_size": 0}, {"cpu_offload": "yes"}])
+def test_settings_that_would_do_nothing_are_refused(settings):
+    with pytest.raises(ValidationError):
+        DTensorConfig(**settings)
+
+
+def test_ranks_are_counted_from_the_mesh():
+    sizes = {"tensor_parallel_size": 2, "context_parallel_size": 3, "pipeline_parallel_size": 2}
+    assert PLUGIN.ranks(DTensorConfig(**sizes, dp_replicate_size=2)) == 24
+    assert PLUGIN.ranks(DTensorConfig(expert_parallel_size=4)) == 4
+    assert PLUGIN.ranks(DTensorConfig(expert_parallel_size=4, context_parallel_size=2)) == 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "advice"),
+    [
+        ({"sequence_parallel": True}, "sequence_parallel", "tensor_parallel_size=2"),
+        ({"custom_parallel_plan": {"model.layers.*.mlp.up_proj": "colwise"}}, "custom_parallel_plan", "is one"),
+        ({"expert_parallel_size": 2, "tensor_parallel_size": 2}, "expert_parallel_size", "experts"),
+        ({"pipeline_chunks_per_rank": 2}, "pipeline_chunks_per_rank", "pipeline_chunks_per_rank=1"),
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size", "4 attention heads; set it to 2"),
+        ({"tensor_parallel_size": 4}, "tensor_parallel_size", "2 key-value heads; set it to 2"),
+        ({"context_parallel_size": 3, "context_parallel_method": "ulysses"}, "context_parallel_size", "set it to 2"),
+        ({"expert_parallel_size": 2}, "expert_parallel_size", "no experts"),
+        ({"pipeline_parallel_size": 2, "pipeline_chunks_per_rank": 2}, "pipeline_parallel_size", "at most 2"),
+    ],
+    ids=str,
+)
+def test_meshes_that_cannot_be_are_refused_with_the_nearest_that_can(tmp_path, settings, key, advice):
+    config = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = problems(str(tmp_path), settings)
+    assert advice in found[f"policy.dtensor_cfg.{key}"]
+
+
+def test_adapters_go_by_name_or_everywhere():
+    lora = {"enabled": True, "target_modules": ["q_proj"]}
+    assert "match_all_linear" in "".join(problems(lora_cfg=lora))
+    assert not problems(lora_cfg={**lora, "match_all_linear": False})

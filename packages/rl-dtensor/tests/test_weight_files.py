@@ -1,0 +1,155 @@
+"""What is on disk is what is trained, and what is exported is what was trained."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rl_core.errors import WorkerError
+from rl_core.model import LOGPROBS, ModelSpec
+from rl_core.model_config import ModelConfig, TokenizerConfig
+from rl_core.testing.losses import TokenLoss
+from rl_core.testing.model_worker import make_batch
+from rl_core.testing.pooled_model import PooledModel
+from rl_core.testing.torch.oracle import Oracle
+from rl_core.testing.torch.tiny_model import read_weights, write_tiny_model
+
+FACTORY = "dtensor_factories:build"
+MODEL_FILE = "model.safetensors"
+
+
+def open_model(ranks, folder, num_ranks=1, spec=None, **settings):
+    config = ModelConfig(model_name=str(folder), **{"precision": "float32", **settings})
+    return PooledModel(ranks, FACTORY, config, spec or ModelSpec(), num_ranks)
+
+
+def rewrite(folder, change):
+    tensors = load_file(folder / MODEL_FILE)
+    change(tensors)
+    save_file(tensors, folder / MODEL_FILE, metadata={"format": "pt"})
+
+
+def logprobs(ranks, folder, num_ranks=1):
+    with open_model(ranks, folder, num_ranks) as model:
+        return model.infer(make_batch(), [LOGPROBS]).ragged("logprobs").values
+
+
+def test_weights_in_several_files_are_found(ranks, tmp_path):
+    folder = write_tiny_model(tmp_path, max_shard_size="20KB")
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    expected = Oracle(folder).infer(make_batch(), [LOGPROBS])["logprobs"]
+    assert logprobs(ranks, folder, num_ranks=2) == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_tied_head_may_be_on_disk_under_any_of_its_names(ranks, tmp_path):
+    folder = write_tiny_model(tmp_path)
+    expected = logprobs(ranks, folder)
+    rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
+    assert (logprobs(ranks, folder) == expected).all()
+    rewrite(folder, lambda tensors: tensors.pop("model.embed_tokens.weight"))
+    assert (logprobs(ranks, folder) == expected).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop("model.norm.weight"), "missing model.norm.weight; unexpected none"),
+        (lambda tensors: tensors.update({"model.extra": torch.zeros(2)}), "missing none; unexpected model.extra"),
+        (lambda tensors: tensors.update({"model.norm.weight": torch.zeros(2)}), r"model.norm.weight has shape \(2,\)"),
+    ],
+)
+def test_weights_that_do_not_fit_are_named(ranks, tmp_path, change, message):
+    folder = write_tiny_model(tmp_path)
+    rewrite(folder, change)
+    with pytest.raises(WorkerError, match=message):
+        open_model(ranks, folder, num_ranks=2)
+
+
+def test_a_folder_without_safetensors_says_so(ranks, tmp_path):
+    folder = write_tiny_model(tmp_path)
+    (folder / MODEL_FILE).unlink()
+    with pytest.raises(WorkerError, match=r"neither model\.safetensors nor"):
+        open_model(ranks, folder)
+
+
+def test_a_path_that_does_not_exist_is_no_hub_name(ranks, tmp_path):
+    with pytest.raises(WorkerError, match="is no folder"):
+        open_model(ranks, tmp_path / "nowhere", num_ranks=1)
+
+
+def test_overrides_reach_the_model_and_its_export(ranks, tmp_path):
+    folder = write_tiny_model(tmp_path / "model")
+    overrides = {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}
+    with open_model(ranks, folder, hf_config_overrides=overrides) as model:
+        found = model.infer(make_batch(), [LOGPROBS]).ragged("logprobs").values
+        model.export(str(tmp_path / "export"))
+    assert found == pytest.approx(Oracle(tmp_path / "export").infer(make_batch(), [LOGPROBS])["logprobs"], abs=1e-5)
+    assert abs(found - logprobs(ranks, folder)).max() > 1e-3
+
+
+def test_overrides_of_no_field_are_named(ranks, tmp_path):
+    with pytest.raises(WorkerError, match=r"\['rope_tehta'\] are no fields of a Qwen3Config"):
+        open_model(ranks, write_tiny_model(tmp_path), hf_config_overrides={"rope_tehta": 1.0})
+
+
+@pytest.mark.parametrize(("precision", "expected"), [("bfloat16", torch.bfloat16), ("float32", torch.float32)])
+def test_an_export_has_the_dtype_of_its_source_unless_all_is_float32(ranks, tmp_path, precision, expected):
+    folder = write_tiny_model(tmp_path / "model", dtype="bfloat16")
+    with open_model(ranks, folder, num_ranks=2, precision=precision) as model:
+        model.export(str(tmp_path / "export"))
+    exported, source = read_weights(tmp_path / "export"), read_weights(folder)
+    assert {tensor.dtype for tensor in exported.values()} == {expected}
+    assert all(exported[name].to(tensor.dtype).equal(tensor) for name, tensor in source.items())
+    assert json.loads((tmp_path / "export" / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
+
+
+def test_tokenizer_files_come_from_the_tokenizer(ranks, tmp_path):
+    folder, other = write_tiny_model(tmp_path / "model"), tmp_path / "tokenizer"
+    other.mkdir()
+    for place, text in ((folder, "model's"), (other, "other")):
+        (place / "tokenizer.json").write_text(text)
+    (folder / "generation_config.json").write_text("{}")
+    for tokenizer, text in ((None, "model's"), (str(other), "other")):
+        with open_model(ranks, folder, tokenizer=TokenizerConfig(name=tokenizer)) as model:
+            model.export(str(tmp_path / text))
+        assert (tmp_path / text / "tokenizer.json").read_text() == text
+        assert (tmp_path / text / "generation_config.json").read_text() == "{}"
+
+
+def test_an_export_is_split_over_files_with_an_index(ranks, tmp_path, monkeypatch):
+    folder = write_tiny_model(tmp_path / "model")
+    ranks.run("dtensor_factories:limit_file_bytes", [(20_000,)] * 2)
+    try:
+        with open_model(ranks, folder, num_ranks=2) as model:
+            model.export(str(tmp_path / "export"))
+    finally:
+        ranks.run("dtensor_factories:limit_file_bytes", [(2 * 2**30,)] * 2)
+    assert (tmp_path / "export" / "model.safetensors.index.json").is_file()
+    exported = read_weights(tmp_path / "export")
+    assert all(exported[name].equal(tensor) for name, tensor in read_weights(folder).items())
+
+
+def test_new_heads_depend_on_the_seed_alone(ranks, tmp_path):
+    folder = write_tiny_model(tmp_path / "model")
+    heads = []
+    for index, (num_ranks, seed) in enumerate([(1, 0), (2, 0), (1, 1)]):
+        path = tmp_path / str(index)
+        with open_model(ranks, folder, num_ranks, ModelSpec(role="critic", seed=seed)) as model:
+            model.export(str(path))
+        heads.append(load_file(path / MODEL_FILE)["score.weight"])
+    assert heads[0].equal(heads[1])
+    assert not heads[0].equal(heads[2])
+
+
+def test_a_gradient_that_is_not_finite_takes_no_step(ranks, tmp_path):
+    batch = make_batch()
+    broken = batch.with_columns(
+        {"weights": batch.ragged("weights").like(batch.ragged("weights").values * float("nan"))}
+    )
+    with open_model(ranks, write_tiny_model(tmp_path), num_ranks=2) as model:
+        before = model.infer(batch, [LOGPROBS]).ragged("logprobs")
+        with pytest.raises(WorkerError, match="gradient norm is nan"):
+            model.train_step(broken, TokenLoss())
+        assert model.infer(batch, [LOGPROBS]).ragged("logprobs").equals(before)
+        model.train_step(batch, TokenLoss())

@@ -1,0 +1,1 @@
+"""Environments that score completions: mathematics and reasoning-gym."""

@@ -1,0 +1,1 @@
+"""Mathematics: a completion's final answer against the one that is known."""

@@ -1,0 +1,49 @@
+"""The answer that a prompt says is right."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rl_envs.math.config import AnswerFormat
+from rl_envs.math.extraction import letter_of, unboxed
+
+
+@dataclass(frozen=True)
+class KnownAnswers:
+    """Answers that are right, and the format they decide on where the config says `auto`."""
+
+    answers: tuple[str, ...]
+    answer_format: AnswerFormat
+
+
+def known_answers(info: Mapping[str, Any], answer_format: AnswerFormat) -> KnownAnswers:
+    """What `info["answer"]` says: text, a number, or a list of these; a box around it is taken off.
+
+    Raises:
+        ValueError: where there is none, or it does not suit the format.
+    """
+    if "answer" not in info:
+        raise ValueError(f"the math environment needs an answer in the prompt's info, which has {sorted(info)}")
+    given = info["answer"]
+    answers = tuple(_text(answer) for answer in (given if isinstance(given, list | tuple) else (given,)))
+    if not answers:
+        raise ValueError("the answer in the prompt's info is an empty list")
+    if answer_format == "auto" and all(letter_of(answer) for answer in answers):
+        answer_format = "choice"
+    if answer_format == "choice":
+        letters = [letter_of(answer) for answer in answers]
+        if not all(letters):
+            raise ValueError(f"answer_format choice needs the letter of an option as answer, got {answers}")
+        answers = tuple(letter for letter in letters if letter)
+    return KnownAnswers(answers, answer_format)
+
+
+def _text(answer: Any) -> str:
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+        raise ValueError(f"an answer is text or a number, got {answer!r}")
+    text = unboxed(str(answer))
+    if not text:
+        raise ValueError("the answer in the prompt's info is empty")
+    return text

@@ -1,0 +1,160 @@
+"""Numbers as people write them, read exactly."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
+
+MAX_EXPONENT = 5000
+"""Largest power of ten, or power of an integer, that is written out; beyond it a text is no number here."""
+MAX_DIGITS = 100_000
+"""Longest text that is read as a number."""
+
+_PLAIN = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+"
+_DECIMAL = re.compile(rf"(?P<sign>[-+]?)(?P<digits>{_PLAIN})(?:[eE](?P<exponent>[-+]?\d+))?")
+_POWER = re.compile(r"(?P<base>[-+]?\d+)\^(?:\{(?P<braced>[-+]?\d+)\}|(?P<bare>\d))")
+_SCIENTIFIC = re.compile(rf"(?P<digits>[-+]?(?:{_PLAIN}))(?:\\times|\\cdot|×|\*|x)(?P<power>10\^.*)")
+_LATEX_FRACTION = re.compile(
+    r"(?P<sign>[-+]?)\\[dtc]?frac(?:\{(?P<a>[^{}]+)\}|(?P<a1>\d))(?:\{(?P<b>[^{}]+)\}|(?P<b1>\d))"
+)
+_MIXED = re.compile(r"(?P<sign>[-+]?)(?P<whole>\d+)(?:\s+(?P<slash>\d+/\d+)|\s*(?P<latex>\\[dtc]?frac\s*\{?\d.*))")
+_UNIT = re.compile(
+    r"\\(?:text|mathrm|mbox|textrm)\s*\{(?P<latex>[^{}]*)\}(?:\s*\^\s*\{?-?\d\}?)?$"
+    r"|(?<=[\d}]) (?P<word>[A-Za-z]{2,}(?: [A-Za-z]+){0,2}(?:\^\d)?)$"
+)
+_DEGREES = re.compile(r"\s*(?:\^\s*\{?\s*\\circ\s*\}?|°)$")
+_MULTIPLES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_NOT_UNITS = {"pi", "and", "or", "to", "inf", "infinity", "mod", "sqrt", "dozen", "hundred", "if", "is", "not"}
+_CURRENCY = re.compile(r"^([-+]?)\s*(?:\\?\$|€|£)\s*")
+
+
+@dataclass(frozen=True)
+class Number:
+    """An exact number.
+
+    Args:
+        value: its value; of a percentage the number before the sign.
+        percent: whether a percent sign follows.
+        unit: the unit, lower case, empty where there is none.
+    """
+
+    value: Fraction
+    percent: bool = False
+    unit: str = ""
+
+    def equals(self, other: Number) -> bool:
+        """Whether both are the same number; a percentage equals its value (50% and 0.5) and its number (50% and 50).
+
+        Units must agree where both have one.
+        """
+        if self.unit and other.unit and self.unit != other.unit:
+            return False
+        if self.value == other.value:
+            return True
+        if self.percent == other.percent:
+            return False
+        mine, theirs = (n.value / 100 if n.percent else n.value for n in (self, other))
+        return mine == theirs
+
+
+def read_number(text: str) -> Number | None:
+    """The number that a text is: integers of any size, decimals, fractions, powers, mixed numbers, percentages, units.
+
+    None where it is anything else, an expression included.
+    """
+    if len(text) > MAX_DIGITS or not any(character.isdigit() for character in text):
+        return None
+    text = text.strip().replace("−", "-").replace("–", "-").replace("{,}", ",").replace(r"\%", "%")
+    text = re.sub(r"\\[,;:! ]|\\quad|~", " ", text).replace("\\left", "").replace("\\right", "").strip()
+    text = _CURRENCY.sub(r"\1", _DEGREES.sub("", text))
+    text, factor, unit, percent = _without_unit(text)
+    value = _value(text)
+    return None if value is None else Number(value * factor, percent, unit)
+
+
+def _without_unit(text: str) -> tuple[str, int, str, bool]:
+    """The text before its unit, what a unit like `million` multiplies by, the unit, and whether it is percent."""
+    text = text.strip()
+    if text.endswith("%"):
+        return text[:-1].strip(), 1, "", True
+    match = _UNIT.search(text)
+    if match is None:
+        return text, 1, "", False
+    unit = " ".join((match["latex"] if match["word"] is None else match["word"]).lower().split())
+    head, *rest = unit.split() or [""]
+    if head in _NOT_UNITS:
+        return text, 1, "", False
+    bare = text[: match.start()].strip()
+    if head in _MULTIPLES:
+        return bare, _MULTIPLES[head], " ".join(rest), False
+    if unit in ("percent", "per cent", "%"):
+        return bare, 1, "", True
+    return bare, 1, unit, False
+
+
+def _value(text: str) -> Fraction | None:
+    text = text.strip()
+    if mixed := _MIXED.fullmatch(text):
+        part = _value((mixed["slash"] or mixed["latex"]).strip())
+        if part is None or not 0 <= part < 1:
+            return None
+        whole = Fraction(Decimal(mixed["whole"])) + part
+        return -whole if mixed["sign"] == "-" else whole
+    if re.search(r"\d\s+[\d.]", text):
+        return None
+    text = re.sub(r"\s+", "", text)
+    if len(text) > 2 and text[0] in "({" and text[-1] in ")}" and not set("(){},") & set(text[1:-1]):
+        text = text[1:-1]
+    readings = (read(text) for read in (_decimal, _power, _scientific, _fraction))
+    return next((value for value in readings if value is not None), None)
+
+
+def _decimal(text: str) -> Fraction | None:
+    match = _DECIMAL.fullmatch(text)
+    if match is None:
+        return None
+    exponent = match["exponent"] or "0"
+    if len(exponent) > 6 or abs(int(exponent)) > MAX_EXPONENT:
+        return None
+    # Decimal reads digits without the limit that int has
+    digits = Fraction(Decimal(match["digits"].replace(",", "")))
+    return (-digits if match["sign"] == "-" else digits) * Fraction(10) ** int(exponent)
+
+
+def _power(text: str) -> Fraction | None:
+    match = _POWER.fullmatch(text)
+    if match is None:
+        return None
+    base, exponent = match["base"], match["braced"] or match["bare"]
+    if len(base) > 20 or len(exponent) > 6 or abs(int(exponent)) > MAX_EXPONENT:
+        return None
+    if int(base) == 0:
+        return Fraction(0) if int(exponent) > 0 else None
+    # -2^2 is -(2^2)
+    power = Fraction(abs(int(base))) ** int(exponent)
+    return -power if base.startswith("-") else power
+
+
+def _scientific(text: str) -> Fraction | None:
+    match = _SCIENTIFIC.fullmatch(text)
+    if match is None:
+        return None
+    digits, power = _decimal(match["digits"]), _power(match["power"])
+    return None if digits is None or power is None else digits * power
+
+
+def _fraction(text: str) -> Fraction | None:
+    if match := _LATEX_FRACTION.fullmatch(text):
+        sign = match["sign"]
+        parts = (match["a"] or match["a1"], match["b"] or match["b1"])
+    elif text.count("/") == 1:
+        above, _, below = text.partition("/")
+        sign, parts = "", (above, below)
+    else:
+        return None
+    numerator, denominator = (_decimal(part) for part in parts)
+    if numerator is None or not denominator:
+        return None
+    return -numerator / denominator if sign == "-" else numerator / denominator

@@ -1,0 +1,11 @@
+"""The `math` environment, to be found by entry point."""
+
+from rl_core.registry import EnvironmentPlugin, Requirement
+from rl_envs.math.config import MathConfig
+
+PLUGIN = EnvironmentPlugin(
+    name="math",
+    config=MathConfig,
+    environment="rl_envs.math.environment:MathEnvironment",
+    requirement=Requirement("rl-envs", imports=("math_verify",)),
+)

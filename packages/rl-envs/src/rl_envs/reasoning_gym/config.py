@@ -1,0 +1,35 @@
+"""Settings of reasoning-gym's environment and dataset."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from rl_core.config import Config
+from rl_core.environment_config import EnvironmentConfig
+
+AnswerFormat = Literal["tag", "boxed", "plain"]
+
+MAX_SEED = 2**29
+"""Seeds are below; a row's own seed stays below 2**32, which is numpy's limit."""
+
+
+class ReasoningGymConfig(EnvironmentConfig):
+    format_reward: float = Field(default=0.0, allow_inf_nan=False)
+    """Added where an answer is found in the format that the dataset asks for, right or wrong."""
+
+
+class ReasoningGymSettings(Config):
+    task: str
+    """Name of a reasoning-gym task, such as `chain_sum`."""
+    config: dict[str, Any] = {}
+    """Settings of that task, as its configuration class has them."""
+    size: int = Field(default=1000, gt=0, le=10**7)
+    """Rows of the split."""
+    seed: int = Field(default=0, ge=0, lt=MAX_SEED)
+    """Decides which questions are generated."""
+    validation_fraction: float = Field(default=0.1, gt=0, lt=1)
+    """Share of all possible questions that only validation sees; must be the same for both splits."""
+    answer_format: AnswerFormat = "tag"
+    """How the model is asked to answer: in `<answer></answer>`, in a `\\boxed{}`, or with nothing but the answer."""

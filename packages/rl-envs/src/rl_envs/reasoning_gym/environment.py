@@ -1,0 +1,73 @@
+"""The `reasoning_gym` environment; imports reasoning-gym."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from reasoning_gym.factory import create_dataset
+
+from rl_core.environment import Conversation, StepResult
+from rl_envs.math.extraction import last_box
+from rl_envs.reasoning_gym.config import AnswerFormat, ReasoningGymConfig
+
+_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+SHOWN = 200
+"""Most characters of an extracted answer that are reported."""
+
+
+class ReasoningGymEnvironment:
+    """Scores a single turn by the task's own scorer; prompts come from this package's dataset."""
+
+    def __init__(self, config: ReasoningGymConfig) -> None:
+        self._format_reward = config.format_reward
+
+    def step(self, conversations: Sequence[Conversation], states: Sequence[Any]) -> list[StepResult]:
+        return [self._score(conversation) for conversation in conversations]
+
+    def close(self, states: Sequence[Any]) -> None:
+        pass
+
+    def _score(self, conversation: Conversation) -> StepResult:
+        info = conversation.info
+        missing = sorted({"task", "task_config", "entry", "answer_format"} - set(info))
+        if missing:
+            raise ValueError(
+                f"the prompt's info lacks {missing}: prompts of reasoning_gym come from the dataset reasoning_gym"
+            )
+        answer = extract(conversation.completion, info["answer_format"])
+        score = 0.0
+        if answer is not None:
+            score = float(_scorer(info["task"], info["task_config"]).score_answer(answer, _entry(info["entry"])))
+        report = {"score": score, "accuracy": float(score >= 1.0), "answer": (answer or "")[:SHOWN]}
+        if not self._format_reward:
+            return StepResult(reward=score, info=report)
+        formed = self._format_reward if answer is not None else 0.0
+        return StepResult(reward={"reward": score + formed, "score": score, "format": formed}, info=report)
+
+
+def extract(completion: str, answer_format: AnswerFormat) -> str | None:
+    """The last answer in the format asked for, None where there is none."""
+    match answer_format:
+        case "tag":
+            tagged = _TAG.findall(completion)
+            answer = tagged[-1] if tagged else ""
+        case "boxed":
+            answer = last_box(completion) or ""
+        case "plain":
+            answer = completion
+    return answer.strip() or None
+
+
+@lru_cache(maxsize=64)
+def _scorer(task: str, config: str) -> Any:
+    return create_dataset(task, **ast.literal_eval(config), seed=0, size=1)
+
+
+@lru_cache(maxsize=256)
+def _entry(text: str) -> Any:
+    # all rollouts of a group share their entry
+    return ast.literal_eval(text)

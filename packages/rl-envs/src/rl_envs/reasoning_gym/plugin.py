@@ -1,0 +1,19 @@
+"""The `reasoning_gym` environment and its dataset, to be found by entry point."""
+
+from rl_core.registry import DatasetPlugin, EnvironmentPlugin, Requirement
+from rl_envs.reasoning_gym.config import ReasoningGymConfig
+
+_REQUIREMENT = Requirement(
+    "rl-envs",
+    extras={"cpu": ("reasoning-gym",), "cuda": ("reasoning-gym",)},
+    imports=("reasoning_gym",),
+)
+
+PLUGIN = EnvironmentPlugin(
+    name="reasoning_gym",
+    config=ReasoningGymConfig,
+    environment="rl_envs.reasoning_gym.environment:ReasoningGymEnvironment",
+    requirement=_REQUIREMENT,
+)
+
+DATASET = DatasetPlugin(name="reasoning_gym", load="rl_envs.reasoning_gym.dataset:load", requirement=_REQUIREMENT)

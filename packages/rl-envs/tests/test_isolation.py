@@ -1,0 +1,15 @@
+"""An environment's config is read where its package's own dependencies are not loaded."""
+
+from rl_core.testing.isolation import light_modules_of, loaded_by, modules_of
+
+ENGINES = {"megatron", "ray", "torch", "transformers", "vllm"}
+
+
+def test_configs_and_plugins_load_no_verifier():
+    light = light_modules_of("rl_envs")
+    assert {"rl_envs.math.plugin", "rl_envs.reasoning_gym.plugin"} <= set(light)
+    assert not loaded_by(*light) & (ENGINES | {"math_verify", "reasoning_gym", "sympy"})
+
+
+def test_environments_need_no_engine():
+    assert not loaded_by(*modules_of("rl_envs")) & ENGINES

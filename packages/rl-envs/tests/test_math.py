@@ -1,0 +1,275 @@
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_core.environment import Conversation, EnvironmentFailure
+from rl_core.environment_pool import EnvironmentPool
+from rl_core.registry import ENVIRONMENTS, plugin, resolve
+from rl_core.testing.environment import EnvironmentSuite
+from rl_envs.math.config import MathConfig
+from rl_envs.math.environment import MathEnvironment
+from rl_envs.math.extraction import last_box
+from rl_envs.math.number import read_number
+
+
+def said(completion: str, answer: Any = "7", name: str = "0") -> Conversation:
+    messages = ({"role": "user", "content": "?"}, {"role": "assistant", "content": completion})
+    return Conversation(id=name, messages=messages, info={"answer": answer}, completion=completion)
+
+
+def accuracy(completion: str, answer: Any, answer_format: str = "auto") -> float:
+    environment = MathEnvironment(MathConfig(answer_format=answer_format))
+    return environment.step([said(completion, answer)], [None])[0].info["accuracy"]
+
+
+class TestMathEnvironment(EnvironmentSuite):
+    def environment(self) -> MathEnvironment:
+        return MathEnvironment(MathConfig())
+
+    def conversations(self) -> list[Conversation]:
+        return [
+            said(r"\boxed{7}", name="a"),
+            said("nothing", name="b"),
+            said(r"\boxed{x + 1}", "1 + x", name="c"),
+            said("The answer is (B)", "B", name="d"),
+        ]
+
+
+EQUAL = [
+    ("1/2", r"\boxed{0.5}"),
+    ("1/2", r"\boxed{\frac12}"),
+    ("0.5", r"\boxed{\dfrac{1}{2}}"),
+    (r"\frac{1}{2}", "The answer is $1/2$."),
+    ("-1/2", r"\boxed{-\frac{1}{2}}"),
+    ("-1/2", r"\boxed{\frac{-1}{2}}"),
+    ("1000", r"\boxed{1,000}"),
+    ("1000", r"\boxed{1{,}000}"),
+    ("1000", r"\boxed{1\,000}"),
+    ("1000", r"\boxed{10^{3}}"),
+    ("1200", r"\boxed{1.2 \times 10^{3}}"),
+    ("1000", "Answer: 1e3"),
+    ("3000000", r"\boxed{3 \text{ million}}"),
+    ("7/2", r"\boxed{3\frac{1}{2}}"),
+    ("3.5", "The answer is 3 1/2"),
+    ("0.5", r"\boxed{50\%}"),
+    ("50", r"\boxed{50\%}"),
+    ("50%", r"\boxed{0.5}"),
+    ("12", r"\boxed{12\text{ cm}}"),
+    ("12", r"\boxed{12\ \mathrm{cm}^2}"),
+    ("12 cm", r"\boxed{12}"),
+    ("12", "The answer is 12 apples."),
+    ("90", r"\boxed{90^\circ}"),
+    ("90", "The answer is 90°"),
+    ("18", r"\boxed{\$18}"),
+    ("18", "#### 18"),
+    ("0", r"\boxed{-0}"),
+    ("0", r"\boxed{0.0}"),
+    ("-5", r"\boxed{−5}"),
+    (5, r"\boxed{5}"),
+    (0.1, r"\boxed{\frac{1}{10}}"),
+    (["1", "2"], r"\boxed{2}"),
+    (r"\boxed{4}", r"\boxed{4.0}"),
+    ("5", r"\boxed{\boxed{5}}"),
+    ("5", r"First \boxed{4}, no: \boxed{5}"),
+    ("5", r"\boxed{5} but the box \boxed{6 is never closed"),
+    ("5", "Answer: 4. Wait.\n**Answer:** 5"),
+    ("5", "The answer is:\n5"),
+    ("9" * 5000, r"\boxed{" + "9" * 5000 + ".0}"),
+    (r"\frac{\sqrt{2}}{2}", r"\boxed{\frac{1}{\sqrt{2}}}"),
+    (r"\sqrt{2}", "The answer is sqrt(2)"),
+    (r"2\pi", "The answer is 2pi"),
+    ("x^2+1", r"\boxed{1 + x^2}"),
+    ("x=5", r"\boxed{5}"),
+    (r"[0,\infty)", r"\boxed{[0, \infty)}"),
+    ("(0,1)", r"\boxed{\left(0, 1\right)}"),
+    (r"\{1,2\}", r"\boxed{\{2, 1\}}"),
+    ("1,2", r"\boxed{2, 1}"),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\boxed{\begin{pmatrix}1\\2\end{pmatrix}}"),
+    ("Tuesday", "The answer is tuesday."),
+    (r"\text{no solution}", r"\boxed{\text{No solution}}"),
+    ("B", "The answer is (B)"),
+    ("B", r"\boxed{B}"),
+    ("B", r"\boxed{\text{(B) } 12}"),
+    ("(B)", "Answer: b"),
+    ("B", "I think so.\nB"),
+    ("B", "Options (A) and (B) remain; I say (B), since it is larger"),
+]
+
+DIFFERENT = [
+    ("1/2", r"\boxed{0.50001}"),
+    ("0.1", r"\boxed{0.10000001}"),
+    ("1/3", r"\boxed{0.333333}"),
+    ("0.5", r"\boxed{50}"),
+    ("1000", r"\boxed{1,0000}"),
+    ("12 cm", r"\boxed{12\text{ m}}"),
+    ("12345678901234567890", r"\boxed{12345678901234567891}"),
+    ("9" * 5000, r"\boxed{" + "9" * 4999 + "8}"),
+    ("9007199254740993", r"\boxed{9007199254740992}"),
+    ("5", r"\boxed{5} then \boxed{6}"),
+    ("5", r"\boxed{5"),
+    ("5", ""),
+    ("5", r"\boxed{}"),
+    ("5", "It is 5 or maybe 6"),
+    ("7", r"\boxed{7x}"),
+    ("[0,1)", r"\boxed{(0,1)}"),
+    (r"\{1,2\}", r"\boxed{\{1,3\}}"),
+    ("x^2+1", r"\boxed{x^2-1}"),
+    ("Tuesday", r"\boxed{Tuesyda}"),
+    ("B", "The answer is (C)"),
+    ("B", r"\boxed{12}"),
+    ("B", "Because of that, no"),
+    ("B", r"Not (B): \boxed{C}"),
+]
+
+
+@pytest.mark.parametrize(("answer", "completion"), EQUAL)
+def test_equal_answers_are_right(answer: Any, completion: str) -> None:
+    assert accuracy(completion, answer) == 1.0
+
+
+@pytest.mark.parametrize(("answer", "completion"), DIFFERENT)
+def test_different_answers_are_wrong(answer: Any, completion: str) -> None:
+    assert accuracy(completion, answer) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("answer_format", "completion", "answer", "expected"),
+    [
+        ("boxed", "The answer is 5", "5", 0.0),
+        ("boxed", r"\boxed{5}", "5", 1.0),
+        ("plain", r"I had \boxed{6}. The answer is 5", "5", 1.0),
+        ("plain", "5", "5", 1.0),
+        ("numeric", "12+30=42", "42", 1.0),
+        ("numeric", "it makes 42 in all", "42", 1.0),
+        ("numeric", "The answer is 42, as 40 + 2 = 41 + 1", "42", 1.0),
+        ("numeric", "5-2", "2", 1.0),
+        ("numeric", "is it -2", "2", 0.0),
+        ("numeric", "1,234", "1234", 1.0),
+        ("numeric", r"\boxed{x = 1/2}", "0.5", 1.0),
+        ("numeric", "no idea", "42", 0.0),
+        ("choice", "(A) is wrong. (C)", "C", 1.0),
+        ("choice", "C. because it is", "C", 1.0),
+        ("choice", "A bird in the hand", "A", 0.0),
+    ],
+)
+def test_the_answer_is_read_where_the_format_says(
+    answer_format: str, completion: str, answer: str, expected: float
+) -> None:
+    assert accuracy(completion, answer, answer_format) == expected
+
+
+def test_rewards_are_those_of_the_config() -> None:
+    environment = MathEnvironment(MathConfig(correct_reward=2.0, wrong_reward=-1.0, format_reward=0.25))
+    conversations = [said(r"\boxed{7}"), said(r"\boxed{8}"), said("7"), said("8")]
+    results = environment.step(conversations, [None] * 4)
+    assert [result.rewards()["reward"] for result in results] == [2.25, -0.75, 2.0, -1.0]
+    assert [result.rewards()["format"] for result in results] == [0.25, 0.25, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "answer_format", "says"),
+    [
+        ("", "auto", "empty"),
+        ([], "auto", "empty list"),
+        (None, "auto", "text or a number"),
+        ("12", "choice", "letter"),
+        ("x", "numeric", "number"),
+    ],
+)
+def test_an_unusable_known_answer_is_an_error(answer: Any, answer_format: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        accuracy("1", answer, answer_format)
+
+
+def test_a_prompt_without_answer_is_an_error() -> None:
+    conversation = Conversation(id="0", messages=(), info={"question": "?"}, completion="1")
+    with pytest.raises(ValueError, match="question"):
+        MathEnvironment(MathConfig()).step([conversation], [None])
+
+
+fractions = st.fractions(min_value=-(10**40), max_value=10**40)
+decimals = st.decimals(allow_nan=False, allow_infinity=False, min_value=-(10**30), max_value=10**30, places=12)
+
+
+@given(fractions)
+def test_fractions_are_read_exactly(value: Fraction) -> None:
+    sign, size = ("-" if value < 0 else ""), abs(value)
+    for text in (str(value), f"{sign}\\frac{{{size.numerator}}}{{{size.denominator}}}", f"${sign}{size}$".strip("$")):
+        number = read_number(text)
+        assert number is not None
+        assert number.value == value
+
+
+@given(decimals)
+def test_decimals_are_read_exactly(value: Decimal) -> None:
+    for text in (f"{value:f}", f"{value:,f}", f"{value:e}"):
+        number = read_number(text)
+        assert number is not None
+        assert number.value == Fraction(value)
+
+
+@given(st.integers(min_value=-(10**60), max_value=10**60), st.integers(min_value=-(10**60), max_value=10**60))
+def test_integers_are_equal_when_they_are(a: int, b: int) -> None:
+    assert accuracy(rf"\boxed{{{a:,}}}", str(b), "numeric") == float(a == b)
+    assert accuracy(f"The answer is {a}.", str(a)) == 1.0
+
+
+@given(st.text(alphabet=r"0123456789.,/-+^{}\%$ eE()ab", max_size=30))
+def test_any_text_is_a_number_or_not_but_never_an_error(text: str) -> None:
+    number = read_number(text)
+    assert number is None or isinstance(number.value, Fraction)
+
+
+@given(st.text(alphabet=r"ab{}\ ", max_size=20))
+def test_a_box_gives_back_what_is_in_it(text: str) -> None:
+    depth, balanced = 0, not text.endswith("\\")
+    escaped = False
+    for character in text:
+        depth += 0 if escaped else {"{": 1, "}": -1}.get(character, 0)
+        escaped = character == "\\" and not escaped
+        balanced = balanced and depth >= 0
+    if balanced and not depth and not escaped:
+        assert last_box(rf"so \boxed{{{text}}} it is") == text
+
+
+def test_numbers_need_no_sympy() -> None:
+    code = r"""
+import sys
+from test_math import accuracy
+assert accuracy("\\boxed{12}", "12") and not accuracy("14", "15") and not accuracy("no idea", "15")
+assert accuracy("(B)", "B")
+assert not {"sympy", "math_verify"} & set(sys.modules)
+assert accuracy("\\boxed{x+1}", "1+x")
+assert "sympy" in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent)
+
+
+def test_an_answer_that_hangs_sympy_costs_itself_alone() -> None:
+    tower = r"\boxed{\left(x+1\right)^{10^{9}} + 9^{9^{9^{9}}}}"
+
+    async def run() -> None:
+        environment = plugin(ENVIRONMENTS, "math")
+        assert resolve(environment.environment) is MathEnvironment
+        pool = EnvironmentPool(environment.environment, MathConfig(), num_workers=1, deadline_s=2.0)
+        try:
+            outcomes = await pool.step(
+                [said(tower, "x^2", "0"), said(r"\boxed{7}", name="1"), said(r"\boxed{8}", name="2")]
+            )
+            assert isinstance(outcomes[0], EnvironmentFailure)
+            assert "deadline of 2 s" in outcomes[0].reason
+            assert [outcome.reward for outcome in outcomes[1:]] == [1.0, 0.0]
+        finally:
+            await pool.close()
+
+    asyncio.run(run())

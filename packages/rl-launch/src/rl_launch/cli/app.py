@@ -1,0 +1,95 @@
+"""The commands of `rl`; what one needs is imported when it runs, so that help answers at once."""
+
+from __future__ import annotations
+
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rl_launch.cli import config_commands
+from rl_launch.cli.failure import reported
+
+app = typer.Typer(
+    name="rl",
+    help="Post-training of language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.add_typer(config_commands.app, name="config", help="Look at configs without running them.")
+
+Recipe = Annotated[
+    str, typer.Argument(metavar="RECIPE|FILE.yaml", help="A recipe's name, a YAML file, or a run directory.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Config keys to set, such as grpo.seed=7 or run_dir=DIR."),
+]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say more.")]
+
+
+@app.command()
+def train(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Refuse to go on with a run that is in run_dir.")] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Train by a recipe; a run_dir that holds a run of the same config is resumed."""
+    with reported() as failure:
+        from rl_launch.root import read_config
+        from rl_launch.session import show_logs
+
+        show_logs(verbose=verbose)
+        name = recipe_name(recipe)
+        config = read_config(recipe, overrides or ()).config
+        run_dir = Path(config.run_dir or f"runs/{name}-{datetime.now():%Y%m%d-%H%M%S}")
+        failure.run_dir = run_dir
+
+        from rl_launch.train import train as run
+
+        run(config, run_dir=run_dir, title=name, fresh=fresh)
+        sys.stdout.write(f"{run_dir}\n")
+
+
+@app.command()
+def quickstart(overrides: Annotated[list[str] | None, typer.Argument(metavar="[run_dir=DIR]")] = None) -> None:
+    """Make a tiny model, teach it sums by SFT and GRPO, and show what it learnt: a few minutes on any machine."""
+    with reported() as failure:
+        from rl_core.errors import ConfigError
+        from rl_launch.session import show_logs
+
+        run_dir = Path("runs/quickstart")
+        for override in overrides or ():
+            key, equals, value = override.partition("=")
+            if key != "run_dir" or not equals or not value:
+                raise ConfigError(f"got {override!r}; rl quickstart takes run_dir=DIR and nothing else")
+            run_dir = Path(value).expanduser()
+        show_logs()
+        failure.run_dir = run_dir
+
+        from rl_launch.quickstart import run
+
+        run(run_dir)
+
+
+def recipe_name(recipe: str) -> str:
+    """What a run of a recipe is called: the recipe's name, or the file's without its ending.
+
+    Raises:
+        ConfigError: where an override stands in the recipe's place.
+    """
+    if "=" in recipe:
+        from rl_core.errors import ConfigError
+
+        raise ConfigError(f"got {recipe!r} in the place of the recipe; write rl train RECIPE {recipe}")
+    return Path(recipe).stem
+
+
+def main() -> None:
+    """Entry point of `rl`."""
+    app()

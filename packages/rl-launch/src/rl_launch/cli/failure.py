@@ -1,0 +1,67 @@
+"""How a command ends in an error: one clear message, and the traceback in the run's logs."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+
+_WRONG_USE, _FAILED = 2, 1
+
+
+@dataclass
+class Failure:
+    """Where to leave a traceback; nowhere before there is a run directory."""
+
+    run_dir: Path | None = None
+
+
+@contextmanager
+def reported() -> Iterator[Failure]:
+    """Turn an error into a message and an exit code: 2 for what the user can put right, 1 for a run that failed."""
+    failure = Failure()
+    try:
+        yield failure
+    except typer.Exit:
+        raise
+    except KeyboardInterrupt:
+        _say("interrupted")
+        raise typer.Exit(_FAILED) from None
+    except Exception as error:  # noqa: BLE001  # the end of the process: every failure becomes a report
+        from rl_core.errors import ConfigError, DataError, RunDirectoryError, WorkerEnvironmentError
+
+        if isinstance(error, ConfigError | DataError | RunDirectoryError | WorkerEnvironmentError):
+            _say(str(error))
+            raise typer.Exit(_WRONG_USE) from None
+        _say("\n".join([describe(error), *_traceback_left(error, failure.run_dir)]))
+        raise typer.Exit(_FAILED) from None
+
+
+def describe(error: BaseException) -> str:
+    """What failed, first the worker it failed in, where it did so in one."""
+    from rl_core.errors import RLError
+
+    text = str(error) if isinstance(error, RLError) else f"{type(error).__name__}: {error}"
+    return "\n".join([text, *getattr(error, "__notes__", ())])
+
+
+def _traceback_left(error: BaseException, run_dir: Path | None) -> list[str]:
+    from rl_core.errors import WorkerError
+
+    text = "".join(traceback.format_exception(error))
+    if isinstance(error, WorkerError):
+        text = f"{error.origin or 'worker'}:\n{error.traceback}\n{text}"
+    if run_dir is None or not (run_dir / "logs").is_dir():
+        return [text]
+    path = run_dir / "logs" / "error.log"
+    path.write_text(text)
+    return [f"traceback: {path}"]
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"error: {text}\n")

@@ -1,0 +1,50 @@
+"""Scoring a model on validation prompts, without a policy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rl_algos.grpo.setup import GRPOData, validation_sampling
+from rl_algos.rollouts.source import SyncRolloutSource
+from rl_algos.tokenizer import load_tokenizer
+from rl_core.generation import Evaluation
+from rl_core.registry import ALGORITHMS, AlgorithmPlugin, plugin, resolve
+from rl_launch.device import resolve_device
+from rl_launch.root import backends_of
+
+
+def evaluate(config: Any, *, logs: Path) -> Evaluation:
+    """Roll out the validation prompts of a GRPO config with the weights at `policy.model_name`.
+
+    Args:
+        config: resolved root.
+        logs: folder for the workers' logs.
+    """
+    algorithm: AlgorithmPlugin = plugin(ALGORITHMS, config.algorithm)
+    data: GRPOData = resolve(algorithm.prepare)(
+        config, load_tokenizer(config.policy.tokenizer, config.policy.model_name)
+    )
+    needs = resolve(algorithm.rollouts)(config, data)
+
+    # Ray takes a second to import: only what will start may pay for it
+    from rl_launch.cluster import VirtualCluster
+    from rl_launch.runtime import Runtime, provision_workers
+
+    backends = backends_of(config)
+    device = resolve_device(config.cluster.device)
+    pythons = provision_workers(config, backends, needs, device, trains=False)
+    logs.mkdir(parents=True, exist_ok=True)
+    with (
+        VirtualCluster.of(config.cluster, device) as cluster,
+        Runtime(config, backends, pythons, cluster, logs) as runtime,
+    ):
+        sampling = validation_sampling(config.policy.generation, data.end_of_sequence)
+        source = SyncRolloutSource(
+            runtime.evaluation_pool(needs),
+            data.train,
+            sampling=sampling,
+            num_generations=1,
+            seed=config.grpo.seed,
+        )
+        return source.evaluate(data.validation[: config.grpo.max_val_samples], sampling)

@@ -1,0 +1,89 @@
+"""Starting all ranks of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+import ray
+
+from rl_core.config import Config
+from rl_core.errors import Origin
+from rl_core.model import ModelSpec, Rendezvous
+from rl_core.model_config import ModelConfig
+from rl_core.ray.calls import gather
+from rl_core.ray.host import Place
+from rl_core.ray.model import RemoteModel
+from rl_core.registry import BackendPlugin
+from rl_launch.cluster import Bundle, VirtualCluster, WorkerProcess
+from rl_launch.device import Device
+
+PROCESS_TIMEOUT_S = 300.0
+"""Bound of starting an empty process: Ray may first start a machine for it."""
+
+START_TIMEOUT_S = 1800.0
+"""Bound of building and loading a model: large ones read hundreds of gigabytes."""
+
+
+class ModelGroup:
+    """All ranks of a model, placed; `finish` waits until the model is built.
+
+    Placing and building are two steps so that other workers can start beside the ranks while these load.
+
+    Args:
+        cluster: where.
+        nodes: a bundle per rank, by node.
+        process: how each rank's process is made.
+        role: for messages.
+        logs: folder for the ranks' logs.
+
+    Raises:
+        RLError: where a process does not start, with role and rank.
+    """
+
+    def __init__(
+        self,
+        cluster: VirtualCluster,
+        nodes: Sequence[Sequence[Bundle]],
+        process: WorkerProcess,
+        *,
+        role: str,
+        logs: str,
+    ) -> None:
+        self._device: Device = cluster.device
+        self._role = role
+        self._local_ranks = [local_rank for node in nodes for local_rank, _ in enumerate(node)]
+        self._workers = [cluster.start_worker(process, bundle) for node in nodes for bundle in node]
+        unplaced = [Origin(role, rank, "its node", "start") for rank in range(len(self._workers))]
+        self.places: list[Place] = gather([w.place.remote() for w in self._workers], unplaced, PROCESS_TIMEOUT_S)
+        paths = [f"{logs}/{role}-{rank}.log" for rank in range(len(self._workers))]
+        gather([w.log_to.remote(path) for w, path in zip(self._workers, paths, strict=True)], self._origins("start"))
+        self._builds: list[ray.ObjectRef] = []
+
+    def begin(self, plugin: BackendPlugin, config: ModelConfig, backend: Config, spec: ModelSpec) -> None:
+        """Have the ranks meet at rank 0 and build the model."""
+        head, world_size = self.places[0], len(self._workers)
+        self._builds = [
+            worker.build.remote(
+                plugin.worker,
+                config,
+                backend,
+                spec,
+                Rendezvous(rank, world_size, local_rank, head.address, head.port, self._device),
+            )
+            for rank, (worker, local_rank) in enumerate(zip(self._workers, self._local_ranks, strict=True))
+        ]
+
+    def finish(self, hold: Callable[[], AbstractContextManager[None]]) -> RemoteModel:
+        """The model, once all ranks have built it; raises the first failure of any, with role, rank and node."""
+        gather(self._builds, self._origins("start"), START_TIMEOUT_S)
+        nodes = [place.address for place in self.places]
+        return RemoteModel(self._workers, role=self._role, nodes=nodes, hold=hold)
+
+    def meeting_point(self) -> str:
+        """`host:port` on rank 0's node, the port free a moment ago."""
+        place = gather([self._workers[0].place.remote()], self._origins("weight sync")[:1])[0]
+        return f"{place.address}:{place.port}"
+
+    def _origins(self, phase: str) -> list[Origin]:
+        return [Origin(self._role, rank, place.address, phase) for rank, place in enumerate(self.places)]

@@ -1,0 +1,59 @@
+"""Who holds the device now, where several tenants take turns on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """Something that can leave a device and come back, whole.
+
+    Args:
+        leave: frees the device.
+        enter: takes it again.
+    """
+
+    leave: Callable[[], None]
+    enter: Callable[[], None]
+
+
+class Residency:
+    """Time-shares one set of devices among tenants; at most one is resident, and it stays until another needs the
+    place.
+
+    A tenant that joins is away; where devices are not shared, give each tenant a `Residency` of its own.
+    """
+
+    def __init__(self) -> None:
+        self._tenants: dict[str, Tenant] = {}
+        self._resident: str | None = None
+
+    @property
+    def resident(self) -> str | None:
+        """Name of the tenant on the device."""
+        return self._resident
+
+    def join(self, name: str, tenant: Tenant, *, present: bool = False) -> None:
+        """Admit a tenant; `present` says that it is on the device already."""
+        assert not present or self._resident is None, f"{self._resident} is on the device"
+        self._tenants[name] = tenant
+        if present:
+            self._resident = name
+
+    @contextmanager
+    def hold(self, name: str) -> Iterator[None]:
+        """Have the tenant on the device inside the context; it stays afterwards until another is asked for."""
+        if self._resident != name:
+            if self._resident is not None:
+                self._tenants[self._resident].leave()
+                self._resident = None
+            self._tenants[name].enter()
+            self._resident = name
+        yield
+
+    def hand_over(self, name: str) -> None:
+        """Note that a tenant has come in and the one before has left, in steps the caller took itself."""
+        self._resident = name

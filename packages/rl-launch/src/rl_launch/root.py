@@ -1,0 +1,231 @@
+"""The config of a whole run: one strict type put together from what the installed packages offer."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Generic, Literal, TypeVar
+
+from pydantic import Field
+
+from rl_core.config import Config, Problem, RawConfig, Resolved, assemble, load, resolve
+from rl_core.errors import ConfigError
+from rl_core.model_config import GenerationConfig, ModelConfig
+from rl_core.registry import (
+    ALGORITHMS,
+    ENVIRONMENTS,
+    GENERATORS,
+    POLICIES,
+    AlgorithmPlugin,
+    BackendPlugin,
+    names,
+    plugin,
+)
+from rl_launch.device import resolve_device
+from rl_launch.session.config import CheckpointingConfig, LoggerConfig
+from rl_launch.topology import plan, topology_problems
+
+RECIPES = Path(__file__).parent / "recipes"
+"""Recipes that come with this package."""
+
+_DEFAULT_POLICY = "dtensor"
+
+_logger = logging.getLogger(__name__)
+
+C = TypeVar("C", bound=Config)
+
+
+class ClusterConfig(Config):
+    num_nodes: int = Field(default=1, gt=0)
+    """Machines; more than one are those of the Ray cluster that RAY_ADDRESS names."""
+    gpus_per_node: int = Field(default=1, gt=0)
+    """GPUs to use on each machine."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """What models run on; `auto` is CUDA where there are GPUs."""
+    cpu_ranks_per_node: int = Field(default=1, gt=0)
+    """Ranks on each machine where the device is the CPU."""
+    worker_envs: Literal["auto", "shared", "isolated"] = "auto"
+    """Where workers find their packages: the driver's environment (`shared`), ones built for them (`isolated`), or the
+    driver's where it has all they need (`auto`)."""
+
+
+class RootConfig(Config):
+    algorithm: str
+    """Name of an installed `rl.algorithms` plugin."""
+    run_dir: str | None = None
+    """Folder of the run, resumed where it holds one; a new one under `runs` where unset."""
+
+
+@dataclass(frozen=True)
+class Backend(Generic[C]):
+    """A backend and its settings, of types that pickle into a worker's environment.
+
+    Args:
+        plugin: its light half.
+        config: the settings that mean the same for every backend.
+        backend: its own.
+    """
+
+    plugin: BackendPlugin
+    config: C
+    backend: Config
+
+
+@dataclass(frozen=True)
+class Backends:
+    """The backends of a run; `generation` is None where nothing is generated."""
+
+    policy: Backend[ModelConfig]
+    generation: Backend[GenerationConfig] | None
+
+
+def read_config(source: str | Path, overrides: Sequence[str] = ()) -> Resolved[RootConfig]:
+    """The config of a run, from a recipe, a YAML file or a run directory, with overrides.
+
+    Everything is checked that needs no engine.
+
+    Raises:
+        ConfigError: listing every problem.
+    """
+    raw = read_raw(source, overrides)
+    algorithm = _algorithm(raw)
+    return resolve(
+        raw, root_type(algorithm), checks=(_folder_checks, *algorithm.checks, _backend_checks, _topology_checks)
+    )
+
+
+def read_raw(source: str | Path, overrides: Sequence[str] = ()) -> RawConfig:
+    """What the user wrote, before a schema has read it."""
+    folder = Path(source)
+    written = folder / "config.yaml"
+    return load(written if folder.is_dir() and written.is_file() else source, overrides, search=[RECIPES])
+
+
+def type_of(raw: RawConfig) -> type[RootConfig]:
+    """The root type that a config asks for by its `algorithm`."""
+    return root_type(_algorithm(raw))
+
+
+def root_type(algorithm: AlgorithmPlugin) -> type[RootConfig]:
+    """The root of a run: the algorithm's sections, those of installed backends and environments, and the runtime's."""
+    environments = {name: found.config for name, found in _installed(ENVIRONMENTS).items()}
+    sections: dict[str, Any] = {
+        **algorithm.sections,
+        "policy": _policy_type(generates=algorithm.generates),
+        "checkpointing": CheckpointingConfig,
+        "logger": LoggerConfig,
+        "cluster": ClusterConfig,
+    }
+    if algorithm.generates:
+        sections["env"] = assemble("Environments", environments)
+    return assemble("Root", sections, base=RootConfig)  # type: ignore[return-value]  # a subclass of its base
+
+
+def backends_of(config: Any) -> Backends:
+    """The chosen backends of a resolved root, with their settings.
+
+    Raises:
+        ConfigError: where two training backends are enabled, or none.
+    """
+    policy = config.policy
+    found = _chosen_policy(policy)
+    chosen = Backend(found, _plain(policy, ModelConfig), getattr(policy, found.key))
+    if "generation" not in type(policy).model_fields:
+        return Backends(chosen, None)
+    generation = policy.generation
+    engine: BackendPlugin = plugin(GENERATORS, generation.backend)
+    return Backends(chosen, Backend(engine, _plain(generation, GenerationConfig), getattr(generation, engine.key)))
+
+
+def _algorithm(raw: RawConfig) -> AlgorithmPlugin:
+    name = raw.select("algorithm")
+    if not isinstance(name, str):
+        known = ", ".join(names(ALGORITHMS))
+        raise ConfigError(f"algorithm ({raw.name}): got {name!r}; name one of the installed algorithms: {known}")
+    return plugin(ALGORITHMS, name)
+
+
+def _policy_type(*, generates: bool) -> type[Config]:
+    sections: dict[str, Any] = {found.key: found.config for found in _installed(POLICIES).values()}
+    if generates:
+        engines = {found.key: found.config for found in _installed(GENERATORS).values()}
+        sections["generation"] = assemble("Generation", engines, base=GenerationConfig)
+    return assemble("Policy", sections, base=ModelConfig)
+
+
+@cache
+def _installed(group: str) -> dict[str, Any]:
+    """The plugins of a group that load; one that does not cannot be chosen, but must not keep others from running."""
+    found = {}
+    for name in names(group):
+        try:
+            found[name] = plugin(group, name)
+        except ImportError as error:
+            _logger.warning("the %s plugin %s does not load: %s", group, name, error)
+    return found
+
+
+def _chosen_policy(policy: Any) -> BackendPlugin:
+    installed: dict[str, BackendPlugin] = _installed(POLICIES)
+    states = {name: getattr(policy, found.key).enabled for name, found in installed.items()}
+    enabled = [name for name, state in states.items() if state]
+    if len(enabled) > 1:
+        keys = " and ".join(f"policy.{installed[name].key}.enabled" for name in enabled)
+        raise ConfigError(f"{keys} are both true; a policy has one backend: set one of them only")
+    if enabled:
+        return installed[enabled[0]]
+    if states.get(_DEFAULT_POLICY, False) is None:
+        return installed[_DEFAULT_POLICY]
+    choices = ", ".join(f"policy.{found.key}.enabled=true" for found in installed.values())
+    raise ConfigError(f"no training backend is enabled; set one: {choices}")
+
+
+def _plain(section: Any, kind: type[C]) -> C:
+    """The fields of a section that its base has, as an instance of the base."""
+    written = section.model_fields_set & set(kind.model_fields)
+    return kind.model_construct(written, **{name: getattr(section, name) for name in kind.model_fields})
+
+
+def _folder_checks(config: Any) -> Iterator[Problem]:
+    # said here already: to look into the folder takes libraries that take seconds to import
+    policy = config.policy
+    for key, name in (("model_name", policy.model_name), ("tokenizer.name", policy.tokenizer.name)):
+        is_path = name is not None and name.startswith(("/", "./", "../", "~"))
+        if is_path and not Path(name).expanduser().is_dir():
+            yield Problem(
+                f"policy.{key}", f"there is no folder {name!r}; give one with Hugging Face files, or a hub name"
+            )
+
+
+def _backend_checks(config: Any) -> Iterable[Problem]:
+    try:
+        backends = backends_of(config)
+    except ConfigError as error:
+        return [Problem("policy", str(error))]
+    chosen = [backends.policy.plugin, *([backends.generation.plugin] if backends.generation else [])]
+    return [problem for found in chosen for check in found.checks for problem in check(config)]
+
+
+def _topology_checks(config: Any) -> Iterator[Problem]:
+    # the devices of another machine's cluster are known once Ray has connected to it
+    cluster = config.cluster
+    if cluster.device == "auto" and os.environ.get("RAY_ADDRESS"):
+        return
+    try:
+        backends = backends_of(config)
+    except ConfigError:
+        return
+    device = resolve_device(cluster.device)
+    generation = backends.generation
+    topology = plan(
+        num_nodes=cluster.num_nodes,
+        ranks_per_node=cluster.gpus_per_node if device == "cuda" else cluster.cpu_ranks_per_node,
+        device=device,
+        colocated=generation.config.colocated if generation else None,
+        replica_ranks=generation.plugin.ranks(generation.backend) if generation else 1,
+    )
+    yield from topology_problems(topology, backends.policy.plugin.ranks(backends.policy.backend))

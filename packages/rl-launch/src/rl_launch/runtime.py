@@ -1,0 +1,299 @@
+"""A run's processes: from a resolved config to the objects an algorithm is handed."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ray.actor import ActorHandle
+
+from rl_algos.rollouts.worker import RolloutWorkerSpec
+from rl_core.errors import ConfigError, Origin
+from rl_core.generation import Placement
+from rl_core.ray.calls import gather
+from rl_core.ray.environment import RemoteEnvironment
+from rl_core.ray.model import RemoteModel
+from rl_core.registry import ENVIRONMENTS, AlgorithmPlugin, EnvironmentPlugin, RolloutNeeds, plugin
+from rl_core.run import Components
+from rl_launch.cluster import VirtualCluster, WorkerProcess
+from rl_launch.model_group import ModelGroup
+from rl_launch.residency import Residency, Tenant
+from rl_launch.rollout_pool import Replica, RolloutPool
+from rl_launch.root import Backends
+from rl_launch.topology import Topology, plan
+from rl_launch.weight_sync import GENERATION, POLICY, Canary, WeightSync
+from rl_launch.worker_envs import ROLLOUT_WORKER, TRAINER, WorkerEnvSpec, provision, worker_env, worker_variables
+from rl_launch.worker_envs.engine_checks import engine_problems
+
+_log = logging.getLogger(__name__)
+
+Start = tuple[Callable[[], ActorHandle], Placement]
+"""How an empty rollout worker is started, and where its engine runs."""
+
+ENVIRONMENT_POOL = "rl_core.environment_pool:EnvironmentPool"
+
+
+@dataclass(frozen=True)
+class Pythons:
+    """Interpreters of a run's workers: built, preflighted, and fit for what is sent to them."""
+
+    policy: str
+    generation: str
+    environments: Mapping[str, str]
+
+
+def provision_workers(
+    config: Any, backends: Backends, needs: RolloutNeeds | None, device: str, *, trains: bool = True
+) -> Pythons:
+    """Interpreters for every kind of worker the run has; no trainer's where nothing trains.
+
+    Raises:
+        WorkerEnvironmentError: where one cannot be had.
+    """
+    wanted: dict[str, WorkerEnvSpec] = {}
+    if trains:
+        wanted["policy"] = worker_env(backends.policy.plugin.requirement, device, also=(TRAINER,))
+    if backends.generation is not None:
+        wanted["generation"] = worker_env(backends.generation.plugin.requirement, device, also=(ROLLOUT_WORKER,))
+    for name in sorted(needs.environments) if needs else ():
+        wanted[f"env.{name}"] = worker_env(plugin(ENVIRONMENTS, name).requirement, device)
+    found = provision(wanted.values(), config.cluster.worker_envs)
+    pythons = {key: found[spec] for key, spec in wanted.items()}
+    environments = {key.removeprefix("env."): python for key, python in pythons.items() if key.startswith("env.")}
+    return Pythons(pythons.get("policy", ""), pythons.get("generation", ""), environments)
+
+
+def check_engines(config: Any, backends: Backends, pythons: Pythons) -> None:
+    """Run the backends' own checks of the config in their workers' environments, before a process of the run is
+    started.
+
+    Raises:
+        ConfigError: listing every problem.
+    """
+    chosen = [(pythons.policy, backends.policy.plugin)]
+    if backends.generation is not None:
+        chosen.append((pythons.generation, backends.generation.plugin))
+    checks = [(python, found.preflight) for python, found in chosen if python and found.preflight]
+    with ThreadPoolExecutor(max_workers=2) as threads:
+        found = list(threads.map(lambda check: engine_problems(check[0], check[1], config), checks))
+    problems = [problem for several in found for problem in several]
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+class Runtime:
+    """Starts what a run needs on a cluster, and ends all of it.
+
+    Args:
+        config: resolved root.
+        backends: the policy's and the generator's.
+        pythons: interpreters of the workers.
+        cluster: started.
+        logs: folder for the workers' logs.
+    """
+
+    def __init__(self, config: Any, backends: Backends, pythons: Pythons, cluster: VirtualCluster, logs: Path) -> None:
+        self._config = config
+        self._backends = backends
+        self._pythons = pythons
+        self._cluster = cluster
+        self._logs = str(logs)
+        self._exit = ExitStack()
+        self._residency = Residency()
+        generation = backends.generation
+        self._topology = plan(
+            num_nodes=cluster.num_nodes,
+            ranks_per_node=cluster.ranks_per_node,
+            device=cluster.device,
+            colocated=generation.config.colocated if generation else None,
+            replica_ranks=generation.plugin.ranks(generation.backend) if generation else 1,
+        )
+
+    def __enter__(self) -> Runtime:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._exit.close()
+
+    @property
+    def topology(self) -> Topology:
+        """Devices of the run."""
+        return self._topology
+
+    def components(
+        self, algorithm: AlgorithmPlugin, data: Any, needs: RolloutNeeds | None, vocabulary: int
+    ) -> Components:
+        """Start everything the algorithm needs.
+
+        Args:
+            algorithm: decides what is started.
+            data: what its `prepare` returned.
+            needs: what its rollout workers run, where it generates.
+            vocabulary: number of tokens the canary may draw from.
+        """
+        backend = self._backends.policy
+        group = self._place_policy()
+        group.begin(backend.plugin, backend.config, backend.backend, algorithm.spec(self._config))
+        if needs is None:
+            return Components(policy=self._finish_policy(group), data=data)
+        if self._topology.shares_devices:
+            policy = self._finish_policy(group)
+            policy.offload()
+            replicas = self._start_replicas(self._replica_starts(group), needs)
+        else:
+            finish = self._begin_replicas(self._replica_starts(group), needs)
+            policy = self._finish_policy(group)
+            replicas = finish()
+        sync = self._weight_sync(policy, group, vocabulary)
+        pool = self._pool(replicas, sync, self._turns(policy, replicas))
+        return Components(policy=policy, data=data, weights=sync, pool=pool)
+
+    def evaluation_pool(self, needs: RolloutNeeds) -> RolloutPool:
+        """Replicas alone, serving the weights at `policy.model_name`."""
+        return self._pool(self._start_replicas(self._separate_starts(), needs), None, nullcontext)
+
+    def _pool(self, replicas: list[Replica], sync: WeightSync | None, hold: Any) -> RolloutPool:
+        pool = RolloutPool(replicas, sync, hold)
+        self._exit.callback(pool.close)
+        return pool
+
+    def _place_policy(self) -> ModelGroup:
+        topology = self._topology
+        nodes = self._cluster.reserve(topology.policy_nodes, topology.policy_ranks)
+        self._exit.callback(self._cluster.release, nodes)
+        process = self._process(self._pythons.policy, num_gpus=1, ranks=topology.policy_ranks)
+        return ModelGroup(self._cluster, nodes, process, role=POLICY, logs=self._logs)
+
+    def _finish_policy(self, group: ModelGroup) -> RemoteModel:
+        policy = group.finish(self._hold(POLICY))
+        self._exit.callback(policy.close)
+        return policy
+
+    def _hold(self, tenant: str) -> Callable[[], AbstractContextManager[None]]:
+        return partial(self._residency.hold, tenant) if self._topology.shares_devices else nullcontext
+
+    def _turns(self, policy: RemoteModel, replicas: list[Replica]) -> Any:
+        """Have policy and replicas take turns on the devices they share; the replicas' way to hold them."""
+        if not self._topology.shares_devices:
+            return nullcontext
+
+        def all_replicas(method: str) -> None:
+            gather([r.generator(method) for r in replicas], [r.origin(method) for r in replicas], 600.0)
+
+        all_replicas("sleep")
+        self._residency.join(POLICY, Tenant(policy.offload, policy.onload))
+        self._residency.join(GENERATION, Tenant(partial(all_replicas, "sleep"), partial(all_replicas, "wake")))
+        return self._hold(GENERATION)
+
+    def _weight_sync(self, policy: RemoteModel, group: ModelGroup, vocabulary: int) -> WeightSync:
+        return WeightSync(
+            policy,
+            kind=self._topology.transport,
+            meet=group.meeting_point,
+            canary=Canary.of(vocabulary, precision=self._backends.policy.config.precision),
+            residency=self._residency if self._topology.shares_devices else None,
+        )
+
+    def _replica_starts(self, policy: ModelGroup) -> list[Start]:
+        return self._colocated_starts(policy) if self._topology.colocated else self._separate_starts()
+
+    def _start_replicas(self, starts: list[Start], needs: RolloutNeeds) -> list[Replica]:
+        return self._begin_replicas(starts, needs)()
+
+    def _begin_replicas(self, starts: list[Start], needs: RolloutNeeds) -> Callable[[], list[Replica]]:
+        """Begin to start replicas and environments; the returned function waits until they are ready."""
+        backend, model = self._backends.generation, self._backends.policy.config
+        assert backend is not None, "rollouts need generation"
+        environments = {name: self._start_environment(name) for name in sorted(needs.environments)}
+        replicas = []
+        for index, (start, placement) in enumerate(starts):
+            spec = RolloutWorkerSpec(
+                generator=backend.plugin.worker,
+                generator_args=(backend.config, backend.backend, model, placement),
+                program=needs.program,
+                program_args=needs.program_args,
+                tokenizer=model.tokenizer,
+                model_name=model.model_name,
+            )
+            replicas.append(Replica(start, spec, environments, index=index, logs=self._logs))
+        waits = [replica.begin_start() for replica in replicas]
+
+        def finish() -> list[Replica]:
+            for wait in waits:
+                wait()
+            return replicas
+
+        return finish
+
+    def _colocated_starts(self, policy: ModelGroup) -> list[Start]:
+        """Beside the policy's ranks, node by node, on the GPUs that Ray gave those."""
+        process = self._process(self._pythons.generation, num_gpus=0, ranks=1)
+        starts: list[Start] = []
+        for first in range(0, len(policy.places), self._topology.policy_ranks):
+            places = policy.places[first : first + self._topology.policy_ranks]
+            gpus = [gpu for place in places for gpu in place.gpus]
+            start = partial(self._cluster.start_async_worker, process, node=places[0].node)
+            starts += [(start, placement) for placement in self._placements(gpus)]
+        return starts
+
+    def _separate_starts(self) -> list[Start]:
+        """On devices of their own: a replica's actor takes its GPUs from Ray."""
+        topology = self._topology
+        ranks = topology.replica_ranks if topology.device == "cuda" else topology.generation_ranks
+        nodes = self._cluster.reserve_replicas(topology.generation_nodes * topology.replicas_per_node, ranks)
+        self._exit.callback(self._cluster.release, nodes)
+        gpus = ranks if topology.device == "cuda" else 0
+        process = self._process(self._pythons.generation, num_gpus=gpus, ranks=1)
+        placement = Placement(topology.device, (), _cores() // 2 or 1)
+        hosts = [partial(self._cluster.start_async_worker, process, bundle=node[0]) for node in nodes]
+        return [(host, placement) for host in hosts]
+
+    def _placements(self, gpus: list[int]) -> list[Placement]:
+        topology = self._topology
+        if topology.device == "cpu":
+            return [Placement("cpu", (), _cores())]
+        ranks = topology.replica_ranks
+        return [Placement("cuda", tuple(gpus[i : i + ranks])) for i in range(0, len(gpus), ranks)]
+
+    def _start_environment(self, name: str) -> RemoteEnvironment:
+        found: EnvironmentPlugin = plugin(ENVIRONMENTS, name)
+        settings = getattr(self._config.env, name)
+        actor = self._cluster.start_async_worker(self._process(self._pythons.environments[name], num_gpus=0, ranks=1))
+        origin = Origin(f"environment {name}", 0, "its node", "start")
+        started = actor.start.remote(
+            ENVIRONMENT_POOL,
+            found.environment,
+            settings,
+            num_workers=settings.num_workers,
+            deadline_s=settings.deadline_s,
+        )
+        log = actor.log_to.remote(f"{self._logs}/environment-{name}.log")
+        gather([log, started], [origin] * 2, 120.0)
+        self._exit.callback(partial(_close_environment, actor, origin))
+        return RemoteEnvironment(actor, name=name)
+
+    def _process(self, python: str, *, num_gpus: float, ranks: int) -> WorkerProcess:
+        variables = dict(worker_variables(python))
+        if self._cluster.device == "cpu":
+            threads = str(max(1, _cores() // ranks))
+            variables |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "CUDA_VISIBLE_DEVICES": ""}
+            num_gpus = 0
+        return WorkerProcess(python, variables, num_gpus)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _close_environment(actor: ActorHandle, origin: Origin) -> None:
+    gather([actor.call.remote("close")], [origin], 30.0)

@@ -1,0 +1,171 @@
+"""The checkpoints of a run: written aside and renamed, checked before they are used, and thinned out."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from rl_core.errors import RunDirectoryError
+from rl_core.model import Model
+from rl_core.run import Checkpointable
+from rl_launch.session.config import CheckpointingConfig
+from rl_launch.session.manifest import Manifest, sync_folder
+from rl_launch.session.state_file import read_state, write_state
+
+EXPORT = "hf"
+"""Folder of a checkpoint that `transformers` and vLLM load."""
+
+_EXPORTED = "policy"
+_NAME = re.compile(r"step_(\d+)")
+
+_logger = logging.getLogger(__name__)
+
+
+class Checkpoints:
+    """The folder `checkpoints` of a run directory.
+
+    Args:
+        folder: where they are.
+        config: how many stay, and which.
+    """
+
+    def __init__(self, folder: Path, config: CheckpointingConfig) -> None:
+        self._folder = folder
+        self._config = config
+
+    def save(
+        self,
+        step: int,
+        *,
+        models: Mapping[str, Model],
+        state: Mapping[str, Checkpointable],
+        metrics: Mapping[str, float],
+    ) -> Path:
+        """Save everything as of a step and drop what need not stay.
+
+        Each model is under its name, the policy's Hugging Face files under `hf`, loop state under `state`.
+        """
+        target = self._folder / f"step_{step}"
+        aside = self._folder / f".step_{step}.saving"
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        for name, model in models.items():
+            (aside / name).mkdir()
+            model.save(str(aside / name))
+        if _EXPORTED in models:
+            (aside / EXPORT).mkdir()
+            models[_EXPORTED].export(str(aside / EXPORT))
+        for name, part in state.items():
+            write_state(aside / "state", name, part.state())
+        Manifest.of(aside, step, metrics).write(aside)
+        self._drop(target)
+        aside.rename(target)
+        sync_folder(self._folder)
+        self._thin_out()
+        return target
+
+    def restore(self, path: Path, *, models: Mapping[str, Model], state: Mapping[str, Checkpointable]) -> None:
+        """Load models and loop state from a checkpoint.
+
+        Raises:
+            RunDirectoryError: where it lacks one of them.
+        """
+        wanted = [*(path / name for name in models), *(path / "state" / f"{name}.json" for name in state)]
+        lacking = [each.relative_to(path).as_posix() for each in wanted if not each.exists()]
+        if lacking:
+            raise RunDirectoryError(f"{path} has no {', '.join(lacking)}: it was saved by another kind of run")
+        for name, model in models.items():
+            model.load(str(path / name))
+        for name, part in state.items():
+            part.restore(read_state(path / "state", name))
+
+    def newest(self) -> tuple[int, Path] | None:
+        """Step and folder of the newest checkpoint that is whole, with a message about damaged ones; changes nothing.
+
+        Raises:
+            RunDirectoryError: where there are checkpoints and none is whole.
+        """
+        damaged: list[str] = []
+        for step, path in reversed(self._saved()):
+            problem = _damage(path)
+            if not problem:
+                for each in damaged:
+                    _logger.warning("%s; taking %s", each, path.name)
+                return step, path
+            damaged.append(f"checkpoint {path.name} is damaged: {problem}")
+        if damaged:
+            remedy = "No whole checkpoint is left. Choose another run_dir to start anew."
+            raise RunDirectoryError("\n".join([*damaged, remedy]))
+        return None
+
+    def tidy(self, step: int) -> None:
+        """Remove what a killed process left, and set aside the damaged checkpoints after the step gone on from."""
+        for leftover in (*self._folder.glob(".*.saving"), *self._folder.glob(".*.dropped")):
+            shutil.rmtree(leftover, ignore_errors=True)
+        for later in (path for number, path in self._saved() if number > step):
+            # kept for inspection under a name that is no checkpoint's
+            aside = later.with_name(f"damaged_{later.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            later.rename(aside)
+
+    def _saved(self) -> list[tuple[int, Path]]:
+        """Steps and folders, oldest first."""
+        found = ((_NAME.fullmatch(path.name), path) for path in self._folder.glob("step_*"))
+        return sorted((int(match[1]), path) for match, path in found if match)
+
+    def _thin_out(self) -> None:
+        keep = self._config.keep_top_k
+        saved = self._saved()
+        if keep is None or len(saved) <= keep:
+            return
+        newest = saved[-1][1]
+        best = sorted(saved, key=lambda entry: self._rank(*entry), reverse=True)[:keep]
+        kept = {newest, *(path for _, path in best)}
+        for _, path in saved:
+            if path not in kept:
+                self._drop(path)
+
+    def _rank(self, step: int, path: Path) -> tuple[bool, float, int]:
+        """Larger for a checkpoint worth more."""
+        key = self._config.metric_key
+        value = _metrics(path).get(key) if key else None
+        if value is None or value != value:
+            return False, 0.0, step
+        return True, value if self._config.higher_is_better else -value, step
+
+    def _drop(self, path: Path) -> None:
+        if path.exists():
+            # a rename is at once, removal is not
+            aside = path.with_name(f".{path.name}.dropped")
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+            shutil.rmtree(aside)
+
+
+def newest_checkpoint(run_dir: str | Path) -> Path:
+    """The newest whole checkpoint of a run directory; its Hugging Face files are in `hf`.
+
+    Raises:
+        RunDirectoryError: where there is none.
+    """
+    found = Checkpoints(Path(run_dir).expanduser() / "checkpoints", CheckpointingConfig()).newest()
+    if found is None:
+        raise RunDirectoryError(f"{run_dir} has no checkpoint")
+    return found[1]
+
+
+def _metrics(path: Path) -> Mapping[str, float]:
+    try:
+        return Manifest.read(path).metrics
+    except ValueError:
+        return {}
+
+
+def _damage(path: Path) -> str:
+    try:
+        return Manifest.read(path).damage(path)
+    except ValueError as error:
+        return str(error)

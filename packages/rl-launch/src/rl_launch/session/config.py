@@ -1,0 +1,74 @@
+"""Settings of a run's checkpoints and of where its metrics go."""
+
+from __future__ import annotations
+
+import re
+
+from pydantic import Field, field_validator
+
+from rl_core.config import Config
+
+_DURATION = re.compile(r"(\d+):([01]?\d|2[0-3]):([0-5]?\d):([0-5]?\d)")
+
+
+class CheckpointingConfig(Config):
+    enabled: bool = True
+    """Save checkpoints; without them a run cannot be resumed."""
+    save_period: int = Field(default=10, ge=0)
+    """Save after every this many steps; 0 saves at the end only."""
+    keep_top_k: int | None = Field(default=3, gt=0)
+    """Checkpoints that stay: the best by `metric_name` and always the newest, or the newest ones; null keeps all."""
+    metric_name: str | None = None
+    """Metric that ranks checkpoints, such as `val:accuracy`; one without a value at its step ranks last."""
+    higher_is_better: bool = True
+    """Which end of the metric is best."""
+    checkpoint_must_save_by: str | None = None
+    """Save and end in time before this much has passed since the start, as DD:HH:MM:SS: the limit of a batch queue."""
+
+    @field_validator("checkpoint_must_save_by")
+    @classmethod
+    def _is_duration(cls, value: str | None) -> str | None:
+        if value is not None and not _DURATION.fullmatch(value):
+            raise ValueError(f"got {value!r}; allowed: DD:HH:MM:SS, such as 00:03:45:00")
+        return value
+
+    @property
+    def must_save_by_s(self) -> float | None:
+        """`checkpoint_must_save_by` in seconds."""
+        found = _DURATION.fullmatch(self.checkpoint_must_save_by or "")
+        if found is None:
+            return None
+        days, hours, minutes, seconds = (int(part) for part in found.groups())
+        return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+    @property
+    def metric_key(self) -> str | None:
+        """`metric_name` as `metrics.jsonl` spells it: `val/accuracy`."""
+        return self.metric_name.replace(":", "/", 1) if self.metric_name else None
+
+
+class WandbConfig(Config):
+    project: str = "rl"
+    """Project of the run."""
+    name: str | None = None
+    """Name of the run; that of its directory where unset."""
+
+
+class MLflowConfig(Config):
+    experiment_name: str = "rl"
+    """Experiment of the run."""
+    run_name: str | None = None
+    """Name of the run; that of its directory where unset."""
+    tracking_uri: str | None = None
+    """Server (`http://...`) or database (`sqlite:///...`); `MLFLOW_TRACKING_URI` where unset."""
+
+
+class LoggerConfig(Config):
+    tensorboard_enabled: bool = True
+    """Write TensorBoard events into `logs/tensorboard`."""
+    wandb_enabled: bool = False
+    """Send metrics to Weights & Biases; needs rl-launch[wandb]."""
+    mlflow_enabled: bool = False
+    """Send metrics to MLflow; needs rl-launch[mlflow]."""
+    wandb: WandbConfig = WandbConfig()
+    mlflow: MLflowConfig = MLflowConfig()

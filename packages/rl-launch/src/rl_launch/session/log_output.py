@@ -1,0 +1,61 @@
+"""Log records on the console and in the run directory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+from rich.console import Console
+from rich.logging import RichHandler
+
+_OURS = ("rl_core", "rl_algos", "rl_envs", "rl_dtensor", "rl_megatron", "rl_vllm", "rl_launch")
+
+
+@cache
+def shared_console() -> Console:
+    """The console of progress and log records: they share one, so that neither writes over the other."""
+    return Console(stderr=True)
+
+
+def show_logs(*, verbose: bool = False) -> None:
+    """Send this project's messages and everybody's warnings to the console: above a live line, or as plain lines."""
+    console = shared_console()
+    if console.is_terminal:
+        handler: logging.Handler = RichHandler(console=console, show_time=False, show_path=False, show_level=False)
+        handler.setFormatter(_Plain("%(message)s"))
+    else:
+        handler = logging.StreamHandler(console.file)
+        handler.setFormatter(_Plain("%(asctime)s %(message)s", "%H:%M:%S"))
+    root = logging.getLogger()
+    for earlier in [each for each in root.handlers if each.name == "rl-console"]:
+        root.removeHandler(earlier)
+    handler.name = "rl-console"
+    root.addHandler(handler)
+    root.setLevel(logging.WARNING)
+    for name in _OURS:
+        logging.getLogger(name).setLevel(logging.DEBUG if verbose else logging.INFO)
+    logging.captureWarnings(True)
+
+
+@contextmanager
+def logged_to(path: Path) -> Iterator[None]:
+    """Append log records to a file while inside."""
+    handler = logging.FileHandler(path, delay=True, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.getLogger().addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(handler)
+        handler.close()
+
+
+class _Plain(logging.Formatter):
+    """Names the level only where it matters."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        return f"{record.levelname.lower()}: {text}" if record.levelno >= logging.WARNING else text

@@ -1,0 +1,107 @@
+"""What a run is doing: a live line on a terminal, a line per step in a log."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+_logger = logging.getLogger(__name__)
+
+_BARS = "▁▂▃▄▅▆▇█"
+_SHOWN = (("reward/mean", "reward"), ("train/loss", "loss"), ("val/accuracy", "accuracy"), ("val/loss", "val loss"))
+
+
+class Progress:
+    """Shows steps, phases and the metrics people watch.
+
+    Args:
+        title: of the run.
+        console: where the live line goes, if it is a terminal.
+    """
+
+    def __init__(self, title: str, console: Console) -> None:
+        self._title = title
+        self._step, self._max_steps = 0, 0
+        self._phase, self._phase_since = "", time.monotonic()
+        self._shown: dict[str, float] = {}
+        self._trend: deque[float] = deque(maxlen=24)
+        self._durations: deque[float] = deque(maxlen=20)
+        self._spinner = Spinner("dots")
+        self._live = Live(get_renderable=self.render, console=console, refresh_per_second=4, transient=True)
+        self._is_live = console.is_terminal and not console.is_dumb_terminal
+
+    def start(self) -> None:
+        """Show the live line, on a terminal."""
+        if self._is_live:
+            self._live.start()
+
+    def close(self) -> None:
+        """Take the live line away."""
+        self._live.stop()
+
+    def begin(self, step: int, max_steps: int) -> None:
+        """A step begins."""
+        self._step, self._max_steps = step, max_steps
+
+    def phase(self, name: str) -> None:
+        """What is going on; empty for nothing in particular."""
+        self._phase, self._phase_since = name, time.monotonic()
+
+    def finish(self, step: int, metrics: Mapping[str, float], seconds: float) -> None:
+        """A step is done, with these metrics."""
+        self._durations.append(seconds)
+        self._shown |= {label: metrics[key] for key, label in _SHOWN if key in metrics}
+        trend = next((metrics[key] for key, _ in _SHOWN if key in metrics), None)
+        if trend is not None:
+            self._trend.append(trend)
+        values = "  ".join(f"{label} {metrics[key]:.4g}" for key, label in _SHOWN if key in metrics)
+        _logger.info("step %d/%d  %s  %.1f s  %s left", step, self._max_steps, values, seconds, self._left(step))
+
+    def render(self) -> RenderableType:
+        """The live line."""
+        line = Table.grid(padding=(0, 2))
+        cells: list[RenderableType] = [self._spinner, Text(self._title, style="bold")]
+        if self._max_steps:
+            cells.append(Text(f"step {self._step}/{self._max_steps}"))
+        if self._trend:
+            cells.append(Text(sparkline(self._trend), style="green"))
+        cells.extend(Text(f"{label} {value:.4g}") for label, value in self._shown.items())
+        if self._phase:
+            cells.append(
+                Text(f"{self._phase.replace('_', ' ')} {time.monotonic() - self._phase_since:.0f} s", style="dim")
+            )
+        if self._durations:
+            cells.append(Text(f"{self._left(self._step - 1)} left", style="dim"))
+        line.add_row(*cells)
+        return line
+
+    def _left(self, done: int) -> str:
+        return duration((self._max_steps - done) * sum(self._durations) / max(len(self._durations), 1))
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Values as bars between their least and largest."""
+    finite = [value for value in values if value == value and abs(value) != float("inf")]
+    if not finite:
+        return ""
+    low, high = min(finite), max(finite)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((value - low) * scale)] for value in finite)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them: `42 s`, `3:07`, `1:02:03`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    hours, rest = divmod(whole, 3600)
+    minutes, rest = divmod(rest, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,269 @@
+"""The run session: timing, records, progress and checkpoints of one run."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import numpy as np
+from rich.console import Console
+
+from rl_core.errors import RunDirectoryError
+from rl_core.model import Model
+from rl_core.rollout import RolloutGroup
+from rl_core.run import Checkpointable
+from rl_launch.session.checkpoints import Checkpoints
+from rl_launch.session.config import CheckpointingConfig, LoggerConfig
+from rl_launch.session.log_output import logged_to, shared_console
+from rl_launch.session.progress import Progress
+from rl_launch.session.records import MetricsFile, RolloutFiles
+from rl_launch.session.run_directory import RunDirectory
+from rl_launch.session.stop import StopRequest
+from rl_launch.session.writers import MetricWriter, check_writers, open_writers
+
+_logger = logging.getLogger(__name__)
+
+# rates that follow from a count and the phase it was made in
+_RATES = (
+    ("generation/tokens_per_second", "generation/num_tokens", "generation"),
+    ("train/tokens_per_second", "train/num_tokens", "training"),
+)
+
+
+class SessionConfig(Protocol):
+    """What a root config must have for a session."""
+
+    @property
+    def checkpointing(self) -> CheckpointingConfig:
+        """When to save and what stays."""
+        ...
+
+    @property
+    def logger(self) -> LoggerConfig:
+        """Where metrics go."""
+        ...
+
+
+class RunSession:
+    """A `rl_core.run.Run` over a run directory.
+
+    The usage loop::
+
+        with RunSession(run_dir, config, title="grpo") as run:
+            algorithm(config, components, run)
+
+    Entering takes the directory, checks what is in it and opens the writers; leaving without an error saves what the
+    last whole step left unsaved.
+
+    Args:
+        run_dir: made, or reopened where it holds a run of the same config.
+        config: the resolved root, a `rl_core.config.Config` with `checkpointing` and `logger`.
+        title: shown with the progress.
+        fresh: refuse to go on with an earlier run.
+        console: where progress is shown.
+    """
+
+    def __init__(
+        self, run_dir: str | Path, config: Any, *, title: str = "", fresh: bool = False, console: Console | None = None
+    ) -> None:
+        self.directory = RunDirectory(run_dir)
+        self._config = config
+        self._fresh = fresh
+        self._checkpointing: CheckpointingConfig = config.checkpointing
+        self._checkpoints = Checkpoints(self.directory.checkpoints, self._checkpointing)
+        self._metrics = MetricsFile(self.directory.metrics)
+        self._rollouts = RolloutFiles(self.directory.rollouts)
+        self._progress = Progress(title or self.directory.path.name, console or shared_console())
+        self._stop = StopRequest(self._checkpointing.must_save_by_s)
+        self._found: tuple[int, Path] | None = None
+        self._writers: list[MetricWriter] = []
+        self._models: Mapping[str, Model] = {}
+        self._state: Mapping[str, Checkpointable] = {}
+        self._max_steps = 0
+        self._done = self._saved = 0
+        self._step: int | None = None
+        self._step_since = 0.0
+        self._pending: dict[int, dict[str, float]] = {}
+        self._times: dict[str, float] = {}
+        self._open_phases: list[str] = []
+        self._resources = ExitStack()
+        self.last_metrics: Mapping[str, float] = {}
+
+    def __enter__(self) -> Self:
+        check_writers(self._config.logger)
+        resumes = self.directory.open(self._config, fresh=self._fresh)
+        with ExitStack() as stack:
+            stack.callback(self.directory.close)
+            if resumes and not self._checkpointing.enabled and self._metrics.read():
+                raise RunDirectoryError(
+                    f"{self.directory.path} holds a run that saved no checkpoints, so it cannot be resumed. "
+                    "Choose another run_dir."
+                )
+            stack.enter_context(logged_to(self.directory.logs / "driver.log"))
+            self._found = self._checkpoints.newest()
+            after = self._found[0] if self._found else 0
+            self._checkpoints.tidy(after)
+            stack.callback(self._close_writers)
+            self._writers = open_writers(self._config.logger, self.directory.path, settings=self._config, after=after)
+            self._stop.listen(gracefully=False)
+            stack.callback(self._stop.unlisten)
+            self._progress.start()
+            stack.callback(self._progress.close)
+            self._resources = stack.pop_all()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        with self._resources:
+            if kind is None:
+                self._finish()
+                if self._stop.reason:
+                    _logger.info("ended after step %d of %d: %s", self._done, self._max_steps, self._stop.reason)
+            elif error is not None and self._max_steps:
+                error.add_note(
+                    f"in step {self._done + 1} of {self._max_steps}{f', {self.doing}' if self.doing else ''}"
+                )
+
+    @property
+    def stop_reason(self) -> str:
+        """Why the run ended before its last step; empty where it did not."""
+        return self._stop.reason
+
+    @property
+    def doing(self) -> str:
+        """The innermost phase in progress; empty between phases."""
+        return self._open_phases[-1] if self._open_phases else ""
+
+    @property
+    def completed(self) -> int:
+        """The last whole step."""
+        return self._done
+
+    def steps(
+        self, max_steps: int, *, models: Mapping[str, Model], state: Mapping[str, Checkpointable]
+    ) -> Iterator[int]:
+        """Steps still to do: the call restores the newest whole checkpoint, asking for the next step saves where due.
+
+        Raises:
+            RunDirectoryError: where the checkpoint lacks one of the models or states.
+        """
+        self._models, self._state, self._max_steps = dict(models), dict(state), max_steps
+        self._done = self._saved = self._restore()
+        self._metrics.cut_back(self._done if self._done else -1)
+        self._rollouts.cut_back(self._done)
+        # again, as starting Ray has put a handler of its own in the place of the first
+        self._stop.listen(gracefully=True)
+        return self._iterate(self._done + 1)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time what is inside as `time/<name>`; what precedes the first step is logged and counts to none."""
+        started = time.monotonic()
+        self._open_phases.append(name)
+        self._progress.phase(name)
+        try:
+            yield
+            self._open_phases.pop()
+        finally:
+            # after an error `doing` still says where it happened
+            self._progress.phase(self.doing)
+            seconds = time.monotonic() - started
+            if self._step is None:
+                _logger.info("%s: %.1f s", name.replace("_", " "), seconds)
+            else:
+                self._times[name] = self._times.get(name, 0.0) + seconds
+
+    def record(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Metrics of a step, merged into its line; the line is written when the step is done."""
+        self._pending.setdefault(step, {}).update(metrics)
+
+    def record_rollouts(self, step: int, groups: Sequence[RolloutGroup], advantages: np.ndarray) -> None:
+        """Write a step's rollouts, one line each; those beyond the advantages have null."""
+        with self.phase("recording"):
+            self._rollouts.append(step, groups, advantages)
+
+    def due(self, period: int, step: int, *, at_end: bool = False) -> bool:
+        """Whether something with this period is due after this step.
+
+        Where a signal or a time limit ends the run early, its last step is no end in this sense: there is time for
+        saving only.
+        """
+        return bool(period and step % period == 0) or (at_end and step == self._max_steps)
+
+    def stop(self, reason: str) -> None:
+        """End after the current step, having saved."""
+        self._stop.ask(reason)
+
+    def _iterate(self, first: int) -> Iterator[int]:
+        for step in range(first, self._max_steps + 1):
+            if self._stop.reason:
+                break
+            self._begin(step)
+            yield step
+            self._complete(step)
+        self._finish()
+
+    def _begin(self, step: int) -> None:
+        self._step, self._step_since = step, time.monotonic()
+        self._times = {}
+        self._progress.begin(step, self._max_steps)
+
+    def _complete(self, step: int) -> None:
+        seconds = time.monotonic() - self._step_since
+        self._pending.setdefault(step, {}).update(self._timings(seconds))
+        for earlier in sorted(number for number in self._pending if number <= step):
+            self._write(earlier, self._pending.pop(earlier))
+        self._progress.finish(step, self.last_metrics, seconds)
+        self._done, self._step = step, None
+        self._stop.after_step(seconds)
+        if self._checkpointing.enabled and self.due(self._checkpointing.save_period, step):
+            self._save()
+
+    def _timings(self, seconds: float) -> dict[str, float]:
+        timings = {f"time/{name}": value for name, value in self._times.items()} | {"time/step": seconds}
+        recorded = self._pending.get(self._step or 0, {})
+        for rate, count, phase in _RATES:
+            if count in recorded and self._times.get(phase):
+                timings[rate] = recorded[count] / self._times[phase]
+        return timings
+
+    def _write(self, step: int, metrics: Mapping[str, float]) -> None:
+        odd = sorted(name for name, value in metrics.items() if not np.isfinite(value))
+        if odd:
+            _logger.warning("step %d: not a finite number: %s", step, ", ".join(odd))
+        self._metrics.append(step, metrics)
+        for writer in self._writers:
+            writer.write(step, metrics)
+        self.last_metrics = metrics
+
+    def _finish(self) -> None:
+        """Save what the last whole step left unsaved."""
+        if self._checkpointing.enabled and self._done > self._saved:
+            self._save()
+        self._stop.listen(gracefully=False)
+
+    def _save(self) -> None:
+        started = time.monotonic()
+        self._progress.phase("saving")
+        path = self._checkpoints.save(self._done, models=self._models, state=self._state, metrics=self.last_metrics)
+        self._saved = self._done
+        seconds = time.monotonic() - started
+        self._stop.after_save(seconds)
+        self._progress.phase("")
+        _logger.info("saved %s in %.1f s", path.name, seconds)
+
+    def _restore(self) -> int:
+        if self._found is None:
+            return 0
+        step, path = self._found
+        with self.phase("restoring"):
+            self._checkpoints.restore(path, models=self._models, state=self._state)
+        _logger.info("going on after step %d", step)
+        return step
+
+    def _close_writers(self) -> None:
+        for writer in self._writers:
+            writer.close()

@@ -1,0 +1,77 @@
+"""Why a run should end before its last step."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+_logger = logging.getLogger(__name__)
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class StopRequest:
+    """Whether a signal, a time limit or the loop has asked to end after the step in progress.
+
+    A second signal ends the process at once.
+
+    Args:
+        limit_s: seconds from now by which everything must be saved, None for no limit.
+    """
+
+    def __init__(self, limit_s: float | None = None) -> None:
+        self.reason = ""
+        self._limit_s = limit_s
+        self._started = time.monotonic()
+        self._longest_step_s = 0.0
+        self._longest_save_s = 0.0
+        self._previous: dict[signal.Signals, Any] = {}
+        self._is_graceful = False
+
+    def listen(self, *, gracefully: bool) -> None:
+        """Take over SIGTERM and SIGINT; only the main thread can.
+
+        Args:
+            gracefully: a signal asks for the end; otherwise, where there is no step to finish, it unwinds at once.
+        """
+        self._is_graceful = gracefully
+        if threading.current_thread() is threading.main_thread():
+            found = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+            self._previous = self._previous or found
+
+    def unlisten(self) -> None:
+        """Give the signals back to whoever had them first."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous = {}
+
+    def ask(self, reason: str) -> None:
+        """End after the step in progress; the first reason stands."""
+        self.reason = self.reason or reason
+
+    def after_step(self, seconds: float) -> None:
+        """Ask for the end where another step and the save after it may not fit into the time that is left."""
+        self._longest_step_s = max(self._longest_step_s, seconds)
+        if self._limit_s is None:
+            return
+        left = self._limit_s - (time.monotonic() - self._started)
+        if left < 1.2 * self._longest_step_s + 2 * self._longest_save_s:
+            self.ask(f"checkpointing.checkpoint_must_save_by leaves {max(left, 0):.0f} s")
+
+    def after_save(self, seconds: float) -> None:
+        """Learn how long a save takes."""
+        self._longest_save_s = max(self._longest_save_s, seconds)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        if self.reason or not self._is_graceful:
+            self.unlisten()
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt
+            raise SystemExit(128 + number)
+        self.ask(name)
+        _logger.warning("%s: ending after this step; again to end at once", name)

@@ -1,0 +1,150 @@
+"""Where metrics go besides `metrics.jsonl`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from rl_core.config import Config
+from rl_core.config.keys import plain
+from rl_core.errors import ConfigError
+from rl_launch.session.config import LoggerConfig
+
+
+class MetricWriter(Protocol):
+    """Takes the metrics of each step."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take a step's metrics."""
+        ...
+
+    def close(self) -> None:
+        """Pass on what is buffered."""
+        ...
+
+
+def open_writers(config: LoggerConfig, run_dir: Path, *, settings: Config, after: int) -> list[MetricWriter]:
+    """The writers a config asks for.
+
+    Args:
+        run_dir: whose name the run has there, and whose `logs` hold local files.
+        settings: the run's whole config, to be stored with it.
+        after: the step that the run goes on after; what was written of later ones is void.
+
+    Raises:
+        ConfigError: where one needs a package that is not installed, naming the extra.
+    """
+    check_writers(config)
+    writers: list[MetricWriter] = []
+    if config.tensorboard_enabled:
+        writers.append(TensorBoardWriter(run_dir / "logs" / "tensorboard", after=after))
+    if config.wandb_enabled:
+        writers.append(WandbWriter(config, run_dir, plain(settings)))
+    if config.mlflow_enabled:
+        writers.append(MLflowWriter(config, run_dir, plain(settings)))
+    return writers
+
+
+def check_writers(config: LoggerConfig) -> None:
+    """Refuse a config whose writers are not installed.
+
+    Raises:
+        ConfigError: naming the extra.
+    """
+    for enabled, module, extra in (
+        (config.wandb_enabled, "wandb", "wandb"),
+        (config.mlflow_enabled, "mlflow", "mlflow"),
+    ):
+        if enabled and importlib.util.find_spec(module) is None:
+            raise ConfigError(
+                f"logger.{extra}_enabled is true, but {module} is not installed: pip install 'rl-launch[{extra}]'"
+            )
+
+
+class TensorBoardWriter:
+    """TensorBoard event files.
+
+    Args:
+        folder: for them.
+        after: later steps of earlier event files are hidden.
+    """
+
+    def __init__(self, folder: Path, *, after: int) -> None:
+        # imports protobuf, which only runs that write need
+        from tensorboardX import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), purge_step=after + 1, write_to_disk=True)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One scalar per metric."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, float(value), step)
+
+    def close(self) -> None:
+        """Write out and close."""
+        self._writer.close()
+
+
+class WandbWriter:
+    """A Weights & Biases run, which a resumed run goes on with."""
+
+    def __init__(self, config: LoggerConfig, run_dir: Path, settings: Any) -> None:
+        wandb = importlib.import_module("wandb")
+        id_file = run_dir / "logs" / "wandb_id"
+        if not id_file.exists():
+            id_file.write_text(uuid.uuid4().hex)
+        self._run = wandb.init(
+            project=config.wandb.project,
+            name=config.wandb.name or run_dir.name,
+            id=id_file.read_text(),
+            resume="allow",
+            dir=str(run_dir / "logs"),
+            config=settings,
+        )
+        # its own counter never goes back, a resumed run's steps do
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One row per step."""
+        self._run.log({"step": step, **metrics})
+
+    def close(self) -> None:
+        """Upload and end."""
+        self._run.finish()
+
+
+class MLflowWriter:
+    """An MLflow run, which a resumed run goes on with."""
+
+    def __init__(self, config: LoggerConfig, run_dir: Path, settings: Any) -> None:
+        mlflow = importlib.import_module("mlflow")
+        self._client = mlflow.tracking.MlflowClient(tracking_uri=config.mlflow.tracking_uri)
+        self._entities = mlflow.entities
+        id_file = run_dir / "logs" / "mlflow_run_id"
+        if not id_file.exists():
+            id_file.write_text(self._create(config, run_dir, settings))
+        self._run_id = id_file.read_text()
+
+    def _create(self, config: LoggerConfig, run_dir: Path, settings: Any) -> str:
+        name = config.mlflow.experiment_name
+        known = self._client.get_experiment_by_name(name)
+        experiment = known.experiment_id if known else self._client.create_experiment(name)
+        run = self._client.create_run(experiment, run_name=config.mlflow.run_name or run_dir.name)
+        self._client.log_dict(run.info.run_id, settings, "config.json")
+        return str(run.info.run_id)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One value per metric and step."""
+        now = int(time.time() * 1000)
+        values = [self._entities.Metric(name, float(value), now, step) for name, value in metrics.items()]
+        self._client.log_batch(self._run_id, metrics=values)
+
+    def close(self) -> None:
+        """Mark the run as finished."""
+        self._client.set_terminated(self._run_id)

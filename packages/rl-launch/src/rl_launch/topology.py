@@ -1,0 +1,82 @@
+"""Which devices policy and generation get, as pure arithmetic on the config."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rl_core.config import Problem
+from rl_core.weights import TransportKind
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Devices of a run.
+
+    Args:
+        policy_nodes, policy_ranks: nodes of the policy, and its ranks on each.
+        generation_nodes, generation_ranks: of generation; the same devices where colocated.
+        replica_ranks: devices of one replica.
+        colocated: whether generation takes turns with the policy on its devices.
+        device: `cpu` or `cuda`.
+    """
+
+    policy_nodes: int
+    policy_ranks: int
+    generation_nodes: int
+    generation_ranks: int
+    replica_ranks: int
+    colocated: bool
+    device: str
+
+    @property
+    def replicas_per_node(self) -> int:
+        """Replicas on each node of generation. CPU cores are not divided: one replica uses them all."""
+        return 1 if self.device == "cpu" else self.generation_ranks // self.replica_ranks
+
+    @property
+    def shares_devices(self) -> bool:
+        """Whether policy and generation must free device memory for one another."""
+        return self.colocated and self.device == "cuda"
+
+    @property
+    def transport(self) -> TransportKind:
+        """How weights travel: through memory where sender and receivers share it, else by collectives."""
+        one_node = self.policy_nodes == 1 and self.generation_nodes == 1
+        return "ipc" if self.colocated and (one_node or self.device == "cuda") else "collective"
+
+
+def plan(*, num_nodes: int, ranks_per_node: int, device: str, colocated: Any, replica_ranks: int) -> Topology:
+    """The topology of a run; `colocated` is `policy.generation.colocated`, None where nothing is generated."""
+    if colocated is None or colocated.enabled:
+        return Topology(num_nodes, ranks_per_node, num_nodes, ranks_per_node, replica_ranks, True, device)
+    apart_nodes, apart_ranks = colocated.resources.num_nodes or 1, colocated.resources.gpus_per_node or ranks_per_node
+    if num_nodes == 1:
+        return Topology(1, ranks_per_node - apart_ranks, 1, apart_ranks, replica_ranks, False, device)
+    return Topology(num_nodes - apart_nodes, ranks_per_node, apart_nodes, apart_ranks, replica_ranks, False, device)
+
+
+def topology_problems(topology: Topology, policy_ranks: int) -> Iterator[Problem]:
+    """What does not divide.
+
+    Args:
+        policy_ranks: ranks of one data-parallel shard of the policy.
+    """
+    world = topology.policy_nodes * topology.policy_ranks
+    if world < 1:
+        yield Problem(
+            "policy.generation.colocated.resources.gpus_per_node",
+            "leaves the policy no device; give generation fewer, or raise cluster.gpus_per_node "
+            "(cluster.cpu_ranks_per_node on CPU)",
+        )
+    elif world % policy_ranks:
+        yield Problem(
+            "cluster",
+            f"the policy's {world} ranks are not a multiple of the {policy_ranks} that one copy of it is split over",
+        )
+    if topology.device == "cuda" and topology.generation_ranks % topology.replica_ranks:
+        yield Problem(
+            "policy.generation",
+            f"{topology.generation_ranks} GPUs per node cannot be divided into replicas of {topology.replica_ranks}",
+        )

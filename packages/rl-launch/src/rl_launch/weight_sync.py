@@ -1,0 +1,180 @@
+"""Weight sync: from the policy to the generators, verified before a version is served."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import ray
+
+from rl_core.batch import Batch
+from rl_core.errors import Origin, WeightSyncError
+from rl_core.generation import WeightUpdate
+from rl_core.model import LOGPROBS
+from rl_core.ragged import Ragged
+from rl_core.ray.calls import gather
+from rl_core.ray.model import RemoteModel
+from rl_core.weights import Transport, TransportKind, verify_receipt
+from rl_launch.residency import Residency
+
+_log = logging.getLogger(__name__)
+
+POLICY, GENERATION = "policy", "generation"
+ATTEMPTS = 2
+"""A transfer that arrives broken is tried once more before the run stops."""
+
+
+class Receiver(Protocol):
+    """A replica, as weight sync calls it."""
+
+    num_ranks: int
+
+    def generator(self, method: str, *args: Any) -> ray.ObjectRef:
+        """Call the replica."""
+        ...
+
+    def origin(self, phase: str) -> Origin:
+        """For messages."""
+        ...
+
+
+@dataclass(frozen=True)
+class Canary:
+    """Token rows whose logprobs the generators must agree on with the policy.
+
+    Args:
+        rows: int32, fixed for the run.
+        tolerance: largest mean absolute difference of logprobs.
+    """
+
+    rows: Ragged
+    tolerance: float
+
+    @classmethod
+    def of(cls, vocabulary: int, *, precision: str, num_rows: int = 2, length: int = 24) -> Canary:
+        """Rows of random tokens: every part of the model moves them, and they are no one's data."""
+        draws = np.random.default_rng(0).integers(0, vocabulary, (num_rows, length), dtype=np.int32)
+        return cls(Ragged.from_rows(draws), tolerance={"float32": 1e-3}.get(precision, 0.1))
+
+
+class WeightSync:
+    """The one sequence in which weights travel: pause, make room, transfer, verify, commit, make room, resume.
+
+    A new version is served only when every receiver acknowledged every tensor's digest, the engine's own check of its
+    copies passed, and the canary's logprobs agree with the policy's.
+
+    Args:
+        policy: the sender.
+        kind: of transport.
+        meet: makes the address at which one transfer's sender and receivers meet.
+        canary: what both sides must agree on.
+        residency: of the devices that policy and replicas share; None where they share none.
+        timeout_s: bound of each phase.
+    """
+
+    def __init__(
+        self,
+        policy: RemoteModel,
+        *,
+        kind: TransportKind,
+        meet: Callable[[], str],
+        canary: Canary,
+        residency: Residency | None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        self._policy = policy
+        self._kind: TransportKind = kind
+        self._meet = meet
+        self._canary = canary
+        self._residency = residency
+        self._timeout_s = timeout_s
+        self._version = 0
+
+    def publish(self) -> WeightUpdate:
+        """Give the policy's present weights the next version."""
+        self._version += 1
+        return WeightUpdate(self._version)
+
+    def state(self) -> Mapping[str, Any]:
+        """The version of the weights saved beside it."""
+        return {"version": self._version}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on so that the restored weights are published under the version they had."""
+        self._version = state["version"] - 1
+
+    def transfer(self, update: WeightUpdate, replicas: Sequence[Receiver]) -> None:
+        """Bring the replicas to the published version.
+
+        Raises:
+            WeightSyncError: naming the tensors that did not arrive or are not used; the replicas then serve nothing.
+        """
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                self._transfer(update, replicas)
+                return
+            except WeightSyncError as error:
+                if attempt == ATTEMPTS:
+                    raise
+                _log.warning("%s; sending version %d again", error, update.version)
+
+    def _transfer(self, update: WeightUpdate, replicas: Sequence[Receiver]) -> None:
+        expected = self._policy.infer(Batch({"tokens": self._canary.rows}), [LOGPROBS]).ragged("logprobs")
+        manifest = self._policy.manifest(update.version)
+        transport = self._transport(sum(replica.num_ranks for replica in replicas))
+        self._all(replicas, "pause")
+        if self._residency:
+            self._policy.offload(["optimizer"])
+            self._all(replicas, "wake", ("weights",))
+        self._all(replicas, "begin", manifest)
+        finish = self._policy.start_send(manifest, transport)
+        first_ranks = np.cumsum([1] + [replica.num_ranks for replica in replicas])
+        receipts = gather(
+            [r.generator("receive", transport, int(first)) for r, first in zip(replicas, first_ranks, strict=False)],
+            [replica.origin("weight sync") for replica in replicas],
+            self._timeout_s,
+        )
+        digests = finish()
+        for replica, ranks in zip(replicas, receipts, strict=True):
+            for rank, received in enumerate(ranks):
+                verify_receipt(manifest, digests, received, f"{replica.origin('weight sync')}, engine rank {rank}")
+        self._all(replicas, "commit", update.version)
+        if self._residency:
+            self._policy.offload(["parameters"])
+            self._all(replicas, "wake", ("kv_cache",))
+            self._residency.hand_over(GENERATION)
+        self._all(replicas, "resume")
+        self._check_canary(update, expected, replicas)
+
+    def _transport(self, num_receivers: int) -> Transport:
+        """Memory of one GPU is reached from that GPU alone, so there every rank of the policy sends to the engine rank
+        beside it.
+        """
+        per_gpu = self._kind == "ipc" and self._residency is not None
+        return Transport(
+            self._kind,
+            self._meet(),
+            1 if per_gpu else num_receivers,
+            every_rank_sends=per_gpu,
+            timeout_s=self._timeout_s,
+        )
+
+    def _check_canary(self, update: WeightUpdate, expected: Ragged, replicas: Sequence[Receiver]) -> None:
+        refs = [replica.generator("score", row) for replica in replicas for row in self._canary.rows]
+        origins = [replica.origin("weight sync canary") for replica in replicas for _ in self._canary.rows]
+        scores = gather(refs, origins, self._timeout_s)
+        for i, (score, origin) in enumerate(zip(scores, origins, strict=True)):
+            difference = float(np.abs(score - expected[i % len(expected)]).mean())
+            if not difference <= self._canary.tolerance:
+                raise WeightSyncError(
+                    f"{origin}: logprobs with weight version {update.version} differ from the policy's by "
+                    f"{difference:.3g} on average, more than {self._canary.tolerance:g}; "
+                    "the engine does not compute what the policy does"
+                )
+
+    def _all(self, replicas: Sequence[Receiver], method: str, *args: Any) -> None:
+        refs = [replica.generator(method, *args) for replica in replicas]
+        gather(refs, [replica.origin(f"weight sync ({method})") for replica in replicas], self._timeout_s)

@@ -1,0 +1,29 @@
+"""Worker environments: what each worker needs installed, and an interpreter that has it."""
+
+from rl_launch.worker_envs.driver import missing
+from rl_launch.worker_envs.engine_checks import engine_problems
+from rl_launch.worker_envs.node_build import BuiltEnv, EnvPlan, build, default_root
+from rl_launch.worker_envs.plan import local_plan, portable_plan
+from rl_launch.worker_envs.provision import Mode, homes, provision
+from rl_launch.worker_envs.spec import ROLLOUT_WORKER, TRAINER, Wanted, WorkerEnvSpec, worker_env
+from rl_launch.worker_envs.variables import worker_variables
+
+__all__ = [
+    "ROLLOUT_WORKER",
+    "TRAINER",
+    "BuiltEnv",
+    "EnvPlan",
+    "Mode",
+    "Wanted",
+    "WorkerEnvSpec",
+    "build",
+    "default_root",
+    "engine_problems",
+    "homes",
+    "local_plan",
+    "missing",
+    "portable_plan",
+    "provision",
+    "worker_env",
+    "worker_variables",
+]

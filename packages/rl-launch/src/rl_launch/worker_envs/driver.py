@@ -1,0 +1,67 @@
+"""Whether the driver's own environment can run a worker."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from collections.abc import Iterator
+
+from packaging.requirements import Requirement
+
+from rl_launch.worker_envs.spec import Wanted, WorkerEnvSpec, normalised
+
+
+def missing(spec: WorkerEnvSpec) -> list[str]:
+    """What the running interpreter lacks to run a worker of this spec, in words; empty where it lacks nothing."""
+    problems: list[str] = []
+    seen: set[Wanted] = set()
+    for wanted in spec.wanted:
+        problems.extend(_unmet(wanted, seen))
+    if not problems:
+        problems.extend(f"the module {name} is missing" for name in spec.imports if not _importable(name))
+    return problems
+
+
+def _unmet(wanted: Wanted, seen: set[Wanted]) -> Iterator[str]:
+    """Requirements that are absent or of another version, those of required extras included."""
+    if wanted in seen:
+        return
+    seen.add(wanted)
+    try:
+        distribution = importlib.metadata.distribution(wanted.distribution)
+    except importlib.metadata.PackageNotFoundError:
+        yield f"{wanted} is not installed"
+        return
+    offered = {normalised(extra) for extra in distribution.metadata.get_all("Provides-Extra") or ()}
+    for extra in sorted({normalised(extra) for extra in wanted.extras} - offered):
+        yield f"{wanted.distribution} {distribution.version} has no extra {extra!r}"
+    for text in distribution.requires or ():
+        requirement = Requirement(text)
+        if _applies(requirement, wanted.extras):
+            yield from _check(requirement, str(wanted), seen)
+
+
+def _check(requirement: Requirement, asker: str, seen: set[Wanted]) -> Iterator[str]:
+    name = normalised(requirement.name)
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        yield f"{asker} needs {requirement.name}, which is not installed"
+        return
+    if not requirement.specifier.contains(version, prereleases=True):
+        yield f"{asker} needs {requirement.name}{requirement.specifier}, but {version} is installed"
+    elif requirement.extras:
+        yield from _unmet(Wanted(name, tuple(sorted(requirement.extras))), seen)
+
+
+def _applies(requirement: Requirement, extras: tuple[str, ...]) -> bool:
+    if requirement.marker is None:
+        return True
+    return any(requirement.marker.evaluate({"extra": extra}) for extra in (*extras, ""))
+
+
+def _importable(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False

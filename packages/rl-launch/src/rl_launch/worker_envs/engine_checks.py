@@ -1,0 +1,48 @@
+"""Checks of a config that need an engine, run in a worker's environment before anything is started."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+from rl_core.config import Config
+from rl_core.config.keys import plain
+from rl_core.errors import WorkerEnvironmentError
+from rl_launch.worker_envs.variables import worker_process_environment
+
+_CHECK = """
+import json, sys
+from rl_core.registry import resolve
+problems = list(resolve(sys.argv[1])(json.load(sys.stdin)))
+print("\\nproblems " + json.dumps(problems))
+"""
+_TIMEOUT_S = 300.0
+
+
+def engine_problems(python: str, check: str, config: Config) -> list[str]:
+    """What a backend's `preflight` finds wrong with a resolved config.
+
+    Args:
+        python: interpreter of the worker's environment.
+        check: `"package.module:function"`.
+        config: the resolved root.
+
+    Raises:
+        WorkerEnvironmentError: where the check itself does not run.
+    """
+    try:
+        done = subprocess.run(
+            [python, "-c", _CHECK, check],
+            input=json.dumps(plain(config)),
+            capture_output=True,
+            text=True,
+            env=worker_process_environment(python),
+            timeout=_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise WorkerEnvironmentError(f"{check} did not answer within {_TIMEOUT_S:.0f} s in {python}") from None
+    answers = [line for line in done.stdout.splitlines() if line.startswith("problems ")]
+    if done.returncode or not answers:
+        raise WorkerEnvironmentError(f"{check} failed in {python}:\n{done.stderr.strip()}")
+    return list(json.loads(answers[-1].removeprefix("problems ")))

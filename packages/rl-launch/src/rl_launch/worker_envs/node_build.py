@@ -1,0 +1,268 @@
+"""Building a worker environment on the node where it will be used.
+
+Stands on the standard library alone: a node that has ray and nothing of this project runs it as a Ray task, shipped
+whole with `ray.cloudpickle.register_pickle_by_value(rl_launch.worker_envs.node_build)`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+# what an outer `uv run`, a virtual environment or a project says to uv is not meant for the environments built here
+_FOREIGN = {
+    "CONDA_PREFIX",
+    "PYTHONDONTWRITEBYTECODE",
+    "PYTHONHOME",
+    "PYTHONPYCACHEPREFIX",
+    "UV_BUILD_CONSTRAINT",
+    "UV_COMPILE_BYTECODE",
+    "UV_CONSTRAINT",
+    "UV_EXCLUDE",
+    "UV_FROZEN",
+    "UV_ISOLATED",
+    "UV_LOCKED",
+    "UV_NO_DEV",
+    "UV_NO_EDITABLE",
+    "UV_NO_SYNC",
+    "UV_ONLY_DEV",
+    "UV_OVERRIDE",
+    "UV_PROJECT",
+    "UV_PROJECT_ENVIRONMENT",
+    "UV_PYTHON",
+    "UV_REQUIRE_HASHES",
+    "UV_RUN_RECURSION_DEPTH",
+    "UV_SYSTEM_PYTHON",
+    "UV_WORKING_DIR",
+    "UV_WORKING_DIRECTORY",
+    "VIRTUAL_ENV",
+}
+
+_MARKER = "complete.json"
+
+_PREFLIGHT = """
+import importlib, importlib.metadata, json, sys
+want, problems = json.loads(sys.argv[1]), []
+python = "{}.{}".format(*sys.version_info[:2])
+if python != want["python"]:
+    problems.append("it runs Python " + python + ", the driver " + want["python"])
+try:
+    ray = importlib.metadata.version("ray")
+except importlib.metadata.PackageNotFoundError:
+    ray = "none"
+if ray != want["ray"]:
+    problems.append("it has ray " + ray + ", the driver " + want["ray"])
+for name in want["imports"]:
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        problems.append("import " + name + ": " + type(error).__name__ + ": " + str(error))
+print("\\npreflight " + json.dumps(problems))
+"""
+
+
+class EnvBuildError(Exception):
+    """An environment could not be built or does not import what its workers need; the text says why."""
+
+
+@dataclass(frozen=True)
+class EnvPlan:
+    """How to build one environment.
+
+    Args:
+        name: for folders and logs.
+        digest: of everything that decides what the environment holds.
+        commands: argument lists; `{uv}`, `{env}`, `{python}` (base interpreter), `{env_python}` and `{files}` are
+            filled in.
+        files: by relative path, laid out where `{files}` points to.
+        variables: environment variables of the commands; `{env}` is filled in.
+        cwd: where the commands run; a neutral folder where empty, so that no project's settings leak in.
+        python: minor version, `3.11`.
+        ray: the driver's version.
+        imports: modules that must import.
+    """
+
+    name: str
+    digest: str
+    commands: tuple[tuple[str, ...], ...]
+    python: str
+    ray: str
+    imports: tuple[str, ...]
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict)
+    cwd: str = ""
+
+    @property
+    def folder(self) -> str:
+        """Name of the environment's folder under the root."""
+        return f"{self.name}-{self.digest[:16]}"
+
+
+@dataclass(frozen=True)
+class BuiltEnv:
+    """An environment that passed its preflight.
+
+    Args:
+        python: its interpreter.
+        seconds: what it took.
+        cached: whether it had been built before.
+    """
+
+    python: str
+    seconds: float
+    cached: bool
+
+
+def default_root() -> Path:
+    """Where environments are kept: `envs` under `RL_HOME`, else under the user's cache folder."""
+    home = os.environ.get("RL_HOME")
+    if home:
+        return Path(home).expanduser() / "envs"
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "rl" / "envs"
+
+
+def build(plan: EnvPlan, root: str | None = None) -> BuiltEnv:
+    """Build the environment unless it is there whole; two processes that want the same one wait for one another.
+
+    Raises:
+        EnvBuildError: with the last lines of what failed.
+    """
+    started = time.monotonic()
+    base = Path(root) if root else default_root()
+    env = base / plan.folder
+    python = env / "bin" / "python"
+    if _is_complete(env, python):
+        return BuiltEnv(str(python), time.monotonic() - started, cached=True)
+    with _exclusively(base, plan.folder):
+        if _is_complete(env, python):
+            return BuiltEnv(str(python), time.monotonic() - started, cached=True)
+        # one that was cut short has no marker
+        shutil.rmtree(env, ignore_errors=True)
+        _install(plan, env, base / f"{plan.folder}.files")
+        preflight(plan, str(python))
+        _mark(env, plan)
+    return BuiltEnv(str(python), time.monotonic() - started, cached=False)
+
+
+def preflight(plan: EnvPlan, python: str) -> None:
+    """Start an interpreter and import what its workers will: Ray waits for ever for a worker that cannot start.
+
+    The imports also write the bytecode, so that the workers start fast.
+
+    Raises:
+        EnvBuildError: naming what does not fit.
+    """
+    want = json.dumps({"python": plan.python, "ray": plan.ray, "imports": list(plan.imports)})
+    try:
+        done = subprocess.run(
+            [python, "-c", _PREFLIGHT, want],
+            capture_output=True,
+            text=True,
+            env=clean_environment(),
+            timeout=600,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise EnvBuildError(f"its interpreter does not run: {error}") from None
+    answers = [line for line in done.stdout.splitlines() if line.startswith("preflight ")]
+    if done.returncode or not answers:
+        raise EnvBuildError(f"its interpreter ended with {done.returncode}:\n{_tail(done.stderr)}")
+    problems = json.loads(answers[-1].removeprefix("preflight "))
+    if problems:
+        raise EnvBuildError("\n".join(problems))
+
+
+def clean_environment() -> dict[str, str]:
+    """This process's variables without those that belong to its own virtual environment or uv project."""
+    return {key: value for key, value in os.environ.items() if key not in _FOREIGN}
+
+
+def find_uv() -> str:
+    """The uv executable: of the installed package, or on the PATH.
+
+    Raises:
+        EnvBuildError: where there is none.
+    """
+    try:
+        import uv
+    except ModuleNotFoundError:
+        found = shutil.which("uv")
+        if found is None:
+            raise EnvBuildError("uv is not installed on this node: pip install uv") from None
+        return found
+    return str(uv.find_uv_bin())
+
+
+def base_python(minor: str) -> str:
+    """The interpreter that environments are made from: the one this process's own environment was made from.
+
+    Raises:
+        EnvBuildError: where this process runs another minor version.
+    """
+    here = "{}.{}".format(*sys.version_info[:2])
+    if here != minor:
+        raise EnvBuildError(f"this node runs Python {here}, the driver {minor}: ray needs the same on every node")
+    return str(getattr(sys, "_base_executable", None) or sys.executable)
+
+
+def _install(plan: EnvPlan, env: Path, files: Path) -> None:
+    shutil.rmtree(files, ignore_errors=True)
+    files.mkdir(parents=True)
+    try:
+        for relative, content in plan.files.items():
+            path = files / relative
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        filled = {
+            "uv": find_uv(),
+            "env": str(env),
+            "python": base_python(plan.python),
+            "env_python": str(env / "bin" / "python"),
+            "files": str(files),
+        }
+        variables = {key: value.format(**filled) for key, value in plan.variables.items()}
+        for command in plan.commands:
+            _execute([part.format(**filled) for part in command], plan.cwd or str(files), variables)
+    finally:
+        shutil.rmtree(files, ignore_errors=True)
+
+
+def _execute(command: list[str], cwd: str, variables: Mapping[str, str]) -> None:
+    environment = {**clean_environment(), **variables}
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        shown = " ".join(["uv", *command[1:3]])
+        raise EnvBuildError(f"{shown} ended with {done.returncode}:\n{_tail(done.stderr or done.stdout)}")
+
+
+def _is_complete(env: Path, python: Path) -> bool:
+    # the interpreter is a link to one outside, which may have been removed
+    return (env / _MARKER).is_file() and python.exists()
+
+
+def _mark(env: Path, plan: EnvPlan) -> None:
+    aside = env / f"{_MARKER}.part"
+    aside.write_text(json.dumps({"name": plan.name, "digest": plan.digest, "imports": list(plan.imports)}) + "\n")
+    aside.replace(env / _MARKER)
+
+
+@contextmanager
+def _exclusively(base: Path, name: str) -> Iterator[None]:
+    base.mkdir(parents=True, exist_ok=True)
+    with (base / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _tail(text: str, lines: int = 20) -> str:
+    kept = [line for line in text.strip().splitlines() if line.strip()]
+    return "\n".join(kept[-lines:]) or "it said nothing"

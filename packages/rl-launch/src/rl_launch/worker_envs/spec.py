@@ -1,0 +1,85 @@
+"""What a worker's environment must hold."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from rl_core.registry import Requirement
+
+TRAINER = Requirement("rl-algos", {"cpu": ("torch",), "cuda": ("torch",)}, ("rl_algos", "torch"))
+"""What is sent to a model worker: losses and their implementations."""
+
+ROLLOUT_WORKER = Requirement("rl-algos", {}, ("rl_algos",))
+"""What is sent to a rollout worker: rollout programs."""
+
+_HOST = Requirement("rl-core", {"cpu": ("ray",), "cuda": ("ray",)}, ("ray",))
+
+
+@dataclass(frozen=True, order=True)
+class Wanted:
+    """A distribution with its extras.
+
+    Args:
+        distribution: normalised name.
+        extras: sorted.
+    """
+
+    distribution: str
+    extras: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.distribution}[{','.join(self.extras)}]" if self.extras else self.distribution
+
+
+@dataclass(frozen=True)
+class WorkerEnvSpec:
+    """An environment in which a worker runs.
+
+    Args:
+        wanted: distributions, the one that names the environment first; each once.
+        imports: modules that must import there, sorted.
+    """
+
+    wanted: tuple[Wanted, ...]
+    imports: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """Short name, for folders and logs: `rl-vllm.cpu`."""
+        first = self.wanted[0]
+        return ".".join((first.distribution, *first.extras))
+
+    def covers(self, other: WorkerEnvSpec) -> bool:
+        """Whether a worker of `other` can run here and would find no further engine beside its own."""
+        mine = {wanted.distribution: set(wanted.extras) for wanted in self.wanted}
+        return (
+            self.wanted[0] == other.wanted[0]
+            and all(set(w.extras) <= mine.get(w.distribution, {"\0"}) for w in other.wanted)
+            and all(w.distribution in mine for w in other.wanted)
+            and set(other.imports) <= set(self.imports)
+        )
+
+
+def worker_env(requirement: Requirement, device: str, *, also: Iterable[Requirement] = ()) -> WorkerEnvSpec:
+    """The environment of a worker: its own requirement, ray and the worker hosts, and whatever else is sent to it.
+
+    Args:
+        requirement: of the worker class.
+        device: `cpu` or `cuda`; decides the extras.
+        also: requirements of the classes sent to it: `TRAINER`, `ROLLOUT_WORKER`, those of environments.
+    """
+    extras: dict[str, set[str]] = {}
+    imports: set[str] = set()
+    for each in (requirement, *also, _HOST):
+        extras.setdefault(normalised(each.distribution), set()).update(each.extras.get(device, ()))
+        imports.update(each.imports)
+    return WorkerEnvSpec(
+        tuple(Wanted(name, tuple(sorted(names))) for name, names in extras.items()), tuple(sorted(imports))
+    )
+
+
+def normalised(distribution: str) -> str:
+    """A distribution's name as package indexes compare it."""
+    return re.sub(r"[-_.]+", "-", distribution).lower()

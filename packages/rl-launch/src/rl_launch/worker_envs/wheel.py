@@ -1,0 +1,114 @@
+"""Wheels of what is installed in the driver's environment, so that a worker runs exactly the driver's code."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import hashlib
+import importlib.metadata
+import io
+import json
+import subprocess
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote, urlparse
+
+from rl_core.errors import WorkerEnvironmentError
+from rl_launch.worker_envs.node_build import clean_environment, find_uv
+
+# written by the installer, not part of the wheel
+_INSTALLERS = ("INSTALLER", "RECORD", "REQUESTED", "direct_url.json", "uv_build.json", "uv_cache.json")
+_EPOCH = (1980, 1, 1, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """A wheel in memory.
+
+    Args:
+        file_name: as an installer expects it.
+        content: of the file; the same for the same code.
+    """
+
+    file_name: str
+    content: bytes
+
+
+def installed_wheel(distribution: str) -> Wheel:
+    """The wheel of an installed pure-Python distribution.
+
+    Built from its source folder where it is editable, else put together from its files.
+
+    Raises:
+        WorkerEnvironmentError: where its files are not recorded, or it is built for one platform.
+    """
+    found = importlib.metadata.distribution(distribution)
+    folder = source_folder(found)
+    return _built(folder) if folder else _repacked(found)
+
+
+def source_folder(distribution: importlib.metadata.Distribution) -> Path | None:
+    """Where an editable distribution's source is, None where it is not editable."""
+    url = _direct_url(distribution)
+    if not url.get("dir_info", {}).get("editable"):
+        return None
+    return Path(unquote(urlparse(url["url"]).path))
+
+
+def is_from_index(distribution: importlib.metadata.Distribution) -> bool:
+    """Whether it was installed by name, and so can be again; otherwise it came from a folder, a file or an address."""
+    return not _direct_url(distribution)
+
+
+def _direct_url(distribution: importlib.metadata.Distribution) -> dict:
+    return json.loads(distribution.read_text("direct_url.json") or "{}")
+
+
+def _built(folder: Path) -> Wheel:
+    with tempfile.TemporaryDirectory() as out:
+        command = [find_uv(), "build", "--quiet", "--wheel", "--no-create-gitignore", "--out-dir", out, str(folder)]
+        done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise WorkerEnvironmentError(f"no wheel could be built from {folder}:\n{done.stderr.strip()}")
+        (path,) = Path(out).glob("*.whl")
+        return Wheel(path.name, path.read_bytes())
+
+
+def _repacked(distribution: importlib.metadata.Distribution) -> Wheel:
+    name, version = distribution.metadata["Name"], distribution.version
+    tags = [line[5:] for line in (distribution.read_text("WHEEL") or "").splitlines() if line.startswith("Tag: ")]
+    pythons = [tag.removesuffix("-none-any") for tag in tags]
+    if not distribution.files or "py3" not in pythons:
+        raise WorkerEnvironmentError(
+            f"{name} {version} cannot be passed on to workers: it is not a pure-Python wheel with a list of its files; "
+            "install it with pip or uv, or use cluster.worker_envs=shared"
+        )
+    contents = {
+        file.as_posix(): Path(str(file.locate())).read_bytes() for file in distribution.files if not _is_foreign(file)
+    }
+    metadata = next(file.parts[0] for file in distribution.files if file.name == "METADATA")
+    return Wheel(
+        f"{name.replace('-', '_')}-{version}-{'.'.join(pythons)}-none-any.whl", _zipped(contents, f"{metadata}/RECORD")
+    )
+
+
+def _is_foreign(file: importlib.metadata.PackagePath) -> bool:
+    outside = file.parts[0] == ".."
+    in_metadata = file.parts[0].endswith(".dist-info") and len(file.parts) == 2
+    return outside or "__pycache__" in file.parts or (in_metadata and file.name in _INSTALLERS)
+
+
+def _zipped(contents: dict[str, bytes], record: str) -> bytes:
+    lines = io.StringIO()
+    writer = csv.writer(lines, lineterminator="\n")
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_STORED) as target:
+        for path in sorted(contents):
+            digest = base64.urlsafe_b64encode(hashlib.sha256(contents[path]).digest()).rstrip(b"=").decode()
+            writer.writerow((path, f"sha256={digest}", len(contents[path])))
+            target.writestr(zipfile.ZipInfo(path, _EPOCH), contents[path])
+        writer.writerow((record, "", ""))
+        target.writestr(zipfile.ZipInfo(record, _EPOCH), lines.getvalue())
+    return archive.getvalue()

@@ -1,0 +1,124 @@
+"""A run without engines: a model that counts its steps, as a module that tests import and also start as a process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import Field
+from rich.console import Console
+
+from rl_core.config import Config
+from rl_launch.session import CheckpointingConfig, LoggerConfig, RunSession
+
+
+class LoopConfig(Config):
+    max_num_steps: int = 6
+    learning_rate: float = 0.1
+
+
+class CountingConfig(Config):
+    run_dir: str | None = None
+    loop: LoopConfig = LoopConfig()
+    checkpointing: CheckpointingConfig = Field(default=CheckpointingConfig(save_period=2))
+    logger: LoggerConfig = LoggerConfig(tensorboard_enabled=False)
+
+
+class CountingModel:
+    """Its weights are the history of what it has seen."""
+
+    def __init__(self) -> None:
+        self.weights = np.zeros(1)
+        self.num_saves = 0
+
+    def train(self, value: float) -> float:
+        self.weights = self.weights * 1.5 + value
+        return float(self.weights[0])
+
+    def save(self, path: str) -> None:
+        self.num_saves += 1
+        np.save(Path(path) / "weights.npy", self.weights)
+
+    def load(self, path: str) -> None:
+        self.weights = np.load(Path(path) / "weights.npy")
+
+    def export(self, path: str) -> None:
+        (Path(path) / "config.json").write_text(json.dumps({"weights": self.weights.tolist()}))
+
+
+class Draws:
+    """A data position: random numbers."""
+
+    def __init__(self) -> None:
+        self.random = np.random.default_rng(7)
+
+    def draw(self) -> float:
+        return float(self.random.standard_normal())
+
+    def state(self) -> Mapping[str, Any]:
+        return {"generator": self.random.bit_generator.state}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.random.bit_generator.state = state["generator"]
+
+
+def config(max_num_steps: int = 6, **checkpointing: Any) -> CountingConfig:
+    return CountingConfig(
+        loop=LoopConfig(max_num_steps=max_num_steps), checkpointing=CheckpointingConfig(save_period=2, **checkpointing)
+    )
+
+
+def run(
+    run_dir: Path,
+    settings: CountingConfig,
+    *,
+    fresh: bool = False,
+    at_step: Any = lambda run, step: None,
+    model: CountingModel | None = None,
+) -> RunSession:
+    """Run the loop to its end; `at_step` is called inside each step."""
+    model, draws = model or CountingModel(), Draws()
+    with RunSession(run_dir, settings, fresh=fresh, console=Console(file=open(os.devnull, "w"))) as session:
+        for step in session.steps(settings.loop.max_num_steps, models={"policy": model}, state={"draws": draws}):
+            with session.phase("training"):
+                value = model.train(draws.draw())
+            session.record(step, {"train/loss": value, "val/accuracy": 1.0 / step})
+            at_step(session, step)
+    return session
+
+
+def metrics(run_dir: Path) -> list[dict[str, float]]:
+    """Lines of `metrics.jsonl` without what depends on the clock."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if not name.startswith("time/")} for row in rows]
+
+
+def _as_process(run_dir: Path, kill_at: int, kill_in: str) -> None:
+    """The run as a process of its own, killed without warning in a step or in the middle of a save."""
+
+    class Killed(CountingModel):
+        def export(self, path: str) -> None:
+            if kill_in == "save" and self.num_saves * 2 >= kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            super().export(path)
+
+    def at_step(session: RunSession, step: int) -> None:
+        sys.stdout.write(f"{step}\n")
+        sys.stdout.flush()
+        if kill_in == "step" and step == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if kill_in == "never":
+            time.sleep(0.2)
+
+    run(run_dir, config(), at_step=at_step, model=Killed())
+
+
+if __name__ == "__main__":
+    _as_process(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

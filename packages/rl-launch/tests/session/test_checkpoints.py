@@ -1,0 +1,86 @@
+import counting_run as counting
+import pytest
+
+from rl_core.errors import RunDirectoryError
+from rl_launch.session.checkpoints import Checkpoints
+from rl_launch.session.config import CheckpointingConfig
+
+
+def save_all(folder, values, **config):
+    checkpoints = Checkpoints(folder, CheckpointingConfig(**config))
+    for step, value in enumerate(values, 1):
+        metrics = {} if value is None else {"val/accuracy": value}
+        checkpoints.save(step, models={"policy": counting.CountingModel()}, state={}, metrics=metrics)
+    return checkpoints
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_newest_stay_where_no_metric_ranks_them(tmp_path):
+    save_all(tmp_path, [0.1, 0.9, 0.2, 0.3], keep_top_k=2)
+    assert names(tmp_path) == ["step_3", "step_4"]
+
+
+def test_the_best_stay_and_always_the_newest(tmp_path):
+    save_all(tmp_path, [0.1, 0.9, 0.8, 0.3], keep_top_k=2, metric_name="val:accuracy")
+    assert names(tmp_path) == ["step_2", "step_3", "step_4"]
+
+
+def test_lower_can_be_better(tmp_path):
+    save_all(tmp_path, [0.1, 0.9, 0.8], keep_top_k=1, metric_name="val:accuracy", higher_is_better=False)
+    assert names(tmp_path) == ["step_1", "step_3"]
+
+
+def test_one_without_the_metric_ranks_last(tmp_path):
+    save_all(tmp_path, [None, -5.0, float("nan"), 0.0], keep_top_k=2, metric_name="val:accuracy")
+    assert names(tmp_path) == ["step_2", "step_4"]
+
+
+def test_all_stay_where_no_number_is_given(tmp_path):
+    save_all(tmp_path, [0.1] * 5, keep_top_k=None)
+    assert len(names(tmp_path)) == 5
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "remove", "manifest"])
+def test_the_newest_whole_one_is_found(tmp_path, damage):
+    checkpoints = save_all(tmp_path, [0.1, 0.2])
+    weights = tmp_path / "step_2/policy/weights.npy"
+    content = weights.read_bytes()
+    match damage:
+        case "truncate":
+            weights.write_bytes(content[:-1])
+        case "flip":
+            weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        case "remove":
+            weights.unlink()
+        case "manifest":
+            (tmp_path / "step_2/manifest.json").write_text("{")
+    assert checkpoints.newest() == (1, tmp_path / "step_1")
+    assert names(tmp_path) == ["step_1", "step_2"]
+    checkpoints.tidy(1)
+    assert names(tmp_path) == ["damaged_step_2", "step_1"]
+
+
+def test_no_whole_one_left_is_an_error_and_not_a_new_start(tmp_path):
+    checkpoints = save_all(tmp_path, [0.1])
+    (tmp_path / "step_1/policy/weights.npy").unlink()
+    with pytest.raises(RunDirectoryError, match=r"policy/weights.npy is missing"):
+        checkpoints.newest()
+
+
+def test_leftovers_of_a_killed_save_are_no_checkpoint(tmp_path):
+    checkpoints = save_all(tmp_path, [0.1])
+    (tmp_path / "step_1").rename(tmp_path / ".step_2.saving")
+    assert checkpoints.newest() is None
+    checkpoints.tidy(0)
+    assert names(tmp_path) == []
+
+
+def test_a_checkpoint_of_another_kind_of_run_is_refused(tmp_path):
+    checkpoints = save_all(tmp_path, [0.1])
+    with pytest.raises(RunDirectoryError, match=r"no critic, state/draws.json"):
+        checkpoints.restore(
+            tmp_path / "step_1", models={"critic": counting.CountingModel()}, state={"draws": counting.Draws()}
+        )

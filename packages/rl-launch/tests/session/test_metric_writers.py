@@ -1,0 +1,63 @@
+import struct
+
+import counting_run as counting
+import pytest
+from tensorboardX.proto.event_pb2 import Event
+
+from rl_core.errors import ConfigError
+from rl_launch.session import LoggerConfig, RunSession
+
+
+def scalars(folder):
+    """(step, name, value) of every scalar in the event files, and the purge steps, in the order of writing."""
+    found, purged = [], []
+    for path in sorted(folder.iterdir()):
+        data, at = path.read_bytes(), 0
+        while at < len(data):
+            (length,) = struct.unpack("<Q", data[at : at + 8])
+            event = Event.FromString(data[at + 12 : at + 12 + length])
+            at += 16 + length
+            found += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
+            if event.session_log.status:
+                purged.append(event.step)
+    return found, purged
+
+
+def test_tensorboard_gets_every_metric_of_every_step(tmp_path):
+    settings = counting.CountingConfig(logger=LoggerConfig())
+    counting.run(tmp_path, settings)
+    found, _ = scalars(tmp_path / "logs/tensorboard")
+    losses = [(step, value) for step, name, value in found if name == "train/loss"]
+    expected = [(row["step"], pytest.approx(row["train/loss"], rel=1e-6)) for row in counting.metrics(tmp_path)]
+    assert losses == expected
+
+
+def test_tensorboard_hides_steps_that_come_again(tmp_path):
+    settings = counting.CountingConfig(logger=LoggerConfig())
+
+    def fail(session, step):
+        if step == 4:
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        counting.run(tmp_path, settings, at_step=fail)
+    counting.run(tmp_path, settings)
+    _, purged = scalars(tmp_path / "logs/tensorboard")
+    saved = (3 // settings.checkpointing.save_period) * settings.checkpointing.save_period
+    assert purged[-1] == saved + 1
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_a_writer_that_is_not_installed_is_refused_before_the_run(tmp_path, name):
+    settings = counting.CountingConfig(logger=LoggerConfig.model_validate({f"{name}_enabled": True}))
+    try:
+        __import__(name)
+    except ModuleNotFoundError:
+        with (
+            pytest.raises(ConfigError, match=rf"pip install 'rl-launch\[{name}\]'"),
+            RunSession(tmp_path / "run", settings),
+        ):
+            pass
+        assert not (tmp_path / "run").exists()
+    else:
+        pytest.skip(f"{name} is installed here")

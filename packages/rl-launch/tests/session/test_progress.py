@@ -1,0 +1,42 @@
+import io
+import logging
+
+from rich.console import Console
+
+from rl_launch.session.progress import Progress, duration, sparkline
+
+
+def test_a_pipe_gets_plain_lines_and_no_control_codes(caplog):
+    out = io.StringIO()
+    progress = Progress("grpo", Console(file=out, force_terminal=False))
+    with caplog.at_level(logging.INFO, logger="rl_launch"):
+        progress.start()
+        progress.begin(1, 3)
+        progress.phase("generation")
+        progress.finish(1, {"reward/mean": 0.25, "train/loss": 1.5}, 2.0)
+        progress.close()
+    assert out.getvalue() == ""
+    assert caplog.messages == ["step 1/3  reward 0.25  loss 1.5  2.0 s  4 s left"]
+
+
+def test_a_terminal_shows_step_phase_and_trend():
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=160)
+    progress = Progress("grpo", console)
+    progress.begin(1, 3)
+    for step, reward in ((1, 0.0), (2, 1.0)):
+        progress.finish(step, {"reward/mean": reward}, 2.0)
+    progress.begin(3, 3)
+    progress.phase("weight_sync")
+    console.print(progress.render())
+    text = out.getvalue()
+    assert all(part in text for part in ("step 3/3", "reward 1", "▁█", "weight sync", "2 s left"))
+
+
+def test_a_sparkline_spans_its_values():
+    assert sparkline([0.0, 0.5, 1.0]) in ("▁▄█", "▁▅█")
+    assert sparkline([2.0, 2.0, float("nan")]) == "▁▁"
+
+
+def test_durations():
+    assert [duration(seconds) for seconds in (5, 187, 3723)] == ["5 s", "3:07", "1:02:03"]

@@ -1,0 +1,95 @@
+import subprocess
+import sys
+
+import counting_run as counting
+import pytest
+
+from rl_core.config import load, resolve
+from rl_core.errors import RunDirectoryError
+from rl_launch.session import RunDirectory
+
+
+def opened(path, config=None, *, fresh=False):
+    directory = RunDirectory(path)
+    try:
+        return directory.open(config or counting.config(), fresh=fresh)
+    finally:
+        directory.close()
+
+
+def test_a_new_folder_becomes_a_run_and_then_resumes(tmp_path):
+    assert opened(tmp_path / "a/b") is False
+    assert opened(tmp_path / "a/b") is True
+
+
+def test_the_config_in_it_loads_back(tmp_path):
+    opened(tmp_path)
+    assert resolve(load(tmp_path / "config.yaml"), counting.CountingConfig).config == counting.config()
+
+
+def test_a_foreign_folder_is_refused_and_left_alone(tmp_path):
+    (tmp_path / "thesis.tex").write_text("words")
+    with pytest.raises(RunDirectoryError, match=r"no run \(thesis.tex\)"):
+        opened(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_folder_with_a_config_of_something_else_is_refused(tmp_path):
+    (tmp_path / "config.yaml").write_text("port: 80\n")
+    with pytest.raises(RunDirectoryError, match="no run"):
+        opened(tmp_path)
+    assert (tmp_path / "config.yaml").read_text() == "port: 80\n"
+
+
+def test_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunDirectoryError, match="cannot be made"):
+        opened(tmp_path / "file")
+
+
+def test_a_changed_config_is_refused_with_the_difference(tmp_path):
+    opened(tmp_path)
+    changed = counting.CountingConfig(loop=counting.LoopConfig(learning_rate=0.2))
+    with pytest.raises(RunDirectoryError, match=r"loop.learning_rate: 0.1 -> 0.2"):
+        opened(tmp_path, changed)
+    assert opened(tmp_path)
+
+
+def test_steps_saving_and_logging_may_change(tmp_path):
+    opened(tmp_path)
+    changed = counting.config(max_num_steps=9, keep_top_k=1)
+    assert opened(tmp_path, changed)
+    assert resolve(load(tmp_path / "config.yaml"), counting.CountingConfig).config == changed
+
+
+def test_fresh_demands_an_empty_folder(tmp_path):
+    assert opened(tmp_path / "run", fresh=True) is False
+    with pytest.raises(RunDirectoryError, match="--fresh"):
+        opened(tmp_path / "run", fresh=True)
+
+
+def test_a_start_that_was_cut_short_counts_as_empty(tmp_path):
+    for name in ("checkpoints", "logs", "rollouts"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "config.yaml.part").write_text("half")
+    (tmp_path / "run.lock").write_text("")
+    assert opened(tmp_path, fresh=True) is False
+
+
+def test_a_busy_folder_is_refused_naming_the_process_and_free_when_that_dies(tmp_path):
+    script = (
+        "import sys, time, counting_run; from rl_launch.session import RunDirectory; "
+        f"d = RunDirectory({str(tmp_path)!r}); d.open(counting_run.config()); print('held', flush=True); time.sleep(60)"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {script}"], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(RunDirectoryError, match=f"in use by process {holder.pid} on "):
+            opened(tmp_path)
+    finally:
+        holder.kill()
+        holder.communicate()
+    assert opened(tmp_path)

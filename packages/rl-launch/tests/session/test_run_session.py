@@ -1,0 +1,244 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import counting_run as counting
+import numpy as np
+import pytest
+
+from rl_core.errors import RunDirectoryError
+from rl_core.rollout import Prompt, Rollout, RolloutGroup, Turn, WeightSpan
+from rl_launch.session import RunSession, newest_checkpoint
+
+
+@pytest.fixture
+def whole(tmp_path):
+    """Metrics of a run that nothing interrupted."""
+    counting.run(tmp_path / "whole", counting.config())
+    return counting.metrics(tmp_path / "whole")
+
+
+def start(run_dir: Path, kill_at: int, kill_in: str) -> subprocess.Popen:
+    script = Path(counting.__file__)
+    return subprocess.Popen(
+        [sys.executable, str(script), str(run_dir), str(kill_at), kill_in], stdout=subprocess.PIPE, text=True
+    )
+
+
+def test_a_run_leaves_what_the_layout_says(tmp_path, whole):
+    run_dir = tmp_path / "whole"
+    assert [row["step"] for row in whole] == [1, 2, 3, 4, 5, 6]
+    assert {path.name for path in run_dir.iterdir()} >= {
+        "config.yaml",
+        "metrics.jsonl",
+        "rollouts",
+        "checkpoints",
+        "logs",
+    }
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["step_2", "step_4", "step_6"]
+    exported = json.loads((run_dir / "checkpoints/step_6/hf/config.json").read_text())
+    assert exported["weights"] == [whole[-1]["train/loss"]]
+    assert newest_checkpoint(run_dir) == run_dir / "checkpoints/step_6"
+
+
+def test_every_step_says_how_long_it_and_its_phases_took(tmp_path):
+    counting.run(tmp_path, counting.config(max_num_steps=1))
+    row = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert 0 < row["time/training"] <= row["time/step"]
+
+
+@pytest.mark.parametrize("kill_in", ["step", "save"])
+@pytest.mark.parametrize("kill_at", [1, 4])
+def test_a_killed_run_resumes_to_the_same_numbers(tmp_path, whole, kill_at, kill_in):
+    process = start(tmp_path / "killed", kill_at, kill_in)
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+    resumed = counting.run(tmp_path / "killed", counting.config())
+    assert resumed.completed == 6
+    assert counting.metrics(tmp_path / "killed") == whole
+
+
+def test_a_terminated_run_saves_and_resumes_to_the_same_numbers(tmp_path, whole):
+    process = start(tmp_path / "run", 0, "never")
+    assert process.stdout is not None
+    while process.stdout.readline().strip() != "3":
+        pass
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert newest_checkpoint(tmp_path / "run").name == "step_3"
+    counting.run(tmp_path / "run", counting.config())
+    assert counting.metrics(tmp_path / "run") == whole
+
+
+def test_a_second_signal_ends_at_once(tmp_path):
+    def twice(session, step):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        counting.run(tmp_path, counting.config(), at_step=twice)
+    assert signal.getsignal(signal.SIGINT) is before
+    assert not list((tmp_path / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_a_signal_before_the_first_step_unwinds(tmp_path, number, error):
+    with pytest.raises(error), RunSession(tmp_path, counting.config()):
+        os.kill(os.getpid(), number)
+
+
+def test_a_handler_that_a_library_sets_meanwhile_does_not_win(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    with RunSession(tmp_path, counting.config()) as session:
+        signal.signal(signal.SIGTERM, lambda number, frame: pytest.fail("killed without saving"))
+        for _ in session.steps(6, models={"policy": counting.CountingModel()}, state={}):
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert (session.completed, session.stop_reason) == (1, "SIGTERM")
+    assert newest_checkpoint(tmp_path).name == "step_1"
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_run_that_reached_its_goal_saves_and_stays_there(tmp_path):
+    session = counting.run(
+        tmp_path, counting.config(), at_step=lambda run, step: run.stop("good enough") if step == 3 else None
+    )
+    assert (session.completed, session.stop_reason) == (3, "good enough")
+    assert newest_checkpoint(tmp_path).name == "step_3"
+
+
+def test_a_loop_that_breaks_saves_its_last_whole_step(tmp_path):
+    model, draws = counting.CountingModel(), counting.Draws()
+    with RunSession(tmp_path, counting.config()) as session:
+        for step in session.steps(6, models={"policy": model}, state={"draws": draws}):
+            if step == 4:
+                session.stop("the data has ended")
+                break
+            session.record(step, {"train/loss": 0.0})
+    assert newest_checkpoint(tmp_path).name == "step_3"
+    assert [row["step"] for row in counting.metrics(tmp_path)] == [1, 2, 3]
+
+
+def test_the_time_limit_ends_a_run_in_time(tmp_path, whole):
+    settings = counting.config(checkpoint_must_save_by="00:00:00:01")
+    session = counting.run(tmp_path / "limited", settings, at_step=lambda run, step: __import__("time").sleep(0.3))
+    assert 1 <= session.completed < 4
+    assert newest_checkpoint(tmp_path / "limited").name == f"step_{session.completed}"
+    counting.run(tmp_path / "limited", counting.config())
+    assert counting.metrics(tmp_path / "limited") == whole
+
+
+def test_an_error_saves_nothing_and_says_where_it_happened(tmp_path):
+    def fail(session, step):
+        if step == 4:
+            with session.phase("weight_sync"):
+                raise RuntimeError("lost")
+
+    with pytest.raises(RuntimeError, match="lost") as caught:
+        counting.run(tmp_path, counting.config(), at_step=fail)
+    assert caught.value.__notes__ == ["in step 4 of 6, weight_sync"]
+    assert newest_checkpoint(tmp_path).name == "step_2"
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path, whole, caplog):
+    counting.run(tmp_path / "run", counting.config())
+    weights = tmp_path / "run/checkpoints/step_6/policy/weights.npy"
+    weights.write_bytes(weights.read_bytes()[:-3])
+    resumed = counting.run(tmp_path / "run", counting.config())
+    assert "step_6 is damaged: policy/weights.npy has" in caplog.text
+    assert resumed.completed == 6
+    assert counting.metrics(tmp_path / "run") == whole
+
+
+def test_a_run_goes_on_when_it_is_given_more_steps(tmp_path):
+    counting.run(tmp_path / "grown", counting.config(max_num_steps=3))
+    counting.run(tmp_path / "grown", counting.config(max_num_steps=6))
+    counting.run(tmp_path / "once", counting.config(max_num_steps=6))
+    assert counting.metrics(tmp_path / "grown") == counting.metrics(tmp_path / "once")
+
+
+def test_a_finished_run_does_nothing_more(tmp_path, whole):
+    model = counting.CountingModel()
+    counting.run(tmp_path / "whole", counting.config(), model=model)
+    assert model.num_saves == 0
+    assert counting.metrics(tmp_path / "whole") == whole
+
+
+def test_a_run_without_checkpoints_is_not_overwritten(tmp_path):
+    counting.run(tmp_path, counting.config(enabled=False))
+    with pytest.raises(RunDirectoryError, match="saved no checkpoints"):
+        counting.run(tmp_path, counting.config(enabled=False))
+    assert len(counting.metrics(tmp_path)) == 6
+
+
+def test_what_is_due(tmp_path):
+    with RunSession(tmp_path, counting.config()) as session:
+        list(session.steps(0, models={}, state={}))
+        session.steps(5, models={}, state={})
+        assert [step for step in range(1, 6) if session.due(2, step)] == [2, 4]
+        assert [step for step in range(1, 6) if session.due(2, step, at_end=True)] == [2, 4, 5]
+        assert not any(session.due(0, step) for step in range(1, 6))
+
+
+def test_rates_follow_from_counts_and_phases(tmp_path):
+    with RunSession(tmp_path, counting.config()) as session:
+        for step in session.steps(1, models={}, state={}):
+            with session.phase("generation"):
+                pass
+            session.record(step, {"generation/num_tokens": 640.0})
+    row = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert row["generation/tokens_per_second"] == pytest.approx(640.0 / row["time/generation"])
+
+
+def test_metrics_before_the_first_step_have_a_line_of_their_own(tmp_path):
+    with RunSession(tmp_path, counting.config()) as session:
+        for step in session.steps(1, models={}, state={}):
+            session.record(0, {"val/accuracy": 0.25})
+            session.record(step, {"val/accuracy": 0.5})
+            session.record(step, {"train/loss": float("nan")})
+    rows = counting.metrics(tmp_path)
+    assert rows == [{"step": 0, "val/accuracy": 0.25}, {"step": 1, "val/accuracy": 0.5, "train/loss": None}]
+
+
+def rollout_group(num_rollouts: int) -> RolloutGroup:
+    prompt = Prompt("p0", ({"role": "user", "content": "1+2="},), np.array([5, 6], np.int32), "math", {"answer": "3"})
+    rollout = Rollout(
+        prompt_id="p0",
+        tokens=np.array([5, 6, 7], np.int32),
+        loss_mask=np.array([0, 0, 1], np.uint8),
+        generation_logprobs=np.zeros(3, np.float32),
+        spans=(WeightSpan(3, 1),),
+        turns=(Turn("3", None, {"reward": 1.0}),),
+        rewards={"reward": 1.0},
+        stop_reason="stop",
+        info={"seen": np.float32(0.5)},
+    )
+    return RolloutGroup(prompt, [rollout] * num_rollouts)
+
+
+def test_rollouts_are_one_line_each_with_their_advantage(tmp_path):
+    with RunSession(tmp_path, counting.config()) as session:
+        for step in session.steps(1, models={}, state={}):
+            session.record_rollouts(step, [rollout_group(2), rollout_group(1)], np.array([0.5, -0.5]))
+    rows = [json.loads(line) for line in (tmp_path / "rollouts/step_1.jsonl").read_text().splitlines()]
+    assert [row["advantage"] for row in rows] == [0.5, -0.5, None]
+    assert rows[0]["prompt"] == [{"role": "user", "content": "1+2="}]
+    assert rows[0]["turns"] == [{"text": "3", "observation": None, "rewards": {"reward": 1.0}}]
+    assert (rows[0]["weight_versions"], rows[0]["stop_reason"], rows[0]["info"]) == ([3], "stop", {"seen": 0.5})
+
+
+def test_rollouts_of_steps_that_come_again_are_dropped(tmp_path):
+    def fail_at_four(session, step):
+        session.record_rollouts(step, [rollout_group(1)], np.zeros(1))
+        if step == 4:
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        counting.run(tmp_path, counting.config(), at_step=fail_at_four)
+    with RunSession(tmp_path, counting.config()) as session:
+        session.steps(6, models={"policy": counting.CountingModel()}, state={"draws": counting.Draws()})
+        assert sorted(path.name for path in (tmp_path / "rollouts").iterdir()) == ["step_1.jsonl", "step_2.jsonl"]

@@ -1,0 +1,127 @@
+import resource
+import subprocess
+import sys
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from rl_core.errors import DataError, Origin, RunDirectoryError, WorkerError
+from rl_launch.cli import app
+from rl_launch.cli.failure import reported
+
+
+def rl(*arguments, cwd=None):
+    return subprocess.run(
+        [sys.executable, "-m", "rl_launch.cli", *arguments], capture_output=True, text=True, cwd=cwd, check=False
+    )
+
+
+def test_help_answers_at_once():
+    rl("--help")
+    before = _cpu_seconds()
+    answer = rl("--help")
+    assert _cpu_seconds() - before < 1.0
+    assert answer.returncode == 0
+    assert all(command in answer.stdout for command in ("train", "quickstart", "config"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "nonesuch"], "there is no recipe 'nonesuch'"),
+        (["train", "grpo-arithmetic", "grpo.sede=1"], "did you mean grpo.seed?"),
+        (["train", "grpo-arithmetic", "grpo.seed"], "an override is written key=value"),
+        (["train", "run_dir=x"], "write rl train RECIPE run_dir=x"),
+        (["train", "grpo-arithmetic", "policy.model_name=./nowhere"], "nowhere"),
+        (["quickstart", "steps=3"], "takes run_dir=DIR and nothing else"),
+        (["config", "explain", "grpo-arithmetic", "grpo.sed"], "did you mean grpo.seed?"),
+    ],
+)
+def test_wrong_use_is_one_message_in_two_seconds_and_leaves_nothing(tmp_path, arguments, message):
+    rl("--help")
+    before = _cpu_seconds()
+    answer = rl(*arguments, cwd=tmp_path)
+    assert _cpu_seconds() - before < 2.0
+    assert answer.returncode == 2
+    assert answer.stderr.startswith("error: ")
+    assert message in answer.stderr
+    assert "Traceback" not in answer.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_foreign_run_directory_is_refused_before_anything_starts(tmp_path):
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "thesis.tex").write_text("words")
+    answer = rl("train", "sft-arithmetic", f"run_dir={foreign}", "data.train.settings={num_rows: 64}")
+    assert answer.returncode == 2
+    assert "holds files but no run" in answer.stderr
+    assert [path.name for path in foreign.iterdir()] == ["thesis.tex"]
+
+
+def test_show_prints_a_config_that_resolves_to_itself(tmp_path):
+    shown = CliRunner().invoke(app, ["config", "show", "grpo-arithmetic", "grpo.seed=7"])
+    assert shown.exit_code == 0
+    (tmp_path / "again.yaml").write_text(shown.stdout)
+    again = CliRunner().invoke(app, ["config", "show", str(tmp_path / "again.yaml")])
+    assert again.stdout == shown.stdout
+    assert "seed: 7" in shown.stdout
+
+
+def test_explain_says_meaning_value_and_origin():
+    answer = CliRunner().invoke(app, ["config", "explain", "grpo-arithmetic", "grpo.seed", "grpo.seed=7"]).stdout
+    assert "grpo.seed: 7  (command line)" in answer
+    assert "Of data order" in answer
+    assert "default: 42" in answer
+
+
+def test_explain_lists_what_is_below_a_section():
+    answer = CliRunner().invoke(app, ["config", "explain", "grpo-arithmetic", "cluster"]).stdout
+    assert "cluster.worker_envs" in answer
+    assert "grpo-arithmetic.yaml:" in answer
+
+
+def test_diff_names_what_differs():
+    answer = CliRunner().invoke(app, ["config", "diff", "grpo-arithmetic", "grpo-arithmetic", "grpo.seed=7"])
+    assert answer.stdout == "grpo.seed: 42 -> 7\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "first"),
+    [
+        (DataError("row 7 has no answer"), 2, "error: row 7 has no answer"),
+        (RunDirectoryError("busy"), 2, "error: busy"),
+        (
+            WorkerError("builtins.RuntimeError", "boom", "far away", Origin("policy", 1, "node-a", "train_step")),
+            1,
+            "error: policy rank 1 on node-a during train_step: builtins.RuntimeError: boom",
+        ),
+        (OSError("disk full"), 1, "error: OSError: disk full"),
+        (KeyboardInterrupt(), 1, "error: interrupted"),
+    ],
+)
+def test_how_a_failure_ends(tmp_path, capsys, error, code, first):
+    (tmp_path / "logs").mkdir()
+
+    def failing():
+        with reported() as failure:
+            failure.run_dir = tmp_path
+            raise error
+
+    with pytest.raises(typer.Exit) as caught:
+        failing()
+    assert caught.value.exit_code == code
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == first
+    assert "Traceback" not in "\n".join(lines)
+    if code == 1 and not isinstance(error, KeyboardInterrupt):
+        log = (tmp_path / "logs/error.log").read_text()
+        assert "Traceback" in log
+        assert "far away" in log or not isinstance(error, WorkerError)
+
+
+def _cpu_seconds():
+    """Of the processes that have ended: the time on the clock says how busy the machine is."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime

@@ -1,0 +1,91 @@
+import pickle
+
+import pytest
+
+from rl_core.config import resolve, to_yaml
+from rl_core.errors import ConfigError
+from rl_core.model_config import GenerationConfig, ModelConfig
+from rl_launch.root import RECIPES, backends_of, read_config, read_raw, type_of
+
+NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
+ON_CPU = ["cluster.device=cpu"]
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+def test_a_recipe_is_valid_on_a_machine_with_its_devices_and_short(recipe, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+    assert read_config(recipe).config.policy.model_name
+    assert 10 <= len((RECIPES / f"{recipe}.yaml").read_text().splitlines()) <= 30
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+def test_a_resolved_config_loads_back_to_itself(recipe, tmp_path):
+    config = read_config(recipe).config
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert to_yaml(read_config(tmp_path).config) == to_yaml(config)
+
+
+def test_an_inherited_recipe_keeps_what_it_does_not_say():
+    small, large = read_config("grpo-math-1b").config, read_config("grpo-math-8b").config
+    assert large.data == small.data.model_copy(update={"max_input_seq_length": 1024})
+    assert large.cluster.gpus_per_node == 8
+    assert large.policy.optimizer.kwargs["weight_decay"] == small.policy.optimizer.kwargs["weight_decay"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["grpo.num_promts_per_step=4"], "did you mean grpo.num_prompts_per_step?"),
+        (["policy.generation.vllm_cfg.max_model_lenn=9"], "did you mean policy.generation.vllm_cfg.max_model_len?"),
+        (["env.math.deadline_s=-1"], r"env.math.deadline_s \(command line\): got -1"),
+        (["cluster.device=tpu"], "one of: auto, cuda, cpu"),
+        (["algorithm=grop"], "did you mean 'grpo'"),
+        (["algorithm=null"], "grpo, sft"),
+        (["policy.train_global_batch_size=100"], "does not divide the 256 rollouts"),
+        (["policy.generation.backend=vlm"], "did you mean 'vllm'"),
+        (["policy.generation.vllm_cfg.max_model_len=6"], "leave no room for a prompt"),
+        (["policy.dtensor_cfg.enabled=true", "policy.megatron_cfg.enabled=true"], "a policy has one backend"),
+        (["policy.dtensor_cfg.enabled=false"], "no training backend is enabled"),
+        (["policy.generation.colocated.enabled=false", "cluster.cpu_ranks_per_node=1"], "no device"),
+        (["checkpointing.checkpoint_must_save_by=4h"], "DD:HH:MM:SS"),
+    ],
+)
+def test_what_cannot_run_is_refused(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        read_config("grpo-arithmetic", [*ON_CPU, *overrides])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "chosen"),
+    [
+        ([], "dtensor"),
+        (["policy.dtensor_cfg.enabled=true"], "dtensor"),
+        (["policy.megatron_cfg.enabled=true"], "megatron"),
+        (["policy.megatron_cfg.enabled=true", "policy.dtensor_cfg.enabled=false"], "megatron"),
+        (["policy.megatron_cfg.enabled=false"], "dtensor"),
+    ],
+)
+def test_the_training_backend(overrides, chosen):
+    raw = read_raw("sft-arithmetic", overrides)
+    backends = backends_of(resolve(raw, type_of(raw)).config)
+    assert backends.policy.plugin.name == chosen
+    assert backends.generation is None
+
+
+def test_settings_for_workers_are_of_types_that_every_worker_has():
+    config = read_config("grpo-arithmetic", [*ON_CPU, "policy.generation.max_new_tokens=7"]).config
+    backends = backends_of(config)
+    assert backends.generation is not None
+    assert type(backends.policy.config) is ModelConfig
+    assert type(backends.generation.config) is GenerationConfig
+    assert type(backends.generation.backend) is backends.generation.plugin.config
+    assert backends.generation.config.max_new_tokens == 7
+    assert ModelConfig.model_validate(backends.policy.config.model_dump()) == backends.policy.config
+    sent = pickle.dumps((backends.policy.config, backends.policy.backend))
+    assert b"vllm" not in sent
+    assert pickle.loads(sent) == (backends.policy.config, backends.policy.backend)
+
+
+def test_an_algorithm_that_generates_nothing_has_no_settings_for_it():
+    with pytest.raises(ConfigError, match=r"policy.generation"):
+        read_config("sft-arithmetic", ["policy.generation.temperature=0.5"])

@@ -1,0 +1,143 @@
+"""The order of a weight sync and what makes it refuse, with a policy and replicas that only remember tensors."""
+
+import numpy as np
+import pytest
+
+from rl_core.batch import Batch
+from rl_core.errors import Origin, WeightSyncError
+from rl_core.weights import Manifest, TensorSpec
+from rl_launch import weight_sync
+from rl_launch.residency import Residency, Tenant
+from rl_launch.weight_sync import Canary, WeightSync
+
+MANIFEST = (TensorSpec("embed", (2,), "float32"), TensorSpec("norm", (1,), "float32"))
+
+
+class Policy:
+    def __init__(self, events):
+        self.events, self.digests = events, {"embed": "a", "norm": "b"}
+
+    def infer(self, batch, reads, **_):
+        return Batch(
+            {"logprobs": batch.ragged("tokens").like(np.full(len(batch.ragged("tokens").values), -1.0, np.float32))}
+        )
+
+    def manifest(self, version):
+        return Manifest(version, MANIFEST)
+
+    def start_send(self, manifest, transport):
+        self.events.append(f"send to {transport.num_receivers}")
+        return lambda: self.digests
+
+    def offload(self, parts):
+        self.events.append(f"offload {parts[0]}")
+
+
+class Replica:
+    num_ranks = 2
+
+    def __init__(self, events, *, loses=None, score=-1.0, broken_attempts=99):
+        self.events, self.loses, self.score, self.broken_attempts = events, loses, score, broken_attempts
+        self.first_ranks = []
+
+    def generator(self, method, *args):
+        self.events.append(method if method != "wake" else f"wake {args[0][0]}")
+        if method == "receive":
+            self.first_ranks.append(args[1])
+            received = {"embed": "a", "norm": "b"}
+            if self.loses and self.broken_attempts > 0:
+                self.broken_attempts -= 1
+                received |= self.loses
+                received = {name: digest for name, digest in received.items() if digest}
+            return [received, {"embed": "a", "norm": "b"}]
+        if method == "score":
+            return np.full(len(args[0]), self.score, np.float32)
+        return None
+
+    def origin(self, phase):
+        return Origin("rollout worker", 0, "here", phase)
+
+
+@pytest.fixture
+def events(monkeypatch):
+    monkeypatch.setattr(weight_sync, "gather", lambda refs, origins, timeout=None: list(refs))
+    return []
+
+
+def make_sync(events, residency=None):
+    return WeightSync(
+        Policy(events),
+        kind="ipc",
+        meet=lambda: "here:1",
+        canary=Canary.of(50, precision="float32"),
+        residency=residency,
+    )
+
+
+def test_a_version_is_served_only_after_transfer_and_commit(events):
+    sync, replica = make_sync(events), Replica(events)
+    sync.transfer(sync.publish(), [replica])
+    assert [event for event in events if event != "score"] == [
+        "pause",
+        "begin",
+        "send to 2",
+        "receive",
+        "commit",
+        "resume",
+    ]
+
+
+def test_on_shared_devices_memory_is_freed_before_it_is_taken(events):
+    residency = Residency()
+    residency.join("policy", Tenant(lambda: None, lambda: None), present=True)
+    sync = make_sync(events, residency)
+    sync.transfer(sync.publish(), [Replica(events)])
+    order = [event for event in events if event.startswith(("offload", "wake", "send", "commit"))]
+    assert order == ["offload optimizer", "wake weights", "send to 1", "commit", "offload parameters", "wake kv_cache"]
+    assert residency.resident == "generation"
+
+
+def test_every_engine_rank_of_every_replica_is_a_receiver_of_its_own(events):
+    replicas = [Replica(events), Replica(events)]
+    sync = make_sync(events)
+    sync.transfer(sync.publish(), replicas)
+    assert [replica.first_ranks for replica in replicas] == [[1], [3]]
+
+
+@pytest.mark.parametrize(
+    ("loses", "said"),
+    [({"norm": ""}, "missing: norm"), ({"norm": "wrong"}, "corrupt: norm"), ({"extra": "c"}, "extra: extra")],
+)
+def test_what_arrives_broken_twice_is_refused_by_name_and_never_committed(events, loses, said):
+    sync = make_sync(events)
+    with pytest.raises(WeightSyncError, match=said):
+        sync.transfer(sync.publish(), [Replica(events, loses=loses)])
+    assert "commit" not in events
+
+
+def test_what_arrives_broken_once_is_sent_again(events):
+    sync = make_sync(events)
+    sync.transfer(sync.publish(), [Replica(events, loses={"norm": "wrong"}, broken_attempts=1)])
+    assert events.count("receive") == 2
+    assert events.count("commit") == 1
+
+
+def test_an_engine_that_computes_something_else_is_refused(events):
+    sync = make_sync(events)
+    with pytest.raises(WeightSyncError, match=r"weight version 1 differ from the policy's by 0.1"):
+        sync.transfer(sync.publish(), [Replica(events, score=-1.1)])
+
+
+def test_logprobs_that_are_no_numbers_are_refused(events):
+    sync = make_sync(events)
+    with pytest.raises(WeightSyncError, match="differ from the policy's by nan"):
+        sync.transfer(sync.publish(), [Replica(events, score=np.nan)])
+
+
+def test_restored_weights_are_published_under_the_version_they_had(events):
+    sync = make_sync(events)
+    sync.publish()
+    last = sync.publish()
+    resumed = make_sync(events)
+    resumed.restore(sync.state())
+    assert resumed.publish() == last

@@ -1,0 +1,38 @@
+import sys
+
+import pytest
+
+from rl_core.config import Config
+from rl_core.errors import WorkerEnvironmentError
+from rl_launch.worker_envs import engine_problems
+
+
+class Root(Config):
+    optimizer: str = "torch.optim.Adm"
+
+
+@pytest.fixture(autouse=True)
+def engine(tmp_path, monkeypatch):
+    """A package that only the worker's process can import."""
+    (tmp_path / "some_engine.py").write_text(
+        "import sys\n"
+        "def check(config):\n"
+        "    print('loading kernels')\n"
+        "    return [] if config['optimizer'] == 'known' else [config['optimizer'] + ' is unknown']\n"
+        "def crash(config):\n"
+        "    raise RuntimeError('no driver')\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+def test_problems_come_back_from_the_worker_environment():
+    assert engine_problems(sys.executable, "some_engine:check", Root()) == ["torch.optim.Adm is unknown"]
+    assert engine_problems(sys.executable, "some_engine:check", Root(optimizer="known")) == []
+
+
+@pytest.mark.parametrize(
+    ("check", "said"), [("some_engine:crash", "no driver"), ("no_engine:check", "No module named")]
+)
+def test_a_check_that_does_not_run_is_an_error(check, said):
+    with pytest.raises(WorkerEnvironmentError, match=said):
+        engine_problems(sys.executable, check, Root())

@@ -1,0 +1,110 @@
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+
+from rl_launch.worker_envs.node_build import EnvBuildError, EnvPlan, build
+
+MINOR = "{}.{}".format(*sys.version_info[:2])
+PLAN = EnvPlan(
+    name="empty",
+    digest="0" * 64,
+    commands=(("{uv}", "venv", "--quiet", "--no-project", "--python", "{python}", "{env}"),),
+    python=MINOR,
+    ray="none",
+    imports=("json",),
+)
+
+
+def test_it_is_built_once_and_then_found(tmp_path):
+    first, second = build(PLAN, str(tmp_path)), build(PLAN, str(tmp_path))
+    assert (first.cached, second.cached) == (False, True)
+    assert second.seconds < 0.1
+    prefix = subprocess.run(
+        [first.python, "-c", "import sys; print(sys.prefix)"], capture_output=True, text=True
+    ).stdout
+    assert prefix.strip() == str(tmp_path / PLAN.folder)
+
+
+def test_one_that_was_cut_short_is_built_again(tmp_path):
+    build(PLAN, str(tmp_path))
+    (tmp_path / PLAN.folder / "complete.json").unlink()
+    (tmp_path / PLAN.folder / "leftover").write_text("half")
+    assert not build(PLAN, str(tmp_path)).cached
+    assert not (tmp_path / PLAN.folder / "leftover").exists()
+
+
+def test_one_whose_interpreter_is_gone_is_built_again(tmp_path):
+    built = build(PLAN, str(tmp_path))
+    for path in (tmp_path / PLAN.folder / "bin").glob("python*"):
+        path.unlink()
+    assert not build(PLAN, str(tmp_path)).cached
+    assert subprocess.run([built.python, "-c", ""], check=False).returncode == 0
+
+
+def test_two_that_want_the_same_build_it_once(tmp_path):
+    with ThreadPoolExecutor(2) as pool:
+        built = list(pool.map(lambda _: build(PLAN, str(tmp_path)), range(2)))
+    assert sorted(each.cached for each in built) == [False, True]
+
+
+def test_a_failure_shows_the_last_lines_and_leaves_nothing_that_counts(tmp_path):
+    failing = replace(
+        PLAN, commands=(*PLAN.commands, ("{uv}", "pip", "install", "--python", "{env_python}", "./absent"))
+    )
+    with pytest.raises(EnvBuildError, match=r"(?s)uv pip install ended with .*absent"):
+        build(failing, str(tmp_path))
+    assert not build(PLAN, str(tmp_path)).cached
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ray": "0.0.1"}, "it has ray none, the driver 0.0.1"),
+        ({"imports": ("json", "no_such_engine")}, "import no_such_engine: ModuleNotFoundError"),
+        ({"python": "3.1"}, "ray needs the same on every node"),
+    ],
+)
+def test_one_that_would_hang_ray_is_refused(tmp_path, changes, message):
+    with pytest.raises(EnvBuildError, match=message):
+        build(replace(PLAN, **changes), str(tmp_path))
+    assert not (tmp_path / PLAN.folder / "complete.json").exists()
+
+
+def test_the_drivers_project_does_not_leak_into_the_build(tmp_path, monkeypatch):
+    monkeypatch.setenv("VIRTUAL_ENV", "/elsewhere")
+    monkeypatch.setenv("UV_PROJECT_ENVIRONMENT", "/elsewhere")
+    report = replace(
+        PLAN,
+        commands=(
+            *PLAN.commands,
+            ("{env_python}", "-c", "import os; open('{env}/seen', 'w').write(repr(sorted(os.environ)))"),
+        ),
+    )
+    build(report, str(tmp_path))
+    seen = (tmp_path / PLAN.folder / "seen").read_text()
+    assert "PATH" in seen
+    assert "VIRTUAL_ENV" not in seen
+    assert "UV_PROJECT_ENVIRONMENT" not in seen
+
+
+def test_it_can_be_shipped_to_a_node_that_has_none_of_this():
+    """Pickled by value, it runs where `rl_launch` does not import."""
+    cloudpickle = pytest.importorskip("ray.cloudpickle")
+    from rl_launch.worker_envs import node_build
+
+    cloudpickle.register_pickle_by_value(node_build)
+    try:
+        shipped = cloudpickle.dumps((node_build.build, PLAN))
+    finally:
+        cloudpickle.unregister_pickle_by_value(node_build)
+    script = (
+        "import sys, pickle; sys.modules['rl_launch'] = None; sys.modules['rl_core'] = None\n"
+        "from ray import cloudpickle; build, plan = pickle.loads(sys.stdin.buffer.read())\n"
+        "import tempfile; print(build(plan, tempfile.mkdtemp()).python)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], input=shipped, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout.decode().strip().endswith("bin/python")

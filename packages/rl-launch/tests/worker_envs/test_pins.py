@@ -1,0 +1,63 @@
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement as Pin
+
+from rl_core.registry import Requirement
+from rl_launch.worker_envs import ROLLOUT_WORKER, TRAINER, worker_env
+from rl_launch.worker_envs.pins import export, shipped_pins
+
+ROOT = Path(__file__).parents[4]
+
+pytestmark = pytest.mark.skipif(not (ROOT / "uv.lock").exists(), reason="needs the workspace's lock")
+
+WORKERS = {
+    "dtensor": (Requirement("rl-dtensor", {"cpu": ("worker",)}), TRAINER),
+    "hf": (Requirement("rl-dtensor", {"cpu": ("worker",)}), ROLLOUT_WORKER),
+    "megatron": (Requirement("rl-megatron", {"cpu": ("worker",)}), TRAINER),
+    "vllm-cpu": (Requirement("rl-vllm", {"cpu": ("cpu",)}), ROLLOUT_WORKER),
+    "vllm-cuda": (Requirement("rl-vllm", {"cpu": ("cuda",)}), ROLLOUT_WORKER),
+    "math": (Requirement("rl-envs"),),
+    "reasoning-gym": (Requirement("rl-envs", {"cpu": ("reasoning-gym",)}),),
+}
+
+
+def versions(text, python, machine):
+    """Name to version for one interpreter and machine."""
+    marks = {
+        "python_version": python,
+        "python_full_version": f"{python}.5",
+        "platform_machine": machine,
+        "sys_platform": "linux",
+        "platform_system": "Linux",
+        "platform_python_implementation": "CPython",
+        "implementation_name": "cpython",
+    }
+    pins = [Pin(line) for line in text.splitlines()]
+    return {pin.name: str(pin.specifier) for pin in pins if pin.marker is None or pin.marker.evaluate(marks)}
+
+
+def test_the_shipped_exports_are_those_of_the_lock(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    import export_worker_locks
+
+    try:
+        assert export_worker_locks.stale() == [], "run python tools/export_worker_locks.py"
+    finally:
+        sys.modules.pop("export_worker_locks")
+
+
+@pytest.mark.parametrize("worker", WORKERS)
+def test_shipped_exports_put_together_are_what_the_lock_has_for_all_at_once(worker):
+    requirement, *also = WORKERS[worker]
+    spec = worker_env(requirement, "cpu", also=also)
+    together, locked = shipped_pins(spec.wanted), export(ROOT, spec.wanted)
+    assert together is not None
+    for python in ("3.11", "3.12", "3.13"):
+        for machine in ("x86_64", "aarch64"):
+            assert versions(together, python, machine) == versions(locked, python, machine)
+
+
+def test_no_pins_are_made_up_for_what_is_not_ours():
+    assert shipped_pins(worker_env(Requirement("someones-engine"), "cpu").wanted) is None

@@ -1,0 +1,36 @@
+from rl_core.registry import Requirement
+from rl_launch.worker_envs import ROLLOUT_WORKER, TRAINER, Wanted, homes, worker_env
+
+ENGINE = Requirement("rl_Dtensor", {"cpu": ("worker",), "cuda": ("worker", "flash")}, ("torch",))
+
+
+def test_a_worker_needs_its_engine_ray_and_what_is_sent_to_it():
+    spec = worker_env(ENGINE, "cpu", also=[TRAINER])
+    assert spec.wanted == (
+        Wanted("rl-dtensor", ("worker",)),
+        Wanted("rl-algos", ("torch",)),
+        Wanted("rl-core", ("ray",)),
+    )
+    assert set(spec.imports) == {"rl_algos", "torch", "ray"}
+    assert spec.name == "rl-dtensor.worker"
+
+
+def test_extras_follow_the_device():
+    assert worker_env(ENGINE, "cuda").wanted[0] == Wanted("rl-dtensor", ("flash", "worker"))
+
+
+def test_requirements_of_one_distribution_are_merged():
+    both = worker_env(ENGINE, "cpu", also=[ROLLOUT_WORKER, TRAINER])
+    assert both.wanted == worker_env(ENGINE, "cpu", also=[TRAINER]).wanted
+
+
+def test_an_environment_serves_those_that_need_less_of_the_same_engine():
+    trainer, generator = worker_env(ENGINE, "cpu", also=[TRAINER]), worker_env(ENGINE, "cpu", also=[ROLLOUT_WORKER])
+    other = worker_env(Requirement("rl-envs"), "cpu")
+    assert homes([generator, trainer, other]) == {generator: trainer, trainer: trainer, other: other}
+
+
+def test_an_engine_never_moves_into_the_environment_of_another():
+    vllm = worker_env(Requirement("rl-vllm", {"cpu": ("cpu",)}), "cpu", also=[TRAINER])
+    plain = worker_env(Requirement("rl-algos"), "cpu")
+    assert not vllm.covers(plain)

@@ -1,0 +1,179 @@
+"""Megatron's config of a model, from Hugging Face's and the backend's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+from transformers import AutoConfig, PreTrainedConfig
+
+from rl_megatron.config import MegatronConfig
+from rl_megatron.families.family import family_of
+
+
+def read_config(folder: Path, overrides: Mapping[str, Any]) -> PreTrainedConfig:
+    """The model's Hugging Face config with overrides.
+
+    Raises:
+        ValueError: naming overrides that are no fields of this config.
+    """
+    config = AutoConfig.from_pretrained(folder)
+    unknown = sorted(set(overrides) - set(config.to_dict()))
+    if unknown:
+        raise ValueError(f"hf_config_overrides {unknown} are no fields of a {type(config).__name__}")
+    return AutoConfig.from_pretrained(folder, **overrides)
+
+
+def transformer_config(
+    hf: PreTrainedConfig, backend: MegatronConfig, *, dtype: torch.dtype, is_cuda: bool, has_te: bool
+) -> TransformerConfig:
+    """What Megatron builds the model from.
+
+    Args:
+        dtype: of parameters and of what travels between pipeline ranks.
+        has_te: whether the layers are Transformer Engine's.
+
+    Raises:
+        ValueError: where the model does not fit the family, or the layout does not fit the model.
+    """
+    family = dict(family_of(hf).settings(hf))
+    _check_layout(hf, family, backend)
+    kind = MLATransformerConfig if family.get("multi_latent_attention") else TransformerConfig
+    if "moe_layer_freq" in family and not any(family["moe_layer_freq"]):
+        family = {name: value for name, value in family.items() if not name.startswith(("moe_", "num_moe"))}
+    return kind(
+        **family,
+        **_parallel(backend),
+        **_recompute(backend, has_te),
+        **_fp8(backend, has_te),
+        **(_experts(backend, has_te) if "num_moe_experts" in family else {}),
+        **_kernels(is_cuda, has_te),
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        perform_initialization=False,
+        # losses come divided by global totals, so that gradients are summed and never averaged
+        calculate_per_token_loss=True,
+    )
+
+
+def _parallel(backend: MegatronConfig) -> dict[str, Any]:
+    virtual = backend.virtual_pipeline_model_parallel_size
+    tensor = backend.tensor_model_parallel_size
+    return {
+        "tensor_model_parallel_size": tensor,
+        "pipeline_model_parallel_size": backend.pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": virtual,
+        "num_layers_in_first_pipeline_stage": backend.num_layers_in_first_pipeline_stage,
+        "num_layers_in_last_pipeline_stage": backend.num_layers_in_last_pipeline_stage,
+        "context_parallel_size": backend.context_parallel_size,
+        "expert_model_parallel_size": backend.expert_model_parallel_size,
+        "expert_tensor_parallel_size": backend.expert_tensor_parallel_size,
+        "sequence_parallel": backend.sequence_parallel and tensor > 1,
+        "variable_seq_lengths": True,
+        # the only one that takes ranks with different numbers of tokens; checked for models without experts too
+        "moe_token_dispatcher_type": "alltoall",
+        "overlap_p2p_comm": virtual is not None,
+        "batch_p2p_comm": virtual is None,
+    }
+
+
+NEEDS_TE = ("layernorm", "mla_up_proj")
+"""Parts whose recomputation megatron-core 0.16.1 builds on Transformer Engine's bookkeeping."""
+
+
+def _recompute(backend: MegatronConfig, has_te: bool) -> dict[str, Any]:
+    if not backend.activation_checkpointing:
+        return {}
+    if backend.recompute_granularity == "full":
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    missing = [name for name in backend.recompute_modules if name in NEEDS_TE and not has_te]
+    if missing:
+        raise ValueError(
+            f"recompute_modules {missing} needs Transformer Engine, which is not installed or not used on cpu; "
+            "take them out, or install rl-megatron[te]"
+        )
+    return {"recompute_granularity": "selective", "recompute_modules": list(backend.recompute_modules)}
+
+
+def _fp8(backend: MegatronConfig, has_te: bool) -> dict[str, Any]:
+    settings = backend.fp8_cfg
+    if not settings.enabled:
+        return {}
+    if not has_te:
+        raise ValueError(
+            "fp8_cfg.enabled needs Transformer Engine on CUDA, and transformer_engine is not installed or the run is "
+            "on cpu; install rl-megatron[te], or set fp8_cfg.enabled=false"
+        )
+    return {"fp8": settings.fp8, "fp8_recipe": settings.fp8_recipe}
+
+
+def _experts(backend: MegatronConfig, has_te: bool) -> dict[str, Any]:
+    return {
+        "moe_grouped_gemm": has_te,
+        "moe_router_dtype": backend.moe_router_dtype,
+        "moe_router_load_balancing_type": backend.moe_router_load_balancing_type,
+        "moe_aux_loss_coeff": backend.moe_aux_loss_coeff,
+        "moe_router_bias_update_rate": backend.moe_router_bias_update_rate,
+    }
+
+
+def _kernels(is_cuda: bool, has_te: bool) -> dict[str, Any]:
+    """Fused functions are compiled for CUDA; those of Transformer Engine and apex need them."""
+    return {
+        "bias_activation_fusion": is_cuda,
+        "bias_dropout_fusion": is_cuda,
+        "apply_rope_fusion": False,
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "persist_layer_norm": has_te,
+        "attention_softmax_in_fp32": True,
+    }
+
+
+def _check_layout(hf: Any, family: Mapping[str, Any], backend: MegatronConfig) -> None:
+    tensor, expert = backend.tensor_model_parallel_size, backend.expert_model_parallel_size
+    shared = {"num_attention_heads": hf.num_attention_heads, "intermediate_size": hf.intermediate_size}
+    if not family.get("multi_latent_attention"):
+        shared["num_key_value_heads"] = hf.num_key_value_heads
+    for name, count in shared.items():
+        if count % tensor:
+            raise ValueError(
+                f"tensor_model_parallel_size={tensor} does not divide the model's {name}={count}; set it to a divisor"
+            )
+    num_experts = family.get("num_moe_experts")
+    if num_experts is None and expert > 1:
+        raise ValueError(
+            f"expert_model_parallel_size={expert}, but the model ({hf.model_type}) has no experts; set it to 1"
+        )
+    if num_experts is not None and num_experts % expert:
+        raise ValueError(f"expert_model_parallel_size={expert} does not divide the model's {num_experts} experts")
+    if num_experts is not None and tensor > 1 and not backend.sequence_parallel:
+        raise ValueError(
+            f"tensor_model_parallel_size={tensor} of a mixture of experts needs sequence_parallel=true: each "
+            "tensor-parallel rank then routes tokens of its own"
+        )
+    has_biases = family.get("moe_router_enable_expert_bias", False)
+    if backend.moe_router_bias_update_rate and not has_biases:
+        raise ValueError(
+            f"moe_router_bias_update_rate={backend.moe_router_bias_update_rate}, but routers of {hf.model_type} models "
+            "have no biases; set it to 0"
+        )
+    _check_stages(hf.num_hidden_layers, backend)
+
+
+def _check_stages(num_layers: int, backend: MegatronConfig) -> None:
+    stages = backend.pipeline_model_parallel_size
+    ends = (backend.num_layers_in_first_pipeline_stage, backend.num_layers_in_last_pipeline_stage)
+    given = [layers for layers in ends if layers is not None]
+    left, ranks = num_layers - sum(given), stages - len(given)
+    chunks = ranks * (backend.virtual_pipeline_model_parallel_size or 1)
+    if (ranks == 0 and left) or (ranks and (left < chunks or left % chunks)):
+        raise ValueError(
+            f"{left} of the model's {num_layers} layers cannot be spread evenly over {ranks} pipeline ranks in "
+            f"{chunks} parts; set num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage"
+        )

@@ -1,0 +1,58 @@
+"""Settings of training on Megatron Core."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from rl_core.config import Config
+
+
+class Fp8Config(Config):
+    enabled: bool = False
+    """Multiply matrices in 8-bit floating point; needs Transformer Engine and a GPU that can."""
+    fp8: Literal["e4m3", "hybrid"] = "hybrid"
+    """Formats: e4m3 throughout, or e5m2 for gradients."""
+    fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "tensorwise"
+    """How scales are found, as Transformer Engine names it."""
+
+
+class MegatronConfig(Config):
+    enabled: bool | None = None
+    """Train with this backend; where unset, no."""
+    tensor_model_parallel_size: int = Field(default=1, gt=0)
+    """Ranks that share each layer's matrices."""
+    pipeline_model_parallel_size: int = Field(default=1, gt=0)
+    """Ranks that hold consecutive layers."""
+    virtual_pipeline_model_parallel_size: int | None = Field(default=None, gt=1)
+    """Runs of consecutive layers that each pipeline rank holds, interleaved with the others'; one where unset."""
+    num_layers_in_first_pipeline_stage: int | None = Field(default=None, gt=0)
+    """Layers of the first pipeline rank; an equal share where unset."""
+    num_layers_in_last_pipeline_stage: int | None = Field(default=None, gt=0)
+    """Layers of the last pipeline rank; an equal share where unset."""
+    context_parallel_size: int = Field(default=1, gt=0)
+    """Ranks that share the tokens of each row."""
+    expert_model_parallel_size: int = Field(default=1, gt=0)
+    """Ranks that share the experts of each layer; they are taken from the data- and tensor-parallel ones."""
+    expert_tensor_parallel_size: int | None = Field(default=None, gt=0)
+    """Ranks that share each expert's matrices; `tensor_model_parallel_size` where unset."""
+    sequence_parallel: bool = False
+    """Share the tokens between layers over the tensor-parallel ranks, which saves activation memory."""
+    activation_checkpointing: bool = False
+    """Keep only each layer's input and compute the rest again in the backward pass."""
+    recompute_granularity: Literal["full", "selective"] = "full"
+    """What `activation_checkpointing` computes again: whole layers, or the `recompute_modules` in each."""
+    recompute_modules: list[Literal["core_attn", "mlp", "moe", "layernorm", "mla_up_proj"]] = ["core_attn"]
+    """Parts of a layer that are computed again where `recompute_granularity` is selective."""
+    freeze_moe_router: bool = False
+    """Leave the routers of a mixture of experts as they are; generation and training then route more alike."""
+    moe_router_dtype: Literal["fp32", "fp64"] = "fp32"
+    """Dtype of the routers' logits and scores."""
+    moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss"] = "none"
+    """Loss that spreads tokens evenly over experts, added to the policy's."""
+    moe_aux_loss_coeff: float = Field(default=0.0, ge=0)
+    """Weight of that loss."""
+    moe_router_bias_update_rate: float = Field(default=0.0, ge=0)
+    """How far a step moves the biases by which routers of some models (DeepSeek-V3) balance experts; 0 leaves them."""
+    fp8_cfg: Fp8Config = Fp8Config()

@@ -1,0 +1,67 @@
+"""Megatron's parameter names, numbered over the whole model instead of over what a rank holds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from rl_megatron.model import ReadingModel
+
+LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+LOCAL_EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.")
+GROUPED_EXPERT = re.compile(r"\.experts\.(linear_fc[12])\.weight(\d+)$")
+
+FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+    "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
+    "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
+}
+"""Where Transformer Engine's fused layers keep the norms before them, and what the local layers call those."""
+
+
+def held_weights(model: ReadingModel, expert_rank: int) -> dict[str, Tensor]:
+    """Parameters and persistent buffers of this rank by their global local-layer names.
+
+    Args:
+        expert_rank: among the ranks that share the experts; each holds consecutive ones.
+    """
+    first_expert = 0
+    if model.config.num_moe_experts is not None:
+        first_expert = expert_rank * (model.config.num_moe_experts // model.config.expert_model_parallel_size)
+    held = {}
+    for chunk in model.chunks:
+        numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
+        transient = {name for name, _ in _transient_buffers(chunk)}
+        for name, tensor in [*chunk.named_parameters(), *chunk.named_buffers()]:
+            if name not in transient:
+                held[global_name(name, numbers, first_expert)] = tensor
+    return held
+
+
+def global_name(name: str, layer_numbers: list[int], first_expert: int) -> str:
+    """The name over the whole model.
+
+    Args:
+        layer_numbers: of this rank's layers, from 0.
+        first_expert: number of this rank's first expert.
+    """
+    name = LAYER.sub(lambda found: f"decoder.layers.{layer_numbers[int(found[1])]}.", name)
+    name = GROUPED_EXPERT.sub(lambda found: f".experts.local_experts.{found[2]}.{found[1]}.weight", name)
+    name = LOCAL_EXPERT.sub(lambda found: f".experts.local_experts.{int(found[1]) + first_expert}.", name)
+    for fused, plain in FUSED_NORMS.items():
+        if name.endswith(f".{fused}"):
+            return name.removesuffix(fused) + plain
+    return name
+
+
+def _transient_buffers(chunk: object) -> Iterable[tuple[str, Tensor]]:
+    """Buffers that belong to no checkpoint."""
+    from torch import nn
+
+    assert isinstance(chunk, nn.Module)
+    for prefix, module in chunk.named_modules():
+        for name in module._non_persistent_buffers_set:
+            yield f"{prefix}.{name}" if prefix else name, module.get_buffer(name)

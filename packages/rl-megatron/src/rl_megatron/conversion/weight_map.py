@@ -1,0 +1,43 @@
+"""One Megatron parameter and the Hugging Face tensors it is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rl_megatron.conversion.splits import Split
+
+
+@dataclass(frozen=True)
+class HFTensor:
+    """Name and shape of a tensor in Hugging Face files."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class WeightMap:
+    """Where a parameter comes from and goes to.
+
+    Args:
+        target: Megatron's name with the local layers, layers and experts numbered over the whole model.
+        sources: the Hugging Face tensors, in the order that `split` numbers them.
+        split: how it is made of them, and spread.
+        over: the ranks it is spread over: `tp`, or `etp` for experts.
+        copy_of: target of the map whose weights it repeats (a tied head on a pipeline rank of its own); a copy is
+            loaded, and never sent, exported or saved.
+        dtype: of the tensors in files and on the wire where it is not that of the model.
+    """
+
+    target: str
+    sources: tuple[HFTensor, ...]
+    split: Split
+    over: Literal["tp", "etp"] = "tp"
+    copy_of: str | None = None
+    dtype: str | None = None
+
+    @property
+    def stored(self) -> str:
+        """The name under which checkpoints have it."""
+        return self.copy_of or self.target

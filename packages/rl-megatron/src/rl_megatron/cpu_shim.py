@@ -1,0 +1,169 @@
+"""Megatron Core on a machine without CUDA, for development: nothing here runs where torch has CUDA.
+
+megatron-core 0.16 asks `torch.cuda` for the current device, for generator states and streams, and writes
+`device="cuda"` in the middle of its schedules. `install` answers with the CPU. It changes functions of `torch` in this
+process for good, and does not depend on the calling thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+CPU = torch.device("cpu")
+FACTORIES = ("arange", "empty", "full", "ones", "rand", "randn", "tensor", "zeros")
+
+_installed = False
+
+
+def install() -> None:
+    """Answer Megatron's questions to `torch.cuda` with the CPU; once per process.
+
+    Raises:
+        RuntimeError: where torch has CUDA; there is nothing to stand in for.
+    """
+    global _installed
+    if torch.cuda.is_available():
+        raise RuntimeError("torch has CUDA here; run Megatron on it with cluster.device=cuda")
+    if _installed:
+        return
+    _installed = True
+    warnings.warn("Megatron Core runs on CPU behind a shim, which is for development and tests only", stacklevel=2)
+    os.environ.setdefault(
+        "TORCH_COMPILE_DISABLE", "1"
+    )  # Megatron compiles its fused functions, which pays on CUDA only
+    import megatron.core.tensor_parallel.random as megatron_random
+
+    torch._dynamo.config.disable = True  # for where it is imported already and has read the variable
+    # dynamo maps names in torch.cuda to its rules by object, and must see the originals
+    torch._dynamo.trace_rules.get_torch_obj_rule_map()
+    _stand_in_for_cuda()
+    for name in FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    torch.Tensor.cuda = lambda tensor, *_, **__: tensor
+    megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    megatron_random.logging.getLogger(megatron_random.__name__).disabled = True  # "CPU RNG state changed"
+    _mend_mixture_of_experts()
+    _mend_gloo()
+
+
+class _Nothing:
+    """A stream or an event of a device that does everything at once."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def wait_stream(self, _: Any) -> None:
+        """Nothing is pending."""
+
+    def wait_event(self, _: Any) -> None:
+        """Nothing is pending."""
+
+    def synchronize(self) -> None:
+        """Nothing is pending."""
+
+    def record(self, *_: Any) -> None:
+        """Nothing is pending."""
+
+    def wait(self, *_: Any) -> None:
+        """Nothing is pending."""
+
+    def record_event(self, *_: Any) -> _Nothing:
+        """An event that has happened."""
+        return _Nothing()
+
+    def query(self) -> bool:
+        """Everything has happened."""
+        return True
+
+
+def _stand_in_for_cuda() -> None:
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: CPU
+    cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    cuda.manual_seed = _seed
+    cuda.Stream = type("Stream", (_Nothing,), {})
+    cuda.Event = type("Event", (_Nothing,), {})
+    cuda.current_stream = lambda *_, **__: _Nothing()
+    cuda.default_stream = lambda *_, **__: _Nothing()
+    cuda.stream = lambda *_, **__: contextlib.nullcontext()
+    for name in ("synchronize", "empty_cache", "set_device"):
+        setattr(cuda, name, lambda *_, **__: None)
+    for name in ("range_push", "range_pop"):
+        setattr(cuda.nvtx, name, lambda *_, **__: None)
+
+
+def _seed(seed: int) -> None:
+    """Seed the default generator alone: `torch.manual_seed` would seed CUDA's too, that is, this again."""
+    torch.default_generator.manual_seed(int(seed))
+
+
+def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(factory)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        if "cuda" in str(kwargs.get("device")):
+            kwargs["device"] = CPU
+        kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return made
+
+
+def _mend_mixture_of_experts() -> None:
+    """Two places where megatron-core 0.16.1 needs a GPU or Transformer Engine by oversight."""
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+    import torch.distributed as dist
+
+    # without Transformer Engine the name is not defined, and looked up in every router
+    vars(moe_utils).setdefault("te_general_gemm", None)
+    # split sizes stay tensors where nothing is on CUDA, which torch does not take
+    all_to_all_single = dist.all_to_all_single
+
+    @functools.wraps(all_to_all_single)
+    def with_plain_sizes(
+        output: Any, sent: Any, output_split_sizes: Any = None, input_split_sizes: Any = None, **kwargs: Any
+    ) -> Any:
+        sizes = (None if size is None else [int(x) for x in size] for size in (output_split_sizes, input_split_sizes))
+        return all_to_all_single(output, sent, *sizes, **kwargs)
+
+    dist.all_to_all_single = with_plain_sizes
+
+
+def _mend_gloo() -> None:
+    """Parts of different sizes, which experts spread over tensor-parallel ranks exchange, and which gloo refuses."""
+    import torch.distributed as dist
+
+    all_gather, reduce_scatter = dist.all_gather, dist.reduce_scatter
+
+    @functools.wraps(all_gather)
+    def gather_any(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool = False) -> Any:
+        if len({part.shape for part in tensor_list}) <= 1:
+            return all_gather(tensor_list, tensor, group=group, async_op=async_op)
+        assert not async_op
+        for rank, part in enumerate(tensor_list):
+            if rank == dist.get_rank(group):
+                part.copy_(tensor)
+            dist.broadcast(part, group_src=rank, group=group)
+        return None
+
+    @functools.wraps(reduce_scatter)
+    def scatter_any(output: Any, input_list: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, **kwargs: Any) -> Any:
+        if len({part.shape for part in input_list}) <= 1:
+            return reduce_scatter(output, input_list, op=op, group=group, **kwargs)
+        for rank, part in enumerate(input_list):
+            total = part.clone()
+            dist.reduce(total, group_dst=rank, op=op, group=group)
+            if rank == dist.get_rank(group):
+                output.copy_(total)
+        return None
+
+    dist.all_gather = gather_any
+    dist.reduce_scatter = scatter_any

@@ -1,0 +1,1 @@
+"""Model families: their architecture in Megatron's terms, and their weights."""

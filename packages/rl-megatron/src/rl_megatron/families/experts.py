@@ -1,0 +1,109 @@
+"""Qwen3-MoE and Mixtral."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rl_megatron.conversion.splits import Chunks, GateUp, Whole
+from rl_megatron.conversion.weight_map import HFTensor, WeightMap
+from rl_megatron.families.dense import (
+    attention_maps,
+    dense_settings,
+    embedding_map,
+    final_norm_map,
+    head_dim,
+    mlp_maps,
+    norm_maps,
+)
+from rl_megatron.families.family import Family
+
+
+def expert_maps(
+    hidden: int, width: int, layer: int, expert: int, theirs: str, names: Mapping[str, str]
+) -> list[WeightMap]:
+    """One expert.
+
+    Args:
+        width: of its middle.
+        theirs: prefix of its names in files.
+        names: of the `gate`, `up` and `down` projections there.
+    """
+    ours = f"decoder.layers.{layer}.mlp.experts.local_experts.{expert}"
+    gate_up = tuple(HFTensor(f"{theirs}.{names[name]}.weight", (width, hidden)) for name in ("gate", "up"))
+    down = HFTensor(f"{theirs}.{names['down']}.weight", (hidden, width))
+    return [
+        WeightMap(f"{ours}.linear_fc1.weight", gate_up, GateUp(width), over="etp"),
+        WeightMap(f"{ours}.linear_fc2.weight", (down,), Chunks(width, dim=1), over="etp"),
+    ]
+
+
+def router_map(hidden: int, num_experts: int, layer: int, theirs: str) -> WeightMap:
+    """A layer's router."""
+    source = HFTensor(f"{theirs}.gate.weight", (num_experts, hidden))
+    return WeightMap(f"decoder.layers.{layer}.mlp.router.weight", (source,), Whole())
+
+
+PROJECTIONS = {name: f"{name}_proj" for name in ("gate", "up", "down")}
+
+
+def _qwen3_moe_settings(config: Any) -> Mapping[str, Any]:
+    pattern = [int(_has_experts(config, layer)) for layer in range(config.num_hidden_layers)]
+    return {
+        **dense_settings(config),
+        "qk_layernorm": True,
+        "num_moe_experts": config.num_experts,
+        "moe_router_topk": config.num_experts_per_tok,
+        "moe_ffn_hidden_size": config.moe_intermediate_size,
+        "moe_layer_freq": pattern,
+        # softmax over all experts and no renormalisation, or over the chosen ones
+        "moe_router_pre_softmax": not config.norm_topk_prob,
+    }
+
+
+def _has_experts(config: Any, layer: int) -> bool:
+    is_step = config.num_experts > 0 and (layer + 1) % config.decoder_sparse_step == 0
+    return is_step and layer not in config.mlp_only_layers
+
+
+def _qwen3_moe_maps(config: Any) -> list[WeightMap]:
+    maps = [embedding_map(config)]
+    for layer in range(config.num_hidden_layers):
+        theirs = f"model.layers.{layer}.mlp"
+        maps += norm_maps(config, layer)
+        maps += attention_maps(config, layer, has_norms=True)
+        if not _has_experts(config, layer):
+            maps += mlp_maps(config.hidden_size, config.intermediate_size, f"decoder.layers.{layer}.mlp", theirs)
+            continue
+        maps.append(router_map(config.hidden_size, config.num_experts, layer, theirs))
+        for expert in range(config.num_experts):
+            prefix = f"{theirs}.experts.{expert}"
+            maps += expert_maps(config.hidden_size, config.moe_intermediate_size, layer, expert, prefix, PROJECTIONS)
+    return [*maps, final_norm_map(config)]
+
+
+def _mixtral_settings(config: Any) -> Mapping[str, Any]:
+    return {
+        **dense_settings(config),
+        "num_moe_experts": config.num_local_experts,
+        "moe_router_topk": config.num_experts_per_tok,
+        "moe_ffn_hidden_size": config.intermediate_size,
+        "moe_layer_freq": [1] * config.num_hidden_layers,
+    }
+
+
+def _mixtral_maps(config: Any) -> list[WeightMap]:
+    maps = [embedding_map(config)]
+    for layer in range(config.num_hidden_layers):
+        theirs = f"model.layers.{layer}.block_sparse_moe"
+        maps += norm_maps(config, layer)
+        maps += attention_maps(config, layer)
+        maps.append(router_map(config.hidden_size, config.num_local_experts, layer, theirs))
+        for expert in range(config.num_local_experts):
+            prefix, names = f"{theirs}.experts.{expert}", {"gate": "w1", "up": "w3", "down": "w2"}
+            maps += expert_maps(config.hidden_size, config.intermediate_size, layer, expert, prefix, names)
+    return [*maps, final_norm_map(config)]
+
+
+QWEN3_MOE = Family(_qwen3_moe_settings, _qwen3_moe_maps, head_dim)
+MIXTRAL = Family(_mixtral_settings, _mixtral_maps, head_dim)

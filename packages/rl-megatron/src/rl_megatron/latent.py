@@ -1,0 +1,58 @@
+"""Multi-head latent attention of the local layers, where megatron-core 0.16.1 is wrong without Transformer Engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.transformer import TransformerConfig, multi_latent_attention
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from torch import Tensor, nn
+
+
+class WholeProjection(nn.Module):
+    """A linear layer that every tensor-parallel rank holds whole, as Transformer Engine's latent attention has it.
+
+    The local layers of megatron-core 0.16.1 spread it over the ranks and gather its output, but do not sum the gradient
+    of the shared rotary key, of which each rank knows the part of its own heads.
+
+    Args:
+        num_shared: last outputs that all heads use directly, and whose gradient is summed here where no
+            sequence-parallel gather does it.
+    """
+
+    def __init__(self, config: TransformerConfig, in_features: int, out_features: int, *, num_shared: int = 0) -> None:
+        super().__init__()
+        device = torch.cuda.current_device()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=config.params_dtype, device=device))
+        self.is_sequence_parallel = config.sequence_parallel
+        self.num_shared = num_shared
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
+        """As Megatron's linear layers, output and no bias."""
+        out = nn.functional.linear(hidden, self.weight)
+        if self.num_shared and not self.is_sequence_parallel:
+            own, shared = out.split([out.shape[-1] - self.num_shared, self.num_shared], -1)
+            out = torch.cat([own, tensor_parallel.copy_to_tensor_model_parallel_region(shared)], -1)
+        return out, None
+
+
+def deny_transformer_engine() -> None:
+    """Tell the module that Transformer Engine is missing: it looks for the names of its imports, which Megatron sets to
+    None without it, and then asks whether a layer is an instance of None."""
+    multi_latent_attention.HAVE_TE = False
+
+
+def mend_down_projections(chunk: nn.Module) -> None:
+    """Replace the down-projections of all latent attention of a model."""
+    for module in chunk.modules():
+        if isinstance(module, MLASelfAttention):
+            config: Any = module.config
+            latent = config.kv_lora_rank + config.qk_pos_emb_head_dim
+            module.linear_kv_down_proj = WholeProjection(
+                config, config.hidden_size, latent, num_shared=config.qk_pos_emb_head_dim
+            )
+            if config.q_lora_rank is not None:
+                module.linear_q_down_proj = WholeProjection(config, config.hidden_size, config.q_lora_rank)

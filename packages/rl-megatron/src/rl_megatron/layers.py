@@ -1,0 +1,41 @@
+"""The layers a model is built of: Transformer Engine's where it is installed, local ones otherwise."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from rl_megatron.attention import RowAttention
+from rl_megatron.norm import RMSNorm
+
+
+def has_transformer_engine() -> bool:
+    """Whether Transformer Engine is installed."""
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
+def block_spec(config: TransformerConfig, *, has_te: bool, virtual_stage: int | None) -> TransformerBlockSubmodules:
+    """The layers of this pipeline rank, or of one of its virtual stages."""
+    spec = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=has_te, normalization="RMSNorm", vp_stage=virtual_stage
+    )
+    if not has_te:
+        for layer in spec.layer_specs:
+            _localise(layer)
+        spec.layer_norm = RMSNorm
+    return spec
+
+
+def _localise(layer: ModuleSpec) -> None:
+    """Norms that may lie in a sequence-parallel region, and attention that knows packed rows."""
+    layer.submodules.input_layernorm = RMSNorm
+    layer.submodules.pre_mlp_layernorm = RMSNorm
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = RowAttention
+    for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
+        if vars(attention).get(name) not in (None, IdentityOp):
+            setattr(attention, name, RMSNorm)

@@ -1,0 +1,107 @@
+"""Rows in the layout of one forward pass of Megatron, and the way back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from rl_core.batch import TOKENS
+from rl_core.torch.loss import Rows
+from rl_megatron.context import zigzag
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """What lengths must be multiples of, and this rank's part of each row.
+
+    Args:
+        context_size, context_rank: among the ranks that share the tokens of each row.
+        sequence_size: ranks that share the tokens between layers (sequence parallelism).
+        multiple: of what each rank's number of tokens must be one, for its matrix products.
+    """
+
+    context_size: int = 1
+    context_rank: int = 0
+    sequence_size: int = 1
+    multiple: int = 1
+
+    @property
+    def row(self) -> int:
+        """Of each row, so that it can be cut into slices."""
+        return 2 * self.context_size if self.context_size > 1 else 1
+
+    @property
+    def total(self) -> int:
+        """Of one sequence of the forward pass."""
+        return self.row * self.sequence_size * self.multiple
+
+
+@dataclass(frozen=True)
+class Layout:
+    """This rank's tokens of some rows.
+
+    Args:
+        input_ids: int64 `[batch, seq]`; packed rows lie end to end in `[1, tokens]`.
+        position_ids: int64, of the same shape.
+        places: int64 `[batch * seq]`, the index among the rows' tokens of each position, -1 for padding.
+        packing: Megatron's description of packed rows; None where padded.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    places: Tensor
+    packing: PackedSeqParams | None
+
+
+def lay_out(rows: Rows, alignment: Alignment, *, packed: bool) -> Layout:
+    """The layout of a microbatch; rows are padded as far as the alignment demands."""
+    lengths = rows.offsets.diff().tolist()
+    starts = rows.offsets[:-1].tolist()
+    if packed:
+        places = _packed_places(starts, lengths, alignment)
+    else:
+        width = _up(max(lengths), alignment.total)
+        places = [_row_places(start, length, width) for start, length in zip(starts, lengths, strict=True)]
+    own = [(place, zigzag(len(place), alignment.context_size, alignment.context_rank)) for place in places]
+    device = rows.offsets.device
+    join = torch.cat if packed else torch.stack
+    place = join([place[index] for place, index in own]).to(device)
+    position = join([index for _, index in own]).to(device)
+    place, position = place.reshape(-1, place.shape[-1]), position.reshape(-1, position.shape[-1])
+    ids = rows[TOKENS][place.clamp(min=0)].masked_fill(place < 0, 0)
+    packing = _packing([len(row) for row in places], device) if packed else None
+    return Layout(ids, position, place.flatten(), packing)
+
+
+def _packed_places(starts: list[int], lengths: list[int], alignment: Alignment) -> list[Tensor]:
+    places = [
+        _row_places(start, length, _up(length, alignment.row)) for start, length in zip(starts, lengths, strict=True)
+    ]
+    total = sum(len(place) for place in places)
+    missing = _up(total, alignment.total) - total
+    return [*places, torch.full((missing,), -1)] if missing else places
+
+
+def _row_places(start: int, length: int, width: int) -> Tensor:
+    places = torch.full((width,), -1)
+    places[:length] = torch.arange(start, start + length)
+    return places
+
+
+def _packing(lengths: list[int], device: torch.device) -> PackedSeqParams:
+    bounds = torch.tensor([0, *lengths], dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
+    longest = max(lengths)
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+
+
+def _up(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple

@@ -1,0 +1,233 @@
+"""A Megatron model, spread over the ranks, answering reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEmbedding
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from rl_core.model import ModelSpec, Read, Role
+from rl_core.model_config import ModelConfig
+from rl_core.torch.logprobs import Head
+from rl_core.torch.loss import Rows
+from rl_core.torch.reads import score_reads, value_reads
+from rl_core.torch.split_reads import join_tokens, split_language_reads
+from rl_core.torch.vocab_parallel import VocabShard
+from rl_megatron.architecture import read_config, transformer_config
+from rl_megatron.config import MegatronConfig
+from rl_megatron.conversion.splits import padded_vocab
+from rl_megatron.families.family import family_of
+from rl_megatron.families.rotary import inverse_frequencies
+from rl_megatron.latent import deny_transformer_engine, mend_down_projections
+from rl_megatron.layers import block_spec, has_transformer_engine
+from rl_megatron.layout import Alignment, Layout, lay_out
+from rl_megatron.padding_token import freeze_padding_token
+from rl_megatron.parallel.mesh import Mesh
+
+HEADLESS_ROLES: tuple[Role, ...] = ("critic", "reward_model")
+"""Roles with a head of one output instead of a language-model head."""
+
+
+FP8_MULTIPLE = 16
+"""Transformer Engine multiplies 8-bit matrices of a multiple of so many rows."""
+
+
+class Chunk(GPTModel):
+    """The layers of one pipeline rank, or of one of its virtual stages; its output are hidden states, also at the end.
+
+    The head is applied by `ReadingModel.reads`, chunk by chunk of tokens, so that logits for all tokens never exist.
+    """
+
+    def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return hidden_states
+
+
+class ScoreHead(nn.Module):
+    """One float32 output per token."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, hidden_size, device=torch.cuda.current_device()))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """`[tokens]` of `[tokens, hidden]`."""
+        return (hidden.float() @ self.weight.T)[:, 0]
+
+
+@dataclass
+class ReadingModel:
+    """This rank's part of a model.
+
+    Args:
+        chunks: its virtual stages in order, one without them.
+        config: Megatron's.
+        hf: Hugging Face's.
+        has_te: whether the layers are Transformer Engine's.
+        chunk_size: tokens whose logits exist at one time.
+        is_packed: whether rows lie end to end instead of being padded.
+    """
+
+    chunks: list[Chunk]
+    config: TransformerConfig
+    hf: PreTrainedConfig
+    role: Role
+    has_te: bool
+    chunk_size: int
+    is_packed: bool
+
+    def __post_init__(self) -> None:
+        self.is_last_stage = parallel_state.is_pipeline_last_stage()
+        self.alignment = Alignment(
+            context_size=parallel_state.get_context_parallel_world_size(),
+            context_rank=parallel_state.get_context_parallel_rank(),
+            sequence_size=self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1,
+            multiple=FP8_MULTIPLE if self.config.fp8 else 1,
+        )
+
+    @property
+    def is_headless(self) -> bool:
+        """Whether it has a head of one output."""
+        return self.role in HEADLESS_ROLES
+
+    def train(self, mode: bool) -> None:
+        """Put dropout on or off."""
+        for chunk in self.chunks:
+            chunk.train(mode)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """All parameters of this rank."""
+        return [parameter for chunk in self.chunks for parameter in chunk.parameters()]
+
+    def lay_out(self, rows: Rows) -> Layout:
+        """The layout of a microbatch for this rank."""
+        return lay_out(rows, self.alignment, packed=self.is_packed)
+
+    def reads(
+        self, hidden: Tensor, layout: Layout, rows: Rows, reads: Sequence[Read], temperature: float
+    ) -> Mapping[str, Tensor]:
+        """Columns of the reads of whole rows: `[tokens]`, `[tokens, k]` or `[rows]`; on the last pipeline rank.
+
+        Args:
+            hidden: `[seq, batch, hidden]`, the last chunk's output.
+        """
+        whole = self._gathered(hidden)
+        if whole.requires_grad:
+            # collectives take contiguous tensors, and what comes back through the transposition is none
+            whole.register_hook(lambda grad: grad.contiguous())
+        flat = whole.transpose(0, 1).flatten(0, 1)
+        group = parallel_state.get_context_parallel_group() if self.alignment.context_size > 1 else None
+        if self.is_headless:
+            score = self.chunks[-1].get_submodule("score")
+            outputs = join_tokens(score(flat), layout.places, int(rows.offsets[-1]), group)
+            return value_reads(outputs, rows) if self.role == "critic" else score_reads(outputs, rows)
+        weight = self._head_weight()
+        return split_language_reads(
+            flat,
+            layout.places,
+            rows,
+            Head(weight),
+            reads,
+            temperature=temperature,
+            chunk_size=self.chunk_size,
+            shard=self._vocab_shard(weight),
+            group=group,
+            sums_hidden_grad=False,
+        )
+
+    def _gathered(self, hidden: Tensor) -> Tensor:
+        """Whole sequences, with a gradient summed over the tensor-parallel ranks where each has part of the head."""
+        if self.config.sequence_parallel:
+            gather = tensor_parallel.gather_from_sequence_parallel_region
+            return gather(hidden, tensor_parallel_output_grad=not self.is_headless)
+        if self.config.tensor_model_parallel_size == 1 or self.is_headless:
+            return hidden
+        return tensor_parallel.copy_to_tensor_model_parallel_region(hidden)
+
+    def _head_weight(self) -> Tensor:
+        last = self.chunks[-1]
+        if last.share_embeddings_and_output_weights:
+            return last.shared_embedding_or_output_weight()
+        weight: Tensor = last.output_layer.weight
+        return weight
+
+    def _vocab_shard(self, weight: Tensor) -> VocabShard | None:
+        if self.config.tensor_model_parallel_size == 1:
+            return None
+        start = parallel_state.get_tensor_model_parallel_rank() * len(weight)
+        return VocabShard(start, self.hf.vocab_size, parallel_state.get_tensor_model_parallel_group())
+
+
+def build_model(
+    config: ModelConfig, backend: MegatronConfig, spec: ModelSpec, *, folder: Path, is_packed: bool, mesh: Mesh
+) -> ReadingModel:
+    """Build this rank's part without weights.
+
+    Raises:
+        ValueError: where the files, the config, the layout and the role do not fit together.
+    """
+    hf = read_config(folder, config.hf_config_overrides)
+    is_cuda = mesh.device.type == "cuda"
+    has_te = is_cuda and has_transformer_engine()
+    megatron = transformer_config(hf, backend, dtype=getattr(torch, config.precision), is_cuda=is_cuda, has_te=has_te)
+    is_headless = spec.role in HEADLESS_ROLES
+    stages: list[int | None] = [None]
+    if backend.virtual_pipeline_model_parallel_size is not None:
+        stages = list(range(backend.virtual_pipeline_model_parallel_size))
+    chunks = [_chunk(hf, megatron, stage, has_te=has_te, is_headless=is_headless) for stage in stages]
+    if backend.freeze_moe_router:
+        _freeze_routers(chunks)
+    return ReadingModel(chunks, megatron, hf, spec.role, has_te, config.logprob_chunk_size, is_packed)
+
+
+def _chunk(
+    hf: PreTrainedConfig, config: TransformerConfig, virtual_stage: int | None, *, has_te: bool, is_headless: bool
+) -> Chunk:
+    place: dict[str, Any] = {} if virtual_stage is None else {"ignore_virtual": False, "vp_stage": virtual_stage}
+    is_last = parallel_state.is_pipeline_last_stage(**place)
+    is_latent = config.multi_latent_attention
+    if is_latent and not has_te:
+        deny_transformer_engine()
+    chunk = Chunk(
+        config,
+        block_spec(config, has_te=has_te, virtual_stage=virtual_stage),
+        vocab_size=padded_vocab(hf.vocab_size, config.tensor_model_parallel_size),
+        max_sequence_length=hf.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(**place),
+        post_process=is_last,
+        position_embedding_type="none" if is_latent else "rope",
+        share_embeddings_and_output_weights=bool(hf.tie_word_embeddings) and not is_headless,
+        vp_stage=virtual_stage,
+    )
+    if chunk.pre_process and hf.pad_token_id is not None:
+        freeze_padding_token(chunk.embedding.word_embeddings, hf.pad_token_id, is_scattered=config.sequence_parallel)
+    if is_latent and not has_te:
+        mend_down_projections(chunk)
+    if not is_latent:
+        frequencies = inverse_frequencies(hf, family_of(hf).rotary_dim(hf))
+        chunk.rotary_pos_emb.inv_freq = frequencies.to(chunk.rotary_pos_emb.inv_freq.device)
+    if is_last and is_headless:
+        del chunk.output_layer
+        chunk.score = ScoreHead(config.hidden_size)
+    return chunk
+
+
+def forget_embeddings() -> None:
+    """Empty Megatron's caches of rotary embeddings, which keep the last 32 models' process groups and sockets open."""
+    for kind in (RotaryEmbedding, YarnRotaryEmbedding):
+        kind.forward.cache_clear()
+
+
+def _freeze_routers(chunks: list[Chunk]) -> None:
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if ".router." in name:
+                parameter.requires_grad_(False)

@@ -1,0 +1,30 @@
+"""Root-mean-square norm of the local layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor, nn
+
+
+class RMSNorm(nn.Module):
+    """As transformers computes it: the mean in float32, the product with the weight in the input's dtype.
+
+    Unlike Megatron's wrapper of torch's norm it may lie in a sequence-parallel region, where its gradient is summed.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        device = torch.cuda.current_device()
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
+        self.eps = eps
+        # the mark by which Megatron finds gradients to sum over the tensor-parallel ranks
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Of `[*, hidden]`."""
+        wide = hidden.float()
+        normed = wide * (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        return self.weight * normed.to(hidden.dtype)

@@ -1,0 +1,102 @@
+"""The process groups of one model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from rl_core.mesh import Coordinates
+from rl_core.model import Rendezvous
+from rl_megatron.config import MegatronConfig
+
+CLOSE_TIMEOUT = timedelta(seconds=30)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Where this rank is among the ranks of its model. Megatron keeps the groups themselves, one set per process.
+
+    Args:
+        device: what it computes on.
+        control: all ranks, on gloo: scalars that decide what every rank does next.
+        data: the ranks that hold the same part of the model and other rows, on gloo.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    control: dist.ProcessGroup
+    data: dist.ProcessGroup
+
+    @classmethod
+    def join(cls, rendezvous: Rendezvous, backend: MegatronConfig) -> Mesh:
+        """Meet the other ranks; collective.
+
+        Raises:
+            ValueError: where the world is no multiple of the ranks that one model needs.
+        """
+        is_cuda = rendezvous.device == "cuda"
+        device = torch.device("cuda", 0) if is_cuda else torch.device("cpu")
+        if is_cuda:
+            torch.cuda.set_device(device)
+        timeout = timedelta(seconds=rendezvous.timeout_s)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
+            init_method=f"tcp://{rendezvous.address}:{rendezvous.port}",
+            rank=rendezvous.rank,
+            world_size=rendezvous.world_size,
+            timeout=timeout,
+        )
+        try:
+            parallel_state.initialize_model_parallel(
+                backend.tensor_model_parallel_size,
+                backend.pipeline_model_parallel_size,
+                backend.virtual_pipeline_model_parallel_size,
+                context_parallel_size=backend.context_parallel_size,
+                expert_model_parallel_size=backend.expert_model_parallel_size,
+                expert_tensor_parallel_size=backend.expert_tensor_parallel_size,
+                distributed_timeout_minutes=max(1, int(rendezvous.timeout_s // 60)),
+                create_gloo_process_groups=True,
+            )
+            control = dist.new_group(backend="gloo", timeout=timeout)
+        except BaseException:
+            leave_groups()
+            raise
+        data = parallel_state.get_data_parallel_group_gloo()
+        return cls(rendezvous.rank, rendezvous.world_size, device, control, data)
+
+    @property
+    def coordinates(self) -> Coordinates:
+        """This rank's place; `ep` folds into the others."""
+        index = {
+            "dp": parallel_state.get_data_parallel_rank(),
+            "pp": parallel_state.get_pipeline_model_parallel_rank(),
+            "cp": parallel_state.get_context_parallel_rank(),
+            "tp": parallel_state.get_tensor_model_parallel_rank(),
+            "ep": parallel_state.get_expert_model_parallel_rank(),
+        }
+        size = {
+            "dp": parallel_state.get_data_parallel_world_size(),
+            "pp": parallel_state.get_pipeline_model_parallel_world_size(),
+            "cp": parallel_state.get_context_parallel_world_size(),
+            "tp": parallel_state.get_tensor_model_parallel_world_size(),
+            "ep": parallel_state.get_expert_model_parallel_world_size(),
+        }
+        return Coordinates(index, size)
+
+    def leave(self) -> None:
+        """Wait a while for the others, then leave the groups: leaving while another still talks aborts its process."""
+        try:
+            dist.monitored_barrier(group=self.control, timeout=CLOSE_TIMEOUT)
+        finally:
+            leave_groups()
+
+
+def leave_groups() -> None:
+    """Leave all groups, Megatron's and torch's."""
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()

@@ -1,0 +1,130 @@
+"""The light half of the backend: its config, and where its worker is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import lcm
+from typing import Any
+
+from rl_core.config import Problem
+from rl_core.registry import BackendPlugin, Requirement
+from rl_megatron.config import MegatronConfig
+
+KEY = "policy.megatron_cfg"
+
+
+def num_ranks(config: MegatronConfig) -> int:
+    """Ranks that one model needs at least: each pipeline rank's layers are spread over the tensor- and
+    context-parallel ones, and their experts over ranks taken from the same."""
+    dense = config.tensor_model_parallel_size * config.context_parallel_size
+    expert_tensor = config.expert_tensor_parallel_size or config.tensor_model_parallel_size
+    return config.pipeline_model_parallel_size * lcm(dense, config.expert_model_parallel_size * expert_tensor)
+
+
+def check_batching(config: Any) -> Iterable[Problem]:
+    """Microbatches and schedules that contradict each other."""
+    policy = config.policy
+    if policy.sequence_packing.enabled and policy.dynamic_batching.enabled:
+        yield Problem(
+            "policy.dynamic_batching.enabled",
+            "sequence packing and dynamic batching are both enabled; set policy.sequence_packing.enabled=false to pad "
+            "instead",
+        )
+    schedules = [entry for entry in policy.scheduler if entry.name is not None]
+    num_milestones = sum(len(entry.milestones) for entry in policy.scheduler if entry.milestones is not None)
+    if num_milestones != max(len(schedules) - 1, 0):
+        yield Problem(
+            "policy.scheduler",
+            f"{len(schedules)} schedules need {max(len(schedules) - 1, 0)} milestones in an entry of their own, got "
+            f"{num_milestones}",
+        )
+
+
+def check_layout(config: Any) -> Iterable[Problem]:
+    """Settings of the layout that do nothing, or that Megatron does not run together."""
+    backend: MegatronConfig = config.policy.megatron_cfg
+    if backend.sequence_parallel and backend.tensor_model_parallel_size == 1:
+        yield Problem(
+            f"{KEY}.sequence_parallel",
+            f"spreads tokens over tensor-parallel ranks, of which there is one; set {KEY}.tensor_model_parallel_size, "
+            "or this to false",
+        )
+    if backend.pipeline_model_parallel_size == 1:
+        for name in (
+            "virtual_pipeline_model_parallel_size",
+            "num_layers_in_first_pipeline_stage",
+            "num_layers_in_last_pipeline_stage",
+        ):
+            if getattr(backend, name) is not None:
+                yield Problem(
+                    f"{KEY}.{name}", f"needs more than one pipeline rank; set {KEY}.pipeline_model_parallel_size"
+                )
+    yield from _check_experts(backend)
+
+
+def check_device(config: Any) -> Iterable[Problem]:
+    """Settings that no CPU can run."""
+    if config.policy.megatron_cfg.fp8_cfg.enabled and config.cluster.device == "cpu":
+        yield Problem(
+            f"{KEY}.fp8_cfg.enabled", "needs Transformer Engine and a GPU, and cluster.device is cpu; set this to false"
+        )
+
+
+def check_lora(config: Any) -> Iterable[Problem]:
+    """Low-rank adapters, which this backend does not train."""
+    if config.policy.lora_cfg.enabled:
+        yield Problem(
+            "policy.lora_cfg.enabled",
+            "rl-megatron does not train adapters; set this to false, or train with rl-dtensor",
+        )
+
+
+def check_recompute(config: Any) -> Iterable[Problem]:
+    """Settings of recomputation that do nothing."""
+    backend: MegatronConfig = config.policy.megatron_cfg
+    defaults = MegatronConfig()
+    for name in ("recompute_granularity", "recompute_modules"):
+        is_set = getattr(backend, name) != getattr(defaults, name)
+        if is_set and not backend.activation_checkpointing:
+            yield Problem(f"{KEY}.{name}", f"has no effect without {KEY}.activation_checkpointing=true")
+        elif is_set and name == "recompute_modules" and backend.recompute_granularity == "full":
+            yield Problem(f"{KEY}.{name}", f"has no effect while {KEY}.recompute_granularity is full; set selective")
+
+
+def _check_experts(backend: MegatronConfig) -> Iterable[Problem]:
+    tensor, expert_tensor = backend.tensor_model_parallel_size, backend.expert_tensor_parallel_size
+    if expert_tensor not in (None, tensor) and backend.expert_model_parallel_size == 1:
+        yield Problem(
+            f"{KEY}.expert_tensor_parallel_size",
+            f"{expert_tensor} with {tensor} tensor-parallel ranks needs {KEY}.expert_model_parallel_size above 1: "
+            "Megatron reduces the experts' gradients over the wrong ranks otherwise",
+        )
+    has_experts_over_ranks = backend.expert_model_parallel_size > 1
+    if has_experts_over_ranks and tensor > 1 and not backend.sequence_parallel:
+        yield Problem(
+            f"{KEY}.sequence_parallel",
+            f"must be true where {KEY}.expert_model_parallel_size and {KEY}.tensor_model_parallel_size are above 1",
+        )
+    is_balanced = backend.moe_router_load_balancing_type != "none"
+    if is_balanced != (backend.moe_aux_loss_coeff > 0):
+        yield Problem(
+            f"{KEY}.moe_aux_loss_coeff",
+            f"{backend.moe_aux_loss_coeff} with moe_router_load_balancing_type "
+            f"{backend.moe_router_load_balancing_type!r}; set both or neither",
+        )
+
+
+PLUGIN = BackendPlugin(
+    name="megatron",
+    key="megatron_cfg",
+    config=MegatronConfig,
+    worker="rl_megatron.worker:MegatronWorker",
+    requirement=Requirement(
+        "rl-megatron",
+        extras={"cpu": ("worker",), "cuda": ("worker",)},
+        imports=("torch", "megatron.core", "transformers", "safetensors"),
+    ),
+    ranks=num_ranks,
+    checks=(check_batching, check_layout, check_recompute, check_lora, check_device),
+    preflight="rl_megatron.preflight:check",
+)

@@ -1,0 +1,161 @@
+"""A torch optimizer whose state is spread over the data-parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The run of a parameter's elements that this rank steps.
+
+    Args:
+        parameter: of the model.
+        start, stop: where the run lies in the flattened parameter.
+        main: float32 `[stop - start]`, what the optimizer steps; the parameter's own memory where that is float32.
+        grad: float32 `[stop - start]`, summed over the ranks.
+        group: the ranks that hold the other runs.
+    """
+
+    parameter: nn.Parameter
+    start: int
+    stop: int
+    main: Tensor
+    grad: Tensor
+    group: dist.ProcessGroup
+
+
+class ShardedOptimizer:
+    """Steps the runs of Megatron's gradient buffers that belong to this rank, then gathers the parameters.
+
+    Megatron's own distributed optimizer does the same for Adam alone, and its checkpoints lose the step count of
+    torch's Adam; this one takes any optimizer that treats elements one by one.
+
+    Args:
+        chunks: wrapped with `use_distributed_optimizer`, so that gradients are reduced and scattered.
+        build: from parameters to a torch optimizer.
+        is_counted: whether a parameter's elements on this rank count in the norm of all gradients.
+    """
+
+    def __init__(
+        self,
+        chunks: list[DistributedDataParallel],
+        build: Callable[[list[nn.Parameter]], Optimizer],
+        is_counted: Callable[[nn.Parameter], bool],
+    ) -> None:
+        self._chunks = chunks
+        self._is_counted = is_counted
+        self.shards = list(_shards(chunks))
+        # an optimizer refuses to have no parameters, as a rank with nothing but a buffer's padding has
+        mains = [shard.main for shard in self.shards] or [torch.zeros(0)]
+        self.inner = build([nn.Parameter(main) for main in mains])
+        self.parameters: list[nn.Parameter] = self.inner.param_groups[0]["params"][: len(self.shards)]
+        self._runs: dict[nn.Parameter, list[tuple[Shard, nn.Parameter]]] = {}
+        for shard, inner in zip(self.shards, self.parameters, strict=True):
+            self._runs.setdefault(shard.parameter, []).append((shard, inner))
+        self._groups = {
+            parameter: buffer.data_parallel_group
+            for chunk in chunks
+            for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]
+            for parameter in buffer.params
+        }
+
+    def group_of(self, parameter: nn.Parameter) -> dist.ProcessGroup:
+        """The ranks over which a parameter's state is spread."""
+        return self._groups[parameter]
+
+    def runs_of(self, parameter: nn.Parameter) -> Iterator[tuple[Shard, nn.Parameter]]:
+        """This rank's runs of a parameter, none or one, with what the inner optimizer knows it by."""
+        yield from self._runs.get(parameter, [])
+
+    def zero_grad(self) -> None:
+        """Empty the gradient buffers."""
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+
+    def grad_norm(self) -> float:
+        """The norm of all gradients of the model; collective over all ranks."""
+        device = self.shards[0].grad.device if self.shards else torch.device(torch.cuda.current_device())
+        squares = [shard.grad.square().sum() for shard in self.shards if self._is_counted(shard.parameter)]
+        total = torch.stack(squares).sum() if squares else torch.zeros((), device=device)
+        dist.all_reduce(total)
+        return float(total.sqrt().item())
+
+    def clip(self, norm: float, max_norm: float) -> None:
+        """Scale the gradients so that their norm is `max_norm` at most; as torch does it."""
+        scale = min(1.0, max_norm / (norm + 1e-6))
+        if scale < 1.0:
+            for shard in self.shards:
+                shard.grad.mul_(scale)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One step of this rank's runs, then all parameters whole again; collective."""
+        for shard, parameter in zip(self.shards, self.parameters, strict=True):
+            parameter.grad = shard.grad
+        self.inner.step()
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.publish()
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Write this rank's runs into the parameters and gather those of the others; collective."""
+        for shard in self.shards:
+            own = shard.parameter.detach().view(-1)[shard.start : shard.stop]
+            if own.data_ptr() != shard.main.data_ptr():
+                own.copy_(shard.main)
+        for chunk in self._chunks:
+            chunk.start_param_sync(force_sync=True)
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """Take this rank's runs from the parameters, as after loading weights."""
+        for shard in self.shards:
+            own = shard.parameter.detach().view(-1)[shard.start : shard.stop]
+            if own.data_ptr() != shard.main.data_ptr():
+                shard.main.copy_(own)
+
+    def state_tensors(self) -> list[Tensor]:
+        """What the optimizer keeps beside the parameters."""
+        states = [value for state in self.inner.state.values() for value in state.values() if isinstance(value, Tensor)]
+        copies = [shard.main for shard in self.shards if shard.parameter.dtype != torch.float32]
+        return [*states, *copies]
+
+    def grad_buffers(self) -> list[Tensor]:
+        """The gradient buffers, whose contents matter within a step alone."""
+        return [
+            buffer.grad_data for chunk in self._chunks for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]
+        ]
+
+
+def _shards(chunks: list[DistributedDataParallel]) -> Iterable[Shard]:
+    for chunk in chunks:
+        for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
+            group = buffer.data_parallel_group
+            for bucket in buffer.buckets:
+                size = bucket.grad_data.numel() // group.size()
+                begin = bucket.offset + group.rank() * size
+                for parameter in bucket.params_list:
+                    yield from _shard(buffer, parameter, begin, begin + size, group)
+
+
+def _shard(buffer: object, parameter: nn.Parameter, begin: int, end: int, group: dist.ProcessGroup) -> Iterable[Shard]:
+    """The run of a parameter between two places of a buffer, if there is one."""
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
+
+    assert isinstance(buffer, _ParamAndGradBuffer)
+    first, last, _ = buffer.param_index_map[parameter]
+    low, high = max(first, begin), min(last, end)
+    if low >= high:
+        return
+    own = parameter.detach().view(-1)[low - first : high - first]
+    main = own if own.dtype == torch.float32 else own.float()
+    yield Shard(parameter, low - first, high - first, main, buffer.grad_data[low:high], group)

@@ -1,0 +1,223 @@
+"""Forward passes and the optimizer step over this rank's microbatches, through Megatron's pipeline schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+
+from rl_core.batch import TOKENS, Batch
+from rl_core.errors import RLError
+from rl_core.metrics import Metric
+from rl_core.microbatch import PAIR, Batching
+from rl_core.model import Loss, Read
+from rl_core.ragged import Ragged
+from rl_core.torch.loss import Rows
+from rl_core.torch.reads import ROW_READS
+from rl_core.torch.rows import idle_rows, to_rows
+from rl_core.torch.step import LossPass, idle
+from rl_megatron.model import ReadingModel
+from rl_megatron.parallel.mesh import Mesh
+from rl_megatron.sharded_optimizer import ShardedOptimizer
+
+Microbatch = tuple[Rows, bool]
+"""Rows on the device, and whether they are the rank's own rather than company for other ranks."""
+
+OnLastStage = Callable[[Microbatch, Mapping[str, Tensor]], Any]
+"""From the reads of a microbatch to what its pass returns."""
+
+
+def run_reads(
+    model: ReadingModel, batch: Batch, reads: Sequence[Read], *, temperature: float, batching: Batching, mesh: Mesh
+) -> Batch | None:
+    """Columns of the reads for this rank's rows, in their order, on ranks that lead their shard; collective."""
+    batch = batch.only([name for name in batch if name in (TOKENS, PAIR)]).local()
+    plan = plan_pipelined(batch, batching, mesh)
+    tokens = batch.only([TOKENS])
+
+    def collect(microbatch: Microbatch, columns: Mapping[str, Tensor]) -> dict[str, np.ndarray] | None:
+        return {name: column.cpu().numpy() for name, column in columns.items()} if microbatch[1] else None
+
+    model.train(False)
+    with torch.no_grad():
+        results = _pass(model, _on_device(tokens, plan, mesh), reads, temperature, collect)
+    if not mesh.coordinates.leads:
+        return None
+    parts = [part for part in results if part is not None]
+    order = np.concatenate([*plan, np.zeros(0, dtype=np.int64)]).astype(np.int64)
+    return Batch({name: column for read in reads for name, column in _columns(read, parts, tokens, order).items()})
+
+
+def run_evaluation(
+    model: ReadingModel, batch: Batch, loss: Loss, *, batching: Batching, mesh: Mesh
+) -> dict[str, Metric]:
+    """This rank's metrics of the loss without a step, where it leads its shard; collective."""
+    loss_pass = LossPass(loss, batch, mesh.data)
+    plan = plan_pipelined(loss_pass.columns, batching, mesh)
+
+    def measure(microbatch: Microbatch, columns: Mapping[str, Tensor]) -> None:
+        if microbatch[1]:
+            loss_pass.microbatch(microbatch[0], columns)
+
+    model.train(False)
+    with torch.no_grad():
+        _pass(model, _on_device(loss_pass.columns, plan, mesh), loss.reads, loss.temperature, measure)
+    return loss_pass.metrics() if mesh.coordinates.leads else {}
+
+
+def run_train_step(
+    model: ReadingModel,
+    chunks: list[DistributedDataParallel],
+    batch: Batch,
+    loss: Loss,
+    *,
+    optimizer: ShardedOptimizer,
+    schedule: LRScheduler | None,
+    max_grad_norm: float | None,
+    batching: Batching,
+    mesh: Mesh,
+) -> dict[str, Metric]:
+    """Gradients over all microbatches, then one optimizer and schedule step; collective.
+
+    Args:
+        chunks: the model's, wrapped to reduce gradients.
+
+    Raises:
+        RLError: where the gradient is not finite; nothing is stepped then.
+    """
+    loss_pass = LossPass(loss, batch, mesh.data)
+    plan = plan_pipelined(loss_pass.columns, batching, mesh)
+    microbatches = _on_device(loss_pass.columns, plan, mesh)
+
+    def share(microbatch: Microbatch, columns: Mapping[str, Tensor]) -> Tensor:
+        return loss_pass.microbatch(microbatch[0], columns) if microbatch[1] else idle(columns)
+
+    model.train(True)
+    optimizer.zero_grad()
+    scale = _auxiliary_scale(model, microbatches, mesh)
+    _pass(model, microbatches, loss.reads, loss.temperature, share, chunks=chunks, scale=scale)
+    finalize_model_grads(chunks)
+    grad_norm = optimizer.grad_norm()
+    if not np.isfinite(grad_norm):
+        raise RLError(f"the gradient norm is {grad_norm}; the step was not taken")
+    if max_grad_norm is not None:
+        optimizer.clip(grad_norm, max_grad_norm)
+    lr = optimizer.inner.param_groups[0]["lr"]
+    optimizer.step()
+    if schedule is not None:
+        schedule.step()
+    if not mesh.coordinates.leads:
+        return {}
+    return {
+        **loss_pass.metrics(),
+        "grad_norm": Metric(grad_norm, reduction="max"),
+        "lr": Metric(float(lr), reduction="max"),
+    }
+
+
+def plan_pipelined(batch: Batch, batching: Batching, mesh: Mesh) -> list[np.ndarray]:
+    """Microbatches of this rank's shard, as many as on every other rank, and as interleaved schedules want them."""
+    count = torch.tensor(len(batching.plan(batch)))
+    dist.all_reduce(count, op=dist.ReduceOp.MAX, group=mesh.control)
+    multiple = 1
+    if parallel_state.get_virtual_pipeline_model_parallel_world_size() is not None:
+        multiple = parallel_state.get_pipeline_model_parallel_world_size()
+    return batching.plan(batch, min_count=-(-int(count) // multiple) * multiple)
+
+
+def _on_device(batch: Batch, plan: Sequence[np.ndarray], mesh: Mesh) -> list[Microbatch]:
+    return [
+        (to_rows(batch.select(rows), mesh.device), True) if len(rows) else (idle_rows(mesh.device), False)
+        for rows in plan
+    ]
+
+
+def _pass(
+    model: ReadingModel,
+    microbatches: list[Microbatch],
+    reads: Sequence[Read],
+    temperature: float,
+    on_last_stage: OnLastStage,
+    *,
+    chunks: list[DistributedDataParallel] | None = None,
+    scale: float = 1.0,
+) -> list[Any]:
+    """Run all microbatches through all pipeline ranks; what `on_last_stage` returned for each, on the last one.
+
+    Args:
+        chunks: to run backwards too; `on_last_stage` then returns a share of the loss.
+        scale: divides gradients of losses that Megatron adds on its own.
+    """
+
+    def forward(iterator: Iterator[Microbatch], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
+        microbatch = next(iterator)
+        layout = model.lay_out(microbatch[0])
+        output = chunk(layout.input_ids, layout.position_ids, None, packed_seq_params=layout.packing)
+
+        def finish(hidden: Tensor, non_loss_data: bool = False) -> Any:
+            columns = model.reads(hidden, layout, microbatch[0], reads, temperature)
+            result = on_last_stage(microbatch, columns)
+            if chunks is None:
+                return result
+            return result * scale, torch.zeros((), dtype=torch.int, device=hidden.device), result.detach()
+
+        return output, finish
+
+    model.config.grad_scale_func = partial(_divided, by=scale) if chunks is not None and scale != 1.0 else None
+    running: Sequence[Any] = model.chunks if chunks is None else chunks
+    iterators = [iter(microbatches) for _ in running]
+    if not microbatches:
+        return []
+    results: list[Any] = get_forward_backward_func()(
+        forward_step_func=forward,
+        data_iterator=iterators if len(running) > 1 else iterators[0],
+        model=list(running) if len(running) > 1 else running[0],
+        num_microbatches=len(microbatches),
+        seq_length=model.alignment.total,  # shapes travel with the tensors
+        micro_batch_size=1,
+        forward_only=chunks is None,
+        collect_non_loss_data=chunks is None,
+    )
+    return results
+
+
+def _divided(loss: Tensor, *, by: float) -> Tensor:
+    return loss / by
+
+
+def _auxiliary_scale(model: ReadingModel, microbatches: list[Microbatch], mesh: Mesh) -> float:
+    """What divides a balancing loss that routers add on their own; 1 where they add none.
+
+    Megatron multiplies each microbatch's by the tokens that a rank routes and sums over the ranks that share a row, so
+    that a mean over all tokens is left after dividing by the tokens of all ranks and by that number of ranks' inverse.
+    """
+    if model.config.num_moe_experts is None or model.config.moe_router_load_balancing_type == "none":
+        return 1.0
+    tokens = torch.tensor(sum(len(model.lay_out(rows).places) for rows, _ in microbatches))
+    dist.all_reduce(tokens, group=mesh.data)
+    # a rank routes its share of the tokens of a layout, one in so many under sequence parallelism
+    return float(tokens) / model.alignment.sequence_size
+
+
+def _columns(
+    read: Read, parts: Sequence[dict[str, np.ndarray]], tokens: Batch, order: np.ndarray
+) -> dict[str, Ragged | np.ndarray]:
+    """Results of all microbatches, put back into the order of the batch's rows."""
+    back = np.argsort(order)
+    offsets = tokens.select(order).ragged(TOKENS).offsets
+    columns: dict[str, Ragged | np.ndarray] = {}
+    for name in read.columns:
+        inner = (read.k,) if read.name == "topk" else ()
+        empty = np.zeros((0, *inner), dtype=np.int32 if name == "topk_ids" else np.float32)
+        values = np.concatenate([empty, *(part[name] for part in parts)]).astype(empty.dtype)
+        columns[name] = values[back] if read.name in ROW_READS else Ragged(values, offsets).select(back)
+    return columns

@@ -1,0 +1,223 @@
+"""A model's weights, spread over ranks, in Hugging Face's terms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor, nn
+
+from rl_core.torch.model_files import OpenWeights, WeightFiles
+from rl_core.weights import TensorSpec
+from rl_megatron.conversion.names import held_weights
+from rl_megatron.conversion.splits import Vocabulary, Whole
+from rl_megatron.conversion.weight_map import HFTensor, WeightMap
+from rl_megatron.families.family import family_of
+from rl_megatron.model import ReadingModel
+from rl_megatron.parallel.mesh import Mesh
+
+EMBEDDING = "model.embed_tokens.weight"
+LM_HEAD = "lm_head.weight"
+SCORE = "score.weight"
+SHOWN = 8
+"""Most names that an error spells out."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """This rank's share of what is spread over `tp` and over `etp`: index and number of shares."""
+
+    tp: tuple[int, int]
+    etp: tuple[int, int]
+
+    def of(self, entry: WeightMap) -> tuple[int, int]:
+        """Index and number of shares of a parameter."""
+        if isinstance(entry.split, Whole):
+            return 0, 1
+        return self.tp if entry.over == "tp" else self.etp
+
+
+class Weights:
+    """The maps of a model's weights, what this rank holds of them, and who holds the rest.
+
+    Args:
+        model: as built; the tensors keep their identity.
+
+    Raises:
+        ValueError: where the family's maps and the model do not agree, or the layout does not divide a weight.
+    """
+
+    def __init__(self, model: ReadingModel, mesh: Mesh) -> None:
+        self._model = model
+        self._mesh = mesh
+        self._place = Place(
+            (parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()),
+            (parallel_state.get_expert_tensor_parallel_rank(), parallel_state.get_expert_tensor_parallel_world_size()),
+        )
+        self.maps = [*family_of(model.hf).weights(model.hf), *_head_maps(model)]
+        self.held = held_weights(model, parallel_state.get_expert_model_parallel_rank())
+        self._check()
+        self._holders = self._find_holders()
+        is_first = self._place.tp[0] == 0
+        self._counted = {
+            self.held[entry.target]: entry.copy_of is None and (is_first or not isinstance(entry.split, Whole))
+            for entry in self.maps
+            if entry.target in self.held
+        }
+
+    @property
+    def tied(self) -> dict[str, str]:
+        """Names that files and generators know and that equal another."""
+        is_tied = self._model.hf.tie_word_embeddings and not self._model.is_headless
+        return {LM_HEAD: EMBEDDING} if is_tied else {}
+
+    def specs(self, dtype: str) -> list[TensorSpec]:
+        """All tensors by Hugging Face name, in the order of `stream`."""
+        return [
+            TensorSpec(source.name, source.shape, entry.dtype or dtype)
+            for entry in self._sent
+            for source in entry.sources
+        ]
+
+    def load(self, files: WeightFiles, *, seed: int) -> None:
+        """Fill this rank's parameters, reading its slices alone; a new score head is drawn from N(0, std).
+
+        Raises:
+            ValueError: naming weights that are missing, unexpected, or of another shape.
+        """
+        self._check_names(files)
+        with files.open() as opened, torch.no_grad():
+            for entry in self.maps:
+                target = self.held.get(entry.target)
+                if target is None:
+                    continue
+                if entry.target == SCORE and SCORE not in files.file_of:
+                    target.copy_(_drawn(target, self._model.hf, seed))
+                else:
+                    index, size = self._place.of(entry)
+                    target.copy_(entry.split.part(_reader(opened, entry), index, size))
+
+    def stream(self, dtype: str) -> Iterator[tuple[TensorSpec, Tensor | None]]:
+        """All tensors one after another, whole on rank 0 and None elsewhere; collective.
+
+        No rank holds more than one parameter beside its own. Each is cast before it travels.
+        """
+        for entry in self._sent:
+            joined = self._joined(entry, getattr(torch, entry.dtype or dtype))
+            for number, source in enumerate(entry.sources):
+                spec = TensorSpec(source.name, source.shape, entry.dtype or dtype)
+                yield spec, None if joined is None else joined[number]
+
+    def share(self, entry: WeightMap) -> tuple[int, int]:
+        """This rank's share of a parameter, and the number of shares."""
+        return self._place.of(entry)
+
+    def leads(self, entry: WeightMap) -> bool:
+        """Whether this is the first rank that holds its share of a parameter that is no copy."""
+        share, _ = self._place.of(entry)
+        if entry.copy_of is not None:
+            return False
+        return self._holders[entry.target][share][0] == self._mesh.rank
+
+    def is_counted(self, parameter: nn.Parameter) -> bool:
+        """Whether no other rank of the same data-parallel index holds the same elements, so that they count once in a
+        norm. (Megatron marks split parameters only where it initialises them.)"""
+        return self._counted[parameter]
+
+    @property
+    def _sent(self) -> list[WeightMap]:
+        return [entry for entry in self.maps if entry.copy_of is None]
+
+    def _joined(self, entry: WeightMap, dtype: torch.dtype) -> tuple[Tensor, ...] | None:
+        """Rank 0 takes each share from the first rank that has it."""
+        parts: list[Tensor] = []
+        own = self.held[entry.target].detach().to(dtype).contiguous() if entry.target in self.held else None
+        for holder, shape in self._holders[entry.target]:
+            if self._mesh.rank != 0:
+                if holder == self._mesh.rank:
+                    assert own is not None
+                    dist.send(own, 0)
+            elif holder == 0:
+                assert own is not None
+                parts.append(own)
+            else:
+                part = torch.empty(shape, dtype=dtype, device=self._mesh.device)
+                dist.recv(part, holder)
+                parts.append(part)
+        return entry.split.join(parts) if self._mesh.rank == 0 else None
+
+    def _find_holders(self) -> dict[str, list[tuple[int, tuple[int, ...]]]]:
+        """For every parameter the lowest rank of each share, and the share's shape."""
+        index = {entry.target: self._place.of(entry)[0] for entry in self.maps if entry.target in self.held}
+        mine = {target: (share, tuple(self.held[target].shape)) for target, share in index.items()}
+        everyone: list[dict[str, tuple[int, tuple[int, ...]]]] = [{}] * self._mesh.world_size
+        dist.all_gather_object(everyone, mine, group=self._mesh.control)
+        holders: dict[str, dict[int, tuple[int, tuple[int, ...]]]] = {}
+        for rank, theirs in enumerate(everyone):
+            for target, (share, shape) in theirs.items():
+                holders.setdefault(target, {}).setdefault(share, (rank, shape))
+        return {target: [shares[share] for share in sorted(shares)] for target, shares in holders.items()}
+
+    def _check(self) -> None:
+        known = {entry.target for entry in self.maps}
+        foreign = sorted(set(self.held) - known)
+        if foreign:
+            raise ValueError(
+                f"the weight mapping of {self._model.hf.model_type} models knows no Hugging Face name of "
+                f"{_shown(foreign)}"
+            )
+        for entry in self.maps:
+            _, size = self._place.of(entry)
+            if not entry.split.divides(size):
+                raise ValueError(f"{entry.sources[0].name} cannot be spread over {size} {entry.over} ranks; use fewer")
+
+    def _check_names(self, files: WeightFiles) -> None:
+        names = {source.name for entry in self.maps for source in entry.sources}
+        missing = sorted(names - set(files.file_of) - {SCORE})
+        allowed = {*names, *self.tied, LM_HEAD} if self._model.is_headless else {*names, *self.tied}
+        unexpected = sorted(name for name in set(files.file_of) - allowed if not self._is_extra(name))
+        if missing or unexpected:
+            raise ValueError(
+                f"the weights in {files.folder} are not those of a {self._model.hf.model_type} model: "
+                f"missing {_shown(missing)}; unexpected {_shown(unexpected)}"
+            )
+
+    def _is_extra(self, name: str) -> bool:
+        """Rotary frequencies of old files, and layers for multi-token prediction, which no policy uses."""
+        layer = name.removeprefix("model.layers.").partition(".")[0]
+        is_beyond = layer.isdigit() and int(layer) >= self._model.hf.num_hidden_layers
+        return is_beyond or name.endswith("rotary_emb.inv_freq")
+
+
+def _head_maps(model: ReadingModel) -> list[WeightMap]:
+    hf: Any = model.hf
+    if model.is_headless:
+        return [WeightMap(SCORE, (HFTensor(SCORE, (1, hf.hidden_size)),), Whole())]
+    shape = (hf.vocab_size, hf.hidden_size)
+    head = WeightMap("output_layer.weight", (HFTensor(LM_HEAD, shape),), Vocabulary(hf.vocab_size))
+    if not hf.tie_word_embeddings:
+        return [head]
+    return [replace(head, sources=(HFTensor(EMBEDDING, shape),), copy_of="embedding.word_embeddings.weight")]
+
+
+def _reader(opened: OpenWeights, entry: WeightMap) -> Any:
+    for source in entry.sources:
+        if opened.shape(source.name) != source.shape:
+            raise ValueError(
+                f"weight {source.name} has shape {opened.shape(source.name)}, the model's config says {source.shape}; "
+                "check hf_config_overrides"
+            )
+    return lambda index, slices: opened.read(entry.sources[index].name, slices)
+
+
+def _drawn(target: Tensor, hf: Any, seed: int) -> Tensor:
+    return torch.empty(target.shape).normal_(0.0, hf.initializer_range, generator=torch.Generator().manual_seed(seed))
+
+
+def _shown(names: Sequence[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return (", ".join(names[:SHOWN]) or "none") + more

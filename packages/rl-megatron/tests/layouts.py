@@ -1,0 +1,64 @@
+"""Layouts of ranks, and tiny models that fit them."""
+
+from pathlib import Path
+from typing import Any
+
+from rl_core.testing.torch.tiny_model import write_tiny_model
+
+TP = "tensor_model_parallel_size"
+PP = "pipeline_model_parallel_size"
+CP = "context_parallel_size"
+EP = "expert_model_parallel_size"
+ETP = "expert_tensor_parallel_size"
+VPP = "virtual_pipeline_model_parallel_size"
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp1": (1, {}),
+    "tp2": (2, {TP: 2}),
+    "tp2+sp": (2, {TP: 2, "sequence_parallel": True}),
+    "pp2": (2, {PP: 2}),
+    "pp2 virtual": (2, {PP: 2, VPP: 2}),
+    "pp2 uneven": (2, {PP: 2, "num_layers_in_first_pipeline_stage": 3}),
+    "cp2": (2, {CP: 2}),
+    "dp2": (2, {}),
+    "tp2 pp2+sp": (4, {TP: 2, PP: 2, "sequence_parallel": True}),
+}
+"""Number of ranks and settings."""
+
+EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "ep2": (2, {EP: 2}),
+    "tp2 ep2+sp": (2, {TP: 2, EP: 2, ETP: 1, "sequence_parallel": True}),
+    "tp2 etp2 ep2+sp": (4, {TP: 2, EP: 2, "sequence_parallel": True}),
+}
+
+MOE: dict[str, Any] = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 6},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"tie_word_embeddings": True},
+    "qwen3_moe": {**MOE, "num_experts": 4, "norm_topk_prob": True},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v3": {
+        **MOE,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+        "num_key_value_heads": 4,
+    },
+}
+
+EXPERT_FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3")
+
+
+def write_family(folder: Path, family: str, **fields: Any) -> Path:
+    """A tiny model of four layers."""
+    return write_tiny_model(folder, family, **{"num_hidden_layers": 4, **FAMILIES[family], **fields})

@@ -1,0 +1,54 @@
+"""A run goes on from its checkpoint on every layout as if it had not stopped."""
+
+import pytest
+from layouts import EXPERT_LAYOUTS, LAYOUTS, write_family
+
+from rl_core.model import LOGPROBS, ModelSpec
+from rl_core.model_config import ModelConfig, OptimizerConfig
+from rl_core.testing.losses import TokenLoss
+from rl_core.testing.model_worker import make_batch
+from rl_core.testing.pooled_model import PooledModel
+
+ALL = LAYOUTS | EXPERT_LAYOUTS
+# an epsilon that keeps Adam from turning rounding errors of gradients near zero into whole steps
+ADAMW = OptimizerConfig(name="torch.optim.AdamW", kwargs={"lr": 1e-3, "weight_decay": 0.01, "eps": 1e-3})
+RESUMED = {"qwen3": ("tp2", ["tp2", "dp2", "pp2", "pp2 virtual"]), "qwen3_moe": ("tp2 ep2+sp", ["dp2", "pp2", "ep2"])}
+
+
+def open_model(ranks, folder, layout, **settings):
+    num_ranks, backend = ALL[layout]
+    config = ModelConfig(model_name=str(folder), **{"precision": "float32", "optimizer": ADAMW, **settings})
+    return PooledModel(ranks, "megatron_factories:build", config, ModelSpec(), num_ranks, **backend)
+
+
+@pytest.mark.parametrize("family", RESUMED)
+def test_three_steps_after_resuming_equal_those_of_an_uninterrupted_run(ranks, tmp_path, family):
+    folder, (saved, resumed) = write_family(tmp_path / "model", family), RESUMED[family]
+    batches = [make_batch(seed=seed) for seed in range(6)]
+    with open_model(ranks, folder, saved) as model:
+        for batch in batches[:3]:
+            model.train_step(batch, TokenLoss())
+        model.save(str(tmp_path / "checkpoint"))
+        expected = [model.train_step(batch, TokenLoss()) for batch in batches[3:]]
+        logprobs = model.infer(batches[0], [LOGPROBS]).ragged("logprobs").values
+    for layout in resumed:
+        with open_model(ranks, folder, layout) as model:
+            model.train_step(batches[5], TokenLoss())
+            model.load(str(tmp_path / "checkpoint"))
+            for batch, metrics in zip(batches[3:], expected, strict=True):
+                assert model.train_step(batch, TokenLoss()) == pytest.approx(metrics, rel=1e-5, abs=1e-5), layout
+            found = model.infer(batches[0], [LOGPROBS]).ragged("logprobs").values
+            assert found == pytest.approx(logprobs, abs=1e-5), layout
+
+
+def test_master_weights_of_half_precision_resume_bit_for_bit(ranks, tmp_path):
+    folder = write_family(tmp_path / "model", "llama")
+    batches = [make_batch(seed=seed) for seed in range(4)]
+    with open_model(ranks, folder, "tp2", precision="bfloat16") as model:
+        for batch in batches[:2]:
+            model.train_step(batch, TokenLoss())
+        model.save(str(tmp_path / "checkpoint"))
+        expected = [model.train_step(batch, TokenLoss()) for batch in batches[2:]]
+    with open_model(ranks, folder, "tp2", precision="bfloat16") as model:
+        model.load(str(tmp_path / "checkpoint"))
+        assert [model.train_step(batch, TokenLoss()) for batch in batches[2:]] == expected

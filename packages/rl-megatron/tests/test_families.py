@@ -1,0 +1,120 @@
+"""Every family reads as transformers does, and its weights come back bit for bit from every layout."""
+
+import numpy as np
+import pytest
+import torch
+from layouts import EXPERT_FAMILIES, EXPERT_LAYOUTS, FAMILIES, LAYOUTS, write_family
+from safetensors.torch import load_file
+
+from rl_core.errors import WorkerError
+from rl_core.model import LOGPROBS, ModelSpec
+from rl_core.model_config import ModelConfig, OptimizerConfig
+from rl_core.testing.losses import TokenLoss
+from rl_core.testing.model_worker import make_batch
+from rl_core.testing.pooled_model import PooledModel
+from rl_core.testing.torch.oracle import Oracle
+from rl_core.testing.torch.tiny_model import write_tiny_model
+
+ALL = LAYOUTS | EXPERT_LAYOUTS
+PLAIN = OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 1.0})
+
+
+# without the padding token, whose embedding of zeros makes gradients of 1e12 in a model without biases to start from
+BATCH = make_batch()
+BATCH = BATCH.with_columns({"tokens": BATCH.ragged("tokens").like(BATCH.ragged("tokens").values.clip(min=1))})
+
+
+def layouts_of(family):
+    if family in EXPERT_FAMILIES:
+        return [name for name in ALL if name != "tp2"]
+    return list(LAYOUTS)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return {family: write_family(tmp_path_factory.mktemp(family), family) for family in FAMILIES}
+
+
+def open_model(ranks, folder, layout, *, trains=False, **settings):
+    num_ranks, backend = ALL[layout]
+    config = ModelConfig(model_name=str(folder), precision="float32", logprob_chunk_size=7, **settings)
+    return PooledModel(ranks, "megatron_factories:build", config, ModelSpec(trains=trains), num_ranks, **backend)
+
+
+@pytest.mark.parametrize(("family", "layout"), [(family, name) for family in FAMILIES for name in layouts_of(family)])
+def test_weights_come_back_bit_for_bit(ranks, folders, tmp_path, family, layout):
+    folder = folders[family]
+    with open_model(ranks, folder, layout) as model:
+        model.export(str(tmp_path))
+        manifest = model.manifest(1)
+    original, exported = load_file(folder / "model.safetensors"), load_file(tmp_path / "model.safetensors")
+    assert exported.keys() == original.keys() - dict(manifest.tied).keys()
+    assert {spec.name for spec in manifest.tensors} == exported.keys()
+    for name, tensor in exported.items():
+        assert torch.equal(tensor, original[name]), name
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in ("qwen3", "qwen3_moe")])
+@pytest.mark.parametrize("layout", ["tp1", "tp2+sp"])
+def test_logprobs_and_gradients_are_those_of_transformers(ranks, folders, tmp_path, family, layout):
+    oracle = Oracle(folders[family])
+    expected = oracle.infer(BATCH, [LOGPROBS])["logprobs"]
+    metrics = oracle.train_step(BATCH, TokenLoss(), PLAIN, 0.5)
+    with open_model(ranks, folders[family], layout, trains=True, optimizer=PLAIN, max_grad_norm=0.5) as model:
+        found = model.infer(BATCH, [LOGPROBS]).ragged("logprobs").values
+        np.testing.assert_allclose(found, expected, atol=1e-5, rtol=1e-5)
+        trained = model.train_step(BATCH, TokenLoss())
+        for name, value in metrics.items():
+            assert trained[name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
+        model.export(str(tmp_path))
+    exported = dict(Oracle(tmp_path).model.named_parameters())
+    for name, parameter in oracle.model.named_parameters():
+        difference = (exported[name] - parameter).abs().max().item()
+        assert difference < 1e-5, (name, difference)
+
+
+ROTARY = {
+    "llama": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "deepseek_v3": {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+}
+
+
+@pytest.mark.parametrize("family", ROTARY)
+def test_scaled_rotary_embeddings_are_those_of_transformers(ranks, tmp_path, family):
+    rope = {**ROTARY[family], "rope_theta": 10000.0, "original_max_position_embeddings": 16}
+    folder = write_family(tmp_path, family, rope_parameters=rope)
+    batch = make_batch((40, 9))
+    expected = Oracle(folder).infer(batch, [LOGPROBS])["logprobs"]
+    plain = Oracle(write_family(tmp_path / "plain", family)).infer(batch, [LOGPROBS])["logprobs"]
+    with open_model(ranks, folder, "tp1") as model:
+        found = model.infer(batch, [LOGPROBS]).ragged("logprobs").values
+    np.testing.assert_allclose(found, expected, atol=1e-5, rtol=1e-5)
+    assert np.abs(plain - expected).max() > 1e-3
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_other_rotary_embeddings_are_refused(ranks, tmp_path, family):
+    rope = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 16}
+    with pytest.raises(WorkerError, match="rotary embedding of type 'yarn' is not supported"):
+        open_model(ranks, write_family(tmp_path, family, rope_parameters=rope), "tp1")
+
+
+def test_a_family_without_a_mapping_is_refused_naming_the_plugin(ranks, tmp_path):
+    folder = write_tiny_model(tmp_path, "gemma2")
+    with pytest.raises(WorkerError, match=r"no weight mapping.*'gemma2'.*rl_megatron\.families"):
+        open_model(ranks, folder, "tp1")
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ({"tensor_model_parallel_size": 4}, "num_key_value_heads=2"),
+        ({"pipeline_model_parallel_size": 3}, "layers cannot be spread evenly"),
+        ({"expert_model_parallel_size": 2}, "has no experts"),
+    ],
+)
+def test_a_layout_that_does_not_fit_the_model_is_refused(ranks, folders, layout, message):
+    num_ranks = max(layout.values())
+    config = ModelConfig(model_name=str(folders["llama"]), precision="float32")
+    with pytest.raises(WorkerError, match=message):
+        PooledModel(ranks, "megatron_factories:build", config, ModelSpec(), num_ranks, **layout)

@@ -1,0 +1,66 @@
+"""Every layout reads and trains as one process does in float64."""
+
+import numpy as np
+import pytest
+from layouts import EXPERT_LAYOUTS, LAYOUTS, write_family
+
+from rl_core.model import ENTROPY, LOGPROBS, ModelSpec, topk
+from rl_core.model_config import ModelConfig, OptimizerConfig
+from rl_core.testing.losses import TokenLoss
+from rl_core.testing.model_worker import LAYOUTS as BATCHINGS
+from rl_core.testing.model_worker import make_batch
+from rl_core.testing.pooled_model import PooledModel
+from rl_core.testing.torch.oracle import Oracle
+
+# a learning rate of 1 makes errors of the weights those of the gradients
+PLAIN = OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 1.0})
+READS = [LOGPROBS, ENTROPY, topk(3)]
+# tokens of whose logits no two are equal: the first token of a row that is padding has a state of zeros
+DISTINCT = make_batch()
+DISTINCT = DISTINCT.with_columns(
+    {"tokens": DISTINCT.ragged("tokens").like(DISTINCT.ragged("tokens").values.clip(min=1))}
+)
+# a mixture of experts on tensor-parallel ranks needs sequence parallelism
+MODELS = {"qwen3": LAYOUTS, "qwen3_moe": {name: LAYOUTS[name] for name in LAYOUTS if name != "tp2"} | EXPERT_LAYOUTS}
+CASES = [
+    (family, layout, batching)
+    for family in MODELS
+    for layout in MODELS[family]
+    for batching in ("packed-16", "padded-3")
+]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """Of each family its folder, what it reads, and a step of its weights."""
+    found = {}
+    for family in MODELS:
+        folder = write_family(tmp_path_factory.mktemp(family), family)
+        oracle = Oracle(folder)
+        reads = oracle.infer(DISTINCT, READS, 0.8)
+        metrics = oracle.train_step(make_batch(), TokenLoss(temperature=0.8), PLAIN, 0.5)
+        found[family] = folder, reads, metrics, dict(oracle.model.named_parameters())
+    return found
+
+
+@pytest.mark.parametrize(("family", "layout", "batching"), CASES)
+def test_reads_gradients_and_weights_are_those_of_one_process(ranks, expected, tmp_path, family, layout, batching):
+    folder, reads, metrics, stepped = expected[family]
+    num_ranks, settings = (LAYOUTS | EXPERT_LAYOUTS)[layout]
+    config = ModelConfig(
+        model_name=str(folder), precision="float32", logprob_chunk_size=5, max_grad_norm=0.5, optimizer=PLAIN,
+        **BATCHINGS[batching],
+    )  # fmt: skip
+    with PooledModel(ranks, "megatron_factories:build", config, ModelSpec(), num_ranks, **settings) as model:
+        found = model.infer(DISTINCT, READS, temperature=0.8)
+        for name, column in reads.items():
+            np.testing.assert_allclose(found.ragged(name).values, column, atol=1e-5, rtol=1e-5, err_msg=name)
+        trained = model.train_step(make_batch(), TokenLoss(temperature=0.8))
+        for name, value in metrics.items():
+            assert trained[name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
+        model.export(str(tmp_path / "step"))
+    exported = dict(Oracle(tmp_path / "step").model.named_parameters())
+    for name, parameter in stepped.items():
+        np.testing.assert_allclose(
+            exported[name].detach().numpy(), parameter.detach().numpy(), atol=1e-5, rtol=1e-5, err_msg=name
+        )

@@ -1,0 +1,134 @@
+"""Options that change how a step is computed, not what it computes, and those of a mixture of experts."""
+
+import numpy as np
+import pytest
+from layouts import EXPERT_LAYOUTS, LAYOUTS, write_family
+
+from rl_core.errors import WorkerError
+from rl_core.model import ModelSpec
+from rl_core.model_config import ModelConfig, OptimizerConfig
+from rl_core.testing.losses import PairLoss, TokenLoss, ValueLoss
+from rl_core.testing.model_worker import make_batch, make_pairs
+from rl_core.testing.pooled_model import PooledModel
+from rl_core.testing.torch.oracle import Oracle
+from rl_core.testing.torch.tiny_model import read_weights
+
+ALL = LAYOUTS | EXPERT_LAYOUTS
+FOLDERS = ("llama", "qwen3_moe", "deepseek_v3")
+PLAIN = OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 1.0})
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return {family: write_family(tmp_path_factory.mktemp(family), family) for family in FOLDERS}
+
+
+def open_model(ranks, folder, layout, role="policy", settings=None, **options):
+    num_ranks, backend = ALL[layout]
+    config = ModelConfig(
+        model_name=str(folder), precision="float32", max_grad_norm=0.5, optimizer=PLAIN, **(settings or {})
+    )
+    return PooledModel(ranks, "megatron_factories:build", config, ModelSpec(role=role), num_ranks, **backend, **options)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {"recompute_granularity": "full"}),
+        ("llama", {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}),
+        ("qwen3_moe", {"recompute_granularity": "selective", "recompute_modules": ["moe"]}),
+    ],
+)
+def test_recomputation_changes_no_step(ranks, folders, family, options):
+    steps = []
+    for changed in ({}, {"activation_checkpointing": True, **options}):
+        with open_model(ranks, folders[family], "tp1", **changed) as model:
+            steps.append([model.train_step(make_batch(), TokenLoss()) for _ in range(2)])
+    assert steps[1] == [pytest.approx(metrics, rel=1e-6) for metrics in steps[0]]
+
+
+def test_frozen_routers_stay_and_the_rest_moves(ranks, folders, tmp_path):
+    with open_model(ranks, folders["qwen3_moe"], "ep2", freeze_moe_router=True) as model:
+        model.train_step(make_batch(), TokenLoss())
+        model.save(str(tmp_path / "checkpoint"))
+        model.load(str(tmp_path / "checkpoint"))
+        model.export(str(tmp_path / "step"))
+    before, after = read_weights(folders["qwen3_moe"]), read_weights(tmp_path / "step")
+    moved = {name for name in before if not before[name].equal(after[name])}
+    routers = {name for name in before if name.endswith("mlp.gate.weight")}
+    assert routers
+    assert not moved & routers
+    assert moved | routers == set(before)
+
+
+def test_a_balancing_loss_moves_routers_alike_on_every_layout(ranks, folders, tmp_path):
+    balanced = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
+    batch = make_batch((8, 4, 20))
+    # tokens that count for nothing in the policy's loss leave the routers to the balancing loss alone
+    batch = batch.with_columns({"loss_mask": batch.ragged("tokens").like(np.zeros(32, dtype=np.int8))})
+    settings = {"sequence_packing": {"train_mb_tokens": 4096}}
+    before, after = read_weights(folders["qwen3_moe"]), {}
+    for layout in ("tp1", "tp2+sp", "pp2"):
+        with open_model(ranks, folders["qwen3_moe"], layout, settings=settings, **balanced) as model:
+            assert model.train_step(batch, TokenLoss())["loss"] == 0
+            model.export(str(tmp_path / layout))
+        after[layout] = read_weights(tmp_path / layout)
+    for name in [name for name in before if name.endswith("mlp.gate.weight")]:
+        assert (after["tp1"][name] - before[name]).abs().max() > 1e-3
+        for layout in ("tp2+sp", "pp2"):
+            np.testing.assert_allclose(after[layout][name].numpy(), after["tp1"][name].numpy(), atol=1e-5)
+
+
+def test_parts_that_only_transformer_engine_recomputes_are_refused_without_it(ranks, folders):
+    options = {"activation_checkpointing": True, "recompute_granularity": "selective"}
+    with pytest.raises(WorkerError, match=r"layernorm.*needs Transformer Engine"):
+        open_model(ranks, folders["qwen3_moe"], "tp1", recompute_modules=["layernorm"], **options)
+
+
+@pytest.mark.parametrize("layout", ["tp2+sp", "pp2", "cp2"])
+@pytest.mark.parametrize("role", ["critic", "reward_model"])
+def test_heads_of_one_output_train_as_in_one_process(ranks, folders, tmp_path, layout, role):
+    batch, loss = (make_batch(), ValueLoss()) if role == "critic" else (make_pairs(), PairLoss())
+    with open_model(ranks, folders["llama"], layout, role=role) as model:
+        model.export(str(tmp_path / "start"))
+        oracle = Oracle(tmp_path / "start", role)
+        expected = oracle.train_step(batch, loss, PLAIN, 0.5)
+        found = model.train_step(batch, loss)
+        for name, value in expected.items():
+            assert found[name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
+        model.export(str(tmp_path / "step"))
+    stepped = dict(Oracle(tmp_path / "step", role).model.named_parameters())
+    for name, parameter in oracle.model.named_parameters():
+        np.testing.assert_allclose(stepped[name].detach(), parameter.detach(), atol=1e-5, rtol=1e-5, err_msg=name)
+
+
+def test_experts_on_tensor_parallel_ranks_need_sequence_parallelism(ranks, folders):
+    with pytest.raises(WorkerError, match="needs sequence_parallel=true"):
+        open_model(ranks, folders["qwen3_moe"], "tp2")
+
+
+def test_router_biases_move_only_where_a_rate_is_set(ranks, folders, tmp_path):
+    before = read_weights(folders["deepseek_v3"])
+    for rate in (0.0, 0.25):
+        with open_model(ranks, folders["deepseek_v3"], "tp1", moe_router_bias_update_rate=rate) as model:
+            model.train_step(make_batch(), TokenLoss())
+            model.export(str(tmp_path / str(rate)))
+        after = read_weights(tmp_path / str(rate))
+        biases = [name for name in before if name.endswith("e_score_correction_bias")]
+        assert biases
+        for name in biases:
+            steps = (after[name] - before[name]).abs()
+            assert ((steps == 0) | (steps == rate)).all()
+            assert bool(steps.any()) == bool(rate)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fp8_cfg": {"enabled": True}}, "needs Transformer Engine on CUDA"),
+        ({"moe_router_bias_update_rate": 0.1}, "have no biases"),
+    ],
+)
+def test_what_cannot_run_is_refused_saying_what_is_missing(ranks, folders, options, message):
+    with pytest.raises(WorkerError, match=message):
+        open_model(ranks, folders["llama"], "tp1", **options)

@@ -1,0 +1,58 @@
+"""A config that cannot run is refused by the driver, naming its key."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from rl_core.model_config import LoraConfig, ModelConfig
+from rl_megatron.config import MegatronConfig
+from rl_megatron.plugin import PLUGIN, num_ranks
+
+
+def problems(policy=None, **settings):
+    model = policy or ModelConfig(model_name="model")
+    fields = {name: getattr(model, name) for name in ModelConfig.model_fields}
+    policy = SimpleNamespace(**fields, megatron_cfg=MegatronConfig(**settings))
+    config = SimpleNamespace(policy=policy, cluster=SimpleNamespace(device="cpu"))
+    return {problem.key: problem.message for check in PLUGIN.checks for problem in check(config)}
+
+
+def test_defaults_have_no_problems():
+    assert problems() == {}
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "message"),
+    [
+        ({"sequence_parallel": True}, "sequence_parallel", "of which there is one"),
+        ({"virtual_pipeline_model_parallel_size": 2}, "virtual_pipeline_model_parallel_size", "more than one pipeline"),
+        ({"num_layers_in_first_pipeline_stage": 2}, "num_layers_in_first_pipeline_stage", "more than one pipeline"),
+        ({"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}, "sequence_parallel", "must be true"),
+        ({"expert_tensor_parallel_size": 2}, "expert_tensor_parallel_size", "expert_model_parallel_size above 1"),
+        ({"moe_aux_loss_coeff": 0.1}, "moe_aux_loss_coeff", "set both or neither"),
+        ({"recompute_granularity": "selective"}, "recompute_granularity", "no effect without"),
+        ({"fp8_cfg": {"enabled": True}}, "fp8_cfg.enabled", "cluster.device is cpu"),
+        ({"activation_checkpointing": True, "recompute_modules": ["mlp"]}, "recompute_modules", "is full"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_named(settings, key, message):
+    assert message in problems(**settings)[f"policy.megatron_cfg.{key}"]
+
+
+def test_adapters_are_refused():
+    model = ModelConfig(model_name="model", lora_cfg=LoraConfig(enabled=True))
+    assert "rl-dtensor" in problems(model)["policy.lora_cfg.enabled"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, 1),
+        ({"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 3, "context_parallel_size": 2}, 12),
+        ({"expert_model_parallel_size": 4}, 4),
+        ({"tensor_model_parallel_size": 2, "expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1}, 4),
+        ({"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, 8),
+    ],
+)
+def test_ranks_hold_layers_and_experts(settings, expected):
+    assert num_ranks(MegatronConfig(**settings)) == expected

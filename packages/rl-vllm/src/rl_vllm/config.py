@@ -1,0 +1,83 @@
+"""Settings of the vLLM generator, `policy.generation.vllm_cfg`."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from rl_core.config import Config, Problem, ProblemError
+
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
+"""vLLM silently raises a lower temperature to the first and refuses one above the second."""
+
+OWNED_ARGUMENTS = {
+    "async_scheduling": "the generator chooses it for the device",
+    "data_parallel_size": "replicas are placed by the runtime; give generation more devices",
+    "disable_log_stats": "the generator reports through `health`",
+    "distributed_executor_backend": "a replica's ranks are processes of its own",
+    "dtype": "write `policy.precision`",
+    "enable_chunked_prefill": "the generator chooses it for the device",
+    "enable_lora": "adapters are merged into the weights that are sent",
+    "enable_sleep_mode": "the generator sleeps where the device can",
+    "enforce_eager": "write `vllm_cfg.enforce_eager`",
+    "gpu_memory_utilization": "write `vllm_cfg.gpu_memory_utilization`",
+    "hf_overrides": "write `policy.hf_config_overrides`",
+    "kv_cache_dtype": "write `vllm_cfg.kv_cache_dtype`",
+    "kv_cache_memory_bytes": "write `vllm_cfg.kv_cache_gib`",
+    "logprobs_mode": "training needs processed logprobs",
+    "max_model_len": "write `vllm_cfg.max_model_len`",
+    "max_num_batched_tokens": "write `vllm_cfg.max_num_batched_tokens`",
+    "max_num_seqs": "write `vllm_cfg.max_num_seqs`",
+    "model": "write `policy.model_name`",
+    "pipeline_parallel_size": "write `vllm_cfg.pipeline_parallel_size`",
+    "seed": "every request carries its own seed",
+    "skip_tokenizer_init": "stop strings need the tokenizer",
+    "speculative_config": "a draft model would keep its old weights after a weight sync",
+    "tensor_parallel_size": "write `vllm_cfg.tensor_parallel_size`",
+    "tokenizer": "write `policy.tokenizer.name`",
+    "weight_transfer_config": "weights arrive through the run's own transport",
+    "worker_extension_cls": "the generator's own extension receives the weights",
+}
+"""Engine arguments that follow from elsewhere, and from where."""
+
+
+class VllmConfig(Config):
+    """Settings of the vLLM generator."""
+
+    tensor_parallel_size: int = Field(default=1, gt=0)
+    """Ranks that each layer is split over."""
+    pipeline_parallel_size: int = Field(default=1, gt=0)
+    """Ranks that the layers are spread over."""
+    gpu_memory_utilization: float = Field(default=0.6, gt=0, le=1)
+    """Share of a GPU's memory for weights and KV cache, where `kv_cache_gib` is unset."""
+    kv_cache_gib: float | None = Field(default=None, gt=0)
+    """Size of the KV cache per rank in GiB; where unset, 1 on CPU; on a GPU what `gpu_memory_utilization` leaves."""
+    kv_cache_dtype: str = "auto"
+    """Dtype of the KV cache; `auto` is the model's."""
+    max_model_len: int | None = Field(default=None, gt=1)
+    """Most tokens of a prompt and its completion; `policy.max_total_sequence_length` where unset."""
+    max_num_seqs: int = Field(default=256, gt=0)
+    """Most completions decoded at one time."""
+    max_num_batched_tokens: int | None = Field(default=None, gt=0)
+    """Most tokens of one forward pass; vLLM's choice where unset, and on CPU at least 4096 and one whole row."""
+    enforce_eager: bool | None = None
+    """Run without compilation and CUDA graphs; where unset, true on CPU, where compiling costs more than it brings."""
+    sleep_level: Literal[1, 2] = 1
+    """What sleeping on a GPU does with the weights: 1 keeps them in host memory, 2 drops them until the next sync."""
+    vllm_kwargs: dict[str, Any] = {}
+    """Further arguments of vLLM's engine, as they are."""
+
+    @model_validator(mode="after")
+    def _refuse_owned_arguments(self) -> VllmConfig:
+        owned = [name for name in self.vllm_kwargs if name in OWNED_ARGUMENTS]
+        if owned:
+            raise ProblemError(
+                *(Problem(f"vllm_kwargs.{name}", f"cannot be set here: {OWNED_ARGUMENTS[name]}") for name in owned)
+            )
+        return self
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of one replica."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size

@@ -1,0 +1,251 @@
+"""Which tensors of a checkpoint land where in an engine's parameters.
+
+The engine's own loaders are run over tensors without data while their copies are recorded instead of executed. What
+comes out holds for fused projections, tensor-parallel shards, replicated heads and padded vocabularies alike, without
+a table of model families.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
+from vllm.model_executor.model_loader.reload.utils import (
+    get_layer_params_buffers,
+    get_layer_tensors,
+    get_tensor_load_numel,
+)
+
+from rl_core.weights import Manifest, TensorSpec
+
+LOADER_ERRORS = (KeyError, ValueError, AttributeError, AssertionError, RuntimeError, TypeError, IndexError)
+"""What vLLM's loaders raise for a tensor that they do not know, or of the wrong shape."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """A strided part of a contiguous tensor."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, view: Tensor) -> Region:
+        return cls(tuple(view.shape), tuple(view.stride()), view.storage_offset())
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """The same part of another contiguous tensor."""
+        return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One copy that loading makes.
+
+    Args:
+        name: Hugging Face name of the tensor it belongs to.
+        source: name it is sent under, which differs for a tied tensor.
+        read: what is read of it.
+        write: what is written of the engine's parameter.
+    """
+
+    name: str
+    source: str
+    read: Region
+    write: Region
+
+
+@dataclass
+class LoadPlan:
+    """How one manifest fills one rank of an engine.
+
+    Args:
+        pieces: engine parameter to the copies that fill it.
+        opaque: engine parameters whose loader computes more than copies.
+        unknown: tensors that no loader of this rank took, to the reason.
+        missing: Hugging Face names of tensors that parameters of this rank wait for in vain.
+    """
+
+    pieces: dict[str, list[Piece]] = field(default_factory=dict)
+    opaque: set[str] = field(default_factory=set)
+    unknown: dict[str, str] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+
+
+def fed_names(manifest: Manifest) -> dict[str, list[str]]:
+    """Name of each tensor sent to the names it is loaded under: its own and those tied to it."""
+    names = {spec.name: [spec.name] for spec in manifest.tensors}
+    for tied, source in manifest.tied.items():
+        names.setdefault(source, []).append(tied)
+    return names
+
+
+def plan_load(model: nn.Module, manifest: Manifest) -> LoadPlan:
+    """Dry-run the model's loaders over a manifest; the model is left as it was."""
+    aliases = _aliases(model)
+    with _checkpoint_format(model):
+        recorder = _CopyRecorder(model)
+        refused = recorder.feed(model, manifest)
+        plan = LoadPlan(recorder.pieces, recorder.opaque)
+        sent = [spec.name for spec in manifest.tensors]
+        taken = {piece.name for pieces in plan.pieces.values() for piece in pieces} | recorder.touched
+        plan.unknown = {name: "no parameter takes it" for name in sent if name not in taken} | refused
+        _share_with_aliases(plan, aliases)
+        plan.missing = _missing(model, recorder.numel, aliases, sent)
+    return plan
+
+
+def _aliases(model: nn.Module) -> dict[str, str]:
+    """Parameters that are another parameter under a second name (a tied head), to the first name."""
+    first: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        known = first.setdefault(id(parameter), name)
+        if known != name:
+            aliases[name] = known
+    return aliases
+
+
+def _share_with_aliases(plan: LoadPlan, aliases: Mapping[str, str]) -> None:
+    for alias, original in aliases.items():
+        if alias not in plan.pieces and original in plan.pieces:
+            plan.pieces[alias] = [Piece(alias, p.source, p.read, p.write) for p in plan.pieces[original]]
+
+
+@contextmanager
+def _checkpoint_format(model: nn.Module) -> Iterator[None]:
+    """The model's parameters as its loaders want them, without data; the live ones are put back unchanged."""
+    live = [
+        (layer, get_layer_params_buffers(layer), set(layer._non_persistent_buffers_set)) for layer in model.modules()
+    ]
+    for layer, _, _ in live:
+        restore_layer_on_meta(layer, get_layerwise_info(layer))
+        for tensor in get_layer_tensors(layer).values():
+            # a reload leaves its own wrapper, which now does nothing, on the tensors it restores
+            tensor.weight_loader = _get_original_loader(tensor)
+    try:
+        yield
+    finally:
+        for layer, (parameters, buffers), non_persistent in live:
+            for name in get_layer_tensors(layer):
+                delattr(layer, name)
+            for name, parameter in parameters.items():
+                layer.register_parameter(name, parameter)
+            for name, buffer in buffers.items():
+                layer.register_buffer(name, buffer, persistent=name not in non_persistent)
+
+
+class _CopyRecorder(TorchDispatchMode):
+    """Records copies into a model's parameters instead of making them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        self._parameters = {_storage(parameter): name for name, parameter in parameters.items()}
+        self._sources: dict[int, tuple[str, str]] = {}
+        self._alive: list[Tensor] = []
+        self._last = ""
+        self.pieces: dict[str, list[Piece]] = {}
+        self.opaque: set[str] = set()
+        self.touched: set[str] = set()
+        self.numel: dict[str, int] = {}
+
+    def feed(self, model: nn.Module, manifest: Manifest) -> dict[str, str]:
+        """Load everything; the tensors that a loader refused, to its reason."""
+        names = fed_names(manifest)
+        todo = [(name, spec) for spec in manifest.tensors for name in names[spec.name]]
+        refused: dict[str, str] = {}
+        while todo:
+            self._last = ""
+            try:
+                with self:
+                    model.load_weights(self._tensors(todo))
+                break
+            except LOADER_ERRORS as error:
+                names_left = [name for name, _ in todo]
+                if self._last not in names_left:
+                    raise
+                refused[self._last] = str(error) or type(error).__name__
+                todo = todo[names_left.index(self._last) + 1 :]
+        return refused
+
+    def _tensors(self, todo: Sequence[tuple[str, TensorSpec]]) -> Iterator[tuple[str, Tensor]]:
+        for name, spec in todo:
+            # loaders read the value of a scalar, so it has one
+            device = "cpu" if spec.shape in ((), (1,)) else "meta"
+            tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
+            self._alive.append(tensor)
+            self._sources[_storage(tensor)] = (name, spec.name)
+            self._last = name
+            yield name, tensor
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and _storage(args[0]) in self._parameters:
+            self._record(args[0], args[1])
+            return args[0]
+        if func in _FILLS and _storage(args[0]) in self._parameters:
+            parameter = self._parameters[_storage(args[0])]
+            self.numel[parameter] = self.numel.get(parameter, 0) + args[0].numel()
+            self.touched.add(self._last)
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+    def _record(self, target: Tensor, value: Tensor) -> None:
+        parameter = self._parameters[_storage(target)]
+        self.touched.add(self._last)
+        source = self._sources.get(_storage(value))
+        if source is None:
+            self.opaque.add(parameter)
+            self.numel[parameter] = self.numel.get(parameter, 0) + target.numel()
+            return
+        name, sent_as = source
+        if target.shape != value.shape:
+            raise ValueError(f"{name}: shape {tuple(value.shape)} where {tuple(target.shape)} is expected")
+        self.touched.add(name)
+        self.numel[parameter] = self.numel.get(parameter, 0) + target.numel()
+        piece = Piece(name, sent_as, Region.of(value), Region.of(target))
+        self.pieces.setdefault(parameter, []).append(piece)
+
+
+_FILLS = {torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default}
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _missing(model: nn.Module, numel: Mapping[str, int], aliases: Mapping[str, str], sent: Iterable[str]) -> list[str]:
+    sent = set(sent)
+    missing: list[str] = []
+    for path, layer in model.named_modules():
+        if is_deferred_attention_layer(layer):
+            continue  # scales that a checkpoint need not have
+        for attribute, parameter in layer._parameters.items():
+            if parameter is None:
+                continue
+            name = f"{path}.{attribute}" if path else attribute
+            original = aliases.get(name, name)
+            filled = max(numel.get(name, 0), numel.get(original, 0))
+            if filled < get_tensor_load_numel(parameter):
+                missing += [hf for hf in _checkpoint_names(model, name) if hf not in sent] or [name]
+    return missing
+
+
+def _checkpoint_names(model: nn.Module, parameter: str) -> list[str]:
+    """Hugging Face names of the tensors that are fused into an engine parameter."""
+    path, _, attribute = parameter.rpartition(".")
+    parent, _, module = path.rpartition(".")
+    fused: Mapping[str, Sequence[str]] = (
+        model.packed_modules_mapping if hasattr(model, "packed_modules_mapping") else {}
+    )
+    prefix = f"{parent}." if parent else ""
+    return [f"{prefix}{part}.{attribute}" for part in fused.get(module, [module])]

@@ -1,0 +1,79 @@
+"""What rl-vllm adds to vLLM's worker in every engine process."""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from vllm.config import set_current_vllm_config
+
+from rl_core.errors import WeightSyncError
+from rl_core.weights import Manifest, Transport
+from rl_vllm.lifeline import end_with
+from rl_vllm.reception import WeightReception
+
+Report = dict[str, Any]
+"""Plain data: `value`, or `error` with the names of the `tensors` at fault."""
+
+
+class EngineWorker:
+    """Worker extension that receives weights; vLLM mixes it into its worker class and calls it on every rank."""
+
+    # of vLLM's worker
+    rank: int
+    device: torch.device
+    vllm_config: Any
+    get_model: Callable[[], torch.nn.Module]
+
+    _reception: WeightReception | None = None
+
+    def end_with_front(self, pid: int) -> Report:
+        """End the engine's processes when the one in front of it ends, however it does."""
+        return self._reported(end_with, pid)
+
+    def begin_reception(self, manifest: bytes) -> Report:
+        """Plan the load of a manifest: `unknown` tensors to the reason, and `missing` ones."""
+        return self._reported(self._begin, pickle.loads(manifest))
+
+    def run_reception(self, transport: bytes, first_rank: int) -> Report:
+        """Take the announced tensors in; digests by name."""
+        return self._reported(self._receive, pickle.loads(transport), first_rank + self.rank)
+
+    def check_reception(self) -> Report:
+        """Names of tensors that this rank does not compute with."""
+        return self._reported(self._check)
+
+    def make_reception(self, manifest: Manifest) -> WeightReception:
+        """A reception of this manifest into this rank's model."""
+        return WeightReception(self.get_model(), self.vllm_config.model_config, manifest, self.device)
+
+    def _begin(self, manifest: Manifest) -> dict[str, Any]:
+        self._reception = None
+        self._reception = self.make_reception(manifest)
+        return {"unknown": self._reception.plan.unknown, "missing": self._reception.plan.missing}
+
+    def _receive(self, transport: Transport, rank: int) -> dict[str, str]:
+        return dict(self._announced().receive(transport, rank))
+
+    def _check(self) -> list[str]:
+        stale = self._announced().stale()
+        self._reception = None
+        return stale
+
+    def _announced(self) -> WeightReception:
+        if self._reception is None:
+            raise WeightSyncError("no weight version was announced: call `begin` first")
+        return self._reception
+
+    def _reported(self, act: Callable[..., Any], *args: Any) -> Report:
+        try:
+            with torch.no_grad(), set_current_vllm_config(self.vllm_config), self.device:
+                return {"value": act(*args)}
+        except WeightSyncError as error:
+            return {"error": str(error), "tensors": list(error.tensors)}
+        except Exception as error:  # noqa: BLE001 - a rank that fails reports, or the other ranks would wait for it
+            text = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+            return {"error": f"engine rank {self.rank}: {text}", "tensors": []}

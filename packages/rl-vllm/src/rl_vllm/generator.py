@@ -1,0 +1,253 @@
+"""A replica of vLLM's asynchronous engine."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rl_core.errors import GeneratorError, WeightSyncError
+from rl_core.generation import GenerationRequest, Placement
+from rl_core.model_config import GenerationConfig, ModelConfig
+from rl_core.rollout import Completion, WeightSpan
+from rl_core.weights import Digests, Manifest, Transport
+from rl_vllm import surroundings
+from rl_vllm.config import VllmConfig
+from rl_vllm.gate import Gate
+
+if TYPE_CHECKING:
+    from rl_vllm.engine import Engine
+
+PARTS = ("weights", "kv_cache")
+
+
+class VllmGenerator:
+    """A `Generator` on vLLM: its engine in processes of its own, this object in front of it.
+
+    Completions carry float32 logprobs after temperature, top-p and top-k. Only the request's stop tokens and strings
+    end a completion; the model's own end of sequence counts where it is among them. Requests in flight finish before a
+    pause takes hold, so that a completion has one weight version; version 0 is what was loaded. `score` is answered
+    during a pause, for the canary of a weight sync.
+
+    On CPU sleeping frees nothing, for vLLM cannot; it is accepted and keeps requests waiting all the same.
+
+    Args:
+        config: neutral settings of generation.
+        backend: settings of vLLM.
+        model: what to load.
+        placement: device, GPUs and threads of this replica, whose ranks share a node.
+    """
+
+    worker_extension = "rl_vllm.engine_worker.EngineWorker"
+
+    def __init__(self, config: GenerationConfig, backend: VllmConfig, model: ModelConfig, placement: Placement) -> None:
+        if placement.device == "cuda" and len(placement.gpus) != backend.num_ranks:
+            raise ValueError(
+                f"a replica of {backend.num_ranks} ranks (tensor_parallel_size x pipeline_parallel_size) needs as many"
+                f" GPUs, got {len(placement.gpus)}: {placement.gpus}"
+            )
+        self._config = config
+        self._backend = backend
+        self._model = model
+        self._placement = placement
+        self._max_len = backend.max_model_len or model.max_total_sequence_length
+        self._engine: Engine | None = None
+        self._gate = Gate("the engine has not been started")
+        self._asleep: set[str] = set()
+        self._version = 0
+        self._announced: Manifest | None = None
+        self._num_completions = 0
+        self._num_tokens = 0
+
+    @property
+    def num_ranks(self) -> int:
+        """Engine ranks of this replica, each a receiver in a weight transfer."""
+        return self._backend.num_ranks
+
+    async def start(self) -> None:
+        """Load the engine; raises `GeneratorError` with the engine's reason where it does not come up."""
+        eager = self._backend.enforce_eager
+        eager = self._placement.device == "cpu" if eager is None else eager
+        surroundings.apply(self._placement, eager=eager, num_ranks=self.num_ranks, environ=os.environ)
+        from rl_vllm.engine import Engine, engine_arguments  # vLLM reads the environment when it is imported
+
+        self._engine = Engine(
+            engine_arguments(
+                self._backend,
+                self._model,
+                self._placement,
+                max_len=self._max_len,
+                eager=eager,
+                extension=self.worker_extension,
+            )
+        )
+        await self._running().call("end_with_front", os.getpid())
+        self._gate.serve()
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """One completion; concurrent calls are batched by the engine.
+
+        Raises:
+            GeneratorError: where the engine died, the last weight sync failed, or the prompt leaves no room.
+        """
+        num_prompt_tokens = len(request.token_ids)
+        room = self._max_len - num_prompt_tokens
+        if num_prompt_tokens < 1 or room < 1:
+            raise GeneratorError(
+                f"a prompt of {num_prompt_tokens} tokens leaves no room for a completion: 1 to {self._max_len - 1} do"
+            )
+        max_tokens = min(request.sampling.max_new_tokens, room)
+        async with self._gate.passage():
+            version = self._version
+            output = await self._running().generate(request, max_tokens=max_tokens)
+        return self._completion(output, version)
+
+    async def score(self, token_ids: np.ndarray) -> np.ndarray:
+        """float32 `[tokens]`, logprobs of given tokens at temperature 1; index i belongs to token i, the first is 0.
+
+        Raises:
+            GeneratorError: as `generate`; also for more tokens than the engine was set up for.
+        """
+        if len(token_ids) > self._max_len:
+            raise GeneratorError(f"{len(token_ids)} tokens do not fit into {self._max_len}")
+        scores = np.zeros(len(token_ids), dtype=np.float32)
+        async with self._gate.passage(while_paused=not self._asleep):
+            if len(token_ids) > 1:
+                scores[1:] = await self._running().score(token_ids)
+        return scores
+
+    async def pause(self) -> None:
+        """Stop after requests in flight are done; later ones wait."""
+        await self._gate.pause()
+
+    async def resume(self) -> None:
+        """Serve again, once awake."""
+        self._gate.resume()
+
+    async def sleep(self) -> None:
+        """Free the device, after requests in flight are done; later ones wait until both parts are awake.
+
+        Frees nothing on CPU.
+        """
+        await self._gate.hold()
+        if self._placement.device == "cuda" and not self._asleep:
+            await self._running().sleep(self._backend.sleep_level)
+            if self._backend.sleep_level == 2:
+                self._gate.refuse("its weights were dropped in sleep and have not been sent again")
+        self._asleep = set(PARTS)
+
+    async def wake(self, parts: Sequence[str] = PARTS) -> None:
+        """Take device memory for these parts again; a woken KV cache is empty."""
+        unknown = set(parts) - set(PARTS)
+        if unknown:
+            raise ValueError(f"parts to wake are {', '.join(PARTS)}; got {', '.join(sorted(unknown))}")
+        woken = [part for part in parts if part in self._asleep]
+        if woken and self._placement.device == "cuda":
+            await self._running().wake(woken)
+        self._asleep -= set(woken)
+        if "kv_cache" in woken:
+            await self._running().forget_prefixes()
+        if not self._asleep:
+            self._gate.release()
+
+    async def begin(self, manifest: Manifest) -> None:
+        """Make ready; nothing is served from here until a `commit` succeeds.
+
+        Raises:
+            WeightSyncError: naming tensors the engine does not know, or those that its parameters wait for.
+            GeneratorError: where requests are in flight; pause first.
+        """
+        if self._gate.num_inside:
+            raise GeneratorError(f"{self._gate.num_inside} requests are in flight: pause before a weight sync")
+        self._announced = None
+        self._gate.refuse(f"weight version {manifest.version} has not been taken over whole")
+        plans = await self._on_every_rank("begin_reception", pickle.dumps(manifest))
+        # with pipeline parallelism each rank knows its own layers only
+        unknown = [name for name in plans[0]["unknown"] if all(name in plan["unknown"] for plan in plans)]
+        missing = list(dict.fromkeys(name for plan in plans for name in plan["missing"]))
+        if unknown or missing:
+            reasons = [f"{name} ({plans[0]['unknown'][name]})" for name in unknown]
+            problems = {"unknown to the engine": reasons, "missing": missing}
+            text = "; ".join(f"{problem}: {', '.join(names)}" for problem, names in problems.items() if names)
+            raise WeightSyncError(
+                f"the manifest of version {manifest.version} does not fit: {text}", (*unknown, *missing)
+            )
+        self._announced = manifest
+
+    async def receive(self, transport: Transport, first_rank: int) -> Sequence[Digests]:
+        """Take all tensors in as receivers `first_rank`, `first_rank + 1`, ...; digests as received, per engine rank.
+
+        Raises:
+            WeightSyncError: naming rank and phase, or tensors.
+            GeneratorError: where the weights are asleep.
+        """
+        if "weights" in self._asleep:
+            raise GeneratorError("the weights are asleep: wake them before a transfer")
+        return await self._on_every_rank("run_reception", pickle.dumps(transport), first_rank)
+
+    async def commit(self, version: int) -> None:
+        """Check that every layer computes with what was received, empty the prefix cache, then serve this version.
+
+        Raises:
+            WeightSyncError: naming the stale tensors; nothing is served then until a transfer succeeds.
+        """
+        if self._announced is None or version != self._announced.version:
+            announced = "none" if self._announced is None else str(self._announced.version)
+            raise WeightSyncError(f"cannot commit weight version {version}: the one announced is {announced}")
+        stale = await self._on_every_rank("check_reception")
+        names = tuple(dict.fromkeys(name for found in stale for name in found))
+        if names:
+            raise WeightSyncError(
+                f"weight version {version}: the engine does not compute with {', '.join(names)}", names
+            )
+        await self._running().forget_prefixes()
+        self._version = version
+        self._announced = None
+        self._gate.serve()
+
+    async def health(self) -> Mapping[str, Any]:
+        """Raises `GeneratorError` where the engine is dead; else numbers worth logging."""
+        await self._running().check()
+        return {
+            "weight_version": self._version,
+            "num_in_flight": self._gate.num_inside,
+            "num_waiting": self._gate.num_waiting,
+            "num_completions": self._num_completions,
+            "num_tokens": self._num_tokens,
+        }
+
+    async def close(self) -> None:
+        """End the engine and all its processes; requests in flight or waiting end with `GeneratorError`."""
+        engine, self._engine = self._engine, None
+        self._gate.close("the generator is closed")
+        if engine is not None:
+            await engine.end()
+
+    def _completion(self, output: Any, version: int) -> Completion:
+        if output.finish_reason not in ("stop", "length", "abort"):
+            raise GeneratorError(f"the engine ended a request with {output.finish_reason!r}")
+        tokens = np.array(output.token_ids, dtype=np.int32)
+        self._num_completions += 1
+        self._num_tokens += len(tokens)
+        return Completion(
+            token_ids=tokens,
+            logprobs=np.array(output.logprobs.logprobs, dtype=np.float32),
+            stop_reason=output.finish_reason,
+            spans=(WeightSpan(version, len(tokens)),) if len(tokens) else (),
+        )
+
+    async def _on_every_rank(self, method: str, *args: Any) -> list[Any]:
+        reports = await self._running().call(method, *args)
+        failed = [report for report in reports if "error" in report]
+        if failed:
+            names = tuple(dict.fromkeys(name for report in failed for name in report["tensors"]))
+            raise WeightSyncError("; ".join(report["error"] for report in failed), names)
+        return [report["value"] for report in reports]
+
+    def _running(self) -> Engine:
+        if self._engine is None:
+            raise GeneratorError(self._gate.refusal or "the engine has not been started")
+        return self._engine

@@ -1,0 +1,27 @@
+"""No engine outlives the process it was started for."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from threading import Thread
+
+
+def end_with(pid: int) -> None:
+    """End this engine process, and the one above it that is not `pid` itself, as soon as process `pid` has ended.
+
+    vLLM's engine core does not notice when the process in front of it is killed, and would keep its device for ever.
+    """
+    watched = os.pidfd_open(pid)
+    parent = os.getppid()
+
+    def wait() -> None:
+        poll = select.poll()
+        poll.register(watched, select.POLLIN)
+        poll.poll()
+        if parent not in (pid, 1):
+            os.kill(parent, signal.SIGKILL)
+        os._exit(1)
+
+    Thread(target=wait, name="lifeline", daemon=True).start()

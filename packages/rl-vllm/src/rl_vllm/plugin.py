@@ -1,0 +1,52 @@
+"""What the vLLM generator is, told without importing vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from rl_core.config import Problem
+from rl_core.registry import BackendPlugin, Requirement
+from rl_vllm.config import MAX_TEMPERATURE, MIN_TEMPERATURE, VllmConfig
+
+
+def _room_for_prompts(config: Any) -> Iterable[Problem]:
+    generation = config.policy.generation
+    max_model_len = generation.vllm_cfg.max_model_len
+    if max_model_len is None:
+        return
+    if max_model_len <= generation.max_new_tokens:
+        yield Problem(
+            "policy.generation.vllm_cfg.max_model_len",
+            f"{max_model_len} tokens leave no room for a prompt beside max_new_tokens={generation.max_new_tokens};"
+            " raise it, or leave it out to follow policy.max_total_sequence_length",
+        )
+
+
+def _temperatures(config: Any) -> Iterable[Problem]:
+    generation = config.policy.generation
+    for key, temperature in (
+        ("temperature", generation.temperature),
+        ("val_temperature", generation.val_temperature),
+    ):
+        if temperature and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
+            yield Problem(
+                f"policy.generation.{key}",
+                f"vLLM samples at temperatures from {MIN_TEMPERATURE} to {MAX_TEMPERATURE}, got {temperature}",
+            )
+
+
+def _ranks(config: VllmConfig) -> int:
+    return config.num_ranks
+
+
+PLUGIN = BackendPlugin(
+    name="vllm",
+    key="vllm_cfg",
+    config=VllmConfig,
+    worker="rl_vllm.generator:VllmGenerator",
+    requirement=Requirement("rl-vllm", {"cpu": ("cpu",), "cuda": ("cuda",)}, imports=("vllm",)),
+    ranks=_ranks,
+    checks=(_room_for_prompts, _temperatures),
+    preflight="rl_vllm.preflight:problems",
+)

@@ -1,0 +1,76 @@
+"""One weight version on its way into one rank of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+from vllm.config import ModelConfig
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from rl_core.errors import WeightSyncError
+from rl_core.torch.transport import open_receiver
+from rl_core.weights import Digests, Manifest, Transport
+from rl_vllm.coverage import fed_names, plan_load
+from rl_vllm.probe import WeightProbe
+
+
+class WeightReception:
+    """Plans, takes in and checks the tensors of one manifest.
+
+    Args:
+        model: this rank's part of the engine's model.
+        model_config: vLLM's.
+        manifest: what will arrive.
+        device: of the model.
+    """
+
+    def __init__(self, model: nn.Module, model_config: ModelConfig, manifest: Manifest, device: torch.device) -> None:
+        self._model = model
+        self._model_config = model_config
+        self._manifest = manifest
+        self._device = device
+        self.plan = plan_load(model, manifest)
+        self._probe: WeightProbe | None = None
+
+    def receive(self, transport: Transport, rank: int) -> Digests:
+        """Take all tensors in as receiver `rank`; digests as received, before the engine casts or packs anything."""
+        self._probe = WeightProbe(self._model, self.plan, self._manifest.version)
+        with open_receiver(self._manifest, transport, rank, self._device) as tensors:
+            initialize_layerwise_reload(self._model)
+            try:
+                self.load(self._sampled(tensors))
+            finally:
+                # also after a failure: the engine must be able to load the next version
+                finalize_layerwise_reload(self._model, self._model_config)
+            self.repack_tied()
+            return dict(tensors.digests)
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Hand tensors, under their Hugging Face names, to the engine's loaders."""
+        self._model.load_weights(tensors)
+
+    def repack_tied(self) -> None:
+        """Pack tied heads again: some loaders skip them, and on CPU they compute with a packed copy of their own."""
+        owner: dict[int, nn.Module] = {}
+        for layer in self._model.modules():
+            if isinstance(layer, VocabParallelEmbedding) and owner.setdefault(id(layer.weight), layer) is not layer:
+                layer.quant_method.process_weights_after_loading(layer)
+
+    def stale(self) -> list[str]:
+        """Hugging Face names of the tensors that this rank does not compute with."""
+        if self._probe is None:
+            raise WeightSyncError(f"weight version {self._manifest.version} was announced but never received")
+        return self._probe.stale()
+
+    def _sampled(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        names = fed_names(self._manifest)
+        assert self._probe is not None
+        for source, tensor in tensors:
+            self._probe.take(source, tensor)
+            # loaders keep a tensor until its layer is complete, the transport only until its next bucket
+            kept = tensor.clone(memory_format=torch.contiguous_format)
+            for name in names[source]:
+                yield name, kept

@@ -1,0 +1,64 @@
+"""The process environment an engine is started in."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+
+from rl_core.generation import Placement
+
+DEFAULTS = {"VLLM_LOGGING_LEVEL": "WARNING"}
+"""Set where the user has not."""
+
+
+def variables(placement: Placement, *, eager: bool) -> dict[str, str]:
+    """What vLLM and its processes read from the environment, for a replica placed so."""
+    found = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_HOST_IP": "127.0.0.1",  # a replica's ranks share a node
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        # one position more than the model's, which is sampled and thrown away when a full-length row is scored
+        "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
+        "OMP_NUM_THREADS": str(placement.cpu_threads),
+    }
+    if placement.device == "cuda":
+        found["CUDA_VISIBLE_DEVICES"] = ",".join(str(index) for index in placement.gpus)
+        return found
+    # binding threads to cores is the scheduler's affair: several replicas and trainers share them
+    found["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    if eager:
+        # the sampler compiles a kernel of its own otherwise, whatever `enforce_eager` says
+        found["TORCHDYNAMO_DISABLE"] = "1"
+    return found
+
+
+def apply(placement: Placement, *, eager: bool, num_ranks: int, environ: MutableMapping[str, str]) -> None:
+    """Set the environment of this process and of the engine's, before vLLM is imported."""
+    environ.update(variables(placement, eager=eager))
+    # one rank on CPU runs inside the engine's process; vLLM would give it another one and halve the throughput
+    environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if placement.device == "cpu" and num_ranks == 1 else "1"
+    for name, value in DEFAULTS.items():
+        environ.setdefault(name, value)
+    prefix = bytecode_folder(environ)
+    if prefix is not None:
+        environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = str(prefix)
+        environ.pop("PYTHONDONTWRITEBYTECODE", None)
+        sys.dont_write_bytecode = False
+
+
+def bytecode_folder(environ: Mapping[str, str]) -> Path | None:
+    """Where to keep bytecode, if vLLM came without and none can be written beside it.
+
+    Importing vLLM takes twice as long without bytecode.
+    """
+    spec = importlib.util.find_spec("vllm")
+    if sys.pycache_prefix or spec is None or spec.origin is None:
+        return None
+    beside = Path(importlib.util.cache_from_source(spec.origin))
+    if beside.exists() or (not sys.dont_write_bytecode and os.access(Path(spec.origin).parent, os.W_OK)):
+        return None
+    cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "rl-vllm" / "bytecode"

@@ -1,0 +1,228 @@
+"""The generator, on a real engine that all tests of a class share."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from rl_core.errors import GeneratorError, WeightSyncError
+from rl_core.generation import GenerationRequest, Generator, Placement, SamplingParams
+from rl_core.model_config import GenerationConfig
+from rl_core.rollout import Completion
+from rl_core.testing.generator import GeneratorSuite
+from rl_core.testing.torch.reference_model import EOS_TOKEN_ID, write_reference_model
+from rl_core.testing.torch.weight_sender import Fault, manifest_of
+from rl_core.testing.weights import SYNC_TIMEOUT_S, Bench, WeightSinkSuite, _address, model_config, prompt
+from rl_core.weights import Transport
+from rl_vllm import VllmConfig, VllmGenerator
+
+
+class SpoilableGenerator(VllmGenerator):
+    worker_extension = "spoilable_worker.SpoilableWorker"
+
+    async def spoil(self, method: str, *args: object) -> None:
+        await self._running().call(method, *args)
+
+
+def make_generator(model_dir: Path, **settings: object) -> SpoilableGenerator:
+    backend = VllmConfig(kv_cache_gib=0.25, **settings)
+    return SpoilableGenerator(GenerationConfig(), backend, model_config(model_dir), Placement("cpu"))
+
+
+class TestVllmGenerator(GeneratorSuite):
+    @classmethod
+    def make_generator(cls, model_dir: Path) -> Generator:
+        return make_generator(model_dir)
+
+    @classmethod
+    async def make_head_stale(cls, generator: Generator) -> None:
+        assert isinstance(generator, SpoilableGenerator)
+        await generator.spoil("restore_packed_head")
+
+    def test_many_requests_at_once_get_each_their_own(self, bench: Bench) -> None:
+        requests = [GenerationRequest(prompt(1 + i % 40, i), SamplingParams(4 + i % 9), i) for i in range(600)]
+
+        async def together() -> list[list[int]]:
+            found = await asyncio.gather(*[bench.generator.generate(request) for request in requests])
+            return [completion.token_ids.tolist() for completion in found]
+
+        first = bench.runner.run(together())
+        assert [len(tokens) for tokens in first] == [4 + i % 9 for i in range(600)]
+        assert bench.runner.run(together()) == first
+
+    def test_the_end_of_sequence_ends_only_completions_that_list_it(self, bench: Bench) -> None:
+        # at the highest temperature that vLLM takes, with enough draws for the end of sequence to be among them
+        async def together() -> list[Completion]:
+            requests = [GenerationRequest(prompt(4), SamplingParams(200, temperature=2.0), seed) for seed in range(48)]
+            return await asyncio.gather(*[bench.generator.generate(request) for request in requests])
+
+        found = bench.runner.run(together())
+        assert any(EOS_TOKEN_ID in completion.token_ids for completion in found)
+        assert {(len(completion.token_ids), completion.stop_reason) for completion in found} == {(200, "length")}
+
+    @pytest.mark.parametrize("temperature", [0.001, 2.5])
+    def test_a_temperature_that_vllm_would_change_is_refused(self, bench: Bench, temperature: float) -> None:
+        request = GenerationRequest(prompt(4), SamplingParams(1, temperature=temperature), 0)
+        with pytest.raises(GeneratorError, match="temperature"):
+            bench.runner.run(bench.generator.generate(request))
+
+    def test_a_stop_string_may_be_a_special_tokens_text(self, bench: Bench) -> None:
+        sampling = SamplingParams(240, temperature=2.0, stop_strings=("<|im_end|>",))
+
+        async def together() -> list[tuple[list[int], str]]:
+            requests = [GenerationRequest(prompt(4), sampling, seed) for seed in range(32)]
+            found = await asyncio.gather(*[bench.generator.generate(request) for request in requests])
+            return [(completion.token_ids.tolist(), completion.stop_reason) for completion in found]
+
+        stopped = [tokens for tokens, reason in bench.runner.run(together()) if reason == "stop"]
+        assert stopped
+        assert all(tokens[-1] == 2 and 2 not in tokens[:-1] for tokens in stopped)
+
+    def test_one_value_computed_wrongly_in_a_fused_layer_is_named(self, bench: Bench) -> None:
+        bench.version += 1
+        manifest = manifest_of(bench.second, bench.version)
+        rows_of_q = 4 * 32
+
+        async def sync() -> None:
+            await bench.generator.pause()
+            await bench.generator.begin(manifest)
+            transport = Transport("ipc", _address(), 1, timeout_s=SYNC_TIMEOUT_S)
+            sending = bench.sender.send(bench.second, manifest, transport, Fault())
+            await bench.generator.receive(transport, 1)
+            sending.result(SYNC_TIMEOUT_S)
+            for column in range(64):
+                await bench.generator.spoil("change_one_value", "model.layers.1.self_attn.qkv_proj", rows_of_q, column)
+            try:
+                await bench.generator.commit(manifest.version)
+            finally:
+                await bench.generator.resume()
+
+        with pytest.raises(WeightSyncError) as caught:
+            bench.runner.run(sync())
+        assert caught.value.tensors == ("model.layers.1.self_attn.k_proj.weight",)
+        self._check_serves_nothing_until_mended(bench)
+
+    def test_a_commit_without_a_transfer_is_refused(self, bench: Bench) -> None:
+        async def commit() -> None:
+            await bench.generator.begin(manifest_of(bench.first, 10**6))
+            await bench.generator.commit(10**6)
+
+        with pytest.raises(WeightSyncError, match="never received"):
+            bench.runner.run(commit())
+        with pytest.raises(WeightSyncError, match="cannot commit"):
+            bench.runner.run(bench.generator.commit(7))
+        self._check_serves_nothing_until_mended(bench)
+
+    def test_zz_an_engine_that_is_killed_fails_requests_at_once(self, bench: Bench) -> None:
+        """Last: it leaves no engine behind."""
+        engine = next(p for p in psutil.Process().children() if "EngineCore" in " ".join(p.cmdline()) + p.name())
+
+        async def killing() -> float:
+            requests = [GenerationRequest(prompt(5), SamplingParams(200), seed) for seed in range(8)]
+            tasks = [asyncio.create_task(bench.generator.generate(request)) for request in requests]
+            await asyncio.sleep(0.05)
+            os.kill(engine.pid, signal.SIGKILL)
+            killed = time.monotonic()
+            failures = await asyncio.gather(*tasks, return_exceptions=True)
+            assert all(isinstance(failure, GeneratorError) for failure in failures)
+            return time.monotonic() - killed
+
+        assert bench.runner.run(killing()) < 5
+        for call in (
+            bench.generator.health(),
+            bench.generator.generate(GenerationRequest(prompt(5), SamplingParams(1), 0)),
+        ):
+            with pytest.raises(GeneratorError):
+                bench.runner.run(call)
+
+
+class TestTensorParallelWeights(WeightSinkSuite):
+    """Each of two ranks receives everything and keeps its shards."""
+
+    @classmethod
+    def make_generator(cls, model_dir: Path) -> Generator:
+        return make_generator(model_dir, tensor_parallel_size=2)
+
+    @classmethod
+    async def make_head_stale(cls, generator: Generator) -> None:
+        assert isinstance(generator, SpoilableGenerator)
+        await generator.spoil("restore_packed_head")
+
+    def test_zz_closing_ends_all_processes_and_frees_shared_memory(self, bench: Bench) -> None:
+        """Last: it leaves no engine behind."""
+        ours = [
+            p
+            for p in psutil.Process().children(recursive=True)
+            if "VLLM" in p.name() or "VLLM" in " ".join(p.cmdline())
+        ]
+        assert len(ours) >= 2
+        before = set(os.listdir("/dev/shm"))
+        waiting = GenerationRequest(prompt(5), SamplingParams(4), 0)
+
+        async def closing() -> BaseException | None:
+            await bench.generator.pause()
+            late = asyncio.create_task(bench.generator.generate(waiting))
+            await asyncio.sleep(0.05)
+            await bench.generator.close()
+            return (await asyncio.gather(late, return_exceptions=True))[0]
+
+        assert isinstance(bench.runner.run(closing()), GeneratorError)
+        assert not [p for p in ours if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        assert set(os.listdir("/dev/shm")) <= before
+        with pytest.raises(GeneratorError):
+            bench.runner.run(bench.generator.health())
+
+
+def _start_and_wait(model_dir: Path, started: Any) -> None:
+    async def serve() -> None:
+        await make_generator(model_dir, tensor_parallel_size=2).start()
+        started.put([process.pid for process in psutil.Process().children(recursive=True)])
+        await asyncio.sleep(600)
+
+    asyncio.run(serve())
+
+
+def test_no_engine_outlives_a_killed_process_in_front(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    started = context.Queue()
+    front = context.Process(target=_start_and_wait, args=(write_reference_model(tmp_path, seed=1), started))
+    front.start()
+    engine = [psutil.Process(pid) for pid in started.get(timeout=240)]
+    assert len(engine) >= 3
+    front.kill()
+    _, alive = psutil.wait_procs(engine, 10)
+    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_gpus_must_match_the_ranks(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="needs as many GPUs"):
+        VllmGenerator(
+            GenerationConfig(), VllmConfig(tensor_parallel_size=2), model_config(tmp_path), Placement("cuda", gpus=(0,))
+        )
+
+
+def test_a_model_that_is_not_there_is_reported(tmp_path: Path) -> None:
+    async def starting() -> None:
+        generator = make_generator(tmp_path)
+        try:
+            await generator.start()
+        finally:
+            await generator.close()
+
+    with pytest.raises(GeneratorError, match="did not start"):
+        asyncio.run(starting())
+
+
+def test_it_serves_nothing_before_it_started(tmp_path: Path) -> None:
+    generator = make_generator(tmp_path)
+    with pytest.raises(GeneratorError, match="not been started"):
+        asyncio.run(generator.score(np.arange(3, dtype=np.int32)))

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from pydantic import ValidationError
+
+from rl_core.config import assemble
+from rl_core.model_config import GenerationConfig
+from rl_core.registry import GENERATORS, plugin, resolve
+from rl_vllm import PLUGIN, VllmConfig, preflight
+from rl_vllm.config import OWNED_ARGUMENTS
+
+
+def problems(**settings: object) -> dict[str, str]:
+    vllm_cfg = settings.pop("vllm_cfg", VllmConfig())
+    kind = assemble("Generation", {"vllm_cfg": VllmConfig}, base=GenerationConfig)
+    generation = kind.model_validate({**settings, "vllm_cfg": vllm_cfg})
+    config = SimpleNamespace(policy=SimpleNamespace(generation=generation))
+    return {problem.key: problem.message for check in PLUGIN.checks for problem in check(config)}
+
+
+def test_the_plugin_is_found_and_counts_ranks() -> None:
+    assert plugin(GENERATORS, "vllm") is PLUGIN
+    assert PLUGIN.ranks(VllmConfig(tensor_parallel_size=4, pipeline_parallel_size=2)) == 8
+
+
+def test_engine_arguments_that_follow_from_elsewhere_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"vllm_kwargs\.dtype.*policy\.precision"):
+        VllmConfig(vllm_kwargs={"dtype": "bfloat16", "block_size": 64})
+    assert VllmConfig(vllm_kwargs={"block_size": 64}).vllm_kwargs == {"block_size": 64}
+
+
+def test_a_completion_must_leave_room_for_its_prompt() -> None:
+    assert problems() == {}
+    found = problems(max_new_tokens=512, vllm_cfg=VllmConfig(max_model_len=512))
+    assert "leave no room" in found["policy.generation.vllm_cfg.max_model_len"]
+
+
+def test_temperatures_that_vllm_changes_or_refuses_are_problems() -> None:
+    assert problems(temperature=0.01, val_temperature=0.0) == {}
+    assert list(problems(temperature=2.5)) == ["policy.generation.temperature"]
+    assert list(problems(val_temperature=0.005)) == ["policy.generation.val_temperature"]
+
+
+def test_unknown_keys_and_wrong_types_are_refused() -> None:
+    for settings in ({"tensor_parallel": 2}, {"tensor_parallel_size": "2"}, {"sleep_level": 3}):
+        with pytest.raises(ValidationError):
+            VllmConfig.model_validate(settings)
+
+
+def test_preflight_names_arguments_that_the_engine_does_not_have() -> None:
+    assert resolve(PLUGIN.preflight) is preflight.problems
+
+    def check(**kwargs: object) -> list[str]:
+        return preflight.problems({"policy": {"generation": {"vllm_cfg": {"vllm_kwargs": kwargs}}}})
+
+    assert check() == []
+    assert check(block_size=64) == []
+    (found,) = check(blocksize=64)
+    assert "did you mean 'block_size'" in found
+
+
+def test_every_owned_argument_is_one_of_the_engines() -> None:
+    from dataclasses import fields
+
+    from vllm import AsyncEngineArgs
+
+    assert set(OWNED_ARGUMENTS) <= {field.name for field in fields(AsyncEngineArgs)}
+
+
+def test_the_light_half_loads_no_engine() -> None:
+    from rl_core.testing.isolation import light_modules_of, loaded_by
+
+    loaded = loaded_by(*light_modules_of("rl_vllm"))
+    assert not loaded & {"torch", "vllm", "ray", "transformers"}
+    assert "torch" not in loaded_by("rl_vllm.generator")

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from rl_core.generation import Placement
+from rl_vllm import surroundings
+
+
+def test_a_replica_on_gpus_sees_only_its_own() -> None:
+    found = surroundings.variables(Placement("cuda", gpus=(2, 5)), eager=False)
+    assert found["CUDA_VISIBLE_DEVICES"] == "2,5"
+    assert "TORCHDYNAMO_DISABLE" not in found
+    assert not [name for name in found if name.startswith("VLLM_CPU")]
+
+
+def test_a_replica_on_cpu_uses_its_share_of_threads_and_hides_no_gpu() -> None:
+    found = surroundings.variables(Placement("cpu", cpu_threads=3), eager=True)
+    assert found["OMP_NUM_THREADS"] == "3"
+    assert found["TORCHDYNAMO_DISABLE"] == "1"
+    assert "CUDA_VISIBLE_DEVICES" not in found
+    assert "TORCHDYNAMO_DISABLE" not in surroundings.variables(Placement("cpu"), eager=False)
+
+
+def test_what_the_user_set_stays_where_it_is_theirs_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(surroundings, "bytecode_folder", lambda environ: None)
+    environ = {"VLLM_LOGGING_LEVEL": "DEBUG", "HF_HUB_OFFLINE": "1"}
+    surroundings.apply(Placement("cpu"), eager=True, num_ranks=1, environ=environ)
+    assert environ["VLLM_LOGGING_LEVEL"] == "DEBUG"
+    assert environ["HF_HUB_OFFLINE"] == "1"
+    assert environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+
+
+def test_bytecode_goes_to_the_cache_only_where_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "vllm" / "__init__.py"
+    package.parent.mkdir()
+    package.write_text("")
+    spec = type("Spec", (), {"origin": str(package)})
+    monkeypatch.setattr(surroundings.importlib.util, "find_spec", lambda name: spec)
+    monkeypatch.setattr(sys, "pycache_prefix", None)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    environ = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    assert surroundings.bytecode_folder(environ) == tmp_path / "cache" / "rl-vllm" / "bytecode"
+    compiled = Path(surroundings.importlib.util.cache_from_source(str(package)))
+    compiled.parent.mkdir()
+    compiled.write_bytes(b"")
+    assert surroundings.bytecode_folder(environ) is None
