@@ -15,7 +15,7 @@ ON_CPU = ["cluster.device=cpu"]
 def test_a_recipe_is_valid_on_a_machine_with_its_devices_and_short(recipe, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
     assert read_config(recipe).config.policy.model_name
-    assert 10 <= len((RECIPES / f"{recipe}.yaml").read_text().splitlines()) <= 30
+    assert len((RECIPES / f"{recipe}.yaml").read_text().splitlines()) <= 30
 
 
 @pytest.mark.parametrize("recipe", NAMES)
@@ -41,7 +41,7 @@ def test_an_inherited_recipe_keeps_what_it_does_not_say():
         (["cluster.device=tpu"], "one of: auto, cuda, cpu"),
         (["algorithm=grop"], "did you mean 'grpo'"),
         (["algorithm=null"], "grpo, sft"),
-        (["policy.train_global_batch_size=100"], "does not divide the 256 rollouts"),
+        (["policy.train_global_batch_size=100"], "does not divide the 512 rollouts"),
         (["policy.generation.backend=vlm"], "did you mean 'vllm'"),
         (["policy.generation.vllm_cfg.max_model_len=6"], "leave no room for a prompt"),
         (["policy.dtensor_cfg.enabled=true", "policy.megatron_cfg.enabled=true"], "a policy has one backend"),

@@ -50,7 +50,9 @@ class Channel:
 
     def check(self, phase: str) -> None:
         """Raise `WeightSyncError` where the peer is gone or gave up; messages yet unread stay unread."""
-        if not select.select([self._socket], [], [], 0)[0]:
+        waiting = select.poll()
+        waiting.register(self._socket, select.POLLIN)
+        if not waiting.poll(0):
             return
         try:
             head = self._socket.recv(1 << 16, socket.MSG_PEEK | socket.MSG_DONTWAIT)
