@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import shutil
 import time
 import uuid
@@ -31,7 +30,8 @@ class _Note:
 
     def __init__(self, path: Path, content: dict[str, Any]) -> None:
         self._path = path
-        aside = path.with_name(f"{path.name}.{os.getpid()}.aside")
+        # under a name that no sweep takes for a note whose writer died: it is not locked yet
+        aside = path.with_name(f".aside-{uuid.uuid4().hex}")
         self._file: IO[str] = open(aside, "w")  # noqa: SIM115 - held open: the lock ends with it
         fcntl.flock(self._file, fcntl.LOCK_EX)
         json.dump(content, self._file)
