@@ -1,4 +1,7 @@
-"""Packed rows attend within themselves alone."""
+"""Packed rows attend within themselves alone, whatever computes it."""
+
+import importlib.util
+import sys
 
 import pytest
 import torch
@@ -7,7 +10,9 @@ from transformers import AutoConfig
 from rl_core.batch import TOKENS
 from rl_core.torch.loss import Rows
 from rl_dtensor.attention import ROWS, attention_for, row_attention
+from rl_dtensor.kernels import kernel_of
 from rl_dtensor.layout import Alignment, lay_out
+from rl_dtensor.preflight import check
 
 LENGTHS = (5, 1, 8, 3)
 
@@ -26,20 +31,28 @@ def dense(query, key, value, window):
     return (scores.softmax(-1) @ value).transpose(1, 2)
 
 
-@pytest.mark.parametrize("window", [None, 1, 3, 100])
-def test_it_is_dense_attention_under_a_block_diagonal_mask(window):
-    generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(1, heads, 17, 4, dtype=torch.float64, generator=generator) for heads in (4, 2, 2)]
+def attended(tensors, backend, window, *, is_packed=True):
+    """`[batch, tokens, heads, head_dim]`, by the kernel of a backend."""
     rows = Rows(torch.tensor([0, *LENGTHS]).cumsum(0), {TOKENS: torch.zeros(sum(LENGTHS), dtype=torch.int64)})
-    layout = lay_out(rows, Alignment(), is_packed=True)
+    layout = lay_out(rows, Alignment(), is_packed=is_packed)
+    attend = kernel_of(backend)
+    return row_attention(
+        torch.nn.Module(), *tensors, None, layout=layout, attend=attend, scaling=0.3, sliding_window=window
+    )[0]
+
+
+def random_tensors():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(1, heads, 17, 4, dtype=torch.float64, generator=generator) for heads in (4, 2, 2)]
+
+
+@pytest.mark.parametrize("backend", ["auto", "sdpa", "eager"])
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+def test_it_is_dense_attention_under_a_block_diagonal_mask(backend, window):
+    tensors = random_tensors()
     gradients = []
     outputs = []
-    for function in (
-        lambda q, k, v: row_attention(
-            torch.nn.Module(), q, k, v, None, layout=layout, scaling=0.3, sliding_window=window
-        )[0],
-        lambda q, k, v: dense(q, k, v, window),
-    ):
+    for function in (lambda *parts: attended(parts, backend, window), lambda *parts: dense(*parts, window)):
         leaves = [tensor.clone().requires_grad_() for tensor in tensors]
         output = function(*leaves)
         output.sin().sum().backward()
@@ -49,14 +62,79 @@ def test_it_is_dense_attention_under_a_block_diagonal_mask(window):
     torch.testing.assert_close(*gradients)
 
 
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+def test_flex_attention_sees_what_dense_attention_does(window):
+    """It has no backward pass on CPU."""
+    tensors = random_tensors()
+    torch.testing.assert_close(attended(tensors, "flex", window), dense(*tensors, window))
+
+
+class FlashAttention:
+    """The documented contract of flash-attn's two functions, in plain products: the package itself needs a GPU."""
+
+    @staticmethod
+    def flash_attn_func(q, k, v, *, softmax_scale, causal, window_size, dropout_p=0.0):
+        """`[batch, tokens, heads, head_dim]`; the last query is at the last key."""
+        assert causal
+        assert window_size[1] == 0
+        k, v = (part.repeat_interleave(q.shape[2] // k.shape[2], 2) for part in (k, v))
+        place = torch.arange(k.shape[1])
+        before = place[k.shape[1] - q.shape[1] :, None] - place
+        seen = (before >= 0) & ((before <= window_size[0]) | torch.tensor(window_size[0] < 0))
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * softmax_scale
+        return torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+
+    @classmethod
+    def flash_attn_varlen_func(cls, q, k, v, ends_q, ends_k, longest_q, longest_k, **options):
+        """`[tokens, heads, head_dim]`, with the rows' ends."""
+        assert (longest_q, longest_k) == (ends_q.diff().max(), ends_k.diff().max())
+        rows = zip(q.split(ends_q.diff().tolist()), *(x.split(ends_k.diff().tolist()) for x in (k, v)), strict=True)
+        return torch.cat([cls.flash_attn_func(*(part[None] for part in row), **options)[0] for row in rows])
+
+
+@pytest.mark.parametrize("window", [None, 1, 3])
+@pytest.mark.parametrize(
+    ("backend", "package"), [("flash_attention_2", "flash_attn"), ("flash_attention_3", "flash_attn_interface")]
+)
+def test_flash_attention_is_told_of_rows(monkeypatch, backend, package, window):
+    monkeypatch.setitem(sys.modules, package, FlashAttention)
+    tensors = random_tensors()
+    torch.testing.assert_close(attended(tensors, backend, window), dense(*tensors, window))
+    side_by_side = [torch.randn(len(LENGTHS), *tensor.shape[1:2], max(LENGTHS), 4) for tensor in tensors]
+    torch.testing.assert_close(
+        attended(side_by_side, backend, window, is_packed=False),
+        attended(side_by_side, "sdpa", window, is_packed=False),
+    )
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="flash-attn is installed")
+def test_a_backend_that_is_not_installed_is_refused_with_the_remedy():
+    problems = check({"policy": {"model_name": "m", "dtensor_cfg": {"attention_backend": "flash_attention_2"}}})
+    assert len(problems) == 1
+    assert "rl-dtensor[flash]" in problems[0]
+    assert "attention_backend=auto" in problems[0]
+
+
 def test_layers_that_carry_state_across_rows_are_neither_packed_nor_split():
     config = AutoConfig.for_model("qwen3", num_hidden_layers=2)
-    assert attention_for(config, packed=True, split=False, supports_sdpa=True) == ROWS
-    assert attention_for(config, packed=False, split=True, supports_sdpa=True) == ROWS
-    assert attention_for(config, packed=False, split=False, supports_sdpa=False) == "eager"
+    assert attention_for(config, "auto", packed=True, split=False, supports_sdpa=True) == ROWS
+    assert attention_for(config, "auto", packed=False, split=True, supports_sdpa=True) == ROWS
+    assert attention_for(config, "auto", packed=False, split=False, supports_sdpa=False) == "eager"
     with pytest.raises(ValueError, match=r"cannot be split.*context_parallel_size=1"):
-        attention_for(config, packed=False, split=True, supports_sdpa=False)
+        attention_for(config, "auto", packed=False, split=True, supports_sdpa=False)
     config.layer_types = ["linear_attention", "full_attention"]
-    assert attention_for(config, packed=False, split=False, supports_sdpa=True) == "sdpa"
+    assert attention_for(config, "auto", packed=False, split=False, supports_sdpa=True) == "sdpa"
     with pytest.raises(ValueError, match="layers of type linear_attention"):
-        attention_for(config, packed=True, split=False, supports_sdpa=True)
+        attention_for(config, "auto", packed=True, split=False, supports_sdpa=True)
+
+
+def test_a_backend_that_cannot_compute_a_model_is_refused():
+    whole = {"packed": False, "split": False}
+    capped = AutoConfig.for_model("gemma2", num_hidden_layers=2)
+    assert attention_for(capped, "eager", **whole, supports_sdpa=True) == "eager"
+    with pytest.raises(ValueError, match=r"flash_attention_2 cannot run a gemma2 model.*attention_backend=eager"):
+        attention_for(capped, "flash_attention_2", **whole, supports_sdpa=True)
+    dropping = AutoConfig.for_model("qwen3", num_hidden_layers=2, attention_dropout=0.1)
+    assert attention_for(dropping, "flash_attention_2", **whole, supports_sdpa=True) == ROWS
+    with pytest.raises(ValueError, match=r"flex has no dropout.*attention_dropout is 0.1"):
+        attention_for(dropping, "flex", **whole, supports_sdpa=True)

@@ -13,10 +13,11 @@ from rl_dtensor.plugin import PLUGIN
 from rl_dtensor.worker import DTensorWorker
 
 
-def problems(model_name="m", dtensor_cfg=None, **policy):
+def problems(model_name="m", dtensor_cfg=None, device="cpu", **policy):
     fields = ModelConfig(model_name=model_name, **policy)
     backend = DTensorConfig(**(dtensor_cfg or {}))
-    config = SimpleNamespace(policy=SimpleNamespace(**dict(fields), dtensor_cfg=backend))
+    cluster = SimpleNamespace(device=device)
+    config = SimpleNamespace(policy=SimpleNamespace(**dict(fields), dtensor_cfg=backend), cluster=cluster)
     return {problem.key: problem.message for check in PLUGIN.checks for problem in check(config)}
 
 
@@ -79,3 +80,15 @@ def test_adapters_go_by_name_or_everywhere():
     lora = {"enabled": True, "target_modules": ["q_proj"]}
     assert "match_all_linear" in "".join(problems(lora_cfg=lora))
     assert not problems(lora_cfg={**lora, "match_all_linear": False})
+
+
+def test_attention_that_a_device_or_a_precision_cannot_run_is_refused():
+    key = "policy.dtensor_cfg.attention_backend"
+    for backend in ("flash_attention_2", "flash_attention_3", "flex"):
+        assert "set it to auto, sdpa or eager" in problems(dtensor_cfg={"attention_backend": backend})[key]
+        for device in ("auto", "cuda"):
+            assert not problems(dtensor_cfg={"attention_backend": backend}, device=device)
+    flash = {"attention_backend": "flash_attention_2"}
+    assert "policy.precision=bfloat16" in problems(dtensor_cfg=flash, device="cuda", precision="float32")[key]
+    assert not problems(dtensor_cfg={"attention_backend": "flex"}, device="cuda", precision="float32")
+    assert not problems(dtensor_cfg={"attention_backend": "eager"}, precision="float32")

@@ -20,6 +20,7 @@ FACTORY = "dtensor_factories:build"
         {"dp_replicate_size": 2},
         {"activation_checkpointing": True},
         {"cpu_offload": True},
+        {"attention_backend": "eager"},
         {"dp_replicate_size": 2, "activation_checkpointing": True, "cpu_offload": True},
     ],
     ids=str,

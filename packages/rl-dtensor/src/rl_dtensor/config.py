@@ -11,6 +11,9 @@ from rl_core.config import Config
 Style = Literal["colwise", "rowwise", "replicated", "embedding", "head", "experts"]
 """How a module's parameters are split over tensor-parallel ranks; see `rl_dtensor.parallel.plan`."""
 
+AttentionBackend = Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex"]
+"""What computes attention; see `rl_dtensor.kernels`."""
+
 
 class DTensorConfig(Config):
     enabled: bool | None = None
@@ -33,6 +36,11 @@ class DTensorConfig(Config):
     """Runs of consecutive layers that each pipeline rank holds, interleaved with those of the others."""
     expert_parallel_size: int = Field(default=1, gt=0)
     """Ranks that share the experts of each layer; they are taken from those that shard parameters."""
+    attention_backend: AttentionBackend = "auto"
+    """What computes attention: torch's scaled dot-product attention row by row (`sdpa`), the same in plain matrix
+    products for debugging (`eager`), or one kernel for all rows, on GPUs: `flash_attention_2` (flash-attn is installed,
+    half precision), `flash_attention_3` (on Hopper) or torch's `flex`. `auto` is torch's own flash attention where it
+    can run, else `sdpa`."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory and bring parameters over layer by layer; on
     `cpu` they are there anyway."""

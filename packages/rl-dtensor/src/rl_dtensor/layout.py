@@ -94,6 +94,13 @@ class Segments:
         return torch.cat([torch.arange(*item.key, device=self.device) for item in self.items])
 
     @cached_property
+    def seen_keys(self) -> tuple[Tensor, Tensor]:
+        """int64 `[queries]` each: the first and the last key in the sequence that a query may see."""
+        first = [item.key[0] for item in self.items for _ in range(*item.query)]
+        last = [item.key[1] - item.query[1] + place for item in self.items for place in range(*item.query)]
+        return torch.tensor(first, device=self.device), torch.tensor(last, device=self.device)
+
+    @cached_property
     def longest(self) -> tuple[int, int]:
         """Most queries and most keys of a segment."""
         return (

@@ -31,7 +31,8 @@ from rl_core.torch.reads import score_reads, value_reads
 from rl_core.torch.split_reads import join_tokens, split_language_reads
 from rl_core.torch.vocab_parallel import VocabShard
 from rl_dtensor.attention import ROWS, attention_for
-from rl_dtensor.config import DTensorConfig
+from rl_dtensor.config import AttentionBackend, DTensorConfig
+from rl_dtensor.kernels import Attend, kernel_of
 from rl_dtensor.layout import Alignment, Context, Layout, lay_out
 from rl_dtensor.loading import init_head, rebuild_buffers
 from rl_dtensor.lora import add_adapters, init_adapters
@@ -43,6 +44,7 @@ from rl_dtensor.parallel.plan import plan_of
 from rl_dtensor.parallel.sizes import shape_problems
 from rl_dtensor.parallel.stages import Stages
 from rl_dtensor.parallel.tensor import part_of, split_tensors, to_local
+from rl_dtensor.settings import device_problems
 from rl_dtensor.weights import Catalog, Weights, persistent
 
 HEADLESS_ROLES: tuple[Role, ...] = ("critic", "reward_model")
@@ -77,6 +79,7 @@ class ReadingModel(nn.Module):
     Args:
         hf: the model; its names are those of the checkpoint.
         role: decides how the head is read.
+        attend: its attention, where that is told of rows.
         chunk_size: tokens whose logits exist at one time.
         alignment: what a forward pass must fit.
         is_packed: rows lie end to end instead of being padded.
@@ -88,6 +91,7 @@ class ReadingModel(nn.Module):
         hf: PreTrainedModel,
         role: Role,
         *,
+        attend: Attend,
         chunk_size: int,
         alignment: Alignment,
         is_packed: bool,
@@ -97,6 +101,7 @@ class ReadingModel(nn.Module):
         super().__init__()
         self.hf = hf
         self.role = role
+        self.attend = attend
         self.chunk_size = chunk_size
         self.alignment = alignment
         self.is_packed = is_packed
@@ -173,8 +178,10 @@ class ReadingModel(nn.Module):
         return {**first, "position_ids": layout.position_ids, **self.rows_of(layout)}
 
     def rows_of(self, layout: Layout) -> dict[str, Any]:
-        """What tells attention where rows start and end."""
-        return {"layout": layout} if self.sees_rows else {"attention_mask": layout.attention_mask}
+        """What tells attention where rows start and end, and how to compute them."""
+        if self.sees_rows:
+            return {"layout": layout, "attend": self.attend}
+        return {"attention_mask": layout.attention_mask}
 
 
 class ShardedModel:
@@ -287,7 +294,11 @@ def build_model(
         ValueError: where the files, the config, the mesh and the role do not fit together.
     """
     hf_config = read_config(folder, config.hf_config_overrides)
-    for problem in shape_problems(backend, hf_config.get_text_config().to_dict()):
+    problems = (
+        *device_problems(backend, precision=config.precision, device=mesh.device.type),
+        *shape_problems(backend, hf_config.get_text_config().to_dict()),
+    )
+    for problem in problems:
         raise ValueError(f"{problem.key} {problem.message}")
     builder = _Builder(config, backend, spec, hf_config, is_packed, mesh)
     model = builder.build()
@@ -324,6 +335,7 @@ class _Builder:
         return _on_meta(
             self.hf_config,
             self.spec.role,
+            self.backend.attention_backend,
             dtype=torch.float32 if trains_all else getattr(torch, self.config.precision),
             is_packed=self.is_packed,
             is_split=self.mesh.sizes.cp > 1 or self.backend.sequence_parallel,
@@ -362,6 +374,7 @@ class _Builder:
         model = ReadingModel(
             hf,
             role,
+            attend=kernel_of(backend.attention_backend),
             chunk_size=self.config.logprob_chunk_size,
             alignment=self._alignment(),
             is_packed=self.is_packed,
@@ -445,12 +458,18 @@ def decoder_layers(hf: PreTrainedModel) -> list[nn.Module]:
 
 
 def _on_meta(
-    config: PreTrainedConfig, role: Role, *, dtype: torch.dtype, is_packed: bool, is_split: bool
+    config: PreTrainedConfig,
+    role: Role,
+    backend: AttentionBackend,
+    *,
+    dtype: torch.dtype,
+    is_packed: bool,
+    is_split: bool,
 ) -> PreTrainedModel:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"{config.model_type} models are no causal language models")
     supports_sdpa = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa
-    attention = attention_for(config, packed=is_packed, split=is_split, supports_sdpa=supports_sdpa)
+    attention = attention_for(config, backend, packed=is_packed, split=is_split, supports_sdpa=supports_sdpa)
     auto = AutoModelForCausalLM
     if role in HEADLESS_ROLES:
         config.num_labels = 1

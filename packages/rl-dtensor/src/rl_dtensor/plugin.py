@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from rl_core.config import Problem
 from rl_core.registry import BackendPlugin, Requirement
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.parallel.sizes import combination_problems, num_ranks, shape_problems
+from rl_dtensor.settings import device_problems
 
 
 def check_policy(config: Any) -> Iterable[Problem]:
@@ -48,9 +47,13 @@ def check_mesh(config: Any) -> Iterable[Problem]:
     """Problems of the mesh, by itself and with the model where its config is on this machine."""
     backend = config.policy.dtensor_cfg
     yield from combination_problems(backend)
-    settings = Path(config.policy.model_name) / "config.json"
-    if settings.is_file():
-        yield from shape_problems(backend, {**json.loads(settings.read_text()), **config.policy.hf_config_overrides})
+    yield from shape_problems(backend, config.policy.local_hf_config())
+
+
+def check_device(config: Any) -> Iterable[Problem]:
+    """Settings that the run's device, or the policy's precision, cannot run."""
+    policy = config.policy
+    yield from device_problems(policy.dtensor_cfg, precision=policy.precision, device=config.cluster.device)
 
 
 PLUGIN = BackendPlugin(
@@ -64,6 +67,6 @@ PLUGIN = BackendPlugin(
         imports=("torch", "transformers", "safetensors"),
     ),
     ranks=num_ranks,
-    checks=(check_policy, check_mesh),
+    checks=(check_policy, check_mesh, check_device),
     preflight="rl_dtensor.preflight:check",
 )

@@ -9,16 +9,20 @@ import torch
 
 from rl_core.model_config import ModelConfig, OptimizerConfig, SchedulerConfig
 from rl_core.torch.optimizer import build_optimizer, build_schedule
+from rl_dtensor.config import DTensorConfig
+from rl_dtensor.kernels import kernel_of
 
 
 def check(config: Mapping[str, Any]) -> list[str]:
     """Problems of the `policy` section of a resolved config, as text: the optimizer and the schedules are built on
-    one parameter."""
+    one parameter, the attention backend is imported."""
     policy = config["policy"]
     fields = ModelConfig.model_fields
     optimizer_config = OptimizerConfig.model_validate(policy.get("optimizer", fields["optimizer"].default))
     schedules = [SchedulerConfig.model_validate(entry) for entry in policy.get("scheduler", [])]
+    backend = DTensorConfig.model_validate(policy.get("dtensor_cfg", {}))
     try:
+        kernel_of(backend.attention_backend)
         optimizer = build_optimizer(optimizer_config, [torch.nn.Parameter(torch.zeros(1))])
         build_schedule(schedules, optimizer)
     except ValueError as error:

@@ -1,0 +1,213 @@
+"""Ways to compute causal attention of rows whose queries, keys and values are on this rank."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, lru_cache, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.varlen import varlen_attn
+
+from rl_dtensor.config import AttentionBackend
+from rl_dtensor.layout import Segments
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """What an attention layer does with its scores.
+
+    Args:
+        scaling: of the products; `head_dim ** -0.5` where None.
+        dropout: share of the weights that are dropped.
+        window: tokens that each token sees, itself included; all before it where None.
+    """
+
+    scaling: float | None = None
+    dropout: float = 0.0
+    window: int | None = None
+
+    @property
+    def flash_window(self) -> tuple[int, int]:
+        """Tokens seen before and after each, as flash attention counts them."""
+        return (-1 if self.window is None else self.window - 1, 0)
+
+
+Attend = Callable[[Tensor, Tensor, Tensor, Segments, Softmax], Tensor]
+"""From `[batch, heads, tokens, head_dim]`, with fewer heads for keys and values where they are grouped, to the same of
+the queries. The segments cover the queries in order; the last query of each is at its last key."""
+
+_Row = Callable[[Tensor, Tensor, Tensor, Softmax], Tensor]
+
+
+def kernel_of(backend: AttentionBackend) -> Attend:
+    """The attention of a backend.
+
+    Raises:
+        ValueError: where its package is not installed.
+    """
+    if backend == "flash_attention_2":
+        return _flash("flash_attn", "pip install 'rl-dtensor[flash]'", takes_dropout=True)
+    if backend == "flash_attention_3":
+        return _flash("flash_attn_interface", "build it from hopper/ of the flash-attention repository")
+    return _KERNELS[backend]
+
+
+def _by_row(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, softmax: Softmax, *, attend_row: _Row
+) -> Tensor:
+    """One segment after another: skips the work between rows that a block-diagonal mask would pay for."""
+    outputs = [
+        attend_row(
+            query[:, :, slice(*segment.query)],
+            key[:, :, slice(*segment.key)],
+            value[:, :, slice(*segment.key)],
+            softmax,
+        )
+        for segment in segments.items
+    ]
+    return torch.cat(outputs, dim=2)
+
+
+def _sdpa_row(query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    is_plain = num_queries == num_keys and (softmax.window is None or num_keys <= softmax.window)
+    mask = None if is_plain else _seen(num_queries, num_keys, softmax.window, query.device)
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=softmax.dropout,
+        is_causal=is_plain,
+        scale=softmax.scaling,
+        enable_gqa=True,
+    )
+
+
+def _eager_row(query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
+    """Matrix products and a softmax, in float32 at least."""
+    repeats = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    scaling = query.shape[-1] ** -0.5 if softmax.scaling is None else softmax.scaling
+    seen = _seen(query.shape[2], key.shape[2], softmax.window, query.device)
+    scores = (query @ key.transpose(2, 3) * scaling).masked_fill(~seen, -torch.inf)
+    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
+    return F.dropout(weights, softmax.dropout) @ value
+
+
+def _seen(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
+    """bool `[queries, keys]`."""
+    place = torch.arange(num_keys, device=device)
+    distance = place[num_keys - num_queries :, None] - place
+    seen = distance >= 0
+    return seen if window is None else seen & (distance < window)
+
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, softmax: Softmax) -> Tensor:
+    """All segments in one flash attention of torch; without dropout, in half precision on CUDA."""
+    if segments.keys is not None:
+        key, value = key.index_select(2, segments.keys), value.index_select(2, segments.keys)
+    flat = (part[0].transpose(0, 1) for part in (query, key, value))
+    out = varlen_attn(
+        *flat,
+        segments.query_ends,
+        segments.key_ends,
+        *segments.longest,
+        scale=softmax.scaling,
+        window_size=softmax.flash_window,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return out.transpose(0, 1)[None]
+
+
+def _flex(query: Tensor, key: Tensor, value: Tensor, segments: Segments, softmax: Softmax) -> Tensor:
+    """One kernel that skips the blocks between rows; a block mask is made once per microbatch and window."""
+    mask = _block_mask(segments, softmax.window, key.shape[2])
+    attend = _compiled_flex() if query.is_cuda else flex_attention
+    out: Tensor = attend(
+        query, key, value, block_mask=mask, scale=softmax.scaling, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    return out
+
+
+@cache
+def _compiled_flex() -> Any:
+    return torch.compile(flex_attention)  # uncompiled, it makes all scores
+
+
+@lru_cache(maxsize=8)
+def _block_mask(segments: Segments, window: int | None, num_keys: int) -> Any:
+    first, last = segments.seen_keys
+
+    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        seen = (key >= first[query]) & (key <= last[query])
+        return seen if window is None else seen & (key > last[query] - window)
+
+    is_cuda = segments.device.type == "cuda"
+    return create_block_mask(sees, None, None, len(first), num_keys, segments.device, _compile=is_cuda)
+
+
+def _flash(package: str, remedy: str, *, takes_dropout: bool = False) -> Attend:
+    """Packed rows in one flash attention of a package, those side by side segment by segment."""
+    try:
+        functions = importlib.import_module(package)
+    except ImportError as error:
+        raise ValueError(
+            f"policy.dtensor_cfg.attention_backend needs {package}, which cannot be imported ({error}); {remedy}, "
+            "or set attention_backend=auto"
+        ) from error
+
+    def options(softmax: Softmax) -> dict[str, Any]:
+        dropout = {"dropout_p": softmax.dropout} if takes_dropout else {}
+        return {
+            "softmax_scale": softmax.scaling,
+            "causal": True,
+            "window_size": softmax.flash_window,
+            **dropout,
+        }
+
+    def attend_row(query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
+        parts = (part.transpose(1, 2) for part in (query, key, value))
+        return _output(functions.flash_attn_func(*parts, **options(softmax))).transpose(1, 2)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, softmax: Softmax) -> Tensor:
+        if len(query) > 1:
+            return _by_row(query, key, value, segments, softmax, attend_row=attend_row)
+        if segments.keys is not None:
+            key, value = key.index_select(2, segments.keys), value.index_select(2, segments.keys)
+        flat = (part[0].transpose(0, 1) for part in (query, key, value))
+        ends = (segments.query_ends, segments.key_ends)
+        out = _output(functions.flash_attn_varlen_func(*flat, *ends, *segments.longest, **options(softmax)))
+        return out.transpose(0, 1)[None]
+
+    return attend
+
+
+def _output(returned: Any) -> Tensor:
+    """Some versions also return the logarithms of the softmax's sums."""
+    out: Tensor = returned[0] if isinstance(returned, tuple) else returned
+    return out
+
+
+def _auto(query: Tensor, key: Tensor, value: Tensor, segments: Segments, softmax: Softmax) -> Tensor:
+    """torch's flash attention where it can run, else row by row."""
+    is_packed = len(query) == 1
+    if query.is_cuda and query.dtype in HALF and softmax.dropout == 0.0 and is_packed:
+        return _varlen(query, key, value, segments, softmax)
+    return _by_row(query, key, value, segments, softmax, attend_row=_sdpa_row)
+
+
+_KERNELS: Mapping[AttentionBackend, Attend] = {
+    "auto": _auto,
+    "sdpa": partial(_by_row, attend_row=_sdpa_row),
+    "eager": partial(_by_row, attend_row=_eager_row),
+    "flex": _flex,
+}
