@@ -20,6 +20,7 @@ class Conversation:
         info: of the prompt (the answer, a seed).
         completion: text of the newest turn.
         truncated: whether the newest turn ran into the token limit.
+        turn: number of the policy's turns before the newest.
     """
 
     id: str
@@ -27,6 +28,7 @@ class Conversation:
     info: Mapping[str, Any]
     completion: str
     truncated: bool = False
+    turn: int = 0
 
 
 @dataclass(frozen=True)

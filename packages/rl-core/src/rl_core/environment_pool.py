@@ -72,7 +72,8 @@ class EnvironmentPool:
     async def step(self, conversations: Sequence[Conversation]) -> list[StepResult | EnvironmentFailure]:
         """One outcome per conversation, in order; the `state` of a result is None, as it stays in its process.
 
-        A conversation unknown to the pool is on its first turn. One that is done or failed is forgotten.
+        One that is done or failed is forgotten. One past its first turn that the pool does not know fails: it belongs
+        to a pool that died, and its state died with it.
 
         Raises:
             ValueError: where a conversation is being stepped already.
@@ -138,12 +139,13 @@ class EnvironmentPool:
             )
         payloads = [pickle.dumps(conversation, protocol=pickle.HIGHEST_PROTOCOL) for conversation in conversations]
         items = []
-        for index, (id, payload) in enumerate(zip(ids, payloads, strict=True)):
-            home = self._homes.get(id)
+        for index, (conversation, payload) in enumerate(zip(conversations, payloads, strict=True)):
+            home = self._homes.get(conversation.id)
             if home is None:
-                home = self._homes[id] = _Home(min(self._workers, key=_Worker.load))
+                lost = "its environment was started again and its state is lost" if conversation.turn else ""
+                home = self._homes[conversation.id] = _Home(min(self._workers, key=_Worker.load), lost=lost)
             home.busy = True
-            items.append(_Item(id, payload, home, call, index))
+            items.append(_Item(conversation.id, payload, home, call, index))
             home.worker.num_pending += 1
         return items
 

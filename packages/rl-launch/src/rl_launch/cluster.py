@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -23,13 +25,19 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from rl_core.errors import ConfigError, RLError
-from rl_core.ray.host import AsyncWorkerHost, WorkerHost
+from rl_core.ray.host import AsyncWorkerHost, RestartingHost, WorkerHost
 from rl_launch.device import Device
 
 _log = logging.getLogger(__name__)
 
 START_ATTEMPTS = 3
 """Ray's raylet sometimes misses its own fixed start-up deadline on a busy machine; a second try succeeds."""
+
+MOST_RESTARTS = 1000
+"""Of one environment's process in a run of weeks; its own failures it restarts below that process."""
+
+CALL_ATTEMPTS = 3
+"""Deaths of an environment's process that one call may live through."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +151,11 @@ class VirtualCluster:
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=False)
         return ray.remote(AsyncWorkerHost).options(**options, max_concurrency=10_000).remote()
 
+    def start_restarting_worker(self, process: WorkerProcess, *recipe: Any, **named: Any) -> ActorHandle:
+        """A `RestartingHost` anywhere, started again by Ray where its process dies, and its calls made again."""
+        options = _options(process, num_cpus=0) | {"max_restarts": MOST_RESTARTS, "max_task_retries": CALL_ATTEMPTS}
+        return ray.remote(RestartingHost).options(**options, max_concurrency=10_000).remote(*recipe, **named)
+
     def close(self) -> None:
         """Give back what is reserved, and end Ray where this object started it."""
         for group in self._groups:
@@ -167,14 +180,39 @@ def _start_ray(num_nodes: int, cpu_ranks_per_node: int) -> None:
     }
     for attempt in range(1, START_ATTEMPTS + 1):
         try:
-            ray.init(**({"address": address} if address else local), log_to_driver=False, logging_level=logging.ERROR)
+            with _sessions_of_their_own():
+                ray.init(**({"address": address} if address else local), log_to_driver=False, logging_level=logging.ERROR)
             return
         except (RuntimeError, ConnectionError, TimeoutError) as error:
             ray.shutdown()
+            if address and isinstance(error, ConnectionError):
+                raise ConfigError(
+                    f"RAY_ADDRESS is {address}, but no Ray cluster answers there: {error}\n"
+                    "Start it, or unset RAY_ADDRESS to use this machine alone."
+                ) from None
             if attempt == START_ATTEMPTS:
                 raise RLError(f"Ray did not start in {START_ATTEMPTS} attempts; the last said: {error}") from error
             _log.warning("Ray did not start (%s); trying again", str(error).splitlines()[0])
             time.sleep(2.0)
+
+
+@contextmanager
+def _sessions_of_their_own() -> Iterator[None]:
+    """Have processes that are started meanwhile lead sessions of their own.
+
+    A signal to the driver's process group (`timeout`, Slurm, a terminal) then reaches the driver alone, which ends Ray
+    when it has saved; where the driver dies the kernel ends Ray. Ray has no option for it.
+    """
+    start = subprocess.Popen.__init__
+
+    def start_apart(self: Any, *args: Any, **named: Any) -> None:
+        start(self, *args, **{"start_new_session": True, **named})
+
+    subprocess.Popen.__init__ = start_apart  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        subprocess.Popen.__init__ = start  # type: ignore[method-assign]
 
 
 def _object_store_bytes() -> int:

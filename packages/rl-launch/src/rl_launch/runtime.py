@@ -16,7 +16,7 @@ from typing import Any
 from ray.actor import ActorHandle
 
 from rl_algos.rollouts.worker import RolloutWorkerSpec
-from rl_core.errors import ConfigError, Origin
+from rl_core.errors import ConfigError, Origin, RLError
 from rl_core.generation import Placement
 from rl_core.ray.calls import gather
 from rl_core.ray.environment import RemoteEnvironment
@@ -28,10 +28,11 @@ from rl_launch.model_group import ModelGroup
 from rl_launch.residency import Residency, Tenant
 from rl_launch.rollout_pool import Replica, RolloutPool
 from rl_launch.root import Backends
-from rl_launch.topology import Topology, plan
-from rl_launch.weight_sync import GENERATION, POLICY, Canary, WeightSync
-from rl_launch.worker_envs import ROLLOUT_WORKER, TRAINER, WorkerEnvSpec, provision, worker_env, worker_variables
+from rl_launch.topology import GENERATION, POLICY, Topology, plan
+from rl_launch.weight_sync import Canary, WeightSync
+from rl_launch.worker_envs import provision, worker_variables
 from rl_launch.worker_envs.engine_checks import engine_problems
+from rl_launch.worker_envs.roles import role_specs
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ Start = tuple[Callable[[], ActorHandle], Placement]
 """How an empty rollout worker is started, and where its engine runs."""
 
 ENVIRONMENT_POOL = "rl_core.environment_pool:EnvironmentPool"
+ENVIRONMENT_START_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -58,13 +60,7 @@ def provision_workers(
     Raises:
         WorkerEnvironmentError: where one cannot be had.
     """
-    wanted: dict[str, WorkerEnvSpec] = {}
-    if trains:
-        wanted["policy"] = worker_env(backends.policy.plugin.requirement, device, also=(TRAINER,))
-    if backends.generation is not None:
-        wanted["generation"] = worker_env(backends.generation.plugin.requirement, device, also=(ROLLOUT_WORKER,))
-    for name in sorted(needs.environments) if needs else ():
-        wanted[f"env.{name}"] = worker_env(plugin(ENVIRONMENTS, name).requirement, device)
+    wanted = role_specs(backends, needs.environments if needs else (), device, trains=trains)
     found = provision(wanted.values(), config.cluster.worker_envs)
     pythons = {key: found[spec] for key, spec in wanted.items()}
     environments = {key.removeprefix("env."): python for key, python in pythons.items() if key.startswith("env.")}
@@ -268,17 +264,18 @@ class Runtime:
     def _start_environment(self, name: str) -> RemoteEnvironment:
         found: EnvironmentPlugin = plugin(ENVIRONMENTS, name)
         settings = getattr(self._config.env, name)
-        actor = self._cluster.start_async_worker(self._process(self._pythons.environments[name], num_gpus=0, ranks=1))
-        origin = Origin(f"environment {name}", 0, "its node", "start")
-        started = actor.start.remote(
+        actor = self._cluster.start_restarting_worker(
+            self._process(self._pythons.environments[name], num_gpus=0, ranks=1),
+            f"{self._logs}/environment-{name}.log",
+            f"environment {name}",
             ENVIRONMENT_POOL,
             found.environment,
             settings,
             num_workers=settings.num_workers,
             deadline_s=settings.deadline_s,
         )
-        log = actor.log_to.remote(f"{self._logs}/environment-{name}.log")
-        gather([log, started], [origin] * 2, 120.0)
+        origin = Origin(f"environment {name}", 0, "its node", "start")
+        gather([actor.call.remote("health")], [origin], ENVIRONMENT_START_TIMEOUT_S)
         self._exit.callback(partial(_close_environment, actor, origin))
         return RemoteEnvironment(actor, name=name)
 
@@ -296,4 +293,7 @@ def _cores() -> int:
 
 
 def _close_environment(actor: ActorHandle, origin: Origin) -> None:
-    gather([actor.call.remote("close")], [origin], 30.0)
+    try:
+        gather([actor.call.remote("close")], [origin], 30.0)
+    except RLError as error:
+        _log.warning("%s", error)

@@ -9,6 +9,9 @@ from typing import Any
 from rl_core.config import Problem
 from rl_core.weights import TransportKind
 
+POLICY, GENERATION = "policy", "generation"
+"""Who has devices: roles in messages, and tenants of devices that are shared."""
+
 
 @dataclass(frozen=True)
 class Topology:
@@ -55,6 +58,24 @@ def plan(*, num_nodes: int, ranks_per_node: int, device: str, colocated: Any, re
     if num_nodes == 1:
         return Topology(1, ranks_per_node - apart_ranks, 1, apart_ranks, replica_ranks, False, device)
     return Topology(num_nodes - apart_nodes, ranks_per_node, apart_nodes, apart_ranks, replica_ranks, False, device)
+
+
+def colocated_problems(colocated: Any) -> Iterator[Problem]:
+    """Devices set aside for generation that takes turns with the policy on the policy's own.
+
+    Args:
+        colocated: `policy.generation.colocated`.
+    """
+    if not colocated.enabled:
+        return
+    for name in ("num_nodes", "gpus_per_node"):
+        value = getattr(colocated.resources, name)
+        if value is not None:
+            yield Problem(
+                f"policy.generation.colocated.resources.{name}",
+                f"got {value}, but colocated generation has the policy's devices and none of its own; set "
+                "policy.generation.colocated.enabled=false, or take this key out",
+            )
 
 
 def topology_problems(topology: Topology, policy_ranks: int) -> Iterator[Problem]:

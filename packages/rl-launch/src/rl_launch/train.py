@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_algos.tokenizer import load_tokenizer
+from rl_core.errors import WorkerDied
 from rl_core.registry import ALGORITHMS, AlgorithmPlugin, plugin, resolve
-from rl_launch.device import resolve_device
+from rl_launch.device import check_devices, resolve_device
 from rl_launch.local_models import local_model
+from rl_launch.restoration import Restoration
 from rl_launch.root import backends_of
 from rl_launch.session import RunSession
+from rl_launch.session.writers import check_writers
 
 
 def train(config: Any, *, run_dir: str | Path, title: str = "", fresh: bool = False) -> Mapping[str, float]:
-    """Run the configured algorithm in a run directory, resuming what is there.
+    """Run the configured algorithm in a run directory, resuming what is there; a run that a dead model worker ended goes
+    on from its newest checkpoint.
 
-    Data, environments of workers and the run directory are checked before a process is started.
+    What can be found wrong without a worker is, before a process is started, and what is found soonest comes first.
 
     Args:
         config: resolved root.
@@ -32,12 +36,33 @@ def train(config: Any, *, run_dir: str | Path, title: str = "", fresh: bool = Fa
         ConfigError, DataError, RunDirectoryError, WorkerEnvironmentError: before anything is started.
         RLError: where the run fails, with role, rank, node and phase.
     """
-    written, config = config, with_local_model(config)
+    started = time.monotonic()
+    algorithm: AlgorithmPlugin = plugin(ALGORITHMS, config.algorithm)
+    check_writers(config.logger)
+    check_devices(config.cluster)
+    loaded = resolve(algorithm.load)(config)
+    restoration = Restoration(saves=config.checkpointing.enabled)
+    session = RunSession(run_dir, config, title=title, fresh=fresh, since=started)
+    while True:
+        try:
+            _run(config, loaded, session, restoration)
+            return session.last_metrics
+        except WorkerDied:
+            if not restoration.goes_on:
+                raise
+        session = RunSession(run_dir, config, title=title, since=started)
+
+
+def _run(config: Any, loaded: Any, session: RunSession, restoration: Restoration) -> None:
+    # imports transformers, which takes a second
+    from rl_algos.tokenizer import load_tokenizer
+
+    config = with_local_model(config)
     algorithm: AlgorithmPlugin = plugin(ALGORITHMS, config.algorithm)
     tokenizer = load_tokenizer(config.policy.tokenizer, config.policy.model_name)
-    data = resolve(algorithm.prepare)(config, tokenizer)
+    data = resolve(algorithm.prepare)(config, tokenizer, loaded)
     needs = resolve(algorithm.rollouts)(config, data) if algorithm.generates else None
-    with RunSession(run_dir, written, title=title, fresh=fresh) as session:
+    with session:
         # Ray takes a second to import: only a run that will start may pay for it
         from rl_launch.cluster import VirtualCluster
         from rl_launch.runtime import Runtime, check_engines, provision_workers
@@ -46,17 +71,24 @@ def train(config: Any, *, run_dir: str | Path, title: str = "", fresh: bool = Fa
         device = resolve_device(config.cluster.device)
         pythons = provision_workers(config, backends, needs, device)
         check_engines(config, backends, pythons)
-        with (
-            VirtualCluster.of(config.cluster, device) as cluster,
-            Runtime(config, backends, pythons, cluster, session.directory.logs) as runtime,
-        ):
-            with session.phase("starting"):
-                components = runtime.components(algorithm, data, needs, vocabulary=len(tokenizer))
-            resolve(algorithm.run)(config, components, session)
-    return session.last_metrics
+        try:
+            with (
+                VirtualCluster.of(config.cluster, device) as cluster,
+                Runtime(config, backends, pythons, cluster, session.directory.logs) as runtime,
+            ):
+                with session.phase("starting"):
+                    components = runtime.components(algorithm, data, needs, vocabulary=len(tokenizer))
+                resolve(algorithm.run)(config, components, session)
+        except WorkerDied as error:
+            restoration.judge(error, session)
+            raise
 
 
 def with_local_model(config: Any) -> Any:
     """The config with the folder of a model that is made on this machine in the place of its name."""
-    folder = local_model(config.policy.model_name)
-    return config.model_copy(update={"policy": config.policy.model_copy(update={"model_name": folder})})
+    policy = config.policy
+    tokenizer = policy.tokenizer
+    if tokenizer.name is not None:
+        tokenizer = tokenizer.model_copy(update={"name": local_model(tokenizer.name)})
+    changed = {"model_name": local_model(policy.model_name), "tokenizer": tokenizer}
+    return config.model_copy(update={"policy": policy.model_copy(update=changed)})

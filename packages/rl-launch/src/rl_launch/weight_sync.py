@@ -19,10 +19,10 @@ from rl_core.ray.calls import gather
 from rl_core.ray.model import RemoteModel
 from rl_core.weights import Transport, TransportKind, verify_receipt
 from rl_launch.residency import Residency
+from rl_launch.topology import GENERATION, POLICY
 
 _log = logging.getLogger(__name__)
 
-POLICY, GENERATION = "policy", "generation"
 ATTEMPTS = 2
 """A transfer that arrives broken is tried once more before the run stops."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import uuid
 from collections import Counter
 
 import numpy as np
@@ -11,8 +11,6 @@ import numpy as np
 from rl_core.environment import Conversation, StepResult
 from rl_core.generation import GenerationClient, SamplingParams
 from rl_core.rollout import Completion, Message, Prompt, Rollout, Turn, WeightSpan
-
-_conversation_numbers = itertools.count()
 
 
 class Transcript:
@@ -90,7 +88,8 @@ class MultiTurnProgram:
         """Play one rollout."""
         transcript = Transcript(prompt)
         messages: list[Message] = list(prompt.messages)
-        identity = f"{prompt.id}/{next(_conversation_numbers)}"
+        # unlike any before it, for an environment may still know those of a rollout worker that died
+        identity = f"{prompt.id}/{uuid.uuid4().hex}"
         sampling = client.sampling
         for turn in range(1, self._max_turns + 1):
             completion = await client.generate(transcript.tokens, self._within(sampling, transcript))
@@ -98,7 +97,7 @@ class MultiTurnProgram:
             text = client.decode(completion.token_ids)
             messages.append({"role": "assistant", "content": text})
             cut = completion.stop_reason != "stop"
-            result = await client.step(Conversation(identity, tuple(messages), prompt.info, text, cut))
+            result = await client.step(Conversation(identity, tuple(messages), prompt.info, text, cut, turn - 1))
             observed = self._observation(client, messages, result, completion)
             fits = len(transcript.tokens) + len(observed) < self._max_tokens
             ends = result.done or cut or turn == self._max_turns or not fits

@@ -1,7 +1,8 @@
-"""The only two actor classes: they hold a worker built inside its own environment, and make what leaves it plain."""
+"""The only actor classes: they hold a worker built inside its own environment, and make what leaves it plain."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 import traceback
@@ -13,6 +14,8 @@ import ray
 
 from rl_core.errors import RLError, WorkerError
 from rl_core.registry import resolve
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ class AsyncWorkerHost:
     async def start(self, target: str, *args: Any, **kwargs: Any) -> Any:
         """Build the worker `"package.module:Class"`, imported in this process, and await its `start`."""
         self._worker = _plainly(lambda: resolve(target)(*args, **kwargs))
-        return await self.call("start")
+        return await AsyncWorkerHost.call(self, "start")
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Await a method of the worker."""
@@ -92,6 +95,34 @@ class AsyncWorkerHost:
             return await getattr(self._worker, method)(*args, **kwargs)
         except Exception as error:  # noqa: BLE001 - a worker's failure becomes a report that any process can read
             raise plain(error) from None
+
+
+class RestartingHost(AsyncWorkerHost):
+    """An `AsyncWorkerHost` that Ray can start again where its process dies: its worker is built by the first call.
+
+    Args:
+        log: file that this process's log records go to.
+        name: of the worker, for that log.
+        target: `"package.module:Class"` of the worker, then its arguments.
+    """
+
+    def __init__(self, log: str, name: str, target: str, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        log_to(log)
+        self._recipe = (target, args, kwargs)
+        self._starting = asyncio.Lock()
+        self._has_started = False
+        if ray.get_runtime_context().was_current_actor_reconstructed:
+            _log.warning("%s: the process died and was started again; calls under way are made again", name)
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Await a method of the worker, building and starting it first where that has not been done."""
+        async with self._starting:
+            if not self._has_started:
+                target, arguments, named = self._recipe
+                await self.start(target, *arguments, **named)
+                self._has_started = True
+        return await super().call(method, *args, **kwargs)
 
 
 def log_to(path: str) -> None:

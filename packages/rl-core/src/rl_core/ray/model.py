@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -11,13 +12,20 @@ import ray
 from ray.actor import ActorHandle
 
 from rl_core.batch import Batch
-from rl_core.errors import Origin
+from rl_core.errors import Origin, RLError, WorkerDied, WorkerError
 from rl_core.mesh import Coordinates
 from rl_core.metrics import reduce_metrics
 from rl_core.microbatch import PAIR, shard
 from rl_core.model import Loss, Metrics, Part, Read
-from rl_core.ray.calls import gather
+from rl_core.ray.calls import fetch, gather
 from rl_core.weights import Digests, Manifest, Transport
+
+_log = logging.getLogger(__name__)
+
+DEATH_NOTICE_S = 10.0
+"""How long Ray may take to notice that a process has ended; its peers see their connections close before that."""
+
+CLOSE_TIMEOUT_S = 30.0
 
 
 class RemoteModel:
@@ -106,7 +114,7 @@ class RemoteModel:
         refs = [worker.call.remote("send", manifest, transport) for worker in self._workers]
 
         def finish() -> Digests:
-            answers = gather(refs, self._origins("weight sync"), transport.timeout_s * 2)
+            answers = self._gather(refs, "weight sync", transport.timeout_s * 2)
             return {name: digest for answer in answers for name, digest in answer.items()}
 
         return finish
@@ -116,16 +124,18 @@ class RemoteModel:
         return gather([worker.health.remote() for worker in self._workers], self._origins("health"), 30.0)
 
     def close(self) -> None:
-        """Have every rank leave its process group, then end the processes."""
-        self.call_all("close")
+        """Have every rank leave its process group, then end the processes; one that is dead already only ends."""
+        closing = [worker.call.remote("close") for worker in self._workers]
+        try:
+            gather(closing, self._origins("close"), CLOSE_TIMEOUT_S)
+        except RLError as error:
+            _log.debug("%s", error)
         for worker in self._workers:
             ray.kill(worker)
 
     def call_all(self, method: str, *args: Any) -> list[Any]:
         """Call every rank alike."""
-        return gather(
-            [worker.call.remote(method, *args) for worker in self._workers], self._origins(method), self._timeout_s
-        )
+        return self._gather([worker.call.remote(method, *args) for worker in self._workers], method, self._timeout_s)
 
     def _loss_call(self, method: str, batch: Batch, loss: Loss) -> Metrics:
         inputs = batch.only([name for name in ("tokens", PAIR, *loss.columns) if name in batch])
@@ -146,7 +156,26 @@ class RemoteModel:
             worker.call.remote(method, shards[place.on("dp")], *args, **kwargs)
             for worker, place in zip(self._workers, self._coordinates, strict=True)
         ]
-        return gather(refs, self._origins(method), self._timeout_s)
+        return self._gather(refs, method, self._timeout_s)
+
+    def _gather(self, refs: Sequence[ray.ObjectRef], phase: str, timeout_s: float | None) -> list[Any]:
+        try:
+            return gather(refs, self._origins(phase), timeout_s)
+        except WorkerError:
+            # ranks that lose a peer fail with an error of their own before Ray says that the peer is dead
+            self._raise_deaths(phase)
+            raise
+
+    def _raise_deaths(self, phase: str) -> None:
+        signs = dict(zip([worker.health.remote() for worker in self._workers], self._origins(phase), strict=True))
+        answered, _ = ray.wait(list(signs), num_returns=len(signs), timeout=DEATH_NOTICE_S)
+        for sign in answered:
+            try:
+                fetch(sign, signs[sign])
+            except WorkerDied:
+                raise
+            except RLError:
+                continue
 
     def _leaders(self) -> list[int]:
         leaders = [rank for rank, place in enumerate(self._coordinates) if place.leads]

@@ -64,11 +64,19 @@ class RunSession:
         config: the resolved root, a `rl_core.config.Config` with `checkpointing` and `logger`.
         title: shown with the progress.
         fresh: refuse to go on with an earlier run.
+        since: when the run's time limit began to count, by `time.monotonic`; now where not given.
         console: where progress is shown.
     """
 
     def __init__(
-        self, run_dir: str | Path, config: Any, *, title: str = "", fresh: bool = False, console: Console | None = None
+        self,
+        run_dir: str | Path,
+        config: Any,
+        *,
+        title: str = "",
+        fresh: bool = False,
+        since: float | None = None,
+        console: Console | None = None,
     ) -> None:
         self.directory = RunDirectory(run_dir)
         self._config = config
@@ -78,13 +86,14 @@ class RunSession:
         self._metrics = MetricsFile(self.directory.metrics)
         self._rollouts = RolloutFiles(self.directory.rollouts)
         self._progress = Progress(title or self.directory.path.name, console or shared_console())
-        self._stop = StopRequest(self._checkpointing.must_save_by_s)
+        self._stop = StopRequest(self._checkpointing.must_save_by_s, since)
         self._found: tuple[int, Path] | None = None
         self._writers: list[MetricWriter] = []
         self._models: Mapping[str, Model] = {}
         self._state: Mapping[str, Checkpointable] = {}
         self._max_steps = 0
         self._done = self._saved = 0
+        self._has_begun = False
         self._step: int | None = None
         self._step_since = 0.0
         self._pending: dict[int, dict[str, float]] = {}
@@ -142,6 +151,16 @@ class RunSession:
         """The last whole step."""
         return self._done
 
+    @property
+    def saved(self) -> int:
+        """The step of the newest checkpoint; 0 before there is one."""
+        return self._saved
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether everything was started and restored, so that steps could be made."""
+        return self._has_begun
+
     def steps(
         self, max_steps: int, *, models: Mapping[str, Model], state: Mapping[str, Checkpointable]
     ) -> Iterator[int]:
@@ -152,6 +171,7 @@ class RunSession:
         """
         self._models, self._state, self._max_steps = dict(models), dict(state), max_steps
         self._done = self._saved = self._restore()
+        self._has_begun = True
         self._metrics.cut_back(self._done if self._done else -1)
         self._rollouts.cut_back(self._done)
         # again, as starting Ray has put a handler of its own in the place of the first

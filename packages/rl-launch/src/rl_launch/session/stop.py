@@ -20,13 +20,14 @@ class StopRequest:
     A second signal ends the process at once.
 
     Args:
-        limit_s: seconds from now by which everything must be saved, None for no limit.
+        limit_s: seconds by which everything must be saved, None for no limit.
+        since: when they began to count, by `time.monotonic`; now where not given.
     """
 
-    def __init__(self, limit_s: float | None = None) -> None:
+    def __init__(self, limit_s: float | None = None, since: float | None = None) -> None:
         self.reason = ""
         self._limit_s = limit_s
-        self._started = time.monotonic()
+        self._started = time.monotonic() if since is None else since
         self._longest_step_s = 0.0
         self._longest_save_s = 0.0
         self._previous: dict[signal.Signals, Any] = {}
