@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from rl_launch.cli import config_commands
+from rl_launch.cli import config_commands, doctor_commands
 from rl_launch.cli.failure import reported
 
 app = typer.Typer(
@@ -21,6 +21,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(config_commands.app, name="config", help="Look at configs without running them.")
+app.add_typer(doctor_commands.app, name="doctor", help="Say what this machine can run; check a model family.")
 
 Recipe = Annotated[
     str, typer.Argument(metavar="RECIPE|FILE.yaml", help="A recipe's name, a YAML file, or a run directory.")

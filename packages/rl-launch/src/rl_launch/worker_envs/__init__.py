@@ -3,6 +3,7 @@
 from rl_launch.worker_envs.driver import missing
 from rl_launch.worker_envs.engine_checks import engine_problems
 from rl_launch.worker_envs.node_build import BuiltEnv, EnvPlan, build, default_root
+from rl_launch.worker_envs.outlook import Outlook, outlooks
 from rl_launch.worker_envs.plan import local_plan, portable_plan
 from rl_launch.worker_envs.provision import Mode, homes, provision
 from rl_launch.worker_envs.spec import ROLLOUT_WORKER, TRAINER, Wanted, WorkerEnvSpec, worker_env
@@ -14,6 +15,7 @@ __all__ = [
     "BuiltEnv",
     "EnvPlan",
     "Mode",
+    "Outlook",
     "Wanted",
     "WorkerEnvSpec",
     "build",
@@ -22,6 +24,7 @@ __all__ = [
     "homes",
     "local_plan",
     "missing",
+    "outlooks",
     "portable_plan",
     "provision",
     "worker_env",

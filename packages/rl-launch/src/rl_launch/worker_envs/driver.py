@@ -37,7 +37,7 @@ def _unmet(wanted: Wanted, seen: set[Wanted]) -> Iterator[str]:
         yield f"{wanted.distribution} {distribution.version} has no extra {extra!r}"
     for text in distribution.requires or ():
         requirement = Requirement(text)
-        if _applies(requirement, wanted.extras):
+        if applies(requirement, wanted.extras):
             yield from _check(requirement, str(wanted), seen)
 
 
@@ -54,7 +54,8 @@ def _check(requirement: Requirement, asker: str, seen: set[Wanted]) -> Iterator[
         yield from _unmet(Wanted(name, tuple(sorted(requirement.extras))), seen)
 
 
-def _applies(requirement: Requirement, extras: tuple[str, ...]) -> bool:
+def applies(requirement: Requirement, extras: tuple[str, ...]) -> bool:
+    """Whether a distribution that is installed with these extras asks for this on this machine."""
     if requirement.marker is None:
         return True
     return any(requirement.marker.evaluate({"extra": extra}) for extra in (*extras, ""))

@@ -153,6 +153,13 @@ def build(plan: EnvPlan, root: str | None = None) -> BuiltEnv:
     return BuiltEnv(str(python), time.monotonic() - started, cached=False)
 
 
+def find_built(plan: EnvPlan, root: str | None = None) -> str | None:
+    """The interpreter of an environment that is there whole, None where it is still to be built."""
+    env = (Path(root) if root else default_root()) / plan.folder
+    python = env / "bin" / "python"
+    return str(python) if _is_complete(env, python) else None
+
+
 def preflight(plan: EnvPlan, python: str) -> None:
     """Start an interpreter and import what its workers will: Ray waits for ever for a worker that cannot start.
 

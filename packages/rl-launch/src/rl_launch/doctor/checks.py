@@ -1,0 +1,326 @@
+"""The checks: each a pure function of what a machine has and a recipe needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from packaging.specifiers import SpecifierSet
+
+from rl_launch.doctor.findings import Check, Finding
+from rl_launch.doctor.machine import GpuDriver, Machine, Space
+from rl_launch.doctor.needs import Needs
+from rl_launch.worker_envs import Outlook
+
+GIB = 2**30
+NUM_PORTS = 32
+"""About what a run on one machine listens on: Ray's services, its workers, process groups, weight transports."""
+
+_LONGEST_SOCKET = 107
+_SOCKET_IN_RAY_FOLDER = len("/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store.0")
+_ENGINES = ("policy", "generation")
+_IN_USE = 0.1
+
+
+def python(machine: Machine, needs: Needs) -> Iterator[Finding]:
+    """The interpreter, which the workers' must equal."""
+    if machine.python in SpecifierSet(machine.supported_python, prereleases=True):
+        yield Finding("python", "ok", machine.python)
+    else:
+        remedy = f"Install rl-launch into an environment of Python {machine.supported_python}."
+        yield Finding("python", "missing", machine.python, remedy)
+
+
+def packages(machine: Machine, needs: Needs) -> Iterator[Finding]:
+    """What the driver itself asks for."""
+    unmet = machine.unmet
+    if unmet:
+        yield Finding(
+            "packages of driver", "warning", "; ".join(unmet), "Install rl-launch again: pip install rl-launch."
+        )
+    else:
+        yield Finding("packages of driver", "ok", "rl-launch finds all it asks for")
+
+
+def ray(machine: Machine, needs: Needs) -> Iterator[Finding]:
+    """Ray, and other clusters of it here."""
+    version = machine.ray
+    if version is None:
+        yield Finding(
+            "ray", "missing", "not installed", "Install rl-launch again, which brings it: pip install rl-launch."
+        )
+        return
+    yield _cluster(machine, needs, version, machine.ray_address)
+    folder = str(machine.ray_folder)
+    if len(folder) + _SOCKET_IN_RAY_FOLDER > _LONGEST_SOCKET:
+        longest = _LONGEST_SOCKET - _SOCKET_IN_RAY_FOLDER - len("/ray")
+        yield Finding(
+            "ray folder",
+            "missing",
+            f"{folder} is too long for the addresses of its sockets",
+            f"Set RAY_TMPDIR to a folder of at most {longest} characters.",
+        )
+
+
+def _cluster(machine: Machine, needs: Needs, version: str, address: str) -> Finding:
+    processes = machine.ray_processes
+    if not address and needs.num_nodes > 1:
+        return Finding(
+            "ray",
+            "missing",
+            f"{version}; the recipe asks for {needs.num_nodes} machines, and RAY_ADDRESS names no cluster",
+            "Start Ray on the machines and set RAY_ADDRESS, or set cluster.num_nodes=1.",
+        )
+    if address:
+        _, _, place = address.rpartition("/")
+        is_there = bool(processes) if place == "auto" else place == "local" or machine.answers(place)
+        if is_there:
+            return Finding("ray", "ok", f"{version}; runs go to the cluster at RAY_ADDRESS={address}")
+        return Finding(
+            "ray",
+            "missing",
+            f"{version}; RAY_ADDRESS is {address}, where nothing answers",
+            "Start that cluster, or unset RAY_ADDRESS so that runs start a Ray of their own.",
+        )
+    if processes:
+        return Finding(
+            "ray",
+            "warning",
+            f"{version}; another Ray is running here (process {', '.join(map(str, processes))}) and takes memory",
+            "A run starts a Ray of its own beside it; set RAY_ADDRESS=auto to use it instead, or end it: ray stop.",
+        )
+    return Finding("ray", "ok", f"{version}; no other Ray is running here")
+
+
+def uv(machine: Machine, needs: Needs) -> Iterator[Finding]:
+    """uv, without which no environment is built."""
+    tool = machine.uv
+    if tool is not None:
+        yield Finding("uv", "ok", f"{tool.version} ({tool.path})")
+        return
+    found = machine.outlooks(needs.workers.values(), needs.worker_envs).values()
+    is_needed = any(outlook.origin == "unavailable" for outlook in found)
+    text = "not there" if is_needed else "not there; no environment of this recipe is still to be built"
+    yield Finding("uv", "missing" if is_needed else "warning", text, "Install it: pip install uv.")
+
+
+def environments(machine: Machine, needs: Needs) -> Iterator[Finding]:
+    """Where each worker's packages come from, and which builds of the engines they are."""
+    found = machine.outlooks(needs.workers.values(), needs.worker_envs)
+    for role, spec in needs.workers.items():
+        outlook, engine = found[spec], str(spec.wanted[0])
+        if outlook.origin == "unavailable":
+            yield Finding(f"packages of {role}", "missing", f"{engine}: {outlook.problem}", _obtain(needs, engine))
+        else:
+            yield Finding(f"packages of {role}", "ok", f"{engine}: {_described(outlook)}")
+
+
+def _described(outlook: Outlook) -> str:
+    origins = {
+        "driver": "in the driver's environment",
+        "built": "built",
+        "to build": "is built on first use, from uv's cache or package indexes",
+    }
+    packages = ", ".join(f"{name} {version}" for name, version in outlook.packages.items())
+    return f"{origins[outlook.origin]} ({packages})" if packages else origins[outlook.origin]
+
+
+def _obtain(needs: Needs, engine: str) -> str:
+    install = f"install it beside the driver: pip install '{engine}'"
+    if needs.worker_envs == "shared":
+        return f"Set cluster.worker_envs=auto to have it built, or {install}."
+    return f"Put right what it says (uv builds environments), or {install}."
+
+
+def torch(machine: Machine, needs: Needs) -> Iterator[Finding]:
+    """The builds of torch that train and generate, against the device and its driver."""
+    specs = {role: spec for role, spec in needs.workers.items() if role in _ENGINES}
+    found = machine.outlooks(needs.workers.values(), needs.worker_envs)
+    driver = machine.gpu_driver if needs.device == "cuda" else None
+    for role, spec in specs.items():
+        build = found[spec].torch
+        if build is None:
+            continue
+        kind = {None: "its build is seen once it is there", "": "without CUDA"}.get(build.cuda, f"CUDA {build.cuda}")
+        text, name = f"{build.version}, {kind}", f"torch of {role}"
+        if needs.device == "cuda" and build.cuda == "":
+            remedy = "Install a build for CUDA beside the driver, or set cluster.worker_envs=isolated."
+            yield Finding(name, "missing", f"{text}; the recipe runs on GPUs", remedy)
+        elif build.cuda and driver and driver.cuda and _major(driver.cuda) < _major(build.cuda):
+            remedy = f"Update the NVIDIA driver to one for CUDA {_major(build.cuda)}."
+            yield Finding(name, "missing", f"{text}; the driver {driver.version} runs CUDA {driver.cuda}", remedy)
+        else:
+            yield Finding(name, "ok", text)
+
+
+def _major(version: str) -> int:
+    return int(version.partition(".")[0])
+
+
+def gpus(machine: Machine, needs: Needs) -> Iterator[Finding]:
+    """GPUs and their driver, where the recipe runs on them."""
+    usable, wanted = machine.num_gpus, needs.ranks_per_node
+    if needs.device == "cpu":
+        yield Finding("gpus", "ok", f"{usable} to be used; the recipe runs on the CPU" if usable else "none: CPU")
+    elif machine.ray_address and usable < wanted:
+        found = f"{usable} of {wanted} on this machine; the run's are those of the cluster at RAY_ADDRESS"
+        yield Finding("gpus", "warning", found, "Run this on a machine of that cluster to see what it has.")
+    elif usable < wanted:
+        remedy = "Run where there are GPUs, or set cluster.device=cpu."
+        if usable:
+            remedy = f"Set cluster.gpus_per_node={usable}, or free more (CUDA_VISIBLE_DEVICES says which may be used)."
+        yield Finding("gpus", "missing", f"{usable} to be used, {wanted} asked for on each machine", remedy)
+    else:
+        yield _driven(usable, machine)
+
+
+def _driven(usable: int, machine: Machine) -> Finding:
+    try:
+        driver = machine.gpu_driver
+    except OSError as error:
+        return Finding("gpus", "missing", str(error), "Install or reload the NVIDIA driver, until nvidia-smi answers.")
+    if driver is None:
+        found = f"{usable} to be used; there is no nvidia-smi to say more"
+        return Finding("gpus", "warning", found, "Make nvidia-smi, which comes with the driver, available here.")
+    text = f"{usable} to be used of {_inventory(driver)}; driver {driver.version}, CUDA {driver.cuda}"
+    busy = [gpu for gpu in driver.gpus if gpu.memory_bytes and (gpu.used_bytes or 0) > _IN_USE * gpu.memory_bytes]
+    if busy:
+        remedy = "End what runs there, or choose others with CUDA_VISIBLE_DEVICES."
+        return Finding("gpus", "warning", f"{text}; memory of {len(busy)} is in use", remedy)
+    return Finding("gpus", "ok", text)
+
+
+def _inventory(driver: GpuDriver) -> str:
+    kinds = [f"{gpu.name} ({_size(gpu.memory_bytes)})" if gpu.memory_bytes else gpu.name for gpu in driver.gpus]
+    return ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds))
+
+
+def shared_memory(machine: Machine, needs: Needs) -> Iterator[Finding]:
+    """Where Ray's objects lie, and weights on their way between processes of the CPU."""
+    name, space = "shared memory", machine.shared_memory
+    remedy = "Give the container more (--shm-size=8g), or mount a larger tmpfs on /dev/shm."
+    if space is None:
+        yield Finding(name, "missing", "there is no /dev/shm", remedy)
+    else:
+        yield _room(name, space, least=0.25, ample=2.0, remedy=remedy)
+
+
+def ports(machine: Machine, needs: Needs) -> Iterator[Finding]:
+    """Loopback ports, which Ray and process groups talk over."""
+    try:
+        machine.open_ports(NUM_PORTS)
+    except OSError as error:
+        remedy = "Allow processes to listen and connect on 127.0.0.1."
+        yield Finding("ports", "missing", f"{NUM_PORTS} loopback ports could not be used: {error}", remedy)
+    else:
+        yield Finding("ports", "ok", f"{NUM_PORTS} loopback ports opened")
+
+
+def disk(machine: Machine, needs: Needs) -> Iterator[Finding]:
+    """Room for environments, packages, runs and Ray's own files."""
+    found = machine.outlooks(needs.workers.values(), needs.worker_envs).values()
+    builds = any(outlook.origin == "to build" for outlook in found)
+    home, cache = machine.home, machine.uv_cache
+    least, ample = (8.0, 20.0) if builds else (0.25, 2.0)
+    remedy = "Free some, or set RL_HOME to a folder with space that you may write to."
+    yield _room("disk of RL_HOME", machine.space(home), least=least, ample=ample, remedy=remedy)
+    if builds and cache is not None:
+        remedy = "Free some (uv cache prune), or set UV_CACHE_DIR to a folder with space on RL_HOME's file system."
+        yield _room("disk of uv's cache", machine.space(cache), least=least, ample=ample, remedy=remedy)
+    remedy = "Free some, or set run_dir to a folder with space that you may write to."
+    yield _room("disk of runs", machine.space(needs.runs), least=0.25, ample=5.0, remedy=remedy)
+    yield _ray_disk(machine.space(machine.ray_folder))
+
+
+def _ray_disk(space: Space) -> Finding:
+    name, remedy = "disk of Ray", "Free some, or set RAY_TMPDIR to a short path with space that you may write to."
+    if space.is_writable and space.free_bytes < 0.05 * space.total_bytes:
+        found = f"{_size(space.free_bytes)} free at {space.folder}, under 5%: Ray will spill no objects to it"
+        return Finding(name, "warning", found, remedy)
+    return _room(name, space, least=0.25, ample=2.0, remedy=remedy)
+
+
+def _room(name: str, space: Space, *, least: float, ample: float, remedy: str) -> Finding:
+    """A finding on free space.
+
+    Args:
+        least, ample: GiB without which a run fails, and with which it won't.
+    """
+    free = f"{_size(space.free_bytes)} of {_size(space.total_bytes)} free at {space.folder}"
+    if not space.is_writable:
+        return Finding(name, "missing", f"{space.folder} may not be written to", remedy)
+    if space.free_bytes < least * GIB:
+        return Finding(name, "missing", f"{free}; {_size(least * GIB)} are needed", remedy)
+    if space.free_bytes < ample * GIB:
+        return Finding(name, "warning", f"{free}; larger models will not do with it", remedy)
+    return Finding(name, "ok", free)
+
+
+def sandbox(machine: Machine, needs: Needs) -> Iterator[Finding]:
+    """bubblewrap, for environments that execute code which a model wrote."""
+    name, tool = "bubblewrap", machine.sandbox
+    if tool is None:
+        remedy = "Install the package bubblewrap where model-written code is to be executed."
+        yield Finding(name, "warning", "not there; only environments that execute code need it", remedy)
+        return
+    problem = machine.sandbox_problem()
+    if problem:
+        remedy = "Allow unprivileged user namespaces where model-written code is to be executed."
+        yield Finding(name, "warning", f"{tool.version}, but it starts nothing here: {problem}", remedy)
+    else:
+        yield Finding(name, "ok", f"{tool.version} ({tool.path})")
+
+
+def open_files(machine: Machine, needs: Needs) -> Iterator[Finding]:
+    """Open files: Ray raises its own limit as far as it may."""
+    _, most = machine.open_files
+    if most < 4096:
+        remedy = "Raise the limit: ulimit -Hn 65536, or the container's --ulimit nofile."
+        yield Finding("open files", "warning", f"at most {most} by a process, which is little for Ray", remedy)
+    else:
+        yield Finding("open files", "ok", f"up to {most} by a process")
+
+
+def memory(machine: Machine, needs: Needs) -> Iterator[Finding]:
+    """Memory, for Ray, the engines and the driver with the smallest of models."""
+    whole, free = machine.memory_bytes, machine.available_bytes
+    found = f"{_size(free)} of {_size(whole)} available"
+    if whole < 3.5 * GIB:
+        yield Finding("memory", "missing", f"{found}; 4 GiB are needed", "Run on a machine with more memory.")
+    elif free < 5 * GIB:
+        yield Finding("memory", "warning", found, "End other programs, or expect processes to be ended by the system.")
+    else:
+        yield Finding("memory", "ok", found)
+
+
+def cores(machine: Machine, needs: Needs) -> Iterator[Finding]:
+    """Cores, which the ranks share where they run on the CPU."""
+    usable, ranks = machine.cores, needs.ranks_per_node
+    if needs.device == "cpu" and usable < ranks:
+        remedy = f"Set cluster.cpu_ranks_per_node={max(1, int(usable))}, or expect it to be slow."
+        yield Finding("cores", "warning", f"{usable:g} for {ranks} ranks", remedy)
+    else:
+        yield Finding("cores", "ok", f"{usable:g}")
+
+
+def _size(num_bytes: float) -> str:
+    gib = num_bytes / GIB
+    return f"{gib:.0f} GiB" if gib >= 10 else f"{gib:.1f} GiB" if gib >= 1 else f"{num_bytes / 2**20:.0f} MiB"
+
+
+CHECKS = (
+    Check("python", python),
+    Check("packages of driver", packages),
+    Check("ray", ray),
+    Check("uv", uv),
+    Check("packages of workers", environments),
+    Check("torch", torch),
+    Check("gpus", gpus),
+    Check("shared memory", shared_memory),
+    Check("ports", ports),
+    Check("disk", disk),
+    Check("memory", memory),
+    Check("cores", cores),
+    Check("open files", open_files),
+    Check("bubblewrap", sandbox),
+)
+"""What `rl doctor` looks at, in its order."""

@@ -1,0 +1,100 @@
+"""What checks find, and what that means for the recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from rl_launch.doctor.machine import Machine
+from rl_launch.doctor.needs import Needs
+
+Status = Literal["ok", "warning", "missing"]
+
+SCHEMA = 1
+"""Of `Report.as_json`; raised where a key of it changes its meaning or goes."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check says.
+
+    Args:
+        name: of what was looked at.
+        status: `ok`; `warning` where the recipe runs all the same; `missing` where it does not.
+        found: what is there.
+        remedy: what to do, in one sentence; empty where nothing is to be done.
+    """
+
+    name: str
+    status: Status
+    found: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Check:
+    """A check.
+
+    Args:
+        name: of its findings, where it fails itself.
+        look: from a machine and what a recipe needs to findings.
+    """
+
+    name: str
+    look: Callable[[Machine, Needs], Iterable[Finding]]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a machine can run.
+
+    Args:
+        recipe: that it was held against.
+        device: what that would run on here, `cpu` or `cuda`.
+        findings: in the order of the checks.
+    """
+
+    recipe: str
+    device: str
+    findings: tuple[Finding, ...]
+
+    @property
+    def can_run(self) -> bool:
+        """Whether nothing is missing."""
+        return not self.missing
+
+    @property
+    def missing(self) -> tuple[Finding, ...]:
+        """What keeps the recipe from running here."""
+        return tuple(finding for finding in self.findings if finding.status == "missing")
+
+    def as_json(self) -> dict[str, Any]:
+        """`schema` (1), `recipe`, `device`, `can_run`, and `checks`: objects of `name`, `status`, `found`, `remedy`."""
+        return {
+            "schema": SCHEMA,
+            "recipe": self.recipe,
+            "device": self.device,
+            "can_run": self.can_run,
+            "checks": [asdict(finding) for finding in self.findings],
+        }
+
+
+def examine(machine: Machine, needs: Needs, checks: Sequence[Check]) -> Report:
+    """Make the checks; one that fails says so, and the others are made all the same."""
+    findings = [finding for check in checks for finding in _findings(check, machine, needs)]
+    return Report(needs.recipe, needs.device, tuple(findings))
+
+
+def _findings(check: Check, machine: Machine, needs: Needs) -> list[Finding]:
+    try:
+        return list(check.look(machine, needs))
+    except Exception as error:  # noqa: BLE001  # of an odd machine: the other checks still say something
+        return [
+            Finding(
+                check.name,
+                "warning",
+                f"could not be checked: {type(error).__name__}: {error}",
+                "See whether the recipe runs all the same.",
+            )
+        ]

@@ -1,0 +1,50 @@
+"""NVIDIA's driver, asked through its own program."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from xml.etree import ElementTree
+
+from rl_launch.doctor.machine import Gpu, GpuDriver
+
+_TIMEOUT_S = 20.0
+
+
+def ask_driver() -> GpuDriver | None:
+    """What nvidia-smi tells; None where it is not there.
+
+    Raises:
+        OSError: where it does not answer, with what it says.
+    """
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    try:
+        done = subprocess.run([program, "-q", "-x"], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise OSError(f"nvidia-smi did not answer within {_TIMEOUT_S:.0f} s") from None
+    if done.returncode:
+        said = (done.stdout + done.stderr).strip().splitlines()
+        raise OSError(f"nvidia-smi ended with {done.returncode}: {said[0] if said else 'it said nothing'}")
+    return read_log(done.stdout)
+
+
+def read_log(text: str) -> GpuDriver:
+    """What is in the XML of `nvidia-smi -q -x`."""
+    log = ElementTree.fromstring(text)
+    gpus = [
+        Gpu(
+            gpu.findtext("product_name", "unknown"),
+            _bytes(gpu.findtext("fb_memory_usage/total", "")),
+            _bytes(gpu.findtext("fb_memory_usage/used", "")),
+        )
+        for gpu in log.findall("gpu")
+    ]
+    return GpuDriver(log.findtext("driver_version", ""), log.findtext("cuda_version", ""), tuple(gpus))
+
+
+def _bytes(text: str) -> int | None:
+    """`143771 MiB`; a driver that may not tell writes `N/A`."""
+    number, _, unit = text.partition(" ")
+    return int(number) * 2**20 if number.isdigit() and unit == "MiB" else None

@@ -1,0 +1,75 @@
+"""What a recipe needs of a machine, read from its config."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_core.config import RawConfig
+from rl_core.registry import ENVIRONMENTS, names
+from rl_launch.device import Device
+from rl_launch.root import backends_of, read_config
+from rl_launch.worker_envs import Mode, WorkerEnvSpec
+from rl_launch.worker_envs.roles import role_specs
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a recipe needs of a machine.
+
+    Args:
+        recipe: its name.
+        device: `cpu` or `cuda`.
+        num_nodes: machines.
+        ranks_per_node: GPUs of each, or ranks on the CPU.
+        worker_envs: where workers find their packages.
+        workers: environments of its workers by role.
+        runs: folder of its runs.
+    """
+
+    recipe: str
+    device: Device
+    num_nodes: int
+    ranks_per_node: int
+    worker_envs: Mode
+    workers: Mapping[str, WorkerEnvSpec]
+    runs: Path
+
+
+def needs_of(recipe: str, overrides: Sequence[str], *, num_gpus: int) -> Needs:
+    """What a recipe needs on a machine with so many GPUs.
+
+    Args:
+        recipe: its name, a YAML file, or a run directory.
+        overrides: `key=value`.
+        num_gpus: decides where `cluster.device` is `auto`; a cluster elsewhere is not asked, for that starts Ray.
+
+    Raises:
+        ConfigError: where the config is wrong.
+    """
+    resolved = read_config(recipe, overrides)
+    config: Any = resolved.config
+    cluster = config.cluster
+    device: Device = cluster.device if cluster.device != "auto" else "cuda" if num_gpus else "cpu"
+    environments = set(_environments(resolved.raw)) & set(names(ENVIRONMENTS))
+    return Needs(
+        recipe=Path(recipe).stem,
+        device=device,
+        num_nodes=cluster.num_nodes,
+        ranks_per_node=cluster.gpus_per_node if device == "cuda" else cluster.cpu_ranks_per_node,
+        worker_envs=cluster.worker_envs,
+        workers=role_specs(backends_of(config), environments, device),
+        runs=Path(config.run_dir).expanduser().parent if config.run_dir else Path("runs"),
+    )
+
+
+def _environments(raw: RawConfig) -> Iterator[str]:
+    """Environments that the config names; one that rows of a dataset name is known once the data is read."""
+    yield from raw.select("env") or {}
+    data = raw.select("data") or {}
+    for section in data.values():
+        for dataset in section if isinstance(section, list) else [section]:
+            if isinstance(dataset, Mapping) and dataset.get("env_name"):
+                yield dataset["env_name"]

@@ -1,0 +1,50 @@
+"""A report for people: a table on a terminal, plain lines in a log."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from rl_launch.doctor.findings import Report
+
+_STYLES = {"ok": "green", "warning": "yellow", "missing": "bold red"}
+
+
+def show(report: Report, console: Console) -> None:
+    """Write a report to the console, as its output can take it."""
+    if console.is_terminal:
+        console.print(table(report))
+        console.print(verdict(report), highlight=False)
+    else:
+        for line in lines(report):
+            console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+
+def table(report: Report) -> Table:
+    """A row for each finding, the remedy below what was found."""
+    shown = Table(show_edge=False, pad_edge=False)
+    for column in ("check", "status", "found"):
+        shown.add_column(column, overflow="fold")
+    for finding in report.findings:
+        found = escape(finding.found) + (f"\n[bold]{escape(finding.remedy)}[/bold]" if finding.remedy else "")
+        shown.add_row(finding.name, f"[{_STYLES[finding.status]}]{finding.status}[/]", found)
+    return shown
+
+
+def lines(report: Report) -> Iterator[str]:
+    """A line for each finding, and the verdict."""
+    for finding in report.findings:
+        yield f"{finding.status:<8} {finding.name}: {finding.found}" + (
+            f" | {finding.remedy}" if finding.remedy else ""
+        )
+    yield verdict(report)
+
+
+def verdict(report: Report) -> str:
+    """What it comes to."""
+    if report.can_run:
+        return f"{report.recipe} can run here, on {'GPUs' if report.device == 'cuda' else 'the CPU'}."
+    return f"{report.recipe} cannot run here: {', '.join(finding.name for finding in report.missing)}."

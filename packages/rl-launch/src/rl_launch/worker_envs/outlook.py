@@ -1,0 +1,115 @@
+"""Where workers' environments would come from, told without building one."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from packaging.requirements import Requirement
+
+from rl_core.errors import WorkerEnvironmentError
+from rl_launch.worker_envs.driver import applies, missing
+from rl_launch.worker_envs.node_build import EnvBuildError, find_built, find_uv
+from rl_launch.worker_envs.pins import by_name, shipped_pins
+from rl_launch.worker_envs.plan import local_plan
+from rl_launch.worker_envs.provision import Mode, homes
+from rl_launch.worker_envs.spec import WorkerEnvSpec, normalised
+
+Origin = Literal["driver", "built", "to build", "unavailable"]
+
+_CUDA = re.compile(r"^cuda\b.*?=\s*(?:'([^']*)'|None)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class TorchBuild:
+    """A build of torch.
+
+    Args:
+        version: installed, or pinned where it is to be built.
+        cuda: CUDA version it was made for, empty for one without CUDA; None where it is not here to be asked.
+    """
+
+    version: str
+    cuda: str | None = None
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """Where a worker's environment would come from.
+
+    Args:
+        origin: the driver's own, built before, to be built, or not to be had.
+        packages: what the worker's engine stands on, versions by name: those installed, or pinned where it is to be
+            built.
+        torch: that the worker would find; None where it finds none.
+        problem: why it is not to be had.
+    """
+
+    origin: Origin
+    packages: Mapping[str, str] = field(default_factory=dict)
+    torch: TorchBuild | None = None
+    problem: str = ""
+
+
+def outlooks(
+    specs: Iterable[WorkerEnvSpec], mode: Mode = "auto", *, root: str | None = None
+) -> dict[WorkerEnvSpec, Outlook]:
+    """What `provision` with the same arguments would find or do for each spec."""
+    wanted = list(dict.fromkeys(specs))
+    lacking = {spec: missing(spec) if mode != "isolated" else ["cluster.worker_envs is isolated"] for spec in wanted}
+    found = {spec: _installed(spec, "driver", sys.path) for spec in wanted if not lacking[spec]}
+    rest = [spec for spec in wanted if lacking[spec]]
+    if mode == "shared":
+        return found | {spec: Outlook("unavailable", problem="; ".join(lacking[spec])) for spec in rest}
+    home = homes(rest)
+    apart = {spec: _apart(spec, root) for spec in dict.fromkeys(home.values())}
+    return found | {spec: apart[home[spec]] for spec in rest}
+
+
+def _apart(spec: WorkerEnvSpec, root: str | None) -> Outlook:
+    try:
+        plan = local_plan(spec)
+        python = find_built(plan, root)
+        if python is None:
+            find_uv()
+    except (WorkerEnvironmentError, EnvBuildError, OSError) as error:
+        return Outlook("unavailable", problem=str(error))
+    if python is not None:
+        return _installed(spec, "built", [str(Path(python).parents[1] / f"lib/python{plan.python}/site-packages")])
+    pins = by_name(shipped_pins(spec.wanted) or "")
+    packages = {name: _pinned(pins[name]) for name in _engine(spec) if name in pins}
+    return Outlook("to build", packages, TorchBuild(_pinned(pins["torch"])) if "torch" in pins else None)
+
+
+def _installed(spec: WorkerEnvSpec, origin: Origin, path: list[str]) -> Outlook:
+    found = {name: _distribution(name, path) for name in _engine(spec)}
+    packages = {name: each.version for name, each in found.items() if each is not None}
+    return Outlook(origin, packages, _torch(_distribution("torch", path)))
+
+
+def _engine(spec: WorkerEnvSpec) -> list[str]:
+    """What the distribution that names the environment asks for beside the others of the spec."""
+    first, own = spec.wanted[0], {wanted.distribution for wanted in spec.wanted}
+    requirements = [Requirement(text) for text in importlib.metadata.requires(first.distribution) or ()]
+    return sorted({normalised(each.name) for each in requirements if applies(each, first.extras)} - own)
+
+
+def _distribution(name: str, path: list[str]) -> importlib.metadata.Distribution | None:
+    return next(iter(importlib.metadata.distributions(name=name, path=path)), None)
+
+
+def _pinned(lines: list[str]) -> str:
+    return lines[0].partition(" ;")[0].partition("==")[2].strip()
+
+
+def _torch(installed: importlib.metadata.Distribution | None) -> TorchBuild | None:
+    """Read from torch's own file: importing torch takes seconds, and is another interpreter's affair."""
+    if installed is None:
+        return None
+    found = _CUDA.search(Path(str(installed.locate_file("torch/version.py"))).read_text())
+    return TorchBuild(installed.version, (found[1] or "") if found else None)
