@@ -38,6 +38,16 @@ def read_metrics(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+def pytest_addoption(parser):
+    parser.addoption("--quickstart", metavar="DIR", help="a finished quickstart to test, in the place of a new one")
+    parser.addoption("--kills", type=int, default=1, help="how often a run is killed and resumed")
+
+
+@pytest.fixture(scope="session")
+def num_kills(pytestconfig) -> int:
+    return pytestconfig.getoption("kills")
+
+
 @pytest.fixture(scope="session")
 def rl():
     return run_rl
@@ -49,8 +59,10 @@ def metrics():
 
 
 @pytest.fixture(scope="session")
-def quickstart(tmp_path_factory) -> Path:
+def quickstart(tmp_path_factory, pytestconfig) -> Path:
     """Folder of a finished quickstart."""
+    if pytestconfig.getoption("quickstart"):
+        return Path(pytestconfig.getoption("quickstart")).absolute()
     folder = tmp_path_factory.mktemp("quickstart") / "run"
     result = run_rl("quickstart", f"run_dir={folder}")
     assert result.code == 0, result.output

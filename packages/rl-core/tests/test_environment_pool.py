@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import os
 import signal
@@ -53,6 +54,18 @@ async def eventually(condition: Any, timeout_s: float = 10.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.02)
+
+
+def test_a_conversation_whose_pool_died_fails_and_is_not_begun_anew() -> None:
+    async def run() -> None:
+        later = dataclasses.replace(turn("a", "right"), turn=1)
+        async with pool() as envs:
+            first, lost = await envs.step([turn("b", "right"), later])
+            assert isinstance(first, StepResult)
+            assert isinstance(lost, EnvironmentFailure)
+            assert "state is lost" in lost.reason
+
+    asyncio.run(run())
 
 
 def test_outcomes_come_in_order_and_from_other_processes() -> None:

@@ -125,3 +125,13 @@ def _cpu_seconds():
     """Of the processes that have ended: the time on the clock says how busy the machine is."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
+
+
+def test_a_full_disk_is_named_with_the_remedy(tmp_path, capsys):
+    with pytest.raises(typer.Exit) as ended, reported() as failure:
+        failure.run_dir = tmp_path
+        raise WorkerError("SafetensorError", "I/O error: No space left on device (os error 28)", "trace")
+    assert ended.value.exit_code == 1
+    said = capsys.readouterr().err
+    assert str(tmp_path) in said
+    assert "Make room and give the same command again" in said

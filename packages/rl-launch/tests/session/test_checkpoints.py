@@ -1,3 +1,6 @@
+import errno
+from pathlib import Path
+
 import counting_run as counting
 import pytest
 
@@ -76,6 +79,18 @@ def test_leftovers_of_a_killed_save_are_no_checkpoint(tmp_path):
     assert checkpoints.newest() is None
     checkpoints.tidy(0)
     assert names(tmp_path) == []
+
+
+def test_a_save_that_fails_leaves_no_files_and_the_one_before(tmp_path):
+    class OnAFullDisk(counting.CountingModel):
+        def save(self, path):
+            (Path(path) / "half").write_text("half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    checkpoints = save_all(tmp_path, [0.1])
+    with pytest.raises(OSError, match="No space left"):
+        checkpoints.save(2, models={"policy": OnAFullDisk()}, state={}, metrics={})
+    assert names(tmp_path) == ["step_1"]
 
 
 def test_a_checkpoint_of_another_kind_of_run_is_refused(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 import traceback
 from collections.abc import Iterator
@@ -38,8 +40,19 @@ def reported() -> Iterator[Failure]:
         if isinstance(error, ConfigError | DataError | RunDirectoryError | WorkerEnvironmentError):
             _say(str(error))
             raise typer.Exit(_WRONG_USE) from None
+        if _is_full_disk(error):
+            _say(
+                f"no space is left on a disk, most likely that of {failure.run_dir or Path.cwd()}. Make room and give the "
+                f"same command again: it goes on from the newest checkpoint.\n{describe(error)}"
+            )
+            raise typer.Exit(_FAILED) from None
         _say("\n".join([describe(error), *_traceback_left(error, failure.run_dir)]))
         raise typer.Exit(_FAILED) from None
+
+
+def _is_full_disk(error: BaseException) -> bool:
+    # engines report it in errors of their own, with the system's words in them
+    return os.strerror(errno.ENOSPC) in str(error)
 
 
 def describe(error: BaseException) -> str:

@@ -51,16 +51,12 @@ class Checkpoints:
         target = self._folder / f"step_{step}"
         aside = self._folder / f".step_{step}.saving"
         shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        for name, model in models.items():
-            (aside / name).mkdir()
-            model.save(str(aside / name))
-        if _EXPORTED in models:
-            (aside / EXPORT).mkdir()
-            models[_EXPORTED].export(str(aside / EXPORT))
-        for name, part in state.items():
-            write_state(aside / "state", name, part.state())
-        Manifest.of(aside, step, metrics).write(aside)
+        try:
+            self._write(aside, step, models=models, state=state, metrics=metrics)
+        except BaseException:
+            # above all where the disk is full
+            shutil.rmtree(aside, ignore_errors=True)
+            raise
         self._drop(target)
         aside.rename(target)
         sync_folder(self._folder)
@@ -110,6 +106,26 @@ class Checkpoints:
             aside = later.with_name(f"damaged_{later.name}")
             shutil.rmtree(aside, ignore_errors=True)
             later.rename(aside)
+
+    def _write(
+        self,
+        folder: Path,
+        step: int,
+        *,
+        models: Mapping[str, Model],
+        state: Mapping[str, Checkpointable],
+        metrics: Mapping[str, float],
+    ) -> None:
+        folder.mkdir(parents=True)
+        for name, model in models.items():
+            (folder / name).mkdir()
+            model.save(str(folder / name))
+        if _EXPORTED in models:
+            (folder / EXPORT).mkdir()
+            models[_EXPORTED].export(str(folder / EXPORT))
+        for name, part in state.items():
+            write_state(folder / "state", name, part.state())
+        Manifest.of(folder, step, metrics).write(folder)
 
     def _saved(self) -> list[tuple[int, Path]]:
         """Steps and folders, oldest first."""
