@@ -128,9 +128,13 @@ def _cpu_seconds():
 
 
 def test_a_full_disk_is_named_with_the_remedy(tmp_path, capsys):
-    with pytest.raises(typer.Exit) as ended, reported() as failure:
-        failure.run_dir = tmp_path
-        raise WorkerError("SafetensorError", "I/O error: No space left on device (os error 28)", "trace")
+    def save():
+        with reported() as failure:
+            failure.run_dir = tmp_path
+            raise WorkerError("SafetensorError", "I/O error: No space left on device (os error 28)", "trace")
+
+    with pytest.raises(typer.Exit) as ended:
+        save()
     assert ended.value.exit_code == 1
     said = capsys.readouterr().err
     assert str(tmp_path) in said
