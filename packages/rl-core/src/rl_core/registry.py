@@ -54,6 +54,9 @@ class BackendPlugin:
         checks: static checks on the whole resolved config, run before any process starts.
         preflight: `"package.module:function"`, called in the worker's environment with the resolved config as plain
             data before Ray starts; returns problems as text.
+        selfcheck: `"package.module:function"` of a training backend, called in the worker's environment with a model's
+            folder or hub name; yields a `rl_core.selfcheck.FamilyCase` for each mesh, layout of rows and kind of
+            training on a tiny model of its family, on CPU, and raises `ConfigError` where there is no such family.
     """
 
     name: str
@@ -64,6 +67,7 @@ class BackendPlugin:
     ranks: Callable[[Any], int]
     checks: tuple[Callable[[Any], Iterable[Problem]], ...] = ()
     preflight: str = ""
+    selfcheck: str = ""
 
 
 @dataclass(frozen=True)

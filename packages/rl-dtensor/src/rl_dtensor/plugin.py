@@ -69,4 +69,5 @@ PLUGIN = BackendPlugin(
     ranks=num_ranks,
     checks=(check_policy, check_mesh, check_device),
     preflight="rl_dtensor.preflight:check",
+    selfcheck="rl_dtensor.selfcheck:cases_of",
 )

@@ -12,6 +12,7 @@ process; the weight stream is held against the files, bit for bit.
 
 from __future__ import annotations
 
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -22,13 +23,14 @@ import numpy as np
 import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from rl_core.batch import Batch
-from rl_core.errors import WorkerError
+from rl_core.errors import ConfigError, WorkerDied, WorkerError
 from rl_core.model import ModelSpec, Rendezvous
 from rl_core.model_config import LoraConfig, ModelConfig, OptimizerConfig, SequencePackingConfig
 from rl_core.ragged import Ragged
+from rl_core.selfcheck import FamilyCase, Verdict
 from rl_core.testing.losses import TokenLoss
 from rl_core.testing.pooled_model import PooledModel
 from rl_core.testing.rank_pool import RankPool, free_port
@@ -110,6 +112,7 @@ class Outcome:
         weights: largest difference after the last step.
         inexact: names that the weight stream gets wrong before the first step.
         refused: why the mesh cannot be, where it is refused.
+        failed: what went wrong, where it did not get to the end.
     """
 
     case: Case
@@ -118,10 +121,12 @@ class Outcome:
     weights: float = 0.0
     inexact: tuple[str, ...] = ()
     refused: str = ""
+    failed: str = ""
 
     def is_off(self, tolerance: float) -> bool:
-        """Whether something differs by more than that."""
-        return not max(self.loss, self.grad_norm, self.weights) <= tolerance or bool(self.inexact)
+        """Whether something differs by more than that, or failed."""
+        is_close = max(self.loss, self.grad_norm, self.weights) <= tolerance
+        return not is_close or bool(self.inexact) or bool(self.failed)
 
 
 @dataclass(frozen=True)
@@ -137,6 +142,28 @@ class Expected:
     weights: Mapping[str, Tensor]
 
 
+def cases_of(model: str) -> Iterator[FamilyCase]:
+    """Every case of `check_family`, as `rl doctor model` shows it.
+
+    Args:
+        model: a folder with a `config.json`, or a hub name.
+
+    Raises:
+        ConfigError: where transformers knows no such family, or no language model of it.
+    """
+    try:
+        config = AutoConfig.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{model} has no config that transformers can read: {str(error).splitlines()[0]}") from None
+    if type(config.get_text_config()) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(
+            f"{model} is a {config.model_type} model, and transformers has no language model of that kind"
+        )
+    with RankPool(4) as pool, tempfile.TemporaryDirectory() as workspace:
+        for outcome in check_family(pool, config, Path(workspace)):
+            yield _as_case(outcome)
+
+
 def check_family(pool: RankPool, config: PreTrainedConfig, workspace: Path) -> Iterator[Outcome]:
     """Every mesh, packed and padded, and with adapters, on a tiny model of the family.
 
@@ -150,10 +177,9 @@ def check_family(pool: RankPool, config: PreTrainedConfig, workspace: Path) -> I
         for case in (Case(mesh, True, False), Case(mesh, False, False), Case(mesh, True, True)):
             try:
                 yield check_case(pool, folder, case, expected[case.lora])
-            except WorkerError as error:
-                if "ValueError" not in str(error):
-                    raise
-                yield Outcome(case, refused=str(error).partition("ValueError: ")[2])
+            except (WorkerError, WorkerDied, TimeoutError) as error:
+                refused = str(error).partition("ValueError: ")[2]
+                yield Outcome(case, refused=refused, failed="" if refused else str(error))
 
 
 def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -247,6 +273,17 @@ def make_batch(seed: int) -> Batch:
     mask = (rng.random(len(tokens.values)) < 0.7).astype(np.int8)
     weights = rng.normal(size=len(mask)).astype(np.float32)
     return Batch({"tokens": tokens, "loss_mask": tokens.like(mask), "weights": tokens.like(weights)})
+
+
+def _as_case(outcome: Outcome) -> FamilyCase:
+    mesh, _, layout = str(outcome.case).partition(", ")
+    if outcome.refused:
+        return FamilyCase(mesh, layout, "refused", reason=outcome.refused)
+    if outcome.failed:
+        return FamilyCase(mesh, layout, "off", reason=outcome.failed)
+    differences = {"loss": outcome.loss, "grad_norm": outcome.grad_norm, "weights": outcome.weights}
+    verdict: Verdict = "off" if outcome.is_off(TOLERANCE) else "exact"
+    return FamilyCase(mesh, layout, verdict, differences, outcome.inexact)
 
 
 def _streamed(model: PooledModel) -> dict[str, Tensor]:

@@ -11,6 +11,8 @@ from typer.core import TyperGroup
 
 from rl_launch.cli.failure import reported
 
+_STYLES = {"exact": "green", "off": "bold red", "refused": "dim"}
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -55,4 +57,42 @@ def machine(
 
             show(report, Console())
         if not report.can_run:
+            raise typer.Exit(1)
+
+
+@app.command()
+def model(
+    name: Annotated[
+        str, typer.Argument(metavar="DIR|NAME", help="A folder with a model's config.json, or a name on the hub.")
+    ],
+    backend: Annotated[str, typer.Option("--backend", help="The training backend to check.")] = "dtensor",
+    as_json: Json = False,
+) -> None:
+    """Train a tiny random model of the same family on every mesh, compare with one process, and exit with 1 where one
+    is off; minutes.
+
+    With --json: {"schema": 1, "model", "backend", "is_right": bool, "cases": [{"mesh", "layout", "verdict":
+    "exact"|"off"|"refused", "differences": {NAME: NUMBER|null}, "names": [TENSOR, ...], "reason"}, ...]}.
+    """
+    with reported():
+        from rich.console import Console
+
+        from rl_launch.doctor import family
+        from rl_launch.session import show_logs
+
+        show_logs()
+        console, found = Console(), []
+        for case in family.check_model(name, backend):
+            found.append(case)
+            if not as_json:
+                console.print(family.described(case), style=_STYLES[case.verdict], soft_wrap=True, markup=False)
+        report = family.as_json(name, backend, found)
+        if as_json:
+            sys.stdout.write(json.dumps(report, indent=2) + "\n")
+        elif report["is_right"]:
+            console.print(f"{name} trains right on every mesh that is not refused.", highlight=False, soft_wrap=True)
+        else:
+            num_off = sum(case.verdict == "off" for case in found)
+            console.print(f"{name} is off in {num_off} of {len(found)} cases.", highlight=False, soft_wrap=True)
+        if not report["is_right"]:
             raise typer.Exit(1)

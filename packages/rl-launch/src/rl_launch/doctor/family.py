@@ -1,0 +1,126 @@
+"""Whether a model family trains right: a backend's own self-check, run in its worker's environment."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rl_core.errors import ConfigError, RLError
+from rl_core.registry import POLICIES, BackendPlugin, plugin
+from rl_core.selfcheck import FamilyCase
+from rl_launch.model_folder import MODEL_FILES, folder_problems
+from rl_launch.worker_envs import TRAINER, provision, worker_env
+from rl_launch.worker_envs.variables import worker_process_environment
+
+SCHEMA = 1
+"""Of `as_json`; raised where a key of it changes its meaning or goes."""
+
+_CHECK = """
+import json, sys
+from dataclasses import asdict
+from rl_core.errors import ConfigError
+from rl_core.registry import resolve
+try:
+    for case in resolve(sys.argv[1])(sys.argv[2]):
+        print("\\ncase " + json.dumps(asdict(case)), flush=True)
+except ConfigError as error:
+    print("\\nproblem " + json.dumps(str(error)), flush=True)
+"""
+_CONFIG_FILE = MODEL_FILES[:1]
+
+
+def check_model(model: str, backend: str) -> Iterator[FamilyCase]:
+    """The cases of a model's family, each as it is done.
+
+    Args:
+        model: a folder with a `config.json`, or a hub name.
+        backend: name of a training backend.
+
+    Raises:
+        ConfigError: where there is no such folder, family or backend, or the backend has no self-check.
+        WorkerEnvironmentError: where the backend's environment cannot be had.
+        RLError: where the check itself does not run.
+    """
+    problems = [problem.message for problem in folder_problems("model", model, _CONFIG_FILE)]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    found: BackendPlugin = plugin(POLICIES, backend)
+    if not found.selfcheck:
+        raise ConfigError(f"the backend {backend} has no self-check of model families")
+    spec = worker_env(found.requirement, "cpu", also=(TRAINER,))
+    python = provision([spec])[spec]
+    folder = Path(model).expanduser()
+    return cases(python, found.selfcheck, str(folder.absolute()) if folder.is_dir() else model)
+
+
+def cases(python: str, check: str, model: str) -> Iterator[FamilyCase]:
+    """What a self-check yields in a worker's environment.
+
+    Args:
+        python: interpreter of that environment.
+        check: `"package.module:function"`.
+        model: as the check takes it.
+
+    Raises:
+        ConfigError: of the check.
+        RLError: where it does not get to its end.
+    """
+    with tempfile.TemporaryFile("w+") as complaints:
+        process = subprocess.Popen(
+            [python, "-c", _CHECK, check, model],
+            stdout=subprocess.PIPE,
+            stderr=complaints,
+            text=True,
+            env=worker_process_environment(python),
+        )
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                kind, _, answer = line.partition(" ")
+                if kind == "problem":
+                    raise ConfigError(json.loads(answer))
+                if kind == "case":
+                    yield _read(json.loads(answer))
+            if process.wait():
+                complaints.seek(0)
+                raise RLError(f"{check} ended with {process.returncode} in {python}:\n{complaints.read().strip()}")
+        finally:
+            process.terminate()
+            process.stdout.close()
+            process.wait()
+
+
+def as_json(model: str, backend: str, found: Sequence[FamilyCase]) -> dict[str, Any]:
+    """`schema` (1), `model`, `backend`, `is_right` (nothing is off), and `cases`: the fields of `FamilyCase`, with null
+    for a difference that is not a number."""
+    return {
+        "schema": SCHEMA,
+        "model": model,
+        "backend": backend,
+        "is_right": all(case.verdict != "off" for case in found),
+        "cases": [asdict(case) | {"differences": _finite(case)} for case in found],
+    }
+
+
+def described(case: FamilyCase) -> str:
+    """A case in one line."""
+    parts = [f"{name.replace('_', ' ')} {value:.1e}" for name, value in case.differences.items()]
+    if case.names:
+        parts.append(f"the weight stream gets wrong: {', '.join(case.names)}")
+    if case.reason:
+        parts.append(" ".join(case.reason.split()))
+    return f"{case.verdict:<8} {case.mesh + ', ' + case.layout:<30} {', '.join(parts)}"
+
+
+def _read(fields: dict[str, Any]) -> FamilyCase:
+    return FamilyCase(**{**fields, "names": tuple(fields["names"])})
+
+
+def _finite(case: FamilyCase) -> dict[str, float | None]:
+    return {name: value if math.isfinite(value) else None for name, value in case.differences.items()}

@@ -1,0 +1,181 @@
+"""What is said of machines that are odd in one way each."""
+
+from pathlib import Path
+
+import pytest
+from machines import ENGINE, H200, HERE, NO_UV, TO_BUILD, TRAINER, FakeMachine, needs, space
+
+from rl_launch.doctor import CHECKS, Check, examine
+from rl_launch.doctor.machine import GpuDriver
+from rl_launch.worker_envs import Outlook
+from rl_launch.worker_envs.outlook import TorchBuild
+
+ON_GPUS = {"device": "cuda", "ranks_per_node": 2}
+DRIVEN = FakeMachine(num_gpus=2, gpu_driver=GpuDriver("580.65", "13.0", (H200, H200)))
+
+
+def report(machine, **changed):
+    return examine(machine, needs(**changed), CHECKS)
+
+
+def finding(name, machine, **changed):
+    return next(each for each in report(machine, **changed).findings if each.name == name)
+
+
+def test_a_machine_with_everything_can_run():
+    seen = report(FakeMachine())
+    assert seen.can_run
+    assert {each.status for each in seen.findings} == {"ok"}
+    assert not any(each.remedy for each in seen.findings)
+
+
+@pytest.mark.parametrize(
+    ("name", "facts", "found", "remedy"),
+    [
+        ("python", {"python": "3.10.2"}, "3.10.2", "Python >=3.11,<3.14"),
+        ("ray", {"ray": None}, "not installed", "pip install rl-launch"),
+        ("ray", {"ray_address": "far:6379"}, "RAY_ADDRESS is far:6379, where nothing answers", "unset RAY_ADDRESS"),
+        ("ray", {"ray_address": "auto"}, "nothing answers", "unset RAY_ADDRESS"),
+        ("ray folder", {"ray_folder": Path("/a" * 30)}, "too long", "RAY_TMPDIR"),
+        ("uv", {"uv": None, "environments": {TRAINER: HERE, ENGINE: NO_UV}}, "not there", "pip install uv"),
+        ("packages of generation", {"environments": {TRAINER: HERE, ENGINE: NO_UV}}, "uv is not", "'engine[cpu]'"),
+        ("shared memory", {"shared_memory": None}, "no /dev/shm", "--shm-size"),
+        ("shared memory", {"shared_memory": space(0.06, 0.06)}, "61 MiB of 61 MiB free", "--shm-size"),
+        ("ports", {"ports_error": "Operation not permitted"}, "Operation not permitted", "127.0.0.1"),
+        ("disk of runs", {"disks": {"runs": space(0.01)}}, "10 MiB of 100 GiB free", "run_dir"),
+        ("disk of runs", {"disks": {"runs": space(50, is_writable=False)}}, "may not be written to", "run_dir"),
+        ("disk of RL_HOME", {"disks": {"/home/me/.cache/rl": space(0)}}, "0 MiB", "RL_HOME"),
+        ("disk of Ray", {"disks": {"/tmp/ray": space(1, is_writable=False)}}, "may not be written", "RAY_TMPDIR"),
+        ("memory", {"memory_bytes": 2**31, "available_bytes": 2**30}, "1.0 GiB of 2.0 GiB", "more memory"),
+    ],
+)
+def test_what_is_missing_keeps_the_recipe_from_running_and_says_the_remedy(name, facts, found, remedy):
+    seen = report(FakeMachine(**facts))
+    assert not seen.can_run
+    said = next(each for each in seen.missing if each.name == name)
+    assert found in said.found
+    assert remedy in said.remedy
+    assert said.remedy.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("name", "facts", "found"),
+    [
+        ("packages of driver", {"unmet": ("rl-launch needs rich>=14, but 13 is installed",)}, "rich>=14"),
+        ("ray", {"ray_processes": (4711,)}, "another Ray is running here (process 4711)"),
+        ("uv", {"uv": None, "uv_cache": None}, "no environment of this recipe is still to be built"),
+        ("shared memory", {"shared_memory": space(1, 1)}, "1.0 GiB"),
+        ("disk of Ray", {"disks": {"/tmp/ray": space(4, 100)}}, "under 5%"),
+        ("bubblewrap", {"sandbox": None}, "not there"),
+        ("bubblewrap", {"sandbox_says": "No permissions to create new namespace"}, "No permissions"),
+        ("open files", {"open_files": (256, 256)}, "at most 256"),
+        ("memory", {"available_bytes": 2**30}, "1.0 GiB of 32 GiB"),
+        ("cores", {"cores": 0.5}, "0.5 for 2 ranks"),
+    ],
+)
+def test_what_is_only_unfortunate_is_a_warning_with_a_remedy(name, facts, found):
+    seen = report(FakeMachine(**facts))
+    assert seen.can_run
+    said = next(each for each in seen.findings if each.name == name)
+    assert said.status == "warning"
+    assert found in said.found
+    assert said.remedy
+
+
+def test_building_environments_needs_more_disk_and_a_cache():
+    small = {"/home/me/.cache/rl": space(3), "/home/me/.cache/uv": space(3)}
+    built = FakeMachine(disks=small)
+    to_build = FakeMachine(disks=small, environments={TRAINER: TO_BUILD, ENGINE: HERE})
+    assert report(built).can_run
+    assert {each.name for each in report(to_build).missing} == {"disk of RL_HOME", "disk of uv's cache"}
+
+
+def test_a_shared_environment_that_lacks_something_is_to_be_completed():
+    lacking = Outlook("unavailable", problem="engine needs vllm, which is not installed")
+    machine = FakeMachine(environments={TRAINER: HERE, ENGINE: lacking})
+    assert "cluster.worker_envs=auto" in finding("packages of generation", machine, worker_envs="shared").remedy
+
+
+def test_a_cluster_of_many_machines_needs_an_address():
+    assert finding("ray", FakeMachine(), num_nodes=2).status == "missing"
+    reached = FakeMachine(ray_address="head:6379", listening=frozenset({"head:6379"}))
+    assert finding("ray", reached, num_nodes=2).status == "ok"
+    through_client = FakeMachine(ray_address="ray://head:10001", listening=frozenset({"head:10001"}))
+    assert finding("ray", through_client, num_nodes=2).status == "ok"
+    assert finding("ray", FakeMachine(ray_address="auto", ray_processes=(7,))).status == "ok"
+
+
+def test_gpus_are_counted_and_named():
+    said = finding("gpus", DRIVEN, **ON_GPUS)
+    assert said.status == "ok"
+    assert said.found == "2 to be used of 2 x NVIDIA H200 (140 GiB); driver 580.65, CUDA 13.0"
+    assert finding("gpus", FakeMachine()).found == "none: CPU"
+
+
+def test_too_few_gpus_are_missing_unless_the_cluster_is_elsewhere():
+    none, one = finding("gpus", FakeMachine(), **ON_GPUS), finding("gpus", FakeMachine(num_gpus=1), **ON_GPUS)
+    assert none.status == one.status == "missing"
+    assert "cluster.device=cpu" in none.remedy
+    assert "cluster.gpus_per_node=1" in one.remedy
+    elsewhere = FakeMachine(ray_address="head:6379", listening=frozenset({"head:6379"}))
+    assert finding("gpus", elsewhere, **ON_GPUS).status == "warning"
+    assert report(elsewhere, **ON_GPUS).can_run
+
+
+def test_a_driver_that_does_not_answer_is_missing():
+    class Broken(FakeMachine):
+        @property
+        def gpu_driver(self):
+            raise OSError("nvidia-smi ended with 9: NVIDIA-SMI has failed")
+
+        @gpu_driver.setter
+        def gpu_driver(self, value):
+            pass
+
+    said = finding("gpus", Broken(num_gpus=2), **ON_GPUS)
+    assert (said.status, said.found) == ("missing", "nvidia-smi ended with 9: NVIDIA-SMI has failed")
+    assert finding("gpus", FakeMachine(num_gpus=2), **ON_GPUS).status == "warning"
+
+
+def test_gpus_in_use_are_a_warning():
+    busy = GpuDriver("580.65", "13.0", (H200, type(H200)("NVIDIA H200", 140 * 2**30, 100 * 2**30)))
+    said = finding("gpus", FakeMachine(num_gpus=2, gpu_driver=busy), **ON_GPUS)
+    assert said.status == "warning"
+    assert "memory of 1 is in use" in said.found
+
+
+def test_torch_must_fit_the_device_and_its_driver():
+    without = Outlook("driver", torch=TorchBuild("2.13.0+cpu", ""))
+    machine = FakeMachine(num_gpus=2, gpu_driver=DRIVEN.gpu_driver, environments={TRAINER: without, ENGINE: HERE})
+    assert finding("torch of policy", machine, **ON_GPUS).status == "missing"
+    assert finding("torch of generation", machine, **ON_GPUS).status == "ok"
+    assert finding("torch of policy", machine).found == "2.13.0+cpu, without CUDA"
+    assert report(machine).can_run
+    old = FakeMachine(num_gpus=2, gpu_driver=GpuDriver("550.54", "12.4", (H200, H200)))
+    said = finding("torch of policy", old, **ON_GPUS)
+    assert said.status == "missing"
+    assert "the driver 550.54 runs CUDA 12.4" in said.found
+
+
+def test_a_check_that_fails_itself_is_reported_and_the_others_are_made():
+    def fails(machine, needs):
+        yield from ()
+        raise RuntimeError("no /proc here")
+
+    seen = examine(FakeMachine(), needs(), [Check("odd", fails), *CHECKS])
+    assert seen.findings[0].status == "warning"
+    assert seen.findings[0].found == "could not be checked: RuntimeError: no /proc here"
+    assert len(seen.findings) == len(report(FakeMachine()).findings) + 1
+    assert seen.can_run
+
+
+def test_json_keys_are_those_promised():
+    seen = report(FakeMachine(shared_memory=None)).as_json()
+    assert {key: seen[key] for key in ("schema", "recipe", "device", "can_run")} == {
+        "schema": 1,
+        "recipe": "some-recipe",
+        "device": "cpu",
+        "can_run": False,
+    }
+    assert set(seen) == {"schema", "recipe", "device", "can_run", "checks"}
+    assert all(set(each) == {"name", "status", "found", "remedy"} for each in seen["checks"])
