@@ -1,8 +1,27 @@
 """The self-check shrinks a family's config and tells right from wrong."""
 
+import json
+
+import pytest
 from transformers import AutoConfig
 
-from rl_dtensor.selfcheck import TOLERANCE, Case, Expected, Outcome, check_case, expect, shrink, write_tiny
+from rl_core.errors import ConfigError, WorkerError
+from rl_core.registry import resolve
+from rl_dtensor import selfcheck
+from rl_dtensor.plugin import PLUGIN
+from rl_dtensor.selfcheck import (
+    MESHES,
+    TOLERANCE,
+    Case,
+    Expected,
+    Outcome,
+    cases_of,
+    check_case,
+    check_family,
+    expect,
+    shrink,
+    write_tiny,
+)
 
 
 def test_a_small_config_keeps_what_makes_the_family():
@@ -26,3 +45,50 @@ def test_what_differs_is_off(ranks, tmp_path):
     assert found.loss <= TOLERANCE < found.weights
     assert Outcome(case, loss=float("nan")).is_off(TOLERANCE)
     assert Outcome(case, inexact=("lm_head.weight",)).is_off(TOLERANCE)
+
+
+def test_cases_are_told_as_plain_data(monkeypatch, tmp_path):
+    AutoConfig.for_model("qwen3").save_pretrained(tmp_path)
+    case = Case("tp2", is_packed=False, lora=True)
+    outcomes = [
+        Outcome(case, loss=1e-7),
+        Outcome(case, weights=1e-3, inexact=("lm_head.weight",)),
+        Outcome(case, refused="no tensor-parallel plan"),
+        Outcome(case, failed="pool rank 0: builtins.RuntimeError: shapes differ"),
+    ]
+    monkeypatch.setattr(selfcheck, "check_family", lambda pool, config, workspace: iter(outcomes))
+    found = list(resolve(PLUGIN.selfcheck)(str(tmp_path)))
+    assert {(each.mesh, each.layout) for each in found} == {("tp2", "padded, adapters")}
+    assert [each.verdict for each in found] == ["exact", "off", "refused", "off"]
+    assert found[0].differences == {"loss": 1e-7, "grad_norm": 0.0, "weights": 0.0}
+    assert found[1].names == ("lm_head.weight",)
+    assert found[2].reason == "no tensor-parallel plan"
+    assert "shapes differ" in found[3].reason
+
+
+@pytest.mark.parametrize(
+    ("model_type", "said"),
+    [("nonesuch", "model type `nonesuch`"), ("vit", "is a vit model, and transformers has no language model")],
+)
+def test_a_model_of_no_language_family_is_refused(tmp_path, model_type, said):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    with pytest.raises(ConfigError, match=said) as caught:
+        next(cases_of(str(tmp_path)))
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_rank_that_fails_is_a_failed_case_and_the_others_are_tried(monkeypatch, tmp_path):
+    def one_mesh_fails(pool, folder, case, expected):
+        if case.mesh == "tp2":
+            raise WorkerError("builtins.RuntimeError", "shapes differ", "far away")
+        if case.mesh == "cp2":
+            raise WorkerError("builtins.ValueError", "cannot be cut", "far away")
+        return Outcome(case)
+
+    monkeypatch.setattr(selfcheck, "check_case", one_mesh_fails)
+    found = {str(each.case): each for each in check_family(None, AutoConfig.for_model("qwen3"), tmp_path)}
+    assert len(found) == 3 * len(MESHES)
+    assert found["tp2, packed, full"].is_off(TOLERANCE)
+    assert found["tp2, packed, full"].failed == "builtins.RuntimeError: shapes differ"
+    assert not found["cp2, packed, full"].is_off(TOLERANCE)
+    assert found["cp2, packed, full"].refused == "cannot be cut"
