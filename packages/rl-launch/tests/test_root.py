@@ -48,6 +48,8 @@ def test_an_inherited_recipe_keeps_what_it_does_not_say():
         (["policy.dtensor_cfg.enabled=false"], "no training backend is enabled"),
         (["policy.generation.colocated.enabled=false", "cluster.cpu_ranks_per_node=1"], "no device"),
         (["checkpointing.checkpoint_must_save_by=4h"], "DD:HH:MM:SS"),
+        (["policy.generation.colocated.resources.num_nodes=1"], "colocated generation has the policy's devices"),
+        (["checkpointing.metric_name=val:acuracy"], "did you mean val/accuracy?"),
     ],
 )
 def test_what_cannot_run_is_refused(overrides, message):

@@ -1,7 +1,7 @@
 import pytest
 
 from rl_core.model_config import ColocatedConfig, ColocatedResources
-from rl_launch.topology import plan, topology_problems
+from rl_launch.topology import colocated_problems, plan, topology_problems
 
 
 def make(num_nodes=1, ranks=8, device="cuda", replica_ranks=2, colocated=True, gpus=None, nodes=None):
@@ -58,3 +58,14 @@ def test_what_does_not_divide_is_named(topology, policy_ranks, said):
     problems = list(topology_problems(topology, policy_ranks))
     assert len(problems) == 1
     assert said in str(problems[0])
+
+
+def test_devices_for_generation_that_shares_the_policys_are_refused():
+    resources = ColocatedResources(gpus_per_node=2, num_nodes=1)
+    refused = list(colocated_problems(ColocatedConfig(resources=resources)))
+    assert [problem.key for problem in refused] == [
+        f"policy.generation.colocated.resources.{name}" for name in ("num_nodes", "gpus_per_node")
+    ]
+    assert all("enabled=false" in problem.message for problem in refused)
+    assert not list(colocated_problems(ColocatedConfig(enabled=False, resources=resources)))
+    assert not list(colocated_problems(ColocatedConfig()))

@@ -1,5 +1,6 @@
 """A config that cannot run is refused by the driver, naming its key."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -56,3 +57,20 @@ def test_adapters_are_refused():
 )
 def test_ranks_hold_layers_and_experts(settings, expected):
     assert num_ranks(MegatronConfig(**settings)) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "message"),
+    [
+        ({"tensor_model_parallel_size": 3}, "tensor_model_parallel_size", "num_attention_heads (8)"),
+        ({"tensor_model_parallel_size": 4}, "tensor_model_parallel_size", "num_key_value_heads (2)"),
+        ({"expert_model_parallel_size": 2}, "expert_model_parallel_size", "has no experts"),
+        ({"pipeline_model_parallel_size": 5}, "pipeline_model_parallel_size", "have at most 4"),
+    ],
+)
+def test_a_layout_that_does_not_divide_a_model_on_this_machine_is_named(tmp_path, settings, key, message):
+    fields = {"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 24, "num_hidden_layers": 4}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    model = ModelConfig(model_name=str(tmp_path))
+    assert problems(model) == {}
+    assert message in problems(model, **settings)[f"policy.megatron_cfg.{key}"]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,11 +13,12 @@ from rl_vllm import PLUGIN, VllmConfig, preflight
 from rl_vllm.config import OWNED_ARGUMENTS
 
 
-def problems(**settings: object) -> dict[str, str]:
+def problems(model_name: str = "model", **settings: object) -> dict[str, str]:
     vllm_cfg = settings.pop("vllm_cfg", VllmConfig())
     kind = assemble("Generation", {"vllm_cfg": VllmConfig}, base=GenerationConfig)
     generation = kind.model_validate({**settings, "vllm_cfg": vllm_cfg})
-    config = SimpleNamespace(policy=SimpleNamespace(generation=generation))
+    policy = SimpleNamespace(generation=generation, model_name=model_name, hf_config_overrides={})
+    config = SimpleNamespace(policy=policy)
     return {problem.key: problem.message for check in PLUGIN.checks for problem in check(config)}
 
 
@@ -35,6 +37,13 @@ def test_a_completion_must_leave_room_for_its_prompt() -> None:
     assert problems() == {}
     found = problems(max_new_tokens=512, vllm_cfg=VllmConfig(max_model_len=512))
     assert "leave no room" in found["policy.generation.vllm_cfg.max_model_len"]
+
+
+def test_ranks_that_do_not_divide_the_heads_of_a_model_on_this_machine_are_a_problem(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 4}')
+    assert problems(str(tmp_path), vllm_cfg=VllmConfig(tensor_parallel_size=4)) == {}
+    found = problems(str(tmp_path), vllm_cfg=VllmConfig(tensor_parallel_size=3))
+    assert "4 attention heads" in found["policy.generation.vllm_cfg.tensor_parallel_size"]
 
 
 def test_temperatures_that_vllm_changes_or_refuses_are_problems() -> None:

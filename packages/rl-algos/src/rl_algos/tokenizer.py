@@ -35,8 +35,10 @@ def load_tokenizer(config: TokenizerConfig, model_name: str) -> PreTrainedTokeni
             f"{key}: the tokenizer of {name!r} has no end-of-sequence token, so no completion would end; "
             "set `eos_token` in its tokenizer_config.json or name another tokenizer in policy.tokenizer.name"
         )
-    if config.chat_template is not None:
-        tokenizer.chat_template = _template_text(config.chat_template)
+    try:
+        tokenizer.chat_template = config.template_text() or tokenizer.chat_template
+    except ValueError as error:
+        raise ConfigError(f"policy.tokenizer.chat_template: {error}") from error
     if config.chat_template_kwargs:
         require_chat_template(tokenizer)
         tokenizer.chat_template = _with_variables(tokenizer.chat_template, config.chat_template_kwargs)
@@ -76,24 +78,8 @@ def _with_variables(template: Any, variables: Mapping[str, Any]) -> Any:
     """The template with its variables set at the top, so that whoever applies it applies it alike."""
     if isinstance(template, Mapping):  # several templates by name
         return {name: _with_variables(text, variables) for name, text in template.items()}
-    for name in variables:
-        if not name.isidentifier():
-            raise ConfigError(f"policy.tokenizer.chat_template_kwargs: {name!r} is no name of a template variable")
     # JSON-like Python literals are Jinja literals
     return "".join(f"{{% set {name} = {value!r} %}}" for name, value in variables.items()) + template
-
-
-def _template_text(value: str) -> str:
-    """The template itself, or that of the file it names: Jinja text has braces or line breaks, a path has neither."""
-    if "{" in value or "\n" in value:
-        return value
-    try:
-        return Path(value).expanduser().read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"policy.tokenizer.chat_template: {value!r} is neither a Jinja template (it has no braces) "
-            f"nor a file that can be read: {error.strerror}"
-        ) from error
 
 
 def _no_tokenizer(name: str, key: str, error: Exception) -> str:

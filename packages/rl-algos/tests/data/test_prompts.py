@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from rl_algos.data.config import DataConfig
+from rl_algos.data.examples import load_datasets
 from rl_algos.data.prompts import prompt_stream, validation_prompts
 from rl_algos.tokenizer import encode_prompt
 from rl_core.errors import ConfigError, DataError
@@ -22,15 +23,16 @@ def questions(path, texts):
 
 
 def stream(data, tokenizer, **options):
-    return prompt_stream(DataConfig.model_validate(data), tokenizer, **{"max_tokens": 100, "seed": 0, **options})
+    config = DataConfig.model_validate(data)
+    return prompt_stream(load_datasets(config, "train"), config, tokenizer, **{"max_tokens": 100, "seed": 0, **options})
 
 
 def test_generated_sums_become_prompts(tokenizer):
     config = DataConfig.model_validate({"train": SUMS, "validation": SUMS})
-    train = prompt_stream(config, tokenizer, max_tokens=100, seed=0, max_num_epochs=1)
+    train = prompt_stream(load_datasets(config, "train"), config, tokenizer, max_tokens=100, seed=0, max_num_epochs=1)
     prompts = train.take(train.num_items)
     assert train.take(1) == []
-    held_out = validation_prompts(config, tokenizer, max_tokens=100)
+    held_out = validation_prompts(load_datasets(config, "validation"), config, tokenizer, max_tokens=100)
     assert len(prompts) + len(held_out) == 100
     assert len({prompt.id for prompt in (*prompts, *held_out)}) == 100
     for prompt in (*prompts, *held_out):

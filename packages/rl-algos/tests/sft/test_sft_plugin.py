@@ -23,6 +23,7 @@ def problems(config):
 def test_the_entry_point_leads_to_the_loop():
     assert plugin(ALGORITHMS, "sft") is PLUGIN
     assert callable(named(PLUGIN.run))
+    assert callable(named(PLUGIN.load))
     assert callable(named(PLUGIN.prepare))
 
 

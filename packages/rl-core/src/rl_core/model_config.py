@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from rl_core.config import Config
+
+_DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
+
+
+def _dotted(example: str) -> Callable[[str | None], str | None]:
+    """A validator of the dotted name of a class; whether there is one, only an environment with torch can say."""
+
+    def check(name: str | None) -> str | None:
+        if name is not None and not _DOTTED.fullmatch(name):
+            raise ValueError(f"got {name!r}; allowed: the dotted name of a class, such as {example}")
+        return name
+
+    return check
 
 
 class TokenizerConfig(Config):
@@ -17,12 +34,39 @@ class TokenizerConfig(Config):
     chat_template_kwargs: dict[str, Any] = {}
     """Extra variables of the chat template."""
 
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _are_variables(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for name in value:
+            if not name.isidentifier():
+                raise ValueError(f"{name!r} is no name of a template variable; write letters, digits and underscores")
+        return value
+
+    def template_text(self) -> str | None:
+        """The configured template, read from its file where `chat_template` names one; None where it is unset.
+
+        Raises:
+            ValueError: where it is neither a template nor a file that can be read.
+        """
+        # Jinja text has braces or line breaks, a path has neither
+        if self.chat_template is None or "{" in self.chat_template or "\n" in self.chat_template:
+            return self.chat_template
+        try:
+            return Path(self.chat_template).expanduser().read_text(encoding="utf-8")
+        except OSError as error:
+            raise ValueError(
+                f"{self.chat_template!r} is neither a Jinja template (it has no braces) nor a file that can be read: "
+                f"{error.strerror}"
+            ) from error
+
 
 class OptimizerConfig(Config):
     name: str = "torch.optim.AdamW"
     """Dotted name of a torch optimizer class."""
     kwargs: dict[str, Any] = {"lr": 1e-6, "weight_decay": 0.01, "betas": [0.9, 0.999], "eps": 1e-8}
     """Arguments of that class."""
+
+    _is_dotted = field_validator("name")(_dotted("torch.optim.AdamW"))
 
 
 class SchedulerConfig(Config):
@@ -32,6 +76,8 @@ class SchedulerConfig(Config):
     """Arguments of that class."""
     milestones: list[int] | None = None
     """In an entry of its own: the steps at which the next schedule in the list takes over."""
+
+    _is_dotted = field_validator("name")(_dotted("torch.optim.lr_scheduler.LinearLR"))
 
 
 class SequencePackingConfig(Config):
@@ -95,6 +141,16 @@ class ModelConfig(Config):
     lora_cfg: LoraConfig = LoraConfig()
     sequence_packing: SequencePackingConfig = SequencePackingConfig()
     dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig()
+
+
+def local_hf_config(policy: ModelConfig) -> dict[str, Any]:
+    """Fields of the model's Hugging Face config with the overrides, where `config.json` is on this machine; empty where
+    it is not, or is no JSON."""
+    try:
+        fields = json.loads((Path(policy.model_name).expanduser() / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return {**fields, **policy.hf_config_overrides} if isinstance(fields, dict) else {}
 
 
 class ColocatedResources(Config):

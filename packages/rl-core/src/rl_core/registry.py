@@ -106,25 +106,30 @@ class AlgorithmPlugin:
 
     Args:
         sections: config sections it adds to the root, by key (`grpo`, `loss_fn`, `data`, ...).
-        prepare: `"package.module:function"`, called on the driver as `prepare(config, tokenizer)` before anything is
-            started: loads and
-            checks the data, and returns it.
+        load: `"package.module:function"`, called on the driver as `load(config)` before anything else: reads the data
+            and checks what can be checked without a tokenizer, which takes seconds to load.
+        prepare: `"package.module:function"`, called on the driver as `prepare(config, tokenizer, loaded)` with what
+            `load` returned, before anything is started: checks the tokenised data, and returns it.
         run: `"package.module:function"`, called as `run(config, components, run)` with `rl_core.run.Components` and
             `Run`.
         generates: whether it needs rollouts; the config then has `policy.generation`.
         rollouts: `"package.module:function"`, called as `rollouts(config, data)` and returning `RolloutNeeds`; where
             it generates.
+        validation_metrics: from the resolved config to the names of the `val/` metrics that its run records; None where
+            they are not known before it.
         spec: from the resolved config to the policy's `rl_core.model.ModelSpec`.
         checks: static checks on the whole resolved config.
     """
 
     name: str
     sections: Mapping[str, type[Config]]
+    load: str
     prepare: str
     run: str
     generates: bool
     spec: Callable[[Any], ModelSpec]
     rollouts: str = ""
+    validation_metrics: Callable[[Any], Iterable[str]] | None = None
     checks: tuple[Callable[[Any], Iterable[Problem]], ...] = ()
 
 

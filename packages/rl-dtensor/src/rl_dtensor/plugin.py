@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from rl_core.config import Problem
+from rl_core.model_config import local_hf_config
 from rl_core.registry import BackendPlugin, Requirement
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.parallel.sizes import combination_problems, num_ranks, shape_problems
@@ -47,7 +48,7 @@ def check_mesh(config: Any) -> Iterable[Problem]:
     """Problems of the mesh, by itself and with the model where its config is on this machine."""
     backend = config.policy.dtensor_cfg
     yield from combination_problems(backend)
-    yield from shape_problems(backend, config.policy.local_hf_config())
+    yield from shape_problems(backend, local_hf_config(config.policy))
 
 
 def check_device(config: Any) -> Iterable[Problem]:

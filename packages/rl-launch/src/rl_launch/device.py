@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+from rl_core.errors import ConfigError
 
 Device = Literal["cpu", "cuda"]
 
@@ -16,6 +18,35 @@ def resolve_device(configured: str) -> Device:
     if os.environ.get("RAY_ADDRESS"):
         return _device_of_cluster()
     return "cuda" if local_gpus() else "cpu"
+
+
+def check_devices(cluster: Any) -> None:
+    """Refuse a `cluster` section that asks this machine for GPUs or nodes it has not; what the Ray cluster that
+    RAY_ADDRESS names has is known once Ray has connected to it.
+
+    Raises:
+        ConfigError: naming the key and the remedy.
+    """
+    if os.environ.get("RAY_ADDRESS"):
+        return
+    if cluster.num_nodes > 1:
+        raise ConfigError(
+            f"cluster.num_nodes is {cluster.num_nodes}, but RAY_ADDRESS names no cluster; "
+            "start Ray on the nodes and set RAY_ADDRESS, or set cluster.num_nodes to 1"
+        )
+    if resolve_device(cluster.device) == "cpu":
+        return
+    num_gpus = local_gpus()
+    if not num_gpus:
+        raise ConfigError(
+            "cluster.device is cuda, but this machine has no GPU that CUDA_VISIBLE_DEVICES shows; "
+            "set cluster.device to cpu or auto"
+        )
+    if cluster.gpus_per_node > num_gpus:
+        raise ConfigError(
+            f"cluster.gpus_per_node is {cluster.gpus_per_node}, but this machine has {num_gpus} that may be used; "
+            "lower it, or see CUDA_VISIBLE_DEVICES"
+        )
 
 
 def local_gpus() -> int:

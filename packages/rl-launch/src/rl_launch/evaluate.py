@@ -22,9 +22,9 @@ def evaluate(config: Any, *, logs: Path) -> Evaluation:
         logs: folder for the workers' logs.
     """
     algorithm: AlgorithmPlugin = plugin(ALGORITHMS, config.algorithm)
-    data: GRPOData = resolve(algorithm.prepare)(
-        config, load_tokenizer(config.policy.tokenizer, config.policy.model_name)
-    )
+    loaded = resolve(algorithm.load)(config)
+    tokenizer = load_tokenizer(config.policy.tokenizer, config.policy.model_name)
+    data: GRPOData = resolve(algorithm.prepare)(config, tokenizer, loaded)
     needs = resolve(algorithm.rollouts)(config, data)
 
     # Ray takes a second to import: only what will start may pay for it

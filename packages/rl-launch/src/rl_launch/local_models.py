@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from rl_algos.tiny_model import make_tiny_model
 from rl_launch.worker_envs import default_root
 
 _log = logging.getLogger(__name__)
@@ -19,14 +18,20 @@ WARMED_UP = "tiny-arithmetic-sft"
 
 
 def local_model(name: str) -> str:
-    """The folder of a model that is made here, made where it is not there yet; any other name as it is."""
+    """The folder of a model that is made here, made where it is not there yet; any other name as it is, a folder below
+    the home folder written out."""
     make = _MAKERS.get(name)
-    return str(make(default_root().parent / "models")) if make else name
+    if make:
+        return str(make(default_root().parent / "models"))
+    return str(Path(name).expanduser()) if name.startswith("~") else name
 
 
 def _tiny(models: Path) -> Path:
     folder = models / TINY
     if not (folder / "model.safetensors").exists():
+        # imports transformers, which takes a second
+        from rl_algos.tiny_model import make_tiny_model
+
         _log.info("making %s in %s", TINY, folder)
         make_tiny_model(folder)
     return folder
@@ -46,3 +51,6 @@ def _warmed_up(models: Path) -> Path:
 
 
 _MAKERS: Mapping[str, Callable[[Path], Path]] = {TINY: _tiny, WARMED_UP: _warmed_up}
+
+MADE_HERE = frozenset(_MAKERS)
+"""Names of models that are made on this machine."""

@@ -12,7 +12,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from pydantic import Field
 
-from rl_core.config import Config, Problem, RawConfig, Resolved, assemble, load, resolve
+from rl_core.config import Config, Problem, RawConfig, Resolved, assemble, did_you_mean, load, resolve
 from rl_core.errors import ConfigError
 from rl_core.model_config import GenerationConfig, ModelConfig
 from rl_core.registry import (
@@ -26,8 +26,10 @@ from rl_core.registry import (
     plugin,
 )
 from rl_launch.device import resolve_device
+from rl_launch.local_models import MADE_HERE
+from rl_launch.model_folder import MODEL_FILES, TOKENIZER_FILES, folder_problems
 from rl_launch.session.config import CheckpointingConfig, LoggerConfig
-from rl_launch.topology import plan, topology_problems
+from rl_launch.topology import colocated_problems, plan, topology_problems
 
 RECIPES = Path(__file__).parent / "recipes"
 """Recipes that come with this package."""
@@ -94,7 +96,9 @@ def read_config(source: str | Path, overrides: Sequence[str] = ()) -> Resolved[R
     raw = read_raw(source, overrides)
     algorithm = _algorithm(raw)
     return resolve(
-        raw, root_type(algorithm), checks=(_folder_checks, *algorithm.checks, _backend_checks, _topology_checks)
+        raw,
+        root_type(algorithm),
+        checks=(_folder_checks, *algorithm.checks, _checkpointing_checks, _backend_checks, _topology_checks),
     )
 
 
@@ -191,14 +195,32 @@ def _plain(section: Any, kind: type[C]) -> C:
 
 
 def _folder_checks(config: Any) -> Iterator[Problem]:
-    # said here already: to look into the folder takes libraries that take seconds to import
+    # said here already: to load what is in the folder takes libraries that take seconds to import
     policy = config.policy
-    for key, name in (("model_name", policy.model_name), ("tokenizer.name", policy.tokenizer.name)):
-        is_path = name is not None and name.startswith(("/", "./", "../", "~"))
-        if is_path and not Path(name).expanduser().is_dir():
-            yield Problem(
-                f"policy.{key}", f"there is no folder {name!r}; give one with Hugging Face files, or a hub name"
-            )
+    tokenizer = policy.tokenizer.name
+    files = (*MODEL_FILES, TOKENIZER_FILES) if tokenizer is None else MODEL_FILES
+    if policy.model_name not in MADE_HERE:
+        yield from folder_problems("policy.model_name", policy.model_name, files)
+    if tokenizer is not None and tokenizer not in MADE_HERE:
+        yield from folder_problems("policy.tokenizer.name", tokenizer, (TOKENIZER_FILES,))
+    try:
+        policy.tokenizer.template_text()
+    except ValueError as error:
+        yield Problem("policy.tokenizer.chat_template", str(error))
+
+
+def _checkpointing_checks(config: Any) -> Iterator[Problem]:
+    key = config.checkpointing.metric_key
+    known = plugin(ALGORITHMS, config.algorithm).validation_metrics
+    if key is None or not key.startswith("val/") or known is None:
+        return
+    recorded = list(known(config))
+    if key not in recorded:
+        said = f"validation records {', '.join(recorded)}" if recorded else "this run does not validate"
+        yield Problem(
+            "checkpointing.metric_name",
+            f"nothing records {key!r}{did_you_mean(key, recorded)}; {said}",
+        )
 
 
 def _backend_checks(config: Any) -> Iterable[Problem]:
@@ -211,16 +233,18 @@ def _backend_checks(config: Any) -> Iterable[Problem]:
 
 
 def _topology_checks(config: Any) -> Iterator[Problem]:
-    # the devices of another machine's cluster are known once Ray has connected to it
     cluster = config.cluster
-    if cluster.device == "auto" and os.environ.get("RAY_ADDRESS"):
-        return
     try:
         backends = backends_of(config)
     except ConfigError:
         return
-    device = resolve_device(cluster.device)
     generation = backends.generation
+    if generation is not None:
+        yield from colocated_problems(generation.config.colocated)
+    # the devices of another machine's cluster are known once Ray has connected to it
+    if cluster.device == "auto" and os.environ.get("RAY_ADDRESS"):
+        return
+    device = resolve_device(cluster.device)
     topology = plan(
         num_nodes=cluster.num_nodes,
         ranks_per_node=cluster.gpus_per_node if device == "cuda" else cluster.cpu_ranks_per_node,

@@ -18,8 +18,8 @@ from rl_launch.session.writers import check_writers
 
 
 def train(config: Any, *, run_dir: str | Path, title: str = "", fresh: bool = False) -> Mapping[str, float]:
-    """Run the configured algorithm in a run directory, resuming what is there; a run that a dead model worker ended goes
-    on from its newest checkpoint.
+    """Run the configured algorithm in a run directory, resuming what is there; a run that a dead model worker ended
+    goes on from its newest checkpoint.
 
     What can be found wrong without a worker is, before a process is started, and what is found soonest comes first.
 

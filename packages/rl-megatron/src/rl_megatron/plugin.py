@@ -7,6 +7,7 @@ from math import lcm
 from typing import Any
 
 from rl_core.config import Problem
+from rl_core.model_config import local_hf_config
 from rl_core.registry import BackendPlugin, Requirement
 from rl_megatron.config import MegatronConfig
 
@@ -60,6 +61,37 @@ def check_layout(config: Any) -> Iterable[Problem]:
                     f"{KEY}.{name}", f"needs more than one pipeline rank; set {KEY}.pipeline_model_parallel_size"
                 )
     yield from _check_experts(backend)
+
+
+def check_shape(config: Any) -> Iterable[Problem]:
+    """A layout that does not divide the model, where the model's config is on this machine."""
+    backend: MegatronConfig = config.policy.megatron_cfg
+    model = local_hf_config(config.policy)
+    is_latent = "kv_lora_rank" in model
+    shared = ("num_attention_heads", "intermediate_size", *(() if is_latent else ("num_key_value_heads",)))
+    experts = next(
+        (model[name] for name in ("num_experts", "num_local_experts", "n_routed_experts") if name in model), 0
+    )
+    for name, size, what, count in (
+        *(("tensor_model_parallel_size", backend.tensor_model_parallel_size, part, model.get(part)) for part in shared),
+        ("expert_model_parallel_size", backend.expert_model_parallel_size, "experts", experts),
+    ):
+        if count and count % size:
+            yield Problem(f"{KEY}.{name}", f"{size} does not divide the model's {what} ({count}); set it to a divisor")
+            return
+    if model and not experts and backend.expert_model_parallel_size > 1:
+        yield Problem(
+            f"{KEY}.expert_model_parallel_size",
+            f"is {backend.expert_model_parallel_size} and the model has no experts; set it to 1",
+        )
+    layers = model.get("num_hidden_layers", 0)
+    stages = backend.pipeline_model_parallel_size * (backend.virtual_pipeline_model_parallel_size or 1)
+    if layers and stages > layers:
+        yield Problem(
+            f"{KEY}.pipeline_model_parallel_size",
+            f"{stages} stages (pipeline_model_parallel_size x virtual_pipeline_model_parallel_size) of {layers} layers "
+            f"leave some empty; have at most {layers}",
+        )
 
 
 def check_device(config: Any) -> Iterable[Problem]:
@@ -125,6 +157,6 @@ PLUGIN = BackendPlugin(
         imports=("torch", "megatron.core", "transformers", "safetensors"),
     ),
     ranks=num_ranks,
-    checks=(check_batching, check_layout, check_recompute, check_lora, check_device),
+    checks=(check_batching, check_layout, check_shape, check_recompute, check_lora, check_device),
     preflight="rl_megatron.preflight:check",
 )

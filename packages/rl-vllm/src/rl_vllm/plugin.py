@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from rl_core.config import Problem
+from rl_core.model_config import local_hf_config
 from rl_core.registry import BackendPlugin, Requirement
 from rl_vllm.config import MAX_TEMPERATURE, MIN_TEMPERATURE, VllmConfig
 
@@ -20,6 +21,16 @@ def _room_for_prompts(config: Any) -> Iterable[Problem]:
             "policy.generation.vllm_cfg.max_model_len",
             f"{max_model_len} tokens leave no room for a prompt beside max_new_tokens={generation.max_new_tokens};"
             " raise it, or leave it out to follow policy.max_total_sequence_length",
+        )
+
+
+def _heads(config: Any) -> Iterable[Problem]:
+    size = config.policy.generation.vllm_cfg.tensor_parallel_size
+    heads = local_hf_config(config.policy).get("num_attention_heads")
+    if heads and heads % size:
+        yield Problem(
+            "policy.generation.vllm_cfg.tensor_parallel_size",
+            f"{size} does not divide the model's {heads} attention heads; set it to a divisor",
         )
 
 
@@ -47,6 +58,6 @@ PLUGIN = BackendPlugin(
     worker="rl_vllm.generator:VllmGenerator",
     requirement=Requirement("rl-vllm", {"cpu": ("cpu",), "cuda": ("cuda",)}, imports=("vllm",)),
     ranks=_ranks,
-    checks=(_room_for_prompts, _temperatures),
+    checks=(_room_for_prompts, _heads, _temperatures),
     preflight="rl_vllm.preflight:problems",
 )

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from rl_core.config import Config, Problem, ProblemError
+
+Purpose = Literal["train", "validation"]
 
 
 class DatasetConfig(Config):
@@ -100,6 +105,15 @@ class DataConfig(Config):
         """Validation datasets with defaults filled in; empty where there are none."""
         return self._filled(self.validation or [])
 
+    def sections(self) -> Iterator[tuple[str, DatasetConfig | DatasetDefaults]]:
+        """Every dataset as it is written, and the defaults, each with its key from the root."""
+        for key, datasets in (("data.train", self.train), ("data.validation", self.validation)):
+            if isinstance(datasets, list):
+                yield from ((f"{key}[{index}]", dataset) for index, dataset in enumerate(datasets))
+            elif datasets is not None:
+                yield key, datasets
+        yield "data.default", self.default
+
     def _filled(self, datasets: DatasetConfig | list[DatasetConfig]) -> list[DatasetConfig]:
         known = {key: value for key, value in self.default if value is not None}
         return [
@@ -108,6 +122,21 @@ class DataConfig(Config):
             )
             for dataset in _several(datasets)
         ]
+
+
+def dataset_names(settings: Sequence[DatasetConfig], purpose: Purpose) -> list[str]:
+    """Names of datasets; of equal ones the second and later are numbered, in the order of the config."""
+    bases = [one.dataset_name or Path(one.source).name for one in settings]
+    seen: Counter[tuple[str, str]] = Counter()
+    chosen: list[str] = []
+    for base, one in zip(bases, settings, strict=True):
+        name, number = base, 1
+        while (name, one.split or purpose) in seen or (number > 1 and name in bases):
+            number += 1
+            name = f"{base}#{number}"
+        seen[name, one.split or purpose] += 1
+        chosen.append(name)
+    return chosen
 
 
 def _several(datasets: DatasetConfig | list[DatasetConfig]) -> list[DatasetConfig]:

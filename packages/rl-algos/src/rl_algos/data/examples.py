@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from jinja2 import TemplateError
 
-from rl_algos.data.config import DataConfig, DatasetConfig
+from rl_algos.data.config import DataConfig, DatasetConfig, Purpose, dataset_names
 from rl_algos.data.example import Example, Processor, processor
 from rl_algos.data.load import load_rows
 from rl_algos.data.template import Surround
@@ -21,7 +19,6 @@ from rl_core.errors import DataError
 
 _log = logging.getLogger(__name__)
 
-Purpose = Literal["train", "validation"]
 T = TypeVar("T")
 Item = TypeVar("Item")
 
@@ -40,6 +37,29 @@ class Dataset:
     examples: Mapping[str, Example]
     settings: DatasetConfig
 
+    def environment(self, row_id: str) -> str:
+        """The environment that scores a row's completions; raises a `DataError` where none is named."""
+        name = self.settings.env_name or self.examples[row_id].environment
+        if not name:
+            raise DataError(
+                f"row {row_id} names no environment to score it; set `env_name` of its dataset or data.default.env_name"
+            )
+        return name
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """The data of a run before it is tokenised; `validation` is empty where there is none."""
+
+    train: list[Dataset]
+    validation: list[Dataset]
+
+
+def load(config: Any) -> Datasets:
+    """All data that the `data` section of a root names: what an algorithm plugin's `load` does; raises as
+    `load_datasets`."""
+    return Datasets(load_datasets(config.data, "train"), load_datasets(config.data, "validation"))
+
 
 def load_datasets(config: DataConfig, purpose: Purpose) -> list[Dataset]:
     """The configured datasets for training or validation; ids are unique and depend on no row's content.
@@ -51,7 +71,7 @@ def load_datasets(config: DataConfig, purpose: Purpose) -> list[Dataset]:
     settings = config.train_datasets if purpose == "train" else config.validation_datasets
     return [
         Dataset(name, _examples(one, name, purpose), one)
-        for name, one in zip(_names(settings, purpose), settings, strict=True)
+        for name, one in zip(dataset_names(settings, purpose), settings, strict=True)
     ]
 
 
@@ -129,18 +149,3 @@ class _Convert:
 
     def __call__(self, row: Mapping[str, Any]) -> Example:
         return self.surround.apply(self.processor(row, self.settings), row)
-
-
-def _names(settings: Sequence[DatasetConfig], purpose: Purpose) -> list[str]:
-    """Names of datasets; of equal ones the second and later are numbered, in the order of the config."""
-    bases = [one.dataset_name or Path(one.source).name for one in settings]
-    seen: Counter[tuple[str, str]] = Counter()
-    chosen: list[str] = []
-    for base, one in zip(bases, settings, strict=True):
-        name, number = base, 1
-        while (name, one.split or purpose) in seen or (number > 1 and name in bases):
-            number += 1
-            name = f"{base}#{number}"
-        seen[name, one.split or purpose] += 1
-        chosen.append(name)
-    return chosen

@@ -53,10 +53,16 @@ def _load_plugin(settings: DatasetConfig, purpose: str) -> Sequence[Row]:
 
 def _load_hub(settings: DatasetConfig, purpose: str) -> Sequence[Row]:
     assert settings.dataset_name is not None
+    installed, near = ", ".join(names(DATASETS)), did_you_mean(settings.dataset_name, names(DATASETS))
     if settings.settings:
         raise DataError(
             f"`settings` is for dataset plugins, and {settings.dataset_name!r} is none of those installed: "
-            f"{', '.join(names(DATASETS))}"
+            f"{installed}{near}"
+        )
+    if near and "/" not in settings.dataset_name:
+        raise DataError(
+            f"no dataset {settings.dataset_name!r} is installed{near} Installed are {installed}; "
+            "one on the hub is named OWNER/NAME"
         )
     # imports pandas and pyarrow: seconds that local files need not pay
     import datasets
@@ -65,7 +71,6 @@ def _load_hub(settings: DatasetConfig, purpose: str) -> Sequence[Row]:
     try:
         rows: Sequence[Row] = datasets.load_dataset(settings.dataset_name, settings.subset, split=split)
     except (OSError, ValueError, RuntimeError) as error:
-        near = did_you_mean(settings.dataset_name, names(DATASETS))
         raise DataError(
             f"the dataset {settings.dataset_name!r} (split {split!r}) cannot be loaded: "
             f"it is no installed plugin{near}, and the hub says: {str(error).strip()}; "

@@ -9,7 +9,7 @@ import numpy as np
 
 from rl_algos.data.config import DataConfig
 from rl_algos.data.example import Example
-from rl_algos.data.examples import Dataset, Purpose, encode_rows, load_datasets, within_limit
+from rl_algos.data.examples import Dataset, encode_rows, within_limit
 from rl_algos.data.stream import Stream
 from rl_algos.tokenizer import encode_prompt, require_chat_template
 from rl_core.errors import DataError
@@ -17,11 +17,18 @@ from rl_core.rollout import Prompt
 
 
 def prompt_stream(
-    config: DataConfig, tokenizer: Any, *, max_tokens: int, seed: int, max_num_epochs: int | None = None
+    datasets: list[Dataset],
+    config: DataConfig,
+    tokenizer: Any,
+    *,
+    max_tokens: int,
+    seed: int,
+    max_num_epochs: int | None = None,
 ) -> Stream[Prompt]:
     """The training prompts, mixed and shuffled as configured.
 
     Args:
+        datasets: as `rl_algos.data.examples.load_datasets` returns them.
         tokenizer: as `rl_algos.tokenizer.load_tokenizer` returns it.
         max_tokens: most tokens of a prompt, beside `config.max_input_seq_length`.
         seed: of the order.
@@ -29,17 +36,15 @@ def prompt_stream(
 
     Raises:
         DataError: naming dataset and row, and the remedy.
-        ConfigError: where the tokenizer has no chat template, or a file that a dataset names is not there.
+        ConfigError: where the tokenizer has no chat template.
     """
-    datasets = load_datasets(config, "train")
-    prompts = [_prompts(dataset, "train", config, tokenizer, max_tokens) for dataset in datasets]
+    prompts = [_prompts(dataset, config, tokenizer, max_tokens) for dataset in datasets]
     return Stream(prompts, weights_of(datasets), seed=seed, shuffle=config.shuffle, max_num_epochs=max_num_epochs)
 
 
-def validation_prompts(config: DataConfig, tokenizer: Any, *, max_tokens: int) -> list[Prompt]:
+def validation_prompts(datasets: list[Dataset], config: DataConfig, tokenizer: Any, *, max_tokens: int) -> list[Prompt]:
     """All validation prompts, in the order of the datasets and their rows; raises as `prompt_stream`."""
-    datasets = load_datasets(config, "validation")
-    return [prompt for dataset in datasets for prompt in _prompts(dataset, "validation", config, tokenizer, max_tokens)]
+    return [prompt for dataset in datasets for prompt in _prompts(dataset, config, tokenizer, max_tokens)]
 
 
 def weights_of(datasets: list[Dataset]) -> list[float] | None:
@@ -61,20 +66,15 @@ class _EncodePrompt:
         return encode_prompt(self.tokenizer, example.messages)
 
 
-def _prompts(dataset: Dataset, purpose: Purpose, config: DataConfig, tokenizer: Any, max_tokens: int) -> list[Prompt]:
+def _prompts(dataset: Dataset, config: DataConfig, tokenizer: Any, max_tokens: int) -> list[Prompt]:
     require_chat_template(tokenizer)
     tokens = encode_rows(_EncodePrompt(tokenizer), dataset.examples, config.num_workers)
     limit = min(config.max_input_seq_length or max_tokens, max_tokens)
     kept = within_limit(tokens, [len(ids) for ids in tokens.values()], limit, overlong=config.overlong)
-    return [_prompt(row_id, dataset, ids, purpose) for row_id, ids in kept.items()]
+    return [_prompt(row_id, dataset, ids) for row_id, ids in kept.items()]
 
 
-def _prompt(row_id: str, dataset: Dataset, token_ids: np.ndarray, purpose: Purpose) -> Prompt:
+def _prompt(row_id: str, dataset: Dataset, token_ids: np.ndarray) -> Prompt:
     example = dataset.examples[row_id]
-    environment = dataset.settings.env_name or example.environment
-    if not environment:
-        raise DataError(
-            f"row {row_id} names no environment to score it; set `env_name` of this dataset in data.{purpose}"
-        )
     info = dict(example.info) if example.answer is None else {**example.info, "answer": example.answer}
-    return Prompt(row_id, example.messages, token_ids, environment, info, dataset.name)
+    return Prompt(row_id, example.messages, token_ids, dataset.environment(row_id), info, dataset.name)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from rl_core.config import Problem
+from rl_core.config import Problem, did_you_mean
+from rl_core.registry import ENVIRONMENTS, names
 
 
 def check(config: Any) -> Iterable[Problem]:
@@ -14,6 +15,7 @@ def check(config: Any) -> Iterable[Problem]:
     yield from _sampling(config)
     yield from _loss(config)
     yield from _validation(config)
+    yield from _environments(config)
 
 
 def _batch_sizes(config: Any) -> Iterator[Problem]:
@@ -86,3 +88,14 @@ def _validation(config: Any) -> Iterator[Problem]:
     scaling = grpo.reward_scaling
     if scaling.enabled and scaling.source_max <= scaling.source_min:
         yield Problem("grpo.reward_scaling.source_max", "must be above source_min")
+
+
+def _environments(config: Any) -> Iterator[Problem]:
+    known = names(ENVIRONMENTS)
+    for key, dataset in config.data.sections():
+        if dataset.env_name is not None and dataset.env_name not in known:
+            yield Problem(
+                f"{key}.env_name",
+                f"no environment {dataset.env_name!r} is installed{did_you_mean(dataset.env_name, known)}; "
+                f"installed are {', '.join(known) or 'none'}",
+            )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rl_algos.data.config import DataConfig
+from rl_algos.data.config import DataConfig, dataset_names
 from rl_algos.grpo.checks import check
 from rl_algos.grpo.config import GRPOConfig, LossConfig
 from rl_core.model import ModelSpec
@@ -21,13 +21,25 @@ def policy_spec(config: Any) -> ModelSpec:
     )
 
 
+def validation_metrics(config: Any) -> list[str]:
+    """What a validation records; nothing where there is none."""
+    grpo = config.grpo
+    if not (grpo.val_period or grpo.val_at_start or grpo.val_at_end):
+        return []
+    names = sorted(set(dataset_names(config.data.validation_datasets, "validation")))
+    by_dataset = [f"val/{name}/accuracy" for name in names] if len(names) > 1 else []
+    return ["val/accuracy", "val/mean_length", *by_dataset]
+
+
 PLUGIN = AlgorithmPlugin(
     name="grpo",
     sections={"grpo": GRPOConfig, "loss_fn": LossConfig, "data": DataConfig},
+    load="rl_algos.grpo.data:load",
     prepare="rl_algos.grpo.setup:prepare",
     run="rl_algos.grpo.setup:run",
     generates=True,
     spec=policy_spec,
+    validation_metrics=validation_metrics,
     rollouts="rl_algos.grpo.setup:rollouts",
     checks=(check,),
 )

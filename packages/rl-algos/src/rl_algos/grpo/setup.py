@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rl_algos.data.examples import Datasets
 from rl_algos.data.prompts import prompt_stream, validation_prompts
 from rl_algos.data.stream import Stream
 from rl_algos.grpo.config import LossConfig
@@ -35,13 +36,19 @@ class GRPOData:
     end_of_sequence: int
 
 
-def prepare(config: Any, tokenizer: Any) -> GRPOData:
-    """Load and check the prompts; each leaves room for a whole completion."""
+def prepare(config: Any, tokenizer: Any, datasets: Datasets) -> GRPOData:
+    """Tokenise and check the prompts; each leaves room for a whole completion."""
     room = config.policy.max_total_sequence_length - config.policy.generation.max_new_tokens
     train = prompt_stream(
-        config.data, tokenizer, max_tokens=room, seed=config.grpo.seed, max_num_epochs=config.grpo.max_num_epochs
+        datasets.train,
+        config.data,
+        tokenizer,
+        max_tokens=room,
+        seed=config.grpo.seed,
+        max_num_epochs=config.grpo.max_num_epochs,
     )
-    return GRPOData(train, validation_prompts(config.data, tokenizer, max_tokens=room), tokenizer.eos_token_id)
+    held_out = validation_prompts(datasets.validation, config.data, tokenizer, max_tokens=room)
+    return GRPOData(train, held_out, tokenizer.eos_token_id)
 
 
 def rollouts(config: Any, data: GRPOData) -> RolloutNeeds:

@@ -10,7 +10,7 @@ import numpy as np
 
 from rl_algos.data.config import DataConfig
 from rl_algos.data.example import Example
-from rl_algos.data.examples import Dataset, encode_rows, load_datasets, within_limit
+from rl_algos.data.examples import Dataset, Datasets, encode_rows, within_limit
 from rl_algos.data.prompts import weights_of
 from rl_algos.data.stream import Stream
 from rl_algos.sft.conversation import encode_conversation
@@ -48,24 +48,26 @@ class SFTData:
     validation: Sequence[Batch]
 
 
-def prepare(config: Any, tokenizer: Any) -> SFTData:
-    """Load, check and tokenise the data; called on the driver before anything is started.
+def prepare(config: Any, tokenizer: Any, datasets: Datasets) -> SFTData:
+    """Tokenise the data and check what came out; called on the driver before anything is started.
 
     Args:
         config: root with `sft`, `data` and `policy`.
         tokenizer: as `rl_algos.tokenizer.load_tokenizer` returns it.
+        datasets: as `rl_algos.data.examples.load` returns them.
 
     Raises:
         DataError: naming dataset and row, and the remedy.
-        ConfigError: where the tokenizer has no chat template, or a file that a dataset names is not there.
+        ConfigError: where the tokenizer has no chat template.
     """
     require_chat_template(tokenizer)
     data, sft, policy = config.data, config.sft, config.policy
     limit = policy.max_total_sequence_length
-    datasets = load_datasets(data, "train")
-    rows = [_rows(dataset, data, tokenizer, limit) for dataset in datasets]
-    stream = Stream(rows, weights_of(datasets), seed=sft.seed, shuffle=data.shuffle, max_num_epochs=sft.num_epochs)
-    held_out = [row for dataset in load_datasets(data, "validation") for row in _rows(dataset, data, tokenizer, limit)]
+    rows = [_rows(dataset, data, tokenizer, limit) for dataset in datasets.train]
+    stream = Stream(
+        rows, weights_of(datasets.train), seed=sft.seed, shuffle=data.shuffle, max_num_epochs=sft.num_epochs
+    )
+    held_out = [row for dataset in datasets.validation for row in _rows(dataset, data, tokenizer, limit)]
     size = sft.val_global_batch_size or policy.train_global_batch_size
     batches = [to_batch(held_out[start : start + size]) for start in range(0, len(held_out), size)]
     return SFTData(stream, batches[: sft.val_batches])

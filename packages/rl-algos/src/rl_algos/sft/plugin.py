@@ -32,14 +32,9 @@ def check_validation(config: Any) -> Iterator[Problem]:
 
 def check_environments(config: Any) -> Iterator[Problem]:
     """Environments, which supervised fine-tuning has none of."""
-    for key, datasets in (("train", config.data.train), ("validation", config.data.validation)):
-        several = datasets if isinstance(datasets, list) else [datasets] if datasets else []
-        for index, dataset in enumerate(several):
-            if dataset.env_name is not None:
-                where = f"data.{key}[{index}]" if isinstance(datasets, list) else f"data.{key}"
-                yield Problem(f"{where}.env_name", "supervised fine-tuning scores nothing; remove this key")
-    if config.data.default.env_name is not None:
-        yield Problem("data.default.env_name", "supervised fine-tuning scores nothing; remove this key")
+    for key, dataset in config.data.sections():
+        if dataset.env_name is not None:
+            yield Problem(f"{key}.env_name", "supervised fine-tuning scores nothing; remove this key")
 
 
 def check_lengths(config: Any) -> Iterator[Problem]:
@@ -52,6 +47,13 @@ def check_lengths(config: Any) -> Iterator[Problem]:
         )
 
 
+def validation_metrics(config: Any) -> list[str]:
+    """What a validation records; nothing where there is none."""
+    sft = config.sft
+    validates = config.data.validation is not None and (sft.val_period or sft.val_at_start or sft.val_at_end)
+    return ["val/loss", "val/num_tokens"] if validates else []
+
+
 def spec(config: Any) -> ModelSpec:
     """The policy trains and needs no reference."""
     return ModelSpec(role="policy", trains=True, keeps_reference=False, seed=config.sft.seed)
@@ -60,9 +62,11 @@ def spec(config: Any) -> ModelSpec:
 PLUGIN = AlgorithmPlugin(
     name="sft",
     sections={"sft": SFTConfig, "data": DataConfig},
+    load="rl_algos.data.examples:load",
     prepare="rl_algos.sft.data:prepare",
     run="rl_algos.sft.loop:run",
     generates=False,
     spec=spec,
+    validation_metrics=validation_metrics,
     checks=(check_validation, check_environments, check_lengths),
 )

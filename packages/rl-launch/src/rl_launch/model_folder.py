@@ -1,0 +1,61 @@
+"""What a model's folder must hold, seen without the libraries that load it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rl_core.config import Problem
+
+Needed = tuple[tuple[str, ...], str]
+"""Files of which one must be there, and how they come to be."""
+
+MODEL_FILES: Sequence[Needed] = (
+    (("config.json",), "save the model there with `save_pretrained`"),
+    (
+        ("model.safetensors", "model.safetensors.index.json"),
+        "save the model there with `save_pretrained`, which writes safetensors",
+    ),
+)
+
+TOKENIZER_FILES: Needed = (
+    ("tokenizer.json",),
+    "save a fast tokenizer there with `save_pretrained`, or name another one in policy.tokenizer.name",
+)
+
+
+def folder_problems(key: str, name: str, needed: Sequence[Needed]) -> Iterator[Problem]:
+    """What a folder lacks; nothing where the name is one on the hub.
+
+    Args:
+        key: that names the folder.
+        name: a folder or a hub name.
+        needed: what the folder must hold.
+    """
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        if name.startswith(("/", ".", "~")):
+            yield Problem(key, f"there is no folder {name!r}; give one with Hugging Face files, or a hub name")
+        return
+    held = sorted(entry.name for entry in folder.iterdir())
+    for files, remedy in needed:
+        if not set(files) & set(held):
+            yield Problem(key, f"the folder {name!r} has no {' or '.join(files)} (it holds {_listed(held)}); {remedy}")
+    if any("config.json" in files for files, _ in needed) and "config.json" in held:
+        yield from _unreadable(key, folder / "config.json")
+
+
+def _listed(names: Sequence[str], most: int = 8) -> str:
+    shown = ", ".join(names[:most]) or "nothing"
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+def _unreadable(key: str, path: Path) -> Iterator[Problem]:
+    try:
+        is_object = isinstance(json.loads(path.read_text(encoding="utf-8")), dict)
+        reason = "" if is_object else "it holds no object"
+    except (OSError, ValueError) as error:
+        reason = str(error)
+    if reason:
+        yield Problem(key, f"{path} is not the JSON of a Hugging Face config: {reason}; save the model again")
