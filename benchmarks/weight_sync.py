@@ -1,104 +1,157 @@
-"""Bytes per second of each transport, beside a copy in memory of the same tensors in the same run.
+"""Bytes per second of a weight transfer between two processes, beside a plain copy in memory of the same tensors.
 
-python packages/rl-core/benchmarks/weight_transport.py [MiB] [repeats] [num_receivers]
+    python benchmarks/weight_sync.py [MB:TENSORS ...]
+
+Needs rl-core with its extra `torch`; runs on a GPU where there is one, else on the CPU. A transfer is timed from the
+meeting of sender and receiver to the last acknowledged digest, as a run has one after every step: buffers are made, the
+tensors copied into them and out of them again, and their digests taken at both ends.
 """
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import socket
-import sys
-import tempfile
 import time
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from multiprocessing.synchronize import Event
+from typing import get_args
 
 import torch
+from measurement import seconds, surroundings, table
 
 from rl_core.torch.digest import digest
-from rl_core.torch.transport import open_receiver, open_sender, receiver, sender
+from rl_core.torch.transport import open_receiver, open_sender
 from rl_core.weights import Manifest, TensorSpec, Transport, TransportKind
 
-KINDS: tuple[TransportKind, ...] = ("ipc", "collective", "disk")
-TENSOR_MIB = 8
+CASES = ("3:64", "100:12", "1000:120")
+MEGABYTE = 10**6
 
 
-def specs(num_mib: int) -> tuple[TensorSpec, ...]:
-    return tuple(TensorSpec(f"t{index}", (TENSOR_MIB, 2**18), "float32") for index in range(num_mib // TENSOR_MIB))
+@dataclass(frozen=True)
+class Case:
+    """Tensors to send: alike, float32."""
+
+    megabytes: int
+    num_tensors: int
+
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        """`MB:TENSORS`."""
+        megabytes, _, num_tensors = text.partition(":")
+        if not (megabytes.isdigit() and num_tensors.isdigit() and int(megabytes) and int(num_tensors)):
+            raise argparse.ArgumentTypeError(f"got {text!r}; write MB:TENSORS, such as 100:12")
+        return cls(int(megabytes), int(num_tensors))
+
+    def manifest(self) -> Manifest:
+        """What is sent."""
+        shape = (self.megabytes * MEGABYTE // 4 // self.num_tensors,)
+        return Manifest(1, tuple(TensorSpec(f"t{index}", shape, "float32") for index in range(self.num_tensors)))
 
 
-def receive(manifest: Manifest, transports: list[Transport], rank: int) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("cases", nargs="*", type=Case.parse, metavar="MB:TENSORS", help=f"{' '.join(CASES)} where none")
+    parser.add_argument("--repeats", type=int, default=5, help="of which the best counts (%(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="of torch in either process (%(default)s)")
+    parser.add_argument("--quick", action="store_true", help="see that it runs: 3:64 and 50:6, twice")
+    chosen = parser.parse_args()
+    cases, repeats = chosen.cases or list(map(Case.parse, CASES)), chosen.repeats
+    if chosen.quick:
+        cases, repeats = [Case(3, 64), Case(50, 6)], 2
+    torch.set_num_threads(chosen.threads)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    print(f"{surroundings('rl-core', 'torch')}; {device.type}, {chosen.threads} threads, best of {repeats}\n")
+    for case in cases:
+        print(f"{case.megabytes} MB in {case.num_tensors} tensors\n")
+        print(measured(case, device, repeats, chosen.threads))
+        print()
+
+
+def measured(case: Case, device: torch.device, repeats: int, threads: int) -> str:
+    """The table of one case."""
+    manifest = case.manifest()
+    tensors = {spec.name: torch.randn(spec.shape, device=device) for spec in manifest.tensors}
+    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    targets = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    taken = {
+        "memory copy": best(lambda: copy(tensors.items(), targets), device, repeats),
+        "digests, at one end": best(lambda: [digest(tensor) for tensor in tensors.values()], device, repeats),
+    }
+    for kind in get_args(TransportKind):
+        if kind != "disk":
+            taken[kind] = transfer(kind, manifest, tensors, device, repeats, threads)
+    copied = taken["memory copy"]
+    rows = [
+        (name, seconds(took), f"{num_bytes / took / 1e9:.2f}", f"{copied / took:.2f}") for name, took in taken.items()
+    ]
+    return table(["", "s", "GB/s", "of a copy's speed"], rows)
+
+
+def transfer(
+    kind: TransportKind,
+    manifest: Manifest,
+    tensors: Mapping[str, torch.Tensor],
+    device: torch.device,
+    repeats: int,
+    threads: int,
+) -> float:
+    """Seconds of the fastest of several transfers to a process that copies what arrives into tensors of its own."""
+    context = multiprocessing.get_context("spawn")
+    transports = [Transport(kind, f"127.0.0.1:{free_port()}", num_receivers=1) for _ in range(repeats)]
+    ready = context.Event()
+    receiver = context.Process(target=receive, args=(manifest, transports, ready, threads), daemon=True)
+    receiver.start()
+    taken = []
+    for transport in transports:
+        ready.wait()
+        ready.clear()
+        started = time.perf_counter()
+        with open_sender(manifest, transport, device) as sending:
+            for name, tensor in tensors.items():
+                sending.put(name, tensor)
+            sending.finish()
+            taken.append(time.perf_counter() - started)
+    receiver.join()
+    return min(taken)
+
+
+def receive(manifest: Manifest, transports: list[Transport], ready: Event, threads: int) -> None:
+    """The other process."""
+    torch.set_num_threads(threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     targets = {spec.name: torch.zeros(spec.shape, device=device) for spec in manifest.tensors}
-    for index, transport in enumerate(transports):
-        verify(index < len(transports) // 2)
-        with open_receiver(manifest, transport, rank, device) as arriving:
-            for name, tensor in arriving:
-                targets[name].copy_(tensor)
+    for transport in transports:
+        ready.set()
+        with open_receiver(manifest, transport, 1, device) as arriving:
+            copy(arriving, targets)
 
 
-def verify(verified: bool) -> None:
-    """Take digests, or time the transport alone."""
-    sender.digest = receiver.digest = digest if verified else lambda _: "unverified"  # type: ignore[attr-defined]
+def copy(tensors: Iterable[tuple[str, torch.Tensor]], targets: Mapping[str, torch.Tensor]) -> None:
+    """Copy tensors over targets of the same names."""
+    for name, tensor in tensors:
+        targets[name].copy_(tensor)
 
 
-def ways(num_receivers: int, repeats: int, folder: str) -> list[Transport]:
-    found = []
-    for kind in KINDS:
-        for _ in range(repeats):
-            with socket.create_server(("127.0.0.1", 0)) as server:
-                address = f"127.0.0.1:{server.getsockname()[1]}"
-            found.append(Transport(kind, folder if kind == "disk" else address, num_receivers, 64 * 2**20))
-    return found
-
-
-def fastest(run: Any, repeats: int) -> float:
-    seconds = []
+def best(work: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Seconds of the fastest of several runs, after one that does not count."""
+    work()
+    taken = []
     for _ in range(repeats):
         started = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - started)
-    return min(seconds)
-
-
-def main(num_mib: int = 64, repeats: int = 3, num_receivers: int = 1) -> None:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    manifest = Manifest(1, specs(num_mib))
-    tensors = {spec.name: torch.randn(spec.shape, device=device) for spec in manifest.tensors}
-    targets = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-
-    def copy() -> None:
-        for name, tensor in tensors.items():
-            targets[name].copy_(tensor)
+        work()
         if device.type == "cuda":
             torch.cuda.synchronize()
+        taken.append(time.perf_counter() - started)
+    return min(taken)
 
-    copy()
-    copy_s = fastest(copy, repeats)
-    digest_s = fastest(lambda: [digest(tensor) for tensor in tensors.values()], repeats)
-    print(f"{'copy':20s} {num_bytes / copy_s / 1e9:7.2f} GB/s   1.00 of a copy")
-    print(
-        f"{'digest':20s} {num_bytes / digest_s / 1e9:7.2f} GB/s {copy_s / digest_s:6.2f} of a copy (taken at both ends)"
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        transports = 2 * ways(num_receivers, repeats, folder)
-        context = multiprocessing.get_context("spawn")
-        for rank in range(1, num_receivers + 1):
-            context.Process(target=receive, args=(manifest, transports, rank), daemon=True).start()
-        seconds: dict[str, list[float]] = {}
-        for index, transport in enumerate(transports):
-            verified = index < len(transports) // 2
-            verify(verified)
-            with open_sender(manifest, transport, device) as sending:
-                started = time.perf_counter()
-                for name, tensor in tensors.items():
-                    sending.put(name, tensor)
-                sending.finish()
-                label = f"{transport.kind} {'verified' if verified else 'bare'}"
-                seconds.setdefault(label, []).append(time.perf_counter() - started)
-    for kind, found in seconds.items():
-        print(f"{kind:20s} {num_bytes / min(found) / 1e9:7.2f} GB/s {copy_s / min(found):6.2f} of a copy")
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main()

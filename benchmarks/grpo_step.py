@@ -1,0 +1,265 @@
+"""One GRPO step of `rl train` beside one of TRL's `GRPOTrainer`: tokens per second, phases, and the ratio.
+
+    python benchmarks/grpo_step.py [tiny] [small]
+
+Both train the same model on the same prompts on the same cores, in float32: equally many completions of equal length,
+sampled at temperature 1, one AdamW update a step, no reference policy, and no pass for the logprobs before the update,
+which with one update are those of the update's own pass. Ours is the real thing: Ray, vLLM, FSDP2 ranks, verified
+weight sync. TRL generates with `transformers`, its way on a CPU, and has no weights to sync.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+from measurement import (
+    ModelSize,
+    make_endless_model,
+    median,
+    num_parameters,
+    read_metrics,
+    recorded_at,
+    rl_command,
+    run_logged,
+    seconds,
+    surroundings,
+    table,
+    use_cores,
+    write_sums,
+)
+
+TRL = "trl==1.16.0"
+LOCK = Path(__file__).parents[1] / "packages/rl-launch/src/rl_launch/worker_envs/locks/rl-dtensor.worker.txt"
+"""What our trainer runs on: TRL gets the same torch and transformers."""
+
+PHASES = ("generation", "logprobs", "training", "weight_sync")
+LEARNING_RATE = 1e-6
+PROMPT_ROOM = 32
+"""Tokens that a prompt may have, template included."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model and what one step of it trains on."""
+
+    model: ModelSize
+    prompts: int
+    group: int
+    tokens: int
+
+    @property
+    def rows(self) -> int:
+        """Completions of a step."""
+        return self.prompts * self.group
+
+
+SIZES = {
+    "tiny": Size(ModelSize(128, 5, 4, 2), prompts=4, group=8, tokens=32),
+    "small": Size(ModelSize(512, 11, 8, 2), prompts=8, group=8, tokens=128),
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of one step, whole and by phase, and the tokens it sampled."""
+
+    seconds: float
+    phases: dict[str, float]
+    num_tokens: float
+
+    @property
+    def other(self) -> float:
+        """Seconds outside all phases."""
+        return self.seconds - sum(self.phases.values())
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much is measured, and on what."""
+
+    steps: int
+    warm_up: int
+    ranks: int
+    cores: int
+
+    @property
+    def last(self) -> int:
+        """Number of the last step."""
+        return self.warm_up + self.steps
+
+
+def main() -> None:
+    plan, names, trl_env, folder = read_arguments()
+    python = trl_python(trl_env)
+    print(f"{surroundings('rl-launch', 'rl-dtensor', 'rl-vllm')}; ours on {plan.ranks} training ranks")
+    print(f"medians of {plan.steps} steps after {plan.warm_up} of warm-up\n")
+    with tempfile.TemporaryDirectory(prefix="rl-benchmark-") as scratch:
+        for name in names:
+            place = (folder or Path(scratch)) / name
+            place.mkdir(parents=True, exist_ok=True)
+            compare(name, SIZES[name], plan, python, place)
+
+
+def compare(name: str, size: Size, plan: Plan, python: Path, folder: Path) -> None:
+    make_endless_model(folder / "model", size.model)
+    write_sums(folder / "prompts.jsonl", size.prompts * plan.last)
+    theirs, versions = trl_steps(size, plan, python, folder)
+    ours = our_steps(size, plan, folder)
+    for step in (*ours, *theirs):
+        if step.num_tokens != size.rows * size.tokens:
+            sys.exit(f"a step sampled {step.num_tokens:.0f} tokens instead of {size.rows} x {size.tokens}")
+    parameters = num_parameters(folder / "model") / 1e6
+    print(
+        f"{name}: {parameters:.1f}M parameters, {size.rows} completions of {size.tokens} tokens; baseline {versions}\n"
+    )
+    print(comparison(ours, theirs))
+    print()
+
+
+def comparison(ours: Sequence[Step], theirs: Sequence[Step]) -> str:
+    """The table of both."""
+    rows = [("step, s", *_both(ours, theirs, lambda step: step.seconds, inverse=True))]
+    rows += [
+        (f"{phase.replace('_', ' ')}, s", *_both(ours, theirs, lambda step, phase=phase: step.phases.get(phase, 0.0)))
+        for phase in PHASES
+    ]
+    rows.append(("other, s", *_both(ours, theirs, lambda step: step.other)))
+    shares = [f"{median(step.other / step.seconds for step in steps):.1%}" for steps in (ours, theirs)]
+    rows.append(("other, share of the step", *shares, ""))
+    speeds = [median(step.num_tokens / step.seconds for step in steps) for steps in (ours, theirs)]
+    rows.append(("tokens/s", *(f"{speed:.0f}" for speed in speeds), f"{speeds[0] / speeds[1]:.2f}x"))
+    return table(["", "ours", "TRL", "ours/TRL"], rows)
+
+
+def _both(ours: Sequence[Step], theirs: Sequence[Step], value, *, inverse: bool = False) -> tuple[str, str, str]:
+    mine, other = median(map(value, ours)), median(map(value, theirs))
+    return seconds(mine), seconds(other), f"{mine / other:.2f}" if inverse and other else ""
+
+
+def our_steps(size: Size, plan: Plan, folder: Path) -> list[Step]:
+    """Steps of `rl train` after the warm-up; whole ones last from one record of rollouts to the next."""
+    recipe, run_dir = folder / "recipe.yaml", folder / "run"
+    recipe.write_text(yaml.safe_dump(our_config(size, plan, folder), sort_keys=False))
+    command = rl_command("train", str(recipe), f"run_dir={run_dir}", "--fresh")
+    run_logged(command, folder / "rl.log")
+    found = []
+    for metrics in read_metrics(run_dir)[plan.warm_up :]:
+        whole = recorded_at(run_dir, metrics["step"]) - recorded_at(run_dir, metrics["step"] - 1)
+        phases = {phase: metrics.get(f"time/{phase}", 0.0) for phase in PHASES}
+        found.append(Step(whole, phases, metrics["generation/num_tokens"]))
+    return found
+
+
+def our_config(size: Size, plan: Plan, folder: Path) -> dict:
+    return {
+        "algorithm": "grpo",
+        "policy": {
+            "model_name": str(folder / "model"),
+            "precision": "float32",
+            "train_global_batch_size": size.rows,
+            "train_micro_batch_size": size.rows,
+            "max_total_sequence_length": PROMPT_ROOM + size.tokens,
+            "max_grad_norm": 1.0,
+            "sequence_packing": {"enabled": False},
+            "optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": LEARNING_RATE, "weight_decay": 0.0}},
+            "generation": {
+                "max_new_tokens": size.tokens,
+                "temperature": 1.0,
+                "vllm_cfg": {"max_num_seqs": size.rows},
+            },
+        },
+        "grpo": {
+            "num_prompts_per_step": size.prompts,
+            "num_generations_per_prompt": size.group,
+            "max_num_steps": plan.last,
+        },
+        "loss_fn": {"reference_policy_kl_penalty": 0.0, "force_on_policy_ratio": True},
+        "data": {
+            "train": {
+                "data_path": str(folder / "prompts.jsonl"),
+                "input_key": "question",
+                "output_key": "answer",
+                "env_name": "math",
+            }
+        },
+        "env": {"math": {"answer_format": "numeric"}},
+        "checkpointing": {"enabled": False},
+        "cluster": {"device": "cpu", "cpu_ranks_per_node": plan.ranks},
+    }
+
+
+def trl_steps(size: Size, plan: Plan, python: Path, folder: Path) -> tuple[list[Step], str]:
+    """Steps of `GRPOTrainer` after the warm-up, and the versions they ran on."""
+    settings = {
+        "model": str(folder / "model"),
+        "prompts": str(folder / "prompts.jsonl"),
+        "scratch": str(folder / "trl"),
+        "output": str(folder / "trl.json"),
+        "rows": size.rows,
+        "group": size.group,
+        "tokens": size.tokens,
+        "steps": plan.last,
+        "threads": plan.cores,
+        "learning_rate": LEARNING_RATE,
+    }
+    path = folder / "trl-settings.json"
+    path.write_text(json.dumps(settings))
+    environ = {"OMP_NUM_THREADS": str(plan.cores), "MKL_NUM_THREADS": str(plan.cores), "CUDA_VISIBLE_DEVICES": ""}
+    environ |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
+    run_logged([str(python), str(Path(__file__).with_name("trl_steps.py")), str(path)], folder / "trl.log", environ)
+    result = json.loads((folder / "trl.json").read_text())
+    steps = [
+        Step(step["step"], {phase: step[phase] for phase in PHASES if phase in step}, step["num_tokens"])
+        for step in result["steps"][plan.warm_up :]
+    ]
+    return steps, ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+
+
+def trl_python(folder: Path) -> Path:
+    """The interpreter of TRL's environment, which is made where it is not there."""
+    python = folder / "bin" / "python"
+    made = folder / f"{TRL}.made"
+    if not made.exists():
+        print(f"making an environment for {TRL} in {folder}", file=sys.stderr)
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        uv = [sys.executable, "-m", "uv"]
+        subprocess.run([*uv, "venv", "--quiet", "--clear", "--python", version, str(folder)], check=True)
+        install = [*uv, "pip", "install", "--quiet", "--no-config", "--compile-bytecode", "--python", str(python)]
+        subprocess.run([*install, "--constraints", str(LOCK), TRL, "torch"], check=True, cwd=folder)
+        made.touch()
+    return python
+
+
+def read_arguments() -> tuple[Plan, list[str], Path, Path | None]:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rl-benchmarks"
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("sizes", nargs="*", metavar="SIZE", help=f"of {', '.join(SIZES)}; all where none is named")
+    parser.add_argument("--steps", type=int, default=5, help="steps measured (%(default)s)")
+    parser.add_argument("--warm-up", type=int, default=2, help="steps before those, at least 1 (%(default)s)")
+    parser.add_argument("--ranks", type=int, default=1, help="our training ranks, which share the cores (%(default)s)")
+    parser.add_argument("--cores", type=int, help="cores that either may use; all where unset")
+    parser.add_argument("--trl-env", type=Path, default=cache / "trl", help="TRL's environment (%(default)s)")
+    parser.add_argument("--folder", type=Path, help="keep models, runs and logs here; removed where unset")
+    parser.add_argument("--quick", action="store_true", help="see that it runs: size tiny, 2 steps after 1")
+    chosen = parser.parse_args()
+    unknown = [name for name in chosen.sizes if name not in SIZES]
+    if unknown or chosen.warm_up < 1 or chosen.steps < 1:
+        parser.error(f"unknown size {unknown[0]}" if unknown else "--steps and --warm-up must be at least 1")
+    cores = use_cores(chosen.cores)
+    if chosen.quick:
+        return Plan(2, 1, chosen.ranks, cores), ["tiny"], chosen.trl_env, chosen.folder
+    plan = Plan(chosen.steps, chosen.warm_up, chosen.ranks, cores)
+    return plan, chosen.sizes or list(SIZES), chosen.trl_env, chosen.folder
+
+
+if __name__ == "__main__":
+    main()
