@@ -16,7 +16,7 @@ NUM_PORTS = 32
 """About what a run on one machine listens on: Ray's services, its workers, process groups, weight transports."""
 
 _LONGEST_SOCKET = 107
-_SOCKET_IN_RAY_FOLDER = len("/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store.0")
+_SOCKET_IN_RAY_FOLDER = len("/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store")
 _ENGINES = ("policy", "generation")
 _IN_USE = 0.1
 
