@@ -2,10 +2,18 @@
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from transformers import AutoConfig
 
-from rl_core.model_config import OptimizerConfig, SchedulerConfig
+from rl_core.errors import WorkerError
+from rl_core.metrics import CLOCKED
+from rl_core.model import ModelSpec
+from rl_core.model_config import ModelConfig, OptimizerConfig, SchedulerConfig
+from rl_core.testing.losses import TokenLoss
+from rl_core.testing.pooled_model import PooledModel
 from rl_core.torch.optimizer import build_optimizer, build_schedule
 from rl_dtensor.preflight import check
+from rl_dtensor.selfcheck import make_batch, write_tiny
 
 LINEAR = SchedulerConfig(name="torch.optim.lr_scheduler.LinearLR", kwargs={"start_factor": 0.1, "total_iters": 3})
 COSINE = SchedulerConfig(name="torch.optim.lr_scheduler.CosineAnnealingLR", kwargs={"T_max": 5})
@@ -26,7 +34,6 @@ def test_an_optimizer_of_torch_is_built():
     ("name", "kwargs", "message"),
     [
         ("torch.optim.AdmaW", {}, "cannot be imported"),
-        ("AdamW", {}, "cannot be imported"),
         ("torch.nn.Linear", {}, "is no torch Optimizer"),
         ("torch.optim.SGD", {"lr": -1.0}, "does not take"),
         ("torch.optim.SGD", {"learning_rate": 1.0}, "does not take"),
@@ -75,3 +82,76 @@ def test_what_is_wrong_with_schedules_is_said(schedules, message):
 
 def test_defaults_pass_the_preflight():
     assert check({"policy": {"model_name": "m"}}) == []
+
+
+FUSED_SGD = OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 0.1, "fused": True})
+FULL_STATE = OptimizerConfig(kwargs={"lr": 1e-3})
+HALF_STATE = OptimizerConfig(name="rl_core.torch.adamw.HalfStateAdamW", kwargs={"lr": 1e-3})
+
+
+def open_model(ranks, folder, optimizer, **settings):
+    config = ModelConfig(model_name=str(folder), precision="float32", optimizer=optimizer)
+    return PooledModel(ranks, "rl_dtensor.selfcheck:build", config, ModelSpec(), 2, **settings)
+
+
+def steps(model, seeds):
+    """Metrics of a step on each batch, but for those that depend on the clock."""
+    found = [model.train_step(make_batch(seed), TokenLoss()) for seed in seeds]
+    return [{name: value for name, value in step.items() if name not in CLOCKED} for step in found]
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory):
+    config = AutoConfig.for_model("qwen3_moe", decoder_sparse_step=1, mlp_only_layers=[], norm_topk_prob=True)
+    return write_tiny(config, tmp_path_factory.mktemp("experts"))
+
+
+def num_state_bytes(shards):
+    """Of the averages in a checkpoint."""
+    saved = dcp.FileSystemReader(shards).read_metadata().state_dict_metadata
+    averages = [entry for name, entry in saved.items() if "/exp_avg" in name]
+    return sum(entry.size.numel() * entry.properties.dtype.itemsize for entry in averages)
+
+
+@pytest.mark.parametrize("kwargs", [{"fused": True}, {"foreach": True}], ids=str)
+def test_fused_and_grouped_steps_run_over_meshes_that_differ(ranks, experts, kwargs):
+    """Experts and the rest are sharded over different meshes."""
+    with open_model(ranks, experts, FULL_STATE, expert_parallel_size=2) as model:
+        expected = [step["loss"] for step in steps(model, range(3))]
+    fused = OptimizerConfig(kwargs={"lr": 1e-3, **kwargs})
+    with open_model(ranks, experts, fused, expert_parallel_size=2) as model:
+        assert [step["loss"] for step in steps(model, range(3))] == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_fused_step_that_cannot_run_on_sharded_parameters_is_refused(ranks, experts):
+    with pytest.raises(WorkerError, match=r"leave fused out of policy.optimizer.kwargs"):
+        open_model(ranks, experts, FUSED_SGD)
+    assert "leave fused out" in check({"policy": {"optimizer": FUSED_SGD.model_dump()}})[0]
+
+
+@pytest.mark.parametrize("optimizer", [HALF_STATE, OptimizerConfig(kwargs={"lr": 1e-3, "fused": True})], ids=str)
+def test_a_run_with_lean_or_fused_steps_resumes_bit_equal(ranks, experts, tmp_path, optimizer):
+    settings = {"tensor_parallel_size": 2, "sequence_parallel": True}
+    with open_model(ranks, experts, optimizer, **settings) as model:
+        steps(model, range(2))
+        model.save(str(tmp_path))
+        uninterrupted = steps(model, range(2, 4))
+    with open_model(ranks, experts, optimizer, **settings) as model:
+        model.load(str(tmp_path))
+        assert steps(model, range(2, 4)) == uninterrupted
+
+
+def test_half_the_state_trains_alike_on_every_mesh_and_takes_half_the_space(ranks, experts, tmp_path):
+    sizes, losses = {}, {}
+    for name, optimizer, mesh in (
+        ("full", FULL_STATE, {}),
+        ("half", HALF_STATE, {}),
+        ("half split", HALF_STATE, {"tensor_parallel_size": 2}),
+    ):
+        with open_model(ranks, experts, optimizer, **mesh) as model:
+            losses[name] = [step["loss"] for step in steps(model, range(3))]
+            model.save(str(tmp_path / name))
+        sizes[name] = num_state_bytes(tmp_path / name / "shards")
+    assert losses["half"] == pytest.approx(losses["full"], rel=1e-2)
+    assert losses["half split"] == pytest.approx(losses["full"], rel=1e-2)
+    assert sizes["half"] == sizes["half split"] == sizes["full"] / 2

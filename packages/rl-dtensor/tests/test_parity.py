@@ -1,4 +1,11 @@
-"""Every family on every mesh is one process: every pair of family, mesh, layout of rows and what trains meets."""
+"""Every family on every mesh is one process.
+
+Some of the cases, so that in each pair of these every value meets every other: family and kind of mesh, mesh and layout
+of rows, mesh and what trains, family and layout, family and what trains. All of them run with `--every-case`.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations, product
 
 import pytest
 from transformers import AutoConfig
@@ -16,12 +23,58 @@ FAMILIES = {
     "mixtral": {},
 }
 EXPERTS = ("qwen3_moe", "mixtral")
-CASES = [
-    (family, Case(mesh, is_packed=(i + j) % 2 == 0, lora=(i // 2 + j) % 2 == 1))
-    for i, family in enumerate(FAMILIES)
-    for j, mesh in enumerate(MESHES)
-    if (family in EXPERTS) == mesh.startswith("ep") or (family != "mixtral" and not mesh.startswith("ep"))
+KINDS: Mapping[str, str] = {
+    "1": "data",
+    "fsdp2": "data",
+    "hsdp 2x2": "data",
+    "tp2": "tensor",
+    "tp2+sp": "tensor",
+    "tp2 x fsdp2": "tensor",
+    "cp2": "context",
+    "cp2 ulysses": "context",
+    "cp2 x fsdp2": "context",
+    "cp2 x tp2": "tensor",
+    "pp2": "pipeline",
+    "pp2 x fsdp2": "pipeline",
+    "ep2 x fsdp2": "expert",
+}
+"""What each mesh splits, with every family to meet once."""
+
+EVERY_CASE = [
+    (family, Case(mesh, is_packed, lora))
+    for family, mesh, is_packed, lora in product(FAMILIES, MESHES, (True, False), (False, True))
+    if not mesh.startswith("ep") or family in EXPERTS
 ]
+
+
+def pairs(family: str, case: Case) -> set[frozenset[tuple[str, str]]]:
+    """What meets in a case."""
+    values = {
+        "family": family,
+        "kind": KINDS[case.mesh],
+        "mesh": case.mesh,
+        "layout": str(case.is_packed),
+        "trains": str(case.lora),
+    }
+    return {frozenset(pair) for pair in combinations(values.items(), 2)} - {
+        frozenset({("family", family), ("mesh", case.mesh)})
+    }
+
+
+def covering(cases: Sequence[tuple[str, Case]]) -> list[tuple[str, Case]]:
+    """Few cases in which every pair that meets in some case meets: always the one with most pairs that are missing."""
+    missing = set().union(*(pairs(*case) for case in cases))
+    chosen = []
+    while missing:
+        chosen.append(max(cases, key=lambda case: len(pairs(*case) & missing)))
+        missing -= pairs(*chosen[-1])
+    return chosen
+
+
+def pytest_generate_tests(metafunc):
+    if "case" in metafunc.fixturenames:
+        cases = EVERY_CASE if metafunc.config.getoption("--every-case") else covering(EVERY_CASE)
+        metafunc.parametrize(("family", "case"), cases, ids=str)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +93,6 @@ def prepared(tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize(("family", "case"), CASES, ids=str)
 def test_a_mesh_trains_and_streams_as_one_process(ranks, prepared, family, case):
     folder, expected = prepared(family, case.lora)
     outcome = check_case(ranks, folder, case, expected)

@@ -60,6 +60,7 @@ def test_ranks_are_counted_from_the_mesh():
         ({"sequence_parallel": True}, "sequence_parallel", "tensor_parallel_size=2"),
         ({"custom_parallel_plan": {"model.layers.*.mlp.up_proj": "colwise"}}, "custom_parallel_plan", "is one"),
         ({"expert_parallel_size": 2, "tensor_parallel_size": 2}, "expert_parallel_size", "experts"),
+        ({"recompute_granularity": "selective"}, "recompute_granularity", "activation_checkpointing=true"),
         ({"pipeline_chunks_per_rank": 2}, "pipeline_chunks_per_rank", "pipeline_chunks_per_rank=1"),
         ({"tensor_parallel_size": 3}, "tensor_parallel_size", "4 attention heads; set it to 2"),
         ({"tensor_parallel_size": 4}, "tensor_parallel_size", "2 key-value heads; set it to 2"),

@@ -9,6 +9,9 @@ from typing import Literal
 
 Reduction = Literal["mean", "sum", "max", "min"]
 
+CLOCKED = frozenset({"flops_per_second", "mfu"})
+"""Metrics of a training step that depend on the clock: two runs of the same steps agree on all others."""
+
 
 @dataclass(frozen=True)
 class Metric:

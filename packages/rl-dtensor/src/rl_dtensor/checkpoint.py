@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from rl_dtensor.model import ShardedModel
+from rl_dtensor.parallel.fsdp import local
 from rl_dtensor.parallel.lead import lead
 from rl_dtensor.parallel.mesh import Mesh
 
@@ -93,8 +94,15 @@ class Checkpoint:
             elif isinstance(parameter, DTensor) and saved.size == parameter.shape:
                 state[key] = torch.zeros_like(parameter, dtype=saved.properties.dtype)
             else:
-                state[key] = torch.zeros(saved.size, dtype=saved.properties.dtype)
+                device = local(parameter).device if self._counts_on_device() else torch.device("cpu")
+                state[key] = torch.zeros(saved.size, dtype=saved.properties.dtype, device=device)
         return state
+
+    def _counts_on_device(self) -> bool:
+        """Whether the optimizer wants its step counts where the parameters are."""
+        assert self._optimizer is not None
+        settings = self._optimizer.defaults
+        return bool(settings.get("fused") or settings.get("capturable"))
 
     def _restore_optimizer(self, flat: dict[str, Any], groups: list[dict[str, Any]]) -> None:
         assert self._optimizer is not None

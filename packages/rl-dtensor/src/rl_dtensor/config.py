@@ -46,3 +46,6 @@ class DTensorConfig(Config):
     `cpu` they are there anyway."""
     activation_checkpointing: bool = False
     """Keep only each layer's input and compute the rest again in the backward pass."""
+    recompute_granularity: Literal["full", "selective"] = "full"
+    """What `activation_checkpointing` computes again: whole layers, or all in them but matrix products and
+    attention."""

@@ -24,6 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from rl_core.batch import TOKENS
 from rl_core.model import ModelSpec, Read, Role
 from rl_core.model_config import ModelConfig
+from rl_core.torch.flops import ModelShape
 from rl_core.torch.logprobs import Head, LogitTransform
 from rl_core.torch.loss import Rows
 from rl_core.torch.model_files import WeightFiles
@@ -44,7 +45,9 @@ from rl_dtensor.parallel.plan import plan_of
 from rl_dtensor.parallel.sizes import shape_problems
 from rl_dtensor.parallel.stages import Stages
 from rl_dtensor.parallel.tensor import part_of, split_tensors, to_local
+from rl_dtensor.recompute import checkpoint_activations
 from rl_dtensor.settings import device_problems
+from rl_dtensor.shape import shape_of
 from rl_dtensor.weights import Catalog, Weights, persistent
 
 HEADLESS_ROLES: tuple[Role, ...] = ("critic", "reward_model")
@@ -192,6 +195,7 @@ class ShardedModel:
         stages_here: which stage each is.
         num_stages: of all pipeline ranks.
         compute: dtype of hidden states.
+        shape: of the whole model.
     """
 
     def __init__(
@@ -202,6 +206,7 @@ class ShardedModel:
         *,
         compute: torch.dtype,
         weights: Weights,
+        shape: ModelShape,
         mesh: Mesh,
     ) -> None:
         self.chunks = list(chunks)
@@ -209,6 +214,7 @@ class ShardedModel:
         self.num_stages = num_stages
         self.compute = compute
         self.weights = weights
+        self.shape = shape
         self._split_tokens = mesh.sizes.tp if chunks[0].head_shard.tokens_are_split else 1
 
     @property
@@ -324,11 +330,14 @@ class _Builder:
         num_stages = sizes.pp * backend.pipeline_chunks_per_rank
         stages = Stages.of(whole, num_stages) if num_stages > 1 else None
         catalog = Catalog.of(whole, (lambda name: 0) if stages is None else stages.stage_of)
+        self._adapt(whole)
+        shape = shape_of(whole)
         here = [chunk * sizes.pp + self.mesh.on("pp") for chunk in range(backend.pipeline_chunks_per_rank)]
-        chunks = [self._chunk(whole if len(here) == 1 else self._on_meta(), stages, stage) for stage in here]
+        wholes = [whole, *(self._adapt(self._on_meta()) for _ in here[1:])]
+        chunks = [self._chunk(hf, stages, stage) for hf, stage in zip(wholes, here, strict=True)]
         compute: torch.dtype = getattr(torch, self.config.precision)
         weights = Weights(catalog, [chunk.hf for chunk in chunks], self.mesh)
-        return ShardedModel(chunks, here, num_stages, compute=compute, weights=weights, mesh=self.mesh)
+        return ShardedModel(chunks, here, num_stages, compute=compute, weights=weights, shape=shape, mesh=self.mesh)
 
     def _on_meta(self) -> PreTrainedModel:
         trains_all = self.spec.trains and not self.config.lora_cfg.enabled
@@ -341,15 +350,19 @@ class _Builder:
             is_split=self.mesh.sizes.cp > 1 or self.backend.sequence_parallel,
         )
 
-    def _chunk(self, hf: PreTrainedModel, stages: Stages | None, stage: int) -> ReadingModel:
-        backend, mesh, role = self.backend, self.mesh, self.spec.role
-        is_last = stages is None or stage == stages.count - 1
-        is_headless = role in HEADLESS_ROLES
+    def _adapt(self, hf: PreTrainedModel) -> PreTrainedModel:
+        """The same model, with adapters where they are asked for."""
         if self.config.lora_cfg.enabled:
             with torch.device("meta"):
                 add_adapters(hf, self.config.lora_cfg)
             if self.spec.trains:
                 _widen_trained(hf)
+        return hf
+
+    def _chunk(self, hf: PreTrainedModel, stages: Stages | None, stage: int) -> ReadingModel:
+        backend, mesh, role = self.backend, self.mesh, self.spec.role
+        is_last = stages is None or stage == stages.count - 1
+        is_headless = role in HEADLESS_ROLES
         vocab, final_norm = None, None
         plan = {}
         if mesh.sizes.tp > 1:
@@ -370,7 +383,7 @@ class _Builder:
             )
         experts = [] if mesh.experts is None else split_experts(hf, mesh.experts["ep"])
         if backend.activation_checkpointing:
-            hf.gradient_checkpointing_enable({"use_reentrant": False})
+            checkpoint_activations(hf, backend.recompute_granularity)
         model = ReadingModel(
             hf,
             role,

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from rl_core.model_config import ModelConfig, OptimizerConfig, SchedulerConfig
-from rl_core.torch.optimizer import build_optimizer, build_schedule
+from rl_core.torch.optimizer import build_schedule
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.kernels import kernel_of
+from rl_dtensor.optimizer import build_sharded_optimizer
 
 
 def check(config: Mapping[str, Any]) -> list[str]:
@@ -23,7 +24,7 @@ def check(config: Mapping[str, Any]) -> list[str]:
     backend = DTensorConfig.model_validate(policy.get("dtensor_cfg", {}))
     try:
         kernel_of(backend.attention_backend)
-        optimizer = build_optimizer(optimizer_config, [torch.nn.Parameter(torch.zeros(1))])
+        optimizer = build_sharded_optimizer(optimizer_config, [torch.nn.Parameter(torch.zeros(1))])
         build_schedule(schedules, optimizer)
     except ValueError as error:
         return [str(error)]

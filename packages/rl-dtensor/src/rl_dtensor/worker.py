@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,20 +12,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rl_core.batch import Batch
+from rl_core.batch import TOKENS, Batch
 from rl_core.mesh import Coordinates
 from rl_core.metrics import Metric
 from rl_core.microbatch import Batching
 from rl_core.model import Loss, ModelSpec, Part, Read, Rendezvous
 from rl_core.model_config import ModelConfig
+from rl_core.torch.flops import peak_flops, speed_metrics
 from rl_core.torch.model_files import model_folder
-from rl_core.torch.optimizer import build_optimizer, build_schedule
+from rl_core.torch.optimizer import build_schedule
 from rl_core.torch.reads import check_reads
 from rl_core.weights import Digests, Manifest, Transport
 from rl_dtensor.checkpoint import Checkpoint
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.export import export_dtype, export_model
 from rl_dtensor.model import build_model
+from rl_dtensor.optimizer import build_sharded_optimizer
 from rl_dtensor.parallel.lead import lead
 from rl_dtensor.parallel.mesh import Mesh
 from rl_dtensor.publishing import manifest_of, send_weights
@@ -70,8 +73,9 @@ class DTensorWorker:
             config, backend, spec, folder=self._folder, is_packed=self._training.packed, mesh=self._mesh
         )
         self._reference = Reference(self._model) if spec.keeps_reference else None
-        self._optimizer = build_optimizer(config.optimizer, self._model.trained()) if spec.trains else None
+        self._optimizer = build_sharded_optimizer(config.optimizer, self._model.trained()) if spec.trains else None
         self._schedule = None if self._optimizer is None else build_schedule(config.scheduler, self._optimizer)
+        self._peak = self._peak_of_shard(config.precision)
         self._residency = Residency(self._model, self._optimizer, self._mesh.device)
         self._checkpoint = Checkpoint(self._model, self._optimizer, self._schedule, self._mesh, spec.seed)
 
@@ -103,12 +107,14 @@ class DTensorWorker:
         return run_evaluation(self._model, batch, loss, batching=self._training, mesh=self._mesh)
 
     def train_step(self, batch: Batch, loss: Loss) -> Mapping[str, Metric]:
-        """One optimizer and schedule step on all ranks' shards; this rank's part of the metrics."""
+        """One optimizer and schedule step on all ranks' shards; this rank's part of the metrics, among them `flops`,
+        `flops_per_second` and, on GPUs whose peak is known, in half precision, `mfu`."""
+        start = time.perf_counter()
         check_reads(self._spec.role, loss.reads)
         self._residency.require("parameters", "optimizer")
         if self._optimizer is None:
             raise ValueError("this model does not train; build it with ModelSpec(trains=True)")
-        return run_train_step(
+        metrics = run_train_step(
             self._model,
             batch,
             loss,
@@ -118,6 +124,10 @@ class DTensorWorker:
             batching=self._training,
             mesh=self._mesh,
         )
+        if not self._mesh.coordinates.leads:
+            return metrics
+        flops = self._model.shape.training_flops(batch.ragged(TOKENS).lengths)
+        return {**metrics, **speed_metrics(flops, time.perf_counter() - start, self._peak)}
 
     def save(self, path: str) -> None:
         """Write parameters, optimizer, schedule and RNG under `path`; the reference is not written."""
@@ -171,6 +181,13 @@ class DTensorWorker:
         gc.collect()  # modules that compute on local parameters refer to themselves, and hold the groups' sockets
         if self._mesh.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _peak_of_shard(self, precision: str) -> float | None:
+        """Operations per second of the ranks that share a data-parallel shard, where known."""
+        if self._mesh.device.type != "cuda" or precision != "bfloat16":
+            return None
+        peak = peak_flops(torch.cuda.get_device_name(self._mesh.device))
+        return None if peak is None else peak * self._mesh.world_size / self._mesh.sizes.dp
 
     def _read(self, batch: Batch, reads: Sequence[Read], temperature: float) -> Batch | None:
         return run_reads(self._model, batch, reads, temperature=temperature, batching=self._reading, mesh=self._mesh)

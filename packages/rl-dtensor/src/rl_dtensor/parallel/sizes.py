@@ -88,6 +88,11 @@ def combination_problems(config: DTensorConfig) -> Iterator[Problem]:
             f"{SECTION}.expert_parallel_size",
             "tensor parallelism splits the experts over its ranks already; set expert_parallel_size=1",
         )
+    if config.recompute_granularity != "full" and not config.activation_checkpointing:
+        yield Problem(
+            f"{SECTION}.recompute_granularity",
+            "says what activation_checkpointing computes again, and that is off; set activation_checkpointing=true",
+        )
     if config.pipeline_chunks_per_rank > 1 and config.pipeline_parallel_size == 1:
         yield Problem(
             f"{SECTION}.pipeline_chunks_per_rank",

@@ -1,0 +1,109 @@
+"""Floating-point operations of a training step, from the model's shape, and how much of the device they use.
+
+Model FLOPs, after Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways" (2022), appendix B: a
+multiplication with its addition counts as two, what is computed again for lack of memory does not count, nor do
+padding, pairs of tokens in different rows, or keys that a query does not see.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from rl_core.metrics import Metric
+
+PEAK_FLOPS: Mapping[str, float] = {
+    "GB200": 2500e12,
+    "B200": 2250e12,
+    "GH200": 989.4e12,
+    "H200 NVL": 835.5e12,
+    "H200": 989.4e12,
+    "H100 NVL": 835.5e12,
+    "H100 PCIe": 756e12,
+    "H100": 989.4e12,
+    "H800": 989.4e12,
+    "H20": 148e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "A10G": 70e12,
+    "A10": 125e12,
+    "RTX 4090": 165.2e12,
+    "RTX 3090": 71e12,
+}
+"""Words in a GPU's name to its bfloat16 operations per second, dense and summed in float32, as its data sheet has them;
+the first that fit count."""
+
+
+def peak_flops(device_name: str) -> float | None:
+    """bfloat16 operations per second of a GPU by the name that the driver gives it; None where it is not known."""
+    for words, peak in PEAK_FLOPS.items():
+        if all(re.search(rf"\b{word}\b", device_name) for word in words.split()):
+            return peak
+    return None
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """A layer's attention.
+
+    Args:
+        num_heads: of queries.
+        key_dim, value_dim: of a head.
+        window: tokens that each token sees, itself included; all before it where None.
+    """
+
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None = None
+
+    def pair_flops(self) -> int:
+        """Forward, for a query and a key that it sees."""
+        return 2 * self.num_heads * (self.key_dim + self.value_dim)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What the operations of a model follow from.
+
+    Args:
+        matrices: entries of all matrices that a token is multiplied with, those of its experts among them.
+        trained: those of them that train.
+        attention: of each layer that has softmax attention.
+    """
+
+    matrices: int
+    trained: int
+    attention: tuple[AttentionShape, ...]
+
+    def training_flops(self, lengths: ArrayLike) -> float:
+        """Of a forward and a backward pass over rows of these lengths: products with matrices run forward, backward by
+        their inputs and, where they train, by their entries; those of attention forward and by both factors."""
+        rows = np.asarray(lengths, dtype=np.float64)
+        products = 2.0 * rows.sum() * (2 * self.matrices + self.trained)
+        attention = sum(3.0 * layer.pair_flops() * _num_pairs(rows, layer.window) for layer in self.attention)
+        return float(products + attention)
+
+
+def _num_pairs(lengths: np.ndarray, window: int | None) -> float:
+    """Queries and keys that they see."""
+    seen = lengths if window is None else np.minimum(lengths, window)
+    return float((seen * (seen + 1) / 2 + (lengths - seen) * seen).sum())
+
+
+def speed_metrics(flops: float, seconds: float, peak: float | None) -> dict[str, Metric]:
+    """A data-parallel shard's part of `flops` (of the step, on all ranks), `flops_per_second` and, where the devices'
+    peak is known, `mfu`: the share of it that was used.
+
+    Args:
+        peak: operations per second of the ranks that share the shard, together.
+    """
+    rate = flops / seconds
+    metrics = {"flops": Metric(flops, reduction="sum"), "flops_per_second": Metric(rate, reduction="sum")}
+    return metrics if peak is None else {**metrics, "mfu": Metric(rate, weight=peak)}

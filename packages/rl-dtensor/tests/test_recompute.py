@@ -1,0 +1,73 @@
+"""What is computed again is what was there: checkpointing changes memory and time, and no bit of the result."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rl_core.model import LOGPROBS, ModelSpec
+from rl_core.model_config import ModelConfig, OptimizerConfig
+from rl_core.testing.losses import TokenLoss
+from rl_core.testing.pooled_model import PooledModel
+from rl_dtensor.recompute import checkpoint_activations
+from rl_dtensor.selfcheck import make_batch, shrink, write_tiny
+
+FULL = {"activation_checkpointing": True}
+SELECTIVE = {**FULL, "recompute_granularity": "selective"}
+MOE = {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
+
+
+def backward_flops(granularity, attention="sdpa"):
+    """Of a backward pass, and of a forward pass through the layers up to the last product of each, which the backward
+    pass never needs."""
+    config = shrink(AutoConfig.for_model("qwen3"))
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    if granularity is not None:
+        checkpoint_activations(model, granularity)
+    model.train()
+    ids = torch.arange(12)[None]
+    loss = model(ids, use_cache=False).logits.float().square().mean()
+    with FlopCounterMode(display=False) as counter:
+        loss.backward()
+    unneeded = config.hidden_size * (config.vocab_size + config.num_hidden_layers * config.intermediate_size)
+    with FlopCounterMode(display=False) as forward, torch.no_grad():
+        model(ids, use_cache=False)
+    return counter.get_total_flops(), forward.get_total_flops() - 2 * ids.numel() * unneeded
+
+
+def test_whole_layers_are_computed_again_or_no_product_is():
+    plain, layers = backward_flops(None)
+    assert backward_flops("full")[0] == plain + layers
+    assert backward_flops("selective")[0] == plain
+
+
+def test_scores_are_computed_again_where_they_are_made():
+    plain, _ = backward_flops(None, "eager")
+    config = shrink(AutoConfig.for_model("qwen3"))
+    scores = 4 * 12 * 12 * config.num_attention_heads * config.head_dim * config.num_hidden_layers
+    assert backward_flops("selective", "eager")[0] == plain + scores
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "mesh", "checkpointing"),
+    [
+        ("qwen3", {}, {"tensor_parallel_size": 2, "sequence_parallel": True}, (FULL, SELECTIVE)),
+        ("qwen3_moe", MOE, {"expert_parallel_size": 2}, (SELECTIVE,)),
+    ],
+    ids=["tp2+sp", "ep2"],
+)
+def test_steps_are_the_same_to_the_last_bit(ranks, tmp_path, family, fields, mesh, checkpointing):
+    folder = write_tiny(AutoConfig.for_model(family, **fields), tmp_path / "model")
+    config = ModelConfig(
+        model_name=str(folder),
+        precision="float32",
+        optimizer=OptimizerConfig(kwargs={"lr": 1e-2}),
+        hf_config_overrides={"attention_dropout": 0.2},
+    )
+    runs = []
+    for settings in ({}, *checkpointing):
+        with PooledModel(ranks, "rl_dtensor.selfcheck:build", config, ModelSpec(), 2, **mesh, **settings) as model:
+            steps = [model.train_step(make_batch(seed), TokenLoss()) for seed in range(2)]
+            numbers = [(metrics["loss"], metrics["grad_norm"]) for metrics in steps]
+            runs.append((numbers, model.infer(make_batch(0), [LOGPROBS]).ragged("logprobs").values.tolist()))
+    assert all(run == runs[0] for run in runs)
