@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -127,22 +127,22 @@ def compare(name: str, size: Size, plan: Plan, python: Path, folder: Path) -> No
 
 def comparison(ours: Sequence[Step], theirs: Sequence[Step]) -> str:
     """The table of both."""
-    rows = [("step, s", *_both(ours, theirs, lambda step: step.seconds, inverse=True))]
-    rows += [
-        (f"{phase.replace('_', ' ')}, s", *_both(ours, theirs, lambda step, phase=phase: step.phases.get(phase, 0.0)))
-        for phase in PHASES
-    ]
-    rows.append(("other, s", *_both(ours, theirs, lambda step: step.other)))
-    shares = [f"{median(step.other / step.seconds for step in steps):.1%}" for steps in (ours, theirs)]
-    rows.append(("other, share of the step", *shares, ""))
+
+    def both(value: Callable[[Step], float], shown: Callable[[float], str] = seconds) -> tuple[str, str]:
+        return shown(median(map(value, ours))), shown(median(map(value, theirs)))
+
     speeds = [median(step.num_tokens / step.seconds for step in steps) for steps in (ours, theirs)]
-    rows.append(("tokens/s", *(f"{speed:.0f}" for speed in speeds), f"{speeds[0] / speeds[1]:.2f}x"))
-    return table(["", "ours", "TRL", "ours/TRL"], rows)
-
-
-def _both(ours: Sequence[Step], theirs: Sequence[Step], value, *, inverse: bool = False) -> tuple[str, str, str]:
-    mine, other = median(map(value, ours)), median(map(value, theirs))
-    return seconds(mine), seconds(other), f"{mine / other:.2f}" if inverse and other else ""
+    rows = [
+        ("step, s", *both(lambda step: step.seconds)),
+        *(
+            (f"{phase.replace('_', ' ')}, s", *both(lambda step, of=phase: step.phases.get(of, 0.0)))
+            for phase in PHASES
+        ),
+        ("other, s", *both(lambda step: step.other)),
+        ("other, share of the step", *both(lambda step: step.other / step.seconds, "{:.1%}".format)),
+        ("tokens/s", *both(lambda step: step.num_tokens / step.seconds, "{:.0f}".format)),
+    ]
+    return f"{table(['', 'ours', 'TRL'], rows)}\n\ntokens/s, ours/TRL: {speeds[0] / speeds[1]:.2f}x"
 
 
 def our_steps(size: Size, plan: Plan, folder: Path) -> list[Step]:

@@ -1,0 +1,265 @@
+"""Seconds of the driver in a GRPO step of 10,000 rollouts on 64 workers, by what it does.
+
+    python benchmarks/driver.py
+
+The driver's side is the product's own: the GRPO loop, the stream of prompts, the facade of a model of many ranks, Ray,
+the run session with its files. The workers (56 policy ranks and 8 replicas) are Ray actors that compute nothing
+(`simulated_workers.py`); several share a process, so that a small machine can hold them. The pool of replicas is a bare
+one, without restarts, and weights are not moved.
+Driver seconds are CPU seconds of the driver's process, all threads; what it waits for does not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from measurement import median, seconds, surroundings, table
+
+from rl_algos.data.stream import Stream
+from rl_algos.grpo.batch import advantages_of, build_batch
+from rl_algos.grpo.config import GRPOConfig
+from rl_algos.grpo.loop import train
+from rl_algos.grpo.metrics import rollout_metrics
+from rl_algos.grpo.validation import Validation
+from rl_algos.losses.policy import PolicyLoss
+from rl_algos.rollouts.source import SyncRolloutSource
+from rl_core.errors import Origin
+from rl_core.generation import RolloutTask, SamplingParams, WeightUpdate
+from rl_core.mesh import Coordinates
+from rl_core.model import Model
+from rl_core.rollout import Prompt, RolloutGroup
+from rl_core.run import Checkpointable, Run
+from rl_core.testing.fakes import FakeModel, FakeWeights
+from rl_launch.cluster import VirtualCluster, WorkerProcess
+from rl_launch.root import read_config
+from rl_launch.session import RunSession
+
+PROMPT_TOKENS = 64
+UPDATES = 4
+
+Seconds = tuple[float, float]
+"""On the wall and of the driver's CPU."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workers", type=int, default=64, help="simulated, replicas included (%(default)s)")
+    parser.add_argument("--replicas", type=int, default=8, help="of those (%(default)s)")
+    parser.add_argument("--processes", type=int, default=4, help="that host the workers (%(default)s)")
+    parser.add_argument("--prompts", type=int, default=625, help="of a step (%(default)s)")
+    parser.add_argument("--group", type=int, default=16, help="rollouts per prompt (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=256, help="sampled in each rollout (%(default)s)")
+    parser.add_argument("--steps", type=int, default=5, help="measured, after one that is not (%(default)s)")
+    parser.add_argument("--quick", action="store_true", help="see that it runs: 400 rollouts, 1 process, 2 steps")
+    chosen = parser.parse_args()
+    if chosen.quick:
+        chosen.prompts, chosen.group, chosen.processes, chosen.steps = 100, 4, 1, 2
+    rollouts = chosen.prompts * chosen.group
+    if rollouts % UPDATES or not 0 < chosen.replicas < chosen.workers or chosen.processes < 1:
+        parser.error(f"--prompts x --group must be a multiple of {UPDATES}, and --replicas fewer than --workers")
+    print(surroundings("rl-algos", "rl-core", "rl-launch", "ray"))
+    print(
+        f"{chosen.workers - chosen.replicas} policy ranks and {chosen.replicas} replicas, simulated in "
+        f"{chosen.processes} processes; {rollouts} rollouts of {chosen.tokens} tokens, {UPDATES} updates a step; "
+        f"medians of {chosen.steps} steps\n"
+    )
+    with (
+        tempfile.TemporaryDirectory(prefix="rl-benchmark-") as scratch,
+        VirtualCluster(device="cpu", num_nodes=1, ranks_per_node=1) as cluster,
+    ):
+        run = measured_steps(cluster, Path(scratch) / "run", chosen)
+    print(breakdown(run))
+
+
+class MeasuredRun:
+    """A run session that notes wall and CPU seconds of every phase of every step."""
+
+    def __init__(self, session: Run) -> None:
+        self._session = session
+        self.found: list[dict[str, Seconds]] = []
+        self.last: tuple[Sequence[RolloutGroup], np.ndarray] = ((), np.zeros(0))
+        self._times: dict[str, Seconds] = {}
+
+    def steps(
+        self, max_steps: int, *, models: Mapping[str, Model], state: Mapping[str, Checkpointable]
+    ) -> Iterator[int]:
+        """As the session's; what it does between two steps counts to the first of them."""
+        inner = self._session.steps(max_steps, models=models, state=state)
+        return self._iterate(inner)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """As the session's."""
+        with self._timed(name), self._session.phase(name):
+            yield
+
+    def record(self, step: int, metrics: Mapping[str, float]) -> None:
+        """As the session's."""
+        self._session.record(step, metrics)
+
+    def record_rollouts(self, step: int, groups: Sequence[RolloutGroup], advantages: np.ndarray) -> None:
+        """As the session's."""
+        self.last = groups, advantages
+        with self._timed("recording"):
+            self._session.record_rollouts(step, groups, advantages)
+
+    def due(self, period: int, step: int, *, at_end: bool = False) -> bool:
+        """As the session's."""
+        return self._session.due(period, step, at_end=at_end)
+
+    def stop(self, reason: str) -> None:
+        """As the session's."""
+        self._session.stop(reason)
+
+    def _iterate(self, inner: Iterator[int]) -> Iterator[int]:
+        while True:
+            self._times = {}
+            with self._timed("step"):
+                step = next(inner, None)
+                if step is None:
+                    return
+                yield step
+            self.found.append(self._times)
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        wall, busy = time.perf_counter(), time.process_time()
+        yield
+        before = self._times.get(name, (0.0, 0.0))
+        self._times[name] = (before[0] + time.perf_counter() - wall, before[1] + time.process_time() - busy)
+
+
+class SimulatedRank:
+    """One rank's actor handle, as a model's facade calls it; the process behind it stands for others too."""
+
+    def __init__(self, host: Any, rank: int, num_ranks: int) -> None:
+        self._host = host
+        self._coordinates = Coordinates({"dp": rank}, {"dp": num_ranks})
+
+    @property
+    def call(self) -> SimulatedRank:
+        """What `remote` is called on."""
+        return self
+
+    def remote(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Its place on the mesh, or what the process answers."""
+        import ray
+
+        if method == "coordinates":
+            return ray.put(self._coordinates)
+        return self._host.call.remote(method, *args, **kwargs)
+
+
+class SimulatedPool:
+    """A pool of replicas, to which prompts go in turn."""
+
+    def __init__(self, hosts: Sequence[Any], num_replicas: int) -> None:
+        self._replicas = [hosts[index % len(hosts)] for index in range(num_replicas)]
+
+    def run(self, tasks: Sequence[RolloutTask]) -> list[RolloutGroup]:
+        """One group per task, in order."""
+        from rl_core.ray.calls import gather
+
+        count = len(self._replicas)
+        refs = [host.call.remote("run", tasks[index::count]) for index, host in enumerate(self._replicas)]
+        answers = gather(refs, [Origin("rollout worker", index, "", "rollouts") for index in range(count)])
+        return [answers[index % count][index // count] for index in range(len(tasks))]
+
+    def adopt(self, update: WeightUpdate) -> None:
+        """Nothing is moved."""
+
+
+def measured_steps(cluster: VirtualCluster, run_dir: Path, chosen: argparse.Namespace) -> MeasuredRun:
+    """Run the loop."""
+    from rl_core.ray.calls import gather
+    from rl_core.ray.model import RemoteModel
+
+    process = WorkerProcess(sys.executable, {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"})
+    rank_hosts = [cluster.start_async_worker(process) for _ in range(chosen.processes)]
+    replica_hosts = [cluster.start_async_worker(process) for _ in range(chosen.processes)]
+    started = [host.start.remote("simulated_workers:SimulatedRanks") for host in rank_hosts]
+    started += [host.start.remote("simulated_workers:SimulatedReplica", chosen.tokens) for host in replica_hosts]
+    gather(started, [Origin("simulated worker", index, "", "start") for index in range(len(started))], 300.0)
+
+    num_ranks = chosen.workers - chosen.replicas
+    ranks = [SimulatedRank(rank_hosts[rank % len(rank_hosts)], rank, num_ranks) for rank in range(num_ranks)]
+    policy = RemoteModel(ranks, role="policy", nodes=["here"] * num_ranks)
+    pool = SimulatedPool(replica_hosts, chosen.replicas)
+    config = GRPOConfig(
+        num_prompts_per_step=chosen.prompts,
+        num_generations_per_prompt=chosen.group,
+        max_num_steps=chosen.steps + 1,
+    )
+    sampling = SamplingParams(chosen.tokens)
+    source = SyncRolloutSource(
+        pool, Stream([prompts(chosen.prompts)]), sampling=sampling, num_generations=chosen.group, seed=0
+    )
+    settings = read_config("grpo-arithmetic", ["checkpointing.enabled=false"]).config
+    with RunSession(run_dir, settings, title="driver") as session:
+        run = MeasuredRun(session)
+        train(
+            config,
+            PolicyLoss(),
+            policy=policy,
+            rollouts=source,
+            weights=FakeWeights(FakeModel()),
+            validation=Validation((), sampling, config),
+            run=run,
+            rows_per_minibatch=chosen.prompts * chosen.group // UPDATES,
+        )
+    run.found = run.found[1:]
+    return run
+
+
+def prompts(count: int) -> list[Prompt]:
+    """Of 64 tokens and about as many words."""
+    text = "a word and another " * (PROMPT_TOKENS // 4)
+    tokens = np.arange(PROMPT_TOKENS, dtype=np.int32)
+    message = {"role": "user", "content": text}
+    return [Prompt(f"p{index}", (message,), tokens + index, "math", {"answer": "1"}) for index in range(count)]
+
+
+def breakdown(run: MeasuredRun) -> str:
+    """The table: phases, then what is outside them and its largest parts, each run once more by itself."""
+    names = [name for name in run.found[0] if name != "step"]
+    rows = [_row(name.replace("_", " "), [times[name] for times in run.found]) for name in names]
+    outside = [
+        (
+            times["step"][0] - sum(times[name][0] for name in names),
+            times["step"][1] - sum(times[name][1] for name in names),
+        )
+        for times in run.found
+    ]
+    rows.append(_row("outside phases", outside))
+    groups, advantages = run.last
+    config = GRPOConfig()
+    for name, work in {
+        "advantages": lambda: advantages_of(groups, config),
+        "batch": lambda: build_batch(groups, advantages, config),
+        "metrics": lambda: rollout_metrics(groups, [], advantages),
+    }.items():
+        rows.append(_row(f"- {name}, alone", [_once(work) for _ in run.found]))
+    rows.append(_row("whole step", [times["step"] for times in run.found]))
+    return table(["", "wall, s", "driver, s"], rows)
+
+
+def _once(work: Callable[[], object]) -> Seconds:
+    wall, busy = time.perf_counter(), time.process_time()
+    work()
+    return time.perf_counter() - wall, time.process_time() - busy
+
+
+def _row(name: str, times: Sequence[Seconds]) -> tuple[str, str, str]:
+    return name, seconds(median(wall for wall, _ in times)), seconds(median(busy for _, busy in times))
+
+
+if __name__ == "__main__":
+    main()
