@@ -184,7 +184,8 @@ class TestTensorParallelWeights(WeightSinkSuite):
 
 def _start_and_wait(model_dir: Path, started: Any) -> None:
     async def serve() -> None:
-        await make_generator(model_dir, tensor_parallel_size=2).start()
+        generator = make_generator(model_dir, tensor_parallel_size=2)  # dropped, it would end its engine itself
+        await generator.start()
         started.put([process.pid for process in psutil.Process().children(recursive=True)])
         await asyncio.sleep(600)
 
@@ -196,9 +197,11 @@ def test_no_engine_outlives_a_killed_process_in_front(tmp_path: Path) -> None:
     started = context.Queue()
     front = context.Process(target=_start_and_wait, args=(write_reference_model(tmp_path, seed=1), started))
     front.start()
-    engine = [psutil.Process(pid) for pid in started.get(timeout=240)]
+    try:
+        engine = [psutil.Process(pid) for pid in started.get(timeout=240)]
+    finally:
+        front.kill()
     assert len(engine) >= 3
-    front.kill()
     _, alive = psutil.wait_procs(engine, 60)
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 

@@ -18,8 +18,9 @@ from rl_core.errors import Origin, WorkerDied, WorkerError
 from rl_core.model import Rendezvous
 from rl_core.registry import resolve
 
-MOST_THREADS = 24
-"""More threads than this are those of process groups that only reference cycles keep alive; each polls all the time."""
+MORE_THREADS = 16
+"""So many more threads than after the last collection are those of process groups that only reference cycles keep alive;
+each polls all the time."""
 
 GRACE_S = 10.0
 """How long the other ranks may take to answer after one has failed."""
@@ -148,14 +149,26 @@ def _received(connection: Connection, rank: int) -> tuple[Any, Exception | None]
 def _serve(connection: Connection) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     held: dict[str, Any] = {}
+    is_frozen = False
+    num_threads = _num_threads()
     while True:
         try:
             request = connection.recv()
         except EOFError:
             return
         connection.send(_answer(*request, held=held))
-        if len(os.listdir("/proc/self/task")) > MOST_THREADS:
+        if not held and not is_frozen:
+            # what is there now is imported modules, a million objects that no collection needs to walk again
             gc.collect()
+            gc.freeze()
+            is_frozen = True
+        if _num_threads() > num_threads + MORE_THREADS:
+            gc.collect()
+            num_threads = _num_threads()
+
+
+def _num_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
 
 
 def _answer(
