@@ -11,5 +11,10 @@ def test_the_command_line_loads_no_runtime():
     assert not loaded_by("rl_launch.cli") & {"datasets", "ray", "tensorboardX", "transformers"}
 
 
+def test_what_is_found_wrong_before_a_run_starts_waits_for_no_tokenizer_and_no_ray():
+    checks = ("rl_launch.train", "rl_algos.grpo.data", "rl_algos.data.examples")
+    assert not loaded_by(*checks) & {"datasets", "ray", "tensorboardX", "tokenizers", "transformers"}
+
+
 def test_the_runtime_loads_no_engine():
     assert not loaded_by(*modules_of("rl_launch")) & {"megatron", "torch", "vllm"}

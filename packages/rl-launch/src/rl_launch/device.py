@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,13 +22,13 @@ def resolve_device(configured: str) -> Device:
 
 
 def check_devices(cluster: Any) -> None:
-    """Refuse a `cluster` section that asks this machine for GPUs or nodes it has not; what the Ray cluster that
-    RAY_ADDRESS names has is known once Ray has connected to it.
+    """Refuse a `cluster` section that asks this machine for GPUs or nodes it has not; what another Ray cluster has is
+    known once Ray has connected to it.
 
     Raises:
         ConfigError: naming the key and the remedy.
     """
-    if os.environ.get("RAY_ADDRESS"):
+    if os.environ.get("RAY_ADDRESS") or _is_connected():
         return
     if cluster.num_nodes > 1:
         raise ConfigError(
@@ -56,6 +57,11 @@ def local_gpus() -> int:
         return len([gpu for gpu in visible.split(",") if gpu.strip() and gpu.strip() != "-1"])
     devices = Path("/dev").glob("nvidia[0-9]*")
     return len([device for device in devices if device.name.removeprefix("nvidia").isdigit()])
+
+
+def _is_connected() -> bool:
+    # whoever has not imported Ray has not connected it either, and need not wait for the import
+    return "ray" in sys.modules and sys.modules["ray"].is_initialized()
 
 
 def _device_of_cluster() -> Device:

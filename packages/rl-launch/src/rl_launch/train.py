@@ -13,7 +13,8 @@ from rl_launch.device import check_devices, resolve_device
 from rl_launch.local_models import local_model
 from rl_launch.restoration import Restoration
 from rl_launch.root import backends_of
-from rl_launch.session import RunSession
+from rl_launch.session import RunDirectory, RunSession
+from rl_launch.session.lock import FILE_NAME as LOCK
 from rl_launch.session.writers import check_writers
 
 
@@ -40,6 +41,7 @@ def train(config: Any, *, run_dir: str | Path, title: str = "", fresh: bool = Fa
     algorithm: AlgorithmPlugin = plugin(ALGORITHMS, config.algorithm)
     check_writers(config.logger)
     check_devices(config.cluster)
+    check_run_dir(run_dir, config, fresh=fresh)
     loaded = resolve(algorithm.load)(config)
     restoration = Restoration(saves=config.checkpointing.enabled)
     session = RunSession(run_dir, config, title=title, fresh=fresh, since=started)
@@ -82,6 +84,22 @@ def _run(config: Any, loaded: Any, session: RunSession, restoration: Restoration
         except WorkerDied as error:
             restoration.judge(error, session)
             raise
+
+
+def check_run_dir(run_dir: str | Path, config: Any, *, fresh: bool) -> None:
+    """Refuse a folder that is there and that the run could not have. One that is not there, is empty, or holds a start
+    that was cut short is left as it is: it becomes a run once all else is right.
+
+    Raises:
+        RunDirectoryError: as `RunDirectory.open`.
+    """
+    directory = RunDirectory(run_dir)
+    if not directory.path.exists():
+        return
+    names = {entry.name for entry in directory.path.iterdir()} if directory.path.is_dir() else {directory.path.name}
+    if names and (LOCK not in names or directory.config.is_file()):
+        directory.open(config, fresh=fresh)
+        directory.close()
 
 
 def with_local_model(config: Any) -> Any:
