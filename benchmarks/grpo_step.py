@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import yaml
@@ -75,6 +76,10 @@ class Step:
     seconds: float
     phases: dict[str, float]
     num_tokens: float
+
+    def spent(self, phase: str) -> float:
+        """Seconds of a phase; 0 for one that the step does not have."""
+        return self.phases.get(phase, 0.0)
 
     @property
     def other(self) -> float:
@@ -134,10 +139,7 @@ def comparison(ours: Sequence[Step], theirs: Sequence[Step]) -> str:
     speeds = [median(step.num_tokens / step.seconds for step in steps) for steps in (ours, theirs)]
     rows = [
         ("step, s", *both(lambda step: step.seconds)),
-        *(
-            (f"{phase.replace('_', ' ')}, s", *both(lambda step, of=phase: step.phases.get(of, 0.0)))
-            for phase in PHASES
-        ),
+        *((f"{phase.replace('_', ' ')}, s", *both(partial(Step.spent, phase=phase))) for phase in PHASES),
         ("other, s", *both(lambda step: step.other)),
         ("other, share of the step", *both(lambda step: step.other / step.seconds, "{:.1%}".format)),
         ("tokens/s", *both(lambda step: step.num_tokens / step.seconds, "{:.0f}".format)),
