@@ -14,6 +14,22 @@ def build(config: ModelConfig, spec: ModelSpec, rendezvous: Rendezvous, **settin
     return DTensorWorker(config, DTensorConfig(**settings), spec, rendezvous)
 
 
+def build_tensor_parallel(config: ModelConfig, spec: ModelSpec, rendezvous: Rendezvous) -> DTensorWorker:
+    """All ranks share each layer, and the tokens between layers where there are several."""
+    size = rendezvous.world_size
+    return build(config, spec, rendezvous, tensor_parallel_size=size, sequence_parallel=size > 1)
+
+
+def build_context_parallel(config: ModelConfig, spec: ModelSpec, rendezvous: Rendezvous) -> DTensorWorker:
+    """All ranks share the tokens of each row."""
+    return build(config, spec, rendezvous, context_parallel_size=rendezvous.world_size)
+
+
+def build_pipeline_parallel(config: ModelConfig, spec: ModelSpec, rendezvous: Rendezvous) -> DTensorWorker:
+    """All ranks hold consecutive layers."""
+    return build(config, spec, rendezvous, pipeline_parallel_size=rendezvous.world_size)
+
+
 def limit_file_bytes(rank: Rank, limit: int) -> None:
     """Have this process split exports at `limit` bytes."""
     export.FILE_BYTES = limit

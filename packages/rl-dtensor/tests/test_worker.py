@@ -1,4 +1,6 @@
-"""The worker keeps the contract of model workers."""
+"""The worker keeps the contract of model workers, on every kind of mesh."""
+
+from pathlib import Path
 
 import pytest
 
@@ -6,10 +8,48 @@ from rl_core.testing.model_worker import ModelWorkerSuite
 from rl_core.testing.rank_pool import RankPool
 
 
-class TestDTensorWorker(ModelWorkerSuite):
-    factory = "dtensor_factories:build"
-
+class PooledSuite(ModelWorkerSuite):
     @pytest.fixture(scope="session")
     @classmethod
     def pool(cls, ranks: RankPool) -> RankPool:
         return ranks
+
+
+class TestDTensorWorker(PooledSuite):
+    factory = "dtensor_factories:build"
+
+
+class MeshSuite(PooledSuite):
+    """What no other test shows of a mesh: reads, roles, references and exports.
+
+    Layouts, losses and weights are held against one process in `test_parity`, checkpoints in `test_checkpoint`, and
+    what knows nothing of the mesh in `TestDTensorWorker`.
+    """
+
+    worlds = (2,)
+
+    @pytest.mark.parametrize("layout", ["packed-16", "padded-3"])
+    def test_every_read_of_a_policy_is_that_of_transformers(self, pool: RankPool, folder: Path, layout: str) -> None:
+        super().test_every_read_of_a_policy_is_that_of_transformers(pool, folder, layout)
+
+    test_losses_gradients_and_weights_are_those_of_one_process = None
+    test_the_norm_is_reported_before_clipping = None
+    test_schedules_follow_one_another = None
+    test_a_run_resumes_on_another_number_of_ranks = None
+    test_a_run_saved_before_its_first_step_resumes = None
+    test_the_same_seed_gives_the_same_bits = None
+    test_what_is_offloaded_comes_back_bit_equal = None
+    test_what_a_model_cannot_do_is_refused = None
+    test_half_precision_is_near = None
+
+
+class TestTensorParallel(MeshSuite):
+    factory = "dtensor_factories:build_tensor_parallel"
+
+
+class TestContextParallel(MeshSuite):
+    factory = "dtensor_factories:build_context_parallel"
+
+
+class TestPipelineParallel(MeshSuite):
+    factory = "dtensor_factories:build_pipeline_parallel"

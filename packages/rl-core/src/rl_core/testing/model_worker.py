@@ -116,8 +116,11 @@ class ModelWorkerSuite:
         for world in self.worlds:
             with self._model(pool, folder, world, ModelSpec(trains=False), **LAYOUTS[layout]) as model:
                 found = model.infer(batch, reads, temperature=0.7)
+            is_ordered = (np.diff(expected["topk_logprobs"], axis=1) < 0).all(1)  # a tie has no order
+            assert is_ordered.mean() > 0.5
             for name, column in expected.items():
-                self._assert_close(found.ragged(name).values, column, name)
+                chosen = is_ordered if name == "topk_ids" else slice(None)
+                self._assert_close(found.ragged(name).values[chosen], column[chosen], name)
                 assert np.array_equal(found.ragged(name).offsets, batch.ragged("tokens").offsets)
             assert found.ragged("logprobs").values.dtype == np.float32
             assert found.ragged("topk_ids").values.dtype == np.int32
