@@ -238,7 +238,7 @@ _PLUGINS = (
         "unknown setting of a dataset",
         SFT,
         "data.train.settings={max_operant: 9}",
-        says="settings of the dataset 'arithmetic': max_operant",
+        says="settings of the dataset 'arithmetic': max_operant: no such setting",
     ),
     _case("unknown split", SFT, "data.train.split=dev", says="has the splits train and validation, got 'dev'"),
     _case("unknown processor", SFT, "data.train.processor=gsm", says=r"no processor 'gsm'; did you mean gsm8k\?"),
@@ -272,7 +272,7 @@ _DATA = (
         says=r"row rows\.jsonl:train:0: no column 'qestion'; did you mean question\?; the columns are",
         files=_rows({"question": "1+2=", "answer": "3"}),
     ),
-    _case("empty dataset", SFT, ROWS, says=r"the dataset 'rows\.jsonl' has no rows", files=_rows()),
+    _case("empty dataset", SFT, ROWS, says=r"the dataset 'rows\.jsonl' has no rows; check", files=_rows()),
     _case(
         "a kind of file that cannot be read",
         SFT,
@@ -392,14 +392,17 @@ _SIZES = (
     ),
     _case("max_input_seq_length too large", SFT, "data.max_input_seq_length=64", says="lower it, or remove it"),
     _case(
-        "a mesh that the ranks do not fill", SFT, "policy.dtensor_cfg.tensor_parallel_size=3", says="2 ranks are not"
+        "a mesh that the ranks do not fill",
+        SFT,
+        "policy.dtensor_cfg.tensor_parallel_size=3",
+        says="2 ranks are not a multiple of the 3 .*lower its parallel sizes",
     ),
     _case(
         "a mesh that the ranks do not fill, on Megatron",
         SFT,
         MEGATRON,
         "policy.megatron_cfg.pipeline_model_parallel_size=3",
-        says="the policy's 2 ranks are not a multiple of the 3",
+        says="the policy's 2 ranks are not a multiple of the 3 .*lower its parallel sizes",
     ),
     _case(
         "a mesh that does not divide the model",
@@ -453,7 +456,7 @@ _SIZES = (
         "cluster.device=cuda",
         "cluster.gpus_per_node=8",
         "policy.generation.vllm_cfg.tensor_parallel_size=3",
-        says="8 GPUs per node cannot be divided into replicas of 3",
+        says="8 GPUs per node cannot be divided into replicas of 3; set the generator's parallel sizes",
     ),
     _case(
         "a replica that does not divide the model",

@@ -94,10 +94,12 @@ def topology_problems(topology: Topology, policy_ranks: int) -> Iterator[Problem
     elif world % policy_ranks:
         yield Problem(
             "cluster",
-            f"the policy's {world} ranks are not a multiple of the {policy_ranks} that one copy of it is split over",
+            f"the policy's {world} ranks are not a multiple of the {policy_ranks} that one copy of it is split over; "
+            "lower its parallel sizes, or change cluster.gpus_per_node (cluster.cpu_ranks_per_node on CPU)",
         )
     if topology.device == "cuda" and topology.generation_ranks % topology.replica_ranks:
         yield Problem(
             "policy.generation",
-            f"{topology.generation_ranks} GPUs per node cannot be divided into replicas of {topology.replica_ranks}",
+            f"{topology.generation_ranks} GPUs per node cannot be divided into replicas of {topology.replica_ranks}; "
+            "set the generator's parallel sizes so that their product divides them",
         )

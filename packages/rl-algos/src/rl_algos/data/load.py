@@ -34,7 +34,7 @@ def load_rows(settings: DatasetConfig, purpose: str) -> Sequence[Row]:
     else:
         rows = _load_hub(settings, purpose)
     if not len(rows):
-        raise DataError(f"the dataset {settings.source!r} has no rows")
+        raise DataError(f"the dataset {settings.source!r} has no rows; check what it names, and its `split`")
     return rows
 
 
@@ -46,7 +46,11 @@ def _load_plugin(settings: DatasetConfig, purpose: str) -> Sequence[Row]:
     try:
         rows: Sequence[Row] = load(settings.settings, settings.split or purpose)
     except ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']} (got {e['input']!r})" for e in error.errors())
+        problems = "; ".join(
+            f"{'.'.join(map(str, e['loc']))}: {'no such setting' if e['type'] == 'extra_forbidden' else e['msg']} "
+            f"(got {e['input']!r})"
+            for e in error.errors()
+        )
         raise DataError(f"settings of the dataset {settings.dataset_name!r}: {problems}") from None
     return rows
 

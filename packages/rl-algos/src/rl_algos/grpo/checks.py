@@ -26,7 +26,7 @@ def _batch_sizes(config: Any) -> Iterator[Problem]:
             "policy.train_global_batch_size",
             f"{policy.train_global_batch_size} does not divide the {rows} rollouts of a step "
             f"(grpo.num_prompts_per_step {grpo.num_prompts_per_step} x "
-            f"grpo.num_generations_per_prompt {grpo.num_generations_per_prompt})",
+            f"grpo.num_generations_per_prompt {grpo.num_generations_per_prompt}); set it to a divisor",
         )
     if config.loss_fn.force_on_policy_ratio and rows != policy.train_global_batch_size:
         yield Problem(
