@@ -19,6 +19,8 @@ _LONGEST_SOCKET = 107
 _SOCKET_IN_RAY_FOLDER = len("/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store")
 _ENGINES = ("policy", "generation")
 _IN_USE = 0.1
+# the weights of the smallest models; Ray puts its own objects on disk where they find no room
+_LEAST_SHARED = 1 / 32
 
 
 def python(machine: Machine, needs: Needs) -> Iterator[Finding]:
@@ -201,7 +203,7 @@ def shared_memory(machine: Machine, needs: Needs) -> Iterator[Finding]:
     if space is None:
         yield Finding(name, "missing", "there is no /dev/shm", remedy)
     else:
-        yield _room(name, space, least=0.25, ample=2.0, remedy=remedy)
+        yield _room(name, space, least=_LEAST_SHARED, ample=2.0, remedy=remedy)
 
 
 def ports(machine: Machine, needs: Needs) -> Iterator[Finding]:
