@@ -10,7 +10,17 @@ from itertools import combinations, product
 import pytest
 from transformers import AutoConfig
 
-from rl_dtensor.selfcheck import MESHES, TOLERANCE, Case, check_case, expect, write_tiny
+from rl_dtensor.selfcheck import (
+    CONTEXT,
+    MESHES,
+    PIPELINE,
+    TENSOR,
+    TOLERANCE,
+    Case,
+    check_case,
+    expect,
+    write_tiny,
+)
 
 SLIDING = ["sliding_attention", "full_attention"]
 FAMILIES = {
@@ -96,4 +106,20 @@ def prepared(tmp_path_factory):
 def test_a_mesh_trains_and_streams_as_one_process(ranks, prepared, family, case):
     folder, expected = prepared(family, case.lora)
     outcome = check_case(ranks, folder, case, expected)
+    assert not outcome.is_off(TOLERANCE), outcome
+
+
+@pytest.mark.parametrize(
+    ("family", "num_ranks", "settings"),
+    [
+        ("qwen3", 4, {**PIPELINE, **TENSOR, "sequence_parallel": True}),
+        ("qwen3", 4, {**PIPELINE, **CONTEXT}),
+        ("qwen3_moe", 2, {**CONTEXT, "expert_parallel_size": 2}),
+    ],
+    ids=["pp2 x tp2+sp", "pp2 x cp2", "cp2 x ep2"],
+)
+def test_other_axes_go_together(ranks, prepared, monkeypatch, family, num_ranks, settings):
+    monkeypatch.setitem(MESHES, "other", (num_ranks, settings))
+    folder, expected = prepared(family, False)
+    outcome = check_case(ranks, folder, Case("other", is_packed=True, lora=False), expected)
     assert not outcome.is_off(TOLERANCE), outcome
