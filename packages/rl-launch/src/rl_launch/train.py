@@ -64,15 +64,17 @@ def _run(config: Any, loaded: Any, session: RunSession, restoration: Restoration
     tokenizer = load_tokenizer(config.policy.tokenizer, config.policy.model_name)
     data = resolve(algorithm.prepare)(config, tokenizer, loaded)
     needs = resolve(algorithm.rollouts)(config, data) if algorithm.generates else None
-    with session:
-        # Ray takes a second to import: only a run that will start may pay for it
-        from rl_launch.cluster import VirtualCluster
-        from rl_launch.runtime import Runtime, check_engines, provision_workers
 
-        backends = backends_of(config)
-        device = resolve_device(config.cluster.device)
-        pythons = provision_workers(config, backends, needs, device)
-        check_engines(config, backends, pythons)
+    # Ray takes a second to import: only a run that will start may pay for it
+    from rl_launch.cluster import VirtualCluster
+    from rl_launch.runtime import Runtime, check_engines, provision_workers
+
+    backends = backends_of(config)
+    device = resolve_device(config.cluster.device)
+    pythons = provision_workers(config, backends, needs, device)
+    check_engines(config, backends, pythons)
+    # the run directory is taken when nothing is left to refuse, so that another config may have it after a refusal
+    with session:
         try:
             with (
                 VirtualCluster.of(config.cluster, device) as cluster,
