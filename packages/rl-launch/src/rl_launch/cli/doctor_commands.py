@@ -31,12 +31,12 @@ app = typer.Typer(cls=_MachineByDefault)
 @app.command()
 def machine(
     recipe: Annotated[
-        str, typer.Argument(metavar="[RECIPE|FILE.yaml]", help="What to run; the smallest GRPO where left out.")
+        str, typer.Argument(metavar="RECIPE|FILE.yaml", help="What to run; the smallest GRPO where left out.")
     ] = "grpo-arithmetic",
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Config keys to set.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Say what this machine has, and exit with 1 where the recipe cannot run here; starts nothing.
+    """Say what this machine has, and exit with 1 where the recipe cannot run here: what `rl doctor RECIPE` does.
 
     With --json: {"schema": 1, "recipe", "device": "cpu"|"cuda", "can_run": bool, "checks": [{"name", "status":
     "ok"|"warning"|"missing", "found", "remedy"}, ...]}.
@@ -68,8 +68,7 @@ def model(
     backend: Annotated[str, typer.Option("--backend", help="The training backend to check.")] = "dtensor",
     as_json: Json = False,
 ) -> None:
-    """Train a tiny random model of the same family on every mesh, compare with one process, and exit with 1 where one
-    is off; minutes.
+    """Train a tiny model of the family on every mesh, against one process; exit with 1 where one is off. Minutes.
 
     With --json: {"schema": 1, "model", "backend", "is_right": bool, "cases": [{"mesh", "layout", "verdict":
     "exact"|"off"|"refused", "differences": {NAME: NUMBER|null}, "names": [TENSOR, ...], "reason"}, ...]}.
