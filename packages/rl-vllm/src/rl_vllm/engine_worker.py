@@ -5,6 +5,8 @@ from __future__ import annotations
 import pickle
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from vllm.config import set_current_vllm_config
 
 from rl_core.errors import WeightSyncError
 from rl_core.weights import Manifest, Transport
+from rl_vllm.coverage import LoadPlan, plan_load
 from rl_vllm.lifeline import end_with
 from rl_vllm.reception import WeightReception
 
@@ -29,6 +32,7 @@ class EngineWorker:
     get_model: Callable[[], torch.nn.Module]
 
     _reception: WeightReception | None = None
+    _planned: tuple[Manifest, LoadPlan] | None = None
 
     def end_with_front(self, pid: int) -> Report:
         """End the engine's processes when the one in front of it ends, however it does."""
@@ -48,7 +52,14 @@ class EngineWorker:
 
     def make_reception(self, manifest: Manifest) -> WeightReception:
         """A reception of this manifest into this rank's model."""
-        return WeightReception(self.get_model(), self.vllm_config.model_config, manifest, self.device)
+        plan = self._plan(manifest)
+        return WeightReception(self.get_model(), self.vllm_config.model_config, manifest, plan, self.device)
+
+    def _plan(self, manifest: Manifest) -> LoadPlan:
+        """Where the tensors land; made once, for versions of one policy differ in nothing but the values."""
+        if self._planned is None or self._planned[0] != replace(manifest, version=self._planned[0].version):
+            self._planned = manifest, plan_load(self.get_model(), manifest)
+        return self._planned[1]
 
     def _begin(self, manifest: Manifest) -> dict[str, Any]:
         self._reception = None
@@ -68,9 +79,13 @@ class EngineWorker:
             raise WeightSyncError("no weight version was announced: call `begin` first")
         return self._reception
 
+    def _default_device(self) -> AbstractContextManager[Any]:
+        """Loaders make tensors on the default device; the CPU is that anyhow, and a context slows every torch call."""
+        return nullcontext() if self.device.type == "cpu" else self.device
+
     def _reported(self, act: Callable[..., Any], *args: Any) -> Report:
         try:
-            with torch.no_grad(), set_current_vllm_config(self.vllm_config), self.device:
+            with torch.no_grad(), set_current_vllm_config(self.vllm_config), self._default_device():
                 return {"value": act(*args)}
         except WeightSyncError as error:
             return {"error": str(error), "tensors": list(error.tensors)}

@@ -13,26 +13,29 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from rl_core.errors import WeightSyncError
 from rl_core.torch.transport import open_receiver
 from rl_core.weights import Digests, Manifest, Transport
-from rl_vllm.coverage import fed_names, plan_load
+from rl_vllm.coverage import LoadPlan, fed_names
 from rl_vllm.probe import WeightProbe
 
 
 class WeightReception:
-    """Plans, takes in and checks the tensors of one manifest.
+    """Takes in and checks the tensors of one manifest.
 
     Args:
         model: this rank's part of the engine's model.
         model_config: vLLM's.
         manifest: what will arrive.
+        plan: where it lands in this rank's model.
         device: of the model.
     """
 
-    def __init__(self, model: nn.Module, model_config: ModelConfig, manifest: Manifest, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, model_config: ModelConfig, manifest: Manifest, plan: LoadPlan, device: torch.device
+    ) -> None:
         self._model = model
         self._model_config = model_config
         self._manifest = manifest
         self._device = device
-        self.plan = plan_load(model, manifest)
+        self.plan = plan
         self._probe: WeightProbe | None = None
 
     def receive(self, transport: Transport, rank: int) -> Digests:
