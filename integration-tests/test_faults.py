@@ -101,6 +101,7 @@ def grpo(warm_model):
         f"policy.model_name={warm_model}",
         f"grpo.max_num_steps={GRPO_STEPS}",
         "grpo.val_period=0",
+        "checkpointing.metric_name=null",
         "checkpointing.save_period=3",
     )
 

@@ -20,6 +20,7 @@ def test_trainer_and_generator_agree(settings, bound, rl, metrics, warm_model, t
         f"run_dir={run_dir}",
         "grpo.max_num_steps=4",
         "grpo.val_period=0",
+        "checkpointing.metric_name=null",
         *settings,
     )
     assert result.code == 0, result.output

@@ -28,7 +28,7 @@ def test_grpo_raises_accuracy_on_held_out_sums_by_twenty_points(quickstart):
 
 def test_trainer_and_generator_agree_over_the_whole_run(quickstart, metrics):
     lines = [line for line in metrics(quickstart / "grpo") if "mismatch/max" in line]
-    assert len(lines) == 80
+    assert [line["step"] for line in lines] == list(range(1, 37))
     assert max(line["mismatch/max"] for line in lines) < 1e-3
 
 
@@ -84,6 +84,7 @@ def test_the_final_checkpoint_loads_in_vllm(quickstart, rl, tmp_path):
         "grpo.max_num_steps=1",
         "grpo.val_at_start=true",
         "grpo.val_period=0",
+        "checkpointing.metric_name=null",
     )
     assert result.code == 0, result.output
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
