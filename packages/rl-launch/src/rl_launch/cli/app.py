@@ -21,7 +21,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(config_commands.app, name="config", help="Look at configs without running them.")
-app.add_typer(doctor_commands.app, name="doctor", help="Say what this machine can run: rl doctor [RECIPE] [KEY=VALUE]...")
+app.add_typer(
+    doctor_commands.app, name="doctor", help="Say what this machine can run: rl doctor [RECIPE] [KEY=VALUE]..."
+)
 
 Recipe = Annotated[
     str, typer.Argument(metavar="RECIPE|FILE.yaml", help="A recipe's name, a YAML file, or a run directory.")
