@@ -123,7 +123,7 @@ def whole_grpo(tmp_path_factory, grpo):
 def killed_and_resumed(folder, num_kills, arguments, num_steps):
     """Start a run, kill all of it as often at random moments, resuming it each time, and let the last one end."""
     seed = random.randrange(2**32)
-    print("kills were drawn with seed", seed)
+    sys.stdout.write(f"kills were drawn with seed {seed}\n")
     chance = random.Random(seed)
     for step in sorted(chance.randint(1, num_steps - 1) for _ in range(num_kills)):
         before = shared_memory()

@@ -15,7 +15,7 @@ from vllm.config import set_current_vllm_config
 from rl_core.errors import WeightSyncError
 from rl_core.weights import Manifest, Transport
 from rl_vllm.coverage import LoadPlan, plan_load
-from rl_vllm.lifeline import end_with
+from rl_vllm.lifeline import end_with, forget_semaphores
 from rl_vllm.reception import WeightReception
 
 Report = dict[str, Any]
@@ -35,7 +35,8 @@ class EngineWorker:
     _planned: tuple[Manifest, LoadPlan] | None = None
 
     def end_with_front(self, pid: int) -> Report:
-        """End the engine's processes when the one in front of it ends, however it does."""
+        """End the engine's processes when the one in front of it ends, however it does, with nothing left behind."""
+        forget_semaphores()
         return self._reported(end_with, pid)
 
     def begin_reception(self, manifest: bytes) -> Report:

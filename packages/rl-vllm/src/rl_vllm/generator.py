@@ -17,6 +17,7 @@ from rl_core.weights import Digests, Manifest, Transport
 from rl_vllm import surroundings
 from rl_vllm.config import VllmConfig
 from rl_vllm.gate import Gate
+from rl_vllm.lifeline import forget_semaphores
 
 if TYPE_CHECKING:
     from rl_vllm.engine import Engine
@@ -85,6 +86,7 @@ class VllmGenerator:
             )
         )
         await self._running().call("end_with_front", os.getpid())
+        forget_semaphores()
         self._gate.serve()
 
     async def generate(self, request: GenerationRequest) -> Completion:

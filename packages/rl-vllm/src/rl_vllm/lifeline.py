@@ -1,10 +1,12 @@
-"""No engine outlives the process it was started for."""
+"""No engine outlives the process it was started for, nor leaves anything in shared memory."""
 
 from __future__ import annotations
 
 import os
 import select
 import signal
+from multiprocessing import util
+from multiprocessing.synchronize import SemLock
 from threading import Thread
 
 
@@ -25,3 +27,12 @@ def end_with(pid: int) -> None:
         os._exit(1)
 
     Thread(target=wait, name="lifeline", daemon=True).start()
+
+
+def forget_semaphores() -> None:
+    """Take the names of this process's semaphores out of shared memory, as its end would: whoever shares one has opened
+    it by now, and a process that is killed takes no name away.
+    """
+    for finalizer in list(util._finalizer_registry.values()):  # type: ignore[attr-defined]  # of Python's own use
+        if finalizer._callback is SemLock._cleanup:  # type: ignore[attr-defined]
+            finalizer()
