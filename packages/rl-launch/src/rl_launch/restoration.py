@@ -17,8 +17,15 @@ MOST_DEATHS = 3
 class Session(Protocol):
     """What is asked of a run session."""
 
-    saved: int
-    has_begun: bool
+    @property
+    def saved(self) -> int:
+        """The step of the newest checkpoint; 0 before there is one."""
+        ...
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether steps could be made."""
+        ...
 
 
 class Restoration:

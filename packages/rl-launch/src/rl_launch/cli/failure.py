@@ -42,8 +42,8 @@ def reported() -> Iterator[Failure]:
             raise typer.Exit(_WRONG_USE) from None
         if _is_full_disk(error):
             _say(
-                f"no space is left on a disk, most likely that of {failure.run_dir or Path.cwd()}. Make room and give the "
-                f"same command again: it goes on from the newest checkpoint.\n{describe(error)}"
+                f"no space is left on a disk, most likely that of {failure.run_dir or Path.cwd()}. Make room and give "
+                f"the same command again: it goes on from the newest checkpoint.\n{describe(error)}"
             )
             raise typer.Exit(_FAILED) from None
         _say("\n".join([describe(error), *_traceback_left(error, failure.run_dir)]))
