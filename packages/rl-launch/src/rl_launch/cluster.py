@@ -181,7 +181,9 @@ def _start_ray(num_nodes: int, cpu_ranks_per_node: int) -> None:
     for attempt in range(1, START_ATTEMPTS + 1):
         try:
             with _sessions_of_their_own():
-                ray.init(**({"address": address} if address else local), log_to_driver=False, logging_level=logging.ERROR)
+                ray.init(
+                    **({"address": address} if address else local), log_to_driver=False, logging_level=logging.ERROR
+                )
             return
         except (RuntimeError, ConnectionError, TimeoutError) as error:
             ray.shutdown()

@@ -153,7 +153,7 @@ class RolloutPool:
                 return ray.get(ref)
             except (RayTaskError, RayActorError) as failure:
                 error = translate(failure, replica.origin("rollouts"))
-                if not isinstance(error, GeneratorError | WorkerDied):
+                if not isinstance(error, GeneratorError | WorkerDied) or _refuses(error, replica):
                     raise error from None
                 _log.warning("%s; restarting it and running its %d prompts again", error, len(tasks))
             self._restart(replica)
@@ -174,6 +174,11 @@ class RolloutPool:
         replica.begin_start()()
         if self._sync is not None and self._update is not None:
             self._sync.transfer(self._update, [replica])
+
+
+def _refuses(error: RLError, replica: Replica) -> bool:
+    """Whether a replica that is well will not do what it was asked: it would refuse again after a restart."""
+    return isinstance(error, GeneratorError) and _answers(replica)
 
 
 def _answers(replica: Replica) -> bool:

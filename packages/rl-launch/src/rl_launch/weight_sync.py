@@ -19,7 +19,7 @@ from rl_core.ray.calls import gather
 from rl_core.ray.model import RemoteModel
 from rl_core.weights import Transport, TransportKind, verify_receipt
 from rl_launch.residency import Residency
-from rl_launch.topology import GENERATION, POLICY
+from rl_launch.topology import GENERATION
 
 _log = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from rl_core.model import Rendezvous
 from rl_core.registry import resolve
 
 MORE_THREADS = 16
-"""So many more threads than after the last collection are those of process groups that only reference cycles keep alive;
-each polls all the time."""
+"""So many more threads than after the last collection are those of process groups that only reference cycles keep
+alive; each polls all the time."""
 
 GRACE_S = 10.0
 """How long the other ranks may take to answer after one has failed."""
