@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
@@ -41,7 +40,7 @@ def load_tokenizer(config: TokenizerConfig, model_name: str) -> PreTrainedTokeni
         raise ConfigError(f"policy.tokenizer.chat_template: {error}") from error
     if config.chat_template_kwargs:
         require_chat_template(tokenizer)
-        tokenizer.chat_template = _with_variables(tokenizer.chat_template, config.chat_template_kwargs)
+        tokenizer.chat_template = config.with_variables(tokenizer.chat_template)
     return tokenizer
 
 
@@ -72,14 +71,6 @@ def require_chat_template(tokenizer: PreTrainedTokenizerFast) -> None:
             "set policy.tokenizer.chat_template to a Jinja template or to the path of one, "
             "or policy.tokenizer.name to a chat model of the same vocabulary"
         )
-
-
-def _with_variables(template: Any, variables: Mapping[str, Any]) -> Any:
-    """The template with its variables set at the top, so that whoever applies it applies it alike."""
-    if isinstance(template, Mapping):  # several templates by name
-        return {name: _with_variables(text, variables) for name, text in template.items()}
-    # JSON-like Python literals are Jinja literals
-    return "".join(f"{{% set {name} = {value!r} %}}" for name, value in variables.items()) + template
 
 
 def _no_tokenizer(name: str, key: str, error: Exception) -> str:

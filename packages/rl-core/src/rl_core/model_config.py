@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,6 +41,16 @@ class TokenizerConfig(Config):
             if not name.isidentifier():
                 raise ValueError(f"{name!r} is no name of a template variable; write letters, digits and underscores")
         return value
+
+    def with_variables(self, template: Any) -> Any:
+        """A template, or several by name, with the configured variables set at its top, so that whoever applies it
+        applies it alike.
+        """
+        if isinstance(template, Mapping):
+            return {name: self.with_variables(text) for name, text in template.items()}
+        # JSON-like Python literals are Jinja literals
+        variables = self.chat_template_kwargs.items()
+        return "".join(f"{{% set {name} = {value!r} %}}" for name, value in variables) + template
 
     def template_text(self) -> str | None:
         """The configured template, read from its file where `chat_template` names one; None where it is unset.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig
 
-from rl_core.torch.model_files import INDEX, SINGLE, TOKENIZER_FILES
+from rl_core.model_config import TokenizerConfig
+from rl_core.torch.model_files import INDEX, SINGLE, copy_side_files
 from rl_core.weights import TensorSpec, buckets, num_bytes
 from rl_dtensor.model import ShardedModel
 from rl_dtensor.parallel.lead import lead, together
@@ -31,7 +31,16 @@ def export_dtype(folder: Path, precision: str) -> str:
     return precision if source is None else str(source).removeprefix("torch.")
 
 
-def export_model(model: ShardedModel, path: Path, *, source: Path, tokenizer: Path, dtype: str, mesh: Mesh) -> None:
+def export_model(
+    model: ShardedModel,
+    path: Path,
+    *,
+    source: Path,
+    tokenizer: Path,
+    settings: TokenizerConfig,
+    dtype: str,
+    mesh: Mesh,
+) -> None:
     """Write config, generation config, tokenizer files and weights that `transformers` loads; collective.
 
     Weights are gathered one file at a time; ranks take turns to write, each while the next file is gathered. A shared
@@ -40,10 +49,12 @@ def export_model(model: ShardedModel, path: Path, *, source: Path, tokenizer: Pa
     Args:
         source: folder that the generation config is copied from.
         tokenizer: folder that the tokenizer files are copied from.
+        settings: of the tokenizer, whose chat template is written with it.
         dtype: of floating weights on disk.
     """
     plan = list(buckets(model.weights.specs(dtype), FILE_BYTES))
-    lead(mesh, lambda: _write_settings(model, path, source=source, tokenizer=tokenizer, dtype=dtype))
+    lead(mesh, lambda: _write_settings(model, path, dtype=dtype))
+    lead(mesh, lambda: copy_side_files(path, source=source, tokenizer=tokenizer, settings=settings))
     with ThreadPoolExecutor(1) as writer:
         writes: list[Future[None]] = []
         files = enumerate(plan)
@@ -86,13 +97,9 @@ def _write_index(path: Path, plan: list[list[TensorSpec]]) -> None:
     (path / INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": files}, indent=2))
 
 
-def _write_settings(model: ShardedModel, path: Path, *, source: Path, tokenizer: Path, dtype: str) -> None:
+def _write_settings(model: ShardedModel, path: Path, *, dtype: str) -> None:
     path.mkdir(parents=True, exist_ok=True)
     config = type(model.hf.config).from_dict(model.hf.config.to_dict())
     config.dtype = dtype
     config.architectures = [type(model.hf).__name__]
     config.save_pretrained(path)
-    for folder, names in ((source, ("generation_config.json",)), (tokenizer, TOKENIZER_FILES)):
-        for name in names:
-            if (folder / name).is_file():
-                shutil.copyfile(folder / name, path / name)

@@ -145,7 +145,13 @@ class DTensorWorker:
         self._residency.require("parameters")
         dtype = export_dtype(self._folder, self._config.precision)
         export_model(
-            self._model, Path(path), source=self._folder, tokenizer=self._tokenizer, dtype=dtype, mesh=self._mesh
+            self._model,
+            Path(path),
+            source=self._folder,
+            tokenizer=self._tokenizer,
+            settings=self._config.tokenizer,
+            dtype=dtype,
+            mesh=self._mesh,
         )
 
     def offload(self, parts: Sequence[Part] = ("parameters", "optimizer")) -> None:

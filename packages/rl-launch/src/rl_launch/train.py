@@ -105,9 +105,11 @@ def check_run_dir(run_dir: str | Path, config: Any, *, fresh: bool) -> None:
 
 
 def with_local_model(config: Any) -> Any:
-    """The config with the folder of a model that is made on this machine in the place of its name."""
+    """The config with the folder of a model that is made on this machine in the place of its name, and the text of the
+    chat template in the place of its file, which other machines may not have.
+    """
     policy = config.policy
-    tokenizer = policy.tokenizer
+    tokenizer = policy.tokenizer.model_copy(update={"chat_template": policy.tokenizer.template_text()})
     if tokenizer.name is not None:
         tokenizer = tokenizer.model_copy(update={"name": local_model(tokenizer.name)})
     changed = {"model_name": local_model(policy.model_name), "tokenizer": tokenizer}

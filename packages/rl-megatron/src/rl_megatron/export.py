@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
 )
 
-from rl_core.torch.model_files import INDEX, SINGLE, TOKENIZER_FILES
+from rl_core.model_config import TokenizerConfig
+from rl_core.torch.model_files import INDEX, SINGLE, copy_side_files
 from rl_core.weights import TensorSpec, buckets, num_bytes
 from rl_megatron.model import ReadingModel
 from rl_megatron.parallel.lead import lead
@@ -37,7 +37,15 @@ def export_dtype(folder: Path, precision: str) -> str:
 
 
 def export_model(
-    model: ReadingModel, weights: Weights, path: Path, *, source: Path, tokenizer: Path, dtype: str, mesh: Mesh
+    model: ReadingModel,
+    weights: Weights,
+    path: Path,
+    *,
+    source: Path,
+    tokenizer: Path,
+    settings: TokenizerConfig,
+    dtype: str,
+    mesh: Mesh,
 ) -> None:
     """Write config, generation config, tokenizer files and weights that `transformers` loads; collective.
 
@@ -46,10 +54,12 @@ def export_model(
     Args:
         source: folder that the generation config is copied from.
         tokenizer: folder that the tokenizer files are copied from.
+        settings: of the tokenizer, whose chat template is written with it.
         dtype: of floating weights on disk.
     """
     plan = list(buckets(weights.specs(dtype), FILE_BYTES))
-    lead(mesh, lambda: _write_settings(model, path, source=source, tokenizer=tokenizer, dtype=dtype))
+    lead(mesh, lambda: _write_settings(model, path, dtype=dtype))
+    lead(mesh, lambda: copy_side_files(path, source=source, tokenizer=tokenizer, settings=settings))
     stream = weights.stream(dtype)
     for index, bucket in enumerate(plan):
         gathered: dict[str, Tensor] = {}
@@ -77,7 +87,7 @@ def _write_index(path: Path, plan: list[list[TensorSpec]]) -> None:
     (path / INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": files}, indent=2))
 
 
-def _write_settings(model: ReadingModel, path: Path, *, source: Path, tokenizer: Path, dtype: str) -> None:
+def _write_settings(model: ReadingModel, path: Path, *, dtype: str) -> None:
     path.mkdir(parents=True, exist_ok=True)
     config: Any = type(model.hf).from_dict(model.hf.to_dict())
     config.dtype = dtype
@@ -89,7 +99,3 @@ def _write_settings(model: ReadingModel, path: Path, *, source: Path, tokenizer:
         raise ValueError(f"transformers has no sequence classifier for {model.hf.model_type} models")
     config.architectures = [classes[type(model.hf)].__name__]
     config.save_pretrained(path)
-    for folder, names in ((source, ("generation_config.json",)), (tokenizer, TOKENIZER_FILES)):
-        for name in names:
-            if (folder / name).is_file():
-                shutil.copyfile(folder / name, path / name)

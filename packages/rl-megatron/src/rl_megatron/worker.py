@@ -161,6 +161,7 @@ class MegatronWorker:
             Path(path),
             source=self._folder,
             tokenizer=self._tokenizer,
+            settings=self._config.tokenizer,
             dtype=dtype,
             mesh=self._mesh,
         )

@@ -28,6 +28,7 @@ from rl_core.model_config import (
     OptimizerConfig,
     SchedulerConfig,
     SequencePackingConfig,
+    TokenizerConfig,
 )
 from rl_core.ragged import Ragged
 from rl_core.testing.losses import PairLoss, TokenLoss, ValueLoss
@@ -297,11 +298,13 @@ class ModelWorkerSuite:
 
         for source, is_tied in ((folder, True), (untied_folder, False)):
             path = tmp_path / source.name
-            with self._model(pool, source, max(self.worlds), optimizer=SGD) as model:
+            template = TokenizerConfig(chat_template="{{ messages[0].content }}")
+            with self._model(pool, source, max(self.worlds), optimizer=SGD, tokenizer=template) as model:
                 model.train_step(make_batch(), TokenLoss())
                 model.export(str(path))
                 manifest = model.manifest(7)
                 received = self._transfer(model, manifest, receive)
+            assert (path / "chat_template.jinja").read_text() == template.chat_template
             assert manifest.version == 7
             assert dict(manifest.tied) == ({"lm_head.weight": "model.embed_tokens.weight"} if is_tied else {})
             exported = read_weights(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from typing import Any
 
 from safetensors import safe_open
 from torch import Tensor
+
+from rl_core.model_config import TokenizerConfig
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -27,6 +30,36 @@ TOKENIZER_FILES = (
     "tokenizer.model",
     "spiece.model",
 )
+
+
+TEMPLATE = "chat_template.jinja"
+
+
+def copy_side_files(target: Path, *, source: Path, tokenizer: Path, settings: TokenizerConfig) -> None:
+    """Put what an export has beside config and weights into a folder: the generation config, the tokenizer's files, and
+    the chat template as it is configured.
+
+    Args:
+        source: folder of the model that the generation config is copied from.
+        tokenizer: folder of the tokenizer.
+        settings: of the tokenizer.
+    """
+    for folder, names in ((source, ("generation_config.json",)), (tokenizer, TOKENIZER_FILES)):
+        for name in names:
+            if (folder / name).is_file():
+                shutil.copyfile(folder / name, target / name)
+    template = settings.template_text() or _own_template(target)
+    if template is not None:
+        (target / TEMPLATE).write_text(settings.with_variables(template), encoding="utf-8")
+
+
+def _own_template(folder: Path) -> str | None:
+    """A tokenizer's template; None where it has none, or several by name."""
+    if (folder / TEMPLATE).is_file():
+        return (folder / TEMPLATE).read_text(encoding="utf-8")
+    config = folder / "tokenizer_config.json"
+    found = json.loads(config.read_text(encoding="utf-8")).get("chat_template") if config.is_file() else None
+    return found if isinstance(found, str) else None
 
 
 def model_folder(name: str) -> Path:
