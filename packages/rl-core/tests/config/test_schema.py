@@ -51,7 +51,7 @@ def test_an_assembled_config_pickles_here(run: Callable[..., Resolved[Any]]) -> 
 def test_an_assembled_config_pickles_into_another_process() -> None:
     generation = assemble("Generation", {"optimizer": OptimizerConfig, "size": (int, 3)}, base=GenerationConfig)
     root = assemble("Root", {"generation": generation, "scheduler": (list[SchedulerConfig], [])})
-    config = root.model_validate({"generation": {"top_k": 5}, "scheduler": [{"name": "x"}]})
+    config = root.model_validate({"generation": {"top_k": 5}, "scheduler": [{"name": "schedules.X"}]})
     code = (
         "import sys, pickle; a, b = pickle.loads(sys.stdin.buffer.read())\n"
         "assert type(a) is type(b) and a == b\n"
