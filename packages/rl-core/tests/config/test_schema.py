@@ -55,7 +55,7 @@ def test_an_assembled_config_pickles_into_another_process() -> None:
     code = (
         "import sys, pickle; a, b = pickle.loads(sys.stdin.buffer.read())\n"
         "assert type(a) is type(b) and a == b\n"
-        "assert a.generation.top_k == 5 and a.generation.size == 3 and a.scheduler[0].name == 'x'\n"
+        "assert a.generation.top_k == 5 and a.generation.size == 3 and a.scheduler[0].name == 'schedules.X'\n"
         "assert type(a)().generation.size == 3\n"
         "sys.stdout.buffer.write(pickle.dumps(a))"
     )
