@@ -59,6 +59,7 @@ def _run(config: Any, loaded: Any, session: RunSession, restoration: Restoration
     # imports transformers, which takes a second
     from rl_algos.tokenizer import load_tokenizer
 
+    restoration.goes_on = False
     config = with_local_model(config)
     algorithm: AlgorithmPlugin = plugin(ALGORITHMS, config.algorithm)
     tokenizer = load_tokenizer(config.policy.tokenizer, config.policy.model_name)
