@@ -81,7 +81,7 @@ class ModelGroup:
         return RemoteModel(self._workers, role=self._role, nodes=nodes, hold=hold)
 
     def meeting_point(self) -> str:
-        """`host:port` on rank 0's node, the port free a moment ago."""
+        """`host:port` on rank 0's node, the port kept free for rank 0."""
         place = gather([self._workers[0].place.remote()], self._origins("weight sync")[:1])[0]
         return f"{place.address}:{place.port}"
 

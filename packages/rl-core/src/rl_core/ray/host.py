@@ -24,7 +24,7 @@ class Place:
 
     Args:
         address: of its node, as others reach it.
-        port: free there a moment ago, so that ranks can meet.
+        port: kept free there for this process, so that ranks can meet.
         node: Ray's id of the node.
         gpus: physical indices of the GPUs Ray gave it.
     """
@@ -35,11 +35,23 @@ class Place:
     gpus: tuple[int, ...]
 
     @classmethod
-    def here(cls) -> Place:
+    def here(cls, port: int) -> Place:
         """Of this process."""
         context = ray.get_runtime_context()
         gpus = tuple(int(gpu) for gpu in context.get_accelerator_ids().get("GPU", []))
-        return cls(ray.util.get_node_ip_address(), _free_port(), context.get_node_id(), gpus)
+        return cls(ray.util.get_node_ip_address(), port, context.get_node_id(), gpus)
+
+
+def hold_port() -> socket.socket:
+    """A socket that keeps a port for this process until it is closed.
+
+    It is bound and never listens: no other process gets the port, while a listener that reuses addresses, as those of
+    `torch.distributed` and `socket.create_server` do, can be opened on it.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("", 0))
+    return held
 
 
 class WorkerHost:
@@ -47,10 +59,12 @@ class WorkerHost:
 
     def __init__(self) -> None:
         self._worker: Any = None
+        self._port: socket.socket | None = None
 
     def place(self) -> Place:
-        """Where this process is."""
-        return Place.here()
+        """Where this process is; the port is another one at each call, and kept free until the next."""
+        self._port = hold_port()
+        return Place.here(self._port.getsockname()[1])
 
     def log_to(self, path: str) -> None:
         """Write this process's log records to a file."""
@@ -75,10 +89,12 @@ class AsyncWorkerHost:
 
     def __init__(self) -> None:
         self._worker: Any = None
+        self._port: socket.socket | None = None
 
     async def place(self) -> Place:
-        """Where this process is."""
-        return Place.here()
+        """Where this process is; the port is another one at each call, and kept free until the next."""
+        self._port = hold_port()
+        return Place.here(self._port.getsockname()[1])
 
     async def log_to(self, path: str) -> None:
         """Write this process's log records to a file."""
@@ -130,12 +146,6 @@ def log_to(path: str) -> None:
     handler = logging.FileHandler(path, delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.getLogger().addHandler(handler)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 def plain(error: BaseException) -> RLError:
