@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -42,11 +44,11 @@ def shard(lengths: ArrayLike, num_shards: int, groups: ArrayLike | None = None) 
     if num_shards < 1:
         raise ValueError(f"num_shards must be at least 1, got {num_shards}")
     shards: list[list[int]] = [[] for _ in range(num_shards)]
-    tokens = [0] * num_shards
+    loads = [(0, 0, index) for index in range(num_shards)]  # a heap of tokens, rows and shard
     for unit in _by_tokens(_units(lengths, groups)):
-        lightest = min(range(num_shards), key=lambda index: (tokens[index], len(shards[index]), index))
+        tokens, num_rows, lightest = loads[0]
         shards[lightest].extend(unit.rows)
-        tokens[lightest] += unit.tokens
+        heapq.heapreplace(loads, (tokens + unit.tokens, num_rows + len(unit.rows), lightest))
     return [_indices(rows) for rows in shards]
 
 
@@ -61,7 +63,7 @@ def plan_microbatches(
 ) -> list[np.ndarray]:
     """Split one rank's rows into microbatches.
 
-    Packing: `max_tokens` bounds the sum of the lengths (first fit, longest first). Dynamic batching: with `padded`,
+    Packing: `max_tokens` bounds the sum of the lengths (best fit, longest first). Dynamic batching: with `padded`,
     `max_tokens` bounds the number of rows times the longest of them, rows of like length together. Plain: `max_rows`
     consecutive rows. A unit (a row, or a group) larger than the budget travels alone.
 
@@ -84,7 +86,7 @@ def plan_microbatches(
     elif max_tokens is not None and padded:
         plan = _alike(units, max_tokens)
     else:
-        plan = _first_fit(units, max_tokens or 0)
+        plan = _best_fit(units, max_tokens or 0)
     return [_indices([row for unit in bin_ for row in unit.rows]) for bin_ in _at_least(plan, min_count)]
 
 
@@ -172,17 +174,16 @@ def _alike(units: Sequence[_Unit], max_tokens: int) -> list[list[_Unit]]:
     return plan
 
 
-def _first_fit(units: Sequence[_Unit], max_tokens: int) -> list[list[_Unit]]:
+def _best_fit(units: Sequence[_Unit], max_tokens: int) -> list[list[_Unit]]:
     plan: list[list[_Unit]] = []
-    free: list[int] = []
+    free: list[tuple[int, int]] = []  # room of each microbatch and its place in the plan, rising
     for unit in _by_tokens(units):
-        place = next((index for index, room in enumerate(free) if unit.tokens <= room), None)
-        if place is None:
+        fitting = bisect_left(free, (unit.tokens, 0))
+        room, place = free.pop(fitting) if fitting < len(free) else (max_tokens, len(plan))
+        if place == len(plan):
             plan.append([])
-            free.append(max_tokens)
-            place = len(plan) - 1
         plan[place].append(unit)
-        free[place] -= unit.tokens
+        insort(free, (room - unit.tokens, place))
     return plan
 
 
