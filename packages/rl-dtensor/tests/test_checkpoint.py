@@ -1,4 +1,4 @@
-"""What is saved on one mesh goes on on every other."""
+"""What is saved on one mesh, in the background, goes on on every other."""
 
 import pytest
 
@@ -38,8 +38,9 @@ def saved(ranks, tmp_path_factory):
         checkpoints[mesh] = tmp_path_factory.mktemp("checkpoint")
         with open_model(ranks, folder, mesh) as model:
             train(model, range(2))
-            model.save(str(checkpoints[mesh]))
+            model.save(str(checkpoints[mesh]), wait=False)
             losses[mesh] = train(model, range(2, 4))
+            model.finish_save()
     return folder, checkpoints, losses
 
 

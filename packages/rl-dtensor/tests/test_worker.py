@@ -35,6 +35,8 @@ class MeshSuite(PooledSuite):
     test_losses_gradients_and_weights_are_those_of_one_process = None
     test_the_norm_is_reported_before_clipping = None
     test_schedules_follow_one_another = None
+    test_a_save_in_the_background_holds_what_was_there_when_it_was_asked_for = None
+    test_a_save_that_fails_in_the_background_is_told_once_and_the_next_one_works = None
     test_a_run_resumes_on_another_number_of_ranks = None
     test_a_run_saved_before_its_first_step_resumes = None
     test_the_same_seed_gives_the_same_bits = None

@@ -123,8 +123,25 @@ class Model(Protocol):
         """
         ...
 
-    def save(self, path: str) -> None:
-        """Write parameters, optimizer, schedule and the RNG of every rank under `path`."""
+    def save(self, path: str, *, wait: bool = True) -> None:
+        """Write parameters, optimizer, schedule and the RNG of every rank under `path`.
+
+        Args:
+            wait: until the files are whole. Otherwise only until the state has been copied aside, so that training may
+                go on while the copy is written: the files are whole once `finish_save` has returned True. A save that
+                is still under way is waited for first.
+        """
+        ...
+
+    def finish_save(self, *, wait: bool = True) -> bool:
+        """Whether no save is under way any more; True at once where there is none.
+
+        Args:
+            wait: until it has ended.
+
+        Raises:
+            Whatever went wrong while writing, once; no save is under way then.
+        """
         ...
 
     def load(self, path: str) -> None:
@@ -202,8 +219,12 @@ class ModelWorker(Resident, WeightSource, Protocol):
         """As `Model.train_step`, unreduced."""
         ...
 
-    def save(self, path: str) -> None:
+    def save(self, path: str, *, wait: bool = True) -> None:
         """This rank's part of `Model.save`."""
+        ...
+
+    def finish_save(self, *, wait: bool = True) -> bool:
+        """This rank's part of `Model.finish_save`; without `wait` it takes part in no collective."""
         ...
 
     def load(self, path: str) -> None:
@@ -219,5 +240,5 @@ class ModelWorker(Resident, WeightSource, Protocol):
         ...
 
     def close(self) -> None:
-        """Leave the process group and free the device."""
+        """Leave the process group and free the device, once a save that is under way has ended."""
         ...

@@ -129,10 +129,15 @@ class DTensorWorker:
         flops = self._model.shape.training_flops(batch.ragged(TOKENS).lengths)
         return {**metrics, **speed_metrics(flops, time.perf_counter() - start, self._peak)}
 
-    def save(self, path: str) -> None:
-        """Write parameters, optimizer, schedule and RNG under `path`; the reference is not written."""
+    def save(self, path: str, *, wait: bool = True) -> None:
+        """Write parameters, optimizer, schedule and RNG under `path`; the reference is not written. Without `wait` they
+        are copied to host memory, which must have room for them, and written in the background."""
         self._residency.require("parameters", "optimizer")
-        self._checkpoint.save(Path(path))
+        self._checkpoint.save(Path(path), wait=wait)
+
+    def finish_save(self, *, wait: bool = True) -> bool:
+        """Whether nothing is being written any more."""
+        return self._checkpoint.finish_save(wait=wait)
 
     def load(self, path: str) -> None:
         """Restore what `save` wrote, on any mesh."""
@@ -181,7 +186,8 @@ class DTensorWorker:
         return {"rank": self._mesh.rank, "pid": os.getpid(), "memory_bytes": used}
 
     def close(self) -> None:
-        """Leave the process group and free the device."""
+        """Leave the process group and free the device, once what is being written has been."""
+        self._checkpoint.close()
         self._mesh.leave()
         del self._model, self._optimizer, self._schedule, self._reference, self._residency, self._checkpoint
         gc.collect()  # modules that compute on local parameters refer to themselves, and hold the groups' sockets

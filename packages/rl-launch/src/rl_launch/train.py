@@ -83,7 +83,8 @@ def _run(config: Any, loaded: Any, session: RunSession, restoration: Restoration
             ):
                 with session.phase("starting"):
                     components = runtime.components(algorithm, data, needs, vocabulary=len(tokenizer))
-                resolve(algorithm.run)(config, components, session)
+                with session.with_models():
+                    resolve(algorithm.run)(config, components, session)
         except WorkerDied as error:
             restoration.judge(error, session)
             raise

@@ -42,15 +42,51 @@ class CountingModel:
         self.weights = self.weights * 1.5 + value
         return float(self.weights[0])
 
-    def save(self, path: str) -> None:
+    def save(self, path: str, *, wait: bool = True) -> None:
         self.num_saves += 1
         np.save(Path(path) / "weights.npy", self.weights)
+
+    def finish_save(self, *, wait: bool = True) -> bool:
+        return True
 
     def load(self, path: str) -> None:
         self.weights = np.load(Path(path) / "weights.npy")
 
     def export(self, path: str) -> None:
         (Path(path) / "config.json").write_text(json.dumps({"weights": self.weights.tolist()}))
+
+
+class PatientModel(CountingModel):
+    """One that writes behind: what it was asked to save is there after it was asked about it some times."""
+
+    def __init__(self, num_asks: int = 2, failure: Exception | None = None) -> None:
+        super().__init__()
+        self.num_asks = num_asks
+        self.failure = failure
+        self._asks_left = 0
+        self._copy: tuple[Path, np.ndarray] | None = None
+
+    def save(self, path: str, *, wait: bool = True) -> None:
+        if wait:
+            super().save(path)
+            return
+        assert self._copy is None
+        self.num_saves += 1
+        self._copy = Path(path) / "weights.npy", self.weights.copy()
+        self._asks_left = self.num_asks
+
+    def finish_save(self, *, wait: bool = True) -> bool:
+        if self._copy is None:
+            return True
+        self._asks_left -= 1
+        if self._asks_left > 0 and not wait:
+            return False
+        (path, weights), self._copy = self._copy, None
+        if self.failure is not None:
+            path.write_text("half")
+            raise self.failure
+        np.save(path, weights)
+        return True
 
 
 class Draws:
@@ -101,9 +137,10 @@ def metrics(run_dir: Path) -> list[dict[str, float]]:
 
 
 def _as_process(run_dir: Path, kill_at: int, kill_in: str) -> None:
-    """The run as a process of its own, killed without warning in a step or in the middle of a save."""
+    """The run as a process of its own, killed without warning in a step, in the middle of a save, or in a step while a
+    save goes on behind it."""
 
-    class Killed(CountingModel):
+    class Killed(PatientModel if kill_in == "background" else CountingModel):
         def export(self, path: str) -> None:
             if kill_in == "save" and self.num_saves * 2 >= kill_at:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -112,12 +149,12 @@ def _as_process(run_dir: Path, kill_at: int, kill_in: str) -> None:
     def at_step(session: RunSession, step: int) -> None:
         sys.stdout.write(f"{step}\n")
         sys.stdout.flush()
-        if kill_in == "step" and step == kill_at:
+        if kill_in != "save" and step == kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
         if kill_in == "never":
             time.sleep(0.2)
 
-    run(run_dir, config(), at_step=at_step, model=Killed())
+    run(run_dir, config(async_save=kill_in == "background"), at_step=at_step, model=Killed())
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ def test_leftovers_of_a_killed_save_are_no_checkpoint(tmp_path):
 
 def test_a_save_that_fails_leaves_no_files_and_the_one_before(tmp_path):
     class OnAFullDisk(counting.CountingModel):
-        def save(self, path):
+        def save(self, path, *, wait=True):
             (Path(path) / "half").write_text("half")
             raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -1,17 +1,20 @@
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import counting_run as counting
 import numpy as np
 import pytest
 
-from rl_core.errors import RunDirectoryError
+from rl_core.errors import RunDirectoryError, WorkerDied
 from rl_core.rollout import Prompt, Rollout, RolloutGroup, Turn, WeightSpan
 from rl_launch.session import RunSession, newest_checkpoint
+from rl_launch.session.stop import StopRequest
 
 
 @pytest.fixture
@@ -50,8 +53,9 @@ def test_every_step_says_how_long_it_and_its_phases_took(tmp_path):
     assert 0 < row["time/training"] <= row["time/step"]
 
 
-@pytest.mark.parametrize("kill_in", ["step", "save"])
-@pytest.mark.parametrize("kill_at", [1, 4])
+@pytest.mark.parametrize(
+    ("kill_at", "kill_in"), [(1, "step"), (4, "step"), (1, "save"), (4, "save"), (3, "background"), (5, "background")]
+)
 def test_a_killed_run_resumes_to_the_same_numbers(tmp_path, whole, kill_at, kill_in):
     process = start(tmp_path / "killed", kill_at, kill_in)
     process.communicate(timeout=60)
@@ -72,6 +76,95 @@ def test_a_terminated_run_saves_and_resumes_to_the_same_numbers(tmp_path, whole)
     assert newest_checkpoint(tmp_path / "run").name == "step_3"
     counting.run(tmp_path / "run", counting.config())
     assert counting.metrics(tmp_path / "run") == whole
+
+
+def test_a_save_behind_the_steps_counts_once_it_is_whole(tmp_path, whole):
+    seen = {}
+
+    def look(session, step):
+        seen[step] = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
+
+    model = counting.PatientModel(num_asks=2)
+    session = counting.run(tmp_path / "run", counting.config(async_save=True), at_step=look, model=model)
+    assert seen == {
+        1: [],
+        2: [],
+        3: [".step_2.saving"],
+        4: [".step_2.saving"],
+        5: [".step_4.saving", "step_2"],
+        6: [".step_4.saving", "step_2"],
+    }
+    names = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
+    assert names == ["step_2", "step_4", "step_6"]
+    assert session.saved == 6
+    assert counting.metrics(tmp_path / "run") == whole
+    for later in ("step_6", "step_4"):
+        weights = tmp_path / f"run/checkpoints/{later}/policy/weights.npy"
+        weights.write_bytes(weights.read_bytes()[:-3])
+    counting.run(tmp_path / "run", counting.config())
+    assert counting.metrics(tmp_path / "run") == whole
+
+
+def test_the_next_save_waits_for_the_one_before(tmp_path, whole):
+    model = counting.PatientModel(num_asks=100)
+    counting.run(tmp_path / "run", counting.config(async_save=True), model=model)
+    names = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
+    assert (names, model.num_saves) == (["step_2", "step_4", "step_6"], 3)
+
+
+def test_a_run_told_to_end_waits_for_the_save_behind_it(tmp_path):
+    def end(session, step):
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    model = counting.PatientModel(num_asks=100)
+    counting.run(tmp_path, counting.config(async_save=True), at_step=end, model=model)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_2", "step_3"]
+
+
+def test_a_save_behind_the_steps_that_fails_ends_the_run_and_leaves_nothing(tmp_path):
+    model = counting.PatientModel(failure=OSError(errno.ENOSPC, "No space left on device"))
+    with pytest.raises(OSError, match="No space left"):
+        counting.run(tmp_path, counting.config(async_save=True), model=model)
+    assert not list((tmp_path / "checkpoints").iterdir())
+    assert len(counting.metrics(tmp_path)) == 4
+
+
+@pytest.mark.parametrize(
+    ("error", "left"),
+    [(RuntimeError("lost"), ["step_2"]), (WorkerDied("the process ended"), []), (KeyboardInterrupt(), [])],
+)
+def test_an_error_in_a_step_lets_the_save_behind_it_end_where_it_can(tmp_path, error, left):
+    def fail(session, step):
+        if step == 3:
+            raise error
+
+    with pytest.raises(type(error)):
+        counting.run(tmp_path, counting.config(async_save=True), at_step=fail, model=counting.PatientModel())
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == left
+
+
+def test_what_is_left_is_saved_before_the_models_go(tmp_path):
+    model = counting.CountingModel()
+    with RunSession(tmp_path, counting.config()) as session:
+        with session.with_models():
+            steps = session.steps(6, models={"policy": model}, state={})
+            for step in steps:
+                if step == 4:
+                    break
+        model.save = lambda path, *, wait=True: pytest.fail("the model is gone")
+    assert newest_checkpoint(tmp_path).name == "step_3"
+
+
+def test_the_time_limit_leaves_room_for_a_save_that_is_under_way():
+    def stop_after(*, saves):
+        request = StopRequest(100.0, time.monotonic() - 90.0)
+        request.after_save(4.0)
+        request.after_step(1.0, saves=saves)
+        return bool(request.reason)
+
+    assert not stop_after(saves=False)
+    assert stop_after(saves=True)
 
 
 def test_a_second_signal_ends_at_once(tmp_path):
@@ -125,7 +218,7 @@ def test_a_loop_that_breaks_saves_its_last_whole_step(tmp_path):
 
 def test_the_time_limit_ends_a_run_in_time(tmp_path, whole):
     settings = counting.config(checkpoint_must_save_by="00:00:00:01")
-    session = counting.run(tmp_path / "limited", settings, at_step=lambda run, step: __import__("time").sleep(0.3))
+    session = counting.run(tmp_path / "limited", settings, at_step=lambda run, step: time.sleep(0.3))
     assert 1 <= session.completed < 4
     assert newest_checkpoint(tmp_path / "limited").name == f"step_{session.completed}"
     counting.run(tmp_path / "limited", counting.config())

@@ -139,10 +139,14 @@ class MegatronWorker:
             mesh=self._mesh,
         )
 
-    def save(self, path: str) -> None:
-        """Write parameters, optimizer, schedule and RNG under `path`; the reference is not written."""
+    def save(self, path: str, *, wait: bool = True) -> None:
+        """Write parameters, optimizer, schedule and RNG under `path`, at once; the reference is not written."""
         self._residency.require("parameters", "optimizer")
         self._checkpoint.save(Path(path))
+
+    def finish_save(self, *, wait: bool = True) -> bool:
+        """True: nothing is ever under way."""
+        return True
 
     def load(self, path: str) -> None:
         """Restore what `save` wrote, on any number of ranks and any layout."""

@@ -82,10 +82,14 @@ class RemoteModel:
         with self._hold():
             return self._loss_call("train_step", batch, loss)
 
-    def save(self, path: str) -> None:
+    def save(self, path: str, *, wait: bool = True) -> None:
         """As `rl_core.model.Model.save`."""
         with self._hold():
-            self.call_all("save", path)
+            self.call_all("save", path, wait=wait)
+
+    def finish_save(self, *, wait: bool = True) -> bool:
+        """As `rl_core.model.Model.finish_save`; the model need not have its device, as what is written is a copy."""
+        return all(self.call_all("finish_save", wait=wait))
 
     def load(self, path: str) -> None:
         """As `rl_core.model.Model.load`."""
@@ -133,9 +137,10 @@ class RemoteModel:
         for worker in self._workers:
             ray.kill(worker)
 
-    def call_all(self, method: str, *args: Any) -> list[Any]:
+    def call_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call every rank alike."""
-        return self._gather([worker.call.remote(method, *args) for worker in self._workers], method, self._timeout_s)
+        calls = [worker.call.remote(method, *args, **kwargs) for worker in self._workers]
+        return self._gather(calls, method, self._timeout_s)
 
     def _loss_call(self, method: str, batch: Batch, loss: Loss) -> Metrics:
         inputs = batch.only([name for name in ("tokens", PAIR, *loss.columns) if name in batch])

@@ -60,11 +60,15 @@ class FakeModel:
         self.num_steps += 1
         return {**metrics, "grad_norm": 1.0, "lr": 1e-3}
 
-    def save(self, path: str) -> None:
-        """Write the number of steps."""
+    def save(self, path: str, *, wait: bool = True) -> None:
+        """Write the number of steps, at once."""
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "model.json").write_text(json.dumps({"num_steps": self.num_steps}), encoding="utf-8")
+
+    def finish_save(self, *, wait: bool = True) -> bool:
+        """True: nothing is ever under way."""
+        return True
 
     def load(self, path: str) -> None:
         """Read the number of steps."""

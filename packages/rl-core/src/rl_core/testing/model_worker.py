@@ -10,8 +10,11 @@ Everything is held against transformers in float64, row by row in one process (`
 
 from __future__ import annotations
 
+import importlib
 import threading
+import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,7 +22,7 @@ import numpy as np
 import pytest
 
 from rl_core.batch import Batch
-from rl_core.errors import WorkerError
+from rl_core.errors import RLError, WorkerError
 from rl_core.metrics import CLOCKED
 from rl_core.model import ENTROPY, LOGPROBS, SCORES, VALUES, ModelSpec, topk
 from rl_core.model_config import (
@@ -33,7 +36,7 @@ from rl_core.model_config import (
 from rl_core.ragged import Ragged
 from rl_core.testing.losses import PairLoss, TokenLoss, ValueLoss
 from rl_core.testing.pooled_model import PooledModel
-from rl_core.testing.rank_pool import RankPool, free_port
+from rl_core.testing.rank_pool import Rank, RankPool, free_port
 from rl_core.weights import Manifest, Transport
 
 TOLERANCE = 1e-5
@@ -81,6 +84,46 @@ def make_pairs(num_pairs: int = 3) -> Batch:
     return make_batch(lengths, seed=4).only(["tokens"]).with_columns(columns)
 
 
+@contextmanager
+def held_up(pool: RankPool, num_ranks: int, function: str, gate: Path) -> Iterator[None]:
+    """Have calls of a function wait in all ranks' processes until the file `gate` is there, and raise an `OSError` with
+    its text, where it has any, in the last rank."""
+    pool.run(_hold_up, [(function, str(gate))] * num_ranks)
+    try:
+        yield
+    finally:
+        gate.touch()
+        pool.run(_let_go, [(function,)] * num_ranks)
+
+
+def _hold_up(rank: Rank, function: str, gate: str) -> None:
+    module, _, name = function.rpartition(".")
+    original = getattr(importlib.import_module(module), name)
+    is_last = rank.rendezvous.rank == rank.rendezvous.world_size - 1
+
+    def waiting(*args: Any, **kwargs: Any) -> Any:
+        deadline = time.monotonic() + 60
+        while not Path(gate).exists() and time.monotonic() < deadline:
+            time.sleep(0.005)
+        if is_last and (text := Path(gate).read_text()):
+            raise OSError(text)
+        return original(*args, **kwargs)
+
+    rank.held[function] = original
+    setattr(importlib.import_module(module), name, waiting)
+
+
+def _let_go(rank: Rank, function: str) -> None:
+    module, _, name = function.rpartition(".")
+    setattr(importlib.import_module(module), name, rank.held.pop(function))
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    """Files by relative path, but for hidden ones: torch notes there where and when it wrote."""
+    files = (path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
 class ModelWorkerSuite:
     """Subclass it, name the subclass `Test...` and set `factory`."""
 
@@ -89,6 +132,9 @@ class ModelWorkerSuite:
     worlds: ClassVar[tuple[int, ...]] = (1, 2)
     """Numbers of ranks to run on."""
     tolerance: ClassVar[float] = TOLERANCE
+    written_through: ClassVar[str] = "os.fsync"
+    """A function that a save in the background calls as `module.function`, in the rank's process or a fork of it, and
+    that the call of `save` does not; the suite holds it up."""
 
     @pytest.fixture(scope="session")
     @classmethod
@@ -262,6 +308,52 @@ class ModelWorkerSuite:
                 model.train_step(batches[3], TokenLoss())
                 model.load(path)
                 assert self._steps(model, batches[2:]) == uninterrupted
+
+    def test_a_save_in_the_background_holds_what_was_there_when_it_was_asked_for(
+        self, pool: RankPool, folder: Path, tmp_path: Path
+    ) -> None:
+        world = max(self.worlds)
+        batches = [make_batch(seed=seed) for seed in range(4)]
+        settings: dict[str, Any] = {
+            "optimizer": ADAMW,
+            "scheduler": WARM_UP,
+            "hf_config_overrides": {"attention_dropout": 0.2},
+        }
+        at_once, behind, gate = tmp_path / "at_once", tmp_path / "behind", tmp_path / "gate"
+        with self._model(pool, folder, world, **settings) as model:
+            assert model.finish_save(wait=False)
+            for batch in batches[:2]:
+                model.train_step(batch, TokenLoss())
+            model.save(str(at_once))
+            with held_up(pool, world, self.written_through, gate):
+                model.save(str(behind), wait=False)
+                uninterrupted = self._steps(model, batches[2:])
+                assert not model.finish_save(wait=False)
+                gate.touch()
+                assert model.finish_save()
+            assert model.finish_save(wait=False)
+            assert _contents(behind) == _contents(at_once)
+            model.load(str(behind))
+            assert self._steps(model, batches[2:]) == uninterrupted
+
+    def test_a_save_that_fails_in_the_background_is_told_once_and_the_next_one_works(
+        self, pool: RankPool, folder: Path, tmp_path: Path
+    ) -> None:
+        world = max(self.worlds)
+        gate = tmp_path / "gate"
+        with self._model(pool, folder, world, optimizer=ADAMW) as model:
+            model.train_step(make_batch(), TokenLoss())
+            with held_up(pool, world, self.written_through, gate):
+                model.save(str(tmp_path / "lost"), wait=False)
+                gate.write_text("No space left on device")
+                with pytest.raises(RLError, match="No space left on device"):
+                    model.finish_save()
+            assert model.finish_save(wait=False)
+            model.save(str(tmp_path / "next"), wait=False)
+            expected = self._steps(model, [make_batch(seed=1)])
+            assert model.finish_save()
+            model.load(str(tmp_path / "next"))
+            assert self._steps(model, [make_batch(seed=1)]) == expected
 
     def test_a_run_resumes_on_another_number_of_ranks(self, pool: RankPool, folder: Path, tmp_path: Path) -> None:
         batches = [make_batch(seed=seed) for seed in range(3)]

@@ -68,9 +68,13 @@ class PooledModel:
         """As `Model.train_step`."""
         return reduce_metrics(self._call_shards("train_step", batch, self._rows_per_shard(batch), loss))
 
-    def save(self, path: str) -> None:
+    def save(self, path: str, *, wait: bool = True) -> None:
         """As `Model.save`."""
-        self.call("save", path)
+        self.call("save", path, wait=wait)
+
+    def finish_save(self, *, wait: bool = True) -> bool:
+        """As `Model.finish_save`."""
+        return all(self.call("finish_save", wait=wait))
 
     def load(self, path: str) -> None:
         """As `Model.load`."""

@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from rl_core.errors import RunDirectoryError
 from rl_core.model import Model
 from rl_core.run import Checkpointable
 from rl_launch.session.config import CheckpointingConfig
-from rl_launch.session.manifest import Manifest, sync_folder
+from rl_launch.session.manifest import FILE_NAME, Manifest, sync_folder
 from rl_launch.session.state_file import read_state, write_state
 
 EXPORT = "hf"
@@ -22,6 +24,23 @@ _EXPORTED = "policy"
 _NAME = re.compile(r"step_(\d+)")
 
 _logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Save:
+    """A save under way.
+
+    Args:
+        step: after which everything was captured.
+        folder: that it is written into.
+        models: that write.
+        metrics: of the step.
+    """
+
+    step: int
+    folder: Path
+    models: Mapping[str, Model]
+    metrics: Mapping[str, float]
 
 
 class Checkpoints:
@@ -35,6 +54,7 @@ class Checkpoints:
     def __init__(self, folder: Path, config: CheckpointingConfig) -> None:
         self._folder = folder
         self._config = config
+        self._open: Save | None = None
 
     def save(
         self,
@@ -48,20 +68,60 @@ class Checkpoints:
 
         Each model is under its name, the policy's Hugging Face files under `hf`, loop state under `state`.
         """
-        target = self._folder / f"step_{step}"
-        aside = self._folder / f".step_{step}.saving"
-        shutil.rmtree(aside, ignore_errors=True)
-        try:
-            self._write(aside, step, models=models, state=state, metrics=metrics)
-        except BaseException:
-            # above all where the disk is full
-            shutil.rmtree(aside, ignore_errors=True)
-            raise
-        self._drop(target)
-        aside.rename(target)
-        sync_folder(self._folder)
+        self.begin(step, models=models, state=state, metrics=metrics, wait=True)
+        path = self.finish()
+        assert path is not None
+        return path
+
+    def begin(
+        self,
+        step: int,
+        *,
+        models: Mapping[str, Model],
+        state: Mapping[str, Checkpointable],
+        metrics: Mapping[str, float],
+        wait: bool = False,
+    ) -> None:
+        """Begin a save, everything as of now; none may be under way.
+
+        Args:
+            wait: until the models are written; otherwise they go on writing what they have copied aside.
+        """
+        assert self._open is None, f"the save of step {self._open} is under way"
+        self._open = Save(step, self._folder / f".step_{step}.saving", dict(models), dict(metrics))
+        shutil.rmtree(self._open.folder, ignore_errors=True)
+        with self._dropped_if_it_fails():
+            self._write(self._open, state=state, wait=wait)
+
+    def finish(self, *, wait: bool = True) -> Path | None:
+        """The checkpoint of the save under way, once it is whole; None before that, and where there is none.
+
+        Args:
+            wait: until the models are written.
+
+        Raises:
+            Whatever went wrong while writing; nothing is left of that save then.
+        """
+        if self._open is None:
+            return None
+        with self._dropped_if_it_fails():
+            if not all(model.finish_save(wait=wait) for model in self._open.models.values()):
+                return None
+            target = self._complete(self._open)
+        self._open = None
         self._thin_out()
         return target
+
+    @property
+    def begun(self) -> int | None:
+        """Step of the save under way."""
+        return None if self._open is None else self._open.step
+
+    def abandon(self) -> None:
+        """Leave nothing of the save under way."""
+        if self._open is not None:
+            shutil.rmtree(self._open.folder, ignore_errors=True)
+            self._open = None
 
     def restore(self, path: Path, *, models: Mapping[str, Model], state: Mapping[str, Checkpointable]) -> None:
         """Load models and loop state from a checkpoint.
@@ -107,25 +167,38 @@ class Checkpoints:
             shutil.rmtree(aside, ignore_errors=True)
             later.rename(aside)
 
-    def _write(
-        self,
-        folder: Path,
-        step: int,
-        *,
-        models: Mapping[str, Model],
-        state: Mapping[str, Checkpointable],
-        metrics: Mapping[str, float],
-    ) -> None:
-        folder.mkdir(parents=True)
-        for name, model in models.items():
-            (folder / name).mkdir()
-            model.save(str(folder / name))
-        if _EXPORTED in models:
-            (folder / EXPORT).mkdir()
-            models[_EXPORTED].export(str(folder / EXPORT))
+    def _write(self, save: Save, *, state: Mapping[str, Checkpointable], wait: bool) -> None:
+        """All but what the models write later, and the manifest."""
+        save.folder.mkdir(parents=True)
+        for name, model in save.models.items():
+            (save.folder / name).mkdir()
+            model.save(str(save.folder / name), wait=wait)
+        if _EXPORTED in save.models:
+            (save.folder / EXPORT).mkdir()
+            save.models[_EXPORTED].export(str(save.folder / EXPORT))
         for name, part in state.items():
-            write_state(folder / "state", name, part.state())
-        Manifest.of(folder, step, metrics).write(folder)
+            write_state(save.folder / "state", name, part.state())
+
+    def _complete(self, save: Save) -> Path:
+        Manifest.of(save.folder, save.step, save.metrics).write(save.folder)
+        target = self._folder / f"step_{save.step}"
+        self._drop(target)
+        save.folder.rename(target)
+        sync_folder(self._folder)
+        return target
+
+    @contextmanager
+    def _dropped_if_it_fails(self) -> Iterator[None]:
+        """Leave nothing of a save that fails, above all where the disk is full; other models' writes end first."""
+        try:
+            yield
+        except BaseException as error:
+            if self._open is not None and isinstance(error, Exception):
+                for model in self._open.models.values():
+                    with suppress(Exception):
+                        model.finish_save()
+            self.abandon()
+            raise
 
     def _saved(self) -> list[tuple[int, Path]]:
         """Steps and folders, oldest first."""
@@ -171,6 +244,12 @@ def newest_checkpoint(run_dir: str | Path) -> Path:
     if found is None:
         raise RunDirectoryError(f"{run_dir} has no checkpoint")
     return found[1]
+
+
+def written_at(path: Path) -> float:
+    """When the last file of a checkpoint's models and loop state was written, by the file system's clock."""
+    files = (file for file in path.rglob("*") if file.is_file() and file.name != FILE_NAME)
+    return max((file.stat().st_mtime for file in files), default=0.0)
 
 
 def _metrics(path: Path) -> Mapping[str, float]:

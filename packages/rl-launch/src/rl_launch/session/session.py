@@ -12,11 +12,11 @@ from typing import Any, Protocol, Self
 import numpy as np
 from rich.console import Console
 
-from rl_core.errors import RunDirectoryError
+from rl_core.errors import RunDirectoryError, WorkerDied, WorkerError
 from rl_core.model import Model
 from rl_core.rollout import RolloutGroup
 from rl_core.run import Checkpointable
-from rl_launch.session.checkpoints import Checkpoints
+from rl_launch.session.checkpoints import Checkpoints, written_at
 from rl_launch.session.config import CheckpointingConfig, LoggerConfig
 from rl_launch.session.log_output import logged_to, shared_console
 from rl_launch.session.progress import Progress
@@ -93,6 +93,7 @@ class RunSession:
         self._state: Mapping[str, Checkpointable] = {}
         self._max_steps = 0
         self._done = self._saved = 0
+        self._begun_at = self._begun_wall = self._blocked_s = 0.0
         self._has_begun = False
         self._step: int | None = None
         self._step_since = 0.0
@@ -127,14 +128,25 @@ class RunSession:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         with self._resources:
+            self._settle(error)
             if kind is None:
-                self._finish()
                 if self._stop.reason:
                     _logger.info("ended after step %d of %d: %s", self._done, self._max_steps, self._stop.reason)
             elif error is not None and self._max_steps:
                 error.add_note(
                     f"in step {self._done + 1} of {self._max_steps}{f', {self.doing}' if self.doing else ''}"
                 )
+
+    @contextmanager
+    def with_models(self) -> Iterator[None]:
+        """Leaving it saves what is left to save, while the models are still there; a session that outlives its models
+        needs it around the loop."""
+        try:
+            yield
+        except BaseException as error:
+            self._settle(error)
+            raise
+        self._settle(None)
 
     @property
     def stop_reason(self) -> str:
@@ -238,9 +250,10 @@ class RunSession:
             self._write(earlier, self._pending.pop(earlier))
         self._progress.finish(step, self.last_metrics, seconds)
         self._done, self._step = step, None
-        self._stop.after_step(seconds)
+        self._finish_save(wait=False)
+        self._stop.after_step(seconds, saves=self._checkpoints.begun is not None)
         if self._checkpointing.enabled and self.due(self._checkpointing.save_period, step):
-            self._save()
+            self._save(wait=not self._checkpointing.async_save)
 
     def _timings(self, seconds: float) -> dict[str, float]:
         timings = {f"time/{name}": value for name, value in self._times.items()} | {"time/step": seconds}
@@ -261,19 +274,57 @@ class RunSession:
 
     def _finish(self) -> None:
         """Save what the last whole step left unsaved."""
+        self._finish_save(wait=True)
         if self._checkpointing.enabled and self._done > self._saved:
-            self._save()
+            self._save(wait=True)
         self._stop.listen(gracefully=False)
 
-    def _save(self) -> None:
-        started = time.monotonic()
+    def _settle(self, error: BaseException | None) -> None:
+        """After an error, complete a save that is under way if that can be: what failed in a worker, or was told to end
+        at once, is asked for no more."""
+        if error is None:
+            self._finish()
+            return
+        if isinstance(error, Exception) and not isinstance(error, (WorkerDied, WorkerError)):
+            try:
+                self._finish_save(wait=True)
+            except Exception as failure:  # noqa: BLE001  # the first error is the one to raise
+                _logger.warning("the checkpoint of step %d was not completed: %s", self._checkpoints.begun, failure)
+        self._checkpoints.abandon()
+
+    def _save(self, *, wait: bool) -> None:
+        """Begin a save as of the last whole step, and complete it or leave it under way."""
+        self._finish_save(wait=True)
+        self._begun_at, self._begun_wall = time.monotonic(), time.time()
         self._progress.phase("saving")
-        path = self._checkpoints.save(self._done, models=self._models, state=self._state, metrics=self.last_metrics)
-        self._saved = self._done
-        seconds = time.monotonic() - started
-        self._stop.after_save(seconds)
+        self._checkpoints.begin(
+            self._done, models=self._models, state=self._state, metrics=self.last_metrics, wait=wait
+        )
+        self._blocked_s = time.monotonic() - self._begun_at
         self._progress.phase("")
-        _logger.info("saved %s in %.1f s", path.name, seconds)
+        if wait:
+            self._finish_save(wait=True)
+
+    def _finish_save(self, *, wait: bool) -> None:
+        """Complete the save under way, if it is written."""
+        step = self._checkpoints.begun
+        if step is None:
+            return
+        asked = time.monotonic()
+        self._progress.phase("saving")
+        path = self._checkpoints.finish(wait=wait)
+        self._progress.phase("")
+        ended = time.monotonic()
+        so_far = ended - self._begun_at
+        if path is None:
+            self._stop.after_save(so_far)
+            return
+        self._saved = step
+        self._blocked_s += ended - asked
+        # a step that went on after the last file was written is no part of what a save takes
+        alone = written_at(path) - self._begun_wall + ended - asked
+        self._stop.after_save(min(so_far, max(self._blocked_s, alone)))
+        _logger.info("saved %s in %.1f s, %.1f s of them waited for", path.name, so_far, self._blocked_s)
 
     def _restore(self) -> int:
         if self._found is None:

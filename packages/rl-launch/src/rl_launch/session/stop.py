@@ -54,13 +54,17 @@ class StopRequest:
         """End after the step in progress; the first reason stands."""
         self.reason = self.reason or reason
 
-    def after_step(self, seconds: float) -> None:
-        """Ask for the end where another step and the save after it may not fit into the time that is left."""
+    def after_step(self, seconds: float, *, saves: bool = False) -> None:
+        """Ask for the end where another step and the save after it may not fit into the time that is left.
+
+        Args:
+            saves: whether an earlier save is still under way, which that one waits for.
+        """
         self._longest_step_s = max(self._longest_step_s, seconds)
         if self._limit_s is None:
             return
         left = self._limit_s - (time.monotonic() - self._started)
-        if left < 1.2 * self._longest_step_s + 2 * self._longest_save_s:
+        if left < 1.2 * self._longest_step_s + (3 if saves else 2) * self._longest_save_s:
             self.ask(f"checkpointing.checkpoint_must_save_by leaves {max(left, 0):.0f} s")
 
     def after_save(self, seconds: float) -> None:
