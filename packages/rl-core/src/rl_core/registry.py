@@ -38,6 +38,11 @@ class Requirement:
     imports: tuple[str, ...] = ()
 
 
+def nothing_further(config: Any) -> tuple[Requirement, ...]:
+    """Of a backend whose worker needs the same whatever its config."""
+    return ()
+
+
 @dataclass(frozen=True)
 class BackendPlugin:
     """A training backend or a generation engine: its light half.
@@ -48,6 +53,8 @@ class BackendPlugin:
         config: type of that config.
         worker: `"package.module:Class"`, a `ModelWorker` or a `Generator`, imported in the worker's environment.
         requirement: what that environment needs.
+        further: from the backend's config to what else that environment needs with these settings, such as an extra
+            with a kernel that they choose.
         ranks: from the backend's config to the number of ranks that one model (training: one data-parallel shard times
             model parallel)
             or one replica (generation) needs at least; the world must be a multiple of it.
@@ -65,6 +72,7 @@ class BackendPlugin:
     worker: str
     requirement: Requirement
     ranks: Callable[[Any], int]
+    further: Callable[[Any], tuple[Requirement, ...]] = nothing_further
     checks: tuple[Callable[[Any], Iterable[Problem]], ...] = ()
     preflight: str = ""
     selfcheck: str = ""

@@ -12,6 +12,8 @@ from rl_dtensor.config import DTensorConfig
 from rl_dtensor.parallel.sizes import combination_problems, num_ranks, shape_problems
 from rl_dtensor.settings import device_problems
 
+FLASH = Requirement("rl-dtensor", extras={"cuda": ("flash",)})
+
 
 def check_policy(config: Any) -> Iterable[Problem]:
     """Problems of the resolved config's `policy` section that this backend would meet."""
@@ -57,6 +59,11 @@ def check_device(config: Any) -> Iterable[Problem]:
     yield from device_problems(policy.dtensor_cfg, precision=policy.precision, device=config.cluster.device)
 
 
+def kernels(config: DTensorConfig) -> tuple[Requirement, ...]:
+    """What the chosen attention needs beside torch, where a package index has it."""
+    return (FLASH,) if config.attention_backend == "flash_attention_2" else ()
+
+
 PLUGIN = BackendPlugin(
     name="dtensor",
     key="dtensor_cfg",
@@ -67,6 +74,7 @@ PLUGIN = BackendPlugin(
         extras={"cpu": ("worker",), "cuda": ("worker",)},
         imports=("torch", "transformers", "safetensors"),
     ),
+    further=kernels,
     ranks=num_ranks,
     checks=(check_policy, check_mesh, check_device),
     preflight="rl_dtensor.preflight:check",

@@ -6,7 +6,8 @@ from packaging.requirements import Requirement as Pin
 
 from rl_core.registry import Requirement
 from rl_launch.worker_envs import ROLLOUT_WORKER, TRAINER, worker_env
-from rl_launch.worker_envs.pins import export, shipped_pins
+from rl_launch.worker_envs.pins import by_name, export, shipped_pins
+from rl_launch.worker_envs.plan import portable_plan
 
 ROOT = Path(__file__).parents[4]
 
@@ -61,3 +62,15 @@ def test_shipped_exports_put_together_are_what_the_lock_has_for_all_at_once(work
 
 def test_no_pins_are_made_up_for_what_is_not_ours():
     assert shipped_pins(worker_env(Requirement("someones-engine"), "cpu").wanted) is None
+
+
+def test_what_is_compiled_against_torch_is_installed_after_it():
+    spec = worker_env(Requirement("rl-dtensor", {"cuda": ("worker", "flash")}), "cuda", also=[TRAINER])
+    plan = portable_plan(spec)
+    pins, compiled = (dict(plan.files)[name].decode() for name in ("pins.txt", "compiled.txt"))
+    assert set(by_name(compiled)) == {"flash-attn"}
+    assert {"torch", "einops"} <= set(by_name(pins)) and "flash-attn" not in by_name(pins)
+    *_, tools, last = plan.commands
+    assert "ninja" in tools and "--no-build-isolation" not in tools
+    assert {"--no-build-isolation", "{files}/compiled.txt"} <= set(last)
+    assert not any("{files}/compiled.txt" in command for command in plan.commands[:-1])

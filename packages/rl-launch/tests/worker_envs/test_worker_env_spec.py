@@ -1,5 +1,10 @@
-from rl_core.registry import Requirement
+import pytest
+
+from rl_core.model_config import ModelConfig
+from rl_core.registry import POLICIES, Requirement, plugin
+from rl_launch.root import Backend, Backends
 from rl_launch.worker_envs import ROLLOUT_WORKER, TRAINER, Wanted, homes, worker_env
+from rl_launch.worker_envs.roles import role_specs
 
 ENGINE = Requirement("rl_Dtensor", {"cpu": ("worker",), "cuda": ("worker", "flash")}, ("torch",))
 
@@ -34,3 +39,14 @@ def test_an_engine_never_moves_into_the_environment_of_another():
     vllm = worker_env(Requirement("rl-vllm", {"cpu": ("cpu",)}), "cpu", also=[TRAINER])
     plain = worker_env(Requirement("rl-algos"), "cpu")
     assert not vllm.covers(plain)
+
+
+@pytest.mark.parametrize(
+    ("attention", "extras"), [("auto", ("worker",)), ("flash_attention_2", ("flash", "worker")), ("flex", ("worker",))]
+)
+def test_a_kernel_that_the_config_chooses_is_in_the_policys_environment(attention, extras):
+    dtensor = plugin(POLICIES, "dtensor")
+    policy = Backend(dtensor, ModelConfig(model_name="any"), dtensor.config(attention_backend=attention))
+    specs = role_specs(Backends(policy, None), (), "cuda")
+    assert specs["policy"].wanted[0] == Wanted("rl-dtensor", extras)
+    assert "rl-algos" in {wanted.distribution for wanted in specs["policy"].wanted}

@@ -10,9 +10,16 @@ import sys
 from rl_core.errors import WorkerEnvironmentError
 from rl_launch.worker_envs.checkout import Checkout, find_checkout
 from rl_launch.worker_envs.node_build import EnvPlan, base_python
-from rl_launch.worker_envs.pins import export, selection, shipped_export, shipped_pins
+from rl_launch.worker_envs.pins import by_name, export, selection, shipped_export, shipped_pins
 from rl_launch.worker_envs.spec import Wanted, WorkerEnvSpec
 from rl_launch.worker_envs.wheel import Wheel, installed_wheel, is_from_index
+
+
+COMPILED = ("flash-attn", "transformer-engine-torch")
+"""Packages that indexes have as sources alone, compiled against the torch beside which they are installed."""
+
+BUILD_TOOLS = ("setuptools", "wheel", "ninja", "packaging", "psutil", "pybind11")
+"""What compiling them takes besides the machine's own compilers."""
 
 
 def local_plan(spec: WorkerEnvSpec) -> EnvPlan:
@@ -32,18 +39,37 @@ def portable_plan(spec: WorkerEnvSpec) -> EnvPlan:
     checkout = find_checkout()
     ours = tuple(each for each in spec.wanted if _is_ours(each, checkout))
     others = tuple(each for each in spec.wanted if each not in ours)
-    pins = export(checkout.root, ours) if checkout else _shipped(ours)
+    pins, compiled = _split(export(checkout.root, ours) if checkout else _shipped(ours))
     wheels = [_wheel(name) for name in _own_distributions(ours)]
     named, carried = _other_requirements(others)
-    files = {"pins.txt": pins.encode(), **{f"wheels/{each.file_name}": each.content for each in (*wheels, *carried)}}
+    files = {
+        "pins.txt": pins.encode(),
+        "compiled.txt": compiled.encode(),
+        **{f"wheels/{each.file_name}": each.content for each in (*wheels, *carried)},
+    }
     install = ("{uv}", "pip", "install", "--quiet", "--no-compile-bytecode", "--python", "{env_python}")
     commands = [
         ("{uv}", "venv", "--quiet", "--no-project", "--python", "{python}", "{env}"),
         (*install, "--no-deps", "-r", "{files}/pins.txt", *(f"{{files}}/wheels/{each.file_name}" for each in wheels)),
     ]
+    if compiled:
+        commands.append((*install, "--constraints", "{files}/pins.txt", *BUILD_TOOLS))
+        commands.append((*install, "--no-deps", "--no-build-isolation", "-r", "{files}/compiled.txt"))
     if others:
         commands.append((*install, "--constraints", "{files}/pins.txt", *named))
-    return _plan(spec, tuple(commands), [pins, *(each.content for each in (*wheels, *carried)), *named], files=files)
+    return _plan(
+        spec, tuple(commands), [pins, compiled, *(each.content for each in (*wheels, *carried)), *named], files=files
+    )
+
+
+def _split(pins: str) -> tuple[str, str]:
+    """Requirement lines to install first, and those of what is compiled against them."""
+    compiled = {line for name, lines in by_name(pins).items() if name in COMPILED for line in lines}
+    lines = pins.splitlines(keepends=True)
+    return (
+        "".join(line for line in lines if line.strip() not in compiled),
+        "".join(line for line in lines if line.strip() in compiled),
+    )
 
 
 def _synced(spec: WorkerEnvSpec, checkout: Checkout) -> EnvPlan:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
-from rl_core.registry import ENVIRONMENTS, plugin
-from rl_launch.root import Backends
+from rl_core.registry import ENVIRONMENTS, Requirement, plugin
+from rl_launch.root import Backend, Backends
 from rl_launch.worker_envs.spec import ROLLOUT_WORKER, TRAINER, WorkerEnvSpec, worker_env
 
 
@@ -22,9 +23,14 @@ def role_specs(
     """
     specs: dict[str, WorkerEnvSpec] = {}
     if trains:
-        specs["policy"] = worker_env(backends.policy.plugin.requirement, device, also=(TRAINER,))
+        specs["policy"] = _engine_env(backends.policy, device, TRAINER)
     if backends.generation is not None:
-        specs["generation"] = worker_env(backends.generation.plugin.requirement, device, also=(ROLLOUT_WORKER,))
+        specs["generation"] = _engine_env(backends.generation, device, ROLLOUT_WORKER)
     for name in sorted(environments):
         specs[f"env.{name}"] = worker_env(plugin(ENVIRONMENTS, name).requirement, device)
     return specs
+
+
+def _engine_env(chosen: Backend[Any], device: str, sent: Requirement) -> WorkerEnvSpec:
+    """Of a backend with its settings, and what is sent to it."""
+    return worker_env(chosen.plugin.requirement, device, also=(*chosen.plugin.further(chosen.backend), sent))
