@@ -14,7 +14,6 @@ from rl_launch.worker_envs.pins import by_name, export, selection, shipped_expor
 from rl_launch.worker_envs.spec import Wanted, WorkerEnvSpec
 from rl_launch.worker_envs.wheel import Wheel, installed_wheel, is_from_index
 
-
 COMPILED = ("flash-attn", "transformer-engine-torch")
 """Packages that indexes have as sources alone, compiled against the torch beside which they are installed."""
 
