@@ -143,7 +143,7 @@ def test_an_engine_that_dies_fails_what_is_in_flight_and_all_that_follows(tmp_pa
             generator.generate(GenerationRequest(np.array([5], np.int32), SamplingParams(900), 0))
         )
         await asyncio.sleep(0.05)
-        norm = generator._engine.model.model.norm
+        norm = generator._engine.model.module.model.norm
         # between two steps the model breaks, as it does where a device fails
         await asyncio.wrap_future(generator._engine.call(lambda: setattr(norm.weight, "data", torch.zeros(3))))
         with pytest.raises(GeneratorError, match="died"):

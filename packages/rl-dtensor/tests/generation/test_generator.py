@@ -26,5 +26,5 @@ class TestHFGenerator(GeneratorSuite):
     @classmethod
     async def make_head_stale(cls, generator: Generator) -> None:
         assert isinstance(generator, HFGenerator)
-        head = generator._engine.model.lm_head
+        head = generator._engine.model.module.lm_head
         head.weight = torch.nn.Parameter(head.weight.detach() + 1)

@@ -1,4 +1,4 @@
-"""The model of a Hugging Face generator and the thread that runs it."""
+"""The thread in which a generator's model is run."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import torch
-from transformers import PreTrainedModel
 
 from rl_core.errors import GeneratorError
-from rl_dtensor.generation.batch import DecodingBatch
-from rl_dtensor.generation.config import HFConfig
-from rl_dtensor.generation.row import Row
+from rl_core.torch.generation.decoder import Decoder
+from rl_core.torch.generation.row import Row
 
+Model = TypeVar("Model", bound=Decoder)
 Result = TypeVar("Result")
 
 
-class Engine:
+class Engine(Generic[Model]):
     """Decodes rows in a thread of its own; everything that touches the model runs there, between two steps.
 
     Args:
@@ -28,16 +27,12 @@ class Engine:
         num_threads: OpenMP threads of the thread.
     """
 
-    def __init__(
-        self, load: Callable[[], PreTrainedModel], config: HFConfig, device: torch.device, num_threads: int
-    ) -> None:
+    def __init__(self, load: Callable[[], Model], num_threads: int) -> None:
         self._load = load
-        self._config = config
-        self._device = device
         self._num_threads = num_threads
         self._inbox: queue.SimpleQueue[Sequence[Row] | Callable[[], None] | None] = queue.SimpleQueue()
         self._waiting: deque[Row] = deque()
-        self._thread = threading.Thread(target=self._run, name="hf-generator", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="generator", daemon=True)
         self.loaded: Future[None] = Future()
         self.failure: str | None = None
         self.version = 0
@@ -45,7 +40,7 @@ class Engine:
         self.num_running = 0
 
     @property
-    def model(self) -> PreTrainedModel:
+    def model(self) -> Model:
         """The model, once loaded; touched in the engine's thread alone."""
         return self._model
 
@@ -97,23 +92,22 @@ class Engine:
             self.loaded.set_exception(error)
             return
         self.loaded.set_result(None)
-        batch = DecodingBatch(self._model, self._device)
         try:
-            self._serve(batch)
+            self._serve(self._model)
             self.failure = "the generator is closed"
         except BaseException as error:  # noqa: BLE001 - becomes the failure of every request
             self.failure = f"the engine died: {type(error).__name__}: {error}"
-        self._fail_all(batch)
+        self._fail_all(self._model)
+        self._model.close()
 
-    def _serve(self, batch: DecodingBatch) -> None:
-        while self._take_in(block=not batch.rows and not self._waiting):
-            batch.drop_cancelled()
-            self._admit(batch)
-            if batch.rows:
-                self.num_running = len(batch.rows)
-                self.num_sampled += len(batch.rows)
-                batch.step(self.version)
-            self.num_running = len(batch.rows)
+    def _serve(self, model: Model) -> None:
+        while self._take_in(block=not model.rows and not self._waiting):
+            model.drop_cancelled()
+            self.num_sampled += model.admit(self._waiting, self.version)
+            if model.rows:
+                self.num_running = len(model.rows)
+                self.num_sampled += model.step(self.version)
+            self.num_running = len(model.rows)
 
     def _take_in(self, *, block: bool) -> bool:
         """Take what has come in; False where the end has."""
@@ -128,28 +122,9 @@ class Engine:
             block = False
         return True
 
-    def _admit(self, batch: DecodingBatch) -> None:
-        """Give waiting rows, in order, the free places of the batch."""
-        while self._waiting and len(batch.rows) < self._config.max_batch_size:
-            joining: list[Row] = []
-            longest = 0
-            while self._waiting and len(batch.rows) + len(joining) < self._config.max_batch_size:
-                row = self._waiting[0]
-                padded = max(longest, row.num_prompt_tokens) * (len(joining) + 1)
-                if joining and padded > self._config.max_prefill_tokens:
-                    break
-                self._waiting.popleft()
-                if row.future.cancelled():
-                    continue
-                joining.append(row)
-                longest = max(longest, row.num_prompt_tokens)
-            if joining:
-                self.num_sampled += len(joining)
-                batch.join(joining, self.version)
-
-    def _fail_all(self, batch: DecodingBatch) -> None:
+    def _fail_all(self, model: Model) -> None:
         self.num_running = 0
-        rows = [*batch.clear(), *self._waiting]
+        rows = [*model.clear(), *self._waiting]
         self._waiting.clear()
         while not self._inbox.empty():
             item = self._inbox.get()

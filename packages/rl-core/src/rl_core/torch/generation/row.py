@@ -8,8 +8,8 @@ import numpy as np
 
 from rl_core.generation import GenerationRequest
 from rl_core.rollout import Completion, StopReason, WeightSpan
-from rl_dtensor.generation.sampling import uniforms
-from rl_dtensor.generation.stop_text import StopText
+from rl_core.torch.generation.sampling import uniforms
+from rl_core.torch.generation.stop_text import StopText
 
 
 class Row:
@@ -26,7 +26,7 @@ class Row:
         self.tokens: list[int] = []
         self._logprobs: list[float] = []
         self._versions: list[int] = []
-        self._limit = limit
+        self.limit = limit
         self._stop_text = stop_text
         self._uniforms = uniforms(request.seed, limit)
         self._stop_token_ids = frozenset(request.sampling.stop_token_ids)
@@ -35,6 +35,11 @@ class Row:
     def num_prompt_tokens(self) -> int:
         """Length of the prompt."""
         return len(self.request.token_ids)
+
+    def token(self, index: int) -> int:
+        """A token of the prompt and what was sampled after it, by its index."""
+        prompt = self.request.token_ids
+        return int(prompt[index]) if index < len(prompt) else self.tokens[index - len(prompt)]
 
     @property
     def uniform(self) -> float:
@@ -50,7 +55,7 @@ class Row:
         if stopped or token in self._stop_token_ids:
             self._end("stop")
             return True
-        if len(self.tokens) == self._limit:
+        if len(self.tokens) == self.limit:
             self._end("length")
             return True
         return False

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from rl_core.generation import SamplingParams
 from rl_core.testing.torch.reference_model import processed_logprobs as definition
-from rl_dtensor.generation.sampling import draw, processed_logprobs, uniforms
-from rl_dtensor.generation.stop_text import StopText
+from rl_core.torch.generation.sampling import draw, processed_logprobs, uniforms
+from rl_core.torch.generation.stop_text import StopText
 
 SAMPLING = st.builds(
     SamplingParams,

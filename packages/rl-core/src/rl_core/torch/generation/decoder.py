@@ -1,0 +1,80 @@
+"""What a generator asks of the model that it runs."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+from rl_core.torch.generation.row import Row
+from rl_core.weights import Manifest
+
+
+class Adoption(Protocol):
+    """One weight version on its way into a model, whose tensors are overwritten in place."""
+
+    def take(self, name: str, tensor: Tensor) -> None:
+        """Overwrite what is made of the tensor of this name, converting to the model's precision."""
+        ...
+
+    def verify(self) -> None:
+        """Check that every tensor the model computes with is the one that arrived; raises `WeightSyncError` naming
+        those that are not."""
+        ...
+
+
+class Decoder(Protocol):
+    """A loaded model and the rows that it decodes together, one token each per step; called by one thread."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that the model knows."""
+        ...
+
+    @property
+    def rows(self) -> Sequence[Row]:
+        """Rows under way."""
+        ...
+
+    def admit(self, waiting: deque[Row], version: int) -> int:
+        """Take waiting rows in, where there is room, and read their prompts; the number of tokens sampled."""
+        ...
+
+    def step(self, version: int) -> int:
+        """Decode one token of every row under way; the number of tokens sampled. Rows that end leave."""
+        ...
+
+    def drop_cancelled(self) -> None:
+        """Let go of rows that nobody waits for any more."""
+        ...
+
+    def clear(self) -> list[Row]:
+        """Drop all rows and their cache; the rows that were there."""
+        ...
+
+    def score(self, token_ids: np.ndarray) -> np.ndarray:
+        """float32 `[tokens]`, logprobs of given tokens at temperature 1; the first is 0."""
+        ...
+
+    def adoption(self, manifest: Manifest) -> Adoption:
+        """Make ready for these weights.
+
+        Raises:
+            WeightSyncError: naming tensors that do not fit the model.
+        """
+        ...
+
+    def offload(self) -> None:
+        """Free the device of the weights."""
+        ...
+
+    def onload(self) -> None:
+        """Bring the weights back to the device."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what outlives the object."""
+        ...

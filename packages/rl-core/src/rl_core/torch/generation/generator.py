@@ -1,0 +1,244 @@
+"""A generator whose model runs in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+
+from rl_core.errors import GeneratorError, WeightSyncError
+from rl_core.generation import GenerationRequest, Placement
+from rl_core.model_config import ModelConfig
+from rl_core.rollout import Completion
+from rl_core.torch.generation.decoder import Adoption, Decoder
+from rl_core.torch.generation.engine import Engine
+from rl_core.torch.generation.row import Row
+from rl_core.torch.generation.stop_text import StopText, Tokenizer
+from rl_core.torch.transport import open_receiver
+from rl_core.weights import Digests, Manifest, Transport
+
+Model = TypeVar("Model", bound=Decoder)
+Result = TypeVar("Result")
+
+PARTS = ("weights", "kv_cache")
+
+
+def device_of(placement: Placement) -> torch.device:
+    """The one device of a placement.
+
+    Raises:
+        ValueError: where it is on CUDA and names no GPU, or not and names one.
+    """
+    device = torch.device(placement.device, placement.gpus[0]) if placement.gpus else torch.device("cpu")
+    if device.type != placement.device:
+        raise ValueError(f"a placement on {placement.device} names its GPU in `gpus`, got {placement.gpus}")
+    return device
+
+
+class LocalGenerator(Generic[Model]):
+    """`rl_core.generation.Generator` on one device; all methods are called on one event loop.
+
+    A request ends at `sampling.stop_token_ids`, `sampling.stop_strings` or its token limit; the end-of-sequence token
+    ends it where the request lists it.
+
+    Args:
+        load: makes the model, in the engine's thread.
+        load_tokenizer: from a folder or hub name; called where a request has stop strings.
+        model: what is generated with.
+        placement: the device and the engine's threads.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], Model],
+        load_tokenizer: Callable[[str], Tokenizer],
+        model: ModelConfig,
+        placement: Placement,
+    ) -> None:
+        self._model_config = model
+        self._device = device_of(placement)
+        self._engine = Engine(load, placement.cpu_threads)
+        self._load_tokenizer = load_tokenizer
+        self._tokenizer: Tokenizer | None = None
+        self._serving = asyncio.Event()
+        self._serving.set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._num_in_flight = 0
+        self._submitted: list[Row] = []
+        self._adoption: Adoption | None = None
+        self._manifest: Manifest | None = None
+        self._failure: str | None = None
+        self._asleep: set[str] = set()
+
+    @property
+    def num_ranks(self) -> int:
+        """One: the model is on one device."""
+        return 1
+
+    async def start(self) -> None:
+        """Load the model."""
+        self._engine.start()
+        await asyncio.wrap_future(self._engine.loaded)
+        self._vocab_size = self._engine.model.vocab_size
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """One completion, decoded together with those of concurrent calls.
+
+        Raises:
+            GeneratorError: where the engine is dead, asleep or has no whole weights, or the prompt is empty, has tokens
+                outside the vocabulary or leaves no room for a token.
+        """
+        await self._serving.wait()
+        self._check_ready(PARTS)
+        row = self._row(request)
+        self._num_in_flight += 1
+        self._idle.clear()
+        try:
+            self._submit(row)
+            return await asyncio.wrap_future(row.future)
+        finally:
+            self._num_in_flight -= 1
+            if not self._num_in_flight:
+                self._idle.set()
+
+    async def score(self, token_ids: np.ndarray) -> np.ndarray:
+        """float32 `[tokens]`, logprobs at temperature 1, the first 0; answers while paused too."""
+        self._check_ready(("weights",))
+        self._check_tokens(token_ids)
+        return await self._call(lambda: self._engine.model.score(token_ids))
+
+    async def pause(self) -> None:
+        """Hold back new requests and wait for those in flight."""
+        self._serving.clear()
+        await self._idle.wait()
+
+    async def resume(self) -> None:
+        """Serve again."""
+        self._serving.set()
+
+    async def sleep(self) -> None:
+        """Move the weights to host memory (on CPU they are there) and refuse requests until `wake`."""
+        if self._num_in_flight:
+            raise GeneratorError(f"{self._num_in_flight} requests in flight: pause before sleep")
+        self._asleep.update(PARTS)
+        if self._device.type == "cuda":
+            await self._call(self._engine.model.offload)
+
+    async def wake(self, parts: Sequence[str] = PARTS) -> None:
+        """Bring these parts back; the KV cache takes memory as requests come."""
+        unknown = sorted(set(parts) - set(PARTS))
+        if unknown:
+            raise ValueError(f"a generator wakes {' and '.join(PARTS)}, got {', '.join(unknown)}")
+        if "weights" in parts and "weights" in self._asleep and self._device.type == "cuda":
+            await self._call(self._engine.model.onload)
+        self._asleep.difference_update(parts)
+
+    async def begin(self, manifest: Manifest) -> None:
+        """Make ready for these weights; nothing is served from here until they are committed."""
+        if self._num_in_flight:
+            raise WeightSyncError(f"{self._num_in_flight} requests in flight: pause before a weight sync")
+        if "weights" in self._asleep:
+            raise WeightSyncError("the weights are asleep: wake them before a weight sync")
+        self._failure = f"weight version {manifest.version} did not become whole"
+        self._adoption = None
+        self._manifest = manifest
+        self._adoption = await self._call(lambda: self._engine.model.adoption(manifest))
+
+    async def receive(self, transport: Transport, first_rank: int) -> Sequence[Digests]:
+        """Take all tensors in as receiver `first_rank`; the digests as received."""
+        adoption, manifest = self._adoption, self._manifest
+        if adoption is None or manifest is None:
+            raise WeightSyncError("receive before begin")
+
+        def receive() -> Digests:
+            with open_receiver(manifest, transport, first_rank, self._device) as receiver:
+                for name, tensor in receiver:
+                    adoption.take(name, tensor)
+            return receiver.digests
+
+        return [await self._call(receive)]
+
+    async def commit(self, version: int) -> None:
+        """Check what the model computes with, then serve this version."""
+        adoption, manifest = self._adoption, self._manifest
+        if adoption is None or manifest is None:
+            raise WeightSyncError(f"commit of weight version {version} before begin")
+        if version != manifest.version:
+            raise WeightSyncError(f"commit of weight version {version} after a transfer of {manifest.version}")
+        self._adoption = None
+
+        def commit() -> None:
+            adoption.verify()
+            self._engine.version = version
+
+        await self._call(commit)
+        self._failure = None
+
+    async def health(self) -> Mapping[str, Any]:
+        """Counts of requests and tokens; answers while the engine decodes."""
+        if self._engine.failure is not None:
+            raise GeneratorError(self._engine.failure)
+        return {
+            "num_running": self._engine.num_running,
+            "num_waiting": self._engine.num_waiting,
+            "num_sampled": self._engine.num_sampled,
+            "weight_version": self._engine.version,
+        }
+
+    async def close(self) -> None:
+        """End the engine; requests in flight or held back fail."""
+        self._failure = "the generator is closed"
+        await asyncio.to_thread(self._engine.close)
+        self._serving.set()
+
+    def _check_ready(self, parts: Sequence[str]) -> None:
+        failure = self._engine.failure or self._failure
+        if failure is not None:
+            raise GeneratorError(failure)
+        asleep = [part for part in parts if part in self._asleep]
+        if asleep:
+            raise GeneratorError(f"the generator's {' and '.join(asleep)} sleep: wake them first")
+
+    def _check_tokens(self, token_ids: np.ndarray) -> None:
+        if not len(token_ids):
+            raise GeneratorError("a request needs at least one token")
+        if token_ids.min() < 0 or token_ids.max() >= self._vocab_size:
+            raise GeneratorError(f"token ids of a request lie between 0 and {self._vocab_size - 1}")
+        limit = self._model_config.max_total_sequence_length
+        if len(token_ids) > limit:
+            raise GeneratorError(f"{len(token_ids)} tokens; max_total_sequence_length is {limit}")
+
+    def _row(self, request: GenerationRequest) -> Row:
+        self._check_tokens(request.token_ids)
+        room = self._model_config.max_total_sequence_length - len(request.token_ids)
+        if room < 1:
+            raise GeneratorError(f"a prompt of {len(request.token_ids)} tokens leaves no room for a completion")
+        stop_strings = request.sampling.stop_strings
+        stop_text = StopText(self._stop_tokenizer(), stop_strings, request.token_ids) if stop_strings else None
+        return Row(request, min(request.sampling.max_new_tokens, room), stop_text)
+
+    def _stop_tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            self._tokenizer = self._load_tokenizer(self._model_config.tokenizer.name or self._model_config.model_name)
+        return self._tokenizer
+
+    def _submit(self, row: Row) -> None:
+        """Hand over the rows of one turn of the event loop together, so that their batch does not depend on timing."""
+        if not self._submitted:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._submitted.append(row)
+
+    def _flush(self) -> None:
+        rows, self._submitted = self._submitted, []
+        try:
+            self._engine.submit(rows)
+        except GeneratorError as error:
+            for row in rows:
+                row.future.set_exception(error)
+
+    async def _call(self, function: Callable[[], Result]) -> Result:
+        return await asyncio.wrap_future(self._engine.call(function))
