@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rl_dtensor.generation.cache import RowCache
 from rl_core.torch.generation.row import Row
 from rl_core.torch.generation.sampling import draw
+from rl_dtensor.generation.cache import RowCache
 
 
 class DecodingBatch:
