@@ -57,15 +57,18 @@ class RowAttention(nn.Module):
 
         Args:
             query: `[tokens, heads, dim]` where packed, else `[seq, batch, heads, dim]`; keys and values may have fewer
-                heads, values another dim. Sequences are this rank's part.
+                heads, values another dim. Sequences are this rank's part. On one context-parallel rank there may be
+                more keys than queries, which are then the last ones: a cache holds the earlier keys.
 
         Returns:
             `[tokens, heads * dim]` or `[seq, batch, heads * dim]`.
         """
         if packed_seq_params is None:
-            length = query.shape[0]
-            parts = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-            out = self._rows(*parts, lengths=(length,))
+            query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+            if self.group.size() == 1:
+                out = self._attend(query, key, value)
+            else:
+                out = self._rows(query, key, value, lengths=(query.shape[2],))
             return out.permute(2, 0, 1, 3).flatten(2)
         bounds = packed_seq_params.cu_seqlens_q
         if self._is_flash(query, value):

@@ -129,7 +129,7 @@ class ReadingModel:
             score = self.chunks[-1].get_submodule("score")
             outputs = join_tokens(score(flat), layout.places, int(rows.offsets[-1]), group)
             return value_reads(outputs, rows) if self.role == "critic" else score_reads(outputs, rows)
-        weight = self._head_weight()
+        weight = self.head_weight()
         return split_language_reads(
             flat,
             layout.places,
@@ -152,7 +152,8 @@ class ReadingModel:
             return hidden
         return tensor_parallel.copy_to_tensor_model_parallel_region(hidden)
 
-    def _head_weight(self) -> Tensor:
+    def head_weight(self) -> Tensor:
+        """`[vocab, hidden]`, this rank's part of what makes logits; the embedding's where they are tied."""
         last = self.chunks[-1]
         if last.share_embeddings_and_output_weights:
             return last.shared_embedding_or_output_weight()

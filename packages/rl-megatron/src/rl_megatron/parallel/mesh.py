@@ -33,14 +33,17 @@ class Mesh:
     data: dist.ProcessGroup
 
     @classmethod
-    def join(cls, rendezvous: Rendezvous, backend: MegatronConfig) -> Mesh:
+    def join(cls, rendezvous: Rendezvous, backend: MegatronConfig, *, device: torch.device | None = None) -> Mesh:
         """Meet the other ranks; collective.
+
+        Args:
+            device: what this rank computes on where its process sees several; the first one otherwise.
 
         Raises:
             ValueError: where the world is no multiple of the ranks that one model needs.
         """
         is_cuda = rendezvous.device == "cuda"
-        device = torch.device("cuda", 0) if is_cuda else torch.device("cpu")
+        device = device or (torch.device("cuda", 0) if is_cuda else torch.device("cpu"))
         if is_cuda:
             torch.cuda.set_device(device)
         timeout = timedelta(seconds=rendezvous.timeout_s)
