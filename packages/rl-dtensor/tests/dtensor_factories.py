@@ -1,5 +1,8 @@
 """Workers for the conformance suite, built in the processes of a rank pool."""
 
+import torch
+from torch._inductor import config as inductor
+
 from rl_core.model import ModelSpec, Rendezvous
 from rl_core.model_config import ModelConfig
 from rl_core.testing.rank_pool import Rank
@@ -56,3 +59,31 @@ def meet_apart(rank: Rank) -> None:
 def meet_again(rank: Rank) -> None:
     """Undo `meet_apart`."""
     ipc._meeting_place = rank.held.pop("meeting_place")
+
+
+def compile_plainly(rank: Rank) -> None:
+    """Have this process make code without vector instructions, whose headers take g++ most of its time."""
+    inductor.cpp.simdlen = 1
+
+
+def count_compiled(rank: Rank) -> int:
+    """Graphs that this process has compiled, which it forgets."""
+    inductor.cpp.simdlen = None
+    count = int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    return count
+
+
+def forget_places(rank: Rank) -> None:
+    """Have models of this process count tokens from the first of all rows."""
+    rank.held["rows_of"] = model.ReadingModel.rows_of
+    told = model.ReadingModel.rows_of
+    model.ReadingModel.rows_of = lambda self, layout: {
+        name: value for name, value in told(self, layout).items() if name != "position_ids"
+    }
+
+
+def recall_places(rank: Rank) -> None:
+    """Undo `forget_places`."""
+    model.ReadingModel.rows_of = rank.held.pop("rows_of")

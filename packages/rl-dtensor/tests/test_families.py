@@ -1,6 +1,7 @@
 """Model families that do something of their own with attention or logits."""
 
 import pytest
+from transformers import AutoConfig
 
 from rl_core.errors import WorkerError
 from rl_core.model import ENTROPY, LOGPROBS, ModelSpec
@@ -10,6 +11,7 @@ from rl_core.testing.model_worker import SGD, make_batch
 from rl_core.testing.pooled_model import PooledModel
 from rl_core.testing.torch.oracle import Oracle
 from rl_core.testing.torch.tiny_model import write_tiny_model
+from rl_dtensor.selfcheck import TOLERANCE, Case, check_case, expect, write_tiny
 
 FACTORY = "dtensor_factories:build"
 SLIDING = {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 1}
@@ -50,6 +52,42 @@ def test_logits_that_are_made_some_other_way_are_refused(ranks, tmp_path):
             PooledModel(ranks, FACTORY, config, ModelSpec(), 2)
     finally:
         ranks.run("dtensor_factories:recall_transforms", [(), ()])
+
+
+@pytest.mark.parametrize(
+    ("family", "is_packed", "lora"),
+    [
+        ("gpt2", True, True),  # sizes by other names, places by table, adapters on transposed weights
+        ("gpt_neox", True, False),  # a head that the files call something else
+        ("stablelm", False, False),  # attention that is not told of rows
+        ("falcon", False, False),  # a table of attentions of its own
+        ("bloom", False, False),  # no places at all
+        ("biogpt", True, False),  # layers that are not named
+        ("mamba", False, False),  # layers named with what is in them, and no attention
+        ("glm4_moe", True, True),  # adapters beside experts of the same name
+    ],
+)
+def test_families_of_other_shapes_train_and_stream_as_one_process(ranks, tmp_path, family, is_packed, lora):
+    folder = write_tiny(AutoConfig.for_model(family), tmp_path / "model")
+    outcome = check_case(ranks, folder, Case("fsdp2", is_packed, lora), expect(folder, lora=lora))
+    assert not outcome.is_off(TOLERANCE), outcome
+
+
+def test_rows_that_change_one_another_are_refused(ranks, tmp_path):
+    folder = write_tiny(AutoConfig.for_model("gpt2"), tmp_path / "model")
+    ranks.run("dtensor_factories:forget_places", [()])
+    try:
+        with pytest.raises(WorkerError, match=r"gpt2 models cannot be packed: one changes another.*packing.enabled"):
+            PooledModel(ranks, FACTORY, ModelConfig(model_name=str(folder), precision="float32"), ModelSpec(), 1)
+    finally:
+        ranks.run("dtensor_factories:recall_places", [()])
+
+
+@pytest.mark.parametrize("family", ["stablelm", "falcon"])
+def test_attention_that_is_not_told_of_rows_is_refused_where_they_are_packed(ranks, tmp_path, family):
+    folder = write_tiny(AutoConfig.for_model(family), tmp_path / "model")
+    with pytest.raises(WorkerError, match=r"cannot be told where rows start and end.*packing.enabled=false"):
+        PooledModel(ranks, FACTORY, ModelConfig(model_name=str(folder)), ModelSpec(), 1)
 
 
 def assert_like_transformers(ranks, folder, is_packed):

@@ -61,6 +61,13 @@ def test_ranks_are_counted_from_the_mesh():
         ({"custom_parallel_plan": {"model.layers.*.mlp.up_proj": "colwise"}}, "custom_parallel_plan", "is one"),
         ({"expert_parallel_size": 2, "tensor_parallel_size": 2}, "expert_parallel_size", "experts"),
         ({"recompute_granularity": "selective"}, "recompute_granularity", "activation_checkpointing=true"),
+        (
+            {"compile": True, "activation_checkpointing": True, "recompute_granularity": "selective"},
+            "compile",
+            "recompute_granularity=full",
+        ),
+        ({"compile": True, "tensor_parallel_size": 2}, "compile", "tensor_parallel_size=1, or compile=false"),
+        ({"compile": True, "attention_backend": "flex"}, "compile", "attention_backend=auto"),
         ({"pipeline_chunks_per_rank": 2}, "pipeline_chunks_per_rank", "pipeline_chunks_per_rank=1"),
         ({"tensor_parallel_size": 3}, "tensor_parallel_size", "4 attention heads; set it to 2"),
         ({"tensor_parallel_size": 4}, "tensor_parallel_size", "2 key-value heads; set it to 2"),

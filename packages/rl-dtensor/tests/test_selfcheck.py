@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from transformers import AutoConfig
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_core.errors import ConfigError, WorkerError
 from rl_core.registry import resolve
@@ -31,6 +32,42 @@ def test_a_small_config_keeps_what_makes_the_family():
     assert (small.hidden_size, small.num_key_value_heads) == (32, 2)
     assert shrink(AutoConfig.for_model("phi")).num_key_value_heads == 4
     assert shrink(AutoConfig.for_model("mixtral")).num_local_experts == 4
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neo", "opt", "phi3", "deepseek_v3", "mpt", "jamba"])
+def test_every_family_is_shrunk_under_its_own_names_and_without_dropout(family):
+    config = AutoConfig.for_model(family)
+    small = shrink(config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(small)
+    assert small.vocab_size == 101
+    assert small.num_hidden_layers == 2
+    assert sum(parameter.numel() for parameter in model.parameters()) < 300_000
+    assert not [module for module in model.modules() if isinstance(module, torch.nn.Dropout) and module.p]
+
+
+def test_layers_of_each_kind_stay_with_all_that_is_said_of_them():
+    config = AutoConfig.for_model("smollm3", num_hidden_layers=8, no_rope_layer_interval=4)
+    small = shrink(config)
+    assert (small.num_hidden_layers, small.no_rope_layers, len(small.layer_types)) == (2, [1, 0], 2)
+
+
+def test_a_family_that_refuses_to_be_tiny_is_told_as_such(tmp_path):
+    with pytest.raises(ConfigError, match=r"a tiny nemotron model cannot be made, so this check cannot say: TypeError"):
+        write_tiny(AutoConfig.for_model("nemotron"), tmp_path)
+
+
+def test_a_family_that_one_process_cannot_train_is_refused_case_by_case(monkeypatch, tmp_path):
+    def only_whole(folder, *, lora):
+        if lora:
+            raise ValueError("no linear layers")
+        return expect(folder, lora=lora)
+
+    monkeypatch.setattr(selfcheck, "expect", only_whole)
+    monkeypatch.setattr(selfcheck, "check_case", lambda pool, folder, case, expected: Outcome(case))
+    found = list(check_family(None, AutoConfig.for_model("qwen3"), tmp_path))
+    assert {each.case.lora for each in found if each.refused} == {True}
+    assert all("no linear layers" in each.refused for each in found if each.case.lora)
 
 
 def test_what_differs_is_off(ranks, tmp_path):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
 from rl_dtensor.config import AttentionBackend
 from rl_dtensor.kernels import Attend, Softmax
@@ -85,8 +86,49 @@ def _to_tokens(x: Tensor, context: Context) -> Tensor:
     return torch.cat(exchange(parts, ones, ones, context.group).unbind(0), 1)
 
 
+def body_of(hf: PreTrainedModel) -> PreTrainedModel:
+    """A model without its head; some families call it other than they say."""
+    if hf.base_model is not hf:
+        return hf.base_model
+    return next(child for child in hf.children() if isinstance(child, PreTrainedModel))
+
+
+class _Told(Exception):
+    """Rows have reached attention."""
+
+
+def takes_rows(hf: PreTrainedModel) -> bool:
+    """Whether a model on `meta`, built with this attention, hands on to it what its forward pass is told about rows,
+    and takes the places of tokens in them."""
+    if "position_ids" not in inspect.signature(body_of(hf).forward).parameters:
+        return False
+    place = torch.arange(2, device="meta")[None]
+    layout = Layout(place, place, place[0], None, ((0, 2),), 2, None)
+    # with a mask the model does not look for rows in the places, which cannot be done on `meta`
+    inputs = {"input_ids": place, "position_ids": place, "attention_mask": torch.ones_like(place)}
+    try:
+        body_of(hf)(**inputs, use_cache=False, layout=layout, attend=_tell)
+    except _Told:
+        return True
+    except TypeError as error:
+        return row_attention.__name__ not in str(error)
+    except Exception:  # noqa: BLE001  # what cannot be computed on `meta` says nothing of attention
+        return True
+    return False
+
+
+def _tell(*_: Any) -> Tensor:
+    raise _Told
+
+
 def attention_for(
-    config: PreTrainedConfig, backend: AttentionBackend, *, packed: bool, split: bool, supports_sdpa: bool
+    config: PreTrainedConfig,
+    backend: AttentionBackend,
+    *,
+    packed: bool,
+    split: bool,
+    supports_sdpa: bool,
+    takes_rows: bool = True,
 ) -> str:
     """The attention implementation to ask `transformers` for.
 
@@ -94,6 +136,7 @@ def attention_for(
         packed: whether rows lie end to end.
         split: whether rows are split over ranks, by context or sequence parallelism.
         supports_sdpa: whether the model's attention is a plain softmax of products (`_supports_sdpa` of its class).
+        takes_rows: whether it can be told where rows start and end.
 
     Raises:
         ValueError: where rows of this model cannot be packed or split without one seeing another, or without changing
@@ -108,9 +151,14 @@ def attention_for(
         )
     plain = supports_sdpa and settings.get("attn_logit_softcapping") is None
     foreign = sorted(set(settings.get("layer_types") or []) - ROW_LAYERS)
-    if plain and not foreign:
+    if plain and not foreign and takes_rows:
         return ROWS
-    why = f"layers of type {', '.join(foreign)}" if foreign else "attention that is no plain softmax of products"
+    if foreign:
+        why = f"layers of type {', '.join(foreign)}"
+    elif plain:
+        why = "attention that cannot be told where rows start and end"
+    else:
+        why = "attention that is no plain softmax of products"
     if packed or split:
         advice = "sequence_packing.enabled=false" if packed else "context_parallel_size=1 and sequence_parallel=false"
         raise ValueError(

@@ -49,3 +49,6 @@ class DTensorConfig(Config):
     recompute_granularity: Literal["full", "selective"] = "full"
     """What `activation_checkpointing` computes again: whole layers, or all in them but matrix products and
     attention."""
+    compile: bool = False
+    """Compute each layer, but for its attention, by code that `torch.compile` makes when the layer first runs, which
+    takes a minute or so in every process; on `cpu` it needs a C++ compiler."""

@@ -16,17 +16,19 @@ def rebuild_buffers(hf: PreTrainedModel) -> None:
         ValueError: naming a buffer that the model's own initialisation leaves unfilled.
     """
     transient = dict(hf.named_non_persistent_buffers())
-    owners = {name.rpartition(".")[0] for name in transient}
-    for name, buffer in transient.items():
-        if not buffer.is_floating_point():
-            raise ValueError(
-                f"{hf.config.model_type} models keep {name} outside their checkpoints and cannot be built shard-wise"
-            )
-        buffer.fill_(torch.nan)
-    with torch.no_grad():
-        for owner in sorted(owners):
-            _init_alone(hf, hf.get_submodule(owner))
-    unfilled = [name for name, buffer in transient.items() if buffer.isnan().any()]
+    owners = sorted({name.rpartition(".")[0] for name in transient})
+    # what is left as it was after two different fillings is not filled by the model
+    found = []
+    for filling in (0, 1):
+        for buffer in transient.values():
+            buffer.fill_(torch.nan if buffer.is_floating_point() else filling)
+        with torch.no_grad():
+            for owner in owners:
+                _init_alone(hf, hf.get_submodule(owner))
+        found.append([buffer.clone() for buffer in transient.values() if not buffer.is_floating_point()])
+    unfilled = [name for name, buffer in transient.items() if buffer.is_floating_point() and buffer.isnan().any()]
+    counted = [name for name, buffer in transient.items() if not buffer.is_floating_point()]
+    unfilled += [name for name, *twice in zip(counted, *found, strict=True) if not torch.equal(*twice)]
     if unfilled:
         raise ValueError(f"{hf.config.model_type} models do not say how to fill {', '.join(unfilled)}")
 

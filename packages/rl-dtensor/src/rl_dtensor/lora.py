@@ -13,12 +13,16 @@ from peft import inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from rl_core.model_config import LoraConfig
 from rl_dtensor.parallel.fsdp import local, local_slices, whole
 
 ADAPTER = "default"
 BASE = ".base_layer"
+LINEAR = (nn.Linear.forward, Conv1D.forward)
+"""What modules that take adapters compute; GPT-2 and its kin do the latter, with a weight that is transposed. A router
+may be a linear layer that returns more than its product."""
 
 
 @dataclass(frozen=True)
@@ -28,17 +32,19 @@ class Adapter:
     Args:
         down: `[dim, inputs]`.
         up: `[outputs, dim]`.
+        is_transposed: whether the weight is `[inputs, outputs]`.
     """
 
     down: Tensor
     up: Tensor
     scale: float
+    is_transposed: bool = False
 
     def merged(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """The whole weight with the adapter, added in float32; collective over the ranks that share it."""
         total = whole(weight, torch.float32)
-        total = total + self.scale * (whole(self.up, torch.float32) @ whole(self.down, torch.float32))
-        return total.to(dtype)
+        added = self.scale * (whole(self.up, torch.float32) @ whole(self.down, torch.float32))
+        return (total + (added.T if self.is_transposed else added)).to(dtype)
 
 
 def add_adapters(hf: PreTrainedModel, config: LoraConfig) -> None:
@@ -53,8 +59,15 @@ def add_adapters(hf: PreTrainedModel, config: LoraConfig) -> None:
             f"policy.lora_cfg: target_modules {config.target_modules} less exclude_modules {config.exclude_modules} "
             f"are no linear layers of {type(hf).__name__}; name some, such as q_proj, or set match_all_linear=true"
         )
-    peft = PeftConfig(r=config.dim, lora_alpha=config.alpha, lora_dropout=config.dropout, target_modules=targets)
-    inject_adapter_in_model(peft, hf, adapter_name=ADAPTER)
+    # where peft knows the family, it takes any `gate_proj` in a model with experts for theirs
+    shell = nn.ModuleDict({"hf": hf})
+    peft = PeftConfig(
+        r=config.dim,
+        lora_alpha=config.alpha,
+        lora_dropout=config.dropout,
+        target_modules=[f"hf.{name}" for name in targets],
+    )
+    inject_adapter_in_model(peft, shell, adapter_name=ADAPTER)
     score = dict(hf.named_children()).get("score")
     if score is not None:
         score.requires_grad_(True)
@@ -66,7 +79,7 @@ def adapted_modules(hf: PreTrainedModel, config: LoraConfig) -> list[str]:
     return [
         name
         for name, module in hf.named_modules()
-        if isinstance(module, nn.Linear)
+        if type(module).forward in LINEAR
         and not any(module is head for head in heads)
         and (config.match_all_linear or _ends_with(name, config.target_modules))
         and not _ends_with(name, config.exclude_modules)
@@ -81,7 +94,10 @@ def adapters_of(hf: PreTrainedModel) -> dict[str, Adapter]:
     """Name of each weight without adapters in it to its adapter."""
     return {
         f"{name}.weight": Adapter(
-            module.lora_A[ADAPTER].weight, module.lora_B[ADAPTER].weight, float(module.scaling[ADAPTER])
+            module.lora_A[ADAPTER].weight,
+            module.lora_B[ADAPTER].weight,
+            float(module.scaling[ADAPTER]),
+            is_transposed=isinstance(module.get_base_layer(), Conv1D),
         )
         for name, module in hf.named_modules()
         if isinstance(module, LoraLayer)

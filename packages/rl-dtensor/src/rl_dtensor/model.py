@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from rl_core.batch import TOKENS
-from rl_core.model import ModelSpec, Read, Role
+from rl_core.model import LOGPROBS, ModelSpec, Read, Role
 from rl_core.model_config import ModelConfig
 from rl_core.torch.flops import ModelShape
 from rl_core.torch.logprobs import Head, LogitTransform
@@ -31,7 +33,8 @@ from rl_core.torch.model_files import WeightFiles
 from rl_core.torch.reads import score_reads, value_reads
 from rl_core.torch.split_reads import join_tokens, split_language_reads
 from rl_core.torch.vocab_parallel import VocabShard
-from rl_dtensor.attention import ROWS, attention_for
+from rl_dtensor.attention import ROWS, attention_for, body_of, takes_rows
+from rl_dtensor.compilation import compile_layers
 from rl_dtensor.config import AttentionBackend, DTensorConfig
 from rl_dtensor.kernels import Attend, kernel_of
 from rl_dtensor.layout import Alignment, Context, Layout, lay_out
@@ -58,6 +61,9 @@ LM_HEAD = "lm_head.weight"
 
 MAX_LOGIT_ERROR = 0.05
 """Relative; rounding in half precision stays below a fifth of it."""
+
+MAX_PACKING_ERROR = 0.15
+"""Relative; in half precision tokens may also go to other experts behind another row."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +118,7 @@ class ReadingModel(nn.Module):
         self.head_shard = head
         self.transform = logit_transform(hf.config)
         self.sees_rows = hf.config._attn_implementation == ROWS
+        self.takes_positions = "position_ids" in inspect.signature(body_of(hf).forward).parameters
 
     def forward(
         self,
@@ -173,18 +180,20 @@ class ReadingModel(nn.Module):
 
     def _hidden(self, layout: Layout, entered: Tensor | None) -> Tensor:
         """`[batch, seq, hidden]`, after the last norm where this is the last stage."""
-        hidden: Tensor = self.hf.base_model(use_cache=False, **self._inputs(layout, entered)).last_hidden_state
+        hidden: Tensor = body_of(self.hf)(use_cache=False, **self._inputs(layout, entered)).last_hidden_state
         return hidden
 
     def _inputs(self, layout: Layout, entered: Tensor | None) -> dict[str, Any]:
         first = {"input_ids": layout.input_ids} if entered is None else {"inputs_embeds": entered}
-        return {**first, "position_ids": layout.position_ids, **self.rows_of(layout)}
+        return {**first, **self.rows_of(layout)}
 
     def rows_of(self, layout: Layout) -> dict[str, Any]:
-        """What tells attention where rows start and end, and how to compute them."""
+        """What tells attention where rows start and end and how to compute them, and where in them each token is; a
+        family that takes no places counts from the first token of each row, which is then padded."""
+        places = {"position_ids": layout.position_ids} if self.takes_positions else {}
         if self.sees_rows:
-            return {"layout": layout, "attend": self.attend}
-        return {"attention_mask": layout.attention_mask}
+            return {**places, "layout": layout, "attend": self.attend}
+        return {**places, "attention_mask": layout.attention_mask}
 
 
 class ShardedModel:
@@ -289,6 +298,13 @@ def read_config(folder: Path, overrides: Mapping[str, Any]) -> PreTrainedConfig:
     return AutoConfig.from_pretrained(folder, **overrides)
 
 
+def _fields(config: PreTrainedConfig) -> dict[str, Any]:
+    """Fields of a config, also by the names that most families have for them."""
+    text = config.get_text_config()
+    fields = text.to_dict()
+    return {**fields, **{name: fields[own] for name, own in text.attribute_map.items() if own in fields}}
+
+
 def build_model(
     config: ModelConfig, backend: DTensorConfig, spec: ModelSpec, *, folder: Path, is_packed: bool, mesh: Mesh
 ) -> ShardedModel:
@@ -302,7 +318,7 @@ def build_model(
     hf_config = read_config(folder, config.hf_config_overrides)
     problems = (
         *device_problems(backend, precision=config.precision, device=mesh.device.type),
-        *shape_problems(backend, hf_config.get_text_config().to_dict()),
+        *shape_problems(backend, _fields(hf_config)),
     )
     for problem in problems:
         raise ValueError(f"{problem.key} {problem.message}")
@@ -311,6 +327,7 @@ def build_model(
     _load(model, WeightFiles.of(folder), role=spec.role, seed=spec.seed)
     if spec.role not in HEADLESS_ROLES:
         together(mesh, lambda: _check_logits(model, mesh))
+        together(mesh, lambda: _check_packing(model, mesh))
     return model
 
 
@@ -384,6 +401,8 @@ class _Builder:
         experts = [] if mesh.experts is None else split_experts(hf, mesh.experts["ep"])
         if backend.activation_checkpointing:
             checkpoint_activations(hf, backend.recompute_granularity)
+        if backend.compile:
+            compile_layers(decoder_layers(hf))
         model = ReadingModel(
             hf,
             role,
@@ -397,8 +416,7 @@ class _Builder:
         self._shard(model, experts)
         if stages is not None:
             layout = lay_out(_probe(hf.config, mesh.device), Alignment(), is_packed=self.is_packed)
-            shown = {"position_ids": layout.position_ids, **model.rows_of(layout)}
-            stages.check_cut(hf, stage, shown, mesh.device)
+            stages.check_cut(hf, stage, model.rows_of(layout), len(layout.places), mesh.device)
         return model
 
     def _shard(self, model: ReadingModel, experts: list[nn.Module]) -> None:
@@ -453,6 +471,28 @@ def _check_logits(model: ShardedModel, mesh: Mesh) -> None:
         raise ValueError(f"logits of {kind} models are no scaled or capped product with the head (off by {error:.2g})")
 
 
+def _check_packing(model: ShardedModel, mesh: Mesh) -> None:
+    """Compare what a row reads behind another with what it reads alone, where one rank sees whole rows and layers."""
+    chunk = model.chunks[0]
+    if not chunk.is_packed or chunk.alignment.context is not None or model.num_stages > 1:
+        return
+    row = _probe(model.hf.config, mesh.device)
+    tokens, count = row.columns[TOKENS], len(row.columns[TOKENS])
+    ends = torch.tensor([0, count - 1, 2 * count - 1], device=mesh.device)
+    both = Rows(ends, {TOKENS: torch.cat([tokens.flip(0)[:-1], tokens])})
+    model.train(False)
+    with torch.no_grad():
+        read = [chunk(model.lay_out(rows), None, rows, (LOGPROBS,), 1.0)["logprobs"][-count:] for rows in (row, both)]
+    model.reshard_all()
+    alone, behind = (logprobs.float() for logprobs in read)
+    error = ((alone - behind).abs().max() / alone.abs().max().clamp(min=1e-6)).item()
+    if not error < MAX_PACKING_ERROR:
+        raise ValueError(
+            f"rows of {model.hf.config.model_type} models cannot be packed: one changes another (by {error:.2g}); set "
+            "policy.sequence_packing.enabled=false"
+        )
+
+
 def _probe(config: PreTrainedConfig, device: torch.device) -> Rows:
     """A row of different tokens; padding alone would have an embedding of zeros."""
     tokens = torch.arange(1, 5, device=device) % config.get_text_config().vocab_size
@@ -460,13 +500,18 @@ def _probe(config: PreTrainedConfig, device: torch.device) -> Rows:
 
 
 def decoder_layers(hf: PreTrainedModel) -> list[nn.Module]:
-    """The repeated layers, which are gathered one at a time."""
+    """The repeated layers, which are gathered one at a time: those that the family names, or else its largest list of
+    modules of one kind."""
     names = set(hf._no_split_modules or ())
     layers = [module for module in hf.modules() if type(module).__name__ in names]
     if not layers:
-        raise ValueError(
-            f"{type(hf).__name__} does not name its layers (_no_split_modules); it cannot be sharded layer by layer"
-        )
+        lists = [module for module in hf.modules() if isinstance(module, nn.ModuleList)]
+        alike = [module for module in lists if len({type(layer) for layer in module}) == 1]
+        layers = list(max(alike, key=lambda module: sum(part.numel() for part in module.parameters()), default=()))
+    inner = {id(module) for layer in layers for module in layer.modules() if module is not layer}
+    layers = [layer for layer in layers if id(layer) not in inner]
+    if not layers:
+        raise ValueError(f"{type(hf).__name__} has no list of layers; it cannot be sharded layer by layer")
     return layers
 
 
@@ -481,14 +526,35 @@ def _on_meta(
 ) -> PreTrainedModel:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"{config.model_type} models are no causal language models")
-    supports_sdpa = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa
-    attention = attention_for(config, backend, packed=is_packed, split=is_split, supports_sdpa=supports_sdpa)
     auto = AutoModelForCausalLM
     if role in HEADLESS_ROLES:
         config.num_labels = 1
         auto = AutoModelForSequenceClassification
-    with torch.device("meta"):
-        return auto.from_config(config, dtype=dtype, attn_implementation=attention)
+
+    def built(attention: str) -> PreTrainedModel:
+        with torch.device("meta"):
+            return auto.from_config(config, dtype=dtype, attn_implementation=attention)
+
+    choose = partial(
+        attention_for,
+        config,
+        backend,
+        packed=is_packed,
+        split=is_split,
+        supports_sdpa=MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa,
+    )
+    attention = choose()
+    if attention != ROWS:
+        return built(attention)
+    try:
+        hf = built(ROWS)
+    except KeyError as error:  # from a table of its own in the family's code
+        if error.args != (ROWS,):
+            raise
+    else:
+        if takes_rows(hf):
+            return hf
+    return built(choose(takes_rows=False))
 
 
 def _widen_trained(hf: PreTrainedModel) -> None:

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+)
 
 Region = tuple[int | slice, ...]
 """Part of a parameter: an index takes a dim away; dims that are left out are whole."""
@@ -38,19 +45,20 @@ class FileNames:
 
     def __init__(self, hf: PreTrainedModel) -> None:
         self._stacked: dict[str, tuple[str, ...]] = {}
-        self._renamed: list[tuple[str, str]] = []
+        self._renamings: list[WeightTransform] = []
         for conversion in get_model_conversion_mapping(hf, add_legacy=False):
             if isinstance(conversion, WeightConverter):
                 kinds = [type(operation) for operation in conversion.operations]
-                dims = [operation.dim for operation in conversion.operations]
-                if kinds not in ([MergeModulelist], [MergeModulelist, Concatenate]) or dims not in ([0], [0, 1]):
+                is_known = kinds in ([MergeModulelist], [MergeModulelist, Concatenate])
+                if not is_known or [operation.dim for operation in conversion.operations] not in ([0], [0, 1]):
                     raise ValueError(
                         f"files of {hf.config.model_type} models hold weights in a layout that is not supported "
                         f"({', '.join(kind.__name__ for kind in kinds)} of {', '.join(conversion.source_patterns)})"
                     )
                 self._stacked[conversion.target_patterns[0]] = tuple(conversion.source_patterns)
-            elif isinstance(conversion, WeightRenaming):
-                self._renamed.append((conversion.target_patterns[0], conversion.source_patterns[0]))
+            elif isinstance(conversion, WeightRenaming) and not isinstance(conversion, PrefixChange):
+                # the last one on the way in is the first on the way out
+                self._renamings.insert(0, conversion.reverse_transform())
 
     def pieces(self, name: str, shape: tuple[int, ...]) -> Iterator[Piece]:
         """The tensors that make up a parameter."""
@@ -67,6 +75,6 @@ class FileNames:
                 yield Piece(self._rename(tensor), (expert, rows), (width, *shape[2:]))
 
     def _rename(self, name: str) -> str:
-        for ours, theirs in self._renamed:
-            name = name.replace(ours, theirs)
+        for renaming in self._renamings:
+            name, _ = renaming.rename_source_key(name)
         return name

@@ -9,6 +9,7 @@ import torch
 
 from rl_core.model_config import ModelConfig, OptimizerConfig, SchedulerConfig
 from rl_core.torch.optimizer import build_schedule
+from rl_dtensor.compilation import compiler_problem
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.kernels import kernel_of
 from rl_dtensor.optimizer import build_sharded_optimizer
@@ -28,4 +29,5 @@ def check(config: Mapping[str, Any]) -> list[str]:
         build_schedule(schedules, optimizer)
     except ValueError as error:
         return [str(error)]
-    return []
+    problem = compiler_problem() if backend.compile else ""
+    return [problem] if problem else []

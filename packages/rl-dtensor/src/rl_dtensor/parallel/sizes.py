@@ -93,6 +93,26 @@ def combination_problems(config: DTensorConfig) -> Iterator[Problem]:
             f"{SECTION}.recompute_granularity",
             "says what activation_checkpointing computes again, and that is off; set activation_checkpointing=true",
         )
+    if config.compile and config.activation_checkpointing and config.recompute_granularity == "selective":
+        yield Problem(
+            f"{SECTION}.compile",
+            "fuses the operations among which recompute_granularity=selective chooses; set recompute_granularity=full, "
+            "or compile=false",
+        )
+    split = {"tensor_parallel_size": config.tensor_parallel_size, "expert_parallel_size": config.expert_parallel_size}
+    for name, size in split.items():
+        if config.compile and size > 1:
+            yield Problem(
+                f"{SECTION}.compile",
+                f"would make the code of every layer anew under {name}, where each is split by code of its own; set "
+                f"{name}=1, or compile=false",
+            )
+    if config.compile and config.attention_backend == "flex":
+        yield Problem(
+            f"{SECTION}.compile",
+            "compiles layers around attention, and flex is compiled for itself; set attention_backend=auto, or "
+            "compile=false",
+        )
     if config.pipeline_chunks_per_rank > 1 and config.pipeline_parallel_size == 1:
         yield Problem(
             f"{SECTION}.pipeline_chunks_per_rank",

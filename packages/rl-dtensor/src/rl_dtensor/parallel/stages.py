@@ -86,8 +86,13 @@ class Stages:
                 if head in dict(hf.named_children()):
                     hf.set_submodule(head, Absent())
 
-    def check_cut(self, hf: PreTrainedModel, stage: int, layout: dict[str, Any], device: torch.device) -> None:
+    def check_cut(
+        self, hf: PreTrainedModel, stage: int, rows: dict[str, Any], num_tokens: int, device: torch.device
+    ) -> None:
         """Pass hidden states through a stage without its own modules.
+
+        Args:
+            rows: what the model's forward pass is told of the rows.
 
         Raises:
             ValueError: where they change: the model does something between its modules that a stage would repeat.
@@ -98,13 +103,12 @@ class Stages:
         norm = hf.get_submodule(self.final_norm)
         assert isinstance(layers, nn.ModuleList)
         held = list(layers)
-        tokens = layout["position_ids"].shape[1]
-        probe = torch.linspace(-1, 1, tokens * hf.config.hidden_size, device=device).view(1, tokens, -1)
+        probe = torch.linspace(-1, 1, num_tokens * hf.config.hidden_size, device=device).view(1, num_tokens, -1)
         try:
             _fill(layers, [Absent() for _ in held])
             hf.set_submodule(self.final_norm, Absent())
             with torch.no_grad():
-                out = hf.base_model(inputs_embeds=probe, use_cache=False, **layout).last_hidden_state
+                out = hf.base_model(inputs_embeds=probe, use_cache=False, **rows).last_hidden_state
         finally:
             _fill(layers, held)
             hf.set_submodule(self.final_norm, norm)

@@ -1,0 +1,35 @@
+"""Compiled layers compute what the others do."""
+
+from transformers import AutoConfig
+
+from rl_dtensor import preflight
+from rl_dtensor.compilation import compiler_problem
+from rl_dtensor.selfcheck import MESHES, TOLERANCE, Case, check_case, expect, write_tiny
+
+RECOMPUTING = {"compile": True, "activation_checkpointing": True}
+
+
+def test_compiled_layers_train_and_stream_as_one_process(ranks, tmp_path, monkeypatch):
+    """Slow, as each piece of a layer around its attention is compiled by g++, with and without gradients."""
+    ranks.run("dtensor_factories:compile_plainly", [()] * 2)
+    monkeypatch.setitem(MESHES, "compiled", (2, RECOMPUTING))
+    folder = write_tiny(AutoConfig.for_model("qwen3"), tmp_path / "model")
+    outcome = check_case(ranks, folder, Case("compiled", is_packed=True, lora=False), expect(folder, lora=False))
+    assert not outcome.is_off(TOLERANCE), outcome
+    graphs = ranks.run("dtensor_factories:count_compiled", [()] * 2)
+    # with and without gradients, and once for rows of all lengths
+    assert all(2 <= count <= 16 for count in graphs), graphs
+
+
+def test_a_machine_without_a_compiler_is_told_before_the_run(tmp_path, monkeypatch):
+    from torch._inductor import config
+
+    monkeypatch.setattr(config.cpp, "cxx", ("/nowhere/g++",))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(preflight, "compiler_problem", compiler_problem.__wrapped__)
+    policy = {"model_name": "m", "dtensor_cfg": {"compile": True}}
+    problems = preflight.check({"policy": policy})
+    assert len(problems) == 1
+    assert problems[0].startswith("policy.dtensor_cfg.compile needs a C++ compiler")
+    assert "compile=false" in problems[0]
+    assert not preflight.check({"policy": {**policy, "dtensor_cfg": {}}})
