@@ -27,6 +27,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from rl_core.errors import ConfigError, RLError
 from rl_core.ray.host import AsyncWorkerHost, RestartingHost, WorkerHost
 from rl_launch.device import Device
+from rl_launch.ray_address import check_ray_address, nobody_answers
 
 _log = logging.getLogger(__name__)
 
@@ -166,6 +167,7 @@ class VirtualCluster:
 
 
 def _start_ray(num_nodes: int, cpu_ranks_per_node: int) -> None:
+    check_ray_address()
     address = os.environ.get("RAY_ADDRESS")
     if address is None and num_nodes > 1:
         raise ConfigError(
@@ -188,10 +190,7 @@ def _start_ray(num_nodes: int, cpu_ranks_per_node: int) -> None:
         except (RuntimeError, ConnectionError, TimeoutError) as error:
             ray.shutdown()
             if address and isinstance(error, ConnectionError):
-                raise ConfigError(
-                    f"RAY_ADDRESS is {address}, but no Ray cluster answers there: {error}\n"
-                    "Start it, or unset RAY_ADDRESS to use this machine alone."
-                ) from None
+                raise nobody_answers(address, str(error)) from None
             if attempt == START_ATTEMPTS:
                 raise RLError(f"Ray did not start in {START_ATTEMPTS} attempts; the last said: {error}") from error
             _log.warning("Ray did not start (%s); trying again", str(error).splitlines()[0])

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rl_core.errors import ConfigError
+from rl_launch.ray_address import check_ray_address
 
 Device = Literal["cpu", "cuda"]
 
@@ -65,6 +66,7 @@ def _is_connected() -> bool:
 
 
 def _device_of_cluster() -> Device:
+    check_ray_address()
     import ray
 
     if not ray.is_initialized():

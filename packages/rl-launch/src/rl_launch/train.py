@@ -11,6 +11,7 @@ from rl_core.errors import WorkerDied
 from rl_core.registry import ALGORITHMS, AlgorithmPlugin, plugin, resolve
 from rl_launch.device import check_devices, resolve_device
 from rl_launch.local_models import local_model
+from rl_launch.ray_address import check_ray_address
 from rl_launch.restoration import Restoration
 from rl_launch.root import backends_of
 from rl_launch.session import RunDirectory, RunSession
@@ -40,6 +41,7 @@ def train(config: Any, *, run_dir: str | Path, title: str = "", fresh: bool = Fa
     started = time.monotonic()
     algorithm: AlgorithmPlugin = plugin(ALGORITHMS, config.algorithm)
     check_writers(config.logger)
+    check_ray_address()
     check_devices(config.cluster)
     check_run_dir(run_dir, config, fresh=fresh)
     loaded = resolve(algorithm.load)(config)

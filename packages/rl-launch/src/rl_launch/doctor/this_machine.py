@@ -20,6 +20,7 @@ import psutil
 from rl_launch.device import local_gpus
 from rl_launch.doctor.gpus import ask_driver
 from rl_launch.doctor.machine import GpuDriver, Space, Tool
+from rl_launch.ray_address import is_answered
 from rl_launch.worker_envs import Mode, Outlook, Wanted, WorkerEnvSpec, default_root, missing, outlooks
 from rl_launch.worker_envs.node_build import EnvBuildError, clean_environment, find_uv
 
@@ -57,12 +58,7 @@ class ThisMachine:
         return os.environ.get("RAY_ADDRESS", "")
 
     def answers(self, address: str) -> bool:
-        host, _, port = address.rpartition(":")
-        try:
-            with socket.create_connection((host.strip("[]"), int(port)), timeout=1.0):
-                return True
-        except (OSError, ValueError):
-            return False
+        return is_answered(address, timeout_s=1.0)
 
     @property
     def ray_processes(self) -> Sequence[int]:

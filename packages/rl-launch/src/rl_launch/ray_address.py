@@ -1,0 +1,40 @@
+"""The Ray cluster that RAY_ADDRESS names."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from rl_core.errors import ConfigError
+
+_TIMEOUT_S = 3.0
+
+
+def check_ray_address() -> None:
+    """Refuse a RAY_ADDRESS at which nothing listens: Ray itself would go on trying for many minutes.
+
+    Raises:
+        ConfigError: naming the address and the remedy.
+    """
+    address = os.environ.get("RAY_ADDRESS", "")
+    # `auto`, `local` and addresses of Ray's client are for Ray to read
+    if ":" in address and "://" not in address and not is_answered(address, timeout_s=_TIMEOUT_S):
+        raise nobody_answers(address)
+
+
+def nobody_answers(address: str, reason: str = "") -> ConfigError:
+    """The error of a run that was sent to a cluster that is not there."""
+    return ConfigError(
+        f"RAY_ADDRESS is {address}, but no Ray cluster answers there{f': {reason}' if reason else ''}\n"
+        "Start it, or unset RAY_ADDRESS to use this machine alone."
+    )
+
+
+def is_answered(address: str, *, timeout_s: float) -> bool:
+    """Whether something listens at `host:port`."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s):
+            return True
+    except (OSError, ValueError):
+        return False
