@@ -50,12 +50,13 @@ def test_two_that_want_the_same_build_it_once(tmp_path):
     assert sorted(each.cached for each in built) == [False, True]
 
 
-def test_a_failure_shows_the_last_lines_and_leaves_nothing_that_counts(tmp_path):
+def test_a_failure_shows_the_last_lines_and_leaves_nothing(tmp_path):
     failing = replace(
         PLAN, commands=(*PLAN.commands, ("{uv}", "pip", "install", "--python", "{env_python}", "./absent"))
     )
     with pytest.raises(EnvBuildError, match=r"(?s)uv pip install ended with .*absent"):
         build(failing, str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == [f"{PLAN.folder}.lock"]
     assert not build(PLAN, str(tmp_path)).cached
 
 
@@ -70,7 +71,7 @@ def test_a_failure_shows_the_last_lines_and_leaves_nothing_that_counts(tmp_path)
 def test_one_that_would_hang_ray_is_refused(tmp_path, changes, message):
     with pytest.raises(EnvBuildError, match=message):
         build(replace(PLAN, **changes), str(tmp_path))
-    assert not (tmp_path / PLAN.folder / "complete.json").exists()
+    assert not (tmp_path / PLAN.folder).exists()
 
 
 def test_the_drivers_project_does_not_leak_into_the_build(tmp_path, monkeypatch):

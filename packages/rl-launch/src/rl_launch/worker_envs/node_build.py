@@ -147,9 +147,13 @@ def build(plan: EnvPlan, root: str | None = None) -> BuiltEnv:
             return BuiltEnv(str(python), time.monotonic() - started, cached=True)
         # one that was cut short has no marker
         shutil.rmtree(env, ignore_errors=True)
-        _install(plan, env, base / f"{plan.folder}.files")
-        preflight(plan, str(python))
-        _mark(env, plan)
+        try:
+            _install(plan, env, base / f"{plan.folder}.files")
+            preflight(plan, str(python))
+            _mark(env, plan)
+        except BaseException:
+            shutil.rmtree(env, ignore_errors=True)
+            raise
     return BuiltEnv(str(python), time.monotonic() - started, cached=False)
 
 
