@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -100,6 +100,22 @@ def read_config(source: str | Path, overrides: Sequence[str] = ()) -> Resolved[R
         root_type(algorithm),
         checks=(_folder_checks, *algorithm.checks, _checkpointing_checks, _backend_checks, _topology_checks),
     )
+
+
+def read_model_config(source: Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Any:
+    """The config of a run, or of a model apart from one, of which the policy alone will be started: what is set for
+    generation need not fit the devices.
+
+    Args:
+        source: the YAML file of a resolved config, or plain values of `policy` and `cluster`.
+
+    Raises:
+        ConfigError: listing every problem.
+    """
+    raw = load(source, overrides)
+    sections: dict[str, Any] = {"policy": _policy_type(generates=False), "cluster": ClusterConfig}
+    is_run = raw.select("algorithm") is not None
+    return resolve(raw, type_of(raw) if is_run else assemble("Model", sections), checks=(_model_checks,)).config
 
 
 def read_raw(source: str | Path, overrides: Sequence[str] = ()) -> RawConfig:
@@ -233,18 +249,34 @@ def _backend_checks(config: Any) -> Iterable[Problem]:
 
 
 def _topology_checks(config: Any) -> Iterator[Problem]:
-    cluster = config.cluster
     try:
         backends = backends_of(config)
     except ConfigError:
         return
-    generation = backends.generation
-    if generation is not None:
-        yield from colocated_problems(generation.config.colocated)
+    if backends.generation is not None:
+        yield from colocated_problems(backends.generation.config.colocated)
+    yield from _placement_problems(config.cluster, backends)
+
+
+def _model_checks(config: Any) -> Iterator[Problem]:
+    try:
+        policy = backends_of(config).policy
+    except ConfigError as error:
+        yield Problem("policy", str(error))
+        return
+    if config.policy.model_name not in MADE_HERE:
+        yield from folder_problems("policy.model_name", config.policy.model_name, MODEL_FILES)
+    for check in policy.plugin.checks:
+        yield from check(config)
+    yield from _placement_problems(config.cluster, Backends(policy, None))
+
+
+def _placement_problems(cluster: Any, backends: Backends) -> Iterator[Problem]:
     # the devices of another machine's cluster are known once Ray has connected to it
     if cluster.device == "auto" and os.environ.get("RAY_ADDRESS"):
         return
     device = resolve_device(cluster.device)
+    generation = backends.generation
     topology = plan(
         num_nodes=cluster.num_nodes,
         ranks_per_node=cluster.gpus_per_node if device == "cuda" else cluster.cpu_ranks_per_node,

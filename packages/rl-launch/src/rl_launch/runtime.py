@@ -18,6 +18,7 @@ from ray.actor import ActorHandle
 from rl_algos.rollouts.worker import RolloutWorkerSpec
 from rl_core.errors import ConfigError, Origin, RLError
 from rl_core.generation import Placement
+from rl_core.model import ModelSpec
 from rl_core.ray.calls import gather
 from rl_core.ray.environment import RemoteEnvironment
 from rl_core.ray.model import RemoteModel
@@ -137,11 +138,9 @@ class Runtime:
             needs: what its rollout workers run, where it generates.
             vocabulary: number of tokens the canary may draw from.
         """
-        backend = self._backends.policy
-        group = self._place_policy()
-        group.begin(backend.plugin, backend.config, backend.backend, algorithm.spec(self._config))
         if needs is None:
-            return Components(policy=self._finish_policy(group), data=data)
+            return Components(policy=self.policy(algorithm.spec(self._config)), data=data)
+        group = self._begin_policy(algorithm.spec(self._config))
         if self._topology.shares_devices:
             policy = self._finish_policy(group)
             policy.offload()
@@ -153,6 +152,10 @@ class Runtime:
         sync = self._weight_sync(policy, group, vocabulary)
         pool = self._pool(replicas, sync, self._turns(policy, replicas))
         return Components(policy=policy, data=data, weights=sync, pool=pool)
+
+    def policy(self, spec: ModelSpec) -> RemoteModel:
+        """The policy alone, built for what the spec says."""
+        return self._finish_policy(self._begin_policy(spec))
 
     def evaluation_pool(self, needs: RolloutNeeds) -> RolloutPool:
         """Replicas alone, serving the weights at `policy.model_name`."""
@@ -169,6 +172,12 @@ class Runtime:
         self._exit.callback(self._cluster.release, nodes)
         process = self._process(self._pythons.policy, num_gpus=1, ranks=topology.policy_ranks)
         return ModelGroup(self._cluster, nodes, process, role=POLICY, logs=self._logs)
+
+    def _begin_policy(self, spec: ModelSpec) -> ModelGroup:
+        backend = self._backends.policy
+        group = self._place_policy()
+        group.begin(backend.plugin, backend.config, backend.backend, spec)
+        return group
 
     def _finish_policy(self, group: ModelGroup) -> RemoteModel:
         policy = group.finish(self._hold(POLICY))

@@ -60,6 +60,33 @@ def train(
 
 
 @app.command()
+def convert(
+    source: Annotated[
+        str, typer.Argument(metavar="SOURCE", help="A checkpoint, a run directory (its newest one), or a model.")
+    ],
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="A folder that is not there yet.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Config keys to set, such as cluster.cpu_ranks_per_node=2."),
+    ] = None,
+    to: Annotated[
+        str | None, typer.Option("--to", metavar="BACKEND", help="Make a checkpoint of this backend from a model.")
+    ] = None,
+) -> None:
+    """Write a checkpoint's weights as Hugging Face files; or, with --to, a Hugging Face model as a checkpoint."""
+    with reported():
+        from rl_launch.convert import to_checkpoint, to_hugging_face
+        from rl_launch.session import show_logs
+
+        show_logs()
+        if to is None:
+            to_hugging_face(Path(source).expanduser(), target.expanduser(), overrides or ())
+        else:
+            to_checkpoint(source, target.expanduser(), to, overrides or ())
+        sys.stdout.write(f"{target}\n")
+
+
+@app.command()
 def quickstart(overrides: Annotated[list[str] | None, typer.Argument(metavar="[run_dir=DIR]")] = None) -> None:
     """Make a tiny model, teach it sums by SFT and GRPO, and show what it learnt: a few minutes on any machine."""
     with reported() as failure:
