@@ -95,6 +95,11 @@ class Plan:
     warm_up: int
     ranks: int
     cores: int
+    microbatch: int | None
+
+    def rows_at_a_time(self, size: Size) -> int:
+        """Completions in one forward pass of training, on either side."""
+        return min(self.microbatch or size.rows, size.rows)
 
     @property
     def last(self) -> int:
@@ -124,7 +129,8 @@ def compare(name: str, size: Size, plan: Plan, python: Path, folder: Path) -> No
             sys.exit(f"a step sampled {step.num_tokens:.0f} tokens instead of {size.rows} x {size.tokens}")
     parameters = num_parameters(folder / "model") / 1e6
     print(
-        f"{name}: {parameters:.1f}M parameters, {size.rows} completions of {size.tokens} tokens; baseline {versions}\n"
+        f"{name}: {parameters:.1f}M parameters, {size.rows} completions of {size.tokens} tokens, "
+        f"trained in microbatches of {plan.rows_at_a_time(size)}; baseline {versions}\n"
     )
     print(comparison(ours, theirs))
     print()
@@ -168,7 +174,7 @@ def our_config(size: Size, plan: Plan, folder: Path) -> dict:
             "model_name": str(folder / "model"),
             "precision": "float32",
             "train_global_batch_size": size.rows,
-            "train_micro_batch_size": size.rows,
+            "train_micro_batch_size": plan.rows_at_a_time(size),
             "max_total_sequence_length": PROMPT_ROOM + size.tokens,
             "max_grad_norm": 1.0,
             "sequence_packing": {"enabled": False},
@@ -184,7 +190,7 @@ def our_config(size: Size, plan: Plan, folder: Path) -> dict:
             "num_generations_per_prompt": size.group,
             "max_num_steps": plan.last,
         },
-        "loss_fn": {"reference_policy_kl_penalty": 0.0, "force_on_policy_ratio": True},
+        "loss_fn": {"reference_policy_kl_penalty": 0.0},
         "data": {
             "train": {
                 "data_path": str(folder / "prompts.jsonl"),
@@ -207,6 +213,7 @@ def trl_steps(size: Size, plan: Plan, python: Path, folder: Path) -> tuple[list[
         "scratch": str(folder / "trl"),
         "output": str(folder / "trl.json"),
         "rows": size.rows,
+        "microbatch": plan.rows_at_a_time(size),
         "group": size.group,
         "tokens": size.tokens,
         "steps": plan.last,
@@ -248,6 +255,9 @@ def read_arguments() -> tuple[Plan, list[str], Path, Path | None]:
     parser.add_argument("--steps", type=int, default=5, help="steps measured (%(default)s)")
     parser.add_argument("--warm-up", type=int, default=2, help="steps before those, at least 1 (%(default)s)")
     parser.add_argument("--ranks", type=int, default=1, help="our training ranks, which share the cores (%(default)s)")
+    parser.add_argument(
+        "--microbatch", type=int, help="completions in one pass of training, on both sides; all by default"
+    )
     parser.add_argument("--cores", type=int, help="cores that either may use; all where unset")
     parser.add_argument("--trl-env", type=Path, default=cache / "trl", help="TRL's environment (%(default)s)")
     parser.add_argument("--folder", type=Path, help="keep models, runs and logs here; removed where unset")
@@ -258,8 +268,8 @@ def read_arguments() -> tuple[Plan, list[str], Path, Path | None]:
         parser.error(f"unknown size {unknown[0]}" if unknown else "--steps and --warm-up must be at least 1")
     cores = use_cores(chosen.cores)
     if chosen.quick:
-        return Plan(2, 1, chosen.ranks, cores), ["tiny"], chosen.trl_env, chosen.folder
-    plan = Plan(chosen.steps, chosen.warm_up, chosen.ranks, cores)
+        return Plan(2, 1, chosen.ranks, cores, chosen.microbatch), ["tiny"], chosen.trl_env, chosen.folder
+    plan = Plan(chosen.steps, chosen.warm_up, chosen.ranks, cores, chosen.microbatch)
     return plan, chosen.sizes or list(SIZES), chosen.trl_env, chosen.folder
 
 

@@ -98,7 +98,8 @@ def main(settings: dict[str, Any]) -> None:
     )
     arguments = GRPOConfig(
         output_dir=settings["scratch"],
-        per_device_train_batch_size=settings["rows"],
+        per_device_train_batch_size=settings["microbatch"],
+        gradient_accumulation_steps=settings["rows"] // settings["microbatch"],
         num_generations=settings["group"],
         max_completion_length=settings["tokens"],
         max_steps=settings["steps"],

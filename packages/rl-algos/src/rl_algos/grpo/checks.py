@@ -20,7 +20,7 @@ def check(config: Any) -> Iterable[Problem]:
 
 def _batch_sizes(config: Any) -> Iterator[Problem]:
     grpo, policy = config.grpo, config.policy
-    rows = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
+    rows = grpo.rollouts_per_step
     if rows % policy.train_global_batch_size:
         yield Problem(
             "policy.train_global_batch_size",

@@ -79,6 +79,11 @@ class GRPOConfig(Config):
     seed: int = 42
     """Of data order, sampling and dropout."""
 
+    @property
+    def rollouts_per_step(self) -> int:
+        """Rollouts that one step trains on."""
+        return self.num_prompts_per_step * self.num_generations_per_prompt
+
 
 class LossConfig(Config):
     reference_policy_kl_penalty: float = Field(default=0.01, ge=0)
@@ -101,9 +106,9 @@ class LossConfig(Config):
     """One ratio per sequence, from its mean log-ratio (GSPO)."""
     use_cispo: bool = False
     """Clip the ratio and stop its gradient, so that every token keeps one (CISPO)."""
-    force_on_policy_ratio: bool = False
-    """Take the ratio as 1 with its gradient, and spare the pass that computes `prev_logprobs`; needs one minibatch a
-    step.
+    force_on_policy_ratio: bool | None = None
+    """Take the ratio as 1 with its gradient, and spare the pass that computes `prev_logprobs`, which with one minibatch
+    a step are the logprobs of the update itself. Unset, it is so where a step has one minibatch.
     """
     use_importance_sampling_correction: bool = False
     """Weigh the policy term by `exp(prev - generation)` logprobs."""

@@ -80,7 +80,7 @@ def run(config: Any, components: Components, run: Run) -> None:
     )
     train(
         config.grpo,
-        policy_loss(config.loss_fn, generation.temperature, config.grpo.seq_logprob_error_threshold),
+        policy_loss(config),
         policy=components.policy,
         rollouts=source,
         weights=components.weights,
@@ -112,29 +112,32 @@ def validation_sampling(generation: GenerationConfig, end_of_sequence: int) -> S
     )
 
 
-def policy_loss(config: LossConfig, temperature: float, mismatch_threshold: float | None = None) -> PolicyLoss:
-    """The loss a `loss_fn` section describes."""
+def policy_loss(config: Any) -> PolicyLoss:
+    """The loss a config describes."""
+    loss: LossConfig = config.loss_fn
     kl = KLPenalty(
-        weight=config.reference_policy_kl_penalty,
-        estimator=config.reference_policy_kl_type,
-        input_clamp=config.kl_input_clamp_value,
-        output_clamp=config.kl_output_clamp_value,
+        weight=loss.reference_policy_kl_penalty,
+        estimator=loss.reference_policy_kl_type,
+        input_clamp=loss.kl_input_clamp_value,
+        output_clamp=loss.kl_output_clamp_value,
     )
     importance = ImportanceCorrection(
-        truncation=config.truncated_importance_sampling_type,
-        low=config.truncated_importance_sampling_ratio_min,
-        high=config.truncated_importance_sampling_ratio,
+        truncation=loss.truncated_importance_sampling_type,
+        low=loss.truncated_importance_sampling_ratio_min,
+        high=loss.truncated_importance_sampling_ratio,
     )
+    has_one_minibatch = config.policy.train_global_batch_size == config.grpo.rollouts_per_step
+    on_policy = has_one_minibatch if loss.force_on_policy_ratio is None else loss.force_on_policy_ratio
     return PolicyLoss(
-        clip_low=config.ratio_clip_min,
-        clip_high=config.ratio_clip_max,
-        dual_clip=config.ratio_clip_c,
-        level="token" if config.token_level_loss else "sequence",
-        sequence_ratio=config.sequence_level_importance_ratios,
-        cispo=config.use_cispo,
-        on_policy=config.force_on_policy_ratio,
+        clip_low=loss.ratio_clip_min,
+        clip_high=loss.ratio_clip_max,
+        dual_clip=loss.ratio_clip_c,
+        level="token" if loss.token_level_loss else "sequence",
+        sequence_ratio=loss.sequence_level_importance_ratios,
+        cispo=loss.use_cispo,
+        on_policy=on_policy,
         kl=kl if kl.weight > 0 else None,
-        importance=importance if config.use_importance_sampling_correction else None,
-        mismatch_threshold=mismatch_threshold,
-        temperature=temperature,
+        importance=importance if loss.use_importance_sampling_correction else None,
+        mismatch_threshold=config.grpo.seq_logprob_error_threshold,
+        temperature=config.policy.generation.temperature,
     )
