@@ -97,6 +97,14 @@ def test_on_shared_devices_memory_is_freed_before_it_is_taken(events):
     assert residency.resident == "generation"
 
 
+def test_a_policy_that_is_away_is_brought_in_before_anything_is_sent(events):
+    residency = Residency()
+    residency.join("policy", Tenant(lambda: events.append("leave"), lambda: events.append("enter")))
+    sync = make_sync(events, residency)
+    sync.transfer(sync.publish(), [Replica(events)])
+    assert events[:2] == ["enter", "offload optimizer"]
+
+
 def test_every_engine_rank_of_every_replica_is_a_receiver_of_its_own(events):
     replicas = [Replica(events), Replica(events)]
     sync = make_sync(events)

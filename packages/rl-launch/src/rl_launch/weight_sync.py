@@ -19,7 +19,7 @@ from rl_core.ray.calls import gather
 from rl_core.ray.model import RemoteModel
 from rl_core.weights import Transport, TransportKind, verify_receipt
 from rl_launch.residency import Residency
-from rl_launch.topology import GENERATION
+from rl_launch.topology import GENERATION, POLICY
 
 _log = logging.getLogger(__name__)
 
@@ -122,21 +122,24 @@ class WeightSync:
                 _log.warning("%s; sending version %d again", error, update.version)
 
     def _transfer(self, update: WeightUpdate, replicas: Sequence[Receiver]) -> None:
-        expected = self._policy.infer(Batch({"tokens": self._canary.rows}), [LOGPROBS]).ragged("logprobs")
+        if self._residency:
+            with self._residency.hold(POLICY):
+                self._policy.offload(["optimizer"])
         manifest = self._policy.manifest(update.version)
         transport = self._transport(sum(replica.num_ranks for replica in replicas))
         self._all(replicas, "pause")
         if self._residency:
-            self._policy.offload(["optimizer"])
             self._all(replicas, "wake", ("weights",))
         self._all(replicas, "begin", manifest)
         finish = self._policy.start_send(manifest, transport)
         first_ranks = np.cumsum([1] + [replica.num_ranks for replica in replicas])
-        receipts = gather(
-            [r.generator("receive", transport, int(first)) for r, first in zip(replicas, first_ranks, strict=False)],
-            [replica.origin("weight sync") for replica in replicas],
-            self._timeout_s,
-        )
+        receiving = [
+            replica.generator("receive", transport, int(first))
+            for replica, first in zip(replicas, first_ranks, strict=False)
+        ]
+        # the policy has sent everything a while before the engines have taken it in
+        expected = self._policy.infer(Batch({"tokens": self._canary.rows}), [LOGPROBS]).ragged("logprobs")
+        receipts = gather(receiving, [replica.origin("weight sync") for replica in replicas], self._timeout_s)
         digests = finish()
         for replica, ranks in zip(replicas, receipts, strict=True):
             for rank, received in enumerate(ranks):
