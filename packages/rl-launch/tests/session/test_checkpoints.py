@@ -1,4 +1,5 @@
 import errno
+import shutil
 from pathlib import Path
 
 import counting_run as counting
@@ -90,6 +91,21 @@ def test_a_save_that_fails_leaves_no_files_and_the_one_before(tmp_path):
     checkpoints = save_all(tmp_path, [0.1])
     with pytest.raises(OSError, match="No space left"):
         checkpoints.save(2, models={"policy": OnAFullDisk()}, state={}, metrics={})
+    assert names(tmp_path) == ["step_1"]
+
+
+@pytest.mark.parametrize(("free", "kind"), [(0, OSError), (2**30, RuntimeError)])
+def test_a_save_that_fails_for_want_of_room_says_so_in_the_systems_words(tmp_path, monkeypatch, free, kind):
+    class Odd(counting.CountingModel):
+        def save(self, path, *, wait=True):
+            raise RuntimeError("unexpected pos 704 vs 598")
+
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=free))
+    checkpoints = save_all(tmp_path, [0.1])
+    with pytest.raises(kind) as failure:
+        checkpoints.save(2, models={"policy": Odd()}, state={}, metrics={})
+    assert ("No space left on device" in str(failure.value)) == (kind is OSError)
     assert names(tmp_path) == ["step_1"]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -10,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl_core.errors import RunDirectoryError
+from rl_core.errors import RunDirectoryError, WorkerDied
 from rl_core.model import Model
 from rl_core.run import Checkpointable
 from rl_launch.session.config import CheckpointingConfig
@@ -22,6 +24,8 @@ EXPORT = "hf"
 
 _EXPORTED = "policy"
 _NAME = re.compile(r"step_(\d+)")
+
+_FULL_BELOW_BYTES = 2**20
 
 _logger = logging.getLogger(__name__)
 
@@ -189,7 +193,11 @@ class Checkpoints:
 
     @contextmanager
     def _dropped_if_it_fails(self) -> Iterator[None]:
-        """Leave nothing of a save that fails, above all where the disk is full; other models' writes end first."""
+        """Leave nothing of a save that fails; other models' writes end first.
+
+        Raises:
+            OSError: where the disk was full: what writes tensors has words of its own for that, which name no disk.
+        """
         try:
             yield
         except BaseException as error:
@@ -197,7 +205,10 @@ class Checkpoints:
                 for model in self._open.models.values():
                     with suppress(Exception):
                         model.finish_save()
+            is_full = shutil.disk_usage(self._folder).free < _FULL_BELOW_BYTES
             self.abandon()
+            if is_full and isinstance(error, Exception) and not isinstance(error, WorkerDied):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._folder)) from error
             raise
 
     def _saved(self) -> list[tuple[int, Path]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -43,7 +45,7 @@ def show_logs(*, verbose: bool = False) -> None:
 @contextmanager
 def logged_to(path: Path) -> Iterator[None]:
     """Append log records to a file while inside."""
-    handler = logging.FileHandler(path, delay=True, encoding="utf-8")
+    handler = _LogFile(path, delay=True, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.getLogger().addHandler(handler)
     try:
@@ -51,6 +53,15 @@ def logged_to(path: Path) -> Iterator[None]:
     finally:
         logging.getLogger().removeHandler(handler)
         handler.close()
+
+
+class _LogFile(logging.FileHandler):
+    """Drops records that find no room on the disk: logging would print a traceback for each."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - a method of logging's
+        error = sys.exception()
+        if not (isinstance(error, OSError) and error.errno == errno.ENOSPC):
+            super().handleError(record)
 
 
 class _Plain(logging.Formatter):
