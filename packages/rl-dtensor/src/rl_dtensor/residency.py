@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import platform
 from collections.abc import Sequence
 
 import torch
@@ -19,9 +17,8 @@ from rl_dtensor.parallel.fsdp import local
 class Residency:
     """Which parts of a model are on its device.
 
-    What is on the host, on `cpu` or by `cpu_offload`, stays where it is, and only the order of calls is kept: a model
-    whose parameters were offloaded refuses work until they are back. What the process has freed, the activations of
-    the last step above all, is given back to the system.
+    On `cpu`, and for what `cpu_offload` keeps on the host, there is nothing to free and only the order of calls is
+    kept: a model whose parameters were offloaded refuses work until they are back.
     """
 
     def __init__(self, model: ShardedModel, optimizer: Optimizer | None, device: torch.device) -> None:
@@ -39,7 +36,6 @@ class Residency:
                 self._away[part] = Parked(tensor for tensor in self._tensors(part) if self._is_movable(tensor))
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-        _trim_heap()
 
     def onload(self, parts: Sequence[Part]) -> None:
         """Bring these parts back, bit for bit."""
@@ -67,9 +63,3 @@ class Residency:
             for value in state.values()
             if isinstance(value, Tensor)
         ]
-
-
-def _trim_heap() -> None:
-    """Give freed memory back: glibc keeps what a step has used, several times what the model takes."""
-    if platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).malloc_trim(0)
