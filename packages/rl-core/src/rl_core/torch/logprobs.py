@@ -87,12 +87,15 @@ def head_reads(
         raise ValueError(f"temperature must be positive, got {temperature}")
     if k > len(head.weight):
         raise ValueError(f"topk({k}) of a vocabulary of {len(head.weight)} tokens")
-    options = _Options(head.transform, temperature, entropy, k, chunk_size)
+    options = HeadPass(head.transform, temperature, entropy, k, chunk_size)
     return TokenReads(*_HeadReads.apply(hidden, head.weight, head.bias, targets, options))
 
 
 @dataclass(frozen=True)
-class _Options:
+class HeadPass:
+    """How the products of a chunk's hidden states and a head become results; methods that end in `_` use up what they
+    are given."""
+
     transform: LogitTransform
     temperature: float
     entropy: bool
@@ -100,61 +103,110 @@ class _Options:
     chunk_size: int
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Logits before the temperature, in float32 or wider."""
+        """Logits before the temperature, in float32 or wider, which may be used up."""
         products = F.linear(hidden, weight, bias)
-        return self.transform(products.to(_wide(products.dtype)))
+        return self.transform(products.to(wide_dtype(products.dtype)))
+
+    def cooled_(self, logits: Tensor) -> Tensor:
+        """Divide logits by the temperature, in place."""
+        return logits if self.temperature == 1.0 else logits.div_(self.temperature)
+
+    def grad_products_(
+        self,
+        logits: Tensor,
+        *,
+        log_sum: Tensor,
+        entropy: Tensor,
+        by_entropy: Tensor,
+        columns: Tensor,
+        by_columns: Tensor,
+        by_targets: Tensor,
+    ) -> Tensor:
+        """Gradient `[n, vocab]` by the products of hidden states and head.
+
+        With p the probabilities: d logp_t / d z = onehot(t) - p, and d H / d z = -p (log p + H).
+
+        Args:
+            log_sum: `[n]`, of the exponentials of the logits over the temperature.
+            entropy, by_entropy: `[n]`, or empty; the latter is the gradient by it.
+            columns: `[n, 1 + k]`, of the target and the top-k tokens.
+            by_columns: `[n, 1 + k]`, gradients by their logprobs, 0 where the column is not the token's.
+            by_targets: `[n]`, the sum of gradients by all logprobs.
+        """
+        used = logits if self.transform.softcap is None else logits.clone()  # a cap's gradient wants them whole
+        logprobs = self.cooled_(used).sub_(log_sum[:, None])
+        coefficient = -by_targets[:, None]
+        if self.entropy:
+            grad = logprobs.exp()
+            grad.mul_(logprobs.add_(entropy[:, None]).mul_(-by_entropy[:, None]).add_(coefficient))
+        else:
+            grad = logprobs.exp_().mul_(coefficient)
+        if grad.shape[1]:
+            grad.scatter_add_(1, columns, by_columns)
+        return self.transform.backward(self.cooled_(grad), logits)
 
     def chunks(self, num: int) -> Iterator[slice]:
         for start in range(0, num, self.chunk_size):
             yield slice(start, min(start + self.chunk_size, num))
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float32, or wider."""
     return torch.promote_types(dtype, torch.float32)
 
 
 class _HeadReads(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: _Options
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: HeadPass
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        num, wide = len(hidden), _wide(hidden.dtype)
+        num, wide = len(hidden), wide_dtype(hidden.dtype)
         logprobs = hidden.new_empty(num, dtype=wide)
+        log_sums = hidden.new_empty(num, dtype=wide)
         entropy = hidden.new_empty(num if options.entropy else 0, dtype=wide)
         topk_logprobs = hidden.new_empty((num, options.k), dtype=wide)
         topk_ids = targets.new_empty((num, options.k))
         for chunk in options.chunks(num):
-            logits = options.logits(hidden[chunk], weight, bias)
-            all_logprobs = (logits / options.temperature).log_softmax(-1)
-            logprobs[chunk] = all_logprobs.gather(1, targets[chunk, None])[:, 0]
+            logits = options.cooled_(options.logits(hidden[chunk], weight, bias))
+            largest = logits.amax(1, keepdim=True)
+            shifted = logits.sub_(largest)
+            logprobs[chunk] = shifted.gather(1, targets[chunk, None])[:, 0]
             if options.k:
-                topk_logprobs[chunk], topk_ids[chunk] = all_logprobs.topk(options.k)
-            if options.entropy:
-                entropy[chunk] = -(all_logprobs.exp() * all_logprobs).sum(-1)
+                topk_logprobs[chunk], topk_ids[chunk] = shifted.topk(options.k)
+            log_sum = _log_sum_(shifted, entropy[chunk] if options.entropy else None)
+            logprobs[chunk] -= log_sum
+            topk_logprobs[chunk] -= log_sum[:, None]
+            log_sums[chunk] = log_sum + largest[:, 0]
         ctx.options = options
-        ctx.save_for_backward(hidden, weight, bias, targets, entropy, topk_ids)
+        ctx.save_for_backward(hidden, weight, bias, targets, log_sums, entropy, topk_ids)
         ctx.mark_non_differentiable(topk_ids)
         return logprobs, entropy, topk_logprobs, topk_ids
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, entropy, topk_ids = ctx.saved_tensors
+        hidden, weight, bias, targets, log_sums, entropy, topk_ids = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        wide = _wide(hidden.dtype)
+        wide = wide_dtype(hidden.dtype)
         grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
         grad_bias = torch.zeros_like(bias, dtype=wide) if needs_bias else None
+        by_targets = torch.cat([grads[0][:, None], grads[2]], dim=1)
         for chunk in ctx.options.chunks(len(hidden)):
-            logits = ctx.options.logits(hidden[chunk], weight, bias)
-            chunk_grads = tuple(grad[chunk] for grad in grads[:3])
-            chunk_targets = torch.cat([targets[chunk, None], topk_ids[chunk]], dim=1)
-            grad = _grad_products(ctx.options, logits, chunk_targets, entropy[chunk], chunk_grads)
+            grad = ctx.options.grad_products_(
+                ctx.options.logits(hidden[chunk], weight, bias),
+                log_sum=log_sums[chunk],
+                entropy=entropy[chunk],
+                by_entropy=grads[1][chunk],
+                columns=torch.cat([targets[chunk, None], topk_ids[chunk]], dim=1),
+                by_columns=by_targets[chunk],
+                by_targets=by_targets[chunk].sum(1),
+            )
             narrow = grad.to(hidden.dtype)
             if grad_hidden is not None:
                 grad_hidden[chunk] = narrow @ weight
             if grad_weight is not None:
-                grad_weight += narrow.T @ hidden[chunk]
+                add_product_(grad_weight, narrow.T, hidden[chunk])
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
         return (
@@ -166,26 +218,21 @@ class _HeadReads(torch.autograd.Function):
         )
 
 
-def _grad_products(
-    options: _Options, logits: Tensor, targets: Tensor, entropy: Tensor, grads: tuple[Tensor, ...]
-) -> Tensor:
-    """Gradient `[n, vocab]` by the products of hidden states and head.
+def _log_sum_(logits: Tensor, entropy: Tensor | None) -> Tensor:
+    """`[n]`, the logarithm of the sum S of the exponentials of logits z `[n, vocab]`, of which none is positive and
+    which are used up. Where the entropy is wanted, it is written: log S - sum exp(z) z / S."""
+    if entropy is None:
+        return logits.exp_().sum(1).log_()
+    weights = logits.exp()
+    total = weights.sum(1)
+    log_sum = total.log()
+    torch.sub(log_sum, weights.mul_(logits).sum(1) / total, out=entropy)
+    return log_sum
 
-    With p the probabilities: d logp_t / d z = onehot(t) - p, and d H / d z = -p (log p + H).
 
-    Args:
-        targets: `[n, 1 + k]`, the target and the top-k tokens.
-        entropy: `[n]`, or empty.
-        grads: by the logprobs `[n]`, the entropy `[n]` or empty, the top-k logprobs `[n, k]`.
-    """
-    by_logprobs, by_entropy, by_topk = grads
-    all_logprobs = (logits / options.temperature).log_softmax(-1)
-    by_targets = torch.cat([by_logprobs[:, None], by_topk], dim=1)
-    coefficient = -by_targets.sum(1, keepdim=True)
-    probabilities = all_logprobs.exp()
-    if options.entropy:
-        grad = probabilities * (coefficient - by_entropy[:, None] * (all_logprobs + entropy[:, None]))
+def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add `a @ b` to a total, which may have a wider dtype, without a tensor of the product's size where it has not."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
     else:
-        grad = probabilities.mul_(coefficient)
-    grad.scatter_add_(1, targets, by_targets)
-    return options.transform.backward(grad.div_(options.temperature), logits)
+        total += a @ b
