@@ -63,17 +63,15 @@ def kernel_of(backend: AttentionBackend) -> Attend:
 def _by_row(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, softmax: Softmax, *, attend_row: _Row
 ) -> Tensor:
-    """One segment after another: skips the work between rows that a block-diagonal mask would pay for."""
-    outputs = [
-        attend_row(
-            query[:, :, slice(*segment.query)],
-            key[:, :, slice(*segment.key)],
-            value[:, :, slice(*segment.key)],
-            softmax,
-        )
-        for segment in segments.items
-    ]
-    return torch.cat(outputs, dim=2)
+    """One segment after another: skips the work between rows that a block-diagonal mask would pay for.
+
+    Tensors are split rather than sliced: the gradient of each slice would be as large as the whole.
+    """
+    if segments.keys is not None:
+        key, value = key.index_select(2, segments.keys), value.index_select(2, segments.keys)
+    num_queries, num_keys = segments.lengths
+    parts = zip(query.split(num_queries, 2), key.split(num_keys, 2), value.split(num_keys, 2), strict=True)
+    return torch.cat([attend_row(*part, softmax) for part in parts], dim=2)
 
 
 def _sdpa_row(query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:

@@ -76,6 +76,14 @@ class Segments:
     device: torch.device
 
     @cached_property
+    def lengths(self) -> tuple[list[int], list[int]]:
+        """Queries and keys of each segment."""
+        return (
+            [item.query[1] - item.query[0] for item in self.items],
+            [item.key[1] - item.key[0] for item in self.items],
+        )
+
+    @cached_property
     def query_ends(self) -> Tensor:
         """int32 `[segments + 1]`, where queries start and end."""
         return torch.tensor([0, *(item.query[1] for item in self.items)], dtype=torch.int32, device=self.device)
@@ -83,8 +91,7 @@ class Segments:
     @cached_property
     def key_ends(self) -> Tensor:
         """int32 `[segments + 1]`, where keys start and end, those of all segments one after another."""
-        lengths = [item.key[1] - item.key[0] for item in self.items]
-        return torch.tensor([0, *lengths], device=self.device).cumsum(0, dtype=torch.int32)
+        return torch.tensor([0, *self.lengths[1]], device=self.device).cumsum(0, dtype=torch.int32)
 
     @cached_property
     def keys(self) -> Tensor | None:
@@ -103,10 +110,8 @@ class Segments:
     @cached_property
     def longest(self) -> tuple[int, int]:
         """Most queries and most keys of a segment."""
-        return (
-            max(item.query[1] - item.query[0] for item in self.items),
-            max(item.key[1] - item.key[0] for item in self.items),
-        )
+        queries, keys = self.lengths
+        return max(queries), max(keys)
 
 
 @dataclass(frozen=True)
