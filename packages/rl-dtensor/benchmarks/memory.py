@@ -2,8 +2,8 @@
 
     python packages/rl-dtensor/benchmarks/memory.py [logprobs] [activations] [resident]
 
-On the CPU the resident set counts: its peak over what it was before (`VmHWM` after a reset, `VmRSS`); for peaks the
-allocator gives what is freed back at once. On a GPU torch counts (`max_memory_allocated`). The baseline of logprobs
+On the CPU the resident set counts: its peak over what it was before (`VmHWM` after a reset, `VmRSS`), with an allocator
+that gives what is freed back at once. On a GPU torch counts (`max_memory_allocated`). The baseline of logprobs
 is what one writes without chunks: cross-entropy on whole logits.
 """
 
@@ -111,9 +111,7 @@ def main() -> None:
     print(f"{surroundings('rl-core', 'rl-dtensor', 'torch', 'transformers')}; {chosen.device}")
     print("MB are 10^6 bytes\n")
 
-    def apart(measure: Callable[..., Any], *args: Any, keeps_freed: bool = False) -> Any:
-        for name, value in KEEPS_NOTHING.items():
-            os.environ.pop(name, None) if keeps_freed else os.environ.update({name: value})
+    def apart(measure: Callable[..., Any], *args: Any) -> Any:
         return in_process(with_memory, measure, chosen.device, chosen.threads, *args)
 
     for name in chosen.parts or PARTS:
@@ -203,17 +201,12 @@ def resident(sizes: Sizes, device: str, apart: Callable[..., Any]) -> str:
         del kinds["AdamW, cpu_offload"]  # the host is where they are
     rows = []
     for name, (backend, optimizer) in kinds.items():
-        held = apart(held_by_worker, sizes.model, sizes.tokens // 2, backend, optimizer, keeps_freed=True)
+        held = apart(held_by_worker, sizes.model, sizes.tokens // 2, backend, optimizer)
         rows.append((name, *(f"{bytes_ / MB:.0f}" for bytes_ in held)))
     head = ["", "loaded", "after a step", "optimizer offloaded", "and parameters", "onloaded"]
-    note = (
-        "With the allocator as it is, which keeps what is freed: on the CPU an offload gives that back, and leaves "
-        "parameters and state where they are.\n\n"
-        if device == "cpu"
-        else ""
-    )
+    note = "On the CPU an offload leaves everything where it is: the host is where it would go.\n\n"
     what = f"{sizes.model}, float32, a step of {sizes.tokens // 2} tokens; MB over those before it was built"
-    return f"{what}\n\n{note}{table(head, rows)}"
+    return f"{what}\n\n{note if device == 'cpu' else ''}{table(head, rows)}"
 
 
 def held_by_worker(
@@ -255,4 +248,5 @@ def with_memory(measure: Callable[..., Any], device: str, threads: int, *args: A
 PARTS = {"logprobs": logprobs, "activations": activations, "resident": resident}
 
 if __name__ == "__main__":
+    os.environ.update(KEEPS_NOTHING)
     main()

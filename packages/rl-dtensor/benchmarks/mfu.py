@@ -13,6 +13,7 @@ import argparse
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 from figures import median, seconds, surroundings, table
 from training import ADAMW, NextToken, Size, batch_of, config_of, in_process, one_rank, packed
 
+from rl_core.metrics import Metric
 from rl_core.model_config import OptimizerConfig
 
 VOCAB = 151936
@@ -173,7 +175,8 @@ def measured(case: Case) -> Measured:
         logprob_chunk_size=case.chunk,
         **packed(case.tokens),
     )
-    taken, metrics = [], {}
+    taken: list[float] = []
+    metrics: Mapping[str, Metric] = {}
     with one_rank(config, case.device, **case.backend) as worker:
         for _ in range(case.warm_up + case.steps):
             started = time.perf_counter()
