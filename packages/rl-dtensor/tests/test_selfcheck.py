@@ -53,8 +53,8 @@ def test_layers_of_each_kind_stay_with_all_that_is_said_of_them():
 
 
 def test_a_family_that_refuses_to_be_tiny_is_told_as_such(tmp_path):
-    with pytest.raises(ConfigError, match=r"a tiny nemotron model cannot be made, so this check cannot say: TypeError"):
-        write_tiny(AutoConfig.for_model("nemotron"), tmp_path)
+    with pytest.raises(ConfigError, match=r"a tiny dots1 model cannot be made, so this check cannot say: TypeError"):
+        write_tiny(AutoConfig.for_model("dots1"), tmp_path)
 
 
 def test_a_family_that_one_process_cannot_train_is_refused_case_by_case(monkeypatch, tmp_path):

@@ -94,8 +94,13 @@ SMALL: Mapping[str, Any] = {
     "attn_layer_offset": 1,
     "expert_layer_period": 2,
     "expert_layer_offset": 1,
+    "attn_layer_indices": [1],
     "mamba_n_heads": 4,
     "mamba_d_head": 16,
+    "mamba_d_ssm": 64,
+    "num_kv_shared_layers": 0,
+    "vocab_size_per_layer_input": 101,
+    "hidden_size_per_layer_input": 8,
     "q_lora_rank": 16,
     "kv_lora_rank": 16,
     "qk_nope_head_dim": 8,
@@ -113,6 +118,9 @@ SMALL: Mapping[str, Any] = {
     "shared_intermediate_size": 24,
 }
 """Sizes of the tiny model, for those of these fields that the family's config has a value of, under whatever name."""
+
+DERIVED = ("head_dim", "num_key_value_heads")
+"""Fields that follow from others where they have no value; not every family's code does without one."""
 
 LONGEST_PERIOD = 8
 """Most layers of the tiny model."""
@@ -229,10 +237,15 @@ def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
     text = config.get_text_config()
     fields = text.to_dict()
     called = {name: text.attribute_map.get(name, name) for name in ("num_hidden_layers", *SMALL)}
-    small = {called[name]: value for name, value in SMALL.items() if isinstance(fields.get(called[name]), int | float)}
+    small = {
+        called[name]: value
+        for name, value in SMALL.items()
+        if called[name] in fields
+        and (isinstance(fields[called[name]], int | float) or name in DERIVED or isinstance(value, list))
+    }
     heads, kv_heads = called["num_attention_heads"], called["num_key_value_heads"]
-    if kv_heads in small and fields[kv_heads] == fields.get(heads):
-        small[kv_heads] = small[heads]
+    if kv_heads in small and fields[kv_heads] in (fields.get(heads), None):
+        small[kv_heads] = SMALL["num_attention_heads"]
     if "qk_rope_head_dim" in small and fields.get("head_dim") == fields["qk_rope_head_dim"]:
         small["head_dim"] = small["qk_rope_head_dim"]
     small |= {name: 0.0 for name, value in fields.items() if _is_dropout(name) and isinstance(value, float)}
@@ -250,12 +263,34 @@ def _shorter(fields: Mapping[str, Any], num_layers: str) -> dict[str, Any]:
     Args:
         num_layers: name of that number.
     """
-    count = fields.get(num_layers)
+    count = fields.get(num_layers) or 0
     stated = {name: value for name, value in fields.items() if isinstance(value, list) and len(value) == count}
-    kinds = list(zip(*stated.values(), strict=True)) or [()] * 2
+    sparse = {name: _by_layer(value) for name, value in fields.items() if _by_layer(value)}
+    kinds = [
+        (*(value[index] for value in stated.values()), *(value.get(index) for value in sparse.values()))
+        for index in range(count)
+    ]
     first = [index for index, kind in enumerate(kinds) if kinds.index(kind) == index][:LONGEST_PERIOD]
     kept = first if len(first) > 1 else [0, 0]
-    return {num_layers: len(kept), **{name: [value[index] for index in kept] for name, value in stated.items()}}
+    return {
+        num_layers: len(kept),
+        **{name: [SMALL.get(name, value[index]) for index in kept] for name, value in stated.items()},
+        **{
+            name: {place: _smaller(value[index]) for place, index in enumerate(kept) if index in value}
+            for name, value in sparse.items()
+        },
+    }
+
+
+def _by_layer(value: Any) -> dict[int, Mapping[str, Any]]:
+    """What a field says of some layers, by their numbers; nothing where it is another kind of field."""
+    if not isinstance(value, dict) or not all(isinstance(said, dict) for said in value.values()):
+        return {}
+    return {int(key): said for key, said in value.items()} if all(str(key).isdigit() for key in value) else {}
+
+
+def _smaller(said: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: SMALL.get(name, value) for name, value in said.items()}
 
 
 def _is_dropout(name: str) -> bool:

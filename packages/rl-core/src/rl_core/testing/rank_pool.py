@@ -31,7 +31,7 @@ class Rank:
     """What a function run in the pool gets first.
 
     Args:
-        rendezvous: how it finds the others; the port is fresh for every run.
+        rendezvous: how it finds the others; the port is fresh for every run, and kept for it until the next.
         held: what earlier functions left in this process, by name.
     """
 
@@ -50,6 +50,7 @@ class RankPool:
         self.num_ranks = num_ranks
         self.generation = 0
         self._ranks: list[tuple[BaseProcess, Connection]] = []
+        self._port: socket.socket | None = None
 
     def run(
         self,
@@ -73,7 +74,9 @@ class RankPool:
         if world > self.num_ranks:
             raise ValueError(f"{world} ranks asked of a pool of {self.num_ranks}")
         self._start()
-        port = free_port()
+        self._release()
+        self._port = _hold_port()
+        port = self._port.getsockname()[1]
         for rank, rank_args in enumerate(args):
             rendezvous = Rendezvous(rank, world, rank, "127.0.0.1", port, "cpu", timeout_s)
             self._ranks[rank][1].send((function, rendezvous, rank_args))
@@ -86,6 +89,13 @@ class RankPool:
             process.terminate()
             process.join()
         self._ranks = []
+        self._release()
+
+    def _release(self) -> None:
+        """Let the port of the last run go."""
+        if self._port is not None:
+            self._port.close()
+            self._port = None
 
     def __enter__(self) -> RankPool:
         return self
@@ -128,6 +138,15 @@ class RankPool:
         if pending:
             raise TimeoutError(f"ranks {sorted(pending.values())} of {world} did not answer within {timeout_s} s")
         return results
+
+
+def _hold_port() -> socket.socket:
+    """A socket that keeps a port from other processes: bound, reusing addresses as the listeners do at which ranks
+    meet, and never listening."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("", 0))
+    return held
 
 
 def free_port() -> int:
