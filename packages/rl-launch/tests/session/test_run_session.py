@@ -144,6 +144,18 @@ def test_an_error_in_a_step_lets_the_save_behind_it_end_where_it_can(tmp_path, e
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == left
 
 
+def test_an_error_in_a_step_is_the_one_that_is_raised_where_the_save_behind_it_fails_too(tmp_path, caplog):
+    def fail(session, step):
+        if step == 3:
+            raise RuntimeError("lost")
+
+    model = counting.PatientModel(failure=OSError(errno.ENOSPC, "No space left on device"))
+    with pytest.raises(RuntimeError, match="lost"):
+        counting.run(tmp_path, counting.config(async_save=True), at_step=fail, model=model)
+    assert "the checkpoint of step 2 was not completed: [Errno 28]" in caplog.text
+    assert not list((tmp_path / "checkpoints").iterdir())
+
+
 def test_what_is_left_is_saved_before_the_models_go(tmp_path):
     model = counting.CountingModel()
     with RunSession(tmp_path, counting.config()) as session:

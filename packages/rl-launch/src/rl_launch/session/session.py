@@ -285,11 +285,12 @@ class RunSession:
         if error is None:
             self._finish()
             return
+        step = self._checkpoints.begun
         if isinstance(error, Exception) and not isinstance(error, (WorkerDied, WorkerError)):
             try:
                 self._finish_save(wait=True)
             except Exception as failure:  # noqa: BLE001  # the first error is the one to raise
-                _logger.warning("the checkpoint of step %d was not completed: %s", self._checkpoints.begun, failure)
+                _logger.warning("the checkpoint of step %d was not completed: %s", step, failure)
         self._checkpoints.abandon()
 
     def _save(self, *, wait: bool) -> None:
