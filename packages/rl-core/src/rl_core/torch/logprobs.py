@@ -177,6 +177,7 @@ class _HeadReads(torch.autograd.Function):
             logprobs[chunk] -= log_sum
             topk_logprobs[chunk] -= log_sum[:, None]
             log_sums[chunk] = log_sum + largest[:, 0]
+            del logits, shifted  # before the next chunk's are made
         ctx.options = options
         ctx.save_for_backward(hidden, weight, bias, targets, log_sums, entropy, topk_ids)
         ctx.mark_non_differentiable(topk_ids)
@@ -209,6 +210,7 @@ class _HeadReads(torch.autograd.Function):
                 add_product_(grad_weight, narrow.T, hidden[chunk])
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
+            del grad, narrow  # before the next chunk's are made
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
