@@ -12,7 +12,12 @@ from transformers import PreTrainedConfig
 from rl_megatron.conversion.weight_map import WeightMap
 
 GROUP = "rl_megatron.families"
-"""Entry points through which other packages offer families, by Hugging Face's `model_type`."""
+"""Entry points through which other packages offer families. One that is named after Hugging Face's `model_type` is a
+`Family`; one named `any` is a function from a Hugging Face config to a `Family`, or to None for a model that it does
+not know, and is asked last: a library of many families needs one entry point.
+"""
+
+ANY = "any"
 
 
 @dataclass(frozen=True)
@@ -52,12 +57,18 @@ def family_of(config: PreTrainedConfig) -> Family:
     }
     if config.model_type in built_in:
         return built_in[config.model_type]
-    for entry in entry_points(group=GROUP):
+    offered = sorted(entry_points(group=GROUP), key=lambda entry: (entry.name != config.model_type, entry.value))
+    for entry in offered:
+        found: Family | None = None
         if entry.name == config.model_type:
-            found: Family = entry.load()
+            found = entry.load()
+        elif entry.name == ANY:
+            found = entry.load()(config)
+        if found is not None:
             return found
     raise ValueError(
         f"rl-megatron has no weight mapping for models of type {config.model_type!r}; it has {', '.join(built_in)}. "
-        f"Install a plugin with an entry point named {config.model_type!r} in the group {GROUP!r} (such as one on "
-        "megatron-bridge), or train with rl-dtensor"
+        f"Install a package with an entry point named {config.model_type!r} or {ANY!r} in the group {GROUP!r} (such as "
+        "one with maps made from megatron-bridge, which cannot be installed here: it needs transformers<5), or train "
+        "with rl-dtensor"
     )

@@ -1,0 +1,1 @@
+"""Generation with megatron-core, for models that no other engine knows."""

@@ -1,0 +1,118 @@
+"""The rows decoded together from first to last, on megatron-core's static inference context."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from megatron.core.inference.contexts import StaticInferenceContext
+from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
+from megatron.core.inference.model_inference_wrappers.inference_wrapper_config import InferenceWrapperConfig
+from torch import Tensor
+
+from rl_core.torch.generation.row import Row
+from rl_core.torch.generation.sampling import draw
+from rl_megatron.model import ReadingModel
+
+COLUMNS = 64
+"""A cache's columns are a multiple of so many, for Megatron keeps the rotary embedding of each size it saw."""
+
+
+class StaticBatch:
+    """A batch that rows leave between steps, and none joins while others are under way.
+
+    Token i of every row lies in column i of the cache, which needs no padding and no mask then. Prompts are read
+    together up to the end of the shortest; the rest of longer ones is read column by column, while shorter rows are
+    decoded already.
+    """
+
+    def __init__(self, model: ReadingModel, device: torch.device, *, max_prefill_tokens: int) -> None:
+        self._model = model
+        self._device = device
+        self._max_prefill_tokens = max_prefill_tokens
+        self.rows: list[Row] = []
+        config = InferenceWrapperConfig(
+            hidden_size=model.config.hidden_size,
+            params_dtype=model.config.params_dtype,
+            inference_batch_times_seqlen_threshold=-1,
+            padded_vocab_size=model.hf.vocab_size,
+        )
+        self._wrapper = GPTInferenceWrapper(model.chunks[0], config, StaticInferenceContext(0, 0))
+
+    @torch.inference_mode()
+    def start(self, rows: Sequence[Row], version: int) -> int:
+        """Take rows into the empty batch and read their prompts up to the end of the shortest, whose first tokens are
+        sampled; the number of tokens sampled."""
+        assert not self.rows
+        self.rows = list(rows)
+        columns = max(row.num_prompt_tokens + row.limit for row in rows)
+        context = StaticInferenceContext(len(rows), -(-columns // COLUMNS) * COLUMNS)
+        self._wrapper.inference_context = context
+        self._wrapper.prep_model_for_inference()
+        end = min(row.num_prompt_tokens for row in rows)
+        tokens = torch.tensor([row.request.token_ids[:end].tolist() for row in rows])
+        last = []
+        # a part of the rows at a time, each in its place of the cache
+        size = max(1, self._max_prefill_tokens // end)
+        for first in range(0, len(rows), size):
+            context.batch_size_offset, context.sequence_len_offset = first, 0
+            last.append(self._forward(tokens[first : first + size], 0))
+        context.batch_size_offset = 0
+        context.enable_decode_mode()
+        return self._sample(torch.cat(last), version)
+
+    @torch.inference_mode()
+    def step(self, version: int) -> int:
+        """Go on by one column: a token of its prompt for rows that still have one there, else the token sampled last;
+        the number of tokens sampled."""
+        column = self._num_columns
+        return self._sample(self._forward(torch.tensor([[row.token(column)] for row in self.rows]), column), version)
+
+    def drop_cancelled(self) -> None:
+        """Let go of rows that nobody waits for any more."""
+        self._keep([index for index, row in enumerate(self.rows) if not row.future.cancelled()])
+
+    def clear(self) -> list[Row]:
+        """Drop all rows and their cache; the rows that were there."""
+        rows, self.rows = self.rows, []
+        self._wrapper.inference_context = StaticInferenceContext(0, 0)
+        return rows
+
+    @property
+    def _num_columns(self) -> int:
+        return int(self._wrapper.inference_context.sequence_len_offset)
+
+    def _forward(self, tokens: Tensor, column: int) -> Tensor:
+        """`[rows, hidden]` of the last of these columns, `tokens` being `[rows, columns]`."""
+        places = torch.arange(column, column + tokens.shape[1]).expand_as(tokens)
+        batch = {"tokens": tokens.to(self._device), "position_ids": places.to(self._device), "attention_mask": None}
+        hidden: Tensor = self._wrapper.run_one_forward_step(batch)
+        return hidden[-1]
+
+    def _sample(self, hidden: Tensor, version: int) -> int:
+        """Give their next token to the rows whose prompt has been read; those that end leave."""
+        reading = {index for index, row in enumerate(self.rows) if row.num_prompt_tokens > self._num_columns}
+        sampling = [index for index in range(len(self.rows)) if index not in reading]
+        if not sampling:
+            return 0
+        rows = [self.rows[index] for index in sampling]
+        logits = (hidden[sampling] @ self._model.head_weight().T).float()
+        tokens, logprobs = draw(logits, [row.request.sampling for row in rows], [row.uniform for row in rows])
+        pairs = zip(sampling, tokens.tolist(), logprobs.tolist(), strict=True)
+        ended = {index for index, token, logprob in pairs if self.rows[index].append(token, logprob, version)}
+        self._keep([index for index in range(len(self.rows)) if index not in ended])
+        return len(sampling)
+
+    @torch.inference_mode()
+    def _keep(self, indices: Sequence[int]) -> None:
+        """Drop all other rows; those that stay move up in the cache."""
+        if len(indices) == len(self.rows):
+            return
+        if not indices:
+            self.clear()
+            return
+        self.rows = [self.rows[index] for index in indices]
+        chosen = torch.tensor(indices, device=self._device)
+        for memories in self._wrapper.inference_context.key_value_memory_dict.values():
+            for memory in memories:
+                memory[: self._num_columns, : len(indices)] = memory[: self._num_columns].index_select(1, chosen)

@@ -1,0 +1,44 @@
+"""A Megatron model made ready for generation, alone in its process."""
+
+from __future__ import annotations
+
+import socket
+
+import torch
+
+from rl_core.model import ModelSpec, Rendezvous
+from rl_core.model_config import LoraConfig, ModelConfig
+from rl_core.torch.model_files import WeightFiles, model_folder
+from rl_megatron.config import MegatronConfig
+from rl_megatron.model import ReadingModel, build_model
+from rl_megatron.parallel.mesh import Mesh
+from rl_megatron.random import seed_all
+from rl_megatron.weights import Weights
+
+
+def join_alone(device: torch.device) -> Mesh:
+    """The process groups of a model on one rank."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    rendezvous = Rendezvous(0, 1, 0, "127.0.0.1", port, "cuda" if device.type == "cuda" else "cpu")
+    return Mesh.join(rendezvous, MegatronConfig(), device=device)
+
+
+def load_model(config: ModelConfig, mesh: Mesh) -> tuple[ReadingModel, Weights]:
+    """The model and its weights, in its precision, without dropout and gradients. Adapters are left out: weights arrive
+    with them merged in.
+
+    Raises:
+        ValueError: where the files, the config and the family do not fit together.
+    """
+    folder = model_folder(config.model_name)
+    plain = config.model_copy(update={"lora_cfg": LoraConfig()})
+    spec = ModelSpec(role="policy", trains=False)
+    seed_all(spec.seed)
+    model = build_model(plain, MegatronConfig(), spec, folder=folder, is_packed=False, mesh=mesh)
+    weights = Weights(model, mesh)
+    weights.load(WeightFiles.of(folder), seed=spec.seed)
+    model.train(False)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    return model, weights
