@@ -51,4 +51,5 @@ class DTensorConfig(Config):
     attention."""
     compile: bool = False
     """Compute each layer, but for its attention, by code that `torch.compile` makes when the layer first runs, which
-    takes a minute or so in every process; on `cpu` it needs a C++ compiler."""
+    takes a minute or so in every process; on `cpu` it needs a C++ compiler. It goes with data parallelism, and with
+    whole layers computed again."""

@@ -99,13 +99,17 @@ def combination_problems(config: DTensorConfig) -> Iterator[Problem]:
             "fuses the operations among which recompute_granularity=selective chooses; set recompute_granularity=full, "
             "or compile=false",
         )
-    split = {"tensor_parallel_size": config.tensor_parallel_size, "expert_parallel_size": config.expert_parallel_size}
-    for name, size in split.items():
+    axes = {
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "context_parallel_size": config.context_parallel_size,
+        "pipeline_parallel_size": config.pipeline_parallel_size,
+        "expert_parallel_size": config.expert_parallel_size,
+    }
+    for name, size in axes.items():
         if config.compile and size > 1:
             yield Problem(
                 f"{SECTION}.compile",
-                f"would make the code of every layer anew under {name}, where each is split by code of its own; set "
-                f"{name}=1, or compile=false",
+                f"goes with data parallelism alone, and {name} is {size}; set {name}=1, or compile=false",
             )
     if config.compile and config.attention_backend == "flex":
         yield Problem(
