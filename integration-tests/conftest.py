@@ -1,6 +1,5 @@
-"""One quickstart for all tests: the product's main command, run as a user runs it."""
+"""What tests share: one quickstart, the product's main command, and one undisturbed run of each kind."""
 
-import json
 import os
 import subprocess
 import sys
@@ -8,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from runs import Run, lines_of
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,6 @@ def run_rl(*arguments: str, timeout: float = 840, **variables: str) -> CommandRe
     return CommandResult(done.returncode, done.stdout)
 
 
-def read_metrics(run_dir: Path) -> list[dict]:
-    """The lines of a run's `metrics.jsonl`."""
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
 def pytest_addoption(parser):
     parser.addoption("--quickstart", metavar="DIR", help="a finished quickstart to test, in the place of a new one")
     parser.addoption("--kills", type=int, default=1, help="how often a run is killed and resumed")
@@ -55,7 +50,7 @@ def rl():
 
 @pytest.fixture(scope="session")
 def metrics():
-    return read_metrics
+    return lines_of
 
 
 @pytest.fixture(scope="session")
@@ -73,3 +68,39 @@ def quickstart(tmp_path_factory, pytestconfig) -> Path:
 def warm_model(quickstart) -> Path:
     """The quickstart's model after SFT, in Hugging Face format."""
     return next((quickstart / "sft" / "checkpoints").glob("step_*")) / "hf"
+
+
+@pytest.fixture(scope="session")
+def sft() -> tuple[str, ...]:
+    """Arguments of a short SFT run of 30 steps on two data-parallel ranks."""
+    return ("sft-arithmetic", "sft.max_num_steps=30", "sft.val_period=5", "checkpointing.save_period=4")
+
+
+@pytest.fixture(scope="session")
+def grpo(warm_model) -> tuple[str, ...]:
+    """Arguments of a short GRPO run of 10 steps on two data-parallel ranks, with vLLM beside them."""
+    return (
+        "grpo-arithmetic",
+        f"policy.model_name={warm_model}",
+        "grpo.num_prompts_per_step=32",
+        "grpo.max_num_steps=10",
+        "grpo.val_period=0",
+        "checkpointing.metric_name=null",
+        "checkpointing.save_period=3",
+    )
+
+
+@pytest.fixture(scope="session")
+def whole_sft(tmp_path_factory, sft) -> Path:
+    """Folder of the SFT run that nothing happened to."""
+    run = Run.start(tmp_path_factory.mktemp("whole") / "sft", *sft)
+    run.finish()
+    return run.folder
+
+
+@pytest.fixture(scope="session")
+def whole_grpo(tmp_path_factory, grpo) -> Path:
+    """Folder of the GRPO run that nothing happened to."""
+    run = Run.start(tmp_path_factory.mktemp("whole") / "grpo", *grpo)
+    run.finish()
+    return run.folder

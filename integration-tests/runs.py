@@ -1,0 +1,124 @@
+"""Runs of `rl train` as tests start, watch and hurt them, and what is read from their folders."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+SAME = ("train/loss", "train/grad_norm", "reward/mean", "val/loss")
+"""Metrics that must not depend on what a run lived through."""
+
+
+@dataclass
+class Run:
+    """A run of `rl train` in a process group of its own."""
+
+    process: subprocess.Popen
+    folder: Path
+
+    @classmethod
+    def start(cls, folder, *arguments, **variables):
+        rl = Path(sys.executable).with_name("rl")
+        environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | variables
+        with (folder.parent / f"{folder.name}.log").open("a") as log:
+            command = [str(rl), "train", *arguments, f"run_dir={folder}"]
+            return cls(
+                subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True), folder
+            )
+
+    @property
+    def output(self):
+        """What this and earlier runs in the folder wrote to the terminal."""
+        return (self.folder.parent / f"{self.folder.name}.log").read_text()
+
+    def finish(self, timeout=840, *, code=0):
+        assert self.process.wait(timeout) == code, self.output
+
+    def await_step(self, step, timeout=400):
+        """Wait until that many steps are in the metrics."""
+        deadline = time.monotonic() + timeout
+        while len(steps_of(self.folder)) < step:
+            assert self.process.poll() is None, self.output
+            assert time.monotonic() < deadline, self.output
+            time.sleep(0.01)
+
+    def await_log(self, words, timeout=120):
+        """Wait until the driver or a worker has logged that."""
+        deadline = time.monotonic() + timeout
+        while words not in logs_of(self.folder):
+            assert self.process.poll() is None, self.output
+            assert time.monotonic() < deadline, self.output
+            time.sleep(0.05)
+
+    def processes(self):
+        """Everything it has started, this process included."""
+        driver = psutil.Process(self.process.pid)
+        return [driver, *driver.children(recursive=True)]
+
+    def kill_one(self, words):
+        """Kill a process of the run by what its name or command line says."""
+        found = [each for each in self.processes() if words in " ".join([each.name(), *each.cmdline()])]
+        assert found, [" ".join(each.cmdline())[:80] for each in self.processes()]
+        found[0].kill()
+
+    def kill_all(self):
+        """As an out-of-memory killer or a lost machine would; returns what there was."""
+        found = self.processes()
+        for each in found:
+            each.kill()
+        self.process.wait(60)
+        return found
+
+
+def lines_of(folder):
+    """The whole lines of `metrics.jsonl`; none before there is one."""
+    path = folder / "metrics.jsonl"
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def steps_of(folder):
+    """Those of training steps."""
+    return [line for line in lines_of(folder) if line["step"] > 0]
+
+
+def figures(folder, *, until=None):
+    """What must not depend on what a run lived through, by step."""
+    return {
+        line["step"]: {name: line[name] for name in SAME if name in line}
+        for line in lines_of(folder)
+        if until is None or line["step"] <= until
+    }
+
+
+def assert_same(found, expected, names, tolerance):
+    """That metrics of as many steps agree."""
+    for ours, theirs in zip(found, expected, strict=True):
+        for name in names:
+            assert ours[name] == pytest.approx(theirs[name], rel=tolerance, abs=tolerance), (ours["step"], name)
+
+
+def rollouts_of(folder):
+    """Rows of rollouts by step."""
+    paths = sorted((folder / "rollouts").glob("step_*.jsonl"), key=lambda path: int(path.stem.removeprefix("step_")))
+    return {
+        int(path.stem.removeprefix("step_")): [json.loads(line) for line in path.read_text().splitlines()]
+        for path in paths
+    }
+
+
+def logs_of(folder):
+    """Everything that driver and workers logged."""
+    return "".join(path.read_text() for path in sorted((folder / "logs").glob("*.log")))
+
+
+def shared_memory():
+    """Names in shared memory."""
+    return set(os.listdir("/dev/shm"))
