@@ -496,7 +496,13 @@ _TOGETHER = (
         "policy.megatron_cfg.sequence_parallel=true",
         says=r"spreads tokens .* of which there is one; set policy\.megatron_cfg\.tensor_model_parallel_size",
     ),
-    _case("adapters on Megatron", SFT, MEGATRON, "policy.lora_cfg.enabled=true", says="or train with rl-dtensor"),
+    _case(
+        "whole logits on Megatron",
+        SFT,
+        MEGATRON,
+        "policy.megatron_cfg.use_fused_linear_logprobs=false",
+        says="policy.logprob_chunk_size for more at a time",
+    ),
     _case(
         "packing and dynamic batching",
         SFT,

@@ -116,7 +116,7 @@ class LoraConfig(Config):
     exclude_modules: list[str] = []
     """Names, or ends of names, of layers that get none."""
     match_all_linear: bool = True
-    """Put one on every linear layer but the head, whatever `target_modules` says."""
+    """Put one on every linear layer but the head, and routers and experts, whatever `target_modules` says."""
     dim: int = Field(default=8, gt=0)
     """Rank of an adapter."""
     alpha: float = Field(default=32, gt=0)

@@ -3,11 +3,13 @@
 import json
 import math
 import sys
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
 
 from rl_core.errors import ConfigError, RLError
+from rl_core.registry import POLICIES, plugin
 from rl_core.selfcheck import FamilyCase
 from rl_launch.cli import app
 from rl_launch.doctor import family
@@ -127,7 +129,6 @@ def test_what_is_off_is_exit_code_1(checked_by, folder):
         (["./nowhere"], "there is no folder './nowhere'"),
         (["EMPTY"], "has no config.json"),
         (["MODEL", "--backend=nonesuch"], "no rl.policies plugin named 'nonesuch'"),
-        (["MODEL", "--backend=megatron"], "the backend megatron has no self-check"),
     ],
 )
 def test_what_cannot_be_checked_is_one_message(tmp_path, folder, arguments, said):
@@ -137,3 +138,10 @@ def test_what_cannot_be_checked_is_one_message(tmp_path, folder, arguments, said
     assert answer.exit_code == 2
     assert said in answer.stderr
     assert answer.stderr.startswith("error: ")
+
+
+def test_a_backend_without_a_self_check_says_so(monkeypatch, folder):
+    silent = replace(plugin(POLICIES, "dtensor"), name="silent", selfcheck="")
+    monkeypatch.setattr(family, "plugin", lambda group, name: silent)
+    with pytest.raises(ConfigError, match="the backend silent has no self-check"):
+        next(family.check_model(str(folder), "silent"))

@@ -41,10 +41,10 @@ def transformer_config(
         ValueError: where the model does not fit the family, or the layout does not fit the model.
     """
     family = dict(family_of(hf).settings(hf))
-    _check_layout(hf, family, backend)
-    kind = MLATransformerConfig if family.get("multi_latent_attention") else TransformerConfig
     if "moe_layer_freq" in family and not any(family["moe_layer_freq"]):
         family = {name: value for name, value in family.items() if not name.startswith(("moe_", "num_moe"))}
+    _check_layout(hf, family, backend)
+    kind = MLATransformerConfig if family.get("multi_latent_attention") else TransformerConfig
     return kind(
         **family,
         **_parallel(backend),
@@ -106,8 +106,8 @@ def _fp8(backend: MegatronConfig, has_te: bool) -> dict[str, Any]:
         return {}
     if not has_te:
         raise ValueError(
-            "fp8_cfg.enabled needs Transformer Engine on CUDA, and transformer_engine is not installed or the run is "
-            "on cpu; install rl-megatron[te], or set fp8_cfg.enabled=false"
+            "fp8_cfg.enabled needs Transformer Engine on CUDA, and transformer_engine is not installed, the run is "
+            "on cpu, or the model has adapters; install rl-megatron[te], or set fp8_cfg.enabled=false"
         )
     return {"fp8": settings.fp8, "fp8_recipe": settings.fp8_recipe}
 
@@ -163,6 +163,8 @@ def _check_layout(hf: Any, family: Mapping[str, Any], backend: MegatronConfig) -
             f"moe_router_bias_update_rate={backend.moe_router_bias_update_rate}, but routers of {hf.model_type} models "
             "have no biases; set it to 0"
         )
+    if backend.moe_router_replay and num_experts is None:
+        raise ValueError(f"moe_router_replay=true, but the model ({hf.model_type}) has no experts; set it to false")
     _check_stages(hf.num_hidden_layers, backend)
 
 

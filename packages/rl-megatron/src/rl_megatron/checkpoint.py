@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import io
+import logging
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from torch.optim.lr_scheduler import LRScheduler
 
+from rl_core.errors import RLError
 from rl_megatron.model import ReadingModel
 from rl_megatron.parallel.lead import lead
 from rl_megatron.parallel.mesh import Mesh
@@ -23,13 +28,21 @@ from rl_megatron.weights import Weights
 SHARDS = "shards"
 TRAINER = "trainer.pt"
 
+WRITE_TIMEOUT = timedelta(hours=2)
+"""How much longer than the others a rank may take to write in the background."""
+
+_log = logging.getLogger(__name__)
+
 
 class Checkpoint:
     """What a training run needs to go on: parameters, optimizer, schedule and the RNG of every rank.
 
     Under a path: `shards/` (parameters and optimizer state by Megatron's name, Megatron's distributed checkpoint
     format), `trainer.pt` (hyperparameters, step counts and schedule) and `rng_<rank>.pt`. On the layout it was saved on
-    it resumes bit for bit.
+    it resumes bit for bit. Of a model with adapters it has those alone, not the weights that they sit on.
+
+    What is written in the background is a copy in host memory. Its thread talks to those of the other ranks over a
+    process group of its own, made at the first such save, and never over those of training.
     """
 
     def __init__(
@@ -46,22 +59,68 @@ class Checkpoint:
         self._schedule = schedule
         self._mesh = mesh
         self._seed = seed
+        self._writers: dist.ProcessGroup | None = None
+        self._writing: Future[None] | None = None
+        self._target = Path()
 
-    def save(self, path: Path) -> None:
-        """Write under `path`; collective."""
+    def save(self, path: Path, *, wait: bool = True) -> None:
+        """Write under `path`, or copy what is to be written aside and write it in the background; collective.
+
+        Raises:
+            RLError: where a rank cannot write, also what an earlier save put off.
+        """
+        self.finish_save()
         lead(self._mesh, lambda: (path / SHARDS).mkdir(parents=True, exist_ok=True))
-        tensors = self._state.tensors()
-        dist_checkpointing.save(tensors, str(path / SHARDS), PlainSaveStrategy(self._mesh.control))
-        scalars = self._state.scalars()
-        torch.save(random_state(), path / f"rng_{self._mesh.rank}.pt")
-        lead(self._mesh, lambda: torch.save(self._trainer(scalars), path / TRAINER))
+        tensors = self._state.tensors(copies=not wait)
+        files = {f"rng_{self._mesh.rank}.pt": _as_bytes(random_state())}
+        trainer = _as_bytes(self._trainer(self._state.scalars()))
+        if self._mesh.rank == 0:
+            files[TRAINER] = trainer
+        if wait:
+            self._write_shards(tensors, path, self._mesh.control, lambda write: write())
+            _write_files(path, files)
+            lead(self._mesh, lambda: None)
+            return
+        if self._writers is None:
+            self._writers = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT)
+        put_off: list[Callable[[], None]] = []
+        self._write_shards(tensors, path, self._writers, put_off.append)
+        thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing, self._target = thread.submit(_write_all, put_off[0], path, files), path
+        thread.shutdown(wait=False)
+
+    def finish_save(self, *, wait: bool = True) -> bool:
+        """Whether nothing is being written any more; without `wait` no collective.
+
+        Raises:
+            RLError: what went wrong in the background, once.
+        """
+        if self._writing is None:
+            return True
+        if not wait and not self._writing.done():
+            return False
+        writing, self._writing = self._writing, None
+        try:
+            writing.result()
+        except OSError as error:
+            raise RLError(f"the checkpoint at {self._target} was not written: {error}") from error
+        return True
+
+    def close(self) -> None:
+        """Wait for what is being written."""
+        if self._writing is not None:
+            wait([self._writing])
+            if (error := self._writing.exception()) is not None:
+                _log.warning("the checkpoint at %s was not written: %s", self._target, error)
 
     def load(self, path: Path) -> None:
         """Restore what `save` wrote; collective.
 
         Raises:
             ValueError: where there is no checkpoint at `path`.
+            RLError: where a save that was under way has failed.
         """
+        self.finish_save()
         if not (path / TRAINER).is_file():
             raise ValueError(f"no checkpoint of a model at {path}: {TRAINER} is missing")
         trainer = torch.load(path / TRAINER, weights_only=True)
@@ -72,6 +131,15 @@ class Checkpoint:
         if self._schedule is not None:
             self._schedule.load_state_dict(trainer["schedule"])
         self._restore_random_state(path, trainer["layout"])
+
+    def _write_shards(
+        self,
+        tensors: Any,
+        path: Path,
+        group: dist.ProcessGroup,
+        run: Callable[[Callable[[], None]], None],
+    ) -> None:
+        dist_checkpointing.save(tensors, str(path / SHARDS), PlainSaveStrategy(group, run))
 
     def _trainer(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
         groups = [] if self._optimizer is None else self._optimizer.inner.param_groups
@@ -93,3 +161,19 @@ class Checkpoint:
             seed_all(self._seed)
             return
         restore_random_state(torch.load(path / f"rng_{self._mesh.rank}.pt", weights_only=True))
+
+
+def _write_all(write_shards: Callable[[], None], path: Path, files: Mapping[str, bytes]) -> None:
+    write_shards()
+    _write_files(path, files)
+
+
+def _write_files(path: Path, files: Mapping[str, bytes]) -> None:
+    for name, content in files.items():
+        (path / name).write_bytes(content)
+
+
+def _as_bytes(content: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer.getvalue()

@@ -16,6 +16,20 @@ class Fp8Config(Config):
     """Formats: e4m3 throughout, or e5m2 for gradients."""
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "tensorwise"
     """How scales are found, as Transformer Engine names it."""
+    fp8_param: bool = False
+    """Refused where true: weights are kept, published and saved in the compute dtype."""
+
+
+class DistributedDataParallelConfig(Config):
+    grad_reduce_in_fp32: bool = True
+    """Sum gradients over microbatches and ranks in float32; otherwise in the compute dtype, which halves their memory
+    and traffic, and rounds."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients over the data-parallel ranks bucket by bucket while the backward pass goes on."""
+    overlap_param_gather: bool = False
+    """Refused where true: weights are read by others right after a step, so it ends with whole parameters."""
+    average_in_collective: bool = False
+    """Refused where true: losses come divided by counts over all ranks, so gradients are summed, never averaged."""
 
 
 class MegatronConfig(Config):
@@ -47,12 +61,24 @@ class MegatronConfig(Config):
     """Parts of a layer that are computed again where `recompute_granularity` is selective."""
     freeze_moe_router: bool = False
     """Leave the routers of a mixture of experts as they are; generation and training then route more alike."""
+    moe_router_replay: bool = False
+    """Send tokens to the experts that the generator sent them to, as the column `routed_experts` of a batch has them.
+    Refused in runs as long as no generator reports its routing."""
     moe_router_dtype: Literal["fp32", "fp64"] = "fp32"
     """Dtype of the routers' logits and scores."""
     moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss"] = "none"
     """Loss that spreads tokens evenly over experts, added to the policy's."""
     moe_aux_loss_coeff: float = Field(default=0.0, ge=0)
     """Weight of that loss."""
+    moe_per_layer_logging: bool = False
+    """Report that loss for each layer beside its mean over layers."""
+    moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"
+    """How tokens travel to their experts' ranks; `alltoall` alone takes ranks with different numbers of tokens, which
+    rows of different lengths give, and the others are refused."""
     moe_router_bias_update_rate: float = Field(default=0.0, ge=0)
     """How far a step moves the biases by which routers of some models (DeepSeek-V3) balance experts; 0 leaves them."""
+    use_fused_linear_logprobs: bool = True
+    """Compute logprobs from hidden states without logits of all tokens; `policy.logprob_chunk_size` bounds those that
+    exist at one time. It is never done otherwise: false is refused."""
+    distributed_data_parallel_config: DistributedDataParallelConfig = DistributedDataParallelConfig()
     fp8_cfg: Fp8Config = Fp8Config()

@@ -32,11 +32,18 @@ class WholeProjection(nn.Module):
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
         """As Megatron's linear layers, output and no bias."""
-        out = nn.functional.linear(hidden, self.weight)
-        if self.num_shared and not self.is_sequence_parallel:
-            own, shared = out.split([out.shape[-1] - self.num_shared, self.num_shared], -1)
-            out = torch.cat([own, tensor_parallel.copy_to_tensor_model_parallel_region(shared)], -1)
-        return out, None
+        return self.with_summed_grad(nn.functional.linear(hidden, self.weight)), None
+
+    def with_summed_grad(self, out: Tensor) -> Tensor:
+        """The outputs; the gradient of the shared ones is summed over the tensor-parallel ranks."""
+        if not self.num_shared or self.is_sequence_parallel:
+            return out
+        own, shared = out.split([out.shape[-1] - self.num_shared, self.num_shared], -1)
+        shared = tensor_parallel.copy_to_tensor_model_parallel_region(shared)
+        if shared.requires_grad:
+            # megatron-core 0.16.1 sums a copy of a gradient that is not contiguous, and goes on with what it copied
+            shared.register_hook(lambda grad: grad.contiguous())
+        return torch.cat([own, shared], -1)
 
 
 def deny_transformer_engine() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from rl_core.torch.vocab_parallel import VocabShard
 from rl_megatron.architecture import read_config, transformer_config
 from rl_megatron.config import MegatronConfig
 from rl_megatron.conversion.splits import padded_vocab
+from rl_megatron.conversion.weight_map import AdapterMap
 from rl_megatron.families.family import family_of
 from rl_megatron.families.rotary import inverse_frequencies
 from rl_megatron.latent import deny_transformer_engine, mend_down_projections
@@ -32,6 +33,7 @@ from rl_megatron.layers import block_spec, has_transformer_engine
 from rl_megatron.layout import Alignment, Layout, lay_out
 from rl_megatron.padding_token import freeze_padding_token
 from rl_megatron.parallel.mesh import Mesh
+from rl_megatron.replay import Replay
 
 HEADLESS_ROLES: tuple[Role, ...] = ("critic", "reward_model")
 """Roles with a head of one output instead of a language-model head."""
@@ -74,6 +76,8 @@ class ReadingModel:
         has_te: whether the layers are Transformer Engine's.
         chunk_size: tokens whose logits exist at one time.
         is_packed: whether rows lie end to end instead of being padded.
+        adapters: by the name of the weight that each sits on, over the whole model.
+        replay: of the generator's routing, where it is replayed.
     """
 
     chunks: list[Chunk]
@@ -83,6 +87,8 @@ class ReadingModel:
     has_te: bool
     chunk_size: int
     is_packed: bool
+    adapters: dict[str, AdapterMap] = field(default_factory=dict)
+    replay: Replay | None = None
 
     def __post_init__(self) -> None:
         self.is_last_stage = parallel_state.is_pipeline_last_stage()
@@ -177,7 +183,9 @@ def build_model(
     """
     hf = read_config(folder, config.hf_config_overrides)
     is_cuda = mesh.device.type == "cuda"
-    has_te = is_cuda and has_transformer_engine()
+    has_adapters = config.lora_cfg.enabled
+    # the norm within a layer of Transformer Engine's hides the input that an adapter needs
+    has_te = is_cuda and has_transformer_engine() and not has_adapters
     megatron = transformer_config(hf, backend, dtype=getattr(torch, config.precision), is_cuda=is_cuda, has_te=has_te)
     is_headless = spec.role in HEADLESS_ROLES
     stages: list[int | None] = [None]
@@ -186,7 +194,8 @@ def build_model(
     chunks = [_chunk(hf, megatron, stage, has_te=has_te, is_headless=is_headless) for stage in stages]
     if backend.freeze_moe_router:
         _freeze_routers(chunks)
-    return ReadingModel(chunks, megatron, hf, spec.role, has_te, config.logprob_chunk_size, is_packed)
+    replay = Replay(chunks, megatron) if backend.moe_router_replay else None
+    return ReadingModel(chunks, megatron, hf, spec.role, has_te, config.logprob_chunk_size, is_packed, replay=replay)
 
 
 def _chunk(

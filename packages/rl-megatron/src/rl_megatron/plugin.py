@@ -103,11 +103,58 @@ def check_device(config: Any) -> Iterable[Problem]:
 
 
 def check_lora(config: Any) -> Iterable[Problem]:
-    """Low-rank adapters, which this backend does not train."""
-    if config.policy.lora_cfg.enabled:
+    """Adapters whose settings contradict each other, or that the layers they need do not take."""
+    lora = config.policy.lora_cfg
+    if not lora.enabled:
+        return
+    if lora.target_modules and lora.match_all_linear:
         yield Problem(
-            "policy.lora_cfg.enabled",
-            "rl-megatron does not train adapters; set this to false, or train with rl-dtensor",
+            "policy.lora_cfg.match_all_linear",
+            "puts an adapter on every linear layer, whatever target_modules says; set it to false, or leave "
+            "target_modules empty",
+        )
+    if config.policy.megatron_cfg.fp8_cfg.enabled:
+        yield Problem(
+            f"{KEY}.fp8_cfg.enabled",
+            "needs layers of Transformer Engine, and adapters need those of megatron-core; set this to false, or "
+            "policy.lora_cfg.enabled to false",
+        )
+
+
+def check_fixed(config: Any) -> Iterable[Problem]:
+    """Settings that Megatron has and this backend decides."""
+    backend: MegatronConfig = config.policy.megatron_cfg
+    reduction = backend.distributed_data_parallel_config
+    if reduction.overlap_param_gather:
+        yield Problem(
+            f"{KEY}.distributed_data_parallel_config.overlap_param_gather",
+            "a step ends with whole parameters, as weight sync reads them next; set it to false",
+        )
+    if reduction.average_in_collective:
+        yield Problem(
+            f"{KEY}.distributed_data_parallel_config.average_in_collective",
+            "losses come divided by counts over all ranks, so gradients are summed; set it to false",
+        )
+    if backend.fp8_cfg.fp8_param:
+        yield Problem(
+            f"{KEY}.fp8_cfg.fp8_param",
+            "parameters are kept in policy.precision, in which they are published and saved; set it to false",
+        )
+    if not backend.use_fused_linear_logprobs:
+        yield Problem(
+            f"{KEY}.use_fused_linear_logprobs",
+            "logits of all tokens are never made; set it to true, and policy.logprob_chunk_size for more at a time",
+        )
+    if backend.moe_router_replay:
+        yield Problem(
+            f"{KEY}.moe_router_replay",
+            "needs the experts that the generator chose, which no generator reports; set it to false",
+        )
+    if backend.moe_token_dispatcher_type != "alltoall":
+        yield Problem(
+            f"{KEY}.moe_token_dispatcher_type",
+            f"{backend.moe_token_dispatcher_type!r} needs as many tokens on every rank, which rows of different "
+            "lengths do not give; set alltoall",
         )
 
 
@@ -144,6 +191,11 @@ def _check_experts(backend: MegatronConfig) -> Iterable[Problem]:
             f"{backend.moe_aux_loss_coeff} with moe_router_load_balancing_type "
             f"{backend.moe_router_load_balancing_type!r}; set both or neither",
         )
+    if backend.moe_per_layer_logging and not is_balanced:
+        yield Problem(
+            f"{KEY}.moe_per_layer_logging",
+            f"reports the loss of {KEY}.moe_router_load_balancing_type, which is none; set that, or this to false",
+        )
 
 
 PLUGIN = BackendPlugin(
@@ -157,6 +209,7 @@ PLUGIN = BackendPlugin(
         imports=("torch", "megatron.core", "transformers", "safetensors"),
     ),
     ranks=num_ranks,
-    checks=(check_batching, check_layout, check_shape, check_recompute, check_lora, check_device),
+    checks=(check_batching, check_layout, check_shape, check_recompute, check_lora, check_fixed, check_device),
     preflight="rl_megatron.preflight:check",
+    selfcheck="rl_megatron.selfcheck:cases_of",
 )

@@ -14,12 +14,14 @@ from rl_megatron.weights import Weights
 class Reference:
     """A copy of this rank's weights in host memory, exchanged with the model's while the reference is read.
 
+    With adapters it is a copy of the adapters alone.
+
     Args:
         weights: as loaded, before the first step.
     """
 
     def __init__(self, weights: Weights) -> None:
-        self._held = list(weights.held.values())
+        self._held = list(weights.kept.values())
         self._copies = [_host_copy(tensor.detach()) for tensor in self._held]
 
     @contextmanager

@@ -1,7 +1,8 @@
-"""Writing a distributed checkpoint from the calling process."""
+"""Writing a distributed checkpoint from the calling process, at once or in the background."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
+from torch.distributed.checkpoint.api import CheckpointException
+
+from rl_core.errors import RLError
 
 
 class PlainSaveStrategy(SaveShardedStrategy):
@@ -20,22 +24,34 @@ class PlainSaveStrategy(SaveShardedStrategy):
     a process that must not have children, and a fork of one with a CUDA context is best avoided.
 
     Args:
-        group: all ranks, on gloo.
+        group: all ranks, on gloo; while shards are written it is used for nothing else.
+        run: called with what writes this rank's shards, which is collective over the group and raises an `RLError`
+            where one of its ranks cannot; it may put it off.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, run: Callable[[Callable[[], None]], None]) -> None:
         super().__init__("torch_dist", 1)
         self._group = group
+        self._run = run
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
-        """Write this rank's shards; collective."""
+        """Have this rank's shards written."""
         named, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
-        dcp.save(
-            mcore_to_pyt_state_dict(named, False),
-            storage_writer=dcp.FileSystemWriter(checkpoint_dir),
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-            process_group=self._group,
-        )
+        state = mcore_to_pyt_state_dict(named, False)
+        self._run(lambda: self._write(state, Path(checkpoint_dir)))
+
+    def _write(self, state: Any, folder: Path) -> None:
+        try:
+            dcp.save(
+                state,
+                storage_writer=dcp.FileSystemWriter(folder),
+                planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+                process_group=self._group,
+            )
+        except CheckpointException as error:  # no ordinary exception: it would end a thread or an actor
+            rank = min(error.failures)
+            cause = error.failures[rank][0]
+            raise RLError(f"rank {rank} could not write {folder}: {type(cause).__name__}: {cause}") from error
 
     @property
     def can_handle_sharded_objects(self) -> bool:

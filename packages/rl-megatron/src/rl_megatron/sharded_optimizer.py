@@ -20,7 +20,7 @@ class Shard:
         parameter: of the model.
         start, stop: where the run lies in the flattened parameter.
         main: float32 `[stop - start]`, what the optimizer steps; the parameter's own memory where that is float32.
-        grad: float32 `[stop - start]`, summed over the ranks.
+        grad: `[stop - start]`, summed over the ranks; float32, or the parameter's dtype where they are reduced in that.
         group: the ranks that hold the other runs.
     """
 
@@ -83,7 +83,7 @@ class ShardedOptimizer:
     def grad_norm(self) -> float:
         """The norm of all gradients of the model; collective over all ranks."""
         device = self.shards[0].grad.device if self.shards else torch.device(torch.cuda.current_device())
-        squares = [shard.grad.square().sum() for shard in self.shards if self._is_counted(shard.parameter)]
+        squares = [shard.grad.float().square().sum() for shard in self.shards if self._is_counted(shard.parameter)]
         total = torch.stack(squares).sum() if squares else torch.zeros((), device=device)
         dist.all_reduce(total)
         return float(total.sqrt().item())
@@ -99,7 +99,7 @@ class ShardedOptimizer:
     def step(self) -> None:
         """One step of this rank's runs, then all parameters whole again; collective."""
         for shard, parameter in zip(self.shards, self.parameters, strict=True):
-            parameter.grad = shard.grad
+            parameter.grad = shard.grad.to(parameter.dtype)
         self.inner.step()
         for parameter in self.parameters:
             parameter.grad = None

@@ -40,13 +40,17 @@ class TrainingState:
         self._mesh = mesh
         self.dtypes: dict[str, str] = {}
 
-    def tensors(self) -> dict[str, ShardedTensor]:
-        """What this rank writes; collective. Also sets `dtypes`, those of the optimizer's state by its key."""
+    def tensors(self, *, copies: bool) -> dict[str, ShardedTensor]:
+        """What this rank writes; collective. Also sets `dtypes`, those of the optimizer's state by its key.
+
+        Args:
+            copies: whether no tensor shares its memory with the model or the optimizer, so that both may change.
+        """
         self.dtypes = self._state_dtypes()
         found = {}
         for entry, held in self._held:
             if self._weights.leads(entry):
-                found.update(self._sharded(MODEL, entry, held.detach()))
+                found.update(self._sharded(MODEL, entry, _host_copy(held) if copies else held.detach()))
         for entry, parameter in self._trained:
             for key, dtype in self.dtypes.items():
                 whole = self._assembled(parameter, key, getattr(torch, dtype))
@@ -171,7 +175,8 @@ class TrainingState:
 
     @property
     def _held(self) -> list[tuple[WeightMap, Tensor]]:
-        return [(entry, self._weights.held[entry.target]) for entry in self._weights.maps if self._is_held(entry)]
+        kept = self._weights.kept
+        return [(entry, kept[entry.target]) for entry in self._weights.maps if entry.target in kept]
 
     @property
     def _trained(self) -> list[tuple[WeightMap, nn.Parameter]]:
@@ -186,8 +191,9 @@ class TrainingState:
     def _trained_by_target(self) -> list[tuple[str, nn.Parameter]]:
         return [(entry.target, parameter) for entry, parameter in self._trained]
 
-    def _is_held(self, entry: WeightMap) -> bool:
-        return entry.target in self._weights.held
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
 
 
 def _key(key: str, entry: WeightMap, index: int) -> str:

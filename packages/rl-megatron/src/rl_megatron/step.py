@@ -25,6 +25,7 @@ from rl_core.torch.loss import Rows
 from rl_core.torch.reads import ROW_READS
 from rl_core.torch.rows import idle_rows, to_rows
 from rl_core.torch.step import LossPass, idle
+from rl_megatron.balance import balance_metrics, start_balance
 from rl_megatron.model import ReadingModel
 from rl_megatron.parallel.mesh import Mesh
 from rl_megatron.sharded_optimizer import ShardedOptimizer
@@ -40,6 +41,7 @@ def run_reads(
     model: ReadingModel, batch: Batch, reads: Sequence[Read], *, temperature: float, batching: Batching, mesh: Mesh
 ) -> Batch | None:
     """Columns of the reads for this rank's rows, in their order, on ranks that lead their shard; collective."""
+    routing = {} if model.replay is None else model.replay.columns_of(batch)
     batch = batch.only([name for name in batch if name in (TOKENS, PAIR)]).local()
     plan = plan_pipelined(batch, batching, mesh)
     tokens = batch.only([TOKENS])
@@ -49,7 +51,7 @@ def run_reads(
 
     model.train(False)
     with torch.no_grad():
-        results = _pass(model, _on_device(tokens, plan, mesh), reads, temperature, collect)
+        results = _pass(model, _on_device(tokens.with_columns(routing), plan, mesh), reads, temperature, collect)
     if not mesh.coordinates.leads:
         return None
     parts = [part for part in results if part is not None]
@@ -62,7 +64,10 @@ def run_evaluation(
 ) -> dict[str, Metric]:
     """This rank's metrics of the loss without a step, where it leads its shard; collective."""
     loss_pass = LossPass(loss, batch, mesh.data)
-    plan = plan_pipelined(loss_pass.columns, batching, mesh)
+    columns = loss_pass.columns
+    if model.replay is not None:
+        columns = columns.with_columns(model.replay.columns_of(batch))
+    plan = plan_pipelined(columns, batching, mesh)
 
     def measure(microbatch: Microbatch, columns: Mapping[str, Tensor]) -> None:
         if microbatch[1]:
@@ -70,7 +75,7 @@ def run_evaluation(
 
     model.train(False)
     with torch.no_grad():
-        _pass(model, _on_device(loss_pass.columns, plan, mesh), loss.reads, loss.temperature, measure)
+        _pass(model, _on_device(columns, plan, mesh), loss.reads, loss.temperature, measure)
     return loss_pass.metrics() if mesh.coordinates.leads else {}
 
 
@@ -85,18 +90,23 @@ def run_train_step(
     max_grad_norm: float | None,
     batching: Batching,
     mesh: Mesh,
+    reports_layers: bool,
 ) -> dict[str, Metric]:
     """Gradients over all microbatches, then one optimizer and schedule step; collective.
 
     Args:
         chunks: the model's, wrapped to reduce gradients.
+        reports_layers: whether a loss that balances experts is reported for each layer too.
 
     Raises:
         RLError: where the gradient is not finite; nothing is stepped then.
     """
     loss_pass = LossPass(loss, batch, mesh.data)
-    plan = plan_pipelined(loss_pass.columns, batching, mesh)
-    microbatches = _on_device(loss_pass.columns, plan, mesh)
+    columns = loss_pass.columns
+    if model.replay is not None:
+        columns = columns.with_columns(model.replay.columns_of(batch))
+    plan = plan_pipelined(columns, batching, mesh)
+    microbatches = _on_device(columns, plan, mesh)
 
     def share(microbatch: Microbatch, columns: Mapping[str, Tensor]) -> Tensor:
         return loss_pass.microbatch(microbatch[0], columns) if microbatch[1] else idle(columns)
@@ -104,8 +114,10 @@ def run_train_step(
     model.train(True)
     optimizer.zero_grad()
     scale = _auxiliary_scale(model, microbatches, mesh)
+    start_balance()
     _pass(model, microbatches, loss.reads, loss.temperature, share, chunks=chunks, scale=scale)
     finalize_model_grads(chunks)
+    balance = balance_metrics(model.config, len(microbatches), by_layer=reports_layers)
     grad_norm = optimizer.grad_norm()
     if not np.isfinite(grad_norm):
         raise RLError(f"the gradient norm is {grad_norm}; the step was not taken")
@@ -119,6 +131,7 @@ def run_train_step(
         return {}
     return {
         **loss_pass.metrics(),
+        **balance,
         "grad_norm": Metric(grad_norm, reduction="max"),
         "lr": Metric(float(lr), reduction="max"),
     }
@@ -161,6 +174,8 @@ def _pass(
     def forward(iterator: Iterator[Microbatch], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
         microbatch = next(iterator)
         layout = model.lay_out(microbatch[0])
+        if model.replay is not None:
+            model.replay.give(chunk if chunks is None else chunk.module, microbatch[0], layout)
         output = chunk(layout.input_ids, layout.position_ids, None, packed_seq_params=layout.packing)
 
         def finish(hidden: Tensor, non_loss_data: bool = False) -> Any:
@@ -174,6 +189,8 @@ def _pass(
 
     model.config.grad_scale_func = partial(_divided, by=scale) if chunks is not None and scale != 1.0 else None
     running: Sequence[Any] = model.chunks if chunks is None else chunks
+    if model.replay is not None:
+        model.replay.start(trains=chunks is not None)
     iterators = [iter(microbatches) for _ in running]
     if not microbatches:
         return []

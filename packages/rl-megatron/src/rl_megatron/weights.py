@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from rl_megatron.conversion.names import held_weights
 from rl_megatron.conversion.splits import Vocabulary, Whole
 from rl_megatron.conversion.weight_map import HFTensor, WeightMap
 from rl_megatron.families.family import family_of
+from rl_megatron.lora import drawn_down
 from rl_megatron.model import ReadingModel
 from rl_megatron.parallel.mesh import Mesh
 
@@ -58,7 +60,9 @@ class Weights:
             (parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()),
             (parallel_state.get_expert_tensor_parallel_rank(), parallel_state.get_expert_tensor_parallel_world_size()),
         )
-        self.maps = [*family_of(model.hf).weights(model.hf), *_head_maps(model)]
+        adapters = [each for adapter in model.adapters.values() for each in (adapter.down, adapter.up)]
+        self._own_maps = [*family_of(model.hf).weights(model.hf), *_head_maps(model)]
+        self.maps = [*self._own_maps, *adapters]
         self.held = held_weights(model, parallel_state.get_expert_model_parallel_rank())
         self._check()
         self._holders = self._find_holders()
@@ -83,15 +87,28 @@ class Weights:
             for source in entry.sources
         ]
 
+    @property
+    def kept(self) -> dict[str, Tensor]:
+        """What of `held` steps change, and checkpoints have: all of it, or the adapters, a score head and buffers."""
+        if not self._model.adapters:
+            return self.held
+        adapters = {entry.target for entry in self.maps} - {entry.target for entry in self._own_maps}
+        return {
+            target: tensor
+            for target, tensor in self.held.items()
+            if target in adapters or target == SCORE or not isinstance(tensor, nn.Parameter)
+        }
+
     def load(self, files: WeightFiles, *, seed: int) -> None:
-        """Fill this rank's parameters, reading its slices alone; a new score head is drawn from N(0, std).
+        """Fill this rank's parameters, reading its slices alone; a new score head is drawn from N(0, std), and adapters
+        start as those of peft.
 
         Raises:
             ValueError: naming weights that are missing, unexpected, or of another shape.
         """
         self._check_names(files)
         with files.open() as opened, torch.no_grad():
-            for entry in self.maps:
+            for entry in self._own_maps:
                 target = self.held.get(entry.target)
                 if target is None:
                     continue
@@ -100,14 +117,15 @@ class Weights:
                 else:
                     index, size = self._place.of(entry)
                     target.copy_(entry.split.part(_reader(opened, entry), index, size))
+        self._start_adapters(seed)
 
     def stream(self, dtype: str) -> Iterator[tuple[TensorSpec, Tensor | None]]:
-        """All tensors one after another, whole on rank 0 and None elsewhere; collective.
+        """All tensors one after another, adapters merged, whole on rank 0 and None elsewhere; collective.
 
         No rank holds more than one parameter beside its own. Each is cast before it travels.
         """
         for entry in self._sent:
-            joined = self._joined(entry, getattr(torch, entry.dtype or dtype))
+            joined = self._merged(entry, getattr(torch, entry.dtype or dtype))
             for number, source in enumerate(entry.sources):
                 spec = TensorSpec(source.name, source.shape, entry.dtype or dtype)
                 yield spec, None if joined is None else joined[number]
@@ -130,7 +148,37 @@ class Weights:
 
     @property
     def _sent(self) -> list[WeightMap]:
-        return [entry for entry in self.maps if entry.copy_of is None]
+        return [entry for entry in self._own_maps if entry.copy_of is None]
+
+    @torch.no_grad()
+    def _start_adapters(self, seed: int) -> None:
+        for name, adapter in self._model.adapters.items():
+            down, up = self.held.get(adapter.down.target), self.held.get(adapter.up.target)
+            if down is None or up is None:
+                continue
+            whole = drawn_down(name, adapter, seed)
+            down.copy_(adapter.down.split.part(partial(_part_of, whole), *self._place.of(adapter.down)))
+            up.zero_()
+
+    @torch.no_grad()
+    def _merged(self, entry: WeightMap, dtype: torch.dtype) -> tuple[Tensor, ...] | None:
+        """As `_joined`, with what adapters add, in float32."""
+        adapters = [self._model.adapters.get(source.name) for source in entry.sources]
+        if not any(adapters):
+            return self._joined(entry, dtype)
+        held = self._model.config.params_dtype
+        weights = self._joined(entry, held)
+        merged = []
+        for number, adapter in enumerate(adapters):
+            weight = None if weights is None else weights[number].float()
+            if adapter is not None:
+                down, up = self._joined(adapter.down, held), self._joined(adapter.up, held)
+                if weight is not None:
+                    assert down is not None
+                    assert up is not None
+                    weight = weight + adapter.scale * (up[0].float() @ down[0].float())
+            merged.append(weight)
+        return None if weights is None else tuple(weight.to(dtype) for weight in merged if weight is not None)
 
     def _joined(self, entry: WeightMap, dtype: torch.dtype) -> tuple[Tensor, ...] | None:
         """Rank 0 takes each share from the first rank that has it."""
@@ -170,13 +218,13 @@ class Weights:
                 f"the weight mapping of {self._model.hf.model_type} models knows no Hugging Face name of "
                 f"{_shown(foreign)}"
             )
-        for entry in self.maps:
+        for entry in self._own_maps:
             _, size = self._place.of(entry)
             if not entry.split.divides(size):
                 raise ValueError(f"{entry.sources[0].name} cannot be spread over {size} {entry.over} ranks; use fewer")
 
     def _check_names(self, files: WeightFiles) -> None:
-        names = {source.name for entry in self.maps for source in entry.sources}
+        names = {source.name for entry in self._own_maps for source in entry.sources}
         missing = sorted(names - set(files.file_of) - {SCORE})
         allowed = {*names, *self.tied, LM_HEAD} if self._model.is_headless else {*names, *self.tied}
         unexpected = sorted(name for name in set(files.file_of) - allowed if not self._is_extra(name))
@@ -212,6 +260,10 @@ def _reader(opened: OpenWeights, entry: WeightMap) -> Any:
                 "check hf_config_overrides"
             )
     return lambda index, slices: opened.read(entry.sources[index].name, slices)
+
+
+def _part_of(whole: Tensor, _: int, slices: tuple[slice, ...]) -> Tensor:
+    return whole[slices]
 
 
 def _drawn(target: Tensor, hf: Any, seed: int) -> Tensor:

@@ -48,6 +48,7 @@ class MegatronWorker:
 
         self._config = config
         self._spec = spec
+        self._reports_layers = backend.moe_per_layer_logging
         self._training = Batching.of(config, training=True)
         self._reading = Batching.of(config, training=False)
         self._mesh = Mesh.join(rendezvous, backend)
@@ -59,6 +60,7 @@ class MegatronWorker:
 
     def _build(self, config: ModelConfig, backend: MegatronConfig, spec: ModelSpec) -> None:
         from rl_megatron.checkpoint import Checkpoint
+        from rl_megatron.lora import add_adapters
         from rl_megatron.model import build_model
         from rl_megatron.random import seed_all
         from rl_megatron.reference import Reference
@@ -73,9 +75,11 @@ class MegatronWorker:
         self._model = build_model(
             config, backend, spec, folder=self._folder, is_packed=self._training.packed, mesh=self._mesh
         )
+        if config.lora_cfg.enabled:
+            add_adapters(self._model, config.lora_cfg)
         self._weights = Weights(self._model, self._mesh)
         self._weights.load(WeightFiles.of(self._folder), seed=spec.seed)
-        self._chunks = wrap_chunks(self._model) if spec.trains else []
+        self._chunks = wrap_chunks(self._model, backend.distributed_data_parallel_config) if spec.trains else []
         self._reference = Reference(self._weights) if spec.keeps_reference else None
         self._optimizer, self._schedule = None, None
         if spec.trains:
@@ -137,16 +141,18 @@ class MegatronWorker:
             max_grad_norm=self._config.max_grad_norm,
             batching=self._training,
             mesh=self._mesh,
+            reports_layers=self._reports_layers,
         )
 
     def save(self, path: str, *, wait: bool = True) -> None:
-        """Write parameters, optimizer, schedule and RNG under `path`, at once; the reference is not written."""
+        """Write parameters, optimizer, schedule and RNG under `path`; the reference is not written. Without `wait` they
+        are copied to host memory, which must have room for them, and written in the background."""
         self._residency.require("parameters", "optimizer")
-        self._checkpoint.save(Path(path))
+        self._checkpoint.save(Path(path), wait=wait)
 
     def finish_save(self, *, wait: bool = True) -> bool:
-        """True: nothing is ever under way."""
-        return True
+        """Whether nothing is being written any more."""
+        return self._checkpoint.finish_save(wait=wait)
 
     def load(self, path: str) -> None:
         """Restore what `save` wrote, on any number of ranks and any layout."""
@@ -201,9 +207,10 @@ class MegatronWorker:
         return {"rank": self._mesh.rank, "pid": os.getpid(), "memory_bytes": used}
 
     def close(self) -> None:
-        """Leave the process groups and free the device."""
+        """Leave the process groups and free the device, once what is being written has been."""
         from rl_megatron.model import forget_embeddings
 
+        self._checkpoint.close()
         self._mesh.leave()
         del self._model, self._weights, self._chunks, self._optimizer, self._schedule
         del self._reference, self._residency, self._checkpoint

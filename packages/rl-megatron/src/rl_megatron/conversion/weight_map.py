@@ -41,3 +41,17 @@ class WeightMap:
     def stored(self) -> str:
         """The name under which checkpoints have it."""
         return self.copy_of or self.target
+
+
+@dataclass(frozen=True)
+class AdapterMap:
+    """A low-rank adapter of one Hugging Face weight, to which `scale * up @ down` is added.
+
+    Args:
+        down: `[dim, inputs]`.
+        up: `[outputs, dim]`.
+    """
+
+    down: WeightMap
+    up: WeightMap
+    scale: float

@@ -1,0 +1,270 @@
+"""Low-rank adapters on Megatron's linear layers; the weights that leave the model have them merged in.
+
+An adapter belongs to one Hugging Face weight (`q_proj`), of which Megatron may keep several in one parameter
+(`linear_qkv`): the adapters of one layer are applied together.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    get_cuda_rng_tracker,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor, nn
+
+from rl_core.model_config import LoraConfig
+from rl_megatron.conversion.names import global_name
+from rl_megatron.conversion.splits import Chunks, Vocabulary, Whole
+from rl_megatron.conversion.weight_map import AdapterMap, HFTensor, WeightMap
+from rl_megatron.families.family import family_of
+from rl_megatron.latent import WholeProjection
+from rl_megatron.model import ReadingModel
+
+WEIGHT = ".weight"
+LINEAR = (ColumnParallelLinear, RowParallelLinear, WholeProjection)
+
+
+def add_adapters(model: ReadingModel, config: LoraConfig) -> None:
+    """Put adapters on linear layers of a model without weights and freeze everything else but a score head.
+
+    Raises:
+        ValueError: where the config names no linear layer of the model, or experts and routers, which get none.
+    """
+    maps = family_of(model.hf).weights(model.hf)
+    _check_targets(maps, model.hf.model_type, config)
+    model.adapters = adapter_maps(maps, config)
+    entry_of = {entry.target: entry for entry in maps if _is_linear(entry)}
+    for chunk in model.chunks:
+        for name, parameter in chunk.named_parameters():
+            parameter.requires_grad_(name.startswith("score."))
+        numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
+        for name, module in list(chunk.named_modules()):
+            if isinstance(module, LINEAR):
+                entry = entry_of.get(global_name(f"{name}{WEIGHT}", numbers, 0))
+                if entry is not None and any(source.name in model.adapters for source in entry.sources):
+                    _attach(module, Adapters(entry, model.adapters, config.dropout, model.config))
+        if chunk.pre_process:
+            chunk.embedding.word_embeddings.register_forward_hook(_require_grad)
+
+
+def adapter_maps(maps: Sequence[WeightMap], config: LoraConfig) -> dict[str, AdapterMap]:
+    """The adapters of a whole model by the name of the weight that each sits on.
+
+    Args:
+        maps: of the model's weights.
+    """
+    return {
+        source.name: _adapter_map(entry, source, config)
+        for entry in maps
+        if _is_linear(entry)
+        for source in entry.sources
+        if _is_chosen(source, config)
+    }
+
+
+def drawn_down(name: str, adapter: AdapterMap, seed: int) -> Tensor:
+    """What the adapter of a weight starts from, as peft draws it, the same on any layout; `up` starts from zero."""
+    shape = adapter.down.sources[0].shape
+    generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
+    bound = 1.0 / math.sqrt(shape[1])
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+
+class Adapter(nn.Module):
+    """This rank's part of an adapter, in the model's dtype."""
+
+    def __init__(self, down: tuple[int, int], up: tuple[int, int], config: TransformerConfig) -> None:
+        super().__init__()
+        like: Any = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
+        self.down = nn.Parameter(torch.zeros(down, **like))
+        self.up = nn.Parameter(torch.zeros(up, **like))
+
+
+class Adapters(nn.Module):
+    """What is added to the output of one layer: of each adapted weight `scale * up(down(dropout(input)))`.
+
+    Between tensor-parallel ranks travel the `dim` numbers per token that `down` gives.
+
+    Args:
+        entry: of the layer's weight.
+        adapters: those of the model.
+        dropout: share of the inputs that is dropped in training, for each adapter anew.
+    """
+
+    def __init__(
+        self, entry: WeightMap, adapters: dict[str, AdapterMap], dropout: float, config: TransformerConfig
+    ) -> None:
+        super().__init__()
+        self.split_dim = entry.split.dim
+        self.dropout = dropout
+        self.is_sequence_parallel = config.sequence_parallel
+        self.num_ranks = config.tensor_model_parallel_size
+        places = dict(_rows_of_sources(entry, parallel_state.get_tensor_model_parallel_rank(), self.num_ranks))
+        self.num_rows = sum(len(rows) for rows in places.values())
+        adapted = {_short(name): (adapters[name], rows) for name, rows in places.items() if name in adapters}
+        self.names = list(adapted)
+        self.scale = next(iter(adapted.values()))[0].scale
+        for name, (found, rows) in adapted.items():
+            down, up = (_local_shape(each, self.num_ranks) for each in (found.down, found.up))
+            adapter = Adapter(down, up, config)
+            self.add_module(name, adapter)
+            self.register_buffer(f"{name}_rows", rows.to(adapter.up.device), persistent=False)
+            # the mark by which Megatron finds gradients to sum over the tensor-parallel ranks: a rank has seen its
+            # own tokens alone
+            adapter.down.sequence_parallel = config.sequence_parallel and self.split_dim != 1
+            adapter.up.sequence_parallel = config.sequence_parallel and self.split_dim != 0
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """What is added to the layer's output for its input."""
+        return F.linear(self._exchanged(self._down(hidden)), self._up()) * self.scale
+
+    def _down(self, hidden: Tensor) -> Tensor:
+        downs = [adapter.down for adapter in self._adapters]
+        if self.dropout == 0.0 or not self.training:
+            return F.linear(hidden, torch.cat(downs))
+        if self.num_ranks == 1 or (self.split_dim != 1 and not self.is_sequence_parallel):
+            # every rank has the same input and must drop the same of it
+            return torch.cat([F.linear(F.dropout(hidden, self.dropout), down) for down in downs], -1)
+        with get_cuda_rng_tracker().fork():
+            dropped = [F.dropout(hidden, self.dropout) for _ in downs]
+        return torch.cat([F.linear(part, down) for part, down in zip(dropped, downs, strict=True)], -1)
+
+    def _exchanged(self, low: Tensor) -> Tensor:
+        """`down`'s output `[seq, batch, dims]` where `up` needs it."""
+        if self.num_ranks == 1 or self.split_dim is None:
+            return low
+        low = low.contiguous()  # megatron-core 0.16.1 sums a copy of what is not, and returns what it copied
+        out: Tensor
+        if self.split_dim == 0:
+            if self.is_sequence_parallel:
+                out = gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True)
+            else:
+                out = copy_to_tensor_model_parallel_region(low)
+        elif self.is_sequence_parallel:
+            out = reduce_scatter_to_sequence_parallel_region(low)
+        else:
+            out = reduce_from_tensor_model_parallel_region(low)
+        return out
+
+    def _up(self) -> Tensor:
+        """`[rows of the layer, dims]`: each adapter's rows where the layer has those of its weight, else zeros."""
+        blocks = []
+        for name, adapter in zip(self.names, self._adapters, strict=True):
+            rows = self.get_buffer(f"{name}_rows")
+            block = adapter.up.new_zeros((self.num_rows, adapter.up.shape[1]))
+            blocks.append(block.index_copy(0, rows, adapter.up))
+        return torch.cat(blocks, 1)
+
+    @property
+    def _adapters(self) -> list[Any]:
+        return [self.get_submodule(name) for name in self.names]
+
+
+def _attach(layer: nn.Module, adapters: Adapters) -> None:
+    layer.adapters = adapters
+    layer.register_forward_hook(_with_adapters)
+
+
+def _with_adapters(layer: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+    added = layer.adapters(inputs[0])
+    if isinstance(layer, WholeProjection):
+        added = layer.with_summed_grad(added)
+    return output[0] + added, output[1]
+
+
+def _require_grad(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+    """Recomputed layers pass no gradient to their adapters where no input of theirs requires one."""
+    return output.requires_grad_() if torch.is_grad_enabled() else output
+
+
+def _adapter_map(entry: WeightMap, source: HFTensor, config: LoraConfig) -> AdapterMap:
+    outputs, inputs = source.shape
+    target = f"{entry.target.removesuffix(WEIGHT)}.adapters.{_short(source.name)}"
+    theirs = source.name.removesuffix(WEIGHT)
+    down = WeightMap(
+        f"{target}.down",
+        (HFTensor(f"{theirs}.lora_A{WEIGHT}", (config.dim, inputs)),),
+        Chunks(inputs, dim=1) if entry.split.dim == 1 else Whole(),
+    )
+    up = WeightMap(
+        f"{target}.up",
+        (HFTensor(f"{theirs}.lora_B{WEIGHT}", (outputs, config.dim)),),
+        Chunks(outputs) if entry.split.dim == 0 else Whole(),
+    )
+    return AdapterMap(down, up, config.alpha / config.dim)
+
+
+def _rows_of_sources(entry: WeightMap, rank: int, size: int) -> Iterator[tuple[str, Tensor]]:
+    """Each source's name, and where its rows on this rank lie in the layer's output, in their order."""
+    counts = [source.shape[0] for source in entry.sources]
+    if entry.split.dim != 0:
+        yield entry.sources[0].name, torch.arange(counts[0])
+        return
+    numbers = list(torch.arange(sum(counts)).split(counts))
+    part = entry.split.part(lambda index, slices: numbers[index][slices] if slices else numbers[index], rank, size)
+    place_of = torch.full((sum(counts),), -1)
+    place_of[part] = torch.arange(len(part))
+    for source, own in zip(entry.sources, numbers, strict=True):
+        places = place_of[own.chunk(size)[rank]]
+        assert (places >= 0).all(), f"{source.name} is not spread evenly over the ranks"
+        yield source.name, places
+
+
+def _local_shape(entry: WeightMap, size: int) -> tuple[int, int]:
+    rows, columns = entry.sources[0].shape
+    return rows // (size if entry.split.dim == 0 else 1), columns // (size if entry.split.dim == 1 else 1)
+
+
+def _is_linear(entry: WeightMap) -> bool:
+    """Whether it is the matrix of a linear layer, neither a router nor an expert."""
+    is_matrix = len(entry.sources[0].shape) == 2 and entry.target.endswith(WEIGHT)
+    return is_matrix and not isinstance(entry.split, Vocabulary) and not _is_of_experts(entry)
+
+
+def _is_of_experts(entry: WeightMap) -> bool:
+    return entry.over == "etp" or ".router." in entry.target
+
+
+def _is_chosen(source: HFTensor, config: LoraConfig) -> bool:
+    is_target = config.match_all_linear or _ends_with(source.name, config.target_modules)
+    return is_target and not _ends_with(source.name, config.exclude_modules)
+
+
+def _check_targets(maps: Sequence[WeightMap], kind: str, config: LoraConfig) -> None:
+    linear = [source.name for entry in maps if _is_linear(entry) for source in entry.sources]
+    experts = [source.name for entry in maps if _is_of_experts(entry) for source in entry.sources]
+    for ending in () if config.match_all_linear else config.target_modules:
+        if not any(_ends_with(name, [ending]) for name in linear):
+            is_of_experts = any(_ends_with(name, [ending]) for name in experts)
+            what = "is a router or an expert, which get no adapters" if is_of_experts else "is no linear layer"
+            raise ValueError(
+                f"policy.lora_cfg.target_modules: {ending!r} {what} of this {kind} model; it has "
+                f"{', '.join(sorted({_short(name) for name in linear}))}"
+            )
+    if not adapter_maps(maps, config):
+        raise ValueError(
+            f"policy.lora_cfg: target_modules {config.target_modules} less exclude_modules {config.exclude_modules} "
+            f"leave no linear layer of a {kind} model; name some, such as q_proj, or set match_all_linear=true"
+        )
+
+
+def _ends_with(name: str, endings: Sequence[str]) -> bool:
+    return any(f".{name.removesuffix(WEIGHT)}".endswith(f".{ending}") for ending in endings)
+
+
+def _short(name: str) -> str:
+    return name.removesuffix(WEIGHT).rpartition(".")[2]

@@ -1,0 +1,179 @@
+"""Adapters train on every layout as they do in one process, and what leaves the model has them merged in."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from layouts import EXPERT_LAYOUTS, LAYOUTS, write_family
+from megatron_factories import kept_tensors
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
+
+from rl_core.errors import WorkerError
+from rl_core.model import LOGPROBS, ModelSpec
+from rl_core.model_config import LoraConfig, ModelConfig, OptimizerConfig
+from rl_core.testing.losses import TokenLoss
+from rl_core.testing.model_worker import LAYOUTS as BATCHINGS
+from rl_core.testing.model_worker import make_batch
+from rl_core.testing.pooled_model import PooledModel
+from rl_core.testing.rank_pool import free_port
+from rl_core.testing.torch.oracle import Oracle
+from rl_core.testing.torch.received import receive
+from rl_core.weights import Transport
+from rl_megatron.selfcheck import adapt, merge
+
+ALL = LAYOUTS | EXPERT_LAYOUTS
+SGD = OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 0.5, "momentum": 0.9})
+LORA = LoraConfig(enabled=True, dim=4, alpha=8)
+ATTENTION = LoraConfig(enabled=True, match_all_linear=False, target_modules=["q_proj", "v_proj", "self_attn.o_proj"])
+MODELS = {
+    "qwen3": ("qwen3", {}),
+    "llama": ("llama", {}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "deepseek_v3": ("deepseek_v3", {}),
+    "deepseek_v3 dense": ("deepseek_v3", {"first_k_dense_replace": 4}),
+}
+CASES = [
+    ("qwen3", "tp2", "packed-16", LORA, {}),
+    ("qwen3", "pp2 virtual", "padded-3", LORA, {"activation_checkpointing": True}),
+    ("llama", "cp2", "packed-16", LORA, {}),
+    ("llama", "tp2 pp2+sp", "padded-3", ATTENTION, {}),
+    ("qwen3_moe", "tp2 etp2 ep2+sp", "packed-16", LORA, {}),
+    ("deepseek_v3", "tp2+sp", "packed-16", LORA, {}),
+    ("deepseek_v3 dense", "tp2", "padded-3", LORA, {}),
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    made = {}
+
+    def of(model):
+        if model not in made:
+            family, fields = MODELS[model]
+            made[model] = write_family(tmp_path_factory.mktemp(family), family, **fields)
+        return made[model]
+
+    return of
+
+
+def open_model(ranks, folder, layout, lora=LORA, *, spec=None, precision="float32", options=None, **settings):
+    num_ranks, backend = ALL[layout]
+    config = ModelConfig(
+        model_name=str(folder), precision=precision, max_grad_norm=0.5, optimizer=SGD, lora_cfg=lora, **settings
+    )
+    return PooledModel(
+        ranks, "megatron_factories:build", config, spec or ModelSpec(), num_ranks, **backend, **(options or {})
+    )
+
+
+def received_from(model):
+    """What one receiver of the model's weights gets."""
+    manifest = model.manifest(1)
+    transport = Transport("collective", f"127.0.0.1:{free_port()}", 1, bucket_bytes=4096, timeout_s=60)
+    received = []
+    receiver = threading.Thread(target=lambda: received.append(receive(manifest, transport)[0]))
+    receiver.start()
+    model.send(manifest, transport)
+    receiver.join(60)
+    return received[0]
+
+
+@pytest.mark.parametrize(("model", "layout", "batching", "lora", "options"), CASES)
+def test_three_steps_of_adapters_equal_those_of_one_process(
+    ranks, folders, tmp_path, model, layout, batching, lora, options
+):
+    folder = folders(model)
+    oracle = Oracle(folder)
+    adapt(oracle.model, lora)
+    expected = [oracle.train_step(make_batch(seed=seed), TokenLoss(), SGD, 0.5) for seed in range(3)]
+    with open_model(ranks, folder, layout, lora, options=options, **BATCHINGS[batching]) as worker:
+        for seed, metrics in enumerate(expected):
+            found = worker.train_step(make_batch(seed=seed), TokenLoss())
+            for name, value in metrics.items():
+                assert found[name] == pytest.approx(value, rel=1e-5, abs=1e-5), (seed, name)
+        worker.export(str(tmp_path))
+    exported = dict(Oracle(tmp_path).model.named_parameters())
+    source = dict(Oracle(folder).model.named_parameters())
+    merge(oracle.model)
+    trained = dict(oracle.model.named_parameters())
+    for name, weight in trained.items():
+        np.testing.assert_allclose(exported[name].detach(), weight, atol=1e-5, rtol=1e-5, err_msg=name)
+    stayed = {name for name, weight in trained.items() if weight.equal(source[name])}
+    assert stayed
+    assert stayed < trained.keys()
+    assert all(exported[name].equal(source[name]) for name in stayed)
+
+
+def test_a_checkpoint_has_the_adapters_alone_and_resumes_on_another_layout(ranks, folders, tmp_path):
+    folder = folders("qwen3")
+    with open_model(ranks, folder, "tp2+sp", spec=ModelSpec(keeps_reference=True)) as model:
+        start = model.infer(make_batch(), [LOGPROBS]).ragged("logprobs").values
+        for seed in range(2):
+            model.train_step(make_batch(seed=seed), TokenLoss())
+        model.save(str(tmp_path / "adapters"))
+        trained = model.infer(make_batch(), [LOGPROBS]).ragged("logprobs").values
+        assert abs(trained - start).max() > 1e-3
+        reference = model.infer(make_batch(), [LOGPROBS], reference=True).ragged("logprobs").values
+        assert np.array_equal(reference, start)
+        expected = model.train_step(make_batch(seed=2), TokenLoss())
+    with open_model(ranks, folder, "pp2") as model:
+        model.load(str(tmp_path / "adapters"))
+        found = model.infer(make_batch(), [LOGPROBS]).ragged("logprobs").values
+        np.testing.assert_allclose(found, trained, atol=1e-5)
+        assert model.train_step(make_batch(seed=2), TokenLoss()) == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    saved = FileSystemReader(tmp_path / "adapters" / "shards").read_metadata().state_dict_metadata
+    assert {name.split("/")[0] for name in saved} == {"model", "momentum_buffer"}
+    assert all(".adapters." in name for name in saved)
+
+
+def test_half_precision_sends_the_sum_of_weights_and_adapters_rounded_once(ranks, folders, tmp_path):
+    folder = folders("llama")
+    with open_model(ranks, folder, "tp1", ATTENTION, precision="bfloat16") as model:
+        model.train_step(make_batch(), TokenLoss())
+        (kept,) = ranks.run(kept_tensors, [()])
+        received = received_from(model)
+    source, names = load_file(folder / "model.safetensors"), set()
+    for name, weight in source.items():
+        layer, _, short = name.removesuffix(".weight").rpartition(".")
+        fused = "linear_proj" if short == "o_proj" else "linear_qkv"
+        ours = layer.replace("model.layers", "decoder.layers").replace("self_attn", "self_attention")
+        prefix = f"{ours}.{fused}.adapters.{short}"
+        total = weight.bfloat16().float()
+        if f"{prefix}.up" in kept:
+            names.add(short)
+            total = total + 4.0 * (torch.from_numpy(kept[f"{prefix}.up"]) @ torch.from_numpy(kept[f"{prefix}.down"]))
+        assert received[name].equal(total.bfloat16()), name
+    assert names == {"q_proj", "v_proj", "o_proj"}
+
+
+def test_dropout_of_adapters_drops_alike_on_ranks_that_share_inputs(ranks, folders):
+    lora = LORA.model_copy(update={"dropout": 0.5})
+    downs = "linear_qkv.adapters.q_proj.down"
+    for layout in ("tp2", "tp2+sp"):
+        with open_model(ranks, folders("qwen3"), layout, lora) as model:
+            plain = model.evaluate(make_batch(), TokenLoss())["loss"]
+            first = model.train_step(make_batch(), TokenLoss())
+            assert first["loss"] == pytest.approx(plain, abs=1e-5)  # what comes up starts from zero
+            evaluated = [model.evaluate(make_batch(seed=1), TokenLoss())["loss"] for _ in range(2)]
+            assert evaluated[0] == evaluated[1]
+            assert model.train_step(make_batch(seed=1), TokenLoss())["loss"] != pytest.approx(evaluated[0], abs=1e-5)
+            one, other = ranks.run(kept_tensors, [()] * 2)
+        for name in [name for name in one if name.endswith(downs)]:
+            assert np.array_equal(one[name], other[name]), (layout, name)
+
+
+@pytest.mark.parametrize(
+    ("model", "targets", "message"),
+    [
+        ("qwen3_moe", ["q_proj", "down_proj"], "'down_proj' is a router or an expert, which get no adapters"),
+        ("qwen3_moe", ["mlp.gate"], "'mlp.gate' is a router or an expert"),
+        ("llama", ["linear_qkv"], "'linear_qkv' is no linear layer of this llama model; it has down_proj"),
+        ("llama", [], "leave no linear layer"),
+    ],
+)
+def test_what_gets_no_adapter_is_refused_by_name(ranks, folders, model, targets, message):
+    lora = LoraConfig(enabled=True, match_all_linear=False, target_modules=targets)
+    with pytest.raises(WorkerError, match=message):
+        open_model(ranks, folders(model), "tp1", lora)
