@@ -84,6 +84,12 @@ def test_meshes_that_cannot_be_are_refused_with_the_nearest_that_can(tmp_path, s
     assert advice in found[f"policy.dtensor_cfg.{key}"]
 
 
+def test_layers_with_experts_are_not_compiled(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 2, "num_experts": 4}))
+    assert "set compile=false" in problems(str(tmp_path), {"compile": True})["policy.dtensor_cfg.compile"]
+    assert not problems(str(tmp_path))
+
+
 def test_adapters_go_by_name_or_everywhere():
     lora = {"enabled": True, "target_modules": ["q_proj"]}
     assert "match_all_linear" in "".join(problems(lora_cfg=lora))

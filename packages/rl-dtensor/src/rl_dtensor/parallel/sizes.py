@@ -149,6 +149,10 @@ def shape_problems(config: DTensorConfig, model: Mapping[str, Any]) -> Iterator[
                 f"set it to {_nearest(own_kv, cp)}, or context_parallel_method=all_gather",
             )
     experts = _number(model, "num_experts") or _number(model, "num_local_experts")
+    if experts and config.compile:
+        yield Problem(
+            f"{SECTION}.compile", "compiles layers without experts, and the model has some; set compile=false"
+        )
     ep = config.expert_parallel_size
     if ep > 1 and not experts:
         yield Problem(f"{SECTION}.expert_parallel_size", f"is {ep} and the model has no experts; set it to 1")
