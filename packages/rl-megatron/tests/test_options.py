@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from layouts import EXPERT_LAYOUTS, LAYOUTS, write_family
 
 from rl_core.errors import WorkerError
@@ -26,7 +27,7 @@ def folders(tmp_path_factory):
 def open_model(ranks, folder, layout, role="policy", settings=None, **options):
     num_ranks, backend = ALL[layout]
     config = ModelConfig(
-        model_name=str(folder), precision="float32", max_grad_norm=0.5, optimizer=PLAIN, **(settings or {})
+        model_name=str(folder), **{"precision": "float32", "max_grad_norm": 0.5, "optimizer": PLAIN, **(settings or {})}
     )
     return PooledModel(ranks, "megatron_factories:build", config, ModelSpec(role=role), num_ranks, **backend, **options)
 
@@ -61,16 +62,38 @@ def test_frozen_routers_stay_and_the_rest_moves(ranks, folders, tmp_path):
     assert moved | routers == set(before)
 
 
+def balancing_losses(folder, batch):
+    """Of each layer `experts / (k tokens^2) sum over experts of (tokens sent there) (sum of its probabilities)`, which
+    is 1 where both are even, in float64 by transformers."""
+    oracle, found = Oracle(folder), {}
+    for number, layer in enumerate(oracle.model.model.layers):
+        layer.mlp.gate.register_forward_hook(lambda _, __, out, at=number: found.setdefault(at, []).append(out))
+    oracle.infer(batch, [])
+    losses = []
+    for number in sorted(found):
+        probabilities = torch.cat([logits.softmax(-1) for logits, _, _ in found[number]])
+        chosen = torch.cat([experts for _, _, experts in found[number]])
+        (num_tokens, num_experts), k = probabilities.shape, chosen.shape[1]
+        sent = torch.bincount(chosen.flatten(), minlength=num_experts)
+        losses.append(float(num_experts / (k * num_tokens**2) * (sent * probabilities.sum(0)).sum()))
+    return losses
+
+
 def test_a_balancing_loss_moves_routers_alike_on_every_layout(ranks, folders, tmp_path):
-    balanced = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
+    balanced = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1, "moe_per_layer_logging": True}
     batch = make_batch((8, 4, 20))
     # tokens that count for nothing in the policy's loss leave the routers to the balancing loss alone
     batch = batch.with_columns({"loss_mask": batch.ragged("tokens").like(np.zeros(32, dtype=np.int8))})
     settings = {"sequence_packing": {"train_mb_tokens": 4096}}
     before, after = read_weights(folders["qwen3_moe"]), {}
+    losses = balancing_losses(folders["qwen3_moe"], batch)
+    expected = {f"load_balancing_loss_layer_{layer}": loss for layer, loss in enumerate(losses)}
+    expected["load_balancing_loss"] = sum(losses) / len(losses)
     for layout in ("tp1", "tp2+sp", "pp2"):
         with open_model(ranks, folders["qwen3_moe"], layout, settings=settings, **balanced) as model:
-            assert model.train_step(batch, TokenLoss())["loss"] == 0
+            metrics = model.train_step(batch, TokenLoss())
+            assert metrics["loss"] == 0
+            assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-5)
             model.export(str(tmp_path / layout))
         after[layout] = read_weights(tmp_path / layout)
     for name in [name for name in before if name.endswith("mlp.gate.weight")]:
@@ -127,8 +150,38 @@ def test_router_biases_move_only_where_a_rate_is_set(ranks, folders, tmp_path):
     [
         ({"fp8_cfg": {"enabled": True}}, "needs Transformer Engine on CUDA"),
         ({"moe_router_bias_update_rate": 0.1}, "have no biases"),
+        ({"moe_router_replay": True}, "has no experts"),
     ],
 )
 def test_what_cannot_run_is_refused_saying_what_is_missing(ranks, folders, options, message):
     with pytest.raises(WorkerError, match=message):
         open_model(ranks, folders["llama"], "tp1", **options)
+
+
+@pytest.mark.parametrize(("family", "layout"), [("llama", "dp2"), ("qwen3_moe", "ep2"), ("llama", "pp2 virtual")])
+def test_gradients_that_are_reduced_during_the_backward_pass_are_the_same(ranks, folders, family, layout):
+    settings = {"sequence_packing": {"train_mb_tokens": 16}}
+    steps = []
+    for overlaps in (False, True):
+        reduction = {"overlap_grad_reduce": overlaps}
+        with open_model(
+            ranks, folders[family], layout, settings=settings, distributed_data_parallel_config=reduction
+        ) as model:
+            steps.append([model.train_step(make_batch(seed=seed), TokenLoss()) for seed in range(3)])
+    assert steps[0] == steps[1]
+
+
+def test_gradients_in_half_precision_are_near_those_in_float32(ranks, folders):
+    norms = {}
+    for in_float32 in (True, False):
+        reduction = {"grad_reduce_in_fp32": in_float32}
+        with open_model(
+            ranks,
+            folders["llama"],
+            "dp2",
+            settings={"precision": "bfloat16"},
+            distributed_data_parallel_config=reduction,
+        ) as model:
+            norms[in_float32] = model.train_step(make_batch(), TokenLoss())["grad_norm"]
+    assert norms[True] != norms[False]
+    assert norms[False] == pytest.approx(norms[True], rel=0.02)
