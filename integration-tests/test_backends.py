@@ -1,39 +1,27 @@
-"""The same run on either training backend, chosen by config alone."""
+"""The same run on either training backend and on every kind of mesh, chosen by config alone."""
 
 import pytest
+from runs import Run, assert_same, steps_of
 
-BACKENDS = ("dtensor", "megatron")
-
-
-def run_both(rl, metrics, tmp_path, recipe, *settings):
-    """Metrics of each backend's run."""
-    found = {}
-    for backend in BACKENDS:
-        run_dir = tmp_path / backend
-        result = rl("train", recipe, f"run_dir={run_dir}", f"policy.{backend}_cfg.enabled=true", *settings)
-        assert result.code == 0, result.output
-        found[backend] = metrics(run_dir)
-    return [found[backend] for backend in BACKENDS]
+MESHES = {
+    "megatron": ["policy.megatron_cfg.enabled=true"],
+    "tp2": ["policy.dtensor_cfg.tensor_parallel_size=2"],
+    "cp2": ["policy.dtensor_cfg.context_parallel_size=2"],
+    "pp2": ["policy.dtensor_cfg.pipeline_parallel_size=2"],
+}
 
 
-def test_sft_steps_are_the_same(rl, metrics, tmp_path):
-    dtensor, megatron = run_both(rl, metrics, tmp_path, "sft-arithmetic", "sft.max_num_steps=5")
-    assert len(dtensor) == len(megatron) == 5
-    for expected, found in zip(dtensor, megatron, strict=True):
-        for name in ("train/loss", "train/grad_norm", "train/lr"):
-            assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-4), name
+def test_sft_steps_on_megatron_are_those_on_dtensor(sft, whole_sft, tmp_path):
+    run = Run.start(tmp_path / "run", *sft, "sft.max_num_steps=5", "policy.megatron_cfg.enabled=true")
+    run.finish()
+    assert_same(steps_of(run.folder), steps_of(whole_sft)[:5], ("train/loss", "train/grad_norm", "train/lr"), 1e-4)
 
 
-def test_grpo_steps_are_the_same(rl, metrics, warm_model, tmp_path):
-    settings = (
-        f"policy.model_name={warm_model}",
-        "grpo.max_num_steps=5",
-        "grpo.val_period=0",
-        "checkpointing.metric_name=null",
-    )
-    dtensor, megatron = run_both(rl, metrics, tmp_path, "grpo-arithmetic", *settings)
-    assert len(dtensor) == len(megatron) == 5
-    for expected, found in zip(dtensor, megatron, strict=True):
-        for name in ("reward/mean", "train/loss", "train/grad_norm"):
-            assert found[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-3), name
-        assert found["mismatch/max"] < 1e-3
+@pytest.mark.parametrize("mesh", MESHES)
+def test_grpo_steps_are_those_of_two_data_parallel_dtensor_ranks(mesh, grpo, whole_grpo, tmp_path):
+    run = Run.start(tmp_path / "run", *grpo, "grpo.max_num_steps=4", *MESHES[mesh])
+    run.finish()
+    found = steps_of(run.folder)
+    assert_same(found, steps_of(whole_grpo)[:4], ("reward/mean", "train/loss", "train/grad_norm"), 1e-3)
+    assert max(line["mismatch/max"] for line in found) < 1e-3
+    assert found[-1]["reward/mean"] > found[0]["reward/mean"]

@@ -1,199 +1,156 @@
-"""What a run lives through: workers that are killed, and the kill of the whole run; to the last bit."""
+"""What a run lives through: dead workers, a verifier that hangs or crashes, a full disk, signals, and the kill of all
+that it started; to the last bit.
+"""
 
-import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 import pytest
-
-SAME = ("train/loss", "train/grad_norm", "reward/mean", "val/loss")
-SFT = ("sft-arithmetic", "sft.max_num_steps=30", "sft.val_period=5", "checkpointing.save_period=4")
-GRPO_STEPS = 8
+import tellable_environment
+from runs import Run, figures, logs_of, rollouts_of, shared_memory, steps_of
 
 
-@dataclass
-class Run:
-    """A run of `rl train` in a process group of its own."""
-
-    process: subprocess.Popen
-    folder: Path
-
-    @classmethod
-    def start(cls, folder, *arguments):
-        rl = Path(sys.executable).with_name("rl")
-        environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-        with (folder.parent / f"{folder.name}.log").open("a") as log:
-            command = [str(rl), "train", *arguments, f"run_dir={folder}"]
-            return cls(
-                subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True), folder
-            )
-
-    @property
-    def output(self):
-        return (self.folder.parent / f"{self.folder.name}.log").read_text()
-
-    def finish(self, timeout=840):
-        code = self.process.wait(timeout)
-        assert code == 0, self.output
-
-    def await_step(self, step, timeout=400):
-        """Wait until that many steps are in the metrics."""
-        deadline = time.monotonic() + timeout
-        while len(steps_of(self.folder)) < step:
-            assert self.process.poll() is None, self.output
-            assert time.monotonic() < deadline, self.output
-            time.sleep(0.01)
-
-    def processes(self):
-        """Everything it has started, this process included."""
-        driver = psutil.Process(self.process.pid)
-        return [driver, *driver.children(recursive=True)]
-
-    def kill_all(self):
-        """As an out-of-memory killer or a lost machine would; returns what there was."""
-        found = self.processes()
-        for each in found:
-            each.kill()
-        self.process.wait(60)
-        return found
-
-
-def lines_of(folder):
-    path = folder / "metrics.jsonl"
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-
-
-def steps_of(folder):
-    return [line for line in lines_of(folder) if line["step"] > 0]
-
-
-def figures(folder):
-    """What must not depend on what a run lived through, by step."""
-    return {line["step"]: {name: line[name] for name in SAME if name in line} for line in lines_of(folder)}
-
-
-def rolled_out(folder):
-    """Prompts and completions of every step, in order."""
-    found = {}
-    for path in (folder / "rollouts").glob("step_*.jsonl"):
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-        found[path.stem] = [(row["prompt_id"], row["turns"]) for row in rows]
-    return found
-
-
-def shared_memory():
-    return set(os.listdir("/dev/shm"))
-
-
-@pytest.fixture(scope="module")
-def grpo(warm_model):
-    return (
-        "grpo-arithmetic",
-        f"policy.model_name={warm_model}",
-        f"grpo.max_num_steps={GRPO_STEPS}",
-        "grpo.val_period=0",
-        "checkpointing.metric_name=null",
-        "checkpointing.save_period=3",
-    )
-
-
-@pytest.fixture(scope="module")
-def whole_sft(tmp_path_factory):
-    run = Run.start(tmp_path_factory.mktemp("whole") / "sft", *SFT)
-    run.finish()
-    return run.folder
-
-
-@pytest.fixture(scope="module")
-def whole_grpo(tmp_path_factory, grpo):
-    run = Run.start(tmp_path_factory.mktemp("whole") / "grpo", *grpo)
-    run.finish()
-    return run.folder
-
-
-def killed_and_resumed(folder, num_kills, arguments, num_steps):
-    """Start a run, kill all of it as often at random moments, resuming it each time, and let the last one end."""
+def kill_and_resume(run, num_kills, steps, *arguments, **variables):
+    """Kill all of a run as often at random moments after a step from the first to the last of these, resuming it each
+    time; the run that is left.
+    """
     seed = random.randrange(2**32)
     sys.stdout.write(f"kills were drawn with seed {seed}\n")
     chance = random.Random(seed)
-    for step in sorted(chance.randint(1, num_steps - 1) for _ in range(num_kills)):
-        before = shared_memory()
-        run = Run.start(folder, *arguments)
+    for step in sorted(chance.randint(*steps) for _ in range(num_kills)):
         run.await_step(step)
         time.sleep(chance.uniform(0, 2))
         _, alive = psutil.wait_procs(run.kill_all(), 30)
         assert not alive
-        assert shared_memory() <= before
-    Run.start(folder, *arguments).finish()
+        run = Run.start(run.folder, *arguments, **variables)
+    return run
 
 
-def test_a_killed_sft_run_resumes_to_the_last_bit(num_kills, whole_sft, tmp_path):
-    killed_and_resumed(tmp_path / "run", num_kills, SFT, 30)
-    assert figures(tmp_path / "run") == figures(whole_sft)
+def completions_of(folder, *, until):
+    """Prompts and completions of these steps, in order."""
+    return {
+        step: [(row["prompt_id"], row["index"], [turn["text"] for turn in row["turns"]]) for row in rows]
+        for step, rows in rollouts_of(folder).items()
+        if step <= until
+    }
 
 
-def test_a_killed_grpo_run_resumes_to_the_last_bit_and_repeats_no_prompt(num_kills, grpo, whole_grpo, tmp_path):
-    killed_and_resumed(tmp_path / "run", num_kills, grpo, GRPO_STEPS)
-    assert figures(tmp_path / "run") == figures(whole_grpo)
-    assert rolled_out(tmp_path / "run") == rolled_out(whole_grpo)
-    prompts = [prompt for rows in rolled_out(tmp_path / "run").values() for prompt in {row[0] for row in rows}]
-    assert len(prompts) == len(set(prompts))
+def prompts_of(folder):
+    """Prompts of every step, in order."""
+    return {step: list(dict.fromkeys(row["prompt_id"] for row in rows)) for step, rows in rollouts_of(folder).items()}
 
 
-def test_a_signal_to_the_whole_group_saves_and_ends_cleanly(whole_sft, tmp_path):
-    run = Run.start(tmp_path / "run", *SFT)
-    run.await_step(6)
+def test_an_sft_run_outlives_a_dead_rank_and_the_kill_of_all_it_started(num_kills, sft, whole_sft, tmp_path):
+    before = shared_memory()
+    run = Run.start(tmp_path / "run", *sft)
+    run.await_step(10)
+    run.kill_one("ray::WorkerHost")
+    run.await_log("starting again from checkpoint step_8")
+    run = kill_and_resume(run, num_kills, (1, 29), *sft)
+    assert shared_memory() <= before
+    run.finish()
+    assert figures(run.folder) == figures(whole_sft)
+    assert logs_of(run.folder).count("starting again from") == 1
+    assert shared_memory() <= before
+
+
+def test_a_grpo_run_outlives_the_death_of_everything_it_started(num_kills, grpo, whole_grpo, tmp_path):
+    # all in one run, as every start of a run takes vLLM's own time
+    orders, before = tmp_path / "orders", shared_memory()
+    orders.mkdir()
+    told = (
+        *grpo,
+        "data.train.env_name=tellable",
+        "data.validation.env_name=tellable",
+        f"env.tellable.orders={orders}",
+        "env.tellable.answer_format=numeric",
+        "env.tellable.deadline_s=3",
+    )
+    variables = {"PYTHONPATH": tellable_environment.install(tmp_path / "plugin")}
+
+    run = Run.start(tmp_path / "run", *told, **variables)
+    run.await_step(1)
+    run.kill_one("VLLM::EngineCore")
+    run.await_step(2)
+    run.kill_one("environment_process")
+    run.await_step(3)
+    run.kill_one("ray::RestartingHost")
+    run.await_step(4)
+    run.kill_one("ray::AsyncWorkerHost")
+    run = kill_and_resume(run, num_kills, (4, 6), *told, **variables)
+    assert shared_memory() <= before
+
+    run.await_step(8)
+    (orders / "hang").touch()
+    run.await_log("no answer within its deadline of 3 s")
+    (orders / "crash").touch()
+    run.finish()
+
+    undisturbed = min(step for step, rows in rollouts_of(run.folder).items() if any(row["failure"] for row in rows)) - 1
+    assert undisturbed >= 8
+    assert figures(run.folder, until=undisturbed) == figures(whole_grpo, until=undisturbed)
+    assert completions_of(run.folder, until=undisturbed) == completions_of(whole_grpo, until=undisturbed)
+    prompts = prompts_of(run.folder)
+    assert prompts == prompts_of(whole_grpo)
+    assert len(set().union(*prompts.values())) == sum(len(each) for each in prompts.values()) == 10 * 32
+
+    failed = [row for rows in rollouts_of(run.folder).values() for row in rows if row["status"] == "failed"]
+    assert len(failed) == 2
+    reasons = "\n".join(row["failure"] for row in failed)
+    assert "gave no answer within its deadline of 3 s" in reasons
+    assert "ended: signal SIGABRT" in reasons
+    assert [row["advantage"] for row in failed] == [0.0, 0.0]
+
+    log = logs_of(run.folder)
+    assert log.count("restarting it") + log.count("broke off") == 2
+    assert log.count("environment tellable: the process died and was started again") == 1
+    assert len(re.findall("environment process restarts .*signal SIGKILL", log)) == 1
+    for row in failed:
+        assert log.count(f"rollout of prompt {row['prompt_id']} failed: EnvironmentFailed: {row['failure']}") == 1
+    assert shared_memory() <= before
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of its own with room for one checkpoint and a half."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_ends_a_run_that_goes_on_once_there_is_room(sft, whole_sft, small_disk):
+    for save in ("async_save=false", "async_save=true"):
+        run = Run.start(small_disk, *sft, f"checkpointing.{save}")
+        found = run.processes()
+        run.finish(code=1)
+        _, _, report = run.output.rpartition("\nerror: ")
+        assert report.startswith(f"no space is left on a disk, most likely that of {small_disk}. Make room")
+        assert "No space left on device" in report
+        assert "Traceback" not in run.output
+        assert [path.name for path in (small_disk / "checkpoints").iterdir()] == ["step_4"]
+    subprocess.run(["mount", "-o", "remount,size=256m", str(small_disk)], check=True)
+
+    # with room again: and a signal to the whole group saves and ends cleanly
+    run = Run.start(small_disk, *sft)
+    run.await_step(10)
     found = run.processes()
     os.killpg(run.process.pid, signal.SIGTERM)
     run.finish(120)
-    saved = [int(path.name.removeprefix("step_")) for path in (tmp_path / "run" / "checkpoints").glob("step_*")]
-    assert max(saved) == len(steps_of(tmp_path / "run")) < 30
+    (saved,) = (small_disk / "checkpoints").glob("step_*")
+    assert int(saved.name.removeprefix("step_")) == len(steps_of(small_disk)) < 30
     _, alive = psutil.wait_procs(found, 30)
     assert not alive
-    Run.start(tmp_path / "run", *SFT).finish()
-    assert figures(tmp_path / "run") == figures(whole_sft)
-
-
-def test_a_killed_model_worker_restores_the_run(whole_sft, tmp_path):
-    run = Run.start(tmp_path / "run", *SFT)
-    run.await_step(10)
-    one_of(run, "ray::WorkerHost").kill()
-    run.finish()
-    assert figures(tmp_path / "run") == figures(whole_sft)
-    log = (tmp_path / "run" / "logs" / "driver.log").read_text()
-    assert log.count("starting again from checkpoint step_8") == 1
-
-
-def test_killed_rollout_workers_engines_and_environments_cost_no_prompt(grpo, whole_grpo, tmp_path):
-    run = Run.start(tmp_path / "run", *grpo)
-    run.await_step(1)
-    one_of(run, "VLLM::EngineCore").kill()
-    run.await_step(3)
-    one_of(run, "environment_process").kill()
-    run.await_step(4)
-    one_of(run, "ray::RestartingHost").kill()
-    run.await_step(5)
-    one_of(run, "ray::AsyncWorkerHost").kill()
-    run.finish()
-    assert figures(tmp_path / "run") == figures(whole_grpo)
-    assert rolled_out(tmp_path / "run") == rolled_out(whole_grpo)
-    logs = "".join(path.read_text() for path in (tmp_path / "run" / "logs").glob("*.log"))
-    assert logs.count("restarting it") == 2
-    assert "environment process restarts" in logs
-    assert "environment math: the process died and was started again" in logs
-
-
-def one_of(run, words):
-    """A process of the run by what its command line says."""
-    found = [each for each in run.processes() if words in " ".join([each.name(), *each.cmdline()])]
-    assert found, [" ".join(each.cmdline())[:80] for each in run.processes()]
-    return found[0]
+    Run.start(small_disk, *sft).finish()
+    assert figures(small_disk) == figures(whole_sft)

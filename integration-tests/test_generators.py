@@ -1,30 +1,20 @@
 """The same run on another generator, and on devices of its own."""
 
-import pytest
+from runs import Run, assert_same, steps_of
 
 
-@pytest.mark.parametrize(
-    ("settings", "bound"),
-    [
-        (["policy.generation.backend=hf"], 1e-4),
-        (["policy.generation.colocated.enabled=false", "policy.generation.colocated.resources.gpus_per_node=1"], 1e-3),
-    ],
-    ids=["hf", "disaggregated"],
-)
-def test_trainer_and_generator_agree(settings, bound, rl, metrics, warm_model, tmp_path):
-    run_dir = tmp_path / "run"
-    result = rl(
-        "train",
-        "grpo-arithmetic",
-        f"policy.model_name={warm_model}",
-        f"run_dir={run_dir}",
-        "grpo.max_num_steps=4",
-        "grpo.val_period=0",
-        "checkpointing.metric_name=null",
-        *settings,
-    )
-    assert result.code == 0, result.output
-    lines = metrics(run_dir)
-    assert [line["step"] for line in lines] == [1, 2, 3, 4]
-    assert max(line["mismatch/max"] for line in lines) < bound
-    assert max(line["reward/mean"] for line in lines) > 0.1
+def test_a_single_rank_beside_a_replica_of_its_own_makes_the_same_steps(grpo, whole_grpo, tmp_path):
+    apart = ["policy.generation.colocated.enabled=false", "policy.generation.colocated.resources.gpus_per_node=1"]
+    run = Run.start(tmp_path / "run", *grpo, "grpo.max_num_steps=4", *apart)
+    run.finish()
+    assert max(line["mismatch/max"] for line in steps_of(run.folder)) < 1e-3
+    assert_same(steps_of(run.folder), steps_of(whole_grpo)[:4], ("reward/mean", "train/loss", "train/grad_norm"), 1e-3)
+
+
+def test_the_trainers_own_generator_agrees_with_it(grpo, tmp_path):
+    run = Run.start(tmp_path / "run", *grpo, "grpo.max_num_steps=4", "policy.generation.backend=hf")
+    run.finish()
+    found = steps_of(run.folder)
+    assert [line["step"] for line in found] == [1, 2, 3, 4]
+    assert max(line["mismatch/max"] for line in found) < 1e-4
+    assert max(line["reward/mean"] for line in found) > 0.1

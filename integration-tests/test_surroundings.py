@@ -1,11 +1,74 @@
-"""A machine that is not the run's alone: a cluster that is gone, packages out of reach."""
+"""A machine that is not the run's alone: somebody else's Ray on it, a cluster that is gone, packages out of reach."""
 
+import signal
+import subprocess
+import sys
+import tempfile
 import time
+from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
+import pytest
+from runs import Run, figures
 
 NOWHERE = "http://127.0.0.1:9"
 """A proxy that refuses every connection."""
+
+
+@dataclass
+class OthersRay:
+    """Ray as somebody else on the machine started it."""
+
+    address: str
+    processes: list[psutil.Process]
+    folder: Path
+
+    def is_whole(self):
+        """Whether every process of it is alive."""
+        return all(process.is_running() for process in self.processes)
+
+    def was_used(self):
+        """Whether a worker was ever started on it."""
+        return any((self.folder / "session_latest" / "logs").glob("worker-*"))
+
+
+@pytest.fixture(scope="module")
+def others_ray(tmp_path_factory):
+    """It has the ports that Ray takes unless it is told otherwise."""
+    folder = Path(tempfile.mkdtemp(prefix="others-ray-"))  # as short as Ray's sockets need it
+    log = tmp_path_factory.mktemp("others") / "ray.log"
+    ray = str(Path(sys.executable).with_name("ray"))
+    options = ["--port=6379", "--num-cpus=4", "--include-dashboard=false", "--disable-usage-stats", "--block"]
+    with log.open("w") as output:
+        started = subprocess.Popen(
+            [ray, "start", "--head", f"--temp-dir={folder}", *options], stdout=output, stderr=output
+        )
+    try:
+        while "Ray runtime started" not in log.read_text():
+            assert started.poll() is None, log.read_text()
+            time.sleep(0.2)
+        processes = psutil.Process(started.pid).children(recursive=True)
+        yield OthersRay("127.0.0.1:6379", processes, folder)
+    finally:
+        left = [psutil.Process(started.pid), *psutil.Process(started.pid).children(recursive=True)]
+        started.send_signal(signal.SIGTERM)
+        for process in psutil.wait_procs(left, 20)[1]:
+            process.kill()
+        subprocess.run(["rm", "-rf", str(folder)], check=True)
+
+
+def test_a_run_beside_somebody_elses_ray_keeps_to_itself_unless_it_is_sent_there(others_ray, sft, whole_sft, tmp_path):
+    run = Run.start(tmp_path / "run", *sft, "sft.max_num_steps=2")
+    run.finish()
+    assert others_ray.is_whole()
+    assert not others_ray.was_used()
+
+    Run.start(tmp_path / "run", *sft, "sft.max_num_steps=4", RAY_ADDRESS=others_ray.address).finish()
+    assert others_ray.is_whole()
+    assert others_ray.was_used()
+    expected = {step: line for step, line in figures(whole_sft).items() if step <= 4}
+    assert figures(run.folder) == expected
 
 
 def test_a_cluster_that_is_gone_is_named_at_once(rl, tmp_path):

@@ -1,0 +1,50 @@
+"""An environment of a third party: sums scored as `math` does, by a verifier that can be told to hang or to crash."""
+
+import os
+import time
+from pathlib import Path
+
+from rl_core.registry import EnvironmentPlugin, Requirement
+from rl_envs.math.config import MathConfig
+from rl_envs.math.environment import MathEnvironment
+
+ORDERS = {"hang": lambda: time.sleep(3600), "crash": os.abort}
+
+
+class TellableConfig(MathConfig):
+    orders: str
+    """Folder. A file `hang` or `crash` there strikes the first rollout that is scored next, whenever it is scored."""
+
+
+class TellableEnvironment(MathEnvironment):
+    def __init__(self, config):
+        super().__init__(config)
+        self._orders = Path(config.orders)
+
+    def step(self, conversations, states):
+        ids = [conversation.id for conversation in conversations]
+        for order, strike in ORDERS.items():
+            victim = self._orders / f"{order}.victim"
+            if (self._orders / order).exists():
+                (self._orders / order).unlink()
+                victim.write_text(ids[0])
+            if victim.exists() and victim.read_text() in ids:
+                strike()
+        return super().step(conversations, states)
+
+
+PLUGIN = EnvironmentPlugin(
+    name="tellable",
+    config=TellableConfig,
+    environment="tellable_environment:TellableEnvironment",
+    requirement=Requirement("rl-envs", imports=("math_verify",)),
+)
+
+
+def install(folder: Path) -> str:
+    """Describe this module as an installed distribution with a plugin; what PYTHONPATH must be for it to be found."""
+    metadata = folder / "tellable_environment-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: tellable-environment\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[rl.environments]\ntellable = tellable_environment:PLUGIN\n")
+    return os.pathsep.join([str(folder), str(Path(__file__).parent)])
