@@ -43,6 +43,8 @@ def install() -> None:
     torch._dynamo.config.disable = True  # for where it is imported already and has read the variable
     # dynamo maps names in torch.cuda to its rules by object, and must see the originals
     torch._dynamo.trace_rules.get_torch_obj_rule_map()
+    # so must `with torch.device(...)`, which `transformers` loads models in: its list is made at first use, and kept
+    torch.utils._device._device_constructors()
     _stand_in_for_cuda()
     for name in FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))

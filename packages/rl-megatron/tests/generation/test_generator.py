@@ -114,12 +114,12 @@ def test_a_batch_is_of_prompts_about_as_long_as_the_oldest() -> None:
 
 
 PLUGIN = """
-from rl_megatron.families.dense import QWEN2
+from rl_megatron.families.dense import LLAMA
 
-NAMED = QWEN2
+NAMED = LLAMA
 
 def family_of(config):
-    return QWEN2 if config.model_type == "seed_oss" else None
+    return LLAMA if config.model_type == "seed_oss" else None
 """
 
 
@@ -131,7 +131,7 @@ def test_another_package_adds_a_family(entry: str, tmp_path: Path, monkeypatch: 
     (package / "maps.py").write_text(PLUGIN)
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: maps\nVersion: 1.0\n")
     (information / "entry_points.txt").write_text(f"[rl_megatron.families]\n{entry}\n")
-    model = write_tiny_model(tmp_path / "model", "seed_oss", attention_bias=True)
+    model = write_tiny_model(tmp_path / "model", "seed_oss", attention_bias=False)
     request = GenerationRequest(np.arange(3, 12, dtype=np.int32), SamplingParams(6), 0)
     with pytest.raises(ValueError, match=r"type 'seed_oss'.*rl_megatron\.families"):
         _run(model, [request])
