@@ -29,6 +29,7 @@ from rl_core.testing.losses import TokenLoss
 from rl_core.testing.pooled_model import PooledModel
 from rl_core.testing.rank_pool import RankPool
 from rl_core.testing.torch.oracle import Oracle
+from rl_core.testing.torch.tiny_model import SIZES
 from rl_core.torch.model_files import WeightFiles
 from rl_megatron.config import MegatronConfig
 from rl_megatron.families.family import family_of
@@ -58,18 +59,8 @@ LAYOUTS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
 """Name of each layout to its ranks and settings."""
 
 SMALL: Mapping[str, Any] = {
-    "vocab_size": 101,
-    "hidden_size": 32,
-    "intermediate_size": 48,
+    **SIZES,
     "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
     "sliding_window": 6,
     "num_experts": 4,
     "num_local_experts": 4,
