@@ -17,7 +17,7 @@ def test_no_engine_is_installed(engine):
     ("group", "names"),
     [
         (registry.POLICIES, {"dtensor", "megatron"}),
-        (registry.GENERATORS, {"hf", "vllm"}),
+        (registry.GENERATORS, {"hf", "megatron", "vllm"}),
         (registry.ENVIRONMENTS, {"math", "reasoning_gym"}),
         (registry.ALGORITHMS, {"grpo", "sft"}),
         (registry.DATASETS, {"arithmetic", "reasoning_gym"}),
@@ -30,5 +30,11 @@ def test_every_plugin_of_the_workspace_is_found_and_loads(group, names):
 
 
 def test_reading_every_plugin_starts_no_runtime():
-    modules = ["rl_dtensor.plugin", "rl_dtensor.generation.plugin", "rl_megatron.plugin", "rl_vllm.plugin"]
+    modules = [
+        "rl_dtensor.plugin",
+        "rl_dtensor.generation.plugin",
+        "rl_megatron.plugin",
+        "rl_megatron.generation.plugin",
+        "rl_vllm.plugin",
+    ]
     assert not loaded_by("rl_launch", *modules) & {"datasets", "ray", "transformers"}
