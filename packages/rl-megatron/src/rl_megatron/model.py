@@ -12,6 +12,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
@@ -234,6 +235,17 @@ def forget_embeddings() -> None:
     """Empty Megatron's caches of rotary embeddings, which keep the last 32 models' process groups and sockets open."""
     for kind in (RotaryEmbedding, YarnRotaryEmbedding):
         kind.forward.cache_clear()
+
+
+def forget_tokens(chunks: Sequence[nn.Module]) -> None:
+    """Have dispatchers of tokens to experts let go of their last pass: by it a model holds that pass's graph, and the
+    graph's hooks hold the model with its process groups, where no garbage collection sees it.
+    """
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, MoELayer):
+                kept = vars(module.token_dispatcher)
+                kept.update({name: None for name, value in kept.items() if isinstance(value, Tensor)})
 
 
 def _freeze_routers(chunks: list[Chunk]) -> None:

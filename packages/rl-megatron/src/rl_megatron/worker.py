@@ -208,10 +208,11 @@ class MegatronWorker:
 
     def close(self) -> None:
         """Leave the process groups and free the device, once what is being written has been."""
-        from rl_megatron.model import forget_embeddings
+        from rl_megatron.model import forget_embeddings, forget_tokens
 
         self._checkpoint.close()
         self._mesh.leave()
+        forget_tokens(self._chunks)
         del self._model, self._weights, self._chunks, self._optimizer, self._schedule
         del self._reference, self._residency, self._checkpoint
         forget_embeddings()
