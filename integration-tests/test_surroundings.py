@@ -64,7 +64,8 @@ def test_a_run_beside_somebody_elses_ray_keeps_to_itself_unless_it_is_sent_there
     assert others_ray.is_whole()
     assert not others_ray.was_used()
 
-    Run.start(tmp_path / "run", *sft, "sft.max_num_steps=4", RAY_ADDRESS=others_ray.address).finish()
+    sent = {"RAY_ADDRESS": others_ray.address, "RAY_AUTH_MODE": "token"}
+    Run.start(tmp_path / "run", *sft, "sft.max_num_steps=4", **sent).finish()
     assert others_ray.is_whole()
     assert others_ray.was_used()
     expected = {step: line for step, line in figures(whole_sft).items() if step <= 4}

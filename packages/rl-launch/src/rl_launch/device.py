@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rl_core.errors import ConfigError
-from rl_launch.ray_address import check_ray_address
+from rl_launch.ray_address import check_ray_address, nobody_answers
 
 Device = Literal["cpu", "cuda"]
 
@@ -70,5 +70,8 @@ def _device_of_cluster() -> Device:
     import ray
 
     if not ray.is_initialized():
-        ray.init(address="auto", log_to_driver=False)
+        try:
+            ray.init(address="auto", log_to_driver=False)
+        except ConnectionError as error:
+            raise nobody_answers(os.environ["RAY_ADDRESS"], str(error)) from None
     return "cuda" if ray.cluster_resources().get("GPU") else "cpu"

@@ -26,7 +26,8 @@ def nobody_answers(address: str, reason: str = "") -> ConfigError:
     """The error of a run that was sent to a cluster that is not there."""
     return ConfigError(
         f"RAY_ADDRESS is {address}, but no Ray cluster answers there{f': {reason}' if reason else ''}\n"
-        "Start it, or unset RAY_ADDRESS to use this machine alone."
+        "Start it, or unset RAY_ADDRESS to use this machine alone. Where it asks for a token (RPC error: "
+        "InvalidAuthToken), set RAY_AUTH_MODE=token, which Ray does by itself for a cluster of its own alone."
     )
 
 
