@@ -69,6 +69,6 @@ def family_of(config: PreTrainedConfig) -> Family:
     raise ValueError(
         f"rl-megatron has no weight mapping for models of type {config.model_type!r}; it has {', '.join(built_in)}. "
         f"Install a package with an entry point named {config.model_type!r} or {ANY!r} in the group {GROUP!r} (such as "
-        "one with maps made from megatron-bridge, which cannot be installed here: it needs transformers<5), or train "
-        "with rl-dtensor"
+        "one with maps made from megatron-bridge, which cannot be installed beside rl-megatron: it needs "
+        "transformers<5), or train with rl-dtensor"
     )
