@@ -23,13 +23,11 @@ from measurement import median, rl_command, run_logged, seconds, surroundings, t
 RECIPES = ("sft-arithmetic", "grpo-arithmetic")
 AIM_S = 60
 
-_LINE = re.compile(r"(?P<time>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) \w+ \S+: (?P<message>.*)")
-_STARTING = re.compile(r"starting: ([\d.]+) s")
+_STARTED = re.compile(r"(?P<time>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) \w+ \S+: starting: (?P<seconds>[\d.]+) s")
 
 PARTS = {
-    "driver: imports, config, data": "from the command to an open run directory",
-    "worker environments": "until they are found, or built",
-    "engine checks, Ray": "the backends' checks of the config in their environments, then Ray itself",
+    "driver, environments, checks": "imports, config, data, and what the backends say of it in their environments, to an open run directory",
+    "Ray": "its processes, and what a run asks of the cluster",
     "workers and engines": "processes, models, engines, environments; in the log as `starting`",
     "first weight sync, first step": "until the step is in metrics.jsonl",
 }
@@ -61,35 +59,24 @@ def start_up(recipe: str, run_dir: Path) -> list[float]:
     overrides = [f"{recipe.partition('-')[0]}.max_num_steps=1", "checkpointing.enabled=false", f"run_dir={run_dir}"]
     started = time.time()
     run_logged(rl_command("train", recipe, *overrides), run_dir.with_suffix(".log"))
-    found, starting_s = milestones((run_dir / "logs" / "driver.log").read_text().splitlines())
+    workers_up, starting_s = workers_started((run_dir / "logs" / "driver.log").read_text().splitlines())
     marks = [
         started,
         (run_dir / "config.yaml").stat().st_mtime,
-        found["environments"],
-        found["started"] - starting_s,
-        found["started"],
+        workers_up - starting_s,
+        workers_up,
         (run_dir / "metrics.jsonl").stat().st_mtime,
     ]
     return [after - before for before, after in itertools.pairwise(marks)]
 
 
-def milestones(lines: Sequence[str]) -> tuple[dict[str, float], float]:
-    """When the last worker environment was there and when all workers were, and how long these took to start."""
-    found: dict[str, float] = {}
-    starting_s = 0.0
+def workers_started(lines: Sequence[str]) -> tuple[float, float]:
+    """When all workers were there, in seconds since the epoch, and how long they took to start."""
     for line in lines:
-        match = _LINE.match(line)
-        if match is None:
-            continue
-        at = datetime.strptime(match["time"], "%Y-%m-%d %H:%M:%S,%f").timestamp()
-        starting = _STARTING.match(match["message"])
-        if match["message"].startswith("environment "):
-            found["environments"] = at
-        elif starting:
-            found["started"], starting_s = at, float(starting[1])
-    if found.keys() != {"environments", "started"}:
-        sys.exit(f"driver.log does not say when workers started; it says {lines[-3:]}")
-    return found, starting_s
+        match = _STARTED.match(line)
+        if match is not None:
+            return datetime.strptime(match["time"], "%Y-%m-%d %H:%M:%S,%f").timestamp(), float(match["seconds"])
+    sys.exit(f"driver.log does not say when workers started; it says {lines[-3:]}")
 
 
 if __name__ == "__main__":

@@ -6,9 +6,10 @@ from torch._inductor import config as inductor
 from rl_core.model import ModelSpec, Rendezvous
 from rl_core.model_config import ModelConfig
 from rl_core.testing.rank_pool import Rank
+from rl_core.torch import export
 from rl_core.torch.logprobs import LogitTransform
 from rl_core.torch.transport import ipc
-from rl_dtensor import export, model
+from rl_dtensor import model
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.worker import DTensorWorker
 

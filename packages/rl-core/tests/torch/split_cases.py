@@ -1,12 +1,11 @@
 """Cases run by the ranks of a pool: float64 reads from parts of a vocabulary and of rows."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from joined_rank import joined
 
 from rl_core.model import ENTROPY, LOGPROBS, topk
 from rl_core.testing.rank_pool import Rank
@@ -33,18 +32,6 @@ class Case:
 
 def draw(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-@contextmanager
-def joined(rank: Rank) -> Iterator[dist.ProcessGroup]:
-    meeting = rank.rendezvous
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://{meeting.address}:{meeting.port}", rank=meeting.rank, world_size=meeting.world_size
-    )
-    try:
-        yield dist.group.WORLD
-    finally:
-        dist.destroy_process_group()
 
 
 def vocabulary(rank: Rank, case: Case) -> dict[str, float]:

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-import torch.distributed as dist
+from joined_rank import joined
 
 from rl_core.batch import Batch
 from rl_core.metrics import Metric
@@ -44,10 +44,7 @@ def squares(loss: Squares, reads, rows: Rows) -> LossSums:
 
 def run_pass(rank: Rank, batch: Batch, loss: Squares, max_tokens: int) -> tuple[dict[str, Metric], np.ndarray, int]:
     """Loss of reads `tokens * parameter`; metrics, the parameter's gradient, the number of microbatches."""
-    place = rank.rendezvous
-    address = f"tcp://{place.address}:{place.port}"
-    dist.init_process_group("gloo", init_method=address, rank=place.rank, world_size=place.world_size)
-    try:
+    with joined(rank):
         parameter = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
         loss_pass = LossPass(loss, batch, None)
         batching = Batching(packed=True, max_tokens=max_tokens, max_rows=None)
@@ -58,5 +55,3 @@ def run_pass(rank: Rank, batch: Batch, loss: Squares, max_tokens: int) -> tuple[
                 loss_pass.microbatch(rows, {"logprobs": rows["tokens"] * parameter}).backward()
         grad = np.zeros(()) if parameter.grad is None else parameter.grad.numpy()
         return loss_pass.metrics(), grad, len(plan)
-    finally:
-        dist.destroy_process_group()

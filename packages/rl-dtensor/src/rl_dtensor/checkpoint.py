@@ -2,40 +2,29 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from concurrent.futures import Future
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from rl_core.errors import RLError
+from rl_core.torch.background_save import BackgroundSave, unwritten_is_told
+from rl_core.torch.teamwork import lead
 from rl_dtensor.model import ShardedModel
 from rl_dtensor.parallel.fsdp import local
-from rl_dtensor.parallel.lead import lead
 from rl_dtensor.parallel.mesh import Mesh
 
 SHARDS = "shards"
 TRAINER = "trainer.pt"
 MODEL_PREFIX = "model/"
 OPTIMIZER_PREFIX = "optimizer/"
-
-WRITE_TIMEOUT = timedelta(hours=2)
-"""How much longer than the others a rank may take to write its shards in the background."""
-
-_log = logging.getLogger(__name__)
 
 
 class Checkpoint:
@@ -44,9 +33,6 @@ class Checkpoint:
     Under a path: `shards/` (parameters and optimizer state by name, torch's distributed checkpoint format),
     `trainer.pt` (hyperparameters and schedule) and `rng_<rank>.pt`. On the mesh that it was saved on, it resumes bit
     for bit.
-
-    A write in the background talks to the other ranks over a process group of its own, made at the first one, so that
-    it never mixes with the collectives of training.
     """
 
     def __init__(
@@ -57,9 +43,7 @@ class Checkpoint:
         self._schedule = schedule
         self._mesh = mesh
         self._seed = seed
-        self._writers: dist.ProcessGroup | None = None
-        self._writing: Future[Any] | None = None
-        self._target = Path()
+        self._background = BackgroundSave()
 
     def save(self, path: Path, *, wait: bool = True) -> None:
         """Write under `path`, or copy what is to be written aside and write it in the background; collective.
@@ -68,19 +52,17 @@ class Checkpoint:
             RLError: where a rank's shards cannot be written, also those of an earlier save.
         """
         self.finish_save()
-        lead(self._mesh, lambda: (path / SHARDS).mkdir(parents=True, exist_ok=True))
+        lead(self._mesh.control, lambda: (path / SHARDS).mkdir(parents=True, exist_ok=True))
         state = self._model_state() | self._optimizer_state()
         if wait:
-            with _told(path):
+            with unwritten_is_told(path):
                 dcp.save(state, checkpoint_id=path / SHARDS)
         else:
-            if self._writers is None:
-                self._writers = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT)
-            writing = dcp.async_save(state, checkpoint_id=path / SHARDS, process_group=self._writers)
+            writing = dcp.async_save(state, checkpoint_id=path / SHARDS, process_group=self._background.group)
             assert isinstance(writing, Future)
-            self._writing, self._target = writing, path
+            self._background.begin(writing, path)
         torch.save(self._rng(), path / f"rng_{self._mesh.rank}.pt")
-        lead(self._mesh, lambda: torch.save(self._trainer(), path / TRAINER))
+        lead(self._mesh.control, lambda: torch.save(self._trainer(), path / TRAINER))
 
     def finish_save(self, *, wait: bool = True) -> bool:
         """Whether nothing is being written; where it failed, that is raised once.
@@ -88,21 +70,11 @@ class Checkpoint:
         Raises:
             RLError: where a rank's shards could not be written.
         """
-        if self._writing is None:
-            return True
-        if not wait and not self._writing.done():
-            return False
-        writing, self._writing = self._writing, None
-        with _told(self._target):
-            writing.result()
-        return True
+        return self._background.finish(wait=wait)
 
     def close(self) -> None:
         """Wait for what is being written."""
-        if self._writing is not None:
-            wait([self._writing])
-            if (error := self._writing.exception()) is not None:
-                _log.warning("the checkpoint at %s was not written: %s", self._target, error)
+        self._background.close()
 
     def load(self, path: Path) -> None:
         """Restore what `save` wrote; collective.
@@ -193,16 +165,3 @@ class Checkpoint:
         torch.set_rng_state(state["cpu"])
         if "cuda" in state:
             torch.cuda.set_rng_state(state["cuda"], self._mesh.device)
-
-
-@contextmanager
-def _told(path: Path) -> Iterator[None]:
-    """Say in a line why a checkpoint was not written: torch's own error ends threads and processes that look for
-    ordinary ones."""
-    try:
-        yield
-    except CheckpointException as error:
-        rank, (cause, _) = min(error.failures.items())
-        raise RLError(
-            f"the checkpoint at {path} was not written: rank {rank}: {type(cause).__name__}: {cause}"
-        ) from error

@@ -32,6 +32,7 @@ from rl_core.torch.loss import Rows
 from rl_core.torch.model_files import WeightFiles
 from rl_core.torch.reads import score_reads, value_reads
 from rl_core.torch.split_reads import join_tokens, split_language_reads
+from rl_core.torch.teamwork import together
 from rl_core.torch.vocab_parallel import VocabShard
 from rl_dtensor.attention import ROWS, attention_for, body_of, takes_rows
 from rl_dtensor.compilation import compile_layers
@@ -42,7 +43,6 @@ from rl_dtensor.loading import init_head, rebuild_buffers
 from rl_dtensor.lora import add_adapters, init_adapters
 from rl_dtensor.parallel.experts import split_experts
 from rl_dtensor.parallel.fsdp import shard_model
-from rl_dtensor.parallel.lead import together
 from rl_dtensor.parallel.mesh import Mesh
 from rl_dtensor.parallel.plan import plan_of
 from rl_dtensor.parallel.sizes import shape_problems
@@ -326,8 +326,8 @@ def build_model(
     model = builder.build()
     _load(model, WeightFiles.of(folder), role=spec.role, seed=spec.seed)
     if spec.role not in HEADLESS_ROLES:
-        together(mesh, lambda: _check_logits(model, mesh))
-        together(mesh, lambda: _check_packing(model, mesh))
+        together(mesh.control, lambda: _check_logits(model, mesh))
+        together(mesh.control, lambda: _check_packing(model, mesh))
     return model
 
 

@@ -7,10 +7,10 @@ from functools import partial
 
 from torch import Tensor
 
+from rl_core.torch.teamwork import together
 from rl_core.torch.transport import open_sender
 from rl_core.torch.transport.sender import Sender
 from rl_core.weights import Digests, Manifest, Transport
-from rl_dtensor.parallel.lead import together
 from rl_dtensor.parallel.mesh import Mesh
 from rl_dtensor.weights import Weights
 
@@ -42,17 +42,17 @@ def send_weights(weights: Weights, manifest: Manifest, transport: Transport, dty
             for sender in senders:
                 digests.update(sender.finish())
 
-        together(mesh, meet)
+        together(mesh.control, meet)
         gathered: list[tuple[str, Tensor]] = []
         size = 0
         for tensors in weights.stream(dtype):
             size += sum(tensor.nbytes for _, tensor in tensors)
             gathered += tensors if sends else []
             if size >= transport.bucket_bytes:
-                together(mesh, partial(_put, senders, gathered))
+                together(mesh.control, partial(_put, senders, gathered))
                 gathered, size = [], 0
-        together(mesh, partial(_put, senders, gathered))
-        together(mesh, finish)
+        together(mesh.control, partial(_put, senders, gathered))
+        together(mesh.control, finish)
     return digests
 
 

@@ -7,7 +7,6 @@ from functools import partial
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -17,10 +16,8 @@ from rl_core.errors import RLError
 from rl_core.metrics import Metric
 from rl_core.microbatch import PAIR, Batching
 from rl_core.model import Loss, Read
-from rl_core.ragged import Ragged
-from rl_core.torch.reads import ROW_READS
 from rl_core.torch.rows import idle_rows, to_rows
-from rl_core.torch.step import LossPass, idle
+from rl_core.torch.step import LossPass, idle, in_row_order, plan_together
 from rl_dtensor.gradients import clip, grad_norm, sum_tied
 from rl_dtensor.model import ShardedModel
 from rl_dtensor.parallel.mesh import Mesh
@@ -46,8 +43,7 @@ def run_reads(
     if not mesh.coordinates.leads:
         return None
     parts = [results[index] for index in sorted(results) if results[index] is not None]
-    order = np.concatenate([*plan, np.zeros(0, dtype=np.int64)]).astype(np.int64)
-    return Batch({name: column for read in reads for name, column in _columns(read, parts, tokens, order).items()})
+    return in_row_order(reads, parts, tokens, plan)
 
 
 def run_evaluation(
@@ -116,10 +112,7 @@ def run_train_step(
 
 def plan_alike(model: ShardedModel, batch: Batch, batching: Batching, mesh: Mesh) -> list[np.ndarray]:
     """Microbatches of this rank's shard, as many as on every other rank, and as interleaved stages want them."""
-    count = torch.tensor(len(batching.plan(batch)))
-    dist.all_reduce(count, op=dist.ReduceOp.MAX, group=mesh.control)
-    multiple = mesh.sizes.pp if len(model.chunks) > 1 else 1
-    return batching.plan(batch, min_count=-(-int(count) // multiple) * multiple)
+    return plan_together(batch, batching, mesh.control, multiple=mesh.sizes.pp if len(model.chunks) > 1 else 1)
 
 
 def _on_device(batch: Batch, plan: Sequence[np.ndarray], mesh: Mesh) -> list[Callable[[], Microbatch]]:
@@ -129,18 +122,3 @@ def _on_device(batch: Batch, plan: Sequence[np.ndarray], mesh: Mesh) -> list[Cal
         return to_rows(batch.select(rows), mesh.device), True
 
     return [partial(make, rows) for rows in plan]
-
-
-def _columns(
-    read: Read, parts: Sequence[dict[str, np.ndarray]], tokens: Batch, order: np.ndarray
-) -> dict[str, Ragged | np.ndarray]:
-    """Results of all microbatches, put back into the order of the batch's rows."""
-    back = np.argsort(order)
-    offsets = tokens.select(order).ragged(TOKENS).offsets
-    columns: dict[str, Ragged | np.ndarray] = {}
-    for name in read.columns:
-        inner = (read.k,) if read.name == "topk" else ()
-        empty = np.zeros((0, *inner), dtype=np.int32 if name == "topk_ids" else np.float32)
-        values = np.concatenate([empty, *(part[name] for part in parts)]).astype(empty.dtype)
-        columns[name] = values[back] if read.name in ROW_READS else Ragged(values, offsets).select(back)
-    return columns

@@ -18,17 +18,18 @@ from rl_core.metrics import Metric
 from rl_core.microbatch import Batching
 from rl_core.model import Loss, ModelSpec, Part, Read, Rendezvous
 from rl_core.model_config import ModelConfig
+from rl_core.torch.export import export_dtype
 from rl_core.torch.flops import peak_flops, speed_metrics
 from rl_core.torch.model_files import model_folder
 from rl_core.torch.optimizer import build_schedule
 from rl_core.torch.reads import check_reads
+from rl_core.torch.teamwork import lead
 from rl_core.weights import Digests, Manifest, Transport
 from rl_dtensor.checkpoint import Checkpoint
 from rl_dtensor.config import DTensorConfig
-from rl_dtensor.export import export_dtype, export_model
+from rl_dtensor.export import export_model
 from rl_dtensor.model import build_model
 from rl_dtensor.optimizer import build_sharded_optimizer
-from rl_dtensor.parallel.lead import lead
 from rl_dtensor.parallel.mesh import Mesh
 from rl_dtensor.publishing import manifest_of, send_weights
 from rl_dtensor.reference import Reference
@@ -207,5 +208,5 @@ class DTensorWorker:
     def _fetch(self, name: str) -> Path:
         """A folder or hub name as a folder; one rank downloads, the others find it in the cache."""
         folders: list[Path] = []
-        lead(self._mesh, lambda: folders.append(model_folder(name)))
+        lead(self._mesh.control, lambda: folders.append(model_folder(name)))
         return folders[0] if folders else model_folder(name)

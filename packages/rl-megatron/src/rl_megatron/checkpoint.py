@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import io
-import logging
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from datetime import timedelta
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +13,9 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from torch.optim.lr_scheduler import LRScheduler
 
-from rl_core.errors import RLError
+from rl_core.torch.background_save import BackgroundSave
+from rl_core.torch.teamwork import lead, together
 from rl_megatron.model import ReadingModel
-from rl_megatron.parallel.lead import lead
 from rl_megatron.parallel.mesh import Mesh
 from rl_megatron.random import random_state, restore_random_state, seed_all
 from rl_megatron.save_strategy import PlainSaveStrategy
@@ -28,11 +26,6 @@ from rl_megatron.weights import Weights
 SHARDS = "shards"
 TRAINER = "trainer.pt"
 
-WRITE_TIMEOUT = timedelta(hours=2)
-"""How much longer than the others a rank may take to write in the background."""
-
-_log = logging.getLogger(__name__)
-
 
 class Checkpoint:
     """What a training run needs to go on: parameters, optimizer, schedule and the RNG of every rank.
@@ -41,8 +34,7 @@ class Checkpoint:
     format), `trainer.pt` (hyperparameters, step counts and schedule) and `rng_<rank>.pt`. On the layout it was saved on
     it resumes bit for bit. Of a model with adapters it has those alone, not the weights that they sit on.
 
-    What is written in the background is a copy in host memory. Its thread talks to those of the other ranks over a
-    process group of its own, made at the first such save, and never over those of training.
+    What is written in the background is a copy in host memory.
     """
 
     def __init__(
@@ -59,9 +51,7 @@ class Checkpoint:
         self._schedule = schedule
         self._mesh = mesh
         self._seed = seed
-        self._writers: dist.ProcessGroup | None = None
-        self._writing: Future[None] | None = None
-        self._target = Path()
+        self._background = BackgroundSave()
 
     def save(self, path: Path, *, wait: bool = True) -> None:
         """Write under `path`, or copy what is to be written aside and write it in the background; collective.
@@ -70,7 +60,7 @@ class Checkpoint:
             RLError: where a rank cannot write, also what an earlier save put off.
         """
         self.finish_save()
-        lead(self._mesh, lambda: (path / SHARDS).mkdir(parents=True, exist_ok=True))
+        lead(self._mesh.control, lambda: (path / SHARDS).mkdir(parents=True, exist_ok=True))
         tensors = self._state.tensors(copies=not wait)
         files = {f"rng_{self._mesh.rank}.pt": _as_bytes(random_state())}
         trainer = _as_bytes(self._trainer(self._state.scalars()))
@@ -78,15 +68,12 @@ class Checkpoint:
             files[TRAINER] = trainer
         if wait:
             self._write_shards(tensors, path, self._mesh.control, lambda write: write())
-            _write_files(path, files)
-            lead(self._mesh, lambda: None)
+            together(self._mesh.control, lambda: _write_files(path, files))
             return
-        if self._writers is None:
-            self._writers = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT)
         put_off: list[Callable[[], None]] = []
-        self._write_shards(tensors, path, self._writers, put_off.append)
+        self._write_shards(tensors, path, self._background.group, put_off.append)
         thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._writing, self._target = thread.submit(_write_all, put_off[0], path, files), path
+        self._background.begin(thread.submit(_write_all, put_off[0], path, files), path)
         thread.shutdown(wait=False)
 
     def finish_save(self, *, wait: bool = True) -> bool:
@@ -95,23 +82,11 @@ class Checkpoint:
         Raises:
             RLError: what went wrong in the background, once.
         """
-        if self._writing is None:
-            return True
-        if not wait and not self._writing.done():
-            return False
-        writing, self._writing = self._writing, None
-        try:
-            writing.result()
-        except OSError as error:
-            raise RLError(f"the checkpoint at {self._target} was not written: {error}") from error
-        return True
+        return self._background.finish(wait=wait)
 
     def close(self) -> None:
         """Wait for what is being written."""
-        if self._writing is not None:
-            wait([self._writing])
-            if (error := self._writing.exception()) is not None:
-                _log.warning("the checkpoint at %s was not written: %s", self._target, error)
+        self._background.close()
 
     def load(self, path: Path) -> None:
         """Restore what `save` wrote; collective.

@@ -8,10 +8,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from rl_core.torch.teamwork import lead
 from rl_core.torch.transport import open_sender
 from rl_core.torch.transport.sender import Sender
 from rl_core.weights import Digests, Manifest, Transport, num_bytes
-from rl_megatron.parallel.lead import lead
 from rl_megatron.parallel.mesh import Mesh
 from rl_megatron.weights import Weights
 
@@ -26,7 +26,7 @@ def send_weights(weights: Weights, manifest: Manifest, transport: Transport, dty
     digests: dict[str, str] = {}
     with ExitStack() as stack:
         senders: list[Sender] = []
-        lead(mesh, lambda: senders.append(stack.enter_context(open_sender(manifest, transport, mesh.device))))
+        lead(mesh.control, lambda: senders.append(stack.enter_context(open_sender(manifest, transport, mesh.device))))
         gathered: list[tuple[str, Tensor]] = []
         size = 0
         for spec, tensor in weights.stream(dtype):
@@ -34,10 +34,10 @@ def send_weights(weights: Weights, manifest: Manifest, transport: Transport, dty
             if tensor is not None:
                 gathered.append((spec.name, tensor))
             if size >= transport.bucket_bytes:
-                lead(mesh, partial(_put, senders, gathered, mesh.device))
+                lead(mesh.control, partial(_put, senders, gathered, mesh.device))
                 gathered, size = [], 0
-        lead(mesh, partial(_put, senders, gathered, mesh.device))
-        lead(mesh, lambda: digests.update(senders[0].finish()))
+        lead(mesh.control, partial(_put, senders, gathered, mesh.device))
+        lead(mesh.control, lambda: digests.update(senders[0].finish()))
     return digests
 
 

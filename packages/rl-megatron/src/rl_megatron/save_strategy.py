@@ -14,9 +14,8 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
-from torch.distributed.checkpoint.api import CheckpointException
 
-from rl_core.errors import RLError
+from rl_core.torch.background_save import unwritten_is_told
 
 
 class PlainSaveStrategy(SaveShardedStrategy):
@@ -41,17 +40,13 @@ class PlainSaveStrategy(SaveShardedStrategy):
         self._run(lambda: self._write(state, Path(checkpoint_dir)))
 
     def _write(self, state: Any, folder: Path) -> None:
-        try:
+        with unwritten_is_told(folder):
             dcp.save(
                 state,
                 storage_writer=dcp.FileSystemWriter(folder),
                 planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
                 process_group=self._group,
             )
-        except CheckpointException as error:  # no ordinary exception: it would end a thread or an actor
-            rank = min(error.failures)
-            cause = error.failures[rank][0]
-            raise RLError(f"rank {rank} could not write {folder}: {type(cause).__name__}: {cause}") from error
 
     @property
     def can_handle_sharded_objects(self) -> bool:

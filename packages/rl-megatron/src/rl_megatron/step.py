@@ -20,11 +20,9 @@ from rl_core.errors import RLError
 from rl_core.metrics import Metric
 from rl_core.microbatch import PAIR, Batching
 from rl_core.model import Loss, Read
-from rl_core.ragged import Ragged
 from rl_core.torch.loss import Rows
-from rl_core.torch.reads import ROW_READS
 from rl_core.torch.rows import idle_rows, to_rows
-from rl_core.torch.step import LossPass, idle
+from rl_core.torch.step import LossPass, idle, in_row_order, plan_together
 from rl_megatron.balance import balance_metrics, start_balance
 from rl_megatron.model import ReadingModel
 from rl_megatron.parallel.mesh import Mesh
@@ -55,8 +53,7 @@ def run_reads(
     if not mesh.coordinates.leads:
         return None
     parts = [part for part in results if part is not None]
-    order = np.concatenate([*plan, np.zeros(0, dtype=np.int64)]).astype(np.int64)
-    return Batch({name: column for read in reads for name, column in _columns(read, parts, tokens, order).items()})
+    return in_row_order(reads, parts, tokens, plan)
 
 
 def run_evaluation(
@@ -139,12 +136,10 @@ def run_train_step(
 
 def plan_pipelined(batch: Batch, batching: Batching, mesh: Mesh) -> list[np.ndarray]:
     """Microbatches of this rank's shard, as many as on every other rank, and as interleaved schedules want them."""
-    count = torch.tensor(len(batching.plan(batch)))
-    dist.all_reduce(count, op=dist.ReduceOp.MAX, group=mesh.control)
     multiple = 1
     if parallel_state.get_virtual_pipeline_model_parallel_world_size() is not None:
         multiple = parallel_state.get_pipeline_model_parallel_world_size()
-    return batching.plan(batch, min_count=-(-int(count) // multiple) * multiple)
+    return plan_together(batch, batching, mesh.control, multiple=multiple)
 
 
 def _on_device(batch: Batch, plan: Sequence[np.ndarray], mesh: Mesh) -> list[Microbatch]:
@@ -223,18 +218,3 @@ def _auxiliary_scale(model: ReadingModel, microbatches: list[Microbatch], mesh: 
     dist.all_reduce(tokens, group=mesh.data)
     # a rank routes its share of the tokens of a layout, one in so many under sequence parallelism
     return float(tokens) / model.alignment.sequence_size
-
-
-def _columns(
-    read: Read, parts: Sequence[dict[str, np.ndarray]], tokens: Batch, order: np.ndarray
-) -> dict[str, Ragged | np.ndarray]:
-    """Results of all microbatches, put back into the order of the batch's rows."""
-    back = np.argsort(order)
-    offsets = tokens.select(order).ragged(TOKENS).offsets
-    columns: dict[str, Ragged | np.ndarray] = {}
-    for name in read.columns:
-        inner = (read.k,) if read.name == "topk" else ()
-        empty = np.zeros((0, *inner), dtype=np.int32 if name == "topk_ids" else np.float32)
-        values = np.concatenate([empty, *(part[name] for part in parts)]).astype(empty.dtype)
-        columns[name] = values[back] if read.name in ROW_READS else Ragged(values, offsets).select(back)
-    return columns

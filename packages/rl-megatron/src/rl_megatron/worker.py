@@ -161,7 +161,8 @@ class MegatronWorker:
 
     def export(self, path: str) -> None:
         """Write Hugging Face files; weights in the dtype that the source has on disk, float32 where `precision` is."""
-        from rl_megatron.export import export_dtype, export_model
+        from rl_core.torch.export import export_dtype
+        from rl_megatron.export import export_model
 
         self._residency.require("parameters")
         dtype = export_dtype(self._folder, self._config.precision)
@@ -228,8 +229,8 @@ class MegatronWorker:
 
     def _fetch(self, name: str) -> Path:
         """A folder or hub name as a folder; one rank downloads, the others find it in the cache."""
-        from rl_megatron.parallel.lead import lead
+        from rl_core.torch.teamwork import lead
 
         folders: list[Path] = []
-        lead(self._mesh, lambda: folders.append(model_folder(name)))
+        lead(self._mesh.control, lambda: folders.append(model_folder(name)))
         return folders[0] if folders else model_folder(name)

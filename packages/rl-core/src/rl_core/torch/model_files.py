@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rl_core.model_config import TokenizerConfig
 
+CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,9 +13,11 @@ from torch import Tensor
 from rl_core.batch import TOKENS, Batch
 from rl_core.metrics import Metric, Reduction
 from rl_core.microbatch import PAIR, Batching
-from rl_core.model import Loss
+from rl_core.model import Loss, Read
+from rl_core.ragged import Ragged
 from rl_core.registry import resolve
 from rl_core.torch.loss import LossSums, MetricSum, Rows
+from rl_core.torch.reads import ROW_READS
 
 Compute = Callable[[Loss, Mapping[str, Tensor], Rows], LossSums]
 """A loss implementation: the loss, the columns of its reads, and the rows with the loss's columns."""
@@ -73,11 +75,41 @@ class LossPass:
         return {"loss": Metric(0.0, reduction="sum"), **parts, "num_tokens": num_tokens}
 
 
-def plan_together(batch: Batch, batching: Batching, group: dist.ProcessGroup | None) -> list[np.ndarray]:
-    """Microbatches of this rank's shard, as many as on every other rank of the group (some may be empty)."""
+def plan_together(
+    batch: Batch, batching: Batching, group: dist.ProcessGroup | None, *, multiple: int = 1
+) -> list[np.ndarray]:
+    """Microbatches of this rank's shard, as many as on every other rank of the group (some may be empty).
+
+    Args:
+        group: on a backend that reduces CPU tensors.
+        multiple: what their number is rounded up to.
+    """
     count = torch.tensor(len(batching.plan(batch)))
     dist.all_reduce(count, op=dist.ReduceOp.MAX, group=group)
-    return batching.plan(batch, min_count=int(count))
+    return batching.plan(batch, min_count=-(-int(count) // multiple) * multiple)
+
+
+def in_row_order(
+    reads: Sequence[Read], parts: Sequence[Mapping[str, np.ndarray]], batch: Batch, plan: Sequence[np.ndarray]
+) -> Batch:
+    """Columns of the reads, put together from those of microbatches, in the order of the batch's rows.
+
+    Args:
+        parts: columns of each microbatch, in the order of the plan; empty microbatches left out.
+        batch: with the tokens of the rows.
+        plan: rows of each microbatch.
+    """
+    order = np.concatenate([*plan, np.zeros(0, dtype=np.int64)]).astype(np.int64)
+    back = np.argsort(order)
+    offsets = batch.only([TOKENS]).select(order).ragged(TOKENS).offsets
+    columns: dict[str, Ragged | np.ndarray] = {}
+    for read in reads:
+        for name in read.columns:
+            inner = (read.k,) if read.name == "topk" else ()
+            empty = np.zeros((0, *inner), dtype=np.int32 if name == "topk_ids" else np.float32)
+            values = np.concatenate([empty, *(part[name] for part in parts)]).astype(empty.dtype)
+            columns[name] = values[back] if read.name in ROW_READS else Ragged(values, offsets).select(back)
+    return Batch(columns)
 
 
 def idle(reads: Mapping[str, Tensor]) -> Tensor:

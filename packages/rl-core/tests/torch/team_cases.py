@@ -1,0 +1,50 @@
+"""What ranks of a pool do together, some of which fail."""
+
+from concurrent.futures import Future
+from pathlib import Path
+
+from joined_rank import joined
+
+from rl_core.errors import RLError
+from rl_core.testing.rank_pool import Rank
+from rl_core.torch.background_save import BackgroundSave
+from rl_core.torch.teamwork import lead, together
+
+
+def work(rank: Rank, run: str, failing: int | None) -> tuple[list[str], str]:
+    """What this rank did and what was raised, where that rank fails at it."""
+    done: list[str] = []
+
+    def action() -> None:
+        if rank.rendezvous.rank == failing:
+            raise FileNotFoundError("no such shelf")
+        done.append("worked")
+
+    with joined(rank) as group:
+        try:
+            {"lead": lead, "together": together}[run](group, action)
+        except (RLError, FileNotFoundError) as error:
+            return done, f"{type(error).__name__}: {error}"
+    return done, ""
+
+
+def write(rank: Rank, fails: bool) -> list[object]:
+    """What a background save says: before anything, while writing, after, and after that."""
+    with joined(rank):
+        background = BackgroundSave()
+        said: list[object] = [background.finish(wait=False)]
+        writing: Future[None] = Future()
+        assert background.group is background.group
+        background.begin(writing, Path("step_3"))
+        said.append(background.finish(wait=False))
+        if fails:
+            writing.set_exception(OSError(28, "No space left on device"))
+        else:
+            writing.set_result(None)
+        try:
+            said.append(background.finish())
+        except RLError as error:
+            said.append(str(error))
+        said.append(background.finish())
+        background.close()
+        return said

@@ -1,0 +1,62 @@
+"""Ranks that work together, and what the others hear where one fails."""
+
+import logging
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+from team_cases import work, write
+
+from rl_core.errors import RLError
+from rl_core.testing.rank_pool import RankPool
+from rl_core.torch.background_save import BackgroundSave, unwritten_is_told
+
+LOST = "no such shelf"
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(2) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize(
+    ("run", "failing", "expected"),
+    [
+        ("lead", None, [(["worked"], ""), ([], "")]),
+        ("lead", 0, [([], f"FileNotFoundError: {LOST}"), ([], f"RLError: rank 0 failed: FileNotFoundError: {LOST}")]),
+        ("together", None, [(["worked"], ""), (["worked"], "")]),
+        (
+            "together",
+            1,
+            [(["worked"], f"RLError: rank 1 failed: FileNotFoundError: {LOST}"), ([], f"FileNotFoundError: {LOST}")],
+        ),
+    ],
+)
+def test_a_failure_is_raised_where_it_was_and_repeated_elsewhere(pool, run, failing, expected):
+    assert pool.run(work, [(run, failing)] * 2) == expected
+
+
+def test_a_write_in_the_background_is_told_to_be_done_once_it_is(pool):
+    assert pool.run(write, [(False,), (False,)]) == [[True, False, True, True]] * 2
+
+
+def test_a_write_that_fails_in_the_background_is_told_once(pool):
+    told = "the checkpoint at step_3 was not written: [Errno 28] No space left on device"
+    assert pool.run(write, [(True,), (True,)]) == [[True, False, told, True]] * 2
+
+
+def test_closing_logs_what_was_not_written(caplog):
+    background, writing = BackgroundSave(), Future()
+    writing.set_exception(OSError(28, "No space left on device"))
+    background.begin(writing, Path("step_3"))
+    with caplog.at_level(logging.WARNING):
+        background.close()
+    assert "the checkpoint at step_3 was not written: [Errno 28] No space left on device" in caplog.text
+
+
+def test_other_errors_pass_as_they_are():
+    with pytest.raises(KeyError), unwritten_is_told(Path("step_3")):
+        raise KeyError("weight")
+    with pytest.raises(RLError, match="step_3 was not written"), unwritten_is_told(Path("step_3")):
+        raise PermissionError(13, "Permission denied")
