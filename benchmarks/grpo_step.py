@@ -4,8 +4,8 @@
 
 Both train the same model on the same prompts on the same cores, in float32: equally many completions of equal length,
 sampled at temperature 1, one AdamW update a step, no reference policy, and no pass for the logprobs before the update,
-which with one update are those of the update's own pass. Ours is the real thing: Ray, vLLM, FSDP2 ranks, verified
-weight sync. TRL generates with `transformers`, its way on a CPU, and has no weights to sync.
+which with one update are those of the update's own pass. Ours is the real thing: Ray, vLLM (or `--generator hf`),
+FSDP2 ranks, verified weight sync. TRL generates with `transformers`, its way on a CPU, and has no weights to sync.
 """
 
 from __future__ import annotations
@@ -43,6 +43,12 @@ LOCK = Path(__file__).parents[1] / "packages/rl-launch/src/rl_launch/worker_envs
 """What our trainer runs on: TRL gets the same torch and transformers."""
 
 PHASES = ("generation", "logprobs", "training", "weight_sync")
+GENERATORS: dict[str, Callable[[int], dict]] = {
+    "vllm": lambda rows: {"vllm_cfg": {"max_num_seqs": rows}},
+    "hf": lambda rows: {"hf_cfg": {"max_batch_size": rows}},
+}
+"""What rolls out on our side, and its settings for so many completions at a time."""
+
 LEARNING_RATE = 1e-6
 PROMPT_ROOM = 32
 """Tokens that a prompt may have, template included."""
@@ -96,6 +102,7 @@ class Plan:
     ranks: int
     cores: int
     microbatch: int | None
+    generator: str
 
     def rows_at_a_time(self, size: Size) -> int:
         """Completions in one forward pass of training, on either side."""
@@ -110,8 +117,11 @@ class Plan:
 def main() -> None:
     plan, names, trl_env, folder = read_arguments()
     python = trl_python(trl_env)
-    print(f"{surroundings('rl-launch', 'rl-dtensor', 'rl-vllm')}; ours on {plan.ranks} training ranks")
-    print(f"medians of {plan.steps} steps after {plan.warm_up} of warm-up\n")
+    print(surroundings("rl-launch", "rl-dtensor", "rl-vllm"))
+    print(
+        f"ours on {plan.ranks} training ranks, rollouts by {plan.generator}; "
+        f"medians of {plan.steps} steps after {plan.warm_up} of warm-up\n"
+    )
     with tempfile.TemporaryDirectory(prefix="rl-benchmark-") as scratch:
         for name in names:
             place = (folder or Path(scratch)) / name
@@ -180,9 +190,10 @@ def our_config(size: Size, plan: Plan, folder: Path) -> dict:
             "sequence_packing": {"enabled": False},
             "optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": LEARNING_RATE, "weight_decay": 0.0}},
             "generation": {
+                "backend": plan.generator,
                 "max_new_tokens": size.tokens,
                 "temperature": 1.0,
-                "vllm_cfg": {"max_num_seqs": size.rows},
+                **GENERATORS[plan.generator](size.rows),
             },
         },
         "grpo": {
@@ -258,6 +269,7 @@ def read_arguments() -> tuple[Plan, list[str], Path, Path | None]:
     parser.add_argument(
         "--microbatch", type=int, help="completions in one pass of training, on both sides; all by default"
     )
+    parser.add_argument("--generator", choices=GENERATORS, default="vllm", help="of our rollouts (%(default)s)")
     parser.add_argument("--cores", type=int, help="cores that either may use; all where unset")
     parser.add_argument("--trl-env", type=Path, default=cache / "trl", help="TRL's environment (%(default)s)")
     parser.add_argument("--folder", type=Path, help="keep models, runs and logs here; removed where unset")
@@ -268,8 +280,8 @@ def read_arguments() -> tuple[Plan, list[str], Path, Path | None]:
         parser.error(f"unknown size {unknown[0]}" if unknown else "--steps and --warm-up must be at least 1")
     cores = use_cores(chosen.cores)
     if chosen.quick:
-        return Plan(2, 1, chosen.ranks, cores, chosen.microbatch), ["tiny"], chosen.trl_env, chosen.folder
-    plan = Plan(chosen.steps, chosen.warm_up, chosen.ranks, cores, chosen.microbatch)
+        chosen.steps, chosen.warm_up, chosen.sizes = 2, 1, ["tiny"]
+    plan = Plan(chosen.steps, chosen.warm_up, chosen.ranks, cores, chosen.microbatch, chosen.generator)
     return plan, chosen.sizes or list(SIZES), chosen.trl_env, chosen.folder
 
 

@@ -26,7 +26,7 @@ AIM_S = 60
 _STARTED = re.compile(r"(?P<time>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) \w+ \S+: starting: (?P<seconds>[\d.]+) s")
 
 PARTS = {
-    "driver, environments, checks": "imports, config, data, and what the backends say of it in their environments, to an open run directory",
+    "driver, environments, checks": "imports, config, data, and the backends' own checks, to an open run directory",
     "Ray": "its processes, and what a run asks of the cluster",
     "workers and engines": "processes, models, engines, environments; in the log as `starting`",
     "first weight sync, first step": "until the step is in metrics.jsonl",

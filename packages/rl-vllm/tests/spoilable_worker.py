@@ -32,3 +32,11 @@ class SpoilableWorker(EngineWorker):
             return out
 
         layer.cpu_linear = spoiled
+
+    def break_forward(self) -> None:
+        """Make the next forward pass fail."""
+
+        def broken(*_: Any, **__: Any) -> Any:
+            raise RuntimeError("out of order")
+
+        self.get_model().forward = broken

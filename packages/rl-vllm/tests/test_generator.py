@@ -38,15 +38,27 @@ def make_generator(model_dir: Path, **settings: object) -> SpoilableGenerator:
     return SpoilableGenerator(GenerationConfig(), backend, model_config(model_dir), Placement("cpu"))
 
 
-class TestVllmGenerator(GeneratorSuite):
-    @classmethod
-    def make_generator(cls, model_dir: Path) -> Generator:
-        return make_generator(model_dir)
-
+class VllmSuite(GeneratorSuite):
     @classmethod
     async def make_head_stale(cls, generator: Generator) -> None:
         assert isinstance(generator, SpoilableGenerator)
         await generator.spoil("restore_packed_head")
+
+    def test_the_end_of_sequence_ends_only_completions_that_list_it(self, bench: Bench) -> None:
+        # at the highest temperature that vLLM takes, with enough draws for the end of sequence to be among them
+        async def together() -> list[Completion]:
+            requests = [GenerationRequest(prompt(4), SamplingParams(200, temperature=2.0), seed) for seed in range(48)]
+            return await asyncio.gather(*[bench.generator.generate(request) for request in requests])
+
+        found = bench.runner.run(together())
+        assert any(EOS_TOKEN_ID in completion.token_ids for completion in found)
+        assert {(len(completion.token_ids), completion.stop_reason) for completion in found} == {(200, "length")}
+
+
+class TestVllmGenerator(VllmSuite):
+    @classmethod
+    def make_generator(cls, model_dir: Path) -> Generator:
+        return make_generator(model_dir)
 
     def test_many_requests_at_once_get_each_their_own(self, bench: Bench) -> None:
         requests = [GenerationRequest(prompt(1 + i % 40, i), SamplingParams(4 + i % 9), i) for i in range(600)]
@@ -58,16 +70,6 @@ class TestVllmGenerator(GeneratorSuite):
         first = bench.runner.run(together())
         assert [len(tokens) for tokens in first] == [4 + i % 9 for i in range(600)]
         assert bench.runner.run(together()) == first
-
-    def test_the_end_of_sequence_ends_only_completions_that_list_it(self, bench: Bench) -> None:
-        # at the highest temperature that vLLM takes, with enough draws for the end of sequence to be among them
-        async def together() -> list[Completion]:
-            requests = [GenerationRequest(prompt(4), SamplingParams(200, temperature=2.0), seed) for seed in range(48)]
-            return await asyncio.gather(*[bench.generator.generate(request) for request in requests])
-
-        found = bench.runner.run(together())
-        assert any(EOS_TOKEN_ID in completion.token_ids for completion in found)
-        assert {(len(completion.token_ids), completion.stop_reason) for completion in found} == {(200, "length")}
 
     @pytest.mark.parametrize("temperature", [0.001, 2.5])
     def test_a_temperature_that_vllm_would_change_is_refused(self, bench: Bench, temperature: float) -> None:
@@ -121,6 +123,60 @@ class TestVllmGenerator(GeneratorSuite):
         with pytest.raises(WeightSyncError, match="cannot commit"):
             bench.runner.run(bench.generator.commit(7))
         self._check_serves_nothing_until_mended(bench)
+
+    def test_a_request_that_is_given_up_leaves_the_engine(self, bench: Bench) -> None:
+        async def giving_up() -> None:
+            task = asyncio.create_task(bench.generator.generate(GenerationRequest(prompt(5), SamplingParams(200), 0)))
+            await asyncio.sleep(0.05)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await bench.generator.pause()
+            await bench.generator.resume()
+
+        expected = bench.runner.run(bench.generator.generate(GenerationRequest(prompt(5), SamplingParams(8), 1)))
+        bench.runner.run(giving_up())
+        found = bench.runner.run(bench.generator.generate(GenerationRequest(prompt(5), SamplingParams(8), 1)))
+        assert found.token_ids.tolist() == expected.token_ids.tolist()
+        assert bench.runner.run(bench.generator.health())["num_in_flight"] == 0
+
+    def test_a_request_that_the_engine_refuses_fails_alone(self, bench: Bench) -> None:
+        async def together() -> list[object]:
+            requests = [GenerationRequest(prompt(5), SamplingParams(4), seed) for seed in range(3)]
+            requests[1] = GenerationRequest(np.array([10**6], np.int32), SamplingParams(4), 1)
+            return await asyncio.gather(
+                *[bench.generator.generate(request) for request in requests], return_exceptions=True
+            )
+
+        first, refused, last = bench.runner.run(together())
+        assert isinstance(first, Completion)
+        assert isinstance(last, Completion)
+        with pytest.raises(GeneratorError, match="refused a request"):
+            raise refused
+
+    def test_zz_an_engine_that_fails_says_why_from_then_on(self, bench: Bench) -> None:
+        """Last: it leaves no engine behind."""
+
+        async def failing() -> None:
+            task = asyncio.create_task(bench.generator.generate(GenerationRequest(prompt(5), SamplingParams(200), 0)))
+            await asyncio.sleep(0.05)
+            await bench.generator.spoil("break_forward")
+            await task
+
+        for call in (
+            failing(),
+            bench.generator.health(),
+            bench.generator.generate(GenerationRequest(prompt(5), SamplingParams(1), 0)),
+        ):
+            with pytest.raises(GeneratorError, match="engine died: RuntimeError: out of order"):
+                bench.runner.run(call)
+
+
+class TestEngineInItsOwnProcess(VllmSuite):
+    """As on GPUs."""
+
+    @classmethod
+    def make_generator(cls, model_dir: Path) -> Generator:
+        return make_generator(model_dir, own_process=True)
 
     def test_zz_an_engine_that_is_killed_fails_requests_at_once(self, bench: Bench) -> None:
         """Last: it leaves no engine behind."""

@@ -33,6 +33,14 @@ def test_engine_arguments_that_follow_from_elsewhere_are_refused_by_name() -> No
     assert VllmConfig(vllm_kwargs={"block_size": 64}).vllm_kwargs == {"block_size": 64}
 
 
+def test_several_ranks_cannot_share_one_process() -> None:
+    with pytest.raises(ValueError, match=r"own_process.*4 ranks are processes of their own"):
+        VllmConfig(tensor_parallel_size=2, pipeline_parallel_size=2, own_process=False)
+    assert VllmConfig(tensor_parallel_size=2).has_own_process("cpu")
+    assert not VllmConfig().has_own_process("cpu")
+    assert VllmConfig().has_own_process("cuda")
+
+
 def test_a_completion_must_leave_room_for_its_prompt() -> None:
     assert problems() == {}
     found = problems(max_new_tokens=512, vllm_cfg=VllmConfig(max_model_len=512))

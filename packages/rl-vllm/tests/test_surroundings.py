@@ -27,10 +27,28 @@ def test_a_replica_on_cpu_uses_its_share_of_threads_and_hides_no_gpu() -> None:
 def test_what_the_user_set_stays_where_it_is_theirs_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(surroundings, "bytecode_folder", lambda environ: None)
     environ = {"VLLM_LOGGING_LEVEL": "DEBUG", "HF_HUB_OFFLINE": "1"}
-    surroundings.apply(Placement("cpu"), eager=True, num_ranks=1, environ=environ)
+    surroundings.apply(Placement("cpu"), eager=True, num_ranks=1, own_process=False, environ=environ)
     assert environ["VLLM_LOGGING_LEVEL"] == "DEBUG"
     assert environ["HF_HUB_OFFLINE"] == "1"
-    assert environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+
+
+@pytest.mark.parametrize(
+    ("device", "num_ranks", "own_process", "expected"),
+    [
+        ("cpu", 1, False, "0"),
+        ("cpu", 1, True, "0"),
+        ("cpu", 2, True, "1"),
+        ("cuda", 1, True, "1"),
+        ("cuda", 1, False, "0"),
+    ],
+)
+def test_ranks_get_processes_where_the_engine_has_some(
+    monkeypatch: pytest.MonkeyPatch, device: str, num_ranks: int, own_process: bool, expected: str
+) -> None:
+    monkeypatch.setattr(surroundings, "bytecode_folder", lambda environ: None)
+    environ: dict[str, str] = {}
+    surroundings.apply(Placement(device), eager=True, num_ranks=num_ranks, own_process=own_process, environ=environ)
+    assert environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == expected
 
 
 def test_bytecode_goes_to_the_cache_only_where_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

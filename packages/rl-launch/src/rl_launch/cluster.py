@@ -76,7 +76,7 @@ class VirtualCluster:
     def __init__(self, *, device: Device, num_nodes: int, ranks_per_node: int) -> None:
         self._owns_ray = not ray.is_initialized()
         if self._owns_ray:
-            _start_ray(num_nodes, ranks_per_node)
+            _start_ray(ranks_per_node)
         self.device = device
         self.num_nodes = num_nodes
         self.ranks_per_node = ranks_per_node
@@ -166,14 +166,9 @@ class VirtualCluster:
             ray.shutdown()
 
 
-def _start_ray(num_nodes: int, cpu_ranks_per_node: int) -> None:
+def _start_ray(cpu_ranks_per_node: int) -> None:
     check_ray_address()
     address = os.environ.get("RAY_ADDRESS")
-    if address is None and num_nodes > 1:
-        raise ConfigError(
-            f"cluster.num_nodes is {num_nodes}, but RAY_ADDRESS names no cluster; "
-            "start Ray on the nodes and set RAY_ADDRESS"
-        )
     local: dict[str, Any] = {
         "address": "local",
         "num_cpus": max(os.cpu_count() or 1, cpu_ranks_per_node),

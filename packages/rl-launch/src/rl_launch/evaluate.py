@@ -10,7 +10,7 @@ from rl_algos.rollouts.source import SyncRolloutSource
 from rl_algos.tokenizer import load_tokenizer
 from rl_core.generation import Evaluation
 from rl_core.registry import ALGORITHMS, AlgorithmPlugin, plugin, resolve
-from rl_launch.device import resolve_device
+from rl_launch.device import check_devices, resolve_device
 from rl_launch.root import backends_of
 
 
@@ -21,6 +21,7 @@ def evaluate(config: Any, *, logs: Path) -> Evaluation:
         config: resolved root.
         logs: folder for the workers' logs.
     """
+    check_devices(config.cluster)
     algorithm: AlgorithmPlugin = plugin(ALGORITHMS, config.algorithm)
     loaded = resolve(algorithm.load)(config)
     tokenizer = load_tokenizer(config.policy.tokenizer, config.policy.model_name)

@@ -63,6 +63,9 @@ class VllmConfig(Config):
     """Most tokens of one forward pass; vLLM's choice where unset, and on CPU at least 4096 and one whole row."""
     enforce_eager: bool | None = None
     """Run without compilation and CUDA graphs; where unset, true on CPU, where compiling costs more than it brings."""
+    own_process: bool | None = None
+    """Run the engine in a process beside the replica's; where unset, false for one rank on CPU, which starts in half the
+    time without, and true otherwise."""
     sleep_level: Literal[1, 2] = 1
     """What sleeping on a GPU does with the weights: 1 keeps them in host memory, 2 drops them until the next sync."""
     vllm_kwargs: dict[str, Any] = {}
@@ -76,6 +79,18 @@ class VllmConfig(Config):
                 *(Problem(f"vllm_kwargs.{name}", f"cannot be set here: {OWNED_ARGUMENTS[name]}") for name in owned)
             )
         return self
+
+    @model_validator(mode="after")
+    def _refuse_ranks_in_one_process(self) -> VllmConfig:
+        if self.own_process is False and self.num_ranks > 1:
+            raise ProblemError(
+                Problem("own_process", f"{self.num_ranks} ranks are processes of their own; remove this key")
+            )
+        return self
+
+    def has_own_process(self, device: str) -> bool:
+        """Whether the engine runs beside the replica's process."""
+        return self.num_ranks > 1 or device != "cpu" if self.own_process is None else self.own_process
 
     @property
     def num_ranks(self) -> int:

@@ -26,7 +26,7 @@ PARTS = ("weights", "kv_cache")
 
 
 class VllmGenerator:
-    """A `Generator` on vLLM: its engine in processes of its own, this object in front of it.
+    """A `Generator` on vLLM: its engine in processes of its own or, for one rank on CPU, in a thread of this one.
 
     Completions carry float32 logprobs after temperature, top-p and top-k. Only the request's stop tokens and strings
     end a completion; the model's own end of sequence counts where it is among them. Requests in flight finish before a
@@ -72,20 +72,29 @@ class VllmGenerator:
         """Load the engine; raises `GeneratorError` with the engine's reason where it does not come up."""
         eager = self._backend.enforce_eager
         eager = self._placement.device == "cpu" if eager is None else eager
-        surroundings.apply(self._placement, eager=eager, num_ranks=self.num_ranks, environ=os.environ)
-        from rl_vllm.engine import Engine, engine_arguments  # vLLM reads the environment when it is imported
-
-        self._engine = Engine(
-            engine_arguments(
-                self._backend,
-                self._model,
-                self._placement,
-                max_len=self._max_len,
-                eager=eager,
-                extension=self.worker_extension,
-            )
+        own_process = self._backend.has_own_process(self._placement.device)
+        surroundings.apply(
+            self._placement, eager=eager, num_ranks=self.num_ranks, own_process=own_process, environ=os.environ
         )
-        await self._running().call("end_with_front", os.getpid())
+        # vLLM reads the environment when it is imported
+        from rl_vllm.arguments import engine_arguments
+
+        arguments = engine_arguments(
+            self._backend,
+            self._model,
+            self._placement,
+            max_len=self._max_len,
+            eager=eager,
+            extension=self.worker_extension,
+        )
+        if own_process:
+            from rl_vllm.process_engine import ProcessEngine
+
+            self._engine = await ProcessEngine.start(arguments)
+        else:
+            from rl_vllm.local_engine import LocalEngine
+
+            self._engine = await LocalEngine.start(arguments, self._placement.cpu_threads)
         forget_semaphores()
         self._gate.serve()
 

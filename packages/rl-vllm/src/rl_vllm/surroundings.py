@@ -35,11 +35,14 @@ def variables(placement: Placement, *, eager: bool) -> dict[str, str]:
     return found
 
 
-def apply(placement: Placement, *, eager: bool, num_ranks: int, environ: MutableMapping[str, str]) -> None:
+def apply(
+    placement: Placement, *, eager: bool, num_ranks: int, own_process: bool, environ: MutableMapping[str, str]
+) -> None:
     """Set the environment of this process and of the engine's, before vLLM is imported."""
     environ.update(variables(placement, eager=eager))
     # one rank on CPU runs inside the engine's process; vLLM would give it another one and halve the throughput
-    environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if placement.device == "cpu" and num_ranks == 1 else "1"
+    together = not own_process or (placement.device == "cpu" and num_ranks == 1)
+    environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if together else "1"
     for name, value in DEFAULTS.items():
         environ.setdefault(name, value)
     prefix = bytecode_folder(environ)

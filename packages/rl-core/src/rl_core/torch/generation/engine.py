@@ -1,19 +1,16 @@
-"""The thread in which a generator's model is run."""
+"""The rows that a model of this process decodes, and the thread it does so in."""
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Generic, TypeVar
 
-import torch
-
 from rl_core.errors import GeneratorError
 from rl_core.torch.generation.decoder import Decoder
 from rl_core.torch.generation.row import Row
+from rl_core.torch.generation.step_thread import StepThread
 
 Model = TypeVar("Model", bound=Decoder)
 Result = TypeVar("Result")
@@ -29,12 +26,8 @@ class Engine(Generic[Model]):
 
     def __init__(self, load: Callable[[], Model], num_threads: int) -> None:
         self._load = load
-        self._num_threads = num_threads
-        self._inbox: queue.SimpleQueue[Sequence[Row] | Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = StepThread(self._loaded, num_threads)
         self._waiting: deque[Row] = deque()
-        self._thread = threading.Thread(target=self._run, name="generator", daemon=True)
-        self.loaded: Future[None] = Future()
-        self.failure: str | None = None
         self.version = 0
         self.num_sampled = 0
         self.num_running = 0
@@ -43,6 +36,16 @@ class Engine(Generic[Model]):
     def model(self) -> Model:
         """The model, once loaded; touched in the engine's thread alone."""
         return self._model
+
+    @property
+    def loaded(self) -> Future[None]:
+        """Done once the model is there; its error where it does not come up."""
+        return self._thread.loaded
+
+    @property
+    def failure(self) -> str | None:
+        """Why nothing is decoded any more."""
+        return self._thread.failure
 
     @property
     def num_waiting(self) -> int:
@@ -55,83 +58,43 @@ class Engine(Generic[Model]):
 
     def submit(self, rows: Sequence[Row]) -> None:
         """Decode these rows; each row's future is done when its completion is."""
-        self._put(rows)
+        self._thread.post(lambda: self._waiting.extend(rows))
 
     def call(self, function: Callable[[], Result]) -> Future[Result]:
         """Run a function between two steps."""
-        future: Future[Result] = Future()
-
-        def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(function())
-            except BaseException as error:  # noqa: BLE001 - becomes the failure of whoever waits
-                future.set_exception(error)
-
-        self._put(run)
-        return future
+        return self._thread.call(function)
 
     def close(self) -> None:
         """End the thread; rows under way fail."""
-        if self._thread.ident is not None:
-            self._inbox.put(None)
-            self._thread.join()
+        self._thread.close()
 
-    def _put(self, item: Sequence[Row] | Callable[[], None]) -> None:
-        if self.failure is not None:
-            raise GeneratorError(self.failure)
-        self._inbox.put(item)
+    @property
+    def busy(self) -> bool:
+        """Whether rows wait or are under way."""
+        return bool(self._model.rows or self._waiting)
 
-    def _run(self) -> None:
-        torch.set_num_threads(self._num_threads)
-        try:
-            self._model = self._load()
-        except BaseException as error:  # noqa: BLE001 - becomes the failure of start
-            self.failure = f"the engine did not start: {type(error).__name__}: {error}"
-            self.loaded.set_exception(error)
-            return
-        self.loaded.set_result(None)
-        try:
-            self._serve(self._model)
-            self.failure = "the generator is closed"
-        except BaseException as error:  # noqa: BLE001 - becomes the failure of every request
-            self.failure = f"the engine died: {type(error).__name__}: {error}"
-        self._fail_all(self._model)
-        self._model.close()
+    def step(self) -> None:
+        """Take waiting rows in, and decode a token of each row; in the thread."""
+        self._model.drop_cancelled()
+        self.num_sampled += self._model.admit(self._waiting, self.version)
+        if self._model.rows:
+            self.num_running = len(self._model.rows)
+            self.num_sampled += self._model.step(self.version)
+        self.num_running = len(self._model.rows)
 
-    def _serve(self, model: Model) -> None:
-        while self._take_in(block=not model.rows and not self._waiting):
-            model.drop_cancelled()
-            self.num_sampled += model.admit(self._waiting, self.version)
-            if model.rows:
-                self.num_running = len(model.rows)
-                self.num_sampled += model.step(self.version)
-            self.num_running = len(model.rows)
-
-    def _take_in(self, *, block: bool) -> bool:
-        """Take what has come in; False where the end has."""
-        while block or not self._inbox.empty():
-            item = self._inbox.get()
-            if item is None:
-                return False
-            if callable(item):
-                item()
-            else:
-                self._waiting.extend(item)
-            block = False
-        return True
-
-    def _fail_all(self, model: Model) -> None:
+    def fail(self, reason: str) -> None:
+        """Fail all rows; in the thread."""
         self.num_running = 0
-        rows = [*model.clear(), *self._waiting]
+        rows = [*self._model.clear(), *self._waiting]
         self._waiting.clear()
-        while not self._inbox.empty():
-            item = self._inbox.get()
-            if callable(item):
-                item()
-            elif item is not None:
-                rows.extend(item)
         for row in rows:
             if not row.future.done() and row.future.set_running_or_notify_cancel():
-                row.future.set_exception(GeneratorError(str(self.failure)))
+                row.future.set_exception(GeneratorError(reason))
+
+    def dispose(self) -> None:
+        """Let go of the model; in the thread."""
+        self._model.close()
+
+    def _loaded(self) -> Engine[Model]:
+        self._model = self._load()
+        return self

@@ -13,7 +13,7 @@ from rl_core.torch.transport.channel import Channel
 from rl_core.torch.transport.deadline import Deadline
 
 _HANDSHAKE_S = 10.0
-_RETRY_S = 0.02
+_FIRST_RETRY_S, _LAST_RETRY_S = 0.001, 0.05
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -68,6 +68,7 @@ def find_sender(
 ) -> Channel:
     """Connect to the sender, waiting until it listens."""
     deadline = Deadline(timeout_s, f"receiver rank {rank} in rendezvous, waiting for the sender at {address!r}")
+    pause_s = _FIRST_RETRY_S
     while True:
         connection = socket.socket(family, socket.SOCK_STREAM)
         connection.settimeout(deadline.remaining())
@@ -76,7 +77,8 @@ def find_sender(
             break
         except (ConnectionError, FileNotFoundError, TimeoutError, BlockingIOError):
             connection.close()
-            time.sleep(min(_RETRY_S, deadline.remaining()))
+            time.sleep(min(pause_s, deadline.remaining()))
+            pause_s = min(2 * pause_s, _LAST_RETRY_S)
     channel = Channel(connection, "the sender", timeout_s)
     channel.send({"rank": rank, "manifest": manifest}, "rendezvous")
     return channel

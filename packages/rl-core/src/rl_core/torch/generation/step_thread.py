@@ -1,0 +1,122 @@
+"""The thread in which a model of this process is run."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+from rl_core.errors import GeneratorError
+
+
+class Stepped(Protocol):
+    """What works in steps; called by one thread."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is work for another step."""
+        ...
+
+    def step(self) -> None:
+        """Do a part of the work."""
+        ...
+
+    def fail(self, reason: str) -> None:
+        """Fail what is under way: no step follows."""
+        ...
+
+    def dispose(self) -> None:
+        """Let go of what outlives the object."""
+        ...
+
+
+Work = TypeVar("Work", bound=Stepped)
+Result = TypeVar("Result")
+
+
+class StepThread(Generic[Work]):
+    """Steps for as long as there is work; everything that touches it runs in this thread too, between two steps.
+
+    Args:
+        load: makes what is stepped, in the thread.
+        num_threads: OpenMP threads of the thread.
+    """
+
+    def __init__(self, load: Callable[[], Work], num_threads: int) -> None:
+        self._load = load
+        self._num_threads = num_threads
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="generator", daemon=True)
+        self.loaded: Future[None] = Future()
+        self.failure: str | None = None
+
+    def start(self) -> None:
+        """Begin to load; `loaded` says when it is done."""
+        self._thread.start()
+
+    def post(self, function: Callable[[], None]) -> None:
+        """Run a function, which raises nothing, between two steps.
+
+        Raises:
+            GeneratorError: where the thread has ended.
+        """
+        if self.failure is not None:
+            raise GeneratorError(self.failure)
+        self._calls.put(function)
+
+    def call(self, function: Callable[[], Result]) -> Future[Result]:
+        """What a function returns that is run between two steps."""
+        future: Future[Result] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(function())
+            except BaseException as error:  # noqa: BLE001 - becomes the failure of whoever waits
+                future.set_exception(error)
+
+        self.post(run)
+        return future
+
+    def close(self) -> None:
+        """End the thread; work under way fails."""
+        if self._thread.ident is not None:
+            self._calls.put(None)
+            self._thread.join()
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._num_threads)
+        try:
+            work = self._load()
+        except BaseException as error:  # noqa: BLE001 - becomes the failure of start
+            self.failure = f"the engine did not start: {type(error).__name__}: {error}"
+            self.loaded.set_exception(error)
+            return
+        self.loaded.set_result(None)
+        try:
+            while self._run_calls(block=not work.busy):
+                if work.busy:
+                    work.step()
+            self.failure = "the generator is closed"
+        except BaseException as error:  # noqa: BLE001 - becomes the failure of everything that is asked for
+            self.failure = f"the engine died: {type(error).__name__}: {error}"
+        while not self._calls.empty():  # what they ask for fails with the rest
+            if function := self._calls.get():
+                function()
+        work.fail(self.failure)
+        work.dispose()
+
+    def _run_calls(self, *, block: bool) -> bool:
+        """Run what has been asked for; False where the end has."""
+        while block or not self._calls.empty():
+            function = self._calls.get()
+            if function is None:
+                return False
+            function()
+            block = False
+        return True

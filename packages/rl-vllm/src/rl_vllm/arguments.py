@@ -1,0 +1,93 @@
+"""What vLLM is started with, and what a request asks of it."""
+
+from __future__ import annotations
+
+from vllm import AsyncEngineArgs
+from vllm import SamplingParams as VllmSamplingParams
+from vllm.sampling_params import RequestOutputKind
+
+from rl_core.errors import GeneratorError
+from rl_core.generation import GenerationRequest, Placement
+from rl_core.model_config import ModelConfig
+from rl_vllm.config import MAX_TEMPERATURE, MIN_TEMPERATURE, VllmConfig
+
+GIB = 2**30
+CPU_BATCH_TOKENS = 4096
+
+
+def engine_arguments(
+    backend: VllmConfig, model: ModelConfig, placement: Placement, *, max_len: int, eager: bool, extension: str
+) -> AsyncEngineArgs:
+    """What vLLM is started with."""
+    on_cpu = placement.device == "cpu"
+    kv_cache_gib = 1.0 if on_cpu and backend.kv_cache_gib is None else backend.kv_cache_gib
+    smallest_batch = max(max_len + 1, CPU_BATCH_TOKENS) if on_cpu else None
+    return AsyncEngineArgs(
+        model=model.model_name,
+        tokenizer=model.tokenizer.name,
+        dtype=model.precision,
+        hf_overrides=dict(model.hf_config_overrides),
+        enforce_eager=eager,
+        # scoring a row of full length asks for one token more, which is thrown away
+        max_model_len=max_len + 1,
+        max_num_seqs=backend.max_num_seqs,
+        tensor_parallel_size=backend.tensor_parallel_size,
+        pipeline_parallel_size=backend.pipeline_parallel_size,
+        gpu_memory_utilization=backend.gpu_memory_utilization,
+        kv_cache_dtype=backend.kv_cache_dtype,
+        kv_cache_memory_bytes=None if kv_cache_gib is None else int(kv_cache_gib * GIB),
+        logprobs_mode="processed_logprobs",
+        worker_extension_cls=extension,
+        enable_sleep_mode=not on_cpu,
+        # vLLM 0.32 dies on CPU where the prompt of a request with a seed is read in parts: it takes back
+        # the token drawn too early by rewinding the request's generator, which CPU generators cannot
+        enable_chunked_prefill=not on_cpu,
+        max_num_batched_tokens=backend.max_num_batched_tokens or smallest_batch,
+        generation_config="vllm",
+        seed=0,
+        disable_log_stats=True,
+        **backend.vllm_kwargs,
+    )
+
+
+def sampling_params(request: GenerationRequest, *, max_tokens: int) -> VllmSamplingParams:
+    """What one request asks of the engine: the sampled tokens' own logprobs, all at the end.
+
+    Raises:
+        GeneratorError: for a temperature that vLLM does not sample at.
+    """
+    sampling = request.sampling
+    if sampling.temperature and not MIN_TEMPERATURE <= sampling.temperature <= MAX_TEMPERATURE:
+        raise GeneratorError(
+            f"vLLM samples at temperature 0 or from {MIN_TEMPERATURE} to {MAX_TEMPERATURE}, got {sampling.temperature}"
+        )
+    return VllmSamplingParams(
+        max_tokens=max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        stop_token_ids=list(sampling.stop_token_ids),
+        stop=list(sampling.stop_strings),
+        skip_special_tokens=False,  # a stop string may be a special token's text
+        ignore_eos=True,
+        detokenize=bool(sampling.stop_strings),
+        seed=request.seed % 2**63,
+        logprobs=0,
+        flat_logprobs=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+    )
+
+
+def scoring_params() -> VllmSamplingParams:
+    """A prompt's own logprobs, which vLLM computes before temperature and filters."""
+    return VllmSamplingParams(
+        max_tokens=1,
+        temperature=0.0,
+        prompt_logprobs=0,
+        flat_logprobs=True,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+    )

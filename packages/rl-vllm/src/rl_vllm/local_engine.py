@@ -1,0 +1,161 @@
+"""vLLM's engine in a thread of this process, for a replica of one rank."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+from vllm import AsyncEngineArgs
+from vllm import SamplingParams as VllmSamplingParams
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from rl_core.errors import GeneratorError
+from rl_core.torch.generation.step_thread import StepThread
+from rl_vllm.engine import Engine, failures
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt on its way through the engine, and who waits for the answer."""
+
+    token_ids: list[int]
+    params: VllmSamplingParams
+    output: Future[Any] = field(default_factory=Future)
+
+
+class LocalEngine(Engine):
+    """vLLM's engine without processes of its own: it is there in half the time, and nothing travels to it."""
+
+    def __init__(self, thread: StepThread[SteppedEngine], engine: SteppedEngine) -> None:
+        self._thread = thread
+        self._engine = engine
+        self._submitted: list[Request] = []
+
+    @classmethod
+    async def start(cls, arguments: AsyncEngineArgs, num_threads: int) -> LocalEngine:
+        """Start the engine on so many OpenMP threads.
+
+        Raises:
+            GeneratorError: with the engine's reason, where it does not come up.
+        """
+        loaded: list[SteppedEngine] = []
+
+        def load() -> SteppedEngine:
+            loaded.append(SteppedEngine(LLMEngine.from_engine_args(arguments)))
+            return loaded[0]
+
+        thread = StepThread(load, num_threads)
+        thread.start()
+        try:
+            await asyncio.wrap_future(thread.loaded)
+        except (ValueError, RuntimeError, OSError) as error:
+            raise GeneratorError(f"vLLM did not start: {error}") from error
+        return cls(thread, loaded[0])
+
+    async def run(self, token_ids: np.ndarray, params: VllmSamplingParams) -> Any:
+        await self.check()
+        request = Request(token_ids.tolist(), params)
+        if not self._submitted:
+            # those of one turn of the event loop enter together, so that their batch does not depend on timing
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._submitted.append(request)
+        with failures():
+            return await asyncio.wrap_future(request.output)
+
+    async def call(self, method: str, *args: Any) -> list[Any]:
+        return await self._between_steps(lambda engine: engine.collective_rpc(method, args=args))
+
+    async def sleep(self, level: int) -> None:
+        await self._between_steps(lambda engine: engine.sleep(level))
+
+    async def wake(self, parts: Sequence[str]) -> None:
+        await self._between_steps(lambda engine: engine.wake_up(list(parts)))
+
+    async def reset_prefix_cache(self) -> bool:
+        return await self._between_steps(lambda engine: engine.reset_prefix_cache())
+
+    async def check(self) -> None:
+        if self._thread.failure is not None:
+            raise GeneratorError(self._thread.failure)
+
+    async def end(self) -> None:
+        await asyncio.to_thread(self._thread.close)
+
+    async def _between_steps(self, function: Callable[[LLMEngine], Result]) -> Result:
+        with failures():
+            return await asyncio.wrap_future(self._thread.call(lambda: function(self._engine.vllm)))
+
+    def _flush(self) -> None:
+        requests, self._submitted = self._submitted, []
+        try:
+            self._thread.post(lambda: self._engine.admit(requests))
+        except GeneratorError as error:
+            for request in requests:
+                request.output.set_exception(error)
+
+
+class SteppedEngine:
+    """The engine and the requests it has; touched in the engine's thread alone."""
+
+    def __init__(self, vllm: LLMEngine) -> None:
+        self.vllm = vllm
+        self._ids = itertools.count()
+        self._requests: dict[str, Request] = {}
+        self._id_of: dict[str, str] = {}
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests are under way."""
+        return bool(self._requests)
+
+    def admit(self, requests: Sequence[Request]) -> None:
+        """Take requests in; one that the engine refuses fails alone."""
+        for request in requests:
+            name = str(next(self._ids))
+            try:
+                self._id_of[name] = self.vllm.add_request(name, {"prompt_token_ids": request.token_ids}, request.params)
+            except Exception as error:  # noqa: BLE001 - becomes the failure of whoever waits
+                _fail(request, error)
+                continue
+            self._requests[name] = request
+
+    def step(self) -> None:
+        """Decode a token of every request, and answer those that end; cancelled ones leave."""
+        cancelled = [name for name, request in self._requests.items() if request.output.cancelled()]
+        if cancelled:
+            self.vllm.abort_request([self._id_of[name] for name in cancelled], internal=True)
+            for name in cancelled:
+                self._take_out(name)
+        if not self._requests:
+            return
+        for output in self.vllm.step():
+            if output.finished:
+                request = self._take_out(output.request_id)
+                if request.output.set_running_or_notify_cancel():
+                    request.output.set_result(output)
+
+    def fail(self, reason: str) -> None:
+        """Fail all requests."""
+        for request in self._requests.values():
+            _fail(request, GeneratorError(reason))
+        self._requests.clear()
+
+    def dispose(self) -> None:
+        """Shut the engine down."""
+        self.vllm.engine_core.shutdown()
+
+    def _take_out(self, name: str) -> Request:
+        del self._id_of[name]
+        return self._requests.pop(name)
+
+
+def _fail(request: Request, error: Exception) -> None:
+    if not request.output.done() and request.output.set_running_or_notify_cancel():
+        request.output.set_exception(error)
