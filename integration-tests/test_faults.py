@@ -66,6 +66,7 @@ def test_a_grpo_run_outlives_the_death_of_everything_it_started(num_kills, grpo,
     orders.mkdir()
     told = (
         *grpo,
+        "policy.generation.vllm_cfg.own_process=true",  # an engine to kill, as on GPUs
         "data.train.env_name=tellable",
         "data.validation.env_name=tellable",
         f"env.tellable.orders={orders}",

@@ -64,8 +64,8 @@ class VllmConfig(Config):
     enforce_eager: bool | None = None
     """Run without compilation and CUDA graphs; where unset, true on CPU, where compiling costs more than it brings."""
     own_process: bool | None = None
-    """Run the engine in a process beside the replica's; where unset, false for one rank on CPU, which starts in half the
-    time without, and true otherwise."""
+    """Run the engine in a process beside the replica's; where unset, true, except for one rank on CPU, which starts in
+    half the time without."""
     sleep_level: Literal[1, 2] = 1
     """What sleeping on a GPU does with the weights: 1 keeps them in host memory, 2 drops them until the next sync."""
     vllm_kwargs: dict[str, Any] = {}
