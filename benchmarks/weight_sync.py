@@ -23,7 +23,7 @@ from measurement import seconds, surroundings, table
 
 from rl_core.torch.digest import digest
 from rl_core.torch.transport import open_receiver, open_sender
-from rl_core.weights import Manifest, TensorSpec, Transport, TransportKind
+from rl_core.weights import BUCKET_BYTES, Manifest, TensorSpec, Transport, TransportKind
 
 CASES = ("3:64", "100:12", "1000:120")
 MEGABYTE = 10**6
@@ -99,7 +99,10 @@ def transfer(
 ) -> float:
     """Seconds of the fastest of several transfers to a process that copies what arrives into tensors of its own."""
     context = multiprocessing.get_context("spawn")
-    transports = [Transport(kind, f"127.0.0.1:{free_port()}", num_receivers=1) for _ in range(repeats)]
+    transports = [
+        Transport(kind, f"127.0.0.1:{free_port()}", num_receivers=1, bucket_bytes=BUCKET_BYTES[device.type])
+        for _ in range(repeats)
+    ]
     ready = context.Event()
     receiver = context.Process(target=receive, args=(manifest, transports, ready, threads), daemon=True)
     receiver.start()

@@ -71,6 +71,7 @@ def make_sync(events, residency=None):
         meet=lambda: "here:1",
         canary=Canary.of(50, precision="float32"),
         residency=residency,
+        bucket_bytes=2**20,
     )
 
 

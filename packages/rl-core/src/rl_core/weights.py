@@ -54,6 +54,11 @@ class Peer:
     device: str
 
 
+BUCKET_BYTES = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
+"""Of a transfer by device. Host memory that is small enough to be filled while the one before is read, and again before
+caches forget it, makes a transfer twice as fast; on GPUs what is agreed on for each bucket counts."""
+
+
 @dataclass(frozen=True)
 class Transport:
     """How one transfer runs; the same value goes to all senders and receivers.
@@ -71,7 +76,7 @@ class Transport:
     kind: TransportKind
     address: str
     num_receivers: int
-    bucket_bytes: int = 256 * 2**20
+    bucket_bytes: int = BUCKET_BYTES["cuda"]
     timeout_s: float = 300.0
     every_rank_sends: bool = False
 

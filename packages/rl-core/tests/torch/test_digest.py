@@ -61,11 +61,14 @@ def test_scalars_and_empty_tensors_have_one():
     assert digest(torch.zeros(0)) == digest(torch.zeros(0, 3)) != digest(torch.tensor(0.0))
 
 
-def test_the_chunk_size_does_not_show(monkeypatch):
-    values = torch.randn(1000)
-    whole = digest(values)
-    monkeypatch.setitem(digest_module.CHUNK_LANES, "cpu", 7)
-    assert digest(values) == whole
+def test_host_and_device_take_the_same_sum_in_chunks_of_any_size(monkeypatch):
+    lanes = torch.randint(-(2**63), 2**63 - 1, (1000,), generator=torch.Generator().manual_seed(0))
+    whole = digest_module._host_sum(lanes.numpy(), 3) % 2**64
+    for chunk in (7, 1000, 2**20):
+        monkeypatch.setattr(digest_module, "HOST_CHUNK", chunk)
+        monkeypatch.setattr(digest_module, "DEVICE_CHUNK", chunk)
+        assert digest_module._host_sum(lanes.numpy(), 3) % 2**64 == whole
+        assert int(digest_module._device_sum(lanes, 3)) % 2**64 == whole
 
 
 def test_it_is_the_same_sum_in_plain_integers():

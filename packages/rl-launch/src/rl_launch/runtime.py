@@ -24,6 +24,7 @@ from rl_core.ray.environment import RemoteEnvironment
 from rl_core.ray.model import RemoteModel
 from rl_core.registry import ENVIRONMENTS, AlgorithmPlugin, EnvironmentPlugin, RolloutNeeds, plugin
 from rl_core.run import Components
+from rl_core.weights import BUCKET_BYTES
 from rl_launch.cluster import VirtualCluster, WorkerProcess
 from rl_launch.model_group import ModelGroup
 from rl_launch.residency import Residency, Tenant
@@ -212,6 +213,7 @@ class Runtime:
             meet=group.meeting_point,
             canary=Canary.of(vocabulary, precision=self._backends.policy.config.precision),
             residency=self._residency if self._topology.shares_devices else None,
+            bucket_bytes=BUCKET_BYTES[self._topology.device],
         )
 
     def _replica_starts(self, policy: ModelGroup) -> list[Start]:

@@ -72,6 +72,7 @@ class WeightSync:
         meet: makes the address at which one transfer's sender and receivers meet.
         canary: what both sides must agree on.
         residency: of the devices that policy and replicas share; None where they share none.
+        bucket_bytes: most bytes in flight at a time.
         timeout_s: bound of each phase.
     """
 
@@ -83,6 +84,7 @@ class WeightSync:
         meet: Callable[[], str],
         canary: Canary,
         residency: Residency | None,
+        bucket_bytes: int,
         timeout_s: float = 600.0,
     ) -> None:
         self._policy = policy
@@ -90,6 +92,7 @@ class WeightSync:
         self._meet = meet
         self._canary = canary
         self._residency = residency
+        self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
         self._version = 0
 
@@ -161,6 +164,7 @@ class WeightSync:
             self._kind,
             self._meet(),
             1 if per_gpu else num_receivers,
+            bucket_bytes=self._bucket_bytes,
             every_rank_sends=per_gpu,
             timeout_s=self._timeout_s,
         )

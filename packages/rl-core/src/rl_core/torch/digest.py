@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 LANE_BYTES = 8
-CHUNK_LANES = {"cpu": 2**15, "cuda": 2**24}
+HOST_CHUNK, DEVICE_CHUNK = 2**14, 2**24
 """Lanes mixed at a time: what a core's cache holds, and what keeps a GPU busy in little memory."""
 
 
 def digest(tensor: Tensor) -> str:
     """A digest of a tensor's bytes in row-major order, equal on every device for equal bytes.
 
-    The bytes are read as 64-bit lanes, each mixed with a key of its position by invertible steps, and summed modulo
-    2^64, so that integer sums on the device give the same answer in any order and 8 bytes reach the host. It catches
-    accidents (a changed byte, swapped values, zeros in place of data), not an adversary.
+    The bytes are read as 64-bit lanes, each mixed with a key of its position by invertible steps (those of splitmix64,
+    with arithmetic shifts), and summed modulo 2^64, so that integer sums on the device give the same answer in any
+    order and 8 bytes reach the host. It catches accidents (a changed byte, swapped values, zeros in place of data), not
+    an adversary.
 
     Args:
         tensor: of any dtype and shape; the shape and dtype themselves are not part of the digest, the number of
@@ -32,26 +34,48 @@ def digest(tensor: Tensor) -> str:
         tail = torch.zeros(LANE_BYTES, dtype=torch.uint8, device=flat.device)
         tail[: num_bytes - whole] = flat[whole:]
         total += _mixed_sum(tail.view(torch.int64), whole // LANE_BYTES)
-    return f"{num_bytes:x}-{total.item() % 2**64:016x}"
+    return f"{num_bytes:x}-{total % 2**64:016x}"
 
 
-def _mixed_sum(lanes: Tensor, start: int) -> Tensor:
-    """int64 scalar, the sum of the mixed lanes at positions `start`, `start + 1`, ..."""
-    size = min(CHUNK_LANES[lanes.device.type], len(lanes))
+def _mixed_sum(lanes: Tensor, start: int) -> int:
+    """The sum of the mixed lanes at positions `start`, `start + 1`, ..., modulo 2^64."""
+    if lanes.device.type == "cpu":
+        return _host_sum(lanes.numpy(), start)
+    return int(_device_sum(lanes, start).item())
+
+
+def _device_sum(lanes: Tensor, start: int) -> Tensor:
+    """`_mixed_sum` where the lanes lie, int64."""
+    size = min(DEVICE_CHUNK, len(lanes))
     keys = torch.arange(start, start + size, dtype=torch.int64, device=lanes.device).add_(1).mul_(KEY)
     total = torch.zeros((), dtype=torch.int64, device=lanes.device)
     for chunk in lanes.split(size) if size else ():
-        total += _mixed(chunk, keys[: len(chunk)]).sum()
+        mixed = chunk ^ keys[: len(chunk)]
+        mixed.bitwise_xor_(mixed >> 30).mul_(FIRST)
+        mixed.bitwise_xor_(mixed >> 27).mul_(SECOND)
+        total += mixed.bitwise_xor_(mixed >> 31).sum()
         keys += _signed(size * KEY)
     return total
 
 
-def _mixed(lanes: Tensor, keys: Tensor) -> Tensor:
-    """The lanes after steps that keep different ones different (those of splitmix64, with arithmetic shifts)."""
-    mixed = lanes ^ keys
-    mixed.bitwise_xor_(mixed >> 30).mul_(FIRST)
-    mixed.bitwise_xor_(mixed >> 27).mul_(SECOND)
-    return mixed.bitwise_xor_(mixed >> 31)
+def _host_sum(lanes: np.ndarray, start: int) -> int:
+    """`_mixed_sum` of lanes on the host: NumPy takes half the time of torch for small ones, and less for all."""
+    size = min(HOST_CHUNK, len(lanes))
+    keys = np.arange(start + 1, start + 1 + size, dtype=np.int64) * np.int64(KEY)
+    mixed, shifted = np.empty_like(keys), np.empty_like(keys)
+    total = 0
+    for first in range(0, len(lanes), size or 1):
+        chunk = lanes[first : first + size]
+        out, moved = mixed[: len(chunk)], shifted[: len(chunk)]
+        np.bitwise_xor(chunk, keys[: len(chunk)], out=out)
+        for distance, factor in ((30, FIRST), (27, SECOND), (31, 1)):
+            np.right_shift(out, distance, out=moved)
+            np.bitwise_xor(out, moved, out=out)
+            if factor != 1:
+                np.multiply(out, np.int64(factor), out=out)
+        total += int(out.sum())
+        keys += np.int64(_signed(size * KEY))
+    return total
 
 
 def _signed(value: int) -> int:

@@ -65,4 +65,6 @@ def local_slices(tensor: Tensor) -> tuple[slice, ...]:
 def whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """The whole tensor in a dtype, cast before it is gathered; collective over the ranks that share it."""
     cast = tensor.detach().to(dtype)
-    return cast.full_tensor() if isinstance(cast, DTensor) else cast
+    if not isinstance(cast, DTensor):
+        return cast
+    return cast.to_local() if cast.device_mesh.size() == 1 else cast.full_tensor()
