@@ -39,15 +39,16 @@ class WeightAdoption:
             for name in tied if covered else ():
                 sources.setdefault(name, next(iter(covered)))
         self._sources = sources
+        self._targets: dict[str, list[Tensor]] = {}
+        for name, source in sources.items():
+            self._targets.setdefault(source, []).append(tensors[name])
 
     @torch.no_grad()
     def take(self, name: str, tensor: Tensor) -> None:
         """Overwrite the tensor of this name, and those equal to it, converting to the model's precision."""
-        current = self._model.state_dict()
-        for target, source in self._sources.items():
-            if source == name:
-                current[target].copy_(tensor)
-        self._digests[name] = digest(tensor.to(current[name].dtype))
+        for target in self._targets[name]:
+            target.copy_(tensor)
+        self._digests[name] = digest(tensor.to(self._targets[name][0].dtype))
 
     def verify(self) -> None:
         """Check that every tensor the model computes with is the one that arrived.
