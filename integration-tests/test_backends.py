@@ -17,6 +17,16 @@ def test_sft_steps_on_megatron_are_those_on_dtensor(sft, whole_sft, tmp_path):
     assert_same(steps_of(run.folder), steps_of(whole_sft)[:5], ("train/loss", "train/grad_norm", "train/lr"), 1e-4)
 
 
+def test_adapters_train_alike_on_both_backends(sft, tmp_path):
+    found = {}
+    for backend in ("dtensor", "megatron"):
+        settings = ["policy.lora_cfg.enabled=true", f"policy.{backend}_cfg.enabled=true", "sft.max_num_steps=4"]
+        run = Run.start(tmp_path / backend, *sft, *settings)
+        run.finish()
+        found[backend] = steps_of(run.folder)
+    assert_same(found["megatron"], found["dtensor"], ("train/loss", "train/grad_norm"), 1e-4)
+
+
 @pytest.mark.parametrize("mesh", MESHES)
 def test_grpo_steps_are_those_of_two_data_parallel_dtensor_ranks(mesh, grpo, whole_grpo, tmp_path):
     run = Run.start(tmp_path / "run", *grpo, "grpo.max_num_steps=4", *MESHES[mesh])
