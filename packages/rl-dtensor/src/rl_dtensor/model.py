@@ -42,7 +42,7 @@ from rl_dtensor.layout import Alignment, Context, Layout, lay_out
 from rl_dtensor.loading import init_head, rebuild_buffers
 from rl_dtensor.lora import add_adapters, init_adapters
 from rl_dtensor.parallel.experts import split_experts
-from rl_dtensor.parallel.fsdp import shard_model
+from rl_dtensor.parallel.fsdp import local, shard_model
 from rl_dtensor.parallel.mesh import Mesh
 from rl_dtensor.parallel.plan import plan_of
 from rl_dtensor.parallel.sizes import shape_problems
@@ -238,6 +238,11 @@ class ShardedModel:
     def trained(self) -> list[nn.Parameter]:
         """Those that steps change."""
         return [parameter for parameter in self.parameters() if parameter.requires_grad]
+
+    def trained_parts(self) -> list[Tensor]:
+        """This rank's part of each of those, put back where it was gathered."""
+        self.reshard_all()
+        return [local(parameter) for parameter in self.trained()]
 
     def state(self) -> dict[str, Tensor]:
         """What steps change, by name: parameters that train, adapters among them, and persistent buffers."""

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import gc
-import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from rl_core.batch import TOKENS, Batch
-from rl_core.mesh import Coordinates
 from rl_core.metrics import Metric
 from rl_core.microbatch import Batching
-from rl_core.model import Loss, ModelSpec, Part, Read, Rendezvous
+from rl_core.model import Loss, ModelSpec, Read, Rendezvous
 from rl_core.model_config import ModelConfig
 from rl_core.torch.export import export_dtype
 from rl_core.torch.flops import peak_flops, speed_metrics
-from rl_core.torch.model_files import model_folder
 from rl_core.torch.optimizer import build_schedule
-from rl_core.torch.reads import check_reads
-from rl_core.torch.teamwork import lead
+from rl_core.torch.reference import Reference
+from rl_core.torch.worker import RankWorker
 from rl_core.weights import Digests, Manifest, Transport
 from rl_dtensor.checkpoint import Checkpoint
 from rl_dtensor.config import DTensorConfig
@@ -32,12 +28,11 @@ from rl_dtensor.model import build_model
 from rl_dtensor.optimizer import build_sharded_optimizer
 from rl_dtensor.parallel.mesh import Mesh
 from rl_dtensor.publishing import manifest_of, send_weights
-from rl_dtensor.reference import Reference
-from rl_dtensor.residency import Residency
+from rl_dtensor.residency import ModelResidency
 from rl_dtensor.step import run_evaluation, run_reads, run_train_step
 
 
-class DTensorWorker:
+class DTensorWorker(RankWorker):
     """A `ModelWorker` whose layers are split over tensor-, context-, pipeline- and expert-parallel ranks, and whose
     parameters are sharded by FSDP2 over all ranks that are left.
 
@@ -53,6 +48,8 @@ class DTensorWorker:
     Raises:
         ValueError: where files, config, role and settings do not fit together.
     """
+
+    _mesh: Mesh
 
     def __init__(self, config: ModelConfig, backend: DTensorConfig, spec: ModelSpec, rendezvous: Rendezvous) -> None:
         self._config = config
@@ -73,48 +70,24 @@ class DTensorWorker:
         self._model = build_model(
             config, backend, spec, folder=self._folder, is_packed=self._training.packed, mesh=self._mesh
         )
-        self._reference = Reference(self._model) if spec.keeps_reference else None
+        self._reference = Reference(self._model.trained_parts) if spec.keeps_reference else None
         self._optimizer = build_sharded_optimizer(config.optimizer, self._model.trained()) if spec.trains else None
         self._schedule = None if self._optimizer is None else build_schedule(config.scheduler, self._optimizer)
         self._peak = self._peak_of_shard(config.precision)
-        self._residency = Residency(self._model, self._optimizer, self._mesh.device)
+        self._residency = ModelResidency(self._model, self._optimizer, self._mesh.device)
         self._checkpoint = Checkpoint(self._model, self._optimizer, self._schedule, self._mesh, spec.seed)
-
-    def coordinates(self) -> Coordinates:
-        """This rank's place on the mesh."""
-        return self._mesh.coordinates
-
-    def infer(
-        self, batch: Batch, reads: Sequence[Read], *, reference: bool = False, temperature: float = 1.0
-    ) -> Batch | None:
-        """Results for this rank's shard, on ranks that lead it.
-
-        Raises:
-            ValueError: for a read that the role's head cannot answer, or a reference that was not kept.
-        """
-        check_reads(self._spec.role, reads)
-        self._residency.require("parameters")
-        if not reference:
-            return self._read(batch, reads, temperature)
-        if self._reference is None:
-            raise ValueError("this model keeps no reference; build it with ModelSpec(keeps_reference=True)")
-        with self._reference.in_place():
-            return self._read(batch, reads, temperature)
 
     def evaluate(self, batch: Batch, loss: Loss) -> Mapping[str, Metric]:
         """This rank's part of the loss's metrics."""
-        check_reads(self._spec.role, loss.reads)
-        self._residency.require("parameters")
+        self._require_for(loss, trains=False)
         return run_evaluation(self._model, batch, loss, batching=self._training, mesh=self._mesh)
 
     def train_step(self, batch: Batch, loss: Loss) -> Mapping[str, Metric]:
         """One optimizer and schedule step on all ranks' shards; this rank's part of the metrics, among them `flops`,
         `flops_per_second` and, on GPUs whose peak is known, in half precision, `mfu`."""
         start = time.perf_counter()
-        check_reads(self._spec.role, loss.reads)
-        self._residency.require("parameters", "optimizer")
-        if self._optimizer is None:
-            raise ValueError("this model does not train; build it with ModelSpec(trains=True)")
+        self._require_for(loss, trains=True)
+        assert self._optimizer is not None
         metrics = run_train_step(
             self._model,
             batch,
@@ -129,16 +102,6 @@ class DTensorWorker:
             return metrics
         flops = self._model.shape.training_flops(batch.ragged(TOKENS).lengths)
         return {**metrics, **speed_metrics(flops, time.perf_counter() - start, self._peak)}
-
-    def save(self, path: str, *, wait: bool = True) -> None:
-        """Write parameters, optimizer, schedule and RNG under `path`; the reference is not written. Without `wait` they
-        are copied to host memory, which must have room for them, and written in the background."""
-        self._residency.require("parameters", "optimizer")
-        self._checkpoint.save(Path(path), wait=wait)
-
-    def finish_save(self, *, wait: bool = True) -> bool:
-        """Whether nothing is being written any more."""
-        return self._checkpoint.finish_save(wait=wait)
 
     def load(self, path: str) -> None:
         """Restore what `save` wrote, on any mesh."""
@@ -160,14 +123,6 @@ class DTensorWorker:
             mesh=self._mesh,
         )
 
-    def offload(self, parts: Sequence[Part] = ("parameters", "optimizer")) -> None:
-        """Move these parts to host memory; on `cpu` they are there already, and only later use is refused."""
-        self._residency.offload(parts)
-
-    def onload(self, parts: Sequence[Part] = ("parameters", "optimizer")) -> None:
-        """Bring these parts back to the device."""
-        self._residency.onload(parts)
-
     def manifest(self, version: int) -> Manifest:
         """All weights in the compute dtype, by Hugging Face name."""
         return manifest_of(self._model.weights, version, self._config.precision)
@@ -176,15 +131,6 @@ class DTensorWorker:
         """Gather the weights bucket by bucket and send them, from rank 0 or from every rank."""
         self._residency.require("parameters")
         return send_weights(self._model.weights, manifest, transport, self._config.precision, self._mesh)
-
-    def health(self) -> Mapping[str, Any]:
-        """Rank, process id, and bytes in use: of the process on `cpu`, of torch's allocator on `cuda`."""
-        if self._mesh.device.type == "cuda":
-            used = torch.cuda.memory_allocated(self._mesh.device)
-        else:
-            pages = int(Path("/proc/self/statm").read_text().split()[1])
-            used = pages * os.sysconf("SC_PAGE_SIZE")
-        return {"rank": self._mesh.rank, "pid": os.getpid(), "memory_bytes": used}
 
     def close(self) -> None:
         """Leave the process group and free the device, once what is being written has been."""
@@ -204,9 +150,3 @@ class DTensorWorker:
 
     def _read(self, batch: Batch, reads: Sequence[Read], temperature: float) -> Batch | None:
         return run_reads(self._model, batch, reads, temperature=temperature, batching=self._reading, mesh=self._mesh)
-
-    def _fetch(self, name: str) -> Path:
-        """A folder or hub name as a folder; one rank downloads, the others find it in the cache."""
-        folders: list[Path] = []
-        lead(self._mesh.control, lambda: folders.append(model_folder(name)))
-        return folders[0] if folders else model_folder(name)

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from rl_core.batch import Batch
-from rl_core.mesh import Coordinates
 from rl_core.metrics import Metric
 from rl_core.microbatch import Batching
-from rl_core.model import Loss, ModelSpec, Part, Read, Rendezvous
+from rl_core.model import Loss, ModelSpec, Read, Rendezvous
 from rl_core.model_config import ModelConfig
-from rl_core.torch.model_files import WeightFiles, model_folder
+from rl_core.torch.model_files import WeightFiles
 from rl_core.torch.optimizer import build_optimizer, build_schedule
-from rl_core.torch.reads import check_reads
+from rl_core.torch.reference import Reference
+from rl_core.torch.worker import RankWorker
 from rl_core.weights import Digests, Manifest, Transport
 from rl_megatron import cpu_shim
 from rl_megatron.config import MegatronConfig
 
+if TYPE_CHECKING:
+    from rl_megatron.parallel import mesh
 
-class MegatronWorker:
+
+class MegatronWorker(RankWorker):
     """A `ModelWorker` whose layers are spread over tensor-, pipeline-, context- and expert-parallel ranks by Megatron
     Core, and whose optimizer state is spread over the data-parallel ones.
 
@@ -40,6 +42,8 @@ class MegatronWorker:
     Raises:
         ValueError: where files, config, role and settings do not fit together.
     """
+
+    _mesh: mesh.Mesh
 
     def __init__(self, config: ModelConfig, backend: MegatronConfig, spec: ModelSpec, rendezvous: Rendezvous) -> None:
         if rendezvous.device == "cpu":
@@ -63,8 +67,7 @@ class MegatronWorker:
         from rl_megatron.lora import add_adapters
         from rl_megatron.model import build_model
         from rl_megatron.random import seed_all
-        from rl_megatron.reference import Reference
-        from rl_megatron.residency import Residency
+        from rl_megatron.residency import ModelResidency
         from rl_megatron.sharded_optimizer import ShardedOptimizer
         from rl_megatron.weights import Weights
         from rl_megatron.wrapping import wrap_chunks
@@ -80,7 +83,7 @@ class MegatronWorker:
         self._weights = Weights(self._model, self._mesh)
         self._weights.load(WeightFiles.of(self._folder), seed=spec.seed)
         self._chunks = wrap_chunks(self._model, backend.distributed_data_parallel_config) if spec.trains else []
-        self._reference = Reference(self._weights) if spec.keeps_reference else None
+        self._reference = Reference(lambda: list(self._weights.kept.values())) if spec.keeps_reference else None
         self._optimizer, self._schedule = None, None
         if spec.trains:
             self._optimizer = ShardedOptimizer(
@@ -89,48 +92,24 @@ class MegatronWorker:
                 self._weights.is_counted,
             )
             self._schedule = build_schedule(config.scheduler, self._optimizer.inner)
-        self._residency = Residency(self._model, self._optimizer, self._mesh.device)
+        self._residency = ModelResidency(self._model, self._optimizer, self._mesh.device)
         self._checkpoint = Checkpoint(
             self._model, self._weights, self._optimizer, self._schedule, self._mesh, spec.seed
         )
-
-    def coordinates(self) -> Coordinates:
-        """This rank's place on the mesh."""
-        return self._mesh.coordinates
-
-    def infer(
-        self, batch: Batch, reads: Sequence[Read], *, reference: bool = False, temperature: float = 1.0
-    ) -> Batch | None:
-        """Results for this rank's shard, on ranks that lead it.
-
-        Raises:
-            ValueError: for a read that the role's head cannot answer, or a reference that was not kept.
-        """
-        check_reads(self._spec.role, reads)
-        self._residency.require("parameters")
-        if not reference:
-            return self._read(batch, reads, temperature)
-        if self._reference is None:
-            raise ValueError("this model keeps no reference; build it with ModelSpec(keeps_reference=True)")
-        with self._reference.in_place():
-            return self._read(batch, reads, temperature)
 
     def evaluate(self, batch: Batch, loss: Loss) -> Mapping[str, Metric]:
         """This rank's part of the loss's metrics."""
         from rl_megatron.step import run_evaluation
 
-        check_reads(self._spec.role, loss.reads)
-        self._residency.require("parameters")
+        self._require_for(loss, trains=False)
         return run_evaluation(self._model, batch, loss, batching=self._training, mesh=self._mesh)
 
     def train_step(self, batch: Batch, loss: Loss) -> Mapping[str, Metric]:
         """One optimizer and schedule step on all ranks' shards; this rank's part of the metrics."""
         from rl_megatron.step import run_train_step
 
-        check_reads(self._spec.role, loss.reads)
-        self._residency.require("parameters", "optimizer")
-        if self._optimizer is None:
-            raise ValueError("this model does not train; build it with ModelSpec(trains=True)")
+        self._require_for(loss, trains=True)
+        assert self._optimizer is not None
         return run_train_step(
             self._model,
             self._chunks,
@@ -143,16 +122,6 @@ class MegatronWorker:
             mesh=self._mesh,
             reports_layers=self._reports_layers,
         )
-
-    def save(self, path: str, *, wait: bool = True) -> None:
-        """Write parameters, optimizer, schedule and RNG under `path`; the reference is not written. Without `wait` they
-        are copied to host memory, which must have room for them, and written in the background."""
-        self._residency.require("parameters", "optimizer")
-        self._checkpoint.save(Path(path), wait=wait)
-
-    def finish_save(self, *, wait: bool = True) -> bool:
-        """Whether nothing is being written any more."""
-        return self._checkpoint.finish_save(wait=wait)
 
     def load(self, path: str) -> None:
         """Restore what `save` wrote, on any number of ranks and any layout."""
@@ -177,14 +146,6 @@ class MegatronWorker:
             mesh=self._mesh,
         )
 
-    def offload(self, parts: Sequence[Part] = ("parameters", "optimizer")) -> None:
-        """Move these parts to host memory; on `cpu` they are there already, and only later use is refused."""
-        self._residency.offload(parts)
-
-    def onload(self, parts: Sequence[Part] = ("parameters", "optimizer")) -> None:
-        """Bring these parts back to the device."""
-        self._residency.onload(parts)
-
     def manifest(self, version: int) -> Manifest:
         """All weights in the compute dtype, by Hugging Face name."""
         from rl_megatron.publishing import manifest_of
@@ -197,15 +158,6 @@ class MegatronWorker:
 
         self._residency.require("parameters")
         return send_weights(self._weights, manifest, transport, self._config.precision, self._mesh)
-
-    def health(self) -> Mapping[str, Any]:
-        """Rank, process id, and bytes in use: of the process on `cpu`, of torch's allocator on `cuda`."""
-        if self._mesh.device.type == "cuda":
-            used = torch.cuda.memory_allocated(self._mesh.device)
-        else:
-            pages = int(Path("/proc/self/statm").read_text().split()[1])
-            used = pages * os.sysconf("SC_PAGE_SIZE")
-        return {"rank": self._mesh.rank, "pid": os.getpid(), "memory_bytes": used}
 
     def close(self) -> None:
         """Leave the process groups and free the device, once what is being written has been."""
@@ -226,11 +178,3 @@ class MegatronWorker:
         from rl_megatron.step import run_reads
 
         return run_reads(self._model, batch, reads, temperature=temperature, batching=self._reading, mesh=self._mesh)
-
-    def _fetch(self, name: str) -> Path:
-        """A folder or hub name as a folder; one rank downloads, the others find it in the cache."""
-        from rl_core.torch.teamwork import lead
-
-        folders: list[Path] = []
-        lead(self._mesh.control, lambda: folders.append(model_folder(name)))
-        return folders[0] if folders else model_folder(name)

@@ -22,7 +22,7 @@ from rl_megatron.generation.loading import join_alone, load_model
 from rl_megatron.generation.weights import WeightAdoption
 from rl_megatron.model import forget_embeddings
 from rl_megatron.parallel.mesh import leave_groups
-from rl_megatron.residency import Residency
+from rl_megatron.residency import ModelResidency
 from rl_megatron.step import run_reads
 
 ONE_ROW = Batching(packed=False, max_tokens=None, max_rows=1)
@@ -47,7 +47,7 @@ class MegatronDecoder:
         except BaseException:
             leave_groups()
             raise
-        self._residency = Residency(self.model, None, device)
+        self._residency = ModelResidency(self.model, None, device)
         self._batch = StaticBatch(self.model, device, max_prefill_tokens=config.max_prefill_tokens)
 
     @property

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from rl_megatron.weights import Weights
-
 
 class Reference:
-    """A copy of this rank's weights in host memory, exchanged with the model's while the reference is read.
+    """A copy in host memory of what a rank trains, exchanged with the model's while the reference is read.
 
     With adapters it is a copy of the adapters alone.
 
     Args:
-        weights: as loaded, before the first step.
+        parts: this rank's part of every tensor that trains, the same ones at each call; first called before the first
+            step.
     """
 
-    def __init__(self, weights: Weights) -> None:
-        self._held = list(weights.kept.values())
-        self._copies = [_host_copy(tensor.detach()) for tensor in self._held]
+    def __init__(self, parts: Callable[[], Sequence[Tensor]]) -> None:
+        self._parts = parts
+        self._copies = [_host_copy(part.detach()) for part in parts()]
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -35,9 +34,9 @@ class Reference:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        for tensor, copy in zip(self._held, self._copies, strict=True):
-            current = tensor.clone()
-            tensor.copy_(copy)
+        for part, copy in zip(self._parts(), self._copies, strict=True):
+            current = part.clone()
+            part.copy_(copy)
             copy.copy_(current)
 
 
