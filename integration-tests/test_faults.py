@@ -66,7 +66,6 @@ def test_a_grpo_run_outlives_the_death_of_everything_it_started(num_kills, grpo,
     orders.mkdir()
     told = (
         *grpo,
-        "policy.generation.vllm_cfg.own_process=true",  # an engine to kill, as on GPUs
         "data.train.env_name=tellable",
         "data.validation.env_name=tellable",
         f"env.tellable.orders={orders}",
@@ -76,8 +75,6 @@ def test_a_grpo_run_outlives_the_death_of_everything_it_started(num_kills, grpo,
     variables = {"PYTHONPATH": tellable_environment.install(tmp_path / "plugin")}
 
     run = Run.start(tmp_path / "run", *told, **variables)
-    run.await_step(1)
-    run.kill_one("VLLM::EngineCore")
     run.await_step(2)
     run.kill_one("environment_process")
     run.await_step(3)
@@ -109,11 +106,23 @@ def test_a_grpo_run_outlives_the_death_of_everything_it_started(num_kills, grpo,
     assert [row["advantage"] for row in failed] == [0.0, 0.0]
 
     log = logs_of(run.folder)
-    assert log.count("restarting it") + log.count("broke off") == 2
+    assert log.count("restarting it") + log.count("broke off") == 1
     assert log.count("environment tellable: the process died and was started again") == 1
     assert len(re.findall("environment process restarts .*signal SIGKILL", log)) == 1
     for row in failed:
         assert log.count(f"rollout of prompt {row['prompt_id']} failed: {row['failure']}") == 1
+    assert shared_memory() <= before
+
+
+def test_a_grpo_run_outlives_an_engine_that_dies_beside_its_replica(grpo, whole_grpo, tmp_path):
+    before = shared_memory()
+    run = Run.start(tmp_path / "run", *grpo, "policy.generation.vllm_cfg.own_process=true", "grpo.max_num_steps=4")
+    run.await_step(1)
+    run.kill_one("VLLM::EngineCore")
+    run.finish()
+    assert figures(run.folder) == figures(whole_grpo, until=4)
+    log = logs_of(run.folder)
+    assert log.count("restarting it") + log.count("broke off") == 1
     assert shared_memory() <= before
 
 
