@@ -1,7 +1,10 @@
+from types import SimpleNamespace
+
 import pytest
 
 from rl_core.errors import ConfigError
 from rl_launch.device import check_devices
+from rl_launch.evaluate import evaluate
 from rl_launch.root import ClusterConfig
 
 
@@ -32,6 +35,12 @@ def test_devices_that_this_machine_has_not_are_refused(monkeypatch, visible, set
 def test_devices_that_this_machine_has_are_not(monkeypatch, visible, settings):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     check_devices(ClusterConfig(**settings))
+
+
+def test_an_evaluation_asks_before_it_loads_anything(tmp_path):
+    config = SimpleNamespace(cluster=ClusterConfig(num_nodes=2))
+    with pytest.raises(ConfigError, match="RAY_ADDRESS names no cluster"):
+        evaluate(config, logs=tmp_path)
 
 
 def test_what_another_cluster_has_is_its_own_affair(monkeypatch):

@@ -130,13 +130,12 @@ class TestVllmGenerator(VllmSuite):
             await asyncio.sleep(0.05)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            await bench.generator.pause()
-            await bench.generator.resume()
+            # over long before the other would be
+            await bench.generator.generate(GenerationRequest(prompt(5), SamplingParams(2), 1))
 
-        expected = bench.runner.run(bench.generator.generate(GenerationRequest(prompt(5), SamplingParams(8), 1)))
         bench.runner.run(giving_up())
-        found = bench.runner.run(bench.generator.generate(GenerationRequest(prompt(5), SamplingParams(8), 1)))
-        assert found.token_ids.tolist() == expected.token_ids.tolist()
+        engine = bench.generator._running()._engine.vllm
+        assert not engine.has_unfinished_requests()
         assert bench.runner.run(bench.generator.health())["num_in_flight"] == 0
 
     def test_a_request_that_the_engine_refuses_fails_alone(self, bench: Bench) -> None:

@@ -20,6 +20,9 @@ def evaluate(config: Any, *, logs: Path) -> Evaluation:
     Args:
         config: resolved root.
         logs: folder for the workers' logs.
+
+    Raises:
+        ConfigError: naming devices or nodes that this machine has not, before anything is loaded.
     """
     check_devices(config.cluster)
     algorithm: AlgorithmPlugin = plugin(ALGORITHMS, config.algorithm)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from torch.optim.lr_scheduler import LRScheduler
 
-from rl_core.torch.background_save import BackgroundSave
+from rl_core.torch.background_save import BackgroundSave, unwritten_is_told
 from rl_core.torch.teamwork import lead, together
 from rl_megatron.model import ReadingModel
 from rl_megatron.parallel.mesh import Mesh
@@ -68,7 +68,8 @@ class Checkpoint:
             files[TRAINER] = trainer
         if wait:
             self._write_shards(tensors, path, self._mesh.control, lambda write: write())
-            together(self._mesh.control, lambda: _write_files(path, files))
+            with unwritten_is_told(path):
+                together(self._mesh.control, lambda: _write_files(path, files))
             return
         put_off: list[Callable[[], None]] = []
         self._write_shards(tensors, path, self._background.group, put_off.append)

@@ -90,7 +90,9 @@ class VllmConfig(Config):
 
     def has_own_process(self, device: str) -> bool:
         """Whether the engine runs beside the replica's process."""
-        return self.num_ranks > 1 or device != "cpu" if self.own_process is None else self.own_process
+        if self.own_process is not None:
+            return self.own_process
+        return self.num_ranks > 1 or device != "cpu"
 
     @property
     def num_ranks(self) -> int:

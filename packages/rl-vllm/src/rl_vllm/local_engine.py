@@ -98,7 +98,7 @@ class LocalEngine(Engine):
             self._thread.post(lambda: self._engine.admit(requests))
         except GeneratorError as error:
             for request in requests:
-                request.output.set_exception(error)
+                _fail(request, error)
 
 
 class SteppedEngine:

@@ -43,7 +43,11 @@ class ProcessEngine(Engine):
             raise GeneratorError(f"vLLM did not start: {error}") from error
         roots = [psutil.Process(child.pid) for child in multiprocessing.active_children() if child not in others]
         started = cls(engine, [process for root in roots for process in (root, *root.children(recursive=True))])
-        await started.call("end_with_front", os.getpid())
+        try:
+            await started.call("end_with_front", os.getpid())
+        except GeneratorError:
+            await started.end()
+            raise
         return started
 
     async def run(self, token_ids: np.ndarray, params: VllmSamplingParams) -> Any:

@@ -38,7 +38,7 @@ def digest(tensor: Tensor) -> str:
 
 
 def _mixed_sum(lanes: Tensor, start: int) -> int:
-    """The sum of the mixed lanes at positions `start`, `start + 1`, ..., modulo 2^64."""
+    """The sum of the mixed lanes at positions `start`, `start + 1`, ..., but for multiples of 2^64."""
     if lanes.device.type == "cpu":
         return _host_sum(lanes.numpy(), start)
     return int(_device_sum(lanes, start).item())
