@@ -76,7 +76,7 @@ def test_a_grpo_run_outlives_the_death_of_everything_it_started(num_kills, grpo,
 
     run = Run.start(tmp_path / "run", *told, **variables)
     run.await_step(2)
-    run.kill_one("environment_process")
+    run.kill_one("environments.process")
     run.await_step(3)
     run.kill_one("ray::RestartingHost")
     run.await_step(4)

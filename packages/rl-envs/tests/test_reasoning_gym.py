@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rl_core.environment import Conversation, EnvironmentFailure, StepResult
-from rl_core.environment_pool import EnvironmentPool
+from rl_core.environments.pool import EnvironmentPool
 from rl_core.errors import ConfigError, DataError
 from rl_core.registry import DATASETS, ENVIRONMENTS, plugin, resolve
 from rl_core.testing.environment import EnvironmentSuite

@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 Start = tuple[Callable[[], ActorHandle], Placement]
 """How an empty rollout worker is started, and where its engine runs."""
 
-ENVIRONMENT_POOL = "rl_core.environment_pool:EnvironmentPool"
+ENVIRONMENT_POOL = "rl_core.environments.pool:EnvironmentPool"
 ENVIRONMENT_START_TIMEOUT_S = 300.0
 
 KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**34)}

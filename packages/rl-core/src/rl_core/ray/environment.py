@@ -21,7 +21,7 @@ class RemoteEnvironment:
     messages.
 
     Args:
-        actor: an `AsyncWorkerHost` that holds an `rl_core.environment_pool.EnvironmentPool`.
+        actor: an `AsyncWorkerHost` that holds an `rl_core.environments.pool.EnvironmentPool`.
         name: of the environment, for messages.
     """
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rl_core.environment import Conversation, Environment, StepResult
-from rl_core.environment_process import Answer, EnvironmentProcess
+from rl_core.environments.process import Answer, EnvironmentProcess
 
 
 class EnvironmentSuite:

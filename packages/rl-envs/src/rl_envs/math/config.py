@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from rl_core.environment_config import EnvironmentConfig
+from rl_core.environments.config import EnvironmentConfig
 
 AnswerFormat = Literal["auto", "boxed", "plain", "numeric", "choice"]
 

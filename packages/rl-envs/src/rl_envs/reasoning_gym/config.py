@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from rl_core.config import Config
-from rl_core.environment_config import EnvironmentConfig
+from rl_core.environments.config import EnvironmentConfig
 
 AnswerFormat = Literal["tag", "boxed", "plain"]
 

@@ -19,7 +19,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from rl_core.environment import Conversation, Environment, EnvironmentFailure, StepResult, as_environment
+from rl_core.environment import Conversation, Environment, EnvironmentFailure, StepResult
+from rl_core.environments.function import as_environment
 from rl_core.errors import WorkerError
 from rl_core.registry import resolve
 

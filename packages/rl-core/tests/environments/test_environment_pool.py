@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from rl_core.environment import Conversation, EnvironmentFailure, StepResult
-from rl_core.environment_pool import EnvironmentPool
+from rl_core.environments.pool import EnvironmentPool
 from rl_core.errors import WorkerDied, WorkerError
 
 OBEDIENT = "pool_environments:Obedient"
@@ -306,7 +306,7 @@ def test_close_ends_the_processes() -> None:
 def test_processes_end_with_their_parent_however_that_ends(busy_with: str) -> None:
     script = f"""
 import asyncio
-from rl_core.environment_pool import EnvironmentPool
+from rl_core.environments.pool import EnvironmentPool
 from test_environment_pool import OBEDIENT, turn
 
 async def run():
@@ -343,7 +343,7 @@ def test_ten_thousand_concurrent_steps() -> None:
 
 
 def test_a_process_imports_only_what_the_environment_needs() -> None:
-    code = "import sys, rl_core.environment_process\nprint({'asyncio', 'pydantic', 'ray', 'torch'} & set(sys.modules))"
+    code = "import sys, rl_core.environments.process\nprint({'asyncio', 'pydantic', 'ray', 'torch'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rl_core.environment import Conversation, EnvironmentFailure, StepResult
-from rl_core.environment_process import LENGTH, Abandon, Answer, Build, Close, Step
+from rl_core.environments.process import LENGTH, Abandon, Answer, Build, Close, Step
 from rl_core.errors import EnvironmentTimeout, RLError, WorkerDied, WorkerError
 
 logger = logging.getLogger(__name__)
@@ -390,7 +390,7 @@ class _Process:
         # a plain child rather than multiprocessing's: nothing of this process's main module is imported there
         code = (
             f"import sys; sys.path[:] = {sys.path!r}; "
-            f"from rl_core.environment_process import main; main({far.fileno()}, {watched})"
+            f"from rl_core.environments.process import main; main({far.fileno()}, {watched})"
         )
         popen = subprocess.Popen(
             [sys.executable, "-c", code],
