@@ -119,7 +119,14 @@ class Model(Protocol):
     def train_step(self, batch: Batch, loss: Loss) -> Metrics:
         """Exactly one optimizer and schedule step on the whole batch.
 
-        Metrics hold `loss`, `grad_norm` (before clipping), `lr`, `num_tokens` and whatever the loss reports.
+        A gradient that is not finite skips the optimizer step: weights and optimizer state stay as they are, and the
+        schedule advances nonetheless, so that it counts calls. `ModelConfig.max_skipped_steps` bounds skips in a row.
+
+        Metrics hold `loss`, `grad_norm` (before clipping), `lr`, `num_tokens`, `skipped_steps` (1 if the optimizer did
+        not step, else 0) and whatever the loss reports.
+
+        Raises:
+            RLError: if more steps in a row were skipped than the config allows.
         """
         ...
 

@@ -141,6 +141,9 @@ class ModelConfig(Config):
     """Compute dtype; master weights and optimizer state are float32 either way."""
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     """Gradients are clipped to this norm; null does not clip."""
+    max_skipped_steps: int = Field(default=10, ge=0)
+    """Optimizer steps in a row that may be skipped because their gradient is not finite. One more ends the run; 0 ends
+    it at the first."""
     hf_config_overrides: dict[str, Any] = {}
     """Fields of the Hugging Face config to replace."""
     logprob_chunk_size: int = Field(default=1024, gt=0)

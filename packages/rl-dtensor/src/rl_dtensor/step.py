@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from rl_core.batch import TOKENS, Batch
-from rl_core.errors import RLError
 from rl_core.metrics import Metric
 from rl_core.microbatch import PAIR, Batching
 from rl_core.model import Loss, Read
 from rl_core.torch.rows import idle_rows, to_rows
+from rl_core.torch.skipped_steps import SkippedSteps
 from rl_core.torch.step import LossPass, idle, in_row_order, plan_together
 from rl_dtensor.gradients import clip, grad_norm, sum_tied
 from rl_dtensor.model import ShardedModel
@@ -72,13 +72,16 @@ def run_train_step(
     optimizer: Optimizer,
     schedule: LRScheduler | None,
     max_grad_norm: float | None,
+    skipped: SkippedSteps,
     batching: Batching,
     mesh: Mesh,
 ) -> dict[str, Metric]:
     """Gradients over all microbatches, then one optimizer and schedule step; collective.
 
+    The optimizer step is skipped if the gradient is not finite; the schedule advances nonetheless.
+
     Raises:
-        RLError: where the gradient is not finite; nothing is stepped then.
+        RLError: if more steps in a row were skipped than `skipped` allows; nothing is stepped then.
     """
     loss_pass = LossPass(loss, batch, mesh.group("dp"))
     made = _on_device(loss_pass.columns, plan_alike(model, loss_pass.columns, batching, mesh), mesh)
@@ -91,14 +94,15 @@ def run_train_step(
     run_pipeline(model, made, loss.reads, loss.temperature, share, mesh=mesh, backward=True)
     sum_tied(model, mesh)
     norm = grad_norm(model, mesh)
-    if not np.isfinite(norm):
-        optimizer.zero_grad(set_to_none=True)
-        raise RLError(f"the gradient norm is {norm}; the step was not taken")
-    if max_grad_norm is not None:
-        clip(model, norm, max_grad_norm)
     lr = optimizer.param_groups[0]["lr"]
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    try:
+        steps = skipped.admits(norm)
+        if steps and max_grad_norm is not None:
+            clip(model, norm, max_grad_norm)
+        if steps:
+            optimizer.step()
+    finally:
+        optimizer.zero_grad(set_to_none=True)
     if schedule is not None:
         schedule.step()
     if not mesh.coordinates.leads:
@@ -107,6 +111,7 @@ def run_train_step(
         **loss_pass.metrics(),
         "grad_norm": Metric(norm, reduction="max"),
         "lr": Metric(float(lr), reduction="max"),
+        "skipped_steps": Metric(float(not steps), reduction="max"),
     }
 
 

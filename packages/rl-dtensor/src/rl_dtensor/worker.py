@@ -19,6 +19,7 @@ from rl_core.torch.export import export_dtype
 from rl_core.torch.flops import peak_flops, speed_metrics
 from rl_core.torch.optimizer import build_schedule
 from rl_core.torch.reference import Reference
+from rl_core.torch.skipped_steps import SkippedSteps
 from rl_core.torch.worker import RankWorker
 from rl_core.weights import Digests, Manifest, Transport
 from rl_dtensor.checkpoint import Checkpoint
@@ -73,6 +74,7 @@ class DTensorWorker(RankWorker):
         self._reference = Reference(self._model.trained_parts) if spec.keeps_reference else None
         self._optimizer = build_sharded_optimizer(config.optimizer, self._model.trained()) if spec.trains else None
         self._schedule = None if self._optimizer is None else build_schedule(config.scheduler, self._optimizer)
+        self._skipped = SkippedSteps(config.max_skipped_steps)
         self._peak = self._peak_of_shard(config.precision)
         self._residency = ModelResidency(self._model, self._optimizer, self._mesh.device)
         self._checkpoint = Checkpoint(self._model, self._optimizer, self._schedule, self._mesh, spec.seed)
@@ -95,6 +97,7 @@ class DTensorWorker(RankWorker):
             optimizer=self._optimizer,
             schedule=self._schedule,
             max_grad_norm=self._config.max_grad_norm,
+            skipped=self._skipped,
             batching=self._training,
             mesh=self._mesh,
         )

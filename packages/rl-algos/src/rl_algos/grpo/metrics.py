@@ -11,7 +11,7 @@ from rl_core.model import Metrics
 from rl_core.rollout import RolloutGroup
 
 _OF_LAST = {"train/lr"}
-_SUMMED = {"train/num_tokens", "train/flops", "mismatch/masked_sequences"}
+_SUMMED = {"train/num_tokens", "train/flops", "train/skipped_steps", "mismatch/masked_sequences"}
 _LARGEST = {"mismatch/max", "train/grad_norm_max"}
 
 

@@ -58,7 +58,7 @@ class FakeModel:
         self.calls.append(("train_step", batch))
         metrics = self._metrics(batch, loss)
         self.num_steps += 1
-        return {**metrics, "grad_norm": 1.0, "lr": 1e-3}
+        return {**metrics, "grad_norm": 1.0, "lr": 1e-3, "skipped_steps": 0.0}
 
     def save(self, path: str, *, wait: bool = True) -> None:
         """Write the number of steps, at once."""
