@@ -6,7 +6,7 @@ import pytest
 from rl_algos.rollouts import worker as worker_module
 from rl_algos.rollouts.worker import RolloutWorker, RolloutWorkerSpec
 from rl_core.environment import EnvironmentFailure, StepResult
-from rl_core.errors import GeneratorError
+from rl_core.errors import GeneratorError, RequestRefused
 from rl_core.generation import RolloutTask, SamplingParams
 from rl_core.model_config import TokenizerConfig
 from rl_core.rollout import Completion, Prompt, WeightSpan
@@ -19,8 +19,8 @@ class SeedEcho:
 
     num_ranks = 1
 
-    def __init__(self, failing: str):
-        self.failing = failing
+    def __init__(self, failing: str, refused_seed: int = -1):
+        self.failing, self.refused_seed = failing, refused_seed
 
     async def start(self):
         pass
@@ -28,6 +28,8 @@ class SeedEcho:
     async def generate(self, request):
         if self.failing:
             raise GeneratorError(self.failing)
+        if request.seed == self.refused_seed:
+            raise RequestRefused("a prompt of 40 tokens leaves no room")
         tokens = np.array([request.seed % 1000], np.int32)
         return Completion(tokens, np.zeros(1, np.float32), "stop", (WeightSpan(1, 1),))
 
@@ -52,10 +54,10 @@ class Tokenizer:
 def make_worker(monkeypatch):
     monkeypatch.setattr(worker_module, "load_tokenizer", lambda config, name: Tokenizer())
 
-    def make(answer, failing=""):
+    def make(answer, failing="", refused_seed=-1):
         spec = RolloutWorkerSpec(
             generator=f"{__name__}:SeedEcho",
-            generator_args=(failing,),
+            generator_args=(failing, refused_seed),
             program="rl_algos.rollouts.program:MultiTurnProgram",
             program_args={"max_turns": 1, "max_tokens": 10},
             tokenizer=TokenizerConfig(),
@@ -107,3 +109,24 @@ def test_a_dead_engine_is_no_failed_rollout_but_an_error(make_worker):
     worker, _ = make_worker(lambda conversation: StepResult(), failing="the engine died")
     with pytest.raises(GeneratorError, match="the engine died"):
         run(worker, 5, 6)
+
+
+def test_a_refused_request_costs_its_rollout_and_says_why(make_worker):
+    worker, _ = make_worker(lambda conversation: StepResult(reward=1.0), refused_seed=6)
+    group = run(worker, 5, 6, 7)
+    assert [rollout.status for rollout in group.rollouts] == ["ok", "failed", "ok"]
+    assert "leaves no room" in group.rollouts[1].failure
+
+
+def test_a_conversation_that_cannot_be_freed_costs_nothing(make_worker):
+    worker, environment = make_worker(lambda conversation: EnvironmentFailure("the verifier hung"))
+
+    async def refuse(conversation_ids):
+        raise RuntimeError("the environment's process ended")
+
+    async def hang(conversation):
+        raise TimeoutError("no answer")
+
+    environment.abandon, environment.step = refuse, hang
+    group = run(worker, 5)
+    assert "no answer" in group.rollouts[0].failure

@@ -46,7 +46,13 @@ class WeightSyncError(RLError):
 
 
 class GeneratorError(RLError):
-    """A generator that died or refused a request; its requests may be taken up again elsewhere."""
+    """A generator that cannot serve: its engine died, or it has no whole weights. Its requests may run elsewhere."""
+
+
+class RequestRefused(GeneratorError):
+    """A request that no generator of this config can serve, such as a prompt longer than its context; it costs the
+    rollout, not the run.
+    """
 
 
 class EnvironmentTimeout(RLError):

@@ -13,7 +13,7 @@ import numpy as np
 from rl_algos.rollouts.continuation import continuation_tokens
 from rl_algos.tokenizer import load_tokenizer
 from rl_core.environment import Conversation, EnvironmentFailure, StepResult
-from rl_core.errors import EnvironmentFailed, GeneratorError
+from rl_core.errors import EnvironmentFailed, GeneratorError, RequestRefused
 from rl_core.generation import (
     GenerationRequest,
     Generator,
@@ -105,13 +105,20 @@ class RolloutWorker:
         client = _Client(self, self._environments[prompt.environment], sampling, seed)
         try:
             return await self._program.run(prompt, client)
+        except RequestRefused as error:
+            return _failed(prompt, error)
         except GeneratorError:
             raise
         except Exception as error:  # noqa: BLE001 - a program's failure costs its rollout, not the run
-            _log.warning("rollout of prompt %s failed: %s: %s", prompt.id, type(error).__name__, error)
-            return Rollout.failed(prompt, f"{type(error).__name__}: {error}")
+            return _failed(prompt, error)
         finally:
             await client.release()
+
+
+def _failed(prompt: Prompt, error: Exception) -> Rollout:
+    reason = f"{type(error).__name__}: {error}"
+    _log.warning("rollout of prompt %s failed: %s", prompt.id, reason)
+    return Rollout.failed(prompt, reason)
 
 
 class _Client:
@@ -154,9 +161,13 @@ class _Client:
         return continuation_tokens(self._worker._tokenizer, messages, observation, sampled)
 
     async def release(self) -> None:
-        """Free conversations that ended without the environment saying so."""
-        if self._open:
+        """Free conversations that ended without the environment saying so; one that cannot be freed costs nothing."""
+        if not self._open:
+            return
+        try:
             await self._environment.abandon(sorted(self._open))
+        except Exception as error:  # noqa: BLE001 - the rollout has ended either way
+            _log.warning("an environment did not free %s: %s: %s", sorted(self._open), type(error).__name__, error)
 
     def _next_seed(self) -> int:
         seed, self._seed = self._seed, int(self._seeds.spawn(1)[0].generate_state(1)[0])

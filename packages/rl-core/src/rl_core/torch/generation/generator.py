@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 
-from rl_core.errors import GeneratorError, WeightSyncError
+from rl_core.errors import GeneratorError, RequestRefused, WeightSyncError
 from rl_core.generation import GenerationRequest, Placement
 from rl_core.model_config import ModelConfig
 from rl_core.rollout import Completion
@@ -89,8 +89,8 @@ class LocalGenerator(Generic[Model]):
         """One completion, decoded together with those of concurrent calls.
 
         Raises:
-            GeneratorError: where the engine is dead, asleep or has no whole weights, or the prompt is empty, has tokens
-                outside the vocabulary or leaves no room for a token.
+            GeneratorError: if the engine is dead, asleep or has no whole weights.
+            RequestRefused: if the prompt is empty, has tokens outside the vocabulary or leaves no room for a token.
         """
         await self._serving.wait()
         self._check_ready(PARTS)
@@ -205,18 +205,18 @@ class LocalGenerator(Generic[Model]):
 
     def _check_tokens(self, token_ids: np.ndarray) -> None:
         if not len(token_ids):
-            raise GeneratorError("a request needs at least one token")
+            raise RequestRefused("a request needs at least one token")
         if token_ids.min() < 0 or token_ids.max() >= self._vocab_size:
-            raise GeneratorError(f"token ids of a request lie between 0 and {self._vocab_size - 1}")
+            raise RequestRefused(f"token ids of a request lie between 0 and {self._vocab_size - 1}")
         limit = self._model_config.max_total_sequence_length
         if len(token_ids) > limit:
-            raise GeneratorError(f"{len(token_ids)} tokens; max_total_sequence_length is {limit}")
+            raise RequestRefused(f"{len(token_ids)} tokens; max_total_sequence_length is {limit}")
 
     def _row(self, request: GenerationRequest) -> Row:
         self._check_tokens(request.token_ids)
         room = self._model_config.max_total_sequence_length - len(request.token_ids)
         if room < 1:
-            raise GeneratorError(f"a prompt of {len(request.token_ids)} tokens leaves no room for a completion")
+            raise RequestRefused(f"a prompt of {len(request.token_ids)} tokens leaves no room for a completion")
         stop_strings = request.sampling.stop_strings
         stop_text = StopText(self._stop_tokenizer(), stop_strings, request.token_ids) if stop_strings else None
         return Row(request, min(request.sampling.max_new_tokens, room), stop_text)
