@@ -39,9 +39,22 @@ def test_a_source_restored_from_its_state_goes_on_with_the_same_tasks():
     pool, again = RecordingPool(), RecordingPool()
     source, resumed = make_source(pool), make_source(again)
     source.collect(3)
+    source.adopt(WeightUpdate(1))
     resumed.restore(source.state())
     source.collect(4)
     resumed.collect(4)
+    assert again.tasks == pool.tasks[3:]
+
+
+def test_what_was_collected_counts_once_an_update_has_been_adopted():
+    pool, again = RecordingPool(), RecordingPool()
+    source, resumed = make_source(pool), make_source(again)
+    source.collect(3)
+    source.adopt(WeightUpdate(1))
+    source.collect(2)
+    resumed.restore(source.state())
+    assert resumed.state() == source.state()
+    resumed.collect(2)
     assert again.tasks == pool.tasks[3:]
 
 

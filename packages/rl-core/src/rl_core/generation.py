@@ -241,11 +241,18 @@ class RolloutSource(Protocol):
         ...
 
     def adopt(self, update: WeightUpdate) -> None:
-        """Bring the replicas to this version, verified; raises `WeightSyncError` naming what did not arrive."""
+        """Bring the replicas to this version, verified; raises `WeightSyncError` naming what did not arrive.
+
+        The groups that were collected before count as trained.
+        """
         ...
 
     def state(self) -> Mapping[str, Any]:
-        """Data position and buffered rollouts, to be saved with a checkpoint."""
+        """Data position and buffered rollouts, to be saved with a checkpoint: as of the last `adopt`.
+
+        Groups that were collected since then come again after `restore`, so that a step that collected and did not
+        train (its data ended) loses no prompt.
+        """
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:

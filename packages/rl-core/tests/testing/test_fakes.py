@@ -102,6 +102,8 @@ def test_rollouts_are_the_same_for_the_same_position_and_stamped_with_the_versio
 
     one, other = source(), source()
     groups = one.collect(2)
+    assert one.state() == other.state(), "what has trained nothing comes again"
+    one.adopt(WeightUpdate(4))
     other.restore(one.state())
     assert [group.prompt.id for group in groups] == ["p0", "p1"]
     (left,), (also_left,) = one.collect(5), other.collect(5)

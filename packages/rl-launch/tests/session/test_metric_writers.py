@@ -1,3 +1,4 @@
+import logging
 import struct
 
 import counting_run as counting
@@ -6,6 +7,7 @@ from tensorboardX.proto.event_pb2 import Event
 
 from rl_core.errors import ConfigError
 from rl_launch.session import LoggerConfig, RunSession
+from rl_launch.session.writers import TensorBoardWriter
 
 
 def scalars(folder):
@@ -61,3 +63,22 @@ def test_a_writer_that_is_not_installed_is_refused_before_the_run(tmp_path, name
         assert not (tmp_path / "run").exists()
     else:
         pytest.skip(f"{name} is installed here")
+
+
+@pytest.mark.parametrize("method", ["write", "close"])
+def test_a_writer_that_raises_is_reported_once_and_the_run_goes_on(tmp_path, monkeypatch, caplog, method):
+    asked = []
+
+    def refuse(self, *args):
+        asked.append(args)
+        raise ConnectionError("the tracking server is away")
+
+    monkeypatch.setattr(TensorBoardWriter, method, refuse)
+    with caplog.at_level(logging.WARNING):
+        session = counting.run(tmp_path, counting.CountingConfig(logger=LoggerConfig()))
+    assert session.completed == 6
+    assert [row["step"] for row in counting.metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    assert len(asked) == 1
+    told = [record.getMessage() for record in caplog.records if "the tracking server is away" in record.getMessage()]
+    assert len(told) == 1
+    assert "TensorBoardWriter" in told[0]

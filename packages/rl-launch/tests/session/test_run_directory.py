@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 
@@ -25,6 +26,20 @@ def test_a_new_folder_becomes_a_run_and_then_resumes(tmp_path):
 def test_the_config_in_it_loads_back(tmp_path):
     opened(tmp_path)
     assert resolve(load(tmp_path / "config.yaml"), counting.CountingConfig).config == counting.config()
+
+
+def test_the_config_is_on_the_disk_before_it_takes_its_name(tmp_path, monkeypatch):
+    synced, fsync = [], os.fsync
+
+    def noted(descriptor):
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    opened(tmp_path)
+    part = str(tmp_path / "config.yaml.part")
+    assert part in synced
+    assert str(tmp_path) in synced[synced.index(part) :]
 
 
 def test_a_foreign_folder_is_refused_and_left_alone(tmp_path):

@@ -11,8 +11,16 @@ import counting_run as counting
 import numpy as np
 import pytest
 
+from rl_algos.data.stream import Stream
+from rl_algos.grpo.config import GRPOConfig
+from rl_algos.grpo.loop import train
+from rl_algos.grpo.validation import Validation
+from rl_algos.losses.policy import PolicyLoss
+from rl_algos.rollouts.source import SyncRolloutSource
 from rl_core.errors import RunDirectoryError, WorkerDied
+from rl_core.generation import SamplingParams
 from rl_core.rollout import Prompt, Rollout, RolloutGroup, Turn, WeightSpan
+from rl_core.testing.fakes import FakeModel, FakeWeights
 from rl_launch.session import RunSession, newest_checkpoint
 from rl_launch.session.stop import StopRequest
 
@@ -347,3 +355,51 @@ def test_rollouts_of_steps_that_come_again_are_dropped(tmp_path):
     with RunSession(tmp_path, counting.config()) as session:
         session.steps(6, models={"policy": counting.CountingModel()}, state={"draws": counting.Draws()})
         assert sorted(path.name for path in (tmp_path / "rollouts").iterdir()) == ["step_1.jsonl", "step_2.jsonl"]
+
+
+class EchoPool:
+    """Answers every prompt with its own tokens."""
+
+    def __init__(self):
+        self.asked = []
+
+    def run(self, tasks):
+        self.asked += [task.prompt.id for task in tasks]
+        return [
+            RolloutGroup(task.prompt, tuple(self._rollout(task.prompt, seed) for seed in task.seeds)) for task in tasks
+        ]
+
+    def adopt(self, update):
+        self.version = update.version
+
+    def _rollout(self, prompt, seed):
+        return Rollout(
+            prompt_id=prompt.id,
+            tokens=np.array([1, 2, 3], np.int32),
+            loss_mask=np.array([0, 1, 1], np.uint8),
+            generation_logprobs=np.zeros(3, np.float32),
+            spans=(WeightSpan(self.version, 2),),
+            turns=(Turn("2 3", None, {"reward": float(seed % 2)}),),
+            rewards={"reward": float(seed % 2)},
+            stop_reason="stop",
+        )
+
+
+def test_prompts_that_are_too_few_for_a_step_come_again_with_another_epoch(tmp_path):
+    prompts = [Prompt(f"p{i}", (), np.array([1], np.int32), "math") for i in range(7)]
+    trained = []
+    for epochs in (1, 2):
+        settings = GRPOConfig(num_prompts_per_step=2, num_generations_per_prompt=2, max_num_steps=50)
+        sampling = SamplingParams(max_new_tokens=2)
+        pool, policy = EchoPool(), FakeModel()
+        source = SyncRolloutSource(
+            pool, Stream([prompts], seed=3, max_num_epochs=epochs), sampling=sampling, num_generations=2, seed=0
+        )
+        with RunSession(tmp_path / "run", counting.CountingConfig()) as session:
+            train(
+                settings, PolicyLoss(), policy=policy, rollouts=source, weights=FakeWeights(policy),
+                validation=Validation([], sampling, settings), run=session, rows_per_minibatch=4,
+            )  # fmt: skip
+        trained += pool.asked[: 6 if epochs == 1 else 8]
+    assert session.completed == 7
+    assert sorted(trained) == sorted(2 * [prompt.id for prompt in prompts])

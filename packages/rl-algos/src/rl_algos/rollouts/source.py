@@ -48,6 +48,7 @@ class SyncRolloutSource:
         self._num_generations = num_generations
         self._seed = seed
         self._num_drawn = 0
+        self._trained = self._position()
 
     def collect(self, num_groups: int) -> list[RolloutGroup]:
         """The next groups; fewer where the data ends."""
@@ -68,17 +69,23 @@ class SyncRolloutSource:
         return Evaluation(self._pool.run(tasks))
 
     def adopt(self, update: WeightUpdate) -> None:
-        """Bring the replicas to this version."""
+        """Bring the replicas to this version; the groups collected before it count as trained."""
         self._pool.adopt(update)
+        self._trained = self._position()
 
     def state(self) -> Mapping[str, Any]:
-        """Data position and the number of prompts drawn."""
-        return {"prompts": self._prompts.state(), "num_drawn": self._num_drawn}
+        """Data position and number of prompts drawn, as of the last `adopt`: groups collected since then have trained
+        nothing yet and come again."""
+        return self._trained
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state."""
         self._prompts.restore(state["prompts"])
         self._num_drawn = state["num_drawn"]
+        self._trained = self._position()
+
+    def _position(self) -> Mapping[str, Any]:
+        return {"prompts": self._prompts.state(), "num_drawn": self._num_drawn}
 
     def close(self) -> None:
         """Nothing of its own to end."""

@@ -222,7 +222,7 @@ class FakeRolloutSource:
         self._num_generations = num_generations
         self._completion_length = completion_length
         self._vocab_size = vocab_size
-        self._position = 0
+        self._position = self._trained = 0
         self.versions: list[int] = []
 
     def collect(self, num_groups: int) -> list[RolloutGroup]:
@@ -237,16 +237,17 @@ class FakeRolloutSource:
         return Evaluation([self._group(prompt, index, num_generations) for index, prompt in enumerate(prompts)])
 
     def adopt(self, update: WeightUpdate) -> None:
-        """Note the version in `versions`."""
+        """Note the version in `versions`; what was collected counts as trained."""
         self.versions.append(update.version)
+        self._trained = self._position
 
     def state(self) -> Mapping[str, Any]:
-        """The position."""
-        return {"position": self._position}
+        """The position as of the last `adopt`."""
+        return {"position": self._trained}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from the position."""
-        self._position = state["position"]
+        self._position = self._trained = state["position"]
 
     def close(self) -> None:
         """Nothing to end."""

@@ -14,6 +14,7 @@ from rl_core.config import Change, Config, diff, load, resolve, to_yaml
 from rl_core.errors import ConfigError, RunDirectoryError
 from rl_launch.session import lock
 from rl_launch.session.lock import DirectoryLock
+from rl_launch.session.manifest import sync_folder
 
 MAY_CHANGE = (
     "run_dir",
@@ -166,8 +167,12 @@ class RunDirectory:
     @staticmethod
     def _write(path: Path, text: str) -> None:
         aside = path.with_name(f"{path.name}.part")
-        aside.write_text(text)
+        with aside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
         aside.replace(path)
+        sync_folder(path.parent)
 
 
 def _refused(changes: list[Change]) -> Iterator[Change]:

@@ -23,7 +23,7 @@ from rl_launch.session.progress import Progress
 from rl_launch.session.records import MetricsFile, RolloutFiles
 from rl_launch.session.run_directory import RunDirectory
 from rl_launch.session.stop import StopRequest
-from rl_launch.session.writers import MetricWriter, check_writers, open_writers
+from rl_launch.session.writers import MetricWriters, check_writers, open_writers
 
 _logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class RunSession:
         self._progress = Progress(title or self.directory.path.name, console or shared_console())
         self._stop = StopRequest(self._checkpointing.must_save_by_s, since)
         self._found: tuple[int, Path] | None = None
-        self._writers: list[MetricWriter] = []
+        self._writers = MetricWriters()
         self._models: Mapping[str, Model] = {}
         self._state: Mapping[str, Checkpointable] = {}
         self._max_steps = 0
@@ -117,8 +117,10 @@ class RunSession:
             self._found = self._checkpoints.newest()
             after = self._found[0] if self._found else 0
             self._checkpoints.tidy(after)
-            stack.callback(self._close_writers)
-            self._writers = open_writers(self._config.logger, self.directory.path, settings=self._config, after=after)
+            self._writers = MetricWriters(
+                open_writers(self._config.logger, self.directory.path, settings=self._config, after=after)
+            )
+            stack.callback(self._writers.close)
             self._stop.listen(gracefully=False)
             stack.callback(self._stop.unlisten)
             self._progress.start()
@@ -268,8 +270,7 @@ class RunSession:
         if odd:
             _logger.warning("step %d: not a finite number: %s", step, ", ".join(odd))
         self._metrics.append(step, metrics)
-        for writer in self._writers:
-            writer.write(step, metrics)
+        self._writers.write(step, metrics)
         self.last_metrics = metrics
 
     def _finish(self) -> None:
@@ -335,7 +336,3 @@ class RunSession:
             self._checkpoints.restore(path, models=self._models, state=self._state)
         _logger.info("going on after step %d", step)
         return step
-
-    def _close_writers(self) -> None:
-        for writer in self._writers:
-            writer.close()

@@ -1,12 +1,13 @@
-"""Where metrics go besides `metrics.jsonl`."""
+"""Metric writers: TensorBoard, Weights & Biases and MLflow, beside `metrics.jsonl`."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +15,8 @@ from rl_core.config import Config
 from rl_core.config.keys import plain
 from rl_core.errors import ConfigError
 from rl_launch.session.config import LoggerConfig
+
+_logger = logging.getLogger(__name__)
 
 
 class MetricWriter(Protocol):
@@ -26,6 +29,37 @@ class MetricWriter(Protocol):
     def close(self) -> None:
         """Pass on what is buffered."""
         ...
+
+
+class MetricWriters:
+    """Several writers as one, none of which can end the run: one that raises is reported in the log and turned off."""
+
+    def __init__(self, writers: Iterable[MetricWriter] = ()) -> None:
+        self._writers = list(writers)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Pass a step's metrics to every writer that has not failed."""
+        for writer in tuple(self._writers):
+            try:
+                writer.write(step, metrics)
+            except Exception as error:  # noqa: BLE001  # a tracking server's failure must not cost the run
+                self._writers.remove(writer)
+                _logger.warning(
+                    "%s failed at step %d and is turned off (%s: %s); metrics.jsonl has all metrics",
+                    type(writer).__name__,
+                    step,
+                    type(error).__name__,
+                    error,
+                )
+
+    def close(self) -> None:
+        """Close every writer that has not failed."""
+        for writer in self._writers:
+            try:
+                writer.close()
+            except Exception as error:  # noqa: BLE001  # a tracking server's failure must not cost the run
+                _logger.warning("%s could not be closed: %s: %s", type(writer).__name__, type(error).__name__, error)
+        self._writers = []
 
 
 def open_writers(config: LoggerConfig, run_dir: Path, *, settings: Config, after: int) -> list[MetricWriter]:
