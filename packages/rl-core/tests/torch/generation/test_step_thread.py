@@ -1,5 +1,6 @@
 """The thread of an in-process engine: steps while there is work, calls in between, one end for all."""
 
+import queue
 import threading
 from concurrent.futures import Future
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from rl_core.errors import GeneratorError
+from rl_core.torch.generation import step_thread
 from rl_core.torch.generation.step_thread import StepThread
 
 
@@ -88,6 +90,7 @@ def test_a_step_that_raises_ends_all_with_its_reason(thread, work):
 def test_what_is_under_way_at_the_end_is_told_so(work):
     thread = StepThread(lambda: work, num_threads=1)
     thread.start()
+    thread.loaded.result(10)
     gate = threading.Event()
     held = thread.call(lambda: gate.wait(10))
     late = Future()
@@ -113,3 +116,58 @@ def test_what_does_not_load_is_told_to_whoever_waits():
     with pytest.raises(GeneratorError, match="did not start: ValueError: no such model"):
         thread.call(lambda: None)
     thread.close()
+
+
+class LateQueue:
+    """A queue that takes the next item in only when the thread has ended, or waits to end."""
+
+    def __init__(self, thread):
+        self._thread = thread
+        self._items = queue.SimpleQueue()
+        self.get = self._items.get
+        self.empty = self._items.empty
+
+    def put(self, item):
+        if item is not None:
+            self._items.put(None)
+            self._thread._thread.join(1)
+        self._items.put(item)
+
+
+def test_a_call_that_meets_the_end_of_the_thread_is_answered(work):
+    thread = StepThread(lambda: work, num_threads=1)
+    thread._calls = LateQueue(thread)
+    thread.start()
+    thread.loaded.result(10)
+    assert thread.call(lambda: "answered").result(10) == "answered"
+    thread.close()
+    with pytest.raises(GeneratorError, match="the generator is closed"):
+        thread.call(lambda: None)
+
+
+def test_nothing_can_be_asked_for_before_the_engine_is_loaded(work):
+    gate = threading.Event()
+    thread = StepThread(lambda: gate.wait(10) and work, num_threads=1)
+    thread.start()
+    with pytest.raises(GeneratorError, match="not loaded"):
+        thread.call(lambda: None)
+    gate.set()
+    thread.loaded.result(10)
+    assert thread.call(lambda: 1).result(10) == 1
+    thread.close()
+
+
+def test_a_step_that_hangs_holds_up_no_close(work, monkeypatch, caplog):
+    monkeypatch.setattr(step_thread, "CLOSE_TIMEOUT_S", 0.05)
+    hung = threading.Event()
+    work.step = lambda: hung.wait(60)
+    thread = StepThread(lambda: work, num_threads=1)
+    thread.start()
+    thread.loaded.result(10)
+    thread.call(lambda: work.add(1)).result(10)
+    thread.close()
+    assert "did not end" in caplog.text
+    work.left = 0
+    hung.set()
+    thread._thread.join(10)
+    assert not thread._thread.is_alive()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Callable
@@ -34,6 +35,11 @@ class Stepped(Protocol):
         ...
 
 
+_log = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 20.0
+"""How long `close` waits for a step under way."""
+
 Work = TypeVar("Work", bound=Stepped)
 Result = TypeVar("Result")
 
@@ -51,6 +57,7 @@ class StepThread(Generic[Work]):
         self._num_threads = num_threads
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="generator", daemon=True)
+        self._ending = threading.Lock()
         self.loaded: Future[None] = Future()
         self.failure: str | None = None
 
@@ -62,11 +69,14 @@ class StepThread(Generic[Work]):
         """Run a function, which raises nothing, between two steps.
 
         Raises:
-            GeneratorError: where the thread has ended.
+            GeneratorError: if the engine is not loaded, or the thread has ended.
         """
-        if self.failure is not None:
-            raise GeneratorError(self.failure)
-        self._calls.put(function)
+        if not self.loaded.done():
+            raise GeneratorError("the engine is not loaded yet")
+        with self._ending:  # a function that is put in here is taken out by the thread before it ends
+            if self.failure is not None:
+                raise GeneratorError(self.failure)
+            self._calls.put(function)
 
     def call(self, function: Callable[[], Result]) -> Future[Result]:
         """What a function returns that is run between two steps."""
@@ -84,17 +94,21 @@ class StepThread(Generic[Work]):
         return future
 
     def close(self) -> None:
-        """End the thread; work under way fails."""
+        """End the thread; work under way fails. A step that hangs cannot be ended: its thread is left behind after
+        `CLOSE_TIMEOUT_S` and ends with the process.
+        """
         if self._thread.ident is not None:
             self._calls.put(None)
-            self._thread.join()
+            self._thread.join(CLOSE_TIMEOUT_S)
+            if self._thread.is_alive():
+                _log.warning("the engine's step did not end within %g s; its thread is left behind", CLOSE_TIMEOUT_S)
 
     def _run(self) -> None:
         torch.set_num_threads(self._num_threads)
         try:
             work = self._load()
         except BaseException as error:  # noqa: BLE001 - becomes the failure of start
-            self.failure = f"the engine did not start: {type(error).__name__}: {error}"
+            self._end(f"the engine did not start: {type(error).__name__}: {error}")
             self.loaded.set_exception(error)
             return
         self.loaded.set_result(None)
@@ -102,14 +116,20 @@ class StepThread(Generic[Work]):
             while self._run_calls(block=not work.busy):
                 if work.busy:
                     work.step()
-            self.failure = "the generator is closed"
+            reason = "the generator is closed"
         except BaseException as error:  # noqa: BLE001 - becomes the failure of everything that is asked for
-            self.failure = f"the engine died: {type(error).__name__}: {error}"
+            reason = f"the engine died: {type(error).__name__}: {error}"
+        self._end(reason)
         while not self._calls.empty():  # what they ask for fails with the rest
             if function := self._calls.get():
                 function()
-        work.fail(self.failure)
+        work.fail(reason)
         work.dispose()
+
+    def _end(self, reason: str) -> None:
+        """Take no more functions."""
+        with self._ending:
+            self.failure = reason
 
     def _run_calls(self, *, block: bool) -> bool:
         """Run what has been asked for; False where the end has."""
