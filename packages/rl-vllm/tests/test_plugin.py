@@ -7,7 +7,8 @@ import pytest
 from pydantic import ValidationError
 
 from rl_core.config import assemble
-from rl_core.model_config import GenerationConfig
+from rl_core.generation import Placement
+from rl_core.model_config import GenerationConfig, ModelConfig
 from rl_core.registry import GENERATORS, plugin, resolve
 from rl_vllm import PLUGIN, VllmConfig, preflight
 from rl_vllm.config import OWNED_ARGUMENTS
@@ -78,12 +79,28 @@ def test_preflight_names_arguments_that_the_engine_does_not_have() -> None:
     assert "did you mean 'block_size'" in found
 
 
-def test_every_owned_argument_is_one_of_the_engines() -> None:
+def test_every_argument_of_the_engine_is_either_passed_on_or_refused_by_name(tmp_path: Path) -> None:
     from dataclasses import fields
 
     from vllm import AsyncEngineArgs
 
-    assert set(OWNED_ARGUMENTS) <= {field.name for field in fields(AsyncEngineArgs)}
+    from rl_vllm.arguments import engine_arguments
+
+    model = ModelConfig(model_name=str(tmp_path))
+    placed = Placement("cpu")
+
+    def started_with(backend: VllmConfig) -> AsyncEngineArgs:
+        return engine_arguments(backend, model, placed, max_len=16, eager=True, extension="module.Extension")
+
+    names = [field.name for field in fields(AsyncEngineArgs) if field.init]
+    assert set(OWNED_ARGUMENTS) <= set(names)
+    for name in names:
+        default = getattr(started_with(VllmConfig()), name)
+        if name in OWNED_ARGUMENTS:
+            with pytest.raises(ValueError, match=rf"vllm_kwargs\.{name}.*cannot be set here"):
+                VllmConfig(vllm_kwargs={name: default})
+        else:
+            assert getattr(started_with(VllmConfig(vllm_kwargs={name: default})), name) == default
 
 
 def test_the_light_half_loads_no_engine() -> None:
