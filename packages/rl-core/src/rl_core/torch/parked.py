@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
+
+from rl_core.torch.host_slabs import HostSlabs
 
 
 class Parked:
@@ -20,23 +22,33 @@ class Parked:
 
     def __init__(self, tensors: Iterable[Tensor], *, keeps: bool = True) -> None:
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
-        self._parked: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []
-        for storage in storages.values():
-            if storage.nbytes():
-                host = None
-                if keeps:
-                    host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
-                    host.untyped_storage().copy_(storage)
-                self._parked.append((storage, storage.nbytes(), host))
-        for storage, _, _ in self._parked:
+        self._parked = [(storage, storage.nbytes()) for storage in storages.values() if storage.nbytes()]
+        self._host: HostSlabs | None = None
+        if keeps:
+            is_pinned = any(storage.device.type == "cuda" for storage, _ in self._parked)
+            self._host = HostSlabs(sum(num_bytes for _, num_bytes in self._parked), is_pinned=is_pinned)
+            for start, storage, _ in self._places():
+                self._host.write(start, _as_bytes(storage))
+        for storage, _ in self._parked:
             storage.resize_(0)
 
     def restore(self) -> None:
         """Bring the bytes back."""
-        for storage, num_bytes, host in self._parked:
+        for start, storage, num_bytes in self._places():
             storage.resize_(num_bytes)
-            if host is None:
-                torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()
+            if self._host is None:
+                _as_bytes(storage).zero_()
             else:
-                storage.copy_(host.untyped_storage())
-        self._parked = []
+                self._host.read(start, _as_bytes(storage))
+        self._parked, self._host = [], None
+
+    def _places(self) -> Iterator[tuple[int, torch.UntypedStorage, int]]:
+        """Where each storage's bytes start on the host, the storage, and their number."""
+        start = 0
+        for storage, num_bytes in self._parked:
+            yield start, storage, num_bytes
+            start += num_bytes
+
+
+def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

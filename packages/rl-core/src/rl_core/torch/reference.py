@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+
+from rl_core.torch.host_slabs import HostSlabs, bytes_of
 
 
 class Reference:
@@ -21,7 +23,11 @@ class Reference:
 
     def __init__(self, parts: Callable[[], Sequence[Tensor]]) -> None:
         self._parts = parts
-        self._copies = [_host_copy(part.detach()) for part in parts()]
+        held = list(parts())
+        is_pinned = any(part.is_cuda for part in held)
+        self._host = HostSlabs(sum(part.nbytes for part in held), is_pinned=is_pinned)
+        for start, part in _placed(held):
+            self._host.write(start, bytes_of(part))
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -34,12 +40,15 @@ class Reference:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        for part, copy in zip(self._parts(), self._copies, strict=True):
-            current = part.clone()
-            part.copy_(copy)
-            copy.copy_(current)
+        for start, part in _placed(self._parts()):
+            current = part.clone(memory_format=torch.contiguous_format)
+            self._host.read(start, bytes_of(part))
+            self._host.write(start, bytes_of(current))
 
 
-def _host_copy(part: Tensor) -> Tensor:
-    copy = torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda)
-    return copy.copy_(part)
+def _placed(parts: Iterable[Tensor]) -> Iterator[tuple[int, Tensor]]:
+    """Each part, and where its bytes start on the host."""
+    start = 0
+    for part in parts:
+        yield start, part
+        start += part.nbytes
