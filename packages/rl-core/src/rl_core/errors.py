@@ -111,3 +111,7 @@ class WorkerDied(RLError):
 
     def __str__(self) -> str:
         return f"{self.origin}: {self.args[0]}" if self.origin else str(self.args[0])
+
+
+class WorkerStalled(WorkerDied):
+    """A worker that gave no answer in time, or made no progress; it is treated as dead."""

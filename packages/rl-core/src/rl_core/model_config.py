@@ -148,6 +148,9 @@ class ModelConfig(Config):
     """Fields of the Hugging Face config to replace."""
     logprob_chunk_size: int = Field(default=1024, gt=0)
     """Tokens whose logits exist at one time."""
+    worker_timeout_s: float = Field(default=3600.0, gt=0)
+    """Seconds that one call of the model's workers may take, such as an optimizer step, a pass over a batch or a save.
+    Past it every rank writes the stacks of its threads to its log, and the run is restored as after a death."""
     optimizer: OptimizerConfig = OptimizerConfig()
     scheduler: list[SchedulerConfig] = []
     """Learning-rate schedules in order; constant where empty."""
@@ -200,4 +203,7 @@ class GenerationConfig(Config):
     """Nucleus mass kept in validation."""
     val_top_k: int | None = Field(default=None, gt=0)
     """Most likely tokens kept in validation; all where unset."""
+    stall_timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds for which a replica that has work may make no progress (no token, no finished group); past it the stacks
+    of its threads are written to its log, and it is replaced."""
     colocated: ColocatedConfig = ColocatedConfig()

@@ -13,7 +13,7 @@ from rl_core.model import ModelSpec, Rendezvous
 from rl_core.model_config import ModelConfig
 from rl_core.ray.calls import gather
 from rl_core.ray.host import Place
-from rl_core.ray.model import RemoteModel
+from rl_core.ray.model import CALL_TIMEOUT_S, RemoteModel
 from rl_core.registry import BackendPlugin
 from rl_launch.cluster import Bundle, VirtualCluster, WorkerProcess
 from rl_launch.device import Device
@@ -56,12 +56,18 @@ class ModelGroup:
         self._workers = [cluster.start_worker(process, bundle) for node in nodes for bundle in node]
         unplaced = [Origin(role, rank, "its node", "start") for rank in range(len(self._workers))]
         self.places: list[Place] = gather([w.place.remote() for w in self._workers], unplaced, PROCESS_TIMEOUT_S)
-        paths = [f"{logs}/{role}-{rank}.log" for rank in range(len(self._workers))]
-        gather([w.log_to.remote(path) for w, path in zip(self._workers, paths, strict=True)], self._origins("start"))
+        self._logs = [f"{logs}/{role}-{rank}.log" for rank in range(len(self._workers))]
+        gather(
+            [worker.log_to.remote(path) for worker, path in zip(self._workers, self._logs, strict=True)],
+            self._origins("start"),
+            PROCESS_TIMEOUT_S,
+        )
+        self._timeout_s = CALL_TIMEOUT_S
         self._builds: list[ray.ObjectRef] = []
 
     def begin(self, plugin: BackendPlugin, config: ModelConfig, backend: Config, spec: ModelSpec) -> None:
         """Have the ranks meet at rank 0 and build the model."""
+        self._timeout_s = config.worker_timeout_s
         head, world_size = self.places[0], len(self._workers)
         self._builds = [
             worker.build.remote(
@@ -78,11 +84,13 @@ class ModelGroup:
         """The model, once all ranks have built it; raises the first failure of any, with role, rank and node."""
         gather(self._builds, self._origins("start"), START_TIMEOUT_S)
         nodes = [place.address for place in self.places]
-        return RemoteModel(self._workers, role=self._role, nodes=nodes, hold=hold)
+        return RemoteModel(
+            self._workers, role=self._role, nodes=nodes, hold=hold, timeout_s=self._timeout_s, logs=self._logs
+        )
 
     def meeting_point(self) -> str:
         """`host:port` on rank 0's node, the port kept free for rank 0."""
-        place = gather([self._workers[0].place.remote()], self._origins("weight sync")[:1])[0]
+        place = gather([self._workers[0].place.remote()], self._origins("weight sync")[:1], PROCESS_TIMEOUT_S)[0]
         return f"{place.address}:{place.port}"
 
     def _origins(self, phase: str) -> list[Origin]:

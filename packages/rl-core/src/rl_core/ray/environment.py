@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError
 
 from rl_core.environment import Conversation, EnvironmentFailure, StepResult
 from rl_core.errors import Origin
@@ -63,7 +63,7 @@ class RemoteEnvironment:
         origin = Origin(f"environment {self._name}", 0, "its node", "step")
         try:
             results = await self._actor.call.remote("step", [conversation for conversation, _ in calls])
-        except (RayTaskError, RayActorError) as error:
+        except RayError as error:
             results = [EnvironmentFailure(str(translate(error, origin)))] * len(calls)
         for (_, answer), result in zip(calls, results, strict=True):
             if not answer.done():

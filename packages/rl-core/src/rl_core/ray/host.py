@@ -13,6 +13,7 @@ from typing import Any
 import ray
 
 from rl_core.errors import RLError, WorkerError
+from rl_core.ray.stacks import write_stacks_on_signal
 from rl_core.registry import resolve
 
 _log = logging.getLogger(__name__)
@@ -142,7 +143,10 @@ class RestartingHost(AsyncWorkerHost):
 
 
 def log_to(path: str) -> None:
-    """Send log records of this process, warnings and above besides those of the project, to a file."""
+    """Send log records of this process, warnings and above besides those of the project, to a file, and on `SIGNAL` of
+    `rl_core.ray.stacks` the stacks of its threads.
+    """
+    write_stacks_on_signal(path)
     handler = logging.FileHandler(path, delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.getLogger().addHandler(handler)

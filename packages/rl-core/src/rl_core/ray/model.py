@@ -12,12 +12,13 @@ import ray
 from ray.actor import ActorHandle
 
 from rl_core.batch import Batch
-from rl_core.errors import Origin, RLError, WorkerDied, WorkerError
+from rl_core.errors import Origin, RLError, WorkerDied, WorkerError, WorkerStalled
 from rl_core.mesh import Coordinates
 from rl_core.metrics import reduce_metrics
 from rl_core.microbatch import PAIR, shard
 from rl_core.model import Loss, Metrics, Part, Read
 from rl_core.ray.calls import fetch, gather
+from rl_core.ray.stacks import request_stacks
 from rl_core.weights import Digests, Manifest, Transport
 
 _log = logging.getLogger(__name__)
@@ -26,6 +27,8 @@ DEATH_NOTICE_S = 10.0
 """How long Ray may take to notice that a process has ended; its peers see their connections close before that."""
 
 CLOSE_TIMEOUT_S = 30.0
+
+CALL_TIMEOUT_S = 3600.0
 
 
 class RemoteModel:
@@ -36,7 +39,8 @@ class RemoteModel:
         role: for messages.
         nodes: name of the node of each rank, for messages.
         hold: context in which the model has its device for itself.
-        timeout_s: bound of each call.
+        timeout_s: bound of each call; past it every rank writes the stacks of its threads to its log.
+        logs: log of each rank, for messages.
     """
 
     def __init__(
@@ -46,13 +50,15 @@ class RemoteModel:
         role: str,
         nodes: Sequence[str],
         hold: Callable[[], AbstractContextManager[None]] = nullcontext,
-        timeout_s: float | None = None,
+        timeout_s: float = CALL_TIMEOUT_S,
+        logs: Sequence[str] = (),
     ) -> None:
         self._workers = list(workers)
         self._role = role
         self._nodes = list(nodes)
         self._hold = hold
         self._timeout_s = timeout_s
+        self._logs = list(logs)
         self._coordinates: list[Coordinates] = self.call_all("coordinates")
 
     @property
@@ -163,9 +169,17 @@ class RemoteModel:
         ]
         return self._gather(refs, method, self._timeout_s)
 
-    def _gather(self, refs: Sequence[ray.ObjectRef], phase: str, timeout_s: float | None) -> list[Any]:
+    def _gather(self, refs: Sequence[ray.ObjectRef], phase: str, timeout_s: float) -> list[Any]:
         try:
             return gather(refs, self._origins(phase), timeout_s)
+        except WorkerStalled as error:
+            num_written = request_stacks(self._workers)
+            where = f" ({self._logs[0]}, ...)" if self._logs else ""
+            raise WorkerStalled(
+                f"{error.args[0]}; {num_written} of {len(self._workers)} ranks wrote the stacks of their threads to "
+                f"their logs{where}",
+                error.origin,
+            ) from None
         except WorkerError:
             # ranks that lose a peer fail with an error of their own before Ray says that the peer is dead
             self._raise_deaths(phase)

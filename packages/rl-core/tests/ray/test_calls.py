@@ -1,0 +1,150 @@
+"""Failures of Ray in this project's terms: those of real actors, and each class of error by itself."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import ray
+from ray import exceptions as failures
+from ray.exceptions import RayTaskError
+
+from rl_core.errors import GeneratorError, Origin, WorkerDied, WorkerEnvironmentError, WorkerError, WorkerStalled
+from rl_core.ray import calls
+from rl_core.ray.calls import fetch, gather, translate
+from rl_core.ray.host import WorkerHost
+from rl_core.ray.model import RemoteModel
+
+ORIGIN = Origin("policy", 3, "10.0.0.7", "train_step")
+
+
+WORKER = "stubborn_worker:StubbornWorker"
+ON_PATH = {"env_vars": {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])}}
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def start(cluster, tmp_path):
+    """Starts a worker that logs to `tmp_path / <number>.log`."""
+    actors = []
+
+    def start():
+        host = ray.remote(concurrency_groups={"health": 1})(WorkerHost)
+        actor = host.options(num_cpus=0, runtime_env=ON_PATH).remote()
+        ray.get([actor.log_to.remote(str(tmp_path / f"{len(actors)}.log")), actor.build.remote(WORKER)])
+        actors.append(actor)
+        return actor
+
+    yield start
+    for actor in actors:
+        ray.kill(actor)
+
+
+def test_answers_come_in_the_order_of_the_calls_whoever_answers_first(start, tmp_path):
+    first, second = start(), start()
+    late = first.call.remote("wait_for", str(tmp_path / "go"))
+    early = second.call.remote("echo", 2)
+    assert fetch(early, ORIGIN) == 2
+    (tmp_path / "go").touch()
+    assert gather([late, early], [ORIGIN, ORIGIN], 60) == [str(tmp_path / "go"), 2]
+
+
+def test_a_time_out_bounds_the_whole_wait_and_says_how_many_are_late(start, tmp_path):
+    actor, other = start(), start()
+    answered = [other.call.remote("echo", value) for value in range(3)]
+    gather(answered, [ORIGIN] * 3, 60)
+    waiting = [actor.call.remote("wait_for", str(tmp_path / "go")) for _ in range(2)]
+    with pytest.raises(WorkerStalled, match=r"policy rank 3 .*no answer within 0.5 s, nor from 1 more"):
+        gather([*answered, *waiting], [ORIGIN] * 5, 0.5)
+    (tmp_path / "go").touch()
+
+
+def test_a_foreign_failure_carries_its_text_and_its_origin(start):
+    with pytest.raises(WorkerError, match=r"policy rank 3 on 10\.0\.0\.7 .*ArithmeticError: one third"):
+        gather([start().call.remote("fail", "one third")], [ORIGIN])
+
+
+def test_a_process_that_ends_is_a_dead_worker(start):
+    with pytest.raises(WorkerDied, match=r"policy rank 3 .*the process ended: .*exit"):
+        gather([start().call.remote("end")], [ORIGIN], 60)
+
+
+def test_a_model_that_does_not_answer_leaves_the_stacks_of_its_ranks_in_their_logs(start, tmp_path):
+    workers = [start(), start()]
+    model = RemoteModel(workers, role="policy", nodes=["here"] * 2, timeout_s=60, logs=["policy-0.log", "policy-1.log"])
+    model._timeout_s = 0.5
+    with pytest.raises(WorkerStalled, match=r"policy rank 0 on here .*2 of 2 ranks wrote the stacks.*policy-0\.log"):
+        model.call_all("hang_in_a_named_function")
+    end = time.monotonic() + 60
+    while not all("hang_in_a_named_function" in _text(tmp_path / f"{rank}.log") for rank in range(2)):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def _text(path):
+    return path.read_text() if path.exists() else ""
+
+
+class _Actors:
+    """Answers of Ray about an actor: alive a few times, then dead."""
+
+    def __init__(self, num_alive):
+        self.num_alive = num_alive
+
+    def __call__(self, actor_id):
+        self.num_alive -= 1
+        return {"State": "ALIVE"} if self.num_alive >= 0 else {}
+
+
+def test_one_that_cannot_be_reached_is_waited_for_until_ray_decides(monkeypatch):
+    actors = _Actors(num_alive=3)
+    monkeypatch.setattr(calls, "actor_states", actors)
+    monkeypatch.setattr(calls, "_DECISION_POLL_S", 0.001)
+    unavailable = failures.ActorUnavailableError("the connection was closed", b"a" * 16)
+
+    def get(ref, timeout):
+        raise unavailable
+
+    monkeypatch.setattr(ray, "get", get)
+    with pytest.raises(WorkerDied, match="could not be reached: Ray has declared it dead"):
+        fetch(None, ORIGIN)
+    assert actors.num_alive == -1
+
+
+DEATHS = [
+    failures.ActorUnavailableError("closed", b"a" * 16),
+    failures.ActorDiedError(),
+    failures.ActorUnschedulableError("its node is gone"),
+    failures.TaskUnschedulableError("its node is gone"),
+    failures.NodeDiedError("its node is gone"),
+    failures.WorkerCrashedError(),
+    failures.LocalRayletDiedError(),
+    failures.OutOfMemoryError("too much"),
+    failures.ObjectLostError("aa", None, ""),
+    failures.OwnerDiedError("aa", None, ""),
+    failures.ObjectFetchTimedOutError("aa", None, ""),
+    failures.ActorPlacementGroupRemoved(),
+    failures.TaskPlacementGroupRemoved(),
+]
+
+
+@pytest.mark.parametrize("error", DEATHS, ids=lambda error: type(error).__name__)
+def test_what_ends_a_worker_is_a_death(error):
+    found = translate(error, ORIGIN)
+    assert type(found) is WorkerDied
+    assert "policy rank 3" in str(found)
+
+
+def test_errors_that_are_no_deaths_keep_their_kind():
+    assert type(translate(failures.RuntimeEnvSetupError("no python"), ORIGIN)) is WorkerEnvironmentError
+    assert type(translate(failures.GetTimeoutError(), ORIGIN)) is WorkerStalled
+    full = translate(failures.ObjectStoreFullError("no room"), ORIGIN)
+    assert (type(full), full.kind) == (WorkerError, "ObjectStoreFullError")
+    assert type(translate(RayTaskError("call", "", GeneratorError("ill")), ORIGIN)) is GeneratorError
+    assert type(translate(RayTaskError("call", "", failures.OwnerDiedError("aa", None, "")), ORIGIN)) is WorkerDied
