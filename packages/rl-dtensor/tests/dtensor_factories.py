@@ -5,6 +5,7 @@ from torch._inductor import config as inductor
 
 from rl_core.model import ModelSpec, Rendezvous
 from rl_core.model_config import ModelConfig
+from rl_core.testing.pooled_model import HELD
 from rl_core.testing.rank_pool import Rank
 from rl_core.torch import export
 from rl_core.torch.logprobs import LogitTransform
@@ -88,3 +89,9 @@ def forget_places(rank: Rank) -> None:
 def recall_places(rank: Rank) -> None:
     """Undo `forget_places`."""
     model.ReadingModel.rows_of = rank.held.pop("rows_of")
+
+
+def optimizer_settings(rank: Rank) -> list[dict[str, object]]:
+    """Settings of this process's optimizer, by parameter group."""
+    groups = rank.held[HELD]._optimizer.param_groups
+    return [{name: value for name, value in group.items() if name != "params"} for group in groups]

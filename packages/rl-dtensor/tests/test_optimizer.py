@@ -123,6 +123,31 @@ def test_fused_and_grouped_steps_run_over_meshes_that_differ(ranks, experts, kwa
         assert [step["loss"] for step in steps(model, range(3))] == pytest.approx(expected, rel=1e-6)
 
 
+def settings_of(ranks):
+    return [settings for rank in ranks.run("dtensor_factories:optimizer_settings", [()] * 2) for settings in rank]
+
+
+def test_steps_are_fused_also_where_experts_have_a_mesh_of_their_own(ranks, experts):
+    with open_model(ranks, experts, FULL_STATE, expert_parallel_size=2) as model:
+        losses = [step["loss"] for step in steps(model, range(3))]
+        assert all(settings["fused"] for settings in settings_of(ranks))
+    with open_model(ranks, experts, OptimizerConfig(kwargs={"lr": 1e-3, "fused": False})) as model:
+        assert [step["loss"] for step in steps(model, range(3))] == pytest.approx(losses, rel=1e-6)
+
+
+def test_a_resumed_run_steps_as_its_own_config_says(ranks, experts, tmp_path):
+    by_tensor = OptimizerConfig(kwargs={"lr": 2e-3, "foreach": True})
+    with open_model(ranks, experts, by_tensor, expert_parallel_size=2) as model:
+        steps(model, range(2))
+        model.save(str(tmp_path))
+        uninterrupted = [step["loss"] for step in steps(model, range(2, 4))]
+    with open_model(ranks, experts, FULL_STATE) as model:
+        model.load(str(tmp_path))
+        assert all(settings["fused"] and not settings["foreach"] for settings in settings_of(ranks))
+        assert all(settings["lr"] == 2e-3 for settings in settings_of(ranks))
+        assert [step["loss"] for step in steps(model, range(2, 4))] == pytest.approx(uninterrupted, rel=1e-6)
+
+
 def test_a_fused_step_that_cannot_run_on_sharded_parameters_is_refused(ranks, experts):
     with pytest.raises(WorkerError, match=r"leave fused out of policy.optimizer.kwargs"):
         open_model(ranks, experts, FUSED_SGD)

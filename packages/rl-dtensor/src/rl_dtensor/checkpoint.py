@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from rl_core.torch.background_save import BackgroundSave, unwritten_is_told
 from rl_core.torch.teamwork import lead
 from rl_dtensor.model import ShardedModel
+from rl_dtensor.optimizer import WAYS_TO_STEP
 from rl_dtensor.parallel.fsdp import local
 from rl_dtensor.parallel.mesh import Mesh
 
@@ -140,13 +141,15 @@ class Checkpoint:
             name, _, state_key = key.removeprefix(OPTIMIZER_PREFIX).rpartition("/")
             self._optimizer.state[self._weights[name]][state_key] = value
         for group, saved in zip(self._optimizer.param_groups, groups, strict=True):
-            group.update(saved)
+            group.update({key: value for key, value in saved.items() if key not in WAYS_TO_STEP})
 
     def _trainer(self) -> dict[str, Any]:
         groups = [] if self._optimizer is None else self._optimizer.param_groups
         return {
             "mesh": asdict(self._mesh.sizes),
-            "param_groups": [{key: value for key, value in group.items() if key != "params"} for group in groups],
+            "param_groups": [
+                {key: value for key, value in group.items() if key not in {"params", *WAYS_TO_STEP}} for group in groups
+            ],
             "schedule": None if self._schedule is None else self._schedule.state_dict(),
         }
 

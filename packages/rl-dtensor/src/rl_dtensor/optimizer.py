@@ -18,18 +18,19 @@ its own, which takes longer than the arithmetic of small models.
 """
 
 WAYS_TO_STEP = {"fused", "foreach", "differentiable"}
-"""Arguments by which a config chooses for itself how an optimizer steps."""
+"""Arguments by which a config chooses for itself how an optimizer steps. They follow from the config of the process at
+hand, so a checkpoint does not hold them."""
 
 
 def build_sharded_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """As `build_optimizer`, for parameters that are DTensors; with a fused step where the optimizer has one for them
-    and the config does not choose.
+    """As `build_optimizer`, for parameters that are DTensors. The step is fused if the optimizer has a fused one for
+    them and the config does not choose.
 
     Raises:
-        ValueError: also where the optimizer's fused step has no implementation for them.
+        ValueError: also if the optimizer's fused step has no implementation for them.
     """
     parameters = list(parameters)
-    if config.name in FUSED and not WAYS_TO_STEP & set(config.kwargs) and _share_a_mesh(parameters):
+    if config.name in FUSED and not WAYS_TO_STEP & set(config.kwargs) and _are_sharded(parameters):
         config = config.model_copy(update={"kwargs": {**config.kwargs, "fused": True}})
     optimizer = build_optimizer(config, parameters)
     if optimizer.defaults.get("fused") and not isinstance(optimizer, torch.optim.Adam):  # AdamW is one
@@ -40,7 +41,6 @@ def build_sharded_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Par
     return optimizer
 
 
-def _share_a_mesh(parameters: list[nn.Parameter]) -> bool:
-    """Whether one operation can take all of them: experts are sharded over a mesh of their own."""
-    meshes = {parameter.device_mesh if isinstance(parameter, DTensor) else None for parameter in parameters}
-    return len(meshes) == 1 and None not in meshes
+def _are_sharded(parameters: list[nn.Parameter]) -> bool:
+    """Whether all are DTensors, over whatever meshes: experts are sharded over one of their own."""
+    return all(isinstance(parameter, DTensor) for parameter in parameters)
