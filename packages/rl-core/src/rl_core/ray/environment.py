@@ -60,14 +60,26 @@ class RemoteEnvironment:
             await asyncio.gather(*in_flight)
 
     async def _call(self, calls: list[tuple[Conversation, asyncio.Future[StepResult | EnvironmentFailure]]]) -> None:
-        origin = Origin(f"environment {self._name}", 0, "its node", "step")
+        """Answer every one of these calls, whatever happens to the call that they share."""
+        outcomes: Sequence[StepResult | EnvironmentFailure]
         try:
-            results = await self._actor.call.remote("step", [conversation for conversation, _ in calls])
-        except RayError as error:
-            results = [EnvironmentFailure(str(translate(error, origin)))] * len(calls)
-        for (_, answer), result in zip(calls, results, strict=True):
+            outcomes = await self._actor.call.remote("step", [conversation for conversation, _ in calls])
+            if len(outcomes) != len(calls):
+                raise ValueError(f"{len(outcomes)} answers to {len(calls)} conversations")
+        except Exception as error:  # noqa: BLE001 - the failure is each waiting rollout's report
+            outcomes = [EnvironmentFailure(self._reason(error))] * len(calls)
+        except asyncio.CancelledError:
+            for _, answer in calls:
+                answer.cancel()
+            raise
+        for (_, answer), outcome in zip(calls, outcomes, strict=True):
             if not answer.done():
-                answer.set_result(result)
+                answer.set_result(outcome)
+
+    def _reason(self, error: Exception) -> str:
+        if isinstance(error, RayError):
+            return str(translate(error, Origin(f"environment {self._name}", 0, "its node", "step")))
+        return f"environment {self._name} could not be called: {type(error).__name__}: {error}"
 
 
 def _remote_environment(actor: ActorHandle, name: str) -> RemoteEnvironment:

@@ -1,0 +1,88 @@
+"""The facade of an environment's pool, in front of an actor that answers as it is told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import ObjectLostError, RayActorError, RayError
+
+from rl_core.environment import Conversation, EnvironmentFailure, StepResult
+from rl_core.ray.environment import RemoteEnvironment
+
+BOUND_S = 60.0
+"""Most seconds that a test waits for what must come; long, as nothing is measured by it."""
+
+
+def turn(id: Any) -> Conversation:
+    return Conversation(id=str(id), messages=({"role": "user", "content": "?"},), info={}, completion=str(id))
+
+
+def remote(answer: Callable[[str, Any], Any]) -> RemoteEnvironment:
+    async def call(method: str, argument: Any) -> Any:
+        return answer(method, argument)
+
+    return RemoteEnvironment(SimpleNamespace(call=SimpleNamespace(remote=call)), name="judge")
+
+
+async def outcomes(environment: RemoteEnvironment, ids: Sequence[Any]) -> list[StepResult | EnvironmentFailure]:
+    async with asyncio.timeout(BOUND_S):
+        return await asyncio.gather(*(environment.step(turn(id)) for id in ids))
+
+
+def test_calls_made_together_travel_together_and_each_gets_its_own_answer() -> None:
+    sizes = []
+
+    def answer(method: str, conversations: Sequence[Conversation]) -> list[StepResult]:
+        sizes.append(len(conversations))
+        return [StepResult(float(conversation.completion)) for conversation in conversations]
+
+    assert [result.reward for result in asyncio.run(outcomes(remote(answer), range(10)))] == list(range(10))
+    assert sizes == [10]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RayActorError(),
+        RayError("the node is gone"),
+        ObjectLostError("00", "owner", "at"),
+        TypeError("cannot pickle"),
+        ValueError("a conversation can take one step at a time"),
+    ],
+)
+def test_whatever_a_call_raises_is_every_conversations_answer(error: Exception) -> None:
+    def answer(method: str, conversations: Sequence[Conversation]) -> list[StepResult]:
+        raise error
+
+    for outcome in asyncio.run(outcomes(remote(answer), range(3))):
+        assert isinstance(outcome, EnvironmentFailure)
+        assert "environment judge" in outcome.reason
+
+
+def test_too_few_answers_are_a_failure_of_each_conversation() -> None:
+    for outcome in asyncio.run(outcomes(remote(lambda method, conversations: [StepResult()]), range(3))):
+        assert isinstance(outcome, EnvironmentFailure)
+        assert "1 answers to 3 conversations" in outcome.reason
+
+
+def test_an_environment_that_failed_once_is_called_again() -> None:
+    calls = []
+
+    def answer(method: str, conversations: Sequence[Conversation]) -> list[StepResult]:
+        calls.append(len(conversations))
+        if len(calls) == 1:
+            raise RayError("for a moment")
+        return [StepResult(1.0) for _ in conversations]
+
+    async def run() -> None:
+        environment = remote(answer)
+        [first] = await outcomes(environment, [0])
+        [second] = await outcomes(environment, [0])
+        assert isinstance(first, EnvironmentFailure)
+        assert isinstance(second, StepResult)
+
+    asyncio.run(run())
