@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from rl_core.config import Config
+from rl_core.config import Config, EnvVars
 
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
@@ -157,6 +157,8 @@ class ModelConfig(Config):
     lora_cfg: LoraConfig = LoraConfig()
     sequence_packing: SequencePackingConfig = SequencePackingConfig()
     dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig()
+    env_vars: EnvVars = {}
+    """Environment variables of the model's workers, over those of `cluster.env_vars`."""
 
 
 def local_hf_config(policy: ModelConfig) -> dict[str, Any]:
@@ -207,3 +209,5 @@ class GenerationConfig(Config):
     """Seconds for which a replica that has work may make no progress (no token, no finished group); past it the stacks
     of its threads are written to its log, and it is replaced."""
     colocated: ColocatedConfig = ColocatedConfig()
+    env_vars: EnvVars = {}
+    """Environment variables of the engine's workers, over those of `cluster.env_vars`."""

@@ -188,6 +188,12 @@ def plugin(group: str, name: str) -> Any:
     return found.load()
 
 
+def plugin_packages() -> list[str]:
+    """Top-level packages that offer plugins, sorted; imports none of them."""
+    groups = (POLICIES, GENERATORS, ENVIRONMENTS, ALGORITHMS, DATASETS)
+    return sorted({entry.module.partition(".")[0] for group in groups for entry in entry_points(group=group)})
+
+
 def plugins(group: str) -> dict[str, Any]:
     """All installed plugins of a group by name."""
     return {name: plugin(group, name) for name in names(group)}

@@ -1,13 +1,14 @@
 """Ports that a worker keeps for itself until its ranks meet there."""
 
 import errno
+import logging
 import socket
 from datetime import timedelta
 
 import pytest
 from torch.distributed import TCPStore
 
-from rl_core.ray.host import hold_port
+from rl_core.ray.host import hold_port, log_to
 
 
 def test_nobody_else_gets_a_port_that_is_held():
@@ -25,3 +26,28 @@ def test_listeners_that_ranks_meet_at_open_on_a_port_that_is_held():
         store = TCPStore("127.0.0.1", port, 1, is_master=True, timeout=timedelta(seconds=5))
         store.set("met", "yes")
         assert store.get("met") == b"yes"
+
+
+@pytest.fixture
+def loggers():
+    """Levels and handlers as they were before."""
+    root, ours = logging.getLogger(), logging.getLogger("rl_core")
+    before = list(root.handlers), root.level, ours.level
+    root.setLevel(logging.WARNING)
+    yield
+    root.handlers[:], root.level, level = before
+    ours.setLevel(level)
+
+
+def test_a_workers_log_holds_the_projects_infos_and_everybodys_warnings(tmp_path, loggers):
+    log_to(str(tmp_path / "worker.log"))
+    for name in ("rl_core.torch.worker", "somebody.else"):
+        logging.getLogger(name).debug("a detail")
+        logging.getLogger(name).info("an info")
+        logging.getLogger(name).warning("a warning")
+    lines = [line.split(" ", 2)[2] for line in (tmp_path / "worker.log").read_text().splitlines()]
+    assert lines == [
+        "INFO rl_core.torch.worker: an info",
+        "WARNING rl_core.torch.worker: a warning",
+        "WARNING somebody.else: a warning",
+    ]

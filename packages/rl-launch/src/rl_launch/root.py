@@ -12,7 +12,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from pydantic import Field
 
-from rl_core.config import Config, Problem, RawConfig, Resolved, assemble, did_you_mean, load, resolve
+from rl_core.config import Config, EnvVars, Problem, RawConfig, Resolved, assemble, did_you_mean, load, resolve
 from rl_core.errors import ConfigError
 from rl_core.model_config import GenerationConfig, ModelConfig
 from rl_core.registry import (
@@ -53,6 +53,12 @@ class ClusterConfig(Config):
     worker_envs: Literal["auto", "shared", "isolated"] = "auto"
     """Where workers find their packages: the driver's environment (`shared`), ones built for them (`isolated`), or the
     driver's where it has all they need (`auto`)."""
+    env_vars: EnvVars = {}
+    """Environment variables of all workers on all nodes. Workers also get the driver's that begin with `NCCL_`,
+    `GLOO_`, `UCX_`, `FI_`, `HF_`, `TRANSFORMERS_`, `TOKENIZERS_`, `TORCH_`, `PYTORCH_`, `TORCHINDUCTOR_`,
+    `TORCHDYNAMO_`, `TRITON_`, `NVTE_`, `VLLM_`, `OMP_`, `MKL_`, `KMP_`, `CUDA_` or `MALLOC_`, except paths of CUDA,
+    numbers of threads and secrets (`HF_TOKEN`), which must be named here: `HF_TOKEN: ${oc.env:HF_TOKEN}`. What is set
+    here wins."""
 
 
 class RootConfig(Config):

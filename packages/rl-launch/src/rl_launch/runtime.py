@@ -32,7 +32,7 @@ from rl_launch.rollout_pool import Replica, RolloutPool
 from rl_launch.root import Backends
 from rl_launch.topology import GENERATION, POLICY, Topology, plan
 from rl_launch.weight_sync import Canary, WeightSync
-from rl_launch.worker_envs import provision, worker_variables
+from rl_launch.worker_envs import chosen_variables, provision, worker_variables
 from rl_launch.worker_envs.engine_checks import engine_problems
 from rl_launch.worker_envs.roles import role_specs
 
@@ -176,7 +176,7 @@ class Runtime:
         topology = self._topology
         nodes = self._cluster.reserve(topology.policy_nodes, topology.policy_ranks)
         self._exit.callback(self._cluster.release, nodes)
-        process = self._process(self._pythons.policy, num_gpus=1, ranks=topology.policy_ranks)
+        process = self._process(POLICY, self._pythons.policy, num_gpus=1, ranks=topology.policy_ranks)
         return ModelGroup(self._cluster, nodes, process, role=POLICY, logs=self._logs)
 
     def _begin_policy(self, spec: ModelSpec) -> ModelGroup:
@@ -249,7 +249,7 @@ class Runtime:
 
     def _colocated_starts(self, policy: ModelGroup) -> list[Start]:
         """Beside the policy's ranks, node by node, on the GPUs that Ray gave those."""
-        process = self._process(self._pythons.generation, num_gpus=0, ranks=1)
+        process = self._process(GENERATION, self._pythons.generation, num_gpus=0, ranks=1)
         starts: list[Start] = []
         for first in range(0, len(policy.places), self._topology.policy_ranks):
             places = policy.places[first : first + self._topology.policy_ranks]
@@ -265,7 +265,7 @@ class Runtime:
         nodes = self._cluster.reserve_replicas(topology.generation_nodes * topology.replicas_per_node, ranks)
         self._exit.callback(self._cluster.release, nodes)
         gpus = ranks if topology.device == "cuda" else 0
-        process = self._process(self._pythons.generation, num_gpus=gpus, ranks=1)
+        process = self._process(GENERATION, self._pythons.generation, num_gpus=gpus, ranks=1)
         placement = Placement(topology.device, (), _cores() // 2 or 1)
         hosts = [partial(self._cluster.start_async_worker, process, bundle=node[0]) for node in nodes]
         return [(host, placement) for host in hosts]
@@ -281,7 +281,7 @@ class Runtime:
         found: EnvironmentPlugin = plugin(ENVIRONMENTS, name)
         settings = getattr(self._config.env, name)
         actor = self._cluster.start_restarting_worker(
-            self._process(self._pythons.environments[name], num_gpus=0, ranks=1),
+            self._process(f"env.{name}", self._pythons.environments[name], num_gpus=0, ranks=1),
             f"{self._logs}/environment-{name}.log",
             f"environment {name}",
             ENVIRONMENT_POOL,
@@ -295,14 +295,21 @@ class Runtime:
         self._exit.callback(partial(_close_environment, actor, origin))
         return RemoteEnvironment(actor, name=name)
 
-    def _process(self, python: str, *, num_gpus: float, ranks: int) -> WorkerProcess:
+    def _process(self, role: str, python: str, *, num_gpus: float, ranks: int) -> WorkerProcess:
         variables = dict(worker_variables(python))
         if self._cluster.device == "cpu":
             threads = str(max(1, _cores() // ranks))
             variables |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "CUDA_VISIBLE_DEVICES": ""}
             variables |= {name: os.environ.get(name, value) for name, value in KEEP_FREED_MEMORY.items()}
             num_gpus = 0
+        variables |= chosen_variables(self._config.cluster.env_vars, self._env_vars_of(role))
         return WorkerProcess(python, variables, num_gpus)
+
+    def _env_vars_of(self, role: str) -> Mapping[str, str]:
+        if role == POLICY:
+            return self._backends.policy.config.env_vars
+        generation = self._backends.generation
+        return generation.config.env_vars if role == GENERATION and generation else {}
 
 
 def _cores() -> int:

@@ -2,7 +2,7 @@ import sys
 
 import pytest
 
-from rl_launch.worker_envs import worker_variables
+from rl_launch.worker_envs import chosen_variables, worker_variables
 
 
 @pytest.fixture(autouse=True)
@@ -34,3 +34,31 @@ def test_bytecode_goes_aside_where_the_driver_writes_none_and_has_none(monkeypat
         "PYTHONDONTWRITEBYTECODE": "",
         "PYTHONPYCACHEPREFIX": str(tmp_path / "pycache"),
     }
+
+
+def test_settings_of_engines_libraries_reach_workers_on_other_nodes(monkeypatch):
+    monkeypatch.setenv("NCCL_IB_HCA", "mlx5_0")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    found = chosen_variables()
+    assert (found["NCCL_IB_HCA"], found["GLOO_SOCKET_IFNAME"], found["HF_HUB_OFFLINE"]) == ("mlx5_0", "eth1", "1")
+
+
+@pytest.mark.parametrize(
+    "name", ["HF_TOKEN", "VLLM_API_KEY", "HF_SECRET_X", "CUDA_VISIBLE_DEVICES", "CUDA_HOME", "OMP_NUM_THREADS", "PATH"]
+)
+def test_secrets_and_what_describes_the_drivers_machine_stay_there(monkeypatch, name):
+    monkeypatch.setenv(name, "x")
+    assert name not in chosen_variables()
+
+
+def test_a_parallelism_setting_of_tokenizers_is_not_taken_for_a_token(monkeypatch):
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    assert chosen_variables()["TOKENIZERS_PARALLELISM"] == "false"
+
+
+def test_a_config_wins_over_the_driver_and_the_nearer_section_over_the_wider(monkeypatch):
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    monkeypatch.setenv("HF_TOKEN", "not forwarded")
+    chosen = chosen_variables({"NCCL_DEBUG": "INFO", "HF_TOKEN": "named"}, {"NCCL_DEBUG": "TRACE"})
+    assert (chosen["NCCL_DEBUG"], chosen["HF_TOKEN"]) == ("TRACE", "named")

@@ -20,6 +20,7 @@ typed.
 
 from rl_core.config.diff import ABSENT, Change, diff
 from rl_core.config.dump import to_yaml
+from rl_core.config.env_vars import EnvVars
 from rl_core.config.explain import Explanation, explain
 from rl_core.config.keys import all_keys
 from rl_core.config.loader import RawConfig, load
@@ -35,6 +36,7 @@ __all__ = [
     "DEFAULT",
     "Change",
     "Config",
+    "EnvVars",
     "Explanation",
     "Origin",
     "Problem",

@@ -14,7 +14,7 @@ import ray
 
 from rl_core.errors import RLError, WorkerError
 from rl_core.ray.stacks import write_stacks_on_signal
-from rl_core.registry import resolve
+from rl_core.registry import plugin_packages, resolve
 
 _log = logging.getLogger(__name__)
 
@@ -143,13 +143,15 @@ class RestartingHost(AsyncWorkerHost):
 
 
 def log_to(path: str) -> None:
-    """Send log records of this process, warnings and above besides those of the project, to a file, and on `SIGNAL` of
-    `rl_core.ray.stacks` the stacks of its threads.
+    """Send log records of this process to a file, those of packages with plugins from INFO and others from WARNING,
+    and on `SIGNAL` of `rl_core.ray.stacks` the stacks of its threads.
     """
     write_stacks_on_signal(path)
     handler = logging.FileHandler(path, delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.getLogger().addHandler(handler)
+    for package in ("rl_core", *plugin_packages()):
+        logging.getLogger(package).setLevel(logging.INFO)
 
 
 def plain(error: BaseException) -> RLError:

@@ -21,6 +21,8 @@ MAY_CHANGE = (
     "checkpointing.*",
     "logger.*",
     "cluster.*",
+    "policy.env_vars*",
+    "policy.generation.env_vars*",
     "*.max_num_steps",
     "*.max_num_epochs",
     "*.val_period",

@@ -7,7 +7,7 @@ from rl_launch.worker_envs.outlook import Outlook, outlooks
 from rl_launch.worker_envs.plan import local_plan, portable_plan
 from rl_launch.worker_envs.provision import Mode, homes, provision
 from rl_launch.worker_envs.spec import ROLLOUT_WORKER, TRAINER, Wanted, WorkerEnvSpec, worker_env
-from rl_launch.worker_envs.variables import worker_variables
+from rl_launch.worker_envs.variables import chosen_variables, worker_variables
 
 __all__ = [
     "ROLLOUT_WORKER",
@@ -19,6 +19,7 @@ __all__ = [
     "Wanted",
     "WorkerEnvSpec",
     "build",
+    "chosen_variables",
     "default_root",
     "engine_problems",
     "homes",

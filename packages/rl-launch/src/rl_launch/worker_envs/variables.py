@@ -4,13 +4,43 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from rl_launch.worker_envs.node_build import default_root
 
 # an outer `uv run` leaves these, and a worker would believe it is in the driver's project
 _LEAKING = ("UV", "UV_PROJECT", "UV_PROJECT_ENVIRONMENT", "UV_RUN_RECURSION_DEPTH")
+
+FORWARDED_PREFIXES = (
+    "CUDA_",
+    "FI_",
+    "GLOO_",
+    "HF_",
+    "KMP_",
+    "MALLOC_",
+    "MKL_",
+    "NCCL_",
+    "NVTE_",
+    "OMP_",
+    "PYTORCH_",
+    "TOKENIZERS_",
+    "TORCHDYNAMO_",
+    "TORCHINDUCTOR_",
+    "TORCH_",
+    "TRANSFORMERS_",
+    "TRITON_",
+    "UCX_",
+    "VLLM_",
+)
+"""Beginnings of the driver's variables that its workers get on every node."""
+
+# paths and counts of the driver's machine, and devices that placement decides
+_OF_THE_MACHINE = {"CUDA_HOME", "CUDA_PATH", "CUDA_VISIBLE_DEVICES", "MKL_NUM_THREADS", "OMP_NUM_THREADS"}
+
+_SECRET = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|KEY)(_|$)")
 
 
 def worker_variables(python: str) -> dict[str, str]:
@@ -37,6 +67,32 @@ def worker_variables(python: str) -> dict[str, str]:
             default_root().parent / "pycache"
         )
     return variables
+
+
+def chosen_variables(*sections: Mapping[str, str]) -> dict[str, str]:
+    """What the user set for a worker.
+
+    Args:
+        sections: `env_vars` of the config that apply to it, from the most general to its own. The later win, and all of
+            them win over the driver's variables.
+    """
+    chosen = forwarded_variables()
+    for section in sections:
+        chosen.update(section)
+    return chosen
+
+
+def forwarded_variables() -> dict[str, str]:
+    """The driver's variables that its workers get on every node: settings of the engines' libraries.
+
+    Secrets are left out: a token that workers need is named in `cluster.env_vars`. So is what describes the driver's
+    machine alone.
+    """
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(FORWARDED_PREFIXES) and name not in _OF_THE_MACHINE and not _SECRET.search(name)
+    }
 
 
 def worker_process_environment(python: str) -> dict[str, str]:
