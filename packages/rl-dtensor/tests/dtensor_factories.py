@@ -9,7 +9,6 @@ from rl_core.testing.pooled_model import HELD
 from rl_core.testing.rank_pool import Rank
 from rl_core.torch import export
 from rl_core.torch.logprobs import LogitTransform
-from rl_core.torch.transport import ipc
 from rl_dtensor import model
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.worker import DTensorWorker
@@ -49,18 +48,6 @@ def forget_transforms(rank: Rank) -> None:
 def recall_transforms(rank: Rank) -> None:
     """Undo `forget_transforms`."""
     model.logit_transform = rank.held.pop("logit_transform")
-
-
-def meet_apart(rank: Rank) -> None:
-    """Have senders of this process wait where only receivers of its rank look, as senders on GPUs do."""
-    original = ipc._meeting_place
-    rank.held["meeting_place"] = original
-    ipc._meeting_place = lambda transport, device: f"{original(transport, device)}/{rank.rendezvous.rank}"
-
-
-def meet_again(rank: Rank) -> None:
-    """Undo `meet_apart`."""
-    ipc._meeting_place = rank.held.pop("meeting_place")
 
 
 def compile_plainly(rank: Rank) -> None:

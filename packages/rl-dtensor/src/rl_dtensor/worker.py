@@ -18,6 +18,7 @@ from rl_core.model_config import ModelConfig
 from rl_core.torch.export import export_dtype
 from rl_core.torch.flops import peak_flops, speed_metrics
 from rl_core.torch.optimizer import build_schedule
+from rl_core.torch.publishing import manifest_of, send_weights
 from rl_core.torch.reference import Reference
 from rl_core.torch.skipped_steps import SkippedSteps
 from rl_core.torch.worker import RankWorker
@@ -28,7 +29,6 @@ from rl_dtensor.export import export_model
 from rl_dtensor.model import build_model
 from rl_dtensor.optimizer import build_sharded_optimizer
 from rl_dtensor.parallel.mesh import Mesh
-from rl_dtensor.publishing import manifest_of, send_weights
 from rl_dtensor.residency import ModelResidency
 from rl_dtensor.step import run_evaluation, run_reads, run_train_step
 
@@ -133,7 +133,7 @@ class DTensorWorker(RankWorker):
     def send(self, manifest: Manifest, transport: Transport) -> Digests:
         """Gather the weights bucket by bucket and send them, from rank 0 or from every rank."""
         self._residency.require("parameters")
-        return send_weights(self._model.weights, manifest, transport, self._config.precision, self._mesh)
+        return send_weights(self._model.weights.stream(self._config.precision), manifest, transport, self._mesh)
 
     def close(self) -> None:
         """Leave the process group and free the device, once what is being written has been."""

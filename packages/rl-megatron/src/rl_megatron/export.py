@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +46,13 @@ def export_model(
     plan = ExportPlan.of(path, weights.specs(dtype))
     lead(mesh.control, lambda: _write_settings(model, path, dtype=dtype))
     lead(mesh.control, lambda: copy_side_files(path, source=source, tokenizer=tokenizer, settings=settings))
-    stream = weights.stream(dtype)
+    stream = chain.from_iterable(weights.stream(dtype))
     for index, bucket in enumerate(plan.files):
         gathered: dict[str, Tensor] = {}
         for _ in bucket:
-            spec, tensor = next(stream)
+            name, tensor = next(stream)
             if tensor is not None:
-                gathered[spec.name] = tensor.cpu().contiguous()
+                gathered[name] = tensor.cpu().contiguous()
         lead(mesh.control, partial(plan.write, index, gathered))
     lead(mesh.control, plan.write_index)
 

@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from rl_core.torch.model_files import OpenWeights, WeightFiles
-from rl_core.weights import TensorSpec
+from rl_core.weights import TensorSpec, num_bytes
 from rl_megatron.conversion.names import held_weights
 from rl_megatron.conversion.splits import Vocabulary, Whole
 from rl_megatron.conversion.weight_map import HFTensor, WeightMap
 from rl_megatron.families.family import family_of
+from rl_megatron.gathering import Gathering, Holding
 from rl_megatron.lora import drawn_down
 from rl_megatron.model import ReadingModel
 from rl_megatron.parallel.mesh import Mesh
@@ -25,6 +26,8 @@ from rl_megatron.parallel.mesh import Mesh
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
 SCORE = "score.weight"
+BUCKET_BYTES = 64 * 2**20
+"""Of the weights that `stream` brings together at one time, where it is not told otherwise."""
 SHOWN = 8
 """Most names that an error spells out."""
 
@@ -65,7 +68,12 @@ class Weights:
         self.maps = [*self._own_maps, *adapters]
         self.held = held_weights(model, parallel_state.get_expert_model_parallel_rank())
         self._check()
-        self._holders = self._find_holders()
+        holdings = {
+            entry.target: Holding(self._place.of(entry)[0], tuple(self.held[entry.target].shape))
+            for entry in self.maps
+            if entry.target in self.held
+        }
+        self._gathering = Gathering(self.held, holdings, mesh)
         is_first = self._place.tp[0] == 0
         self._counted = {
             self.held[entry.target]: entry.copy_of is None and (is_first or not isinstance(entry.split, Whole))
@@ -81,11 +89,7 @@ class Weights:
 
     def specs(self, dtype: str) -> list[TensorSpec]:
         """All tensors by Hugging Face name, in the order of `stream`."""
-        return [
-            TensorSpec(source.name, source.shape, entry.dtype or dtype)
-            for entry in self._sent
-            for source in entry.sources
-        ]
+        return [spec for entry in self._sent for spec in _specs_of(entry, dtype)]
 
     @property
     def kept(self) -> dict[str, Tensor]:
@@ -119,16 +123,27 @@ class Weights:
                     target.copy_(entry.split.part(_reader(opened, entry), index, size))
         self._start_adapters(seed)
 
-    def stream(self, dtype: str) -> Iterator[tuple[TensorSpec, Tensor | None]]:
-        """All tensors one after another, adapters merged, whole on rank 0 and None elsewhere; collective.
+    def stream(
+        self, dtype: str, *, everywhere: bool = False, bucket_bytes: int = BUCKET_BYTES
+    ) -> Iterator[list[tuple[str, Tensor | None]]]:
+        """Parameter by parameter its tensors by Hugging Face name, adapters merged, in the order of `specs`;
+        collective.
 
-        No rank holds more than one parameter beside its own. Each is cast before it travels.
+        Args:
+            everywhere: whether every rank gets them whole; otherwise rank 0 does, and others get None.
+            bucket_bytes: of the parameters that are brought together at one time, the last of them excepted. No rank
+                holds more beside its own.
         """
+        bucket: list[tuple[WeightMap, torch.dtype]] = []
+        size = 0
         for entry in self._sent:
-            joined = self._merged(entry, getattr(torch, entry.dtype or dtype))
-            for number, source in enumerate(entry.sources):
-                spec = TensorSpec(source.name, source.shape, entry.dtype or dtype)
-                yield spec, None if joined is None else joined[number]
+            wanted = entry, getattr(torch, entry.dtype or dtype)
+            bucket.append(wanted)
+            size += sum(num_bytes(spec) for spec in _specs_of(entry, dtype))
+            if size >= bucket_bytes:
+                yield from self._merged(bucket, everywhere=everywhere)
+                bucket, size = [], 0
+        yield from self._merged(bucket, everywhere=everywhere)
 
     def share(self, entry: WeightMap) -> tuple[int, int]:
         """This rank's share of a parameter, and the number of shares."""
@@ -139,7 +154,7 @@ class Weights:
         share, _ = self._place.of(entry)
         if entry.copy_of is not None:
             return False
-        return self._holders[entry.target][share][0] == self._mesh.rank
+        return self._gathering.first_holder(entry.target, share) == self._mesh.rank
 
     def is_counted(self, parameter: nn.Parameter) -> bool:
         """Whether no other rank of the same data-parallel index holds the same elements, so that they count once in a
@@ -160,55 +175,33 @@ class Weights:
             down.copy_(adapter.down.split.part(partial(_part_of, whole), *self._place.of(adapter.down)))
             up.zero_()
 
-    @torch.no_grad()
-    def _merged(self, entry: WeightMap, dtype: torch.dtype) -> tuple[Tensor, ...] | None:
-        """As `_joined`, with what adapters add, in float32."""
-        adapters = [self._model.adapters.get(source.name) for source in entry.sources]
-        if not any(adapters):
-            return self._joined(entry, dtype)
+    def _merged(
+        self, bucket: Sequence[tuple[WeightMap, torch.dtype]], *, everywhere: bool
+    ) -> Iterator[list[tuple[str, Tensor | None]]]:
+        """The tensors of each parameter by name, with what adapters add in float32."""
         held = self._model.config.params_dtype
-        weights = self._joined(entry, held)
-        merged = []
-        for number, adapter in enumerate(adapters):
-            weight = None if weights is None else weights[number].float()
-            if adapter is not None:
-                down, up = self._joined(adapter.down, held), self._joined(adapter.up, held)
-                if weight is not None:
-                    assert down is not None
-                    assert up is not None
-                    weight = weight + adapter.scale * (up[0].float() @ down[0].float())
-            merged.append(weight)
-        return None if weights is None else tuple(weight.to(dtype) for weight in merged if weight is not None)
-
-    def _joined(self, entry: WeightMap, dtype: torch.dtype) -> tuple[Tensor, ...] | None:
-        """Rank 0 takes each share from the first rank that has it."""
-        parts: list[Tensor] = []
-        own = self.held[entry.target].detach().to(dtype).contiguous() if entry.target in self.held else None
-        for holder, shape in self._holders[entry.target]:
-            if self._mesh.rank != 0:
-                if holder == self._mesh.rank:
-                    assert own is not None
-                    dist.send(own, 0)
-            elif holder == 0:
-                assert own is not None
-                parts.append(own)
-            else:
-                part = torch.empty(shape, dtype=dtype, device=self._mesh.device)
-                dist.recv(part, holder)
-                parts.append(part)
-        return entry.split.join(parts) if self._mesh.rank == 0 else None
-
-    def _find_holders(self) -> dict[str, list[tuple[int, tuple[int, ...]]]]:
-        """For every parameter the lowest rank of each share, and the share's shape."""
-        index = {entry.target: self._place.of(entry)[0] for entry in self.maps if entry.target in self.held}
-        mine = {target: (share, tuple(self.held[target].shape)) for target, share in index.items()}
-        everyone: list[dict[str, tuple[int, tuple[int, ...]]]] = [{}] * self._mesh.world_size
-        dist.all_gather_object(everyone, mine, group=self._mesh.control)
-        holders: dict[str, dict[int, tuple[int, tuple[int, ...]]]] = {}
-        for rank, theirs in enumerate(everyone):
-            for target, (share, shape) in theirs.items():
-                holders.setdefault(target, {}).setdefault(share, (rank, shape))
-        return {target: [shares[share] for share in sorted(shares)] for target, shares in holders.items()}
+        names = [[source.name for source in entry.sources] for entry, _ in bucket]
+        adapters = {name: self._model.adapters[name] for name in chain(*names) if name in self._model.adapters}
+        wanted = [
+            (entry, dtype if adapters.keys().isdisjoint(own) else held)
+            for (entry, dtype), own in zip(bucket, names, strict=True)
+        ]
+        halves = [(half, held) for adapter in adapters.values() for half in (adapter.down, adapter.up)]
+        whole = self._gathering.join([*wanted, *halves], everywhere=everywhere)
+        factors = dict(
+            zip(adapters, zip(whole[len(bucket) :: 2], whole[len(bucket) + 1 :: 2], strict=True), strict=True)
+        )
+        for (_, dtype), own, tensors in zip(bucket, names, whole, strict=False):
+            if tensors is None:
+                yield [(name, None) for name in own]
+                continue
+            merged = dict(zip(own, tensors, strict=True))
+            for name in adapters.keys() & merged.keys():
+                down, up = factors[name]
+                assert down is not None
+                assert up is not None
+                merged[name] = merged[name].float() + adapters[name].scale * (up[0].float() @ down[0].float())
+            yield [(name, tensor.to(dtype)) for name, tensor in merged.items()]
 
     def _check(self) -> None:
         known = {entry.target for entry in self.maps}
@@ -239,6 +232,10 @@ class Weights:
         layer = name.removeprefix("model.layers.").partition(".")[0]
         is_beyond = layer.isdigit() and int(layer) >= self._model.hf.num_hidden_layers
         return is_beyond or name.endswith("rotary_emb.inv_freq")
+
+
+def _specs_of(entry: WeightMap, dtype: str) -> list[TensorSpec]:
+    return [TensorSpec(source.name, source.shape, entry.dtype or dtype) for source in entry.sources]
 
 
 def _head_maps(model: ReadingModel) -> list[WeightMap]:

@@ -148,16 +148,19 @@ class MegatronWorker(RankWorker):
 
     def manifest(self, version: int) -> Manifest:
         """All weights in the compute dtype, by Hugging Face name."""
-        from rl_megatron.publishing import manifest_of
+        from rl_core.torch.publishing import manifest_of
 
         return manifest_of(self._weights, version, self._config.precision)
 
     def send(self, manifest: Manifest, transport: Transport) -> Digests:
-        """Bring the weights to rank 0 and send them from there."""
-        from rl_megatron.publishing import send_weights
+        """Bring the weights together bucket by bucket and send them, from rank 0 or from every rank."""
+        from rl_core.torch.publishing import send_weights
 
         self._residency.require("parameters")
-        return send_weights(self._weights, manifest, transport, self._config.precision, self._mesh)
+        stream = self._weights.stream(
+            self._config.precision, everywhere=transport.every_rank_sends, bucket_bytes=transport.bucket_bytes
+        )
+        return send_weights(stream, manifest, transport, self._mesh)
 
     def close(self) -> None:
         """Leave the process groups and free the device, once what is being written has been."""
