@@ -21,9 +21,10 @@ from typing import get_args
 import torch
 from measurement import seconds, surroundings, table
 
+from rl_core.devices import CPU, CUDA, Device
 from rl_core.torch.digest import digest
 from rl_core.torch.transport import open_receiver, open_sender
-from rl_core.weights import BUCKET_BYTES, Manifest, TensorSpec, Transport, TransportKind
+from rl_core.weights import Manifest, TensorSpec, Transport, TransportKind
 
 CASES = ("3:64", "100:12", "1000:120")
 MEGABYTE = 10**6
@@ -61,18 +62,18 @@ def main() -> None:
     if chosen.quick:
         cases, repeats = [Case(3, 64), Case(50, 6)], 2
     torch.set_num_threads(chosen.threads)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    print(f"{surroundings('rl-core', 'torch')}; {device.type}, {chosen.threads} threads, best of {repeats}\n")
+    device = CUDA if torch.cuda.is_available() else CPU
+    print(f"{surroundings('rl-core', 'torch')}; {device.name}, {chosen.threads} threads, best of {repeats}\n")
     for case in cases:
         print(f"{case.megabytes} MB in {case.num_tensors} tensors\n")
         print(measured(case, device, repeats, chosen.threads))
         print()
 
 
-def measured(case: Case, device: torch.device, repeats: int, threads: int) -> str:
+def measured(case: Case, device: Device, repeats: int, threads: int) -> str:
     """The table of one case."""
     manifest = case.manifest()
-    tensors = {spec.name: torch.randn(spec.shape, device=device) for spec in manifest.tensors}
+    tensors = {spec.name: torch.randn(spec.shape, device=device.torch_device) for spec in manifest.tensors}
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     targets = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     taken = {
@@ -93,14 +94,14 @@ def transfer(
     kind: TransportKind,
     manifest: Manifest,
     tensors: Mapping[str, torch.Tensor],
-    device: torch.device,
+    device: Device,
     repeats: int,
     threads: int,
 ) -> float:
     """Seconds of the fastest of several transfers to a process that copies what arrives into tensors of its own."""
     context = multiprocessing.get_context("spawn")
     transports = [
-        Transport(kind, f"127.0.0.1:{free_port()}", num_receivers=1, bucket_bytes=BUCKET_BYTES[device.type])
+        Transport(kind, f"127.0.0.1:{free_port()}", num_receivers=1, bucket_bytes=device.bucket_bytes)
         for _ in range(repeats)
     ]
     ready = context.Event()
@@ -123,8 +124,8 @@ def transfer(
 def receive(manifest: Manifest, transports: list[Transport], ready: Event, threads: int) -> None:
     """The other process."""
     torch.set_num_threads(threads)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    targets = {spec.name: torch.zeros(spec.shape, device=device) for spec in manifest.tensors}
+    device = CUDA if torch.cuda.is_available() else CPU
+    targets = {spec.name: torch.zeros(spec.shape, device=device.torch_device) for spec in manifest.tensors}
     for transport in transports:
         ready.set()
         with open_receiver(manifest, transport, 1, device) as arriving:
@@ -137,14 +138,14 @@ def copy(tensors: Iterable[tuple[str, torch.Tensor]], targets: Mapping[str, torc
         targets[name].copy_(tensor)
 
 
-def best(work: Callable[[], object], device: torch.device, repeats: int) -> float:
+def best(work: Callable[[], object], device: Device, repeats: int) -> float:
     """Seconds of the fastest of several runs, after one that does not count."""
     work()
     taken = []
     for _ in range(repeats):
         started = time.perf_counter()
         work()
-        if device.type == "cuda":
+        if device.runs_on_gpus:
             torch.cuda.synchronize()
         taken.append(time.perf_counter() - started)
     return min(taken)

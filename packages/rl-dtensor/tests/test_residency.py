@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from rl_core.devices import CPU
 from rl_core.torch.parked import Parked
 
 
@@ -10,7 +11,7 @@ from rl_core.torch.parked import Parked
 def test_aliases_keep_seeing_the_same_bytes(dtype):
     base = torch.randn(6, 4).to(dtype)
     view, expected = base[2:], base.clone()
-    parked = Parked([base, view, torch.zeros(0)])
+    parked = Parked([base, view, torch.zeros(0)], CPU)
     assert base.untyped_storage().nbytes() == 0
     parked.restore()
     assert base.equal(expected)

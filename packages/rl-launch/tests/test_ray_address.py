@@ -2,6 +2,7 @@ import socket
 
 import pytest
 
+from rl_core.devices import CPU
 from rl_core.errors import ConfigError
 from rl_launch.cluster import VirtualCluster
 from rl_launch.device import resolve_device
@@ -23,7 +24,7 @@ def stale(monkeypatch):
     [
         check_ray_address,
         lambda: resolve_device("auto"),
-        lambda: VirtualCluster(device="cpu", num_nodes=1, ranks_per_node=1),
+        lambda: VirtualCluster(device=CPU, num_nodes=1, ranks_per_node=1),
     ],
     ids=["at once", "to see its devices", "to run there"],
 )

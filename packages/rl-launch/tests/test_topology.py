@@ -1,10 +1,11 @@
 import pytest
 
+from rl_core.devices import CPU, CUDA, REHEARSAL
 from rl_core.model_config import ColocatedConfig, ColocatedResources
 from rl_launch.topology import colocated_problems, plan, topology_problems
 
 
-def make(num_nodes=1, ranks=8, device="cuda", replica_ranks=2, colocated=True, gpus=None, nodes=None):
+def make(num_nodes=1, ranks=8, device=CUDA, replica_ranks=2, colocated=True, gpus=None, nodes=None):
     resources = ColocatedResources(gpus_per_node=gpus, num_nodes=nodes)
     settings = ColocatedConfig(enabled=colocated, resources=resources)
     return plan(
@@ -34,14 +35,25 @@ def test_on_several_nodes_separate_generation_takes_whole_nodes():
 
 
 def test_cores_are_not_divided_among_replicas():
-    topology = make(device="cpu", ranks=2, replica_ranks=1)
+    topology = make(device=CPU, ranks=2, replica_ranks=1)
     assert topology.replicas_per_node == 1
     assert not topology.shares_devices
     assert topology.transport == "ipc"
 
 
+def test_a_rehearsal_has_the_topology_of_gpus():
+    for settings in (
+        {"num_nodes": 2},
+        {"colocated": False, "gpus": 2},
+        {"num_nodes": 4, "colocated": False, "nodes": 1},
+    ):
+        rehearsed, real = make(device=REHEARSAL, **settings), make(**settings)
+        assert (rehearsed.transport, rehearsed.replicas_per_node) == (real.transport, real.replicas_per_node)
+        assert rehearsed.shares_devices == real.shares_devices
+
+
 def test_an_algorithm_without_generation_uses_every_device():
-    topology = plan(num_nodes=2, ranks_per_node=4, device="cuda", colocated=None, replica_ranks=1)
+    topology = plan(num_nodes=2, ranks_per_node=4, device=CUDA, colocated=None, replica_ranks=1)
     assert (topology.policy_nodes, topology.policy_ranks) == (2, 4)
 
 

@@ -261,10 +261,11 @@ def test_no_engine_outlives_a_killed_process_in_front(tmp_path: Path) -> None:
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
-def test_gpus_must_match_the_ranks(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="needs as many GPUs"):
+def test_gpus_must_match_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    with pytest.raises(ValueError, match="needs 2 GPUs, but its process sees: 4"):
         VllmGenerator(
-            GenerationConfig(), VllmConfig(tensor_parallel_size=2), model_config(tmp_path), Placement("cuda", gpus=(0,))
+            GenerationConfig(), VllmConfig(tensor_parallel_size=2), model_config(tmp_path), Placement("cuda", ("4",))
         )
 
 

@@ -7,6 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from rl_core.config import assemble
+from rl_core.devices import CPU, CUDA
 from rl_core.generation import Placement
 from rl_core.model_config import GenerationConfig, ModelConfig
 from rl_core.registry import GENERATORS, plugin, resolve
@@ -37,9 +38,9 @@ def test_engine_arguments_that_follow_from_elsewhere_are_refused_by_name() -> No
 def test_several_ranks_cannot_share_one_process() -> None:
     with pytest.raises(ValueError, match=r"own_process.*4 ranks are processes of their own"):
         VllmConfig(tensor_parallel_size=2, pipeline_parallel_size=2, own_process=False)
-    assert VllmConfig(tensor_parallel_size=2).has_own_process("cpu")
-    assert not VllmConfig().has_own_process("cpu")
-    assert VllmConfig().has_own_process("cuda")
+    assert VllmConfig(tensor_parallel_size=2).has_own_process(CPU)
+    assert not VllmConfig().has_own_process(CPU)
+    assert VllmConfig().has_own_process(CUDA)
 
 
 def test_a_completion_must_leave_room_for_its_prompt() -> None:

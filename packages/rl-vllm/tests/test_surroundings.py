@@ -9,9 +9,9 @@ from rl_core.generation import Placement
 from rl_vllm import surroundings
 
 
-def test_a_replica_on_gpus_sees_only_its_own() -> None:
-    found = surroundings.variables(Placement("cuda", gpus=(2, 5)), eager=False)
-    assert found["CUDA_VISIBLE_DEVICES"] == "2,5"
+def test_a_replica_on_gpus_keeps_the_gpus_that_it_was_shown() -> None:
+    found = surroundings.variables(Placement("cuda"), eager=False)
+    assert "CUDA_VISIBLE_DEVICES" not in found
     assert "TORCHDYNAMO_DISABLE" not in found
     assert not [name for name in found if name.startswith("VLLM_CPU")]
 

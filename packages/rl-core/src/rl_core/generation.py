@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from rl_core.devices import Device, device_named
 from rl_core.environment import Conversation, StepResult
 from rl_core.rollout import Completion, Message, Prompt, Rollout, RolloutGroup
 from rl_core.weights import WeightSink
@@ -115,14 +116,34 @@ class Placement:
     """Where a replica's engine runs.
 
     Args:
-        device: `cpu` or `cuda`.
-        gpus: CUDA device indices on this node, in rank order; empty on CPU.
+        device: name of the kind of device.
+        gpus: the GPUs of its node that it has, in rank order, as `CUDA_VISIBLE_DEVICES` lists them; none means those
+            that its process sees.
         cpu_threads: OpenMP threads per rank on CPU.
     """
 
     device: str
-    gpus: tuple[int, ...] = ()
+    gpus: tuple[str, ...] = ()
     cpu_threads: int = 1
+
+    @property
+    def kind(self) -> Device:
+        """The device of its first rank."""
+        return device_named(self.device)
+
+    def claim(self, num_ranks: int) -> Device:
+        """Have this process see the GPUs of the placement alone; the device of the first rank.
+
+        Called before an engine initialises its devices.
+
+        Raises:
+            ValueError: if a rank has no GPU, or a GPU no rank.
+        """
+        self.kind.claim(self.gpus)
+        if self.kind.has_gpus and len(self.kind.visible()) != num_ranks:
+            seen = ", ".join(self.kind.visible()) or "none"
+            raise ValueError(f"a replica of {num_ranks} ranks needs {num_ranks} GPUs, but its process sees: {seen}")
+        return self.kind
 
 
 class GenerationClient(Protocol):

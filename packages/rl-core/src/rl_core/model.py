@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from rl_core.batch import Batch
+from rl_core.devices import Device, device_named
 from rl_core.mesh import Coordinates
 from rl_core.metrics import Metric
 from rl_core.weights import WeightSource
@@ -168,7 +169,7 @@ class Rendezvous:
         rank, world_size: among the ranks of this model.
         local_rank: among its ranks on the same node.
         address, port: where rank 0 listens.
-        device: `cpu` or `cuda`; on `cuda` the process sees exactly one GPU.
+        device: name of the kind of device; the rank computes on the first one that its process sees.
         timeout_s: bound of every collective.
     """
 
@@ -177,8 +178,13 @@ class Rendezvous:
     local_rank: int
     address: str
     port: int
-    device: Literal["cpu", "cuda"]
+    device: str
     timeout_s: float = 600.0
+
+    @property
+    def kind(self) -> Device:
+        """The device that this rank computes on."""
+        return device_named(self.device)
 
 
 @dataclass(frozen=True)

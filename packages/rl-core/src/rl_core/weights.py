@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from rl_core.devices import CUDA
 from rl_core.errors import WeightSyncError
 
 TransportKind = Literal["ipc", "collective", "disk"]
@@ -54,11 +55,6 @@ class Peer:
     device: str
 
 
-BUCKET_BYTES = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
-"""Of a transfer by device. Host memory that is small enough to be filled while the one before is read, and again before
-caches forget it, makes a transfer twice as fast; on GPUs what is agreed on for each bucket counts."""
-
-
 @dataclass(frozen=True)
 class Transport:
     """How one transfer runs; the same value goes to all senders and receivers.
@@ -76,7 +72,7 @@ class Transport:
     kind: TransportKind
     address: str
     num_receivers: int
-    bucket_bytes: int = BUCKET_BYTES["cuda"]
+    bucket_bytes: int = CUDA.bucket_bytes
     timeout_s: float = 300.0
     every_rank_sends: bool = False
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from rl_core.devices import CPU
 from rl_core.torch import host_slabs
 from rl_core.torch.host_slabs import SMALLEST_BYTES, HostSlabs, bytes_of, slab_sizes
 from rl_core.torch.parked import Parked
@@ -44,7 +45,7 @@ def test_parts_that_are_parked_share_their_allocations(monkeypatch):
     monkeypatch.setattr(host_slabs, "slab_sizes", lambda num_bytes: made.append(num_bytes) or slab_sizes(num_bytes))
     tensors = [torch.randn(100) for _ in range(50)]
     copies = [tensor.clone() for tensor in tensors]
-    parked = Parked(tensors)
+    parked = Parked(tensors, CPU)
     assert made == [50 * 400]
     parked.restore()
     assert all(torch.equal(*pair) for pair in zip(tensors, copies, strict=True))

@@ -2,13 +2,14 @@
 
 import torch
 
+from rl_core.devices import CPU
 from rl_core.torch.parked import Parked
 
 
 def test_values_come_back_under_every_alias():
     whole = torch.arange(12, dtype=torch.float32)
     rows, other = whole.view(3, 4)[1:], torch.ones(2, dtype=torch.bfloat16)
-    parked = Parked([rows, whole, other])
+    parked = Parked([rows, whole, other], CPU)
     assert whole.untyped_storage().nbytes() == 0
     assert other.untyped_storage().nbytes() == 0
     parked.restore()
@@ -21,7 +22,7 @@ def test_values_come_back_under_every_alias():
 
 def test_what_is_not_kept_comes_back_as_zeros():
     buffer = torch.full((5,), 3.0)
-    parked = Parked([buffer], keeps=False)
+    parked = Parked([buffer], CPU, keeps=False)
     assert buffer.untyped_storage().nbytes() == 0
     parked.restore()
     assert torch.equal(buffer, torch.zeros(5))
@@ -29,7 +30,7 @@ def test_what_is_not_kept_comes_back_as_zeros():
 
 def test_nothing_is_parked_twice():
     tensor = torch.ones(3)
-    first, second = Parked([tensor]), Parked([tensor])
+    first, second = Parked([tensor], CPU), Parked([tensor], CPU)
     second.restore()
     assert tensor.untyped_storage().nbytes() == 0
     first.restore()

@@ -322,7 +322,7 @@ def build_model(
     """
     hf_config = read_config(folder, config.hf_config_overrides)
     problems = (
-        *device_problems(backend, precision=config.precision, device=mesh.device.type),
+        *device_problems(backend, precision=config.precision, device=mesh.kind.kernels),
         *shape_problems(backend, _fields(hf_config)),
     )
     for problem in problems:

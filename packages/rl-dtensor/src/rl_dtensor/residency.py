@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from rl_core.devices import Device
 from rl_core.model import Part
 from rl_core.torch.residency import Residency
 from rl_dtensor.model import ShardedModel
@@ -15,7 +15,7 @@ from rl_dtensor.parallel.fsdp import local
 class ModelResidency(Residency):
     """Of a sharded model: its parameters, and the state of its optimizer."""
 
-    def __init__(self, model: ShardedModel, optimizer: Optimizer | None, device: torch.device) -> None:
+    def __init__(self, model: ShardedModel, optimizer: Optimizer | None, device: Device) -> None:
         super().__init__(device)
         self._model = model
         self._optimizer = optimizer

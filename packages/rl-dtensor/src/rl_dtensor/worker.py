@@ -76,7 +76,7 @@ class DTensorWorker(RankWorker):
         self._schedule = None if self._optimizer is None else build_schedule(config.scheduler, self._optimizer)
         self._skipped = SkippedSteps(config.max_skipped_steps)
         self._peak = self._peak_of_shard(config.precision)
-        self._residency = ModelResidency(self._model, self._optimizer, self._mesh.device)
+        self._residency = ModelResidency(self._model, self._optimizer, self._mesh.kind)
         self._checkpoint = Checkpoint(self._model, self._optimizer, self._schedule, self._mesh, spec.seed)
 
     def evaluate(self, batch: Batch, loss: Loss) -> Mapping[str, Metric]:
@@ -141,14 +141,13 @@ class DTensorWorker(RankWorker):
         self._mesh.leave()
         del self._model, self._optimizer, self._schedule, self._reference, self._residency, self._checkpoint
         gc.collect()  # modules that compute on local parameters refer to themselves, and hold the groups' sockets
-        if self._mesh.device.type == "cuda":
-            torch.cuda.empty_cache()
+        self._mesh.kind.release_memory()
 
     def _peak_of_shard(self, precision: str) -> float | None:
         """Operations per second of the ranks that share a data-parallel shard, where known."""
-        if self._mesh.device.type != "cuda" or precision != "bfloat16":
+        if precision != "bfloat16":
             return None
-        peak = peak_flops(torch.cuda.get_device_name(self._mesh.device))
+        peak = peak_flops(self._mesh.kind.chip)
         return None if peak is None else peak * self._mesh.world_size / self._mesh.sizes.dp
 
     def _read(self, batch: Batch, reads: Sequence[Read], temperature: float) -> Batch | None:

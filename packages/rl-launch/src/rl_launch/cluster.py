@@ -24,9 +24,10 @@ from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from rl_core.devices import NODE_ADDRESS, Device
 from rl_core.errors import ConfigError, RLError
 from rl_core.ray.host import AsyncWorkerHost, RestartingHost, WorkerHost
-from rl_launch.device import Device
+from rl_launch.logical_nodes import LogicalNodes
 from rl_launch.ray_address import check_ray_address, nobody_answers
 
 _log = logging.getLogger(__name__)
@@ -68,28 +69,32 @@ class VirtualCluster:
     """Ray as this run sees it: some nodes with some devices each.
 
     Args:
-        device: `cpu` or `cuda`.
+        device: what models run on. A logical one has its nodes started here, unless RAY_ADDRESS names some.
         num_nodes: nodes to use.
         ranks_per_node: devices (GPUs, or CPU ranks) to use on each.
     """
 
     def __init__(self, *, device: Device, num_nodes: int, ranks_per_node: int) -> None:
         self._owns_ray = not ray.is_initialized()
+        self._logical: LogicalNodes | None = None
+        if self._owns_ray and device.is_logical and not os.environ.get("RAY_ADDRESS"):
+            self._logical = LogicalNodes(num_nodes, ranks_per_node, _object_store_bytes())
         if self._owns_ray:
-            _start_ray(ranks_per_node)
+            _start_ray(ranks_per_node, self._logical.address if self._logical else os.environ.get("RAY_ADDRESS"))
         self.device = device
         self.num_nodes = num_nodes
         self.ranks_per_node = ranks_per_node
         self._groups: list[PlacementGroup] = []
-        if device == "cuda" and not ray.cluster_resources().get("GPU"):
+        if device.has_gpus and not ray.cluster_resources().get("GPU"):
             self.close()
-            raise ConfigError("cluster.device is cuda, but the cluster has no GPU; set cluster.device to cpu or auto")
+            raise ConfigError(
+                f"cluster.device is {device.name}, but the cluster has no GPU; set cluster.device to cpu or auto"
+            )
 
     @classmethod
     def of(cls, config: Any, device: Device) -> VirtualCluster:
         """The cluster a `cluster` section describes."""
-        ranks = config.gpus_per_node if device == "cuda" else config.cpu_ranks_per_node
-        return cls(device=device, num_nodes=config.num_nodes, ranks_per_node=ranks)
+        return cls(device=device, num_nodes=config.num_nodes, ranks_per_node=device.ranks_per_node(config))
 
     def __enter__(self) -> VirtualCluster:
         return self
@@ -105,11 +110,11 @@ class VirtualCluster:
         Raises:
             ConfigError: where the cluster does not have them in time, saying what it has.
         """
-        return self._reserve([[self._rank_bundle(1)] * ranks_per_node] * num_nodes, timeout_s)
+        return self._reserve([[self.device.bundle(1)] * ranks_per_node] * num_nodes, timeout_s)
 
     def reserve_replicas(self, num_replicas: int, ranks: int, timeout_s: float = 300.0) -> list[list[Bundle]]:
         """One bundle with the devices of all ranks for each replica; raises as `reserve`."""
-        return self._reserve([[self._rank_bundle(ranks)]] * num_replicas, timeout_s)
+        return self._reserve([[self.device.bundle(ranks)]] * num_replicas, timeout_s)
 
     def release(self, bundles: Sequence[Sequence[Bundle]]) -> None:
         """Give reserved bundles back."""
@@ -118,8 +123,12 @@ class VirtualCluster:
             self._groups.remove(group)
             remove_placement_group(group)
 
-    def _rank_bundle(self, ranks: int) -> dict[str, float]:
-        return {"GPU": ranks, "CPU": ranks} if self.device == "cuda" else {"CPU": ranks}
+    @property
+    def network_variables(self) -> Mapping[str, str]:
+        """Environment variables that keep what workers listen on to this machine, if all of them are on it."""
+        is_one_machine = self._owns_ray and not self._logical and not os.environ.get("RAY_ADDRESS")
+        loopback = {NODE_ADDRESS: "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+        return {name: os.environ.get(name, value) for name, value in loopback.items()} if is_one_machine else {}
 
     def _reserve(self, nodes: Sequence[Sequence[dict[str, float]]], timeout_s: float) -> list[list[Bundle]]:
         groups = [placement_group(list(bundles), strategy="STRICT_PACK") for bundles in nodes]
@@ -164,14 +173,15 @@ class VirtualCluster:
         self._groups.clear()
         if self._owns_ray:
             ray.shutdown()
+        if self._logical is not None:
+            self._logical.close()
 
 
-def _start_ray(cpu_ranks_per_node: int) -> None:
+def _start_ray(ranks_per_node: int, address: str | None) -> None:
     check_ray_address()
-    address = os.environ.get("RAY_ADDRESS")
     local: dict[str, Any] = {
         "address": "local",
-        "num_cpus": max(os.cpu_count() or 1, cpu_ranks_per_node),
+        "num_cpus": max(os.cpu_count() or 1, ranks_per_node),
         "include_dashboard": False,
         "object_store_memory": _object_store_bytes(),
     }

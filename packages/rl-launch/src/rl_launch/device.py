@@ -5,21 +5,24 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from rl_core.devices import CPU, CUDA, Device, device_named
 from rl_core.errors import ConfigError
 from rl_launch.ray_address import check_ray_address, nobody_answers
 
-Device = Literal["cpu", "cuda"]
+AUTO = "auto"
 
 
 def resolve_device(configured: str) -> Device:
-    """`cuda` or `cpu`; `auto` is CUDA where this machine, or the Ray cluster that RAY_ADDRESS names, has GPUs."""
-    if configured != "auto":
-        return "cuda" if configured == "cuda" else "cpu"
+    """The device that `cluster.device` names. `auto` is CUDA if there are GPUs on this machine, or on the Ray cluster
+    that RAY_ADDRESS names.
+    """
+    if configured != AUTO:
+        return device_named(configured)
     if os.environ.get("RAY_ADDRESS"):
         return _device_of_cluster()
-    return "cuda" if local_gpus() else "cpu"
+    return CUDA if local_gpus() else CPU
 
 
 def check_devices(cluster: Any) -> None:
@@ -31,12 +34,15 @@ def check_devices(cluster: Any) -> None:
     """
     if os.environ.get("RAY_ADDRESS") or _is_connected():
         return
+    device = resolve_device(cluster.device)
+    if device.is_logical:
+        return
     if cluster.num_nodes > 1:
         raise ConfigError(
-            f"cluster.num_nodes is {cluster.num_nodes}, but RAY_ADDRESS names no cluster; "
-            "start Ray on the nodes and set RAY_ADDRESS, or set cluster.num_nodes to 1"
+            f"cluster.num_nodes is {cluster.num_nodes}, but RAY_ADDRESS names no cluster; start Ray on the nodes and "
+            "set RAY_ADDRESS, set cluster.num_nodes to 1, or set cluster.device to rehearsal to try it on this machine"
         )
-    if resolve_device(cluster.device) == "cpu":
+    if not device.has_gpus:
         return
     num_gpus = local_gpus()
     if not num_gpus:
@@ -74,4 +80,4 @@ def _device_of_cluster() -> Device:
             ray.init(address="auto", log_to_driver=False)
         except ConnectionError as error:
             raise nobody_answers(os.environ["RAY_ADDRESS"], str(error)) from None
-    return "cuda" if ray.cluster_resources().get("GPU") else "cpu"
+    return CUDA if ray.cluster_resources().get("GPU") else CPU

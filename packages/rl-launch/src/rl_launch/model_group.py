@@ -16,7 +16,6 @@ from rl_core.ray.host import Place
 from rl_core.ray.model import CALL_TIMEOUT_S, RemoteModel
 from rl_core.registry import BackendPlugin
 from rl_launch.cluster import Bundle, VirtualCluster, WorkerProcess
-from rl_launch.device import Device
 
 PROCESS_TIMEOUT_S = 300.0
 """Bound of starting an empty process: Ray may first start a machine for it."""
@@ -50,7 +49,7 @@ class ModelGroup:
         role: str,
         logs: str,
     ) -> None:
-        self._device: Device = cluster.device
+        self._device = cluster.device.name
         self._role = role
         self._local_ranks = [local_rank for node in nodes for local_rank, _ in enumerate(node)]
         self._workers = [cluster.start_worker(process, bundle) for node in nodes for bundle in node]

@@ -25,7 +25,7 @@ from rl_core.registry import (
     names,
     plugin,
 )
-from rl_launch.device import resolve_device
+from rl_launch.device import AUTO, resolve_device
 from rl_launch.local_models import MADE_HERE
 from rl_launch.model_folder import MODEL_FILES, TOKENIZER_FILES, folder_problems
 from rl_launch.session.config import CheckpointingConfig, LoggerConfig
@@ -46,8 +46,9 @@ class ClusterConfig(Config):
     """Machines; more than one are those of the Ray cluster that RAY_ADDRESS names."""
     gpus_per_node: int = Field(default=1, gt=0)
     """GPUs to use on each machine."""
-    device: Literal["auto", "cuda", "cpu"] = "auto"
-    """What models run on; `auto` is CUDA where there are GPUs."""
+    device: Literal["auto", "cuda", "cpu", "rehearsal"] = "auto"
+    """What models run on; `auto` is CUDA if there are GPUs. `rehearsal` runs `num_nodes` nodes of `gpus_per_node` GPUs
+    on this machine's CPU: everything but the kernels is as on a cluster of GPUs, so use a tiny model."""
     cpu_ranks_per_node: int = Field(default=1, gt=0)
     """Ranks on each machine where the device is the CPU."""
     worker_envs: Literal["auto", "shared", "isolated"] = "auto"
@@ -279,13 +280,13 @@ def _model_checks(config: Any) -> Iterator[Problem]:
 
 def _placement_problems(cluster: Any, backends: Backends) -> Iterator[Problem]:
     # the devices of another machine's cluster are known once Ray has connected to it
-    if cluster.device == "auto" and os.environ.get("RAY_ADDRESS"):
+    if cluster.device == AUTO and os.environ.get("RAY_ADDRESS"):
         return
     device = resolve_device(cluster.device)
     generation = backends.generation
     topology = plan(
         num_nodes=cluster.num_nodes,
-        ranks_per_node=cluster.gpus_per_node if device == "cuda" else cluster.cpu_ranks_per_node,
+        ranks_per_node=device.ranks_per_node(cluster),
         device=device,
         colocated=generation.config.colocated if generation else None,
         replica_ranks=generation.plugin.ranks(generation.backend) if generation else 1,

@@ -16,6 +16,7 @@ from typing import Any
 from ray.actor import ActorHandle
 
 from rl_algos.rollouts.worker import RolloutWorkerSpec
+from rl_core.devices import Device
 from rl_core.errors import ConfigError, Origin, RLError
 from rl_core.generation import Placement
 from rl_core.model import ModelSpec
@@ -24,7 +25,6 @@ from rl_core.ray.environment import RemoteEnvironment
 from rl_core.ray.model import RemoteModel
 from rl_core.registry import ENVIRONMENTS, AlgorithmPlugin, EnvironmentPlugin, RolloutNeeds, plugin
 from rl_core.run import Components
-from rl_core.weights import BUCKET_BYTES
 from rl_launch.cluster import VirtualCluster, WorkerProcess
 from rl_launch.model_group import ModelGroup
 from rl_launch.residency import Residency, Tenant
@@ -44,11 +44,6 @@ Start = tuple[Callable[[], ActorHandle], Placement]
 ENVIRONMENT_POOL = "rl_core.environments.pool:EnvironmentPool"
 ENVIRONMENT_START_TIMEOUT_S = 300.0
 
-KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**34)}
-"""What makes glibc keep the memory that torch frees on a CPU. By default it gives a large tensor's pages back at once
-and faults them in anew for the next one, which takes a fifth of a training step of large microbatches.
-"""
-
 
 @dataclass(frozen=True)
 class Pythons:
@@ -60,7 +55,7 @@ class Pythons:
 
 
 def provision_workers(
-    config: Any, backends: Backends, needs: RolloutNeeds | None, device: str, *, trains: bool = True
+    config: Any, backends: Backends, needs: RolloutNeeds | None, device: Device, *, trains: bool = True
 ) -> Pythons:
     """Interpreters for every kind of worker the run has; no trainer's where nothing trains.
 
@@ -176,7 +171,8 @@ class Runtime:
         topology = self._topology
         nodes = self._cluster.reserve(topology.policy_nodes, topology.policy_ranks)
         self._exit.callback(self._cluster.release, nodes)
-        process = self._process(POLICY, self._pythons.policy, num_gpus=1, ranks=topology.policy_ranks)
+        gpus = topology.device.num_gpus(1)
+        process = self._process(POLICY, self._pythons.policy, num_gpus=gpus, ranks=topology.policy_ranks)
         return ModelGroup(self._cluster, nodes, process, role=POLICY, logs=self._logs)
 
     def _begin_policy(self, spec: ModelSpec) -> ModelGroup:
@@ -213,7 +209,7 @@ class Runtime:
             meet=group.meeting_point,
             canary=Canary.of(vocabulary, precision=self._backends.policy.config.precision),
             residency=self._residency if self._topology.shares_devices else None,
-            bucket_bytes=BUCKET_BYTES[self._topology.device],
+            bucket_bytes=self._topology.device.bucket_bytes,
         )
 
     def _replica_starts(self, policy: ModelGroup) -> list[Start]:
@@ -261,21 +257,22 @@ class Runtime:
     def _separate_starts(self) -> list[Start]:
         """On devices of their own: a replica's actor takes its GPUs from Ray."""
         topology = self._topology
-        ranks = topology.replica_ranks if topology.device == "cuda" else topology.generation_ranks
+        ranks = topology.replica_ranks if topology.device.has_gpus else topology.generation_ranks
         nodes = self._cluster.reserve_replicas(topology.generation_nodes * topology.replicas_per_node, ranks)
         self._exit.callback(self._cluster.release, nodes)
-        gpus = ranks if topology.device == "cuda" else 0
+        gpus = topology.device.num_gpus(ranks)
         process = self._process(GENERATION, self._pythons.generation, num_gpus=gpus, ranks=1)
-        placement = Placement(topology.device, (), _cores() // 2 or 1)
+        # its GPUs are those that Ray shows its process
+        placement = Placement(topology.device.name, (), _cores() // 2 or 1)
         hosts = [partial(self._cluster.start_async_worker, process, bundle=node[0]) for node in nodes]
         return [(host, placement) for host in hosts]
 
-    def _placements(self, gpus: list[int]) -> list[Placement]:
+    def _placements(self, gpus: list[str]) -> list[Placement]:
         topology = self._topology
-        if topology.device == "cpu":
-            return [Placement("cpu", (), _cores())]
+        if not topology.device.has_gpus:
+            return [Placement(topology.device.name, (), _cores())]
         ranks = topology.replica_ranks
-        return [Placement("cuda", tuple(gpus[i : i + ranks])) for i in range(0, len(gpus), ranks)]
+        return [Placement(topology.device.name, tuple(gpus[i : i + ranks])) for i in range(0, len(gpus), ranks)]
 
     def _start_environment(self, name: str) -> RemoteEnvironment:
         found: EnvironmentPlugin = plugin(ENVIRONMENTS, name)
@@ -296,13 +293,12 @@ class Runtime:
         return RemoteEnvironment(actor, name=name)
 
     def _process(self, role: str, python: str, *, num_gpus: float, ranks: int) -> WorkerProcess:
-        variables = dict(worker_variables(python))
-        if self._cluster.device == "cpu":
-            threads = str(max(1, _cores() // ranks))
-            variables |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "CUDA_VISIBLE_DEVICES": ""}
-            variables |= {name: os.environ.get(name, value) for name, value in KEEP_FREED_MEMORY.items()}
-            num_gpus = 0
-        variables |= chosen_variables(self._config.cluster.env_vars, self._env_vars_of(role))
+        variables = {
+            **worker_variables(python),
+            **self._cluster.network_variables,
+            **self._topology.device.worker_variables(max(1, _cores() // ranks)),
+            **chosen_variables(self._config.cluster.env_vars, self._env_vars_of(role)),
+        }
         return WorkerProcess(python, variables, num_gpus)
 
     def _env_vars_of(self, role: str) -> Mapping[str, str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_core.config import Problem
+from rl_core.devices import Device
 from rl_core.weights import TransportKind
 
 POLICY, GENERATION = "policy", "generation"
@@ -22,7 +23,7 @@ class Topology:
         generation_nodes, generation_ranks: of generation; the same devices where colocated.
         replica_ranks: devices of one replica.
         colocated: whether generation takes turns with the policy on its devices.
-        device: `cpu` or `cuda`.
+        device: what they are.
     """
 
     policy_nodes: int
@@ -31,26 +32,26 @@ class Topology:
     generation_ranks: int
     replica_ranks: int
     colocated: bool
-    device: str
+    device: Device
 
     @property
     def replicas_per_node(self) -> int:
         """Replicas on each node of generation. CPU cores are not divided: one replica uses them all."""
-        return 1 if self.device == "cpu" else self.generation_ranks // self.replica_ranks
+        return self.generation_ranks // self.replica_ranks if self.device.has_gpus else 1
 
     @property
     def shares_devices(self) -> bool:
         """Whether policy and generation must free device memory for one another."""
-        return self.colocated and self.device == "cuda"
+        return self.colocated and self.device.has_gpus
 
     @property
     def transport(self) -> TransportKind:
         """How weights travel: through memory where sender and receivers share it, else by collectives."""
         one_node = self.policy_nodes == 1 and self.generation_nodes == 1
-        return "ipc" if self.colocated and (one_node or self.device == "cuda") else "collective"
+        return "ipc" if self.colocated and (one_node or self.device.has_gpus) else "collective"
 
 
-def plan(*, num_nodes: int, ranks_per_node: int, device: str, colocated: Any, replica_ranks: int) -> Topology:
+def plan(*, num_nodes: int, ranks_per_node: int, device: Device, colocated: Any, replica_ranks: int) -> Topology:
     """The topology of a run; `colocated` is `policy.generation.colocated`, None where nothing is generated."""
     if colocated is None or colocated.enabled:
         return Topology(num_nodes, ranks_per_node, num_nodes, ranks_per_node, replica_ranks, True, device)
@@ -88,16 +89,15 @@ def topology_problems(topology: Topology, policy_ranks: int) -> Iterator[Problem
     if world < 1:
         yield Problem(
             "policy.generation.colocated.resources.gpus_per_node",
-            "leaves the policy no device; give generation fewer, or raise cluster.gpus_per_node "
-            "(cluster.cpu_ranks_per_node on CPU)",
+            f"leaves the policy no device; give generation fewer, or raise {topology.device.ranks_key}",
         )
     elif world % policy_ranks:
         yield Problem(
             "cluster",
             f"the policy's {world} ranks are not a multiple of the {policy_ranks} that one copy of it is split over; "
-            "lower its parallel sizes, or change cluster.gpus_per_node (cluster.cpu_ranks_per_node on CPU)",
+            f"lower its parallel sizes, or change {topology.device.ranks_key}",
         )
-    if topology.device == "cuda" and topology.generation_ranks % topology.replica_ranks:
+    if topology.device.has_gpus and topology.generation_ranks % topology.replica_ranks:
         yield Problem(
             "policy.generation",
             f"{topology.generation_ranks} GPUs per node cannot be divided into replicas of {topology.replica_ranks}; "

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rl_core.devices import CPU
 from rl_launch.doctor.machine import Gpu, GpuDriver, Space, Tool
 from rl_launch.doctor.needs import Needs
 from rl_launch.worker_envs import Outlook
@@ -33,7 +34,7 @@ ROOMY = space(16, 16)
 def needs(**changed: object) -> Needs:
     facts = {
         "recipe": "some-recipe",
-        "device": "cpu",
+        "device": CPU,
         "num_nodes": 1,
         "ranks_per_node": 2,
         "worker_envs": "auto",

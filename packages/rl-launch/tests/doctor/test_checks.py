@@ -5,12 +5,13 @@ from pathlib import Path
 import pytest
 from machines import ENGINE, H200, HERE, NO_UV, TO_BUILD, TRAINER, FakeMachine, needs, space
 
+from rl_core.devices import CUDA
 from rl_launch.doctor import CHECKS, Check, examine
 from rl_launch.doctor.machine import GpuDriver
 from rl_launch.worker_envs import Outlook
 from rl_launch.worker_envs.outlook import TorchBuild
 
-ON_GPUS = {"device": "cuda", "ranks_per_node": 2}
+ON_GPUS = {"device": CUDA, "ranks_per_node": 2}
 DRIVEN = FakeMachine(num_gpus=2, gpu_driver=GpuDriver("580.65", "13.0", (H200, H200)))
 
 

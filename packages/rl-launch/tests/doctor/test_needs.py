@@ -2,6 +2,7 @@
 
 import pytest
 
+from rl_core.devices import CPU, CUDA
 from rl_core.errors import ConfigError
 from rl_launch.doctor import needs_of
 
@@ -11,10 +12,10 @@ def names(needs):
 
 
 def test_the_device_follows_the_machine_unless_the_recipe_says():
-    assert needs_of("grpo-arithmetic", [], num_gpus=0).device == "cpu"
-    assert needs_of("grpo-arithmetic", [], num_gpus=8).device == "cuda"
-    assert needs_of("grpo-arithmetic", ["cluster.device=cpu"], num_gpus=8).device == "cpu"
-    assert needs_of("grpo-math-1b", [], num_gpus=0).device == "cuda"
+    assert needs_of("grpo-arithmetic", [], num_gpus=0).device == CPU
+    assert needs_of("grpo-arithmetic", [], num_gpus=8).device == CUDA
+    assert needs_of("grpo-arithmetic", ["cluster.device=cpu"], num_gpus=8).device == CPU
+    assert needs_of("grpo-math-1b", [], num_gpus=0).device == CUDA
 
 
 def test_workers_bring_the_builds_for_the_device():

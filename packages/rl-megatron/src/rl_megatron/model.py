@@ -183,7 +183,7 @@ def build_model(
         ValueError: where the files, the config, the layout and the role do not fit together.
     """
     hf = read_config(folder, config.hf_config_overrides)
-    is_cuda = mesh.device.type == "cuda"
+    is_cuda = mesh.kind.kernels == "cuda"
     has_adapters = config.lora_cfg.enabled
     # the norm within a layer of Transformer Engine's hides the input that an adapter needs
     has_te = is_cuda and has_transformer_engine() and not has_adapters

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from rl_core.devices import Device
 from rl_core.model import Part
 from rl_core.torch.residency import Residency
 from rl_megatron.model import ReadingModel
@@ -14,7 +14,7 @@ from rl_megatron.sharded_optimizer import ShardedOptimizer
 class ModelResidency(Residency):
     """Of Megatron's model: its parameters, and the state of its optimizer, with which gradient buffers go."""
 
-    def __init__(self, model: ReadingModel, optimizer: ShardedOptimizer | None, device: torch.device) -> None:
+    def __init__(self, model: ReadingModel, optimizer: ShardedOptimizer | None, device: Device) -> None:
         super().__init__(device)
         self._model = model
         self._optimizer = optimizer

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from rl_core.batch import Batch
 from rl_core.metrics import Metric
 from rl_core.microbatch import Batching
@@ -46,7 +44,7 @@ class MegatronWorker(RankWorker):
     _mesh: mesh.Mesh
 
     def __init__(self, config: ModelConfig, backend: MegatronConfig, spec: ModelSpec, rendezvous: Rendezvous) -> None:
-        if rendezvous.device == "cpu":
+        if rendezvous.kind.kernels == "cpu":
             cpu_shim.install()
         from rl_megatron.parallel.mesh import Mesh, leave_groups
 
@@ -92,7 +90,7 @@ class MegatronWorker(RankWorker):
                 self._weights.is_counted,
             )
             self._schedule = build_schedule(config.scheduler, self._optimizer.inner)
-        self._residency = ModelResidency(self._model, self._optimizer, self._mesh.device)
+        self._residency = ModelResidency(self._model, self._optimizer, self._mesh.kind)
         self._checkpoint = Checkpoint(
             self._model, self._weights, self._optimizer, self._schedule, self._mesh, spec.seed
         )
@@ -174,8 +172,7 @@ class MegatronWorker(RankWorker):
         forget_embeddings()
         # Megatron's wrappers form cycles, which keep memory and the sockets of groups until they are collected
         gc.collect()
-        if self._mesh.device.type == "cuda":
-            torch.cuda.empty_cache()
+        self._mesh.kind.release_memory()
 
     def _read(self, batch: Batch, reads: Sequence[Read], temperature: float) -> Batch | None:
         from rl_megatron.step import run_reads

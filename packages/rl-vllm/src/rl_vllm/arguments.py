@@ -19,7 +19,7 @@ def engine_arguments(
     backend: VllmConfig, model: ModelConfig, placement: Placement, *, max_len: int, eager: bool, extension: str
 ) -> AsyncEngineArgs:
     """What vLLM is started with."""
-    on_cpu = placement.device == "cpu"
+    on_cpu = not placement.kind.runs_on_gpus
     kv_cache_gib = 1.0 if on_cpu and backend.kv_cache_gib is None else backend.kv_cache_gib
     smallest_batch = max(max_len + 1, CPU_BATCH_TOKENS) if on_cpu else None
     return AsyncEngineArgs(

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from rl_core.config import Config, Problem, ProblemError
+from rl_core.devices import Device
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
 """vLLM silently raises a lower temperature to the first and refuses one above the second."""
@@ -115,11 +116,11 @@ class VllmConfig(Config):
             )
         return self
 
-    def has_own_process(self, device: str) -> bool:
+    def has_own_process(self, device: Device) -> bool:
         """Whether the engine runs beside the replica's process."""
         if self.own_process is not None:
             return self.own_process
-        return self.num_ranks > 1 or device != "cpu"
+        return self.num_ranks > 1 or device.runs_on_gpus
 
     @property
     def num_ranks(self) -> int:

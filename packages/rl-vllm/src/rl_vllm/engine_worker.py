@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from vllm.config import set_current_vllm_config
 
+from rl_core.devices import Device
 from rl_core.errors import WeightSyncError
 from rl_core.weights import Manifest, Transport
 from rl_vllm.coverage import LoadPlan, plan_load
@@ -27,6 +28,7 @@ class EngineWorker:
 
     # of vLLM's worker
     rank: int
+    local_rank: int
     device: torch.device
     vllm_config: Any
     get_model: Callable[[], torch.nn.Module]
@@ -43,9 +45,15 @@ class EngineWorker:
         """Plan the load of a manifest: `unknown` tensors to the reason, and `missing` ones."""
         return self._reported(self._begin, pickle.loads(manifest))
 
-    def run_reception(self, transport: bytes, first_rank: int) -> Report:
-        """Take the announced tensors in; digests by name."""
-        return self._reported(self._receive, pickle.loads(transport), first_rank + self.rank)
+    def run_reception(self, order: bytes, first_rank: int) -> Report:
+        """Take the announced tensors in; digests by name.
+
+        Args:
+            order: the transport, and the device of the engine's first rank.
+            first_rank: of the engine's receivers.
+        """
+        transport, device = pickle.loads(order)
+        return self._reported(self._receive, transport, device.at(self.local_rank), first_rank + self.rank)
 
     def check_reception(self) -> Report:
         """Names of tensors that this rank does not compute with."""
@@ -54,7 +62,7 @@ class EngineWorker:
     def make_reception(self, manifest: Manifest) -> WeightReception:
         """A reception of this manifest into this rank's model."""
         plan = self._plan(manifest)
-        return WeightReception(self.get_model(), self.vllm_config.model_config, manifest, plan, self.device)
+        return WeightReception(self.get_model(), self.vllm_config.model_config, manifest, plan)
 
     def _plan(self, manifest: Manifest) -> LoadPlan:
         """Where the tensors land; made once, for versions of one policy differ in nothing but the values."""
@@ -67,8 +75,8 @@ class EngineWorker:
         self._reception = self.make_reception(manifest)
         return {"unknown": self._reception.plan.unknown, "missing": self._reception.plan.missing}
 
-    def _receive(self, transport: Transport, rank: int) -> dict[str, str]:
-        return dict(self._announced().receive(transport, rank))
+    def _receive(self, transport: Transport, device: Device, rank: int) -> dict[str, str]:
+        return dict(self._announced().receive(transport, device, rank))
 
     def _check(self) -> list[str]:
         stale = self._announced().stale()

@@ -45,11 +45,7 @@ class VllmGenerator:
     worker_extension = "rl_vllm.engine_worker.EngineWorker"
 
     def __init__(self, config: GenerationConfig, backend: VllmConfig, model: ModelConfig, placement: Placement) -> None:
-        if placement.device == "cuda" and len(placement.gpus) != backend.num_ranks:
-            raise ValueError(
-                f"a replica of {backend.num_ranks} ranks (tensor_parallel_size x pipeline_parallel_size) needs as many"
-                f" GPUs, got {len(placement.gpus)}: {placement.gpus}"
-            )
+        placement.claim(backend.num_ranks)
         self._config = config
         self._backend = backend
         self._model = model
@@ -71,8 +67,8 @@ class VllmGenerator:
     async def start(self) -> None:
         """Load the engine; raises `GeneratorError` with the engine's reason where it does not come up."""
         eager = self._backend.enforce_eager
-        eager = self._placement.device == "cpu" if eager is None else eager
-        own_process = self._backend.has_own_process(self._placement.device)
+        eager = not self._placement.kind.runs_on_gpus if eager is None else eager
+        own_process = self._backend.has_own_process(self._placement.kind)
         surroundings.apply(
             self._placement, eager=eager, num_ranks=self.num_ranks, own_process=own_process, environ=os.environ
         )
@@ -144,7 +140,7 @@ class VllmGenerator:
         Frees nothing on CPU.
         """
         await self._gate.hold()
-        if self._placement.device == "cuda" and not self._asleep:
+        if self._placement.kind.runs_on_gpus and not self._asleep:
             await self._running().sleep(self._backend.sleep_level)
             if self._backend.sleep_level == 2:
                 self._gate.refuse("its weights were dropped in sleep and have not been sent again")
@@ -156,7 +152,7 @@ class VllmGenerator:
         if unknown:
             raise ValueError(f"parts to wake are {', '.join(PARTS)}; got {', '.join(sorted(unknown))}")
         woken = [part for part in parts if part in self._asleep]
-        if woken and self._placement.device == "cuda":
+        if woken and self._placement.kind.runs_on_gpus:
             await self._running().wake(woken)
         self._asleep -= set(woken)
         if "kv_cache" in woken:
@@ -197,7 +193,8 @@ class VllmGenerator:
         """
         if "weights" in self._asleep:
             raise GeneratorError("the weights are asleep: wake them before a transfer")
-        return await self._on_every_rank("run_reception", pickle.dumps(transport), first_rank)
+        order = pickle.dumps((transport, self._placement.kind))
+        return await self._on_every_rank("run_reception", order, first_rank)
 
     async def commit(self, version: int) -> None:
         """Check that every layer computes with what was received, empty the prefix cache, then serve this version.

@@ -10,6 +10,7 @@ from vllm.config import ModelConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from rl_core.devices import Device
 from rl_core.errors import WeightSyncError
 from rl_core.torch.transport import open_receiver
 from rl_core.weights import Digests, Manifest, Transport
@@ -25,23 +26,21 @@ class WeightReception:
         model_config: vLLM's.
         manifest: what will arrive.
         plan: where it lands in this rank's model.
-        device: of the model.
     """
 
-    def __init__(
-        self, model: nn.Module, model_config: ModelConfig, manifest: Manifest, plan: LoadPlan, device: torch.device
-    ) -> None:
+    def __init__(self, model: nn.Module, model_config: ModelConfig, manifest: Manifest, plan: LoadPlan) -> None:
         self._model = model
         self._model_config = model_config
         self._manifest = manifest
-        self._device = device
         self.plan = plan
         self._probe: WeightProbe | None = None
 
-    def receive(self, transport: Transport, rank: int) -> Digests:
-        """Take all tensors in as receiver `rank`; digests as received, before the engine casts or packs anything."""
+    def receive(self, transport: Transport, device: Device, rank: int) -> Digests:
+        """Take all tensors in on this rank's device as receiver `rank`; digests as received, before the engine casts or
+        packs anything.
+        """
         self._probe = WeightProbe(self._model, self.plan, self._manifest.version)
-        with open_receiver(self._manifest, transport, rank, self._device) as tensors:
+        with open_receiver(self._manifest, transport, rank, device) as tensors:
             initialize_layerwise_reload(self._model)
             try:
                 self.load(self._sampled(tensors))

@@ -24,8 +24,7 @@ def variables(placement: Placement, *, eager: bool) -> dict[str, str]:
         "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
         "OMP_NUM_THREADS": str(placement.cpu_threads),
     }
-    if placement.device == "cuda":
-        found["CUDA_VISIBLE_DEVICES"] = ",".join(str(index) for index in placement.gpus)
+    if placement.kind.runs_on_gpus:
         return found
     # binding threads to cores is the scheduler's affair: several replicas and trainers share them
     found["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
@@ -41,7 +40,7 @@ def apply(
     """Set the environment of this process and of the engine's, before vLLM is imported."""
     environ.update(variables(placement, eager=eager))
     # one rank on CPU runs inside the engine's process; vLLM would give it another one and halve the throughput
-    together = not own_process or (placement.device == "cpu" and num_ranks == 1)
+    together = not own_process or (not placement.kind.runs_on_gpus and num_ranks == 1)
     environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if together else "1"
     for name, value in DEFAULTS.items():
         environ.setdefault(name, value)

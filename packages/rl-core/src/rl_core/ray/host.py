@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 import traceback
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 
 import ray
 
+from rl_core.devices.device import NODE_ADDRESS, node_address
 from rl_core.errors import RLError, WorkerError
 from rl_core.ray.stacks import write_stacks_on_signal
 from rl_core.registry import plugin_packages, resolve
@@ -27,31 +29,37 @@ class Place:
         address: of its node, as others reach it.
         port: kept free there for this process, so that ranks can meet.
         node: Ray's id of the node.
-        gpus: physical indices of the GPUs Ray gave it.
+        gpus: the GPUs that Ray gave it, as `CUDA_VISIBLE_DEVICES` lists them: indices, or UUIDs.
     """
 
     address: str
     port: int
     node: str
-    gpus: tuple[int, ...]
+    gpus: tuple[str, ...]
 
     @classmethod
     def here(cls, port: int) -> Place:
         """Of this process."""
         context = ray.get_runtime_context()
-        gpus = tuple(int(gpu) for gpu in context.get_accelerator_ids().get("GPU", []))
-        return cls(ray.util.get_node_ip_address(), port, context.get_node_id(), gpus)
+        gpus = tuple(str(gpu) for gpu in context.get_accelerator_ids().get("GPU", []))
+        return cls(node_address(), port, context.get_node_id(), gpus)
+
+
+def note_node_address() -> None:
+    """Tell this process and its children the address of its node, unless the launcher has."""
+    os.environ.setdefault(NODE_ADDRESS, ray.util.get_node_ip_address())
 
 
 def hold_port() -> socket.socket:
-    """A socket that keeps a port for this process until it is closed.
+    """A socket that keeps a port of the node's address for this process until it is closed.
 
     It is bound and never listens: no other process gets the port, while a listener that reuses addresses, as those of
     `torch.distributed` and `socket.create_server` do, can be opened on it.
     """
-    held = socket.socket()
+    address = node_address()
+    held = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("", 0))
+    held.bind((address, 0))
     return held
 
 
@@ -59,11 +67,12 @@ class WorkerHost:
     """Hosts a worker whose methods are synchronous; health answers beside a running call."""
 
     def __init__(self) -> None:
+        note_node_address()
         self._worker: Any = None
         self._port: socket.socket | None = None
 
     def place(self) -> Place:
-        """Where this process is; the port is another one at each call, and kept free until the next."""
+        """Where this process is. Each call reserves a new port, which stays free until the next call."""
         self._port = hold_port()
         return Place.here(self._port.getsockname()[1])
 
@@ -89,11 +98,12 @@ class AsyncWorkerHost:
     """Hosts a worker whose methods are coroutines; all calls interleave on one event loop."""
 
     def __init__(self) -> None:
+        note_node_address()
         self._worker: Any = None
         self._port: socket.socket | None = None
 
     async def place(self) -> Place:
-        """Where this process is; the port is another one at each call, and kept free until the next."""
+        """Where this process is. Each call reserves a new port, which stays free until the next call."""
         self._port = hold_port()
         return Place.here(self._port.getsockname()[1])
 

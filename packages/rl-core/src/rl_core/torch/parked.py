@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
+from rl_core.devices import Device
 from rl_core.torch.host_slabs import HostSlabs
 
 
@@ -17,16 +18,17 @@ class Parked:
 
     Args:
         tensors: what to park; tensors on one storage are parked once.
+        device: what they lie on.
         keeps: whether the bytes come back; where not, zeros do.
     """
 
-    def __init__(self, tensors: Iterable[Tensor], *, keeps: bool = True) -> None:
+    def __init__(self, tensors: Iterable[Tensor], device: Device, *, keeps: bool = True) -> None:
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
         self._parked = [(storage, storage.nbytes()) for storage in storages.values() if storage.nbytes()]
         self._host: HostSlabs | None = None
         if keeps:
-            is_pinned = any(storage.device.type == "cuda" for storage, _ in self._parked)
-            self._host = HostSlabs(sum(num_bytes for _, num_bytes in self._parked), is_pinned=is_pinned)
+            num_bytes = sum(num_bytes for _, num_bytes in self._parked)
+            self._host = HostSlabs(num_bytes, is_pinned=device.pins_host_memory)
             for start, storage, _ in self._places():
                 self._host.write(start, _as_bytes(storage))
         for storage, _ in self._parked:

@@ -56,7 +56,7 @@ def send_weights(
 
         def meet() -> None:
             if sends:
-                sender = open_sender(manifest, transport, mesh.device, num_receivers=transport.num_receivers)
+                sender = open_sender(manifest, transport, mesh.kind, num_receivers=transport.num_receivers)
                 senders.append(stack.enter_context(sender))
 
         def finish() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from rl_core.devices import Device
 from rl_core.model import Part
 from rl_core.torch.parked import Parked
 
@@ -15,11 +15,11 @@ from rl_core.torch.parked import Parked
 class Residency(ABC):
     """Which parts of a model are on its device.
 
-    On `cpu`, and for tensors that are on the host anyhow, there is nothing to free and only the order of calls is kept:
-    a model whose parameters were offloaded refuses work until they are back.
+    Only tensors that the device holds are moved. On `cpu` it holds none, so there is nothing to free and only the order
+    of calls is kept: a model whose parameters were offloaded refuses work until they are back.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: Device) -> None:
         self._device = device
         self._away: dict[Part, list[Parked]] = {}
 
@@ -36,11 +36,10 @@ class Residency(ABC):
         for part in parts:
             if part not in self._away:
                 self._away[part] = [
-                    Parked(_movable(self.kept(part))),
-                    Parked(_movable(self.lost(part)), keeps=False),
+                    Parked(self._held(self.kept(part)), self._device),
+                    Parked(self._held(self.lost(part)), self._device, keeps=False),
                 ]
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        self._device.release_memory()
 
     def onload(self, parts: Sequence[Part]) -> None:
         """Bring these parts back, bit for bit."""
@@ -54,6 +53,16 @@ class Residency(ABC):
         if missing:
             raise RuntimeError(f"{' and '.join(missing)} are offloaded; call onload({missing}) first")
 
+    def _held(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        return [tensor for tensor in tensors if self._device.holds(tensor)]
 
-def _movable(tensors: Iterable[Tensor]) -> list[Tensor]:
-    return [tensor for tensor in tensors if tensor.device.type != "cpu"]
+
+class ModuleResidency(Residency):
+    """Residency of a module that is only computed with: its parameters and buffers."""
+
+    def __init__(self, module: nn.Module, device: Device) -> None:
+        super().__init__(device)
+        self._module = module
+
+    def kept(self, part: Part) -> list[Tensor]:
+        return [*self._module.parameters(), *self._module.buffers()] if part == "parameters" else []

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from rl_core.batch import Batch
+from rl_core.devices import Device
 from rl_core.mesh import Coordinates
 from rl_core.model import Loss, ModelSpec, Part, Read
 from rl_core.model_config import ModelConfig
@@ -31,8 +32,13 @@ class RankMesh(Protocol):
         ...
 
     @property
+    def kind(self) -> Device:
+        """The device of this rank."""
+        ...
+
+    @property
     def device(self) -> torch.device:
-        """Of this rank."""
+        """The same, as torch names it."""
         ...
 
     @property
@@ -124,12 +130,7 @@ class RankWorker(ABC):
 
     def health(self) -> Mapping[str, Any]:
         """Rank, process id, and bytes in use: of the process on `cpu`, of torch's allocator on `cuda`."""
-        if self._mesh.device.type == "cuda":
-            used = torch.cuda.memory_allocated(self._mesh.device)
-        else:
-            pages = int(Path("/proc/self/statm").read_text().split()[1])
-            used = pages * os.sysconf("SC_PAGE_SIZE")
-        return {"rank": self._mesh.rank, "pid": os.getpid(), "memory_bytes": used}
+        return {"rank": self._mesh.rank, "pid": os.getpid(), "memory_bytes": self._mesh.kind.memory_bytes()}
 
     def _require_for(self, loss: Loss, *, trains: bool) -> None:
         """Refuse a loss that this model cannot compute, or not now.

@@ -8,8 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transport_peers import CPU, KINDS, Peer, make_tensors, manifest_of, receive, send, transport
+from transport_peers import KINDS, Peer, make_tensors, manifest_of, receive, send, transport
 
+from rl_core.devices import CPU
 from rl_core.errors import WeightSyncError
 from rl_core.torch.digest import digest
 from rl_core.torch.transport import open_receiver, open_sender

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from rl_core.devices import CPU
 from rl_core.torch.transport import open_receiver, open_sender
 from rl_core.weights import Manifest, TensorSpec, Transport, TransportKind
 
-CPU = torch.device("cpu")
 KINDS: tuple[TransportKind, ...] = ("ipc", "collective", "disk")
 
 # forked from a server that has torch loaded: a process then starts in milliseconds

@@ -9,7 +9,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from rl_core.devices import Device
 from rl_core.torch.generation.row import Row
+from rl_core.torch.residency import ModuleResidency
 from rl_core.weights import Manifest
 from rl_dtensor.generation.batch import DecodingBatch
 from rl_dtensor.generation.cache import RowCache
@@ -25,12 +27,13 @@ class HFDecoder:
         chunk_size: tokens whose logits exist at one time when given ones are scored.
     """
 
-    def __init__(self, module: PreTrainedModel, config: HFConfig, device: torch.device, *, chunk_size: int) -> None:
+    def __init__(self, module: PreTrainedModel, config: HFConfig, device: Device, *, chunk_size: int) -> None:
         self.module = module
         self._config = config
-        self._device = device
+        self._device = device.torch_device
         self._chunk_size = chunk_size
-        self._batch = DecodingBatch(module, device)
+        self._batch = DecodingBatch(module, self._device)
+        self._residency = ModuleResidency(module, device)
 
     @property
     def vocab_size(self) -> int:
@@ -102,12 +105,11 @@ class HFDecoder:
 
     def offload(self) -> None:
         """Free the device of the weights."""
-        self.module.to("cpu")
-        torch.cuda.empty_cache()
+        self._residency.offload(("parameters",))
 
     def onload(self) -> None:
         """Bring the weights back to the device."""
-        self.module.to(self._device)
+        self._residency.onload(("parameters",))
 
     def close(self) -> None:
         """Nothing outlives the object."""

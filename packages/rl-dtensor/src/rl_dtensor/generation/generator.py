@@ -6,7 +6,7 @@ from transformers import AutoTokenizer
 
 from rl_core.generation import Placement
 from rl_core.model_config import GenerationConfig, ModelConfig
-from rl_core.torch.generation.generator import LocalGenerator, device_of
+from rl_core.torch.generation.generator import LocalGenerator
 from rl_dtensor.generation.config import HFConfig
 from rl_dtensor.generation.decoder import HFDecoder
 from rl_dtensor.generation.loading import load_model
@@ -17,10 +17,10 @@ class HFGenerator(LocalGenerator[HFDecoder]):
 
     def __init__(self, config: GenerationConfig, backend: HFConfig, model: ModelConfig, placement: Placement) -> None:
         del config  # every request carries its own sampling parameters
-        device = device_of(placement)
+        device = placement.kind
 
         def load() -> HFDecoder:
-            module = load_model(model, backend.attn_implementation, device)
+            module = load_model(model, backend.attn_implementation, device.torch_device)
             return HFDecoder(module, backend, device, chunk_size=model.logprob_chunk_size)
 
         super().__init__(load, AutoTokenizer.from_pretrained, model, placement)

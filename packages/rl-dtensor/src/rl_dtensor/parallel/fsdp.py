@@ -34,7 +34,7 @@ def shard_model(
         wide: small heads that compute in float32 whatever the rest does.
         experts: modules that are split over expert-parallel ranks, and sharded over what ranks those leave.
     """
-    offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if cpu_offload else OffloadPolicy()
+    offload = CPUOffloadPolicy(pin_memory=mesh.kind.pins_host_memory) if cpu_offload else OffloadPolicy()
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     in_float32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
 

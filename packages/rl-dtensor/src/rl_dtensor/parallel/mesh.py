@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from rl_core.devices import Device
 from rl_core.mesh import Coordinates
 from rl_core.model import Rendezvous
+from rl_core.torch.process_group import join_process_group
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.parallel.sizes import AxisSizes, combination_problems
 
@@ -28,7 +30,7 @@ class Mesh:
 
     Args:
         sizes: ranks along each axis.
-        device: what it computes on.
+        kind: the device that it computes on.
         control: all ranks, on gloo: scalars that decide what every rank does next.
         axes: `(pp, dp, cp, tp)`, whose groups compute and count together.
         dense: `(pp, dp_replicate, fsdp, tp)`, over which parameters are split; `fsdp` is `dp_shard x cp`.
@@ -40,7 +42,7 @@ class Mesh:
     rank: int
     world_size: int
     sizes: AxisSizes
-    device: torch.device
+    kind: Device
     control: dist.ProcessGroup
     axes: DeviceMesh
     dense: DeviceMesh
@@ -59,23 +61,13 @@ class Mesh:
             raise ValueError(f"{problem.key} {problem.message}")
         world = rendezvous.world_size
         sizes = AxisSizes.of(config, world)
-        is_cuda = rendezvous.device == "cuda"
-        device = torch.device("cuda", 0) if is_cuda else torch.device("cpu")
-        if is_cuda:
-            torch.cuda.set_device(device)
+        join_process_group(rendezvous)
         timeout = timedelta(seconds=rendezvous.timeout_s)
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
-            init_method=f"tcp://{rendezvous.address}:{rendezvous.port}",
-            rank=rendezvous.rank,
-            world_size=world,
-            timeout=timeout,
-        )
         return cls(
             rendezvous.rank,
             world,
             sizes,
-            device,
+            rendezvous.kind,
             dist.new_group(backend="gloo", timeout=timeout),
             _device_mesh(rendezvous, {"pp": sizes.pp, "dp": sizes.dp, "cp": sizes.cp, "tp": sizes.tp}),
             _device_mesh(
@@ -85,6 +77,11 @@ class Mesh:
             _ends(rendezvous.rank, sizes, timeout),
             _edges(rendezvous.rank, sizes, timeout),
         )
+
+    @property
+    def device(self) -> torch.device:
+        """The device that this rank computes on, as torch names it."""
+        return self.kind.torch_device
 
     @property
     def coordinates(self) -> Coordinates:
@@ -131,7 +128,7 @@ class Mesh:
 
 
 def _device_mesh(rendezvous: Rendezvous, sizes: Mapping[str, int]) -> DeviceMesh:
-    return init_device_mesh(rendezvous.device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return init_device_mesh(rendezvous.kind.kernels, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def _expert_mesh(rendezvous: Rendezvous, sizes: AxisSizes) -> DeviceMesh | None:

@@ -137,14 +137,14 @@ def torch(machine: Machine, needs: Needs) -> Iterator[Finding]:
     """The builds of torch that train and generate, against the device and its driver."""
     specs = {role: spec for role, spec in needs.workers.items() if role in _ENGINES}
     found = machine.outlooks(needs.workers.values(), needs.worker_envs)
-    driver = machine.gpu_driver if needs.device == "cuda" else None
+    driver = machine.gpu_driver if needs.device.runs_on_gpus else None
     for role, spec in specs.items():
         build = found[spec].torch
         if build is None:
             continue
         kind = {None: "its build is seen once it is there", "": "without CUDA"}.get(build.cuda, f"CUDA {build.cuda}")
         text, name = f"{build.version}, {kind}", f"torch of {role}"
-        if needs.device == "cuda" and build.cuda == "":
+        if needs.device.runs_on_gpus and build.cuda == "":
             remedy = "Install a build for CUDA beside the driver, or set cluster.worker_envs=isolated."
             yield Finding(name, "missing", f"{text}; the recipe runs on GPUs", remedy)
         elif build.cuda and driver and driver.cuda and _major(driver.cuda) < _major(build.cuda):
@@ -161,7 +161,7 @@ def _major(version: str) -> int:
 def gpus(machine: Machine, needs: Needs) -> Iterator[Finding]:
     """GPUs and their driver, where the recipe runs on them."""
     usable, wanted = machine.num_gpus, needs.ranks_per_node
-    if needs.device == "cpu":
+    if not needs.device.runs_on_gpus:
         yield Finding("gpus", "ok", f"{usable} to be used; the recipe runs on the CPU" if usable else "none: CPU")
     elif machine.ray_address and usable < wanted:
         found = f"{usable} of {wanted} on this machine; the run's are those of the cluster at RAY_ADDRESS"
@@ -297,8 +297,8 @@ def memory(machine: Machine, needs: Needs) -> Iterator[Finding]:
 def cores(machine: Machine, needs: Needs) -> Iterator[Finding]:
     """Cores, which the ranks share where they run on the CPU."""
     usable, ranks = machine.cores, needs.ranks_per_node
-    if needs.device == "cpu" and usable < ranks:
-        remedy = f"Set cluster.cpu_ranks_per_node={max(1, int(usable))}, or expect it to be slow."
+    if not needs.device.runs_on_gpus and usable < ranks:
+        remedy = f"Set {needs.device.ranks_key}={max(1, int(usable))}, or expect it to be slow."
         yield Finding("cores", "warning", f"{usable:g} for {ranks} ranks", remedy)
     else:
         yield Finding("cores", "ok", f"{usable:g}")

@@ -51,7 +51,7 @@ class Report:
 
     Args:
         recipe: that it was held against.
-        device: what that would run on here, `cpu` or `cuda`.
+        device: name of what that would run on here.
         findings: in the order of the checks.
     """
 
@@ -83,7 +83,7 @@ class Report:
 def examine(machine: Machine, needs: Needs, checks: Sequence[Check]) -> Report:
     """Make the checks; one that fails says so, and the others are made all the same."""
     findings = [finding for check in checks for finding in _findings(check, machine, needs)]
-    return Report(needs.recipe, needs.device, tuple(findings))
+    return Report(needs.recipe, needs.device.name, tuple(findings))
 
 
 def _findings(check: Check, machine: Machine, needs: Needs) -> list[Finding]:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.config import RawConfig
+from rl_core.devices import CPU, CUDA, Device, device_named
 from rl_core.registry import ENVIRONMENTS, names
-from rl_launch.device import Device
+from rl_launch.device import AUTO
 from rl_launch.root import backends_of, read_config
 from rl_launch.worker_envs import Mode, WorkerEnvSpec
 from rl_launch.worker_envs.roles import role_specs
@@ -21,7 +22,7 @@ class Needs:
 
     Args:
         recipe: its name.
-        device: `cpu` or `cuda`.
+        device: what it runs on.
         num_nodes: machines.
         ranks_per_node: GPUs of each, or ranks on the CPU.
         worker_envs: where workers find their packages.
@@ -52,13 +53,13 @@ def needs_of(recipe: str, overrides: Sequence[str], *, num_gpus: int) -> Needs:
     resolved = read_config(recipe, overrides)
     config: Any = resolved.config
     cluster = config.cluster
-    device: Device = cluster.device if cluster.device != "auto" else "cuda" if num_gpus else "cpu"
+    device = device_named(cluster.device) if cluster.device != AUTO else CUDA if num_gpus else CPU
     environments = set(_environments(resolved.raw)) & set(names(ENVIRONMENTS))
     return Needs(
         recipe=Path(recipe).stem,
         device=device,
         num_nodes=cluster.num_nodes,
-        ranks_per_node=cluster.gpus_per_node if device == "cuda" else cluster.cpu_ranks_per_node,
+        ranks_per_node=device.ranks_per_node(cluster),
         worker_envs=cluster.worker_envs,
         workers=role_specs(backends_of(config), environments, device),
         runs=Path(config.run_dir).expanduser().parent if config.run_dir else Path("runs"),

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from rl_core.devices import device_named
 from rl_launch.doctor.findings import Report
 
 _STYLES = {"ok": "green", "warning": "yellow", "missing": "bold red"}
@@ -46,5 +47,5 @@ def lines(report: Report) -> Iterator[str]:
 def verdict(report: Report) -> str:
     """What it comes to."""
     if report.can_run:
-        return f"{report.recipe} can run here, on {'GPUs' if report.device == 'cuda' else 'the CPU'}."
+        return f"{report.recipe} can run here, on {'GPUs' if device_named(report.device).runs_on_gpus else 'the CPU'}."
     return f"{report.recipe} cannot run here: {', '.join(finding.name for finding in report.missing)}."

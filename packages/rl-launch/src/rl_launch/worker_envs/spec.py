@@ -62,18 +62,18 @@ class WorkerEnvSpec:
         )
 
 
-def worker_env(requirement: Requirement, device: str, *, also: Iterable[Requirement] = ()) -> WorkerEnvSpec:
+def worker_env(requirement: Requirement, extras_for: str, *, also: Iterable[Requirement] = ()) -> WorkerEnvSpec:
     """The environment of a worker: its own requirement, ray and the worker hosts, and whatever else is sent to it.
 
     Args:
         requirement: of the worker class.
-        device: `cpu` or `cuda`; decides the extras.
+        extras_for: `Device.extras` of the run's device.
         also: requirements of the classes sent to it: `TRAINER`, `ROLLOUT_WORKER`, those of environments.
     """
     extras: dict[str, set[str]] = {}
     imports: set[str] = set()
     for each in (requirement, *also, _HOST):
-        extras.setdefault(normalised(each.distribution), set()).update(each.extras.get(device, ()))
+        extras.setdefault(normalised(each.distribution), set()).update(each.extras.get(extras_for, ()))
         imports.update(each.imports)
     return WorkerEnvSpec(
         tuple(Wanted(name, tuple(sorted(names))) for name, names in extras.items()), tuple(sorted(imports))

@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
 from rl_core.batch import TOKENS, Batch
+from rl_core.devices import Device
 from rl_core.microbatch import Batching
 from rl_core.model import LOGPROBS
 from rl_core.model_config import ModelConfig
@@ -39,7 +39,7 @@ class MegatronDecoder:
         ValueError: where the model's files and config do not fit together, or its family has no weight mapping.
     """
 
-    def __init__(self, config: MegatronGenerationConfig, model: ModelConfig, device: torch.device) -> None:
+    def __init__(self, config: MegatronGenerationConfig, model: ModelConfig, device: Device) -> None:
         self._config = config
         self._mesh = join_alone(device)
         try:
@@ -48,7 +48,7 @@ class MegatronDecoder:
             leave_groups()
             raise
         self._residency = ModelResidency(self.model, None, device)
-        self._batch = StaticBatch(self.model, device, max_prefill_tokens=config.max_prefill_tokens)
+        self._batch = StaticBatch(self.model, device.torch_device, max_prefill_tokens=config.max_prefill_tokens)
 
     @property
     def vocab_size(self) -> int:

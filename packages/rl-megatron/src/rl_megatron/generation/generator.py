@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from rl_core.generation import Placement
 from rl_core.model_config import GenerationConfig, ModelConfig
-from rl_core.torch.generation.generator import LocalGenerator, device_of
+from rl_core.torch.generation.generator import LocalGenerator
 from rl_megatron import cpu_shim
 from rl_megatron.generation.config import MegatronGenerationConfig
 from rl_megatron.generation.decoder import MegatronDecoder
@@ -27,8 +27,8 @@ class MegatronGenerator(LocalGenerator[MegatronDecoder]):
         self, config: GenerationConfig, backend: MegatronGenerationConfig, model: ModelConfig, placement: Placement
     ) -> None:
         del config  # every request carries its own sampling parameters
-        device = device_of(placement)
-        if device.type == "cpu":
+        device = placement.kind
+        if device.kernels == "cpu":
             cpu_shim.install()
         super().__init__(
             lambda: MegatronDecoder(backend, model, device), AutoTokenizer.from_pretrained, model, placement

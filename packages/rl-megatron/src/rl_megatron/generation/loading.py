@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import socket
 
-import torch
-
+from rl_core.devices import Device
 from rl_core.model import ModelSpec, Rendezvous
 from rl_core.model_config import LoraConfig, ModelConfig
 from rl_core.torch.model_files import WeightFiles, model_folder
@@ -16,12 +15,12 @@ from rl_megatron.random import seed_all
 from rl_megatron.weights import Weights
 
 
-def join_alone(device: torch.device) -> Mesh:
+def join_alone(device: Device) -> Mesh:
     """The process groups of a model on one rank."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    rendezvous = Rendezvous(0, 1, 0, "127.0.0.1", port, "cuda" if device.type == "cuda" else "cpu")
-    return Mesh.join(rendezvous, MegatronConfig(), device=device)
+    rendezvous = Rendezvous(0, 1, 0, "127.0.0.1", port, device.name)
+    return Mesh.join(rendezvous, MegatronConfig())
 
 
 def load_model(config: ModelConfig, mesh: Mesh) -> tuple[ReadingModel, Weights]:

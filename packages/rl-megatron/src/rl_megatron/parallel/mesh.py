@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from rl_core.devices import Device
 from rl_core.mesh import Coordinates
 from rl_core.model import Rendezvous
+from rl_core.torch.process_group import join_process_group
 from rl_megatron.config import MegatronConfig
 
 CLOSE_TIMEOUT = timedelta(seconds=30)
@@ -21,39 +23,26 @@ class Mesh:
     """Where this rank is among the ranks of its model. Megatron keeps the groups themselves, one set per process.
 
     Args:
-        device: what it computes on.
+        kind: the device that it computes on.
         control: all ranks, on gloo: scalars that decide what every rank does next.
         data: the ranks that hold the same part of the model and other rows, on gloo.
     """
 
     rank: int
     world_size: int
-    device: torch.device
+    kind: Device
     control: dist.ProcessGroup
     data: dist.ProcessGroup
 
     @classmethod
-    def join(cls, rendezvous: Rendezvous, backend: MegatronConfig, *, device: torch.device | None = None) -> Mesh:
+    def join(cls, rendezvous: Rendezvous, backend: MegatronConfig) -> Mesh:
         """Meet the other ranks; collective.
-
-        Args:
-            device: what this rank computes on where its process sees several; the first one otherwise.
 
         Raises:
             ValueError: where the world is no multiple of the ranks that one model needs.
         """
-        is_cuda = rendezvous.device == "cuda"
-        device = device or (torch.device("cuda", 0) if is_cuda else torch.device("cpu"))
-        if is_cuda:
-            torch.cuda.set_device(device)
+        join_process_group(rendezvous)
         timeout = timedelta(seconds=rendezvous.timeout_s)
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
-            init_method=f"tcp://{rendezvous.address}:{rendezvous.port}",
-            rank=rendezvous.rank,
-            world_size=rendezvous.world_size,
-            timeout=timeout,
-        )
         try:
             parallel_state.initialize_model_parallel(
                 backend.tensor_model_parallel_size,
@@ -70,7 +59,12 @@ class Mesh:
             leave_groups()
             raise
         data = parallel_state.get_data_parallel_group_gloo()
-        return cls(rendezvous.rank, rendezvous.world_size, device, control, data)
+        return cls(rendezvous.rank, rendezvous.world_size, rendezvous.kind, control, data)
+
+    @property
+    def device(self) -> torch.device:
+        """The device that this rank computes on, as torch names it."""
+        return self.kind.torch_device
 
     @property
     def coordinates(self) -> Coordinates:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-import torch
 from torch import Tensor
 
+from rl_core.devices import CPU, Device
 from rl_core.testing.rank_pool import Rank, RankPool, free_port
 from rl_core.torch.transport import ipc, open_receiver
 from rl_core.weights import Digests, Manifest, Transport
@@ -20,7 +20,7 @@ Received = tuple[dict[str, Tensor], Digests]
 
 def receive(manifest: Manifest, transport: Transport) -> Received:
     """All tensors as the first receiver gets them, and their digests."""
-    with open_receiver(manifest, transport, 1, torch.device("cpu")) as receiver:
+    with open_receiver(manifest, transport, 1, CPU) as receiver:
         tensors = {name: tensor.clone() for name, tensor in receiver}
         return tensors, receiver.digests
 
@@ -37,7 +37,7 @@ def ranks_apart(pool: RankPool) -> Iterator[None]:
     do."""
     meeting_place = ipc._meeting_place
 
-    def by_thread(transport: Transport, device: torch.device) -> str:
+    def by_thread(transport: Transport, device: Device) -> str:
         return f"{meeting_place(transport, device)}/{threading.current_thread().name}"
 
     pool.run(_meet_apart, [()] * pool.num_ranks)

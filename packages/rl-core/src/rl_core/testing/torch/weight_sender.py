@@ -11,9 +11,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file
 
+from rl_core.devices import CPU
 from rl_core.errors import WeightSyncError
 from rl_core.torch.digest import digest
 from rl_core.torch.transport import open_sender
@@ -104,7 +104,7 @@ def _serve(pipe: Connection) -> None:
 
 def _send(folder: Path, manifest: Manifest, transport: Transport, fault: Fault) -> Digests:
     tensors = load_file(folder / "model.safetensors")
-    with open_sender(manifest, transport, torch.device("cpu")) as sender:
+    with open_sender(manifest, transport, CPU) as sender:
         for spec in manifest.tensors:
             tensor = tensors[spec.name]
             if spec.name == fault.die_at:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import numpy as np
-import torch
 
 from rl_core.errors import GeneratorError, RequestRefused, WeightSyncError
 from rl_core.generation import GenerationRequest, Placement
@@ -24,18 +23,6 @@ Model = TypeVar("Model", bound=Decoder)
 Result = TypeVar("Result")
 
 PARTS = ("weights", "kv_cache")
-
-
-def device_of(placement: Placement) -> torch.device:
-    """The one device of a placement.
-
-    Raises:
-        ValueError: where it is on CUDA and names no GPU, or not and names one.
-    """
-    device = torch.device(placement.device, placement.gpus[0]) if placement.gpus else torch.device("cpu")
-    if device.type != placement.device:
-        raise ValueError(f"a placement on {placement.device} names its GPU in `gpus`, got {placement.gpus}")
-    return device
 
 
 class LocalGenerator(Generic[Model]):
@@ -59,7 +46,7 @@ class LocalGenerator(Generic[Model]):
         placement: Placement,
     ) -> None:
         self._model_config = model
-        self._device = device_of(placement)
+        self._device = placement.claim(num_ranks=1)
         self._engine = Engine(load, placement.cpu_threads)
         self._load_tokenizer = load_tokenizer
         self._tokenizer: Tokenizer | None = None
@@ -125,15 +112,14 @@ class LocalGenerator(Generic[Model]):
         if self._num_in_flight:
             raise GeneratorError(f"{self._num_in_flight} requests in flight: pause before sleep")
         self._asleep.update(PARTS)
-        if self._device.type == "cuda":
-            await self._call(self._engine.model.offload)
+        await self._call(self._engine.model.offload)
 
     async def wake(self, parts: Sequence[str] = PARTS) -> None:
         """Bring these parts back; the KV cache takes memory as requests come."""
         unknown = sorted(set(parts) - set(PARTS))
         if unknown:
             raise ValueError(f"a generator wakes {' and '.join(PARTS)}, got {', '.join(unknown)}")
-        if "weights" in parts and "weights" in self._asleep and self._device.type == "cuda":
+        if "weights" in parts and "weights" in self._asleep:
             await self._call(self._engine.model.onload)
         self._asleep.difference_update(parts)
 

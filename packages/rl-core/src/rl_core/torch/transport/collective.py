@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rl_core.devices import Device
 from rl_core.errors import WeightSyncError
 from rl_core.torch.transport.bucket import Bucket, capacity, fingerprint
 from rl_core.torch.transport.deadline import Deadline
@@ -33,7 +34,7 @@ class _Broadcasts:
         self,
         group: Any,
         layout: list[Bucket],
-        device: torch.device,
+        device: Device,
         *,
         timeout_s: float,
         who: str,
@@ -49,7 +50,8 @@ class _Broadcasts:
         self._deadlines: dict[int, Deadline] = {}
         size = capacity(layout)
         self._buffers = [
-            torch.empty(size, dtype=torch.uint8, device=device) for _ in range(min(NUM_BUFFERS, len(layout)))
+            torch.empty(size, dtype=torch.uint8, device=device.torch_device)
+            for _ in range(min(NUM_BUFFERS, len(layout)))
         ]
 
     def buffer(self, bucket: Bucket) -> torch.Tensor:
@@ -94,8 +96,7 @@ class _Broadcasts:
 
     def synchronize(self) -> None:
         """Wait for what this process has asked of the device."""
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        self._device.synchronize()
 
     def wait_all(self) -> None:
         """Wait for every broadcast under way."""
@@ -104,7 +105,7 @@ class _Broadcasts:
 
     def close(self) -> None:
         """Leave the group, whatever is under way in it."""
-        if self._device.type == "cuda":
+        if self._device.collectives == "nccl":
             self._group.abort()
         self._works.clear()
 
@@ -120,7 +121,7 @@ class CollectiveSenderLink:
         manifest: Manifest,
         layout: list[Bucket],
         transport: Transport,
-        device: torch.device,
+        device: Device,
         num_receivers: int,
     ) -> None:
         host, port = _host_and_port(transport.address)
@@ -156,7 +157,7 @@ class CollectiveSenderLink:
             channel.close()
         self._broadcasts.close()
 
-    def _gather(self, host: str, device: torch.device, timeout_s: float) -> Any:
+    def _gather(self, host: str, device: Device, timeout_s: float) -> Any:
         size = len(self._channels) + 1
         if list(self._channels) != list(range(1, size)):
             raise WeightSyncError(f"receivers of a collective have ranks 1 to {size - 1}, got {list(self._channels)}")
@@ -175,7 +176,7 @@ class CollectiveReceiverLink:
     """A rank of the group from 1 on; receives the next bucket while the present one is read."""
 
     def __init__(
-        self, manifest: Manifest, layout: list[Bucket], transport: Transport, rank: int, device: torch.device
+        self, manifest: Manifest, layout: list[Bucket], transport: Transport, rank: int, device: Device
     ) -> None:
         address = _host_and_port(transport.address)
         self._layout = layout
@@ -197,7 +198,7 @@ class CollectiveReceiverLink:
         for bucket in layout[:NUM_BUFFERS]:
             self._broadcasts.start(bucket)
 
-    def _join(self, host: str, rank: int, device: torch.device, timeout_s: float) -> Any:
+    def _join(self, host: str, rank: int, device: Device, timeout_s: float) -> Any:
         phase = self._phase.format("joining the group")
         offer = self._channel.receive(phase)
         with _as_sync_error(phase):
@@ -226,10 +227,10 @@ class CollectiveReceiverLink:
         self._broadcasts.close()
 
 
-def _group(store: Any, rank: int, size: int, device: torch.device, host: str, timeout_s: float) -> Any:
+def _group(store: Any, rank: int, size: int, device: Device, host: str, timeout_s: float) -> Any:
     """A process group beside the default one, of which this process may have none or another."""
     prefixed = dist.PrefixStore("weights", store)
-    if device.type == "cuda":
+    if device.collectives == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         # later than our own deadlines, for NCCL's watchdog ends the process
         options._timeout = timedelta(seconds=2 * timeout_s + _GRACE_S)

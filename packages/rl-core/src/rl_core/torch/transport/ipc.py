@@ -7,9 +7,10 @@ from collections.abc import Mapping
 
 import torch
 
+from rl_core.devices import Device
 from rl_core.torch.transport.bucket import Bucket, capacity, fingerprint
 from rl_core.torch.transport.rendezvous import abort_all, accept_receivers, find_sender
-from rl_core.torch.transport.shared_memory import DeviceBuffers, HostBuffers, SharedBuffers, map_offered
+from rl_core.torch.transport.shared_memory import SharedBuffers, map_offered, shared_buffers
 from rl_core.weights import Digests, Manifest, Transport
 
 NUM_BUFFERS = 2
@@ -24,7 +25,7 @@ class IpcSenderLink:
         manifest: Manifest,
         layout: list[Bucket],
         transport: Transport,
-        device: torch.device,
+        device: Device,
         num_receivers: int,
     ) -> None:
         self._device = device
@@ -36,11 +37,7 @@ class IpcSenderLink:
             listener.listen(max(1, num_receivers))
             self._channels = accept_receivers(listener, num_receivers, fingerprint(manifest), transport.timeout_s)
         count, size = min(NUM_BUFFERS, len(layout)), capacity(layout)
-        self._buffers: SharedBuffers
-        if device.type == "cuda":
-            self._buffers = DeviceBuffers(count, size, device)
-        else:
-            self._buffers = HostBuffers(count, size)
+        self._buffers: SharedBuffers = shared_buffers(count, size, device)
         try:
             for channel in self._channels.values():
                 self._buffers.offer(channel)
@@ -54,7 +51,7 @@ class IpcSenderLink:
         return self._buffers.tensors[bucket.index % NUM_BUFFERS]
 
     def send(self, bucket: Bucket) -> None:
-        _synchronize(self._device)
+        self._device.synchronize()
         for channel in self._channels.values():
             channel.send({"bucket": bucket.index}, f"bucket {bucket.index + 1} of {self._num_buckets}")
         self._sent += 1
@@ -85,7 +82,7 @@ class IpcReceiverLink:
     """Reads the sender's buffers where they lie."""
 
     def __init__(
-        self, manifest: Manifest, layout: list[Bucket], transport: Transport, rank: int, device: torch.device
+        self, manifest: Manifest, layout: list[Bucket], transport: Transport, rank: int, device: Device
     ) -> None:
         self._device = device
         self._phase = f"receiver rank {rank}, bucket {{}} of {len(layout)}"
@@ -105,7 +102,7 @@ class IpcReceiverLink:
         return self._buffers[bucket.index % NUM_BUFFERS]
 
     def release(self, bucket: Bucket) -> None:
-        _synchronize(self._device)
+        self._device.synchronize()
         self._channel.send({"taken": bucket.index}, self._phase.format(bucket.index + 1))
 
     def finish(self, digests: Digests) -> None:
@@ -117,18 +114,11 @@ class IpcReceiverLink:
     def close(self) -> None:
         self._channel.close()
         self._buffers.clear()
-        if self._device.type == "cuda":
-            torch.cuda.ipc_collect()
+        self._device.release_memory()
 
 
-def _meeting_place(transport: Transport, device: torch.device) -> str:
-    """Name of an abstract socket (it leaves no file): on CUDA one per GPU, so that a sender meets those on its own."""
-    name = f"\0rl-weights/{transport.address}"
-    if device.type == "cuda":
-        return f"{name}/{torch.cuda.get_device_properties(device).uuid}"
-    return name
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
+def _meeting_place(transport: Transport, device: Device) -> str:
+    """Name of an abstract socket (it leaves no file): one per memory, so that a sender meets those that can map its
+    buffers.
+    """
+    return f"\0rl-weights/{transport.address}/{device.memory_id}"

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from rl_core.devices import Device
 from rl_core.torch.digest import digest
 from rl_core.torch.transport.bucket import Bucket, lay_out
 from rl_core.torch.transport.collective import CollectiveReceiverLink
@@ -47,12 +48,12 @@ class Receiver:
 
 
 @contextmanager
-def open_receiver(manifest: Manifest, transport: Transport, rank: int, device: torch.device) -> Iterator[Receiver]:
+def open_receiver(manifest: Manifest, transport: Transport, rank: int, device: Device) -> Iterator[Receiver]:
     """Meet the sender, then receive.
 
     Args:
         rank: of this receiver, 1-based.
-        device: where the tensors arrive; `ipc` on `cuda` reads the memory of the sender on the same GPU.
+        device: where the tensors arrive; if every rank sends, the sender is the one on the same device.
 
     Raises:
         WeightSyncError: where no sender comes within `transport.timeout_s`, or it sends other tensors.
@@ -65,7 +66,7 @@ def open_receiver(manifest: Manifest, transport: Transport, rank: int, device: t
         case "collective":
             link = CollectiveReceiverLink(manifest, layout, transport, rank, device)
         case "disk":
-            link = DiskReceiverLink(manifest, layout, transport, rank, device)
+            link = DiskReceiverLink(manifest, layout, transport, rank, device.torch_device)
     receiver = Receiver(layout, link)
     try:
         yield receiver

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from rl_core.devices import Device
 from rl_core.errors import WeightSyncError
 from rl_core.torch.digest import digest
 from rl_core.torch.transport.bucket import DTYPES, Bucket, Slot, lay_out
@@ -74,12 +75,12 @@ class Sender:
 
 @contextmanager
 def open_sender(
-    manifest: Manifest, transport: Transport, device: torch.device, *, num_receivers: int | None = None
+    manifest: Manifest, transport: Transport, device: Device, *, num_receivers: int | None = None
 ) -> Iterator[Sender]:
     """Meet the receivers, then send.
 
     Args:
-        device: where the buckets lie; `cuda` means CUDA IPC or NCCL.
+        device: where the buckets lie; on `cuda` they travel by CUDA IPC or NCCL.
         num_receivers: receivers of this sender, where `ipc` has a sender on every node or GPU; all of the transport's
             where unset.
 

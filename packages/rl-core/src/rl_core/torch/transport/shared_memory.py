@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from rl_core.devices import Device
 from rl_core.errors import WeightSyncError
 from rl_core.torch.transport.channel import Channel
 
@@ -69,13 +70,21 @@ class DeviceBuffers:
         torch.cuda.ipc_collect()
 
 
-def map_offered(channel: Channel, device: torch.device) -> list[torch.Tensor]:
-    """The sender's buffers in this process; raises `WeightSyncError` where they lie on another kind of device."""
+def shared_buffers(count: int, capacity: int, device: Device) -> SharedBuffers:
+    """Buffers on a device: its own memory if it has any, else the host's."""
+    if device.torch_device.index is None:
+        return HostBuffers(count, capacity)
+    return DeviceBuffers(count, capacity, device.torch_device)
+
+
+def map_offered(channel: Channel, device: Device) -> list[torch.Tensor]:
+    """The sender's buffers in this process; raises `WeightSyncError` if they lie on another kind of device."""
     offer = channel.receive("sharing memory")
-    if ("handles" in offer) != (device.type == "cuda"):
-        raise WeightSyncError(f"the sender shares memory of another device than this receiver's {device}")
-    if device.type == "cuda":
-        return [_open(handle, device) for handle in pickle.loads(base64.b64decode(offer["handles"]))]
+    opens_handles = device.torch_device.index is not None
+    if ("handles" in offer) != opens_handles:
+        raise WeightSyncError(f"the sender shares memory of another kind of device than this receiver's {device.name}")
+    if opens_handles:
+        return [_open(handle, device.torch_device) for handle in pickle.loads(base64.b64decode(offer["handles"]))]
     files = channel.receive_files(offer["files"], "sharing memory")
     try:
         return [_map(file, offer["capacity"]) for file in files]
@@ -92,8 +101,7 @@ def _open(handle: tuple[Any, ...], device: torch.device) -> torch.Tensor:
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
     # the same GPU may have another index in this process; both found one another by its UUID
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return rebuild_cuda_tensor(*handle[:_DEVICE], index, *handle[_DEVICE + 1 :])
+    return rebuild_cuda_tensor(*handle[:_DEVICE], device.index, *handle[_DEVICE + 1 :])
 
 
 def _map(file: int, capacity: int) -> torch.Tensor:

@@ -1,0 +1,31 @@
+"""The kinds of device that models run on: one object per kind, which knows everything that differs between them.
+
+A `Device` has a half for the launcher (bundles, environment variables, which extras an engine needs), which imports
+nothing, and a half for the process that computes (torch device, process groups, memory), which imports torch when it is
+called.
+"""
+
+from __future__ import annotations
+
+from rl_core.devices.cpu import CpuDevice
+from rl_core.devices.cuda import CudaDevice
+from rl_core.devices.device import NODE_ADDRESS, Device
+from rl_core.devices.rehearsal import RehearsalDevice
+
+__all__ = ["CPU", "CUDA", "DEVICES", "NODE_ADDRESS", "REHEARSAL", "Device", "device_named"]
+
+CPU, CUDA, REHEARSAL = CpuDevice(), CudaDevice(), RehearsalDevice()
+
+DEVICES: dict[str, Device] = {device.name: device for device in (CPU, CUDA, REHEARSAL)}
+"""Every kind by name, at index 0."""
+
+
+def device_named(name: str) -> Device:
+    """The device of this kind, at index 0.
+
+    Raises:
+        ValueError: naming the kinds there are.
+    """
+    if name not in DEVICES:
+        raise ValueError(f"{name!r} is not a kind of device; use one of {', '.join(DEVICES)}")
+    return DEVICES[name]

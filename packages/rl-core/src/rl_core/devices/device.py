@@ -1,0 +1,157 @@
+"""The interface of a device."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
+
+if TYPE_CHECKING:
+    import torch
+
+NODE_ADDRESS = "RL_NODE_ADDRESS"
+"""Environment variable of a worker's process and its children: the address of its node as other nodes reach it."""
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+LOOPBACK = "127.0.0.1"
+
+
+class ClusterSizes(Protocol):
+    """The sizes that a `cluster` section states."""
+
+    gpus_per_node: int
+    cpu_ranks_per_node: int
+
+
+@dataclass(frozen=True)
+class Device(ABC):
+    """A device as the launcher plans with it, and as the process that computes on it uses it.
+
+    Args:
+        index: position among the devices that the process sees.
+    """
+
+    index: int = 0
+
+    name: ClassVar[str]
+    """The value of `cluster.device`."""
+    extras: ClassVar[Literal["cpu", "cuda"]]
+    """Which of a `Requirement`'s extras bring an engine that computes on it."""
+    has_gpus: ClassVar[bool]
+    """Whether every rank has a GPU of Ray's for itself: replicas divide a node's GPUs, models and replicas that share
+    GPUs leave their memory to one another, and memory of one GPU is reached from that GPU alone."""
+    ranks_key: ClassVar[str]
+    """Key of the number of ranks per node, for messages."""
+    bucket_bytes: ClassVar[int]
+    """Default size of the buckets that weights travel in."""
+    collectives: ClassVar[Literal["gloo", "nccl"]]
+    """Library of the collectives of tensors that lie on it."""
+    is_logical: ClassVar[bool]
+    """Whether its nodes and GPUs are Ray's alone, on one machine: the launcher starts as many as the run asks for."""
+    kernels: ClassVar[Literal["cpu", "cuda"]]
+    """Kernels that compute on it: the type of its `torch.device`."""
+
+    def at(self, index: int) -> Self:
+        """The device of this kind at another position among those that the process sees."""
+        return replace(self, index=index)
+
+    @property
+    def runs_on_gpus(self) -> bool:
+        """Whether kernels run on real GPUs, which a machine must have."""
+        return self.has_gpus and not self.is_logical
+
+    # the launcher's half
+
+    @abstractmethod
+    def ranks_per_node(self, cluster: ClusterSizes) -> int:
+        """Ranks that a `cluster` section places on each node."""
+
+    @abstractmethod
+    def bundle(self, num_ranks: int) -> dict[str, float]:
+        """Ray resources of a bundle for these ranks."""
+
+    @abstractmethod
+    def num_gpus(self, num_ranks: int) -> int:
+        """GPUs that a process which drives these ranks takes from Ray."""
+
+    @abstractmethod
+    def worker_variables(self, num_threads: int) -> Mapping[str, str]:
+        """Environment variables of a process that computes with so many CPU threads; those the user set stay."""
+
+    # the half of the process that computes
+
+    def claim(self, gpus: Sequence[str]) -> None:
+        """Have this process, and those it starts, see these GPUs alone, in this order; none means those it sees.
+
+        Called before torch or an engine initialises the device. Does nothing on a device without GPUs.
+        """
+        if self.has_gpus and gpus:
+            os.environ[VISIBLE] = ",".join(gpus)
+
+    def visible(self) -> tuple[str, ...]:
+        """The GPUs that this process sees, as `CUDA_VISIBLE_DEVICES` lists them (indices or UUIDs)."""
+        return tuple(gpu.strip() for gpu in os.environ.get(VISIBLE, "").split(",") if gpu.strip())
+
+    @property
+    def torch_device(self) -> torch.device:
+        """As torch names it."""
+        import torch
+
+        return torch.device(self.kernels, self.index) if self.kernels != "cpu" else torch.device("cpu")
+
+    @property
+    @abstractmethod
+    def process_group_backend(self) -> str:
+        """For `torch.distributed.init_process_group`."""
+
+    @property
+    @abstractmethod
+    def memory_id(self) -> str:
+        """Names the memory that processes share through it: the same for two processes that can map each other's
+        buffers."""
+
+    @property
+    @abstractmethod
+    def pins_host_memory(self) -> bool:
+        """Whether copies from pinned host memory are faster."""
+
+    @property
+    @abstractmethod
+    def chip(self) -> str:
+        """Name of the model of its chip, empty if it is not told: "NVIDIA H100 80GB HBM3"."""
+
+    @abstractmethod
+    def activate(self) -> None:
+        """Make it the process's current device."""
+
+    @abstractmethod
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor takes memory that its tenants must leave to one another."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until what this process asked of it is done."""
+
+    @abstractmethod
+    def release_memory(self) -> None:
+        """Give freed memory back, to the other processes on the device."""
+
+    @abstractmethod
+    def memory_bytes(self) -> int:
+        """Memory that this process uses: of the device if it has its own, else of the host."""
+
+    @abstractmethod
+    def rng_state(self) -> dict[str, Any]:
+        """State of torch's random generators, the host's among them."""
+
+    @abstractmethod
+    def set_rng_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what `rng_state` returned; a state that another kind of device left out is not touched."""
+
+
+def node_address() -> str:
+    """The address of this process's node as other nodes reach it; loopback outside a worker."""
+    return os.environ.get(NODE_ADDRESS) or LOOPBACK

@@ -1,0 +1,25 @@
+import pytest
+import torch
+from torch import nn
+
+from rl_core.devices import CPU, REHEARSAL
+from rl_core.torch.residency import ModuleResidency
+
+
+def test_a_rehearsal_really_takes_the_weights_away_and_brings_them_back():
+    module = nn.Linear(4, 3)
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    residency = ModuleResidency(module, REHEARSAL)
+    residency.offload(("parameters",))
+    assert module.weight.untyped_storage().nbytes() == 0
+    with pytest.raises(RuntimeError, match="parameters are offloaded"):
+        residency.require("parameters")
+    residency.onload(("parameters",))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
+
+
+def test_on_the_cpu_there_is_nothing_to_free():
+    module = nn.Linear(4, 3)
+    residency = ModuleResidency(module, CPU)
+    residency.offload(("parameters",))
+    assert module.weight.untyped_storage().nbytes()
