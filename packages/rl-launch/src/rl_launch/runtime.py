@@ -38,6 +38,9 @@ from rl_launch.worker_envs.roles import role_specs
 
 _log = logging.getLogger(__name__)
 
+Hold = Callable[[], AbstractContextManager[None]]
+"""Makes the context in which a tenant has the devices that it shares."""
+
 Start = tuple[Callable[[], ActorHandle], Placement]
 """How an empty rollout worker is started, and where its engine runs."""
 
@@ -143,20 +146,20 @@ class Runtime:
             return Components(policy=self.policy(algorithm.spec(self._config)), data=data)
         group = self._begin_policy(algorithm.spec(self._config))
         if self._topology.shares_devices:
-            policy = self._finish_policy(group)
+            policy = self._finish_policy(group, self._hold(POLICY))
             policy.offload()
             replicas = self._start_replicas(self._replica_starts(group), needs)
         else:
             finish = self._begin_replicas(self._replica_starts(group), needs)
-            policy = self._finish_policy(group)
+            policy = self._finish_policy(group, nullcontext)
             replicas = finish()
         sync = self._weight_sync(policy, group, vocabulary)
         pool = self._pool(replicas, sync, self._turns(policy, replicas))
         return Components(policy=policy, data=data, weights=sync, pool=pool)
 
     def policy(self, spec: ModelSpec) -> RemoteModel:
-        """The policy alone, built for what the spec says."""
-        return self._finish_policy(self._begin_policy(spec))
+        """The policy alone, built for what the spec says; it shares its devices with nobody."""
+        return self._finish_policy(self._begin_policy(spec), nullcontext)
 
     def evaluation_pool(self, needs: RolloutNeeds) -> RolloutPool:
         """Replicas alone, serving the weights at `policy.model_name`."""
@@ -181,12 +184,12 @@ class Runtime:
         group.begin(backend.plugin, backend.config, backend.backend, spec)
         return group
 
-    def _finish_policy(self, group: ModelGroup) -> RemoteModel:
-        policy = group.finish(self._hold(POLICY))
+    def _finish_policy(self, group: ModelGroup, hold: Hold) -> RemoteModel:
+        policy = group.finish(hold)
         self._exit.callback(policy.close)
         return policy
 
-    def _hold(self, tenant: str) -> Callable[[], AbstractContextManager[None]]:
+    def _hold(self, tenant: str) -> Hold:
         return partial(self._residency.hold, tenant) if self._topology.shares_devices else nullcontext
 
     def _turns(self, policy: RemoteModel, replicas: list[Replica]) -> Any:
