@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 # what an outer `uv run`, a virtual environment or a project says to uv is not meant for the environments built here
 _FOREIGN = {
@@ -67,6 +68,34 @@ for name in want["imports"]:
     except Exception as error:
         problems.append("import " + name + ": " + type(error).__name__ + ": " + str(error))
 print("\\npreflight " + json.dumps(problems))
+"""
+
+_REPORT = """
+import hashlib, importlib, importlib.metadata, importlib.util, json, pathlib, sys
+asked = json.loads(sys.argv[1])
+found = {"python": "{}.{}".format(*sys.version_info[:2]), "missing": [], "versions": {}, "sources": {}}
+try:
+    import ray
+except Exception as error:
+    found["missing"].append("import ray: " + type(error).__name__ + ": " + str(error))
+for name in asked["modules"]:
+    try:
+        if importlib.util.find_spec(name) is None:
+            found["missing"].append("the module " + name + " is missing")
+    except ImportError as error:
+        found["missing"].append("the module " + name + " is missing: " + str(error))
+for name in asked["distributions"]:
+    try:
+        found["versions"][name] = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        found["versions"][name] = "none"
+for name in asked["packages"]:
+    spec, digest = importlib.util.find_spec(name), hashlib.sha256()
+    for folder in spec.submodule_search_locations if spec else ():
+        for path in sorted(pathlib.Path(folder).rglob("*.py")):
+            digest.update(path.relative_to(folder).as_posix().encode() + bytes(1) + path.read_bytes() + bytes(1))
+    found["sources"][name] = digest.hexdigest() if spec else "none"
+print("\\nreport " + json.dumps(found))
 """
 
 
@@ -122,6 +151,51 @@ class BuiltEnv:
     cached: bool
 
 
+@dataclass(frozen=True)
+class EnvIdentity:
+    """What an environment must share with the driver's to stand in for it.
+
+    Args:
+        modules: that must be there; only ray is imported.
+        distributions: whose versions must be the same.
+        packages: of this project, whose sources must be the same.
+    """
+
+    modules: tuple[str, ...]
+    distributions: tuple[str, ...]
+    packages: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class EnvReport:
+    """What an environment holds, as its own interpreter says.
+
+    Args:
+        python: minor version.
+        missing: modules that are not there, in words.
+        versions: by distribution; `none` for one that is not installed.
+        sources: digest by package.
+    """
+
+    python: str
+    missing: tuple[str, ...]
+    versions: Mapping[str, str]
+    sources: Mapping[str, str]
+
+    def differences(self, driver: EnvReport) -> list[str]:
+        """How this environment differs from the driver's, in words."""
+        problems = list(self.missing)
+        if self.python != driver.python:
+            problems.append(f"it runs Python {self.python}, the driver {driver.python}")
+        for name, version in driver.versions.items():
+            if self.versions.get(name) != version:
+                problems.append(f"it has {name} {self.versions.get(name)}, the driver {version}")
+        changed = [name for name, digest in driver.sources.items() if self.sources.get(name) != digest]
+        if changed:
+            problems.append(f"its sources of {', '.join(changed)} are not the driver's")
+        return problems
+
+
 def default_root() -> Path:
     """Where environments are kept: `envs` under `RL_HOME`, else under the user's cache folder."""
     home = os.environ.get("RL_HOME")
@@ -173,23 +247,22 @@ def preflight(plan: EnvPlan, python: str) -> None:
         EnvBuildError: naming what does not fit.
     """
     want = json.dumps({"python": plan.python, "ray": plan.ray, "imports": list(plan.imports)})
-    try:
-        done = subprocess.run(
-            [python, "-c", _PREFLIGHT, want],
-            capture_output=True,
-            text=True,
-            env=clean_environment(),
-            timeout=600,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise EnvBuildError(f"its interpreter does not run: {error}") from None
-    answers = [line for line in done.stdout.splitlines() if line.startswith("preflight ")]
-    if done.returncode or not answers:
-        raise EnvBuildError(f"its interpreter ended with {done.returncode}:\n{_tail(done.stderr)}")
-    problems = json.loads(answers[-1].removeprefix("preflight "))
+    problems = _answer(python, _PREFLIGHT, want, "preflight ")
     if problems:
         raise EnvBuildError("\n".join(problems))
+
+
+def report(identity: EnvIdentity, python: str) -> EnvReport:
+    """Ask an interpreter about its environment; it imports ray and nothing else that is heavy.
+
+    Raises:
+        EnvBuildError: if it does not run.
+    """
+    asked = json.dumps(
+        {"modules": identity.modules, "distributions": identity.distributions, "packages": identity.packages}
+    )
+    found = _answer(python, _REPORT, asked, "report ")
+    return EnvReport(found["python"], tuple(found["missing"]), found["versions"], found["sources"])
 
 
 def clean_environment() -> dict[str, str]:
@@ -223,6 +296,25 @@ def base_python(minor: str) -> str:
     if here != minor:
         raise EnvBuildError(f"this node runs Python {here}, the driver {minor}: ray needs the same on every node")
     return str(getattr(sys, "_base_executable", None) or sys.executable)
+
+
+def _answer(python: str, script: str, argument: str, mark: str) -> Any:
+    """The JSON that a script prints after a mark, run by an interpreter of another environment."""
+    try:
+        done = subprocess.run(
+            [python, "-c", script, argument],
+            capture_output=True,
+            text=True,
+            env=clean_environment(),
+            timeout=600,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise EnvBuildError(f"its interpreter does not run: {error}") from None
+    answers = [line for line in done.stdout.splitlines() if line.startswith(mark)]
+    if done.returncode or not answers:
+        raise EnvBuildError(f"its interpreter ended with {done.returncode}:\n{_tail(done.stderr)}")
+    return json.loads(answers[-1].removeprefix(mark))
 
 
 def _install(plan: EnvPlan, env: Path, files: Path) -> None:

@@ -1,0 +1,158 @@
+"""The part of preparing a node that runs on the node itself, as a Ray task.
+
+Stands on the standard library, ray and `node_build`: a node that has ray and nothing of this project runs it, shipped
+whole with `ray.cloudpickle.register_pickle_by_value`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
+
+from rl_launch.worker_envs.node_build import (
+    BuiltEnv,
+    EnvBuildError,
+    EnvIdentity,
+    EnvPlan,
+    EnvReport,
+    build,
+    report,
+)
+
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Variables by which gloo and NCCL choose the interface that they listen on."""
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """What a node says of itself.
+
+    Args:
+        cores: that a process may use.
+        interface: that holds the node's address; empty if it was not found.
+        variables: those of `INTERFACE_VARIABLES` that are set for the node's Ray.
+    """
+
+    cores: int
+    interface: str
+    variables: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What a node sees of the driver's folders.
+
+    Args:
+        problem: why the shared folder is not the driver's, empty if it is.
+        listings: for each folder asked for, a digest of its names and sizes; empty if it is not there.
+    """
+
+    problem: str
+    listings: Mapping[str, str]
+
+
+def facts_of_this_node(address: str) -> NodeFacts:
+    """Facts of the node that this runs on.
+
+    Args:
+        address: of the node, as others reach it.
+    """
+    variables = {name: os.environ[name] for name in INTERFACE_VARIABLES if os.environ.get(name)}
+    return NodeFacts(usable_cores(), interface_of(address), variables)
+
+
+def usable_cores() -> int:
+    """Cores that this process may use: those it may run on, and no more than its control group's share."""
+    available = len(os.sched_getaffinity(0))
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return available
+    return available if quota == "max" else max(1, min(available, math.ceil(int(quota) / int(period))))
+
+
+def interface_of(address: str) -> str:
+    """Name of the network interface that holds an address; empty if there is none."""
+    # Ray brings it
+    import ray  # noqa: F401 - makes the next line work where psutil itself is not installed
+    import psutil  # isort: skip
+
+    held = {name: [each.address.partition("%")[0] for each in found] for name, found in psutil.net_if_addrs().items()}
+    exact = (name for name, addresses in held.items() if address in addresses)
+    # the loopback interface has all of 127/8
+    loops = (name for name, addresses in held.items() if "127.0.0.1" in addresses)
+    try:
+        return next(exact, "") or (next(loops, "") if ip_address(address).is_loopback else "")
+    except ValueError:
+        return ""
+
+
+def meet(folder: str, token: str, name: str, folders: Sequence[str], patience_s: float) -> Sight:
+    """Read what the driver wrote into a folder, and answer there.
+
+    Args:
+        folder: with a file `driver` that holds the token.
+        token: of this start.
+        name: of the file to answer with.
+        folders: to list.
+        patience_s: how long a shared file system may take to show the driver's file.
+    """
+    end = time.monotonic() + patience_s
+    written = Path(folder) / "driver"
+    while (found := _text(written)) != token:
+        if time.monotonic() >= end:
+            return Sight("it is not there" if found is None else "it is another folder of that name", {})
+        time.sleep(0.1)
+    try:
+        (Path(folder) / name).write_text(token)
+    except OSError as error:
+        return Sight(f"it cannot be written: {error.strerror}", {})
+    return Sight("", {each: listing(each) for each in folders})
+
+
+def listing(folder: str) -> str:
+    """A digest of the names and sizes of the files in a folder; empty if there is no such folder."""
+    try:
+        held = sorted((entry.name, entry.stat().st_size) for entry in os.scandir(folder) if entry.is_file())
+    except OSError:
+        return ""
+    return hashlib.sha256(repr(held).encode()).hexdigest()
+
+
+def all_differences(asked: Sequence[tuple[EnvIdentity, str, EnvReport]]) -> list[list[str]]:
+    """Why interpreters of this node cannot stand in for the driver's; empty for one that can.
+
+    Args:
+        asked: for each environment, what it must share, its interpreter, and what the driver's holds.
+    """
+    return [_differences(*each) for each in asked]
+
+
+def _differences(identity: EnvIdentity, python: str, driver: EnvReport) -> list[str]:
+    if not Path(python).exists():
+        return [f"{python} does not exist there"]
+    try:
+        return report(identity, python).differences(driver)
+    except EnvBuildError as error:
+        return [str(error)]
+
+
+def built(plan: EnvPlan) -> BuiltEnv | str:
+    """The environment of a plan on this node, built if need be; the reason as text if it cannot be."""
+    try:
+        return build(plan)
+    except (EnvBuildError, OSError) as error:
+        return str(error)
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except OSError:
+        return None

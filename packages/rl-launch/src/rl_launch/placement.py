@@ -1,0 +1,152 @@
+"""Devices for a run: which groups of bundles the cluster can hold, and the wait until it has them free."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from rl_core.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+
+_REPORT_S = 15.0
+
+Resources = Mapping[str, float]
+"""Amounts by the name of a Ray resource."""
+
+
+class PlacementError(ConfigError):
+    """A cluster that does not have the devices a run asks for, or not in time."""
+
+
+@dataclass(frozen=True)
+class NodeResources:
+    """A living node and all that it has, free or not.
+
+    Args:
+        address: of the node.
+        total: what it has.
+    """
+
+    address: str
+    total: Resources
+
+    def __str__(self) -> str:
+        return f"{self.address} with {described(self.total)}"
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long to wait for devices.
+
+    Args:
+        busy_s: for devices that the cluster has and others use.
+        absent_s: for devices that it does not have: nodes that an autoscaling cluster adds, or that replace a lost one.
+    """
+
+    busy_s: float
+    absent_s: float = 0.0
+
+
+def lacking(groups: Sequence[Resources], nodes: Sequence[NodeResources]) -> str:
+    """Why these nodes cannot hold these groups even if nobody else used them; empty if nothing speaks against it.
+
+    Each group must lie on one node. Groups of different sizes may still not fit together: that is for the placement to
+    find out.
+    """
+    for group, _ in Counter(_key(each) for each in groups).items():
+        wanted = dict(group)
+        at_least = [each for each in groups if all(each.get(name, 0) >= amount for name, amount in group)]
+        room = sum(_times(node.total, wanted) for node in nodes)
+        if room < len(at_least):
+            return f"there is room for {room} of {len(at_least)} times {described(wanted)}"
+    return ""
+
+
+class Wait:
+    """The wait for groups of bundles, which says what it waits for and when it gives up.
+
+    Args:
+        groups: resources of each group; one group lies on one node.
+        patience: how long to wait.
+        keys: the keys that ask for these devices, for messages.
+    """
+
+    def __init__(self, groups: Sequence[Resources], patience: Patience, *, keys: str) -> None:
+        self._groups = list(groups)
+        self._patience = patience
+        self._keys = keys
+        self._reason = ""
+        self._since: float | None = None
+        self._reported = 0.0
+
+    def check(self, nodes: Sequence[NodeResources], num_placed: int, now: float) -> None:
+        """Say from time to time what is still waited for.
+
+        Args:
+            nodes: the living nodes.
+            num_placed: groups that are placed.
+            now: seconds of a clock that does not go back.
+
+        Raises:
+            PlacementError: if the cluster does not have the devices, or if the time is over.
+        """
+        reason = lacking(self._groups, nodes)
+        if self._since is None or bool(reason) != bool(self._reason):
+            self._since = self._reported = now
+        self._reason = reason
+        waited = now - self._since
+        if reason and waited >= self._patience.absent_s:
+            raise PlacementError(self._absent(nodes))
+        if not reason and waited >= self._patience.busy_s:
+            raise PlacementError(self._busy(nodes, num_placed))
+        if now - self._reported >= _REPORT_S:
+            self._reported = now
+            _log.info(
+                "waiting for devices since %.0f s, %d of %d placed (%s); the cluster has %s",
+                waited,
+                num_placed,
+                len(self._groups),
+                reason or "others use them",
+                _listed(nodes),
+            )
+
+    def _absent(self, nodes: Sequence[NodeResources]) -> str:
+        waited = f" after {self._patience.absent_s:.0f} s" if self._patience.absent_s else ""
+        return (
+            f"{self._asked()}, but the cluster has {_listed(nodes)}{waited}: {self._reason}. "
+            f"Lower {self._keys}, or add nodes; if the cluster adds them by itself, set cluster.autoscaling=true."
+        )
+
+    def _busy(self, nodes: Sequence[NodeResources], num_placed: int) -> str:
+        return (
+            f"{self._asked()}, but {len(self._groups) - num_placed} of {len(self._groups)} were not free within "
+            f"{self._patience.busy_s:.0f} s (cluster.placement_timeout_s); the cluster has {_listed(nodes)}. "
+            "Wait until others have ended, or ask for fewer."
+        )
+
+    def _asked(self) -> str:
+        counts = Counter(_key(group) for group in self._groups)
+        wanted = " and ".join(f"{count} x {described(dict(group))}" for group, count in counts.items())
+        return f"{self._keys} ask for {wanted}, each on one node"
+
+
+def described(resources: Resources) -> str:
+    """The devices among resources, in words: `8 GPU, 64 CPU`."""
+    return ", ".join(f"{resources[name]:g} {name}" for name in ("GPU", "CPU") if name in resources) or "no devices"
+
+
+def _listed(nodes: Sequence[NodeResources], most: int = 8) -> str:
+    shown = "; ".join(str(node) for node in nodes[:most]) or "no node"
+    return shown if len(nodes) <= most else f"{shown}; and {len(nodes) - most} more"
+
+
+def _key(group: Resources) -> tuple[tuple[str, float], ...]:
+    return tuple(sorted(group.items()))
+
+
+def _times(total: Resources, wanted: Resources) -> int:
+    return int(min((total.get(name, 0) // amount for name, amount in wanted.items() if amount), default=inf))
