@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 import pytest
 
-from rl_core.errors import GeneratorError, WeightSyncError
+from rl_core.errors import GeneratorError, RequestRefused, WeightSyncError
 from rl_core.generation import GenerationRequest, Generator, Placement, SamplingParams
 from rl_core.model_config import GenerationConfig
 from rl_core.rollout import Completion
@@ -74,7 +74,7 @@ class TestVllmGenerator(VllmSuite):
     @pytest.mark.parametrize("temperature", [0.001, 2.5])
     def test_a_temperature_that_vllm_would_change_is_refused(self, bench: Bench, temperature: float) -> None:
         request = GenerationRequest(prompt(4), SamplingParams(1, temperature=temperature), 0)
-        with pytest.raises(GeneratorError, match="temperature"):
+        with pytest.raises(RequestRefused, match="temperature"):
             bench.runner.run(bench.generator.generate(request))
 
     def test_a_stop_string_may_be_a_special_tokens_text(self, bench: Bench) -> None:
@@ -149,7 +149,7 @@ class TestVllmGenerator(VllmSuite):
         first, refused, last = bench.runner.run(together())
         assert isinstance(first, Completion)
         assert isinstance(last, Completion)
-        with pytest.raises(GeneratorError, match="refused a request"):
+        with pytest.raises(RequestRefused, match="refused a request"):
             raise refused
 
     def test_zz_an_engine_that_fails_says_why_from_then_on(self, bench: Bench) -> None:
@@ -191,12 +191,12 @@ class TestEngineInItsOwnProcess(VllmSuite):
             assert all(isinstance(failure, GeneratorError) for failure in failures)
             return time.monotonic() - killed
 
-        assert bench.runner.run(killing()) < 5
+        assert bench.runner.run(killing()) < 60
         for call in (
             bench.generator.health(),
             bench.generator.generate(GenerationRequest(prompt(5), SamplingParams(1), 0)),
         ):
-            with pytest.raises(GeneratorError):
+            with pytest.raises(GeneratorError, match="died: EngineCore was killed by SIGKILL"):
                 bench.runner.run(call)
 
 
@@ -269,16 +269,30 @@ def test_gpus_must_match_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         )
 
 
-def test_a_model_that_is_not_there_is_reported(tmp_path: Path) -> None:
+def _failure_of_start(generator: VllmGenerator) -> str:
     async def starting() -> None:
-        generator = make_generator(tmp_path)
         try:
             await generator.start()
+            # on CPU vLLM builds attention when it is first computed
+            await generator.generate(GenerationRequest(prompt(4), SamplingParams(2), 0))
         finally:
             await generator.close()
 
-    with pytest.raises(GeneratorError, match="did not start"):
+    with pytest.raises(GeneratorError) as caught:
         asyncio.run(starting())
+    return str(caught.value)
+
+
+def test_a_model_that_is_not_there_is_reported(tmp_path: Path) -> None:
+    assert "did not start" in _failure_of_start(make_generator(tmp_path))
+
+
+@pytest.mark.parametrize("settings", [{}, {"own_process": True}], ids=str)
+def test_an_engine_that_dies_says_why_in_one_line(tmp_path: Path, settings: dict[str, object]) -> None:
+    folder = write_reference_model(tmp_path, seed=1, head_dim=16)
+    failure = _failure_of_start(make_generator(folder, **settings))
+    assert "Unsupported CPU attention configuration: head_dim=16" in failure
+    assert "\n" not in failure
 
 
 def test_it_serves_nothing_before_it_started(tmp_path: Path) -> None:

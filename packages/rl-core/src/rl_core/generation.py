@@ -103,7 +103,10 @@ class Generator(WeightSink, Protocol):
         ...
 
     async def health(self) -> Mapping[str, Any]:
-        """Raises `GeneratorError` where the engine is dead; else numbers worth logging."""
+        """Numbers worth logging, among them `num_sampled`: the tokens sampled so far, those of requests in flight
+        included, so that an engine which hangs can be told from one that is busy. Raises `GeneratorError` if the engine
+        is dead.
+        """
         ...
 
     async def close(self) -> None:

@@ -3,6 +3,8 @@
 import errno
 import logging
 import socket
+import subprocess
+import sys
 from datetime import timedelta
 
 import pytest
@@ -51,3 +53,13 @@ def test_a_workers_log_holds_the_projects_infos_and_everybodys_warnings(tmp_path
         "WARNING rl_core.torch.worker: a warning",
         "WARNING somebody.else: a warning",
     ]
+
+
+def test_output_of_a_worker_and_of_what_it_starts_goes_to_its_log(tmp_path):
+    log = tmp_path / "worker.log"
+    log.write_text("before\n")
+    code = "from rl_core.ray.host import redirect_output; import os, sys; redirect_output(sys.argv[1]);"
+    code += "sys.stderr.write('mine\\n'); os.system('echo of a child'); os.abort()"
+    found = subprocess.run([sys.executable, "-c", code, str(log)], capture_output=True, timeout=120, check=False)
+    assert log.read_text().splitlines()[:3] == ["before", "mine", "of a child"]
+    assert found.stdout == found.stderr == b""

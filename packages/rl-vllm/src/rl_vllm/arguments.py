@@ -6,7 +6,7 @@ from vllm import AsyncEngineArgs
 from vllm import SamplingParams as VllmSamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from rl_core.errors import GeneratorError
+from rl_core.errors import RequestRefused
 from rl_core.generation import GenerationRequest, Placement
 from rl_core.model_config import ModelConfig
 from rl_vllm.config import MAX_TEMPERATURE, MIN_TEMPERATURE, VllmConfig
@@ -54,11 +54,11 @@ def sampling_params(request: GenerationRequest, *, max_tokens: int) -> VllmSampl
     """What one request asks of the engine: the sampled tokens' own logprobs, all at the end.
 
     Raises:
-        GeneratorError: for a temperature that vLLM does not sample at.
+        RequestRefused: for a temperature that vLLM does not sample at.
     """
     sampling = request.sampling
     if sampling.temperature and not MIN_TEMPERATURE <= sampling.temperature <= MAX_TEMPERATURE:
-        raise GeneratorError(
+        raise RequestRefused(
             f"vLLM samples at temperature 0 or from {MIN_TEMPERATURE} to {MAX_TEMPERATURE}, got {sampling.temperature}"
         )
     return VllmSamplingParams(

@@ -10,15 +10,37 @@ from typing import Any
 import numpy as np
 from vllm import SamplingParams as VllmSamplingParams
 from vllm.exceptions import GracefulHTTPError, VLLMClientError
+from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.engine.output_processor import OutputProcessor
 
-from rl_core.errors import GeneratorError
+from rl_core.errors import GeneratorError, RequestRefused
 from rl_core.generation import GenerationRequest
 from rl_vllm.arguments import sampling_params, scoring_params
 
 
 class Engine(ABC):
-    """An engine that has been started; all methods are called on one event loop."""
+    """An engine that has been started; all methods are called on one event loop.
+
+    Args:
+        processor: vLLM's, which the tokens of every step pass through.
+    """
+
+    def __init__(self, processor: OutputProcessor) -> None:
+        self._num_sampled = 0
+        process = processor.process_outputs
+
+        def count(outputs: Sequence[EngineCoreOutput], *args: Any, **kwargs: Any) -> Any:
+            self._num_sampled += sum(len(output.new_token_ids) for output in outputs)
+            return process(outputs, *args, **kwargs)
+
+        # vLLM's own statistics cost more, and their interface is not stable
+        processor.process_outputs = count
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens sampled so far, those of requests in flight included."""
+        return self._num_sampled
 
     async def generate(self, request: GenerationRequest, *, max_tokens: int) -> Any:
         """vLLM's `CompletionOutput` of one request; concurrent ones are decoded together."""
@@ -71,6 +93,12 @@ def failures() -> Iterator[None]:
     except EngineDeadError as error:
         raise GeneratorError("the engine's process died") from error
     except EngineGenerateError as error:
-        raise GeneratorError(f"the engine failed in a request: {error.__cause__ or error}") from error
+        raise RequestRefused(f"the engine failed in a request: {one_line(error.__cause__ or error)}") from error
     except (VLLMClientError, GracefulHTTPError) as error:
-        raise GeneratorError(f"the engine refused a request: {error}") from error
+        raise RequestRefused(f"the engine refused a request: {error}") from error
+
+
+def one_line(error: BaseException) -> str:
+    """Kind and first line of an error."""
+    first, _, _ = str(error).strip().partition("\n")
+    return f"{type(error).__name__}: {first}"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rl_core.errors import GeneratorError, WeightSyncError
+from rl_core.errors import GeneratorError, RequestRefused, WeightSyncError
 from rl_core.generation import GenerationRequest, Placement
 from rl_core.model_config import GenerationConfig, ModelConfig
 from rl_core.rollout import Completion, WeightSpan
@@ -57,7 +57,6 @@ class VllmGenerator:
         self._version = 0
         self._announced: Manifest | None = None
         self._num_completions = 0
-        self._num_tokens = 0
 
     @property
     def num_ranks(self) -> int:
@@ -98,12 +97,13 @@ class VllmGenerator:
         """One completion; concurrent calls are batched by the engine.
 
         Raises:
-            GeneratorError: where the engine died, the last weight sync failed, or the prompt leaves no room.
+            RequestRefused: if the prompt leaves no room for a completion, or the engine refuses the request.
+            GeneratorError: if the engine died, or has no whole weights.
         """
         num_prompt_tokens = len(request.token_ids)
         room = self._max_len - num_prompt_tokens
         if num_prompt_tokens < 1 or room < 1:
-            raise GeneratorError(
+            raise RequestRefused(
                 f"a prompt of {num_prompt_tokens} tokens leaves no room for a completion: 1 to {self._max_len - 1} do"
             )
         max_tokens = min(request.sampling.max_new_tokens, room)
@@ -116,10 +116,11 @@ class VllmGenerator:
         """float32 `[tokens]`, logprobs of given tokens at temperature 1; index i belongs to token i, the first is 0.
 
         Raises:
-            GeneratorError: as `generate`; also for more tokens than the engine was set up for.
+            RequestRefused: for more tokens than the engine was set up for.
+            GeneratorError: as `generate`.
         """
         if len(token_ids) > self._max_len:
-            raise GeneratorError(f"{len(token_ids)} tokens do not fit into {self._max_len}")
+            raise RequestRefused(f"{len(token_ids)} tokens do not fit into {self._max_len}")
         scores = np.zeros(len(token_ids), dtype=np.float32)
         async with self._gate.passage(while_paused=not self._asleep):
             if len(token_ids) > 1:
@@ -217,14 +218,16 @@ class VllmGenerator:
         self._gate.serve()
 
     async def health(self) -> Mapping[str, Any]:
-        """Raises `GeneratorError` where the engine is dead; else numbers worth logging."""
+        """Numbers worth logging. An engine hangs if requests are in flight and `num_sampled` does not grow. Raises
+        `GeneratorError` if the engine is dead.
+        """
         await self._running().check()
         return {
             "weight_version": self._version,
             "num_in_flight": self._gate.num_inside,
             "num_waiting": self._gate.num_waiting,
             "num_completions": self._num_completions,
-            "num_tokens": self._num_tokens,
+            "num_sampled": self._running().num_sampled,
         }
 
     async def close(self) -> None:
@@ -239,7 +242,6 @@ class VllmGenerator:
             raise GeneratorError(f"the engine ended a request with {output.finish_reason!r}")
         tokens = np.array(output.token_ids, dtype=np.int32)
         self._num_completions += 1
-        self._num_tokens += len(tokens)
         return Completion(
             token_ids=tokens,
             logprobs=np.array(output.logprobs.logprobs, dtype=np.float32),

@@ -14,9 +14,9 @@ from vllm import AsyncEngineArgs
 from vllm import SamplingParams as VllmSamplingParams
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from rl_core.errors import GeneratorError
+from rl_core.errors import GeneratorError, RequestRefused
 from rl_core.torch.generation.step_thread import StepThread
-from rl_vllm.engine import Engine, failures
+from rl_vllm.engine import Engine, failures, one_line
 
 Result = TypeVar("Result")
 
@@ -34,6 +34,7 @@ class LocalEngine(Engine):
     """vLLM's engine without processes of its own: it is there in half the time, and nothing travels to it."""
 
     def __init__(self, thread: StepThread[SteppedEngine], engine: SteppedEngine) -> None:
+        super().__init__(engine.vllm.output_processor)
         self._thread = thread
         self._engine = engine
         self._submitted: list[Request] = []
@@ -43,7 +44,7 @@ class LocalEngine(Engine):
         """Start the engine on so many OpenMP threads.
 
         Raises:
-            GeneratorError: with the engine's reason, where it does not come up.
+            GeneratorError: with the engine's reason, if it does not come up.
         """
         loaded: list[SteppedEngine] = []
 
@@ -55,8 +56,8 @@ class LocalEngine(Engine):
         thread.start()
         try:
             await asyncio.wrap_future(thread.loaded)
-        except (ValueError, RuntimeError, OSError) as error:
-            raise GeneratorError(f"vLLM did not start: {error}") from error
+        except Exception as error:
+            raise GeneratorError(f"vLLM did not start: {one_line(error)}") from error
         return cls(thread, loaded[0])
 
     async def run(self, token_ids: np.ndarray, params: VllmSamplingParams) -> Any:
@@ -122,7 +123,7 @@ class SteppedEngine:
             try:
                 self._id_of[name] = self.vllm.add_request(name, {"prompt_token_ids": request.token_ids}, request.params)
             except Exception as error:  # noqa: BLE001 - becomes the failure of whoever waits
-                _fail(request, error)
+                _fail(request, RequestRefused(f"the engine refused a request: {error}"))
                 continue
             self._requests[name] = request
 

@@ -6,7 +6,9 @@ import asyncio
 import itertools
 import multiprocessing
 import os
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import numpy as np
@@ -14,19 +16,28 @@ import psutil
 from vllm import AsyncEngineArgs
 from vllm import SamplingParams as VllmSamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from rl_core.errors import GeneratorError
-from rl_vllm.engine import Engine, failures
+from rl_vllm.engine import Engine, failures, one_line
+from rl_vllm.engine_output import EngineOutput, ends_of
 
 SHUTDOWN_S = 10.0
+LAST_WORDS_S = 10.0
+"""How long a dead engine's processes may take to write why."""
 
 
 class ProcessEngine(Engine):
     """vLLM's asynchronous engine, whose ranks and scheduler are other processes. They end when this one does."""
 
-    def __init__(self, engine: AsyncLLM, processes: Sequence[psutil.Process]) -> None:
+    def __init__(self, engine: AsyncLLM, roots: Sequence[BaseProcess], output: EngineOutput) -> None:
+        super().__init__(engine.output_processor)
+        above = [psutil.Process(root.pid) for root in roots]
         self._engine = engine
-        self._processes = processes
+        self._roots = roots
+        self._processes = [process for root in above for process in (root, *root.children(recursive=True))]
+        self._output = output
+        self._cause: asyncio.Task[str] | None = None
         self._ids = itertools.count()
 
     @classmethod
@@ -34,15 +45,17 @@ class ProcessEngine(Engine):
         """Start the engine with its processes.
 
         Raises:
-            GeneratorError: with the engine's reason, where it does not come up.
+            GeneratorError: with the engine's reason, if it does not come up.
         """
         others = set(multiprocessing.active_children())
+        output = EngineOutput()
         try:
-            engine = AsyncLLM.from_engine_args(arguments)
-        except (ValueError, RuntimeError, OSError) as error:
-            raise GeneratorError(f"vLLM did not start: {error}") from error
-        roots = [psutil.Process(child.pid) for child in multiprocessing.active_children() if child not in others]
-        started = cls(engine, [process for root in roots for process in (root, *root.children(recursive=True))])
+            with output.captured():
+                engine = AsyncLLM.from_engine_args(arguments)
+        except Exception as error:
+            cause = await asyncio.to_thread(output.cause, LAST_WORDS_S)
+            raise GeneratorError(f"vLLM did not start: {cause or one_line(error)}") from error
+        started = cls(engine, [child for child in multiprocessing.active_children() if child not in others], output)
         try:
             await started.call("end_with_front", os.getpid())
         except GeneratorError:
@@ -52,31 +65,49 @@ class ProcessEngine(Engine):
 
     async def run(self, token_ids: np.ndarray, params: VllmSamplingParams) -> Any:
         prompt = {"type": "token", "prompt_token_ids": token_ids.tolist()}
-        with failures():
+        async with self._failures():
             async for output in self._engine.generate(prompt, params, str(next(self._ids))):
                 if output.finished:
                     return output
         raise GeneratorError("the engine ended a request without an answer")
 
     async def call(self, method: str, *args: Any) -> list[Any]:
-        with failures():
+        async with self._failures():
             return await self._engine.collective_rpc(method, args=args)
 
     async def sleep(self, level: int) -> None:
-        with failures():
+        async with self._failures():
             await self._engine.sleep(level=level)
 
     async def wake(self, parts: Sequence[str]) -> None:
-        with failures():
+        async with self._failures():
             await self._engine.wake_up(list(parts))
 
     async def reset_prefix_cache(self) -> bool:
-        with failures():
+        async with self._failures():
             return await self._engine.reset_prefix_cache()
 
     async def check(self) -> None:
-        with failures():
+        async with self._failures():
             await self._engine.check_health()
+
+    @asynccontextmanager
+    async def _failures(self) -> AsyncIterator[None]:
+        """As `failures`; a dead engine's with the cause that its processes wrote."""
+        try:
+            with failures():
+                yield
+        except GeneratorError as error:
+            if not isinstance(error.__cause__, EngineDeadError):
+                raise
+            if self._cause is None:
+                self._cause = asyncio.create_task(asyncio.to_thread(self._find_cause))
+            # shielded, for whoever is cancelled is not the only one who waits
+            raise GeneratorError(f"{error}: {await asyncio.shield(self._cause)}") from error.__cause__
+
+    def _find_cause(self) -> str:
+        cause = self._output.cause(LAST_WORDS_S)
+        return cause or ends_of(self._roots) or "its processes gave no cause"
 
     async def end(self) -> None:
         await asyncio.to_thread(self._engine.shutdown, SHUTDOWN_S)

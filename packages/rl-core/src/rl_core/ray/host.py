@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import socket
+import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -77,8 +78,9 @@ class WorkerHost:
         return Place.here(self._port.getsockname()[1])
 
     def log_to(self, path: str) -> None:
-        """Write this process's log records to a file."""
+        """Write this process's log records and output to a file."""
         log_to(path)
+        redirect_output(path)
 
     def build(self, target: str, *args: Any, **kwargs: Any) -> None:
         """Build the worker `"package.module:Class"`, imported in this process."""
@@ -108,8 +110,9 @@ class AsyncWorkerHost:
         return Place.here(self._port.getsockname()[1])
 
     async def log_to(self, path: str) -> None:
-        """Write this process's log records to a file."""
+        """Write this process's log records and output to a file."""
         log_to(path)
+        redirect_output(path)
 
     async def start(self, target: str, *args: Any, **kwargs: Any) -> Any:
         """Build the worker `"package.module:Class"`, imported in this process, and await its `start`."""
@@ -136,6 +139,7 @@ class RestartingHost(AsyncWorkerHost):
     def __init__(self, log: str, name: str, target: str, *args: Any, **kwargs: Any) -> None:
         super().__init__()
         log_to(log)
+        redirect_output(log)
         self._recipe = (target, args, kwargs)
         self._starting = asyncio.Lock()
         self._has_started = False
@@ -162,6 +166,18 @@ def log_to(path: str) -> None:
     logging.getLogger().addHandler(handler)
     for package in ("rl_core", *plugin_packages()):
         logging.getLogger(package).setLevel(logging.INFO)
+
+
+def redirect_output(path: str) -> None:
+    """Append this process's standard output and error to a file, rather than to one in Ray's temporary folder; native
+    code and child processes write there too.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    for fd in (1, 2):
+        os.dup2(file, fd)
+    os.close(file)
 
 
 def plain(error: BaseException) -> RLError:

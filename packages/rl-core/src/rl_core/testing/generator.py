@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from rl_core.errors import GeneratorError
+from rl_core.errors import RequestRefused
 from rl_core.generation import GenerationRequest, SamplingParams
 from rl_core.rollout import Completion
 from rl_core.testing.torch.reference_model import EOS_TOKEN_ID, VOCAB_SIZE, processed_logprobs
@@ -138,7 +138,7 @@ class GeneratorSuite(WeightSinkSuite):
 
     def test_requests_that_cannot_be_served_are_refused(self, bench: Bench) -> None:
         for tokens in (prompt(CONTEXT), np.zeros(0, np.int32), np.array([3, VOCAB_SIZE], np.int32)):
-            with pytest.raises(GeneratorError):
+            with pytest.raises(RequestRefused):
                 _one(bench, tokens, SamplingParams(4))
         assert len(_one(bench, prompt(4), SamplingParams(4)).token_ids) == 4
 
@@ -180,15 +180,23 @@ class GeneratorSuite(WeightSinkSuite):
 
         bench.runner.run(pausing())
 
-    def test_health_answers_while_requests_are_decoded(self, bench: Bench) -> None:
+    def test_health_counts_tokens_while_requests_are_decoded(self, bench: Bench) -> None:
+        async def num_sampled() -> int:
+            numbers = await asyncio.wait_for(bench.generator.health(), 30)
+            assert all(np.isfinite(value) for value in numbers.values())
+            return int(numbers["num_sampled"])
+
         async def asking() -> None:
             requests = [GenerationRequest(prompt(5), SamplingParams(200), seed) for seed in range(8)]
             tasks = [asyncio.create_task(bench.generator.generate(request)) for request in requests]
             await asyncio.sleep(0)
-            numbers = await asyncio.wait_for(bench.generator.health(), 5)
-            assert not all(task.done() for task in tasks)
-            assert all(np.isfinite(value) for value in numbers.values())
-            await asyncio.gather(*tasks)
+            before = await num_sampled()
+            seen = set()
+            while not all(task.done() for task in tasks):
+                seen.add(await num_sampled() - before)
+                await asyncio.sleep(0.002)
+            assert await num_sampled() - before == 8 * 200
+            assert seen - {0, 8 * 200}
 
         bench.runner.run(asking())
 

@@ -15,7 +15,7 @@ VOCAB_SIZE = 320
 EOS_TOKEN_ID = 2
 
 
-def write_reference_model(folder: Path, *, seed: int, tied: bool = True) -> Path:
+def write_reference_model(folder: Path, *, seed: int, tied: bool = True, head_dim: int = 32) -> Path:
     """A Qwen3 of some 10^5 parameters with peaked predictions, and a byte-level tokenizer, as Hugging Face files."""
     torch.manual_seed(seed)
     config = Qwen3Config(
@@ -25,7 +25,7 @@ def write_reference_model(folder: Path, *, seed: int, tied: bool = True) -> Path
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32,
+        head_dim=head_dim,
         max_position_embeddings=1024,
         tie_word_embeddings=tied,
         pad_token_id=0,

@@ -119,6 +119,7 @@ class StepThread(Generic[Work]):
             reason = "the generator is closed"
         except BaseException as error:  # noqa: BLE001 - becomes the failure of everything that is asked for
             reason = f"the engine died: {type(error).__name__}: {error}"
+            _log.error("the engine died", exc_info=error)
         self._end(reason)
         while not self._calls.empty():  # what they ask for fails with the rest
             if function := self._calls.get():
