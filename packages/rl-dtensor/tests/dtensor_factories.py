@@ -9,7 +9,7 @@ from rl_core.testing.pooled_model import HELD
 from rl_core.testing.rank_pool import Rank
 from rl_core.torch import export
 from rl_core.torch.logprobs import LogitTransform
-from rl_dtensor import model
+from rl_dtensor import layout, model
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.worker import DTensorWorker
 
@@ -82,3 +82,20 @@ def optimizer_settings(rank: Rank) -> list[dict[str, object]]:
     """Settings of this process's optimizer, by parameter group."""
     groups = rank.held[HELD]._optimizer.param_groups
     return [{name: value for name, value in group.items() if name != "params"} for group in groups]
+
+
+def count_layouts(rank: Rank) -> None:
+    """Count how often this process works out which rows' tokens it has, and the bounds of what they attend to."""
+    rank.held["segments"], rank.held["num_layouts"] = layout.Segments.__init__, 0
+
+    def counted(self: layout.Segments, *args: object) -> None:
+        rank.held["num_layouts"] += 1
+        rank.held["segments"](self, *args)
+
+    layout.Segments.__init__ = counted
+
+
+def num_layouts(rank: Rank) -> int:
+    """Undo `count_layouts`, with what it counted."""
+    layout.Segments.__init__ = rank.held.pop("segments")
+    return rank.held.pop("num_layouts")

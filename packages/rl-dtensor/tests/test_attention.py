@@ -10,8 +10,8 @@ from transformers import AutoConfig
 from rl_core.batch import TOKENS
 from rl_core.torch.loss import Rows
 from rl_dtensor.attention import ROWS, attention_for, row_attention
-from rl_dtensor.kernels import kernel_of
-from rl_dtensor.layout import Alignment, lay_out
+from rl_dtensor.kernels import Softmax, kernel_of, varlen
+from rl_dtensor.layout import Alignment, Segment, Segments, lay_out
 from rl_dtensor.preflight import check
 
 LENGTHS = (5, 1, 8, 3)
@@ -32,34 +32,36 @@ def dense(query, key, value, window):
 
 
 def attended(tensors, backend, window, *, is_packed=True):
-    """`[batch, tokens, heads, head_dim]`, by the kernel of a backend."""
+    """`[batch, tokens, heads, head_dim]`, by the kernel of a backend, or another one."""
     rows = Rows(torch.tensor([0, *LENGTHS]).cumsum(0), {TOKENS: torch.zeros(sum(LENGTHS), dtype=torch.int64)})
     layout = lay_out(rows, Alignment(), is_packed=is_packed)
-    attend = kernel_of(backend)
+    attend = kernel_of(backend) if isinstance(backend, str) else backend
     return row_attention(
         torch.nn.Module(), *tensors, None, layout=layout, attend=attend, scaling=0.3, sliding_window=window
     )[0]
 
 
-def random_tensors():
+def random_tensors(key_dim=4, value_dim=4):
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(1, heads, 17, 4, dtype=torch.float64, generator=generator) for heads in (4, 2, 2)]
+    sizes = ((4, key_dim), (2, key_dim), (2, value_dim))
+    return [torch.randn(1, heads, 17, size, dtype=torch.float64, generator=generator) for heads, size in sizes]
+
+
+def differentiated(function, tensors):
+    """The output of a function, and the gradient by each tensor."""
+    leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+    output = function(*leaves)
+    output.sin().sum().backward()
+    return output, [leaf.grad for leaf in leaves]
 
 
 @pytest.mark.parametrize("backend", ["auto", "sdpa", "eager"])
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
 def test_it_is_dense_attention_under_a_block_diagonal_mask(backend, window):
-    tensors = random_tensors()
-    gradients = []
-    outputs = []
-    for function in (lambda *parts: attended(parts, backend, window), lambda *parts: dense(*parts, window)):
-        leaves = [tensor.clone().requires_grad_() for tensor in tensors]
-        output = function(*leaves)
-        output.sin().sum().backward()
-        outputs.append(output)
-        gradients.append([leaf.grad for leaf in leaves])
-    torch.testing.assert_close(*outputs)
-    torch.testing.assert_close(*gradients)
+    for value_dim in (4, 6):
+        tensors = random_tensors(value_dim=value_dim)
+        found = differentiated(lambda *parts: attended(parts, backend, window), tensors)
+        torch.testing.assert_close(found, differentiated(lambda *parts: dense(*parts, window), tensors))
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
@@ -77,6 +79,7 @@ class FlashAttention:
         """`[batch, tokens, heads, head_dim]`; the last query is at the last key."""
         assert causal
         assert window_size[1] == 0
+        assert q.shape[-1] == k.shape[-1] == v.shape[-1]
         k, v = (part.repeat_interleave(q.shape[2] // k.shape[2], 2) for part in (k, v))
         place = torch.arange(k.shape[1])
         before = place[k.shape[1] - q.shape[1] :, None] - place
@@ -92,15 +95,57 @@ class FlashAttention:
         return torch.cat([cls.flash_attn_func(*(part[None] for part in row), **options)[0] for row in rows])
 
 
+def varlen_attn(q, k, v, ends_q, ends_k, longest_q, longest_k, *, scale, window_size, enable_gqa):
+    """The documented contract of torch's kernel, in plain products: it is for GPUs alone."""
+    assert ends_q.dtype == ends_k.dtype == torch.int32
+    assert enable_gqa == (q.shape[1] != k.shape[1])
+    assert q.shape[-1] == k.shape[-1] == v.shape[-1]
+    assert q.shape[-1] % 8 == 0
+    options = {"softmax_scale": scale, "causal": True, "window_size": window_size}
+    return FlashAttention.flash_attn_varlen_func(q, k, v, ends_q, ends_k, longest_q, longest_k, **options)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3])
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(8, 8), (12, 8), (5, 9)])
+def test_heads_of_any_size_fit_the_packed_kernel(window, key_dim, value_dim):
+    """Latent attention has keys that are larger than values; the kernel takes one size, a multiple of 8."""
+    tensors = random_tensors(key_dim, value_dim)
+    found = differentiated(lambda *parts: attended(parts, varlen(varlen_attn), window), tensors)
+    torch.testing.assert_close(found, differentiated(lambda *parts: dense(*parts, window), tensors))
+
+
+def test_padding_does_not_change_the_default_scale():
+    tensors = random_tensors(12, 8)
+    segments = Segments([Segment((0, 17), (0, 17))], torch.device("cpu"))
+    expected = torch.nn.functional.scaled_dot_product_attention(*tensors, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(varlen(varlen_attn)(*tensors, segments, Softmax()), expected)
+
+
+@pytest.mark.parametrize("value_dim", [4, 6])
+@pytest.mark.parametrize("window", [None, 3])
+def test_only_the_kernel_that_takes_grouped_heads_is_given_them(monkeypatch, window, value_dim):
+    """With a mask, or heads of two sizes, torch would make all scores on a GPU."""
+    original, calls = torch.nn.functional.scaled_dot_product_attention, []
+
+    def recorded(query, key, value, *, attn_mask, enable_gqa, **options):
+        calls.append((attn_mask is not None or query.shape[-1] != value.shape[-1], enable_gqa))
+        return original(query, key, value, attn_mask=attn_mask, enable_gqa=enable_gqa, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", recorded)
+    attended(random_tensors(value_dim=value_dim), "sdpa", window)
+    assert len(calls) == len(LENGTHS)
+    assert all(is_grouped != is_special for is_special, is_grouped in calls)
+
+
 @pytest.mark.parametrize("window", [None, 1, 3])
 @pytest.mark.parametrize(
     ("backend", "package"), [("flash_attention_2", "flash_attn"), ("flash_attention_3", "flash_attn_interface")]
 )
 def test_flash_attention_is_told_of_rows(monkeypatch, backend, package, window):
     monkeypatch.setitem(sys.modules, package, FlashAttention)
-    tensors = random_tensors()
+    tensors = random_tensors(12, 8)
     torch.testing.assert_close(attended(tensors, backend, window), dense(*tensors, window))
-    side_by_side = [torch.randn(len(LENGTHS), *tensor.shape[1:2], max(LENGTHS), 4) for tensor in tensors]
+    side_by_side = [torch.randn(len(LENGTHS), *x.shape[1:2], max(LENGTHS), x.shape[3]) for x in tensors]
     torch.testing.assert_close(
         attended(side_by_side, backend, window, is_packed=False),
         attended(side_by_side, "sdpa", window, is_packed=False),

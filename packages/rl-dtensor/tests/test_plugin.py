@@ -84,6 +84,41 @@ def test_meshes_that_cannot_be_are_refused_with_the_nearest_that_can(tmp_path, s
     assert advice in found[f"policy.dtensor_cfg.{key}"]
 
 
+def test_a_model_whose_config_is_not_at_hand_may_have_experts():
+    assert not problems("owner/name", {"expert_parallel_size": 2})
+
+
+@pytest.mark.parametrize("name", ["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"])
+def test_experts_are_counted_under_the_names_that_families_give_them(tmp_path, name):
+    key = "policy.dtensor_cfg.expert_parallel_size"
+    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 2, name: 6}))
+    assert not problems(str(tmp_path), {"expert_parallel_size": 3})
+    assert "6 experts; set it to 3" in problems(str(tmp_path), {"expert_parallel_size": 4})[key]
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {name: 6}}))
+    assert not problems(str(tmp_path), {"expert_parallel_size": 3})
+    assert "6 experts" in problems(str(tmp_path), {"expert_parallel_size": 4})[key]
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"head_dim": 512},
+        {"head_dim": 256, "global_head_dim": 512},
+        {"hidden_size": 1024, "num_attention_heads": 2},
+        {"head_dim": 64, "qk_nope_head_dim": 448, "qk_rope_head_dim": 64, "v_head_dim": 128},
+    ],
+    ids=str,
+)
+def test_heads_that_flash_attention_does_not_take_are_refused(tmp_path, sizes):
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    found = problems(str(tmp_path), {"attention_backend": "flash_attention_2"}, device="cuda")
+    assert "the model's have 512" in found["policy.dtensor_cfg.attention_backend"]
+    assert not problems(str(tmp_path), {"attention_backend": "auto"}, device="cuda")
+    halves = {name: size if name == "num_attention_heads" else size // 2 for name, size in sizes.items()}
+    (tmp_path / "config.json").write_text(json.dumps(halves))
+    assert not problems(str(tmp_path), {"attention_backend": "flash_attention_2"}, device="cuda")
+
+
 def test_layers_with_experts_are_not_compiled(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 2, "num_experts": 4}))
     assert "set compile=false" in problems(str(tmp_path), {"compile": True})["policy.dtensor_cfg.compile"]

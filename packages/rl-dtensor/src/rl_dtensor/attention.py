@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
+from rl_core.batch import TOKENS
+from rl_core.torch.loss import Rows
 from rl_dtensor.config import AttentionBackend
 from rl_dtensor.kernels import Attend, Softmax
 from rl_dtensor.layout import Context, Layout
@@ -61,7 +63,7 @@ def row_attention(
         query, key, value = (
             _to_heads(part, context).index_select(2, layout.key_places) for part in (query, key, value)
         )
-        out = attend(query, key, value, layout.whole_rows, softmax)
+        out = attend(query, key, value, layout.segments, softmax)
         out = _to_tokens(out.index_select(2, layout.rank_places), context)
     return out.transpose(1, 2).contiguous(), None
 
@@ -103,7 +105,8 @@ def takes_rows(hf: PreTrainedModel) -> bool:
     if "position_ids" not in inspect.signature(body_of(hf).forward).parameters:
         return False
     place = torch.arange(2, device="meta")[None]
-    layout = Layout(place, place, place[0], None, ((0, 2),), 2, None)
+    rows = Rows(place[0], {TOKENS: place[0]})
+    layout = Layout(rows, place, place, place[0], None, bounds=((0, 2),), length=2, context=None)
     # with a mask the model does not look for rows in the places, which cannot be done on `meta`
     inputs = {"input_ids": place, "position_ids": place, "attention_mask": torch.ones_like(place)}
     try:

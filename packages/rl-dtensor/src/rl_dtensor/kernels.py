@@ -16,6 +16,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from rl_dtensor.config import AttentionBackend
 from rl_dtensor.layout import Segments
+from rl_dtensor.settings import MOST_FLASH_DIM
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -75,9 +76,13 @@ def _by_row(
 
 
 def _sdpa_row(query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
+    """On GPUs only the kernel for causal attention of equal heads takes grouped ones; every other kernel that is fast
+    there wants as many of keys and values, and without them torch makes all scores."""
     num_queries, num_keys = query.shape[2], key.shape[2]
     is_plain = num_queries == num_keys and (softmax.window is None or num_keys <= softmax.window)
     mask = None if is_plain else _seen(num_queries, num_keys, softmax.window, query.device)
+    if not (is_plain and _fits_flash(query, value) and query.shape[-1] == value.shape[-1]):
+        key, value = _for_each_head(query, key, value)
     return F.scaled_dot_product_attention(
         query,
         key,
@@ -86,14 +91,19 @@ def _sdpa_row(query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Te
         dropout_p=softmax.dropout,
         is_causal=is_plain,
         scale=softmax.scaling,
-        enable_gqa=True,
+        enable_gqa=query.shape[1] != key.shape[1],
     )
+
+
+def _for_each_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values as many times as there are query heads that share them."""
+    repeats = query.shape[1] // key.shape[1]
+    return (key, value) if repeats == 1 else (key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1))
 
 
 def _eager_row(query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
     """Matrix products and a softmax, in float32 at least."""
-    repeats = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    key, value = _for_each_head(query, key, value)
     scaling = query.shape[-1] ** -0.5 if softmax.scaling is None else softmax.scaling
     seen = _seen(query.shape[2], key.shape[2], softmax.window, query.device)
     scores = (query @ key.transpose(2, 3) * scaling).masked_fill(~seen, -torch.inf)
@@ -109,21 +119,47 @@ def _seen(num_queries: int, num_keys: int, window: int | None, device: torch.dev
     return seen if window is None else seen & (distance < window)
 
 
-def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, softmax: Softmax) -> Tensor:
-    """All segments in one flash attention of torch; without dropout, in half precision on CUDA."""
-    if segments.keys is not None:
-        key, value = key.index_select(2, segments.keys), value.index_select(2, segments.keys)
-    flat = (part[0].transpose(0, 1) for part in (query, key, value))
-    out = varlen_attn(
-        *flat,
-        segments.query_ends,
-        segments.key_ends,
-        *segments.longest,
-        scale=softmax.scaling,
-        window_size=softmax.flash_window,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    return out.transpose(0, 1)[None]
+def varlen(attend: Callable[..., Tensor] = varlen_attn) -> Attend:
+    """All segments in one flash attention of torch; without dropout, in half precision on CUDA.
+
+    Args:
+        attend: computes it, with the signature of `torch.nn.attention.varlen.varlen_attn`.
+    """
+
+    def attend_all(query: Tensor, key: Tensor, value: Tensor, segments: Segments, softmax: Softmax) -> Tensor:
+        assert len(query) == 1
+        if segments.keys is not None:
+            key, value = key.index_select(2, segments.keys), value.index_select(2, segments.keys)
+        flat = (part[0].transpose(0, 1) for part in _of_one_size(query, key, value))
+        out = attend(
+            *flat,
+            segments.query_ends,
+            segments.key_ends,
+            *segments.longest,
+            scale=_scale(query, softmax),
+            window_size=softmax.flash_window,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return out.transpose(0, 1)[None, ..., : value.shape[-1]]
+
+    return attend_all
+
+
+def _fits_flash(query: Tensor, value: Tensor) -> bool:
+    return max(query.shape[-1], value.shape[-1]) <= MOST_FLASH_DIM
+
+
+def _scale(query: Tensor, softmax: Softmax) -> float:
+    """Of the products, by the size that heads have before they are padded."""
+    return query.shape[-1] ** -0.5 if softmax.scaling is None else softmax.scaling
+
+
+def _of_one_size(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`[..., head_dim]` padded with zeros to the one size of heads that flash attention takes, a multiple of 8; zeros
+    add nothing to the products, and the end of the results is to be cut off."""
+    size = -(-max(query.shape[-1], value.shape[-1]) // 8) * 8
+    query, key, value = (F.pad(part, (0, size - part.shape[-1])) for part in (query, key, value))
+    return query, key, value
 
 
 def _flex(query: Tensor, key: Tensor, value: Tensor, segments: Segments, softmax: Softmax) -> Tensor:
@@ -163,28 +199,29 @@ def _flash(package: str, remedy: str, *, takes_dropout: bool = False) -> Attend:
             "or set attention_backend=auto"
         ) from error
 
-    def options(softmax: Softmax) -> dict[str, Any]:
+    def options(query: Tensor, softmax: Softmax) -> dict[str, Any]:
         dropout = {"dropout_p": softmax.dropout} if takes_dropout else {}
         return {
-            "softmax_scale": softmax.scaling,
+            "softmax_scale": _scale(query, softmax),
             "causal": True,
             "window_size": softmax.flash_window,
             **dropout,
         }
 
     def attend_row(query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
-        parts = (part.transpose(1, 2) for part in (query, key, value))
-        return _output(functions.flash_attn_func(*parts, **options(softmax))).transpose(1, 2)
+        parts = (part.transpose(1, 2) for part in _of_one_size(query, key, value))
+        out = _output(functions.flash_attn_func(*parts, **options(query, softmax)))
+        return out.transpose(1, 2)[..., : value.shape[-1]]
 
     def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, softmax: Softmax) -> Tensor:
         if len(query) > 1:
             return _by_row(query, key, value, segments, softmax, attend_row=attend_row)
         if segments.keys is not None:
             key, value = key.index_select(2, segments.keys), value.index_select(2, segments.keys)
-        flat = (part[0].transpose(0, 1) for part in (query, key, value))
+        flat = (part[0].transpose(0, 1) for part in _of_one_size(query, key, value))
         ends = (segments.query_ends, segments.key_ends)
-        out = _output(functions.flash_attn_varlen_func(*flat, *ends, *segments.longest, **options(softmax)))
-        return out.transpose(0, 1)[None]
+        out = _output(functions.flash_attn_varlen_func(*flat, *ends, *segments.longest, **options(query, softmax)))
+        return out.transpose(0, 1)[None, ..., : value.shape[-1]]
 
     return attend
 
@@ -196,12 +233,15 @@ def _output(returned: Any) -> Tensor:
 
 
 def _auto(query: Tensor, key: Tensor, value: Tensor, segments: Segments, softmax: Softmax) -> Tensor:
-    """torch's flash attention where it can run, else row by row."""
+    """torch's flash attention if it can run, else row by row."""
     is_packed = len(query) == 1
-    if query.is_cuda and query.dtype in HALF and softmax.dropout == 0.0 and is_packed:
+    fits = softmax.dropout == 0.0 and is_packed and _fits_flash(query, value)
+    if query.is_cuda and query.dtype in HALF and fits:
         return _varlen(query, key, value, segments, softmax)
     return _by_row(query, key, value, segments, softmax, attend_row=_sdpa_row)
 
+
+_varlen = varlen()
 
 _KERNELS: Mapping[AttentionBackend, Attend] = {
     "auto": _auto,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 import torch.distributed as dist
@@ -31,11 +32,11 @@ class Context:
         """Where this rank's chunks lie in a sequence."""
         return tuple(_chunk(index, length // (2 * self.size)) for index in (self.rank, 2 * self.size - 1 - self.rank))
 
-    def places(self, length: int, device: torch.device) -> Tensor:
-        """int64 `[length]`, the place in the sequence of each token in the order of ranks."""
+    def places(self, length: int) -> Tensor:
+        """int64 `[length]` on the host, the place in the sequence of each token in the order of ranks."""
         width = length // (2 * self.size)
         order = [index for rank in range(self.size) for index in (rank, 2 * self.size - 1 - rank)]
-        return torch.cat([torch.arange(*_chunk(index, width), device=device) for index in order])
+        return torch.cat([torch.arange(*_chunk(index, width)) for index in order])
 
 
 def _chunk(index: int, width: int) -> tuple[int, int]:
@@ -68,73 +69,90 @@ class Segment:
     key: tuple[int, int]
 
 
-@dataclass(frozen=True)
 class Segments:
-    """Segments whose queries follow one another, and their bounds on the device, made once for all layers."""
+    """Segments whose queries follow one another, and their bounds on the device.
 
-    items: tuple[Segment, ...]
-    device: torch.device
+    Everything but `seen_keys` is computed when it is built, once per microbatch for all layers.
 
-    @cached_property
-    def lengths(self) -> tuple[list[int], list[int]]:
-        """Queries and keys of each segment."""
-        return (
-            [item.query[1] - item.query[0] for item in self.items],
-            [item.key[1] - item.key[0] for item in self.items],
-        )
+    Attributes:
+        lengths: queries and keys of each segment.
+        longest: most queries and most keys of a segment.
+        query_ends: int32 `[segments + 1]`, where queries start and end.
+        key_ends: int32 `[segments + 1]`, where keys start and end, those of all segments one after another.
+        keys: int64 indices of those keys in the sequence; None if they are the sequence.
+    """
 
-    @cached_property
-    def query_ends(self) -> Tensor:
-        """int32 `[segments + 1]`, where queries start and end."""
-        return torch.tensor([0, *(item.query[1] for item in self.items)], dtype=torch.int32, device=self.device)
-
-    @cached_property
-    def key_ends(self) -> Tensor:
-        """int32 `[segments + 1]`, where keys start and end, those of all segments one after another."""
-        return torch.tensor([0, *self.lengths[1]], device=self.device).cumsum(0, dtype=torch.int32)
-
-    @cached_property
-    def keys(self) -> Tensor | None:
-        """int64 indices of those keys in the sequence; None where they are the sequence."""
-        if all(item.query == item.key for item in self.items):
-            return None
-        return torch.cat([torch.arange(*item.key, device=self.device) for item in self.items])
+    def __init__(self, items: Sequence[Segment], device: torch.device) -> None:
+        self.device = device
+        self._items = tuple(items)
+        queries = [item.query[1] - item.query[0] for item in items]
+        keys = [item.key[1] - item.key[0] for item in items]
+        self.lengths = queries, keys
+        self.longest = max(queries), max(keys)
+        self.query_ends = torch.tensor([0, *accumulate(queries)], dtype=torch.int32).to(device)
+        self.key_ends = torch.tensor([0, *accumulate(keys)], dtype=torch.int32).to(device)
+        self.keys: Tensor | None = None
+        if any(item.query != item.key for item in items):
+            self.keys = torch.cat([torch.arange(*item.key) for item in items]).to(device)
 
     @cached_property
     def seen_keys(self) -> tuple[Tensor, Tensor]:
         """int64 `[queries]` each: the first and the last key in the sequence that a query may see."""
-        first = [item.key[0] for item in self.items for _ in range(*item.query)]
-        last = [item.key[1] - item.query[1] + place for item in self.items for place in range(*item.query)]
-        return torch.tensor(first, device=self.device), torch.tensor(last, device=self.device)
-
-    @cached_property
-    def longest(self) -> tuple[int, int]:
-        """Most queries and most keys of a segment."""
-        queries, keys = self.lengths
-        return max(queries), max(keys)
+        queries = torch.tensor(self.lengths[0])
+        first = torch.tensor([item.key[0] for item in self._items]).repeat_interleave(queries)
+        ahead = torch.tensor([item.key[1] - item.query[1] for item in self._items]).repeat_interleave(queries)
+        return first.to(self.device), (torch.arange(len(ahead)) + ahead).to(self.device)
 
 
-@dataclass(frozen=True)
 class Layout:
-    """One forward pass.
+    """One forward pass: some rows, and which of their tokens this rank has.
+
+    It is not a dataclass on purpose: FSDP rebuilds every dataclass among the arguments of each layer in order to cast
+    its tensors, so that all this would be computed again by every layer, twice under checkpointing.
 
     Args:
+        rows: the rows, whole.
         input_ids: int64 `[batch, seq]`, of this rank.
         position_ids: int64, of the same shape; they start at 0 in every row.
         places: int64 `[batch * seq]`, the index among the rows' tokens of each position; -1 for padding.
-        attention_mask: int64 `[batch, seq]`, 1 on tokens; None where packed.
-        bounds: start and end of each row in the whole sequence; the whole sequence where padded, where the end of a
-            row cannot be seen from within it.
+        attention_mask: int64 `[batch, seq]`, 1 on tokens; None if packed.
+        bounds: start and end of each row in the whole sequence; the whole sequence if padded, as the end of a row
+            cannot be seen from within it.
         length: of the whole sequence.
+        context: the ranks that share the tokens of each row; None if this rank holds whole rows.
+
+    Attributes:
+        segments: what this rank's queries attend to; with the `ulysses` method, its heads of the queries of all ranks.
+        rank_places: int64 `[length]`, the place in the sequence of each token in the order of context-parallel ranks.
+        key_places: int64 `[length]`, the place in the order of context-parallel ranks of each token of the sequence.
     """
 
-    input_ids: Tensor
-    position_ids: Tensor
-    places: Tensor
-    attention_mask: Tensor | None
-    bounds: tuple[tuple[int, int], ...]
-    length: int
-    context: Context | None
+    def __init__(
+        self,
+        rows: Rows,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        places: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        bounds: Sequence[tuple[int, int]],
+        length: int,
+        context: Context | None,
+    ) -> None:
+        self.rows = rows
+        self.input_ids = input_ids
+        self.position_ids = position_ids
+        self.places = places
+        self.attention_mask = attention_mask
+        self.context = context
+        device = input_ids.device
+        chunks: Sequence[tuple[int, int]] = ((0, length),)
+        if context is not None and context.method == "all_gather":
+            chunks = context.chunks(length)
+        self.segments = Segments(_segments(chunks, bounds), device)
+        if context is not None:
+            places_of_ranks = context.places(length)
+            self.rank_places, self.key_places = places_of_ranks.to(device), places_of_ranks.argsort().to(device)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -142,34 +160,17 @@ class Layout:
         batch, seq = self.input_ids.shape
         return batch, seq
 
-    @cached_property
-    def segments(self) -> Segments:
-        """What this rank's queries attend to."""
-        chunks = ((0, self.length),) if self.context is None else self.context.chunks(self.length)
-        found, own = [], 0
-        for start, end in chunks:
-            for first, last in self.bounds:
-                begin, stop = max(start, first), min(end, last)
-                if begin < stop:
-                    found.append(Segment((own + begin - start, own + stop - start), (first, stop)))
-            own += end - start
-        return Segments(tuple(found), self.input_ids.device)
 
-    @cached_property
-    def whole_rows(self) -> Segments:
-        """What the queries of all context-parallel ranks attend to."""
-        return Segments(tuple(Segment(bounds, bounds) for bounds in self.bounds), self.input_ids.device)
-
-    @cached_property
-    def rank_places(self) -> Tensor:
-        """int64 `[length]`, the place in the sequence of each token in the order of context-parallel ranks."""
-        assert self.context is not None
-        return self.context.places(self.length, self.input_ids.device)
-
-    @cached_property
-    def key_places(self) -> Tensor:
-        """int64 `[length]`, the place in the order of context-parallel ranks of each token of the sequence."""
-        return self.rank_places.argsort()
+def _segments(chunks: Sequence[tuple[int, int]], bounds: Sequence[tuple[int, int]]) -> list[Segment]:
+    """Those of the queries in these chunks of the sequence, chunk by chunk."""
+    found, own = [], 0
+    for start, end in chunks:
+        for first, last in bounds:
+            begin, stop = max(start, first), min(end, last)
+            if begin < stop:
+                found.append(Segment((own + begin - start, own + stop - start), (first, stop)))
+        own += end - start
+    return found
 
 
 def lay_out(rows: Rows, alignment: Alignment, *, is_packed: bool) -> Layout:
@@ -182,7 +183,16 @@ def lay_out(rows: Rows, alignment: Alignment, *, is_packed: bool) -> Layout:
         own = torch.cat([torch.arange(*chunk) for chunk in alignment.context.chunks(length)]).to(places.device)
         input_ids, position_ids, places = (part[:, own] for part in (input_ids, position_ids, places))
         mask = None if mask is None else mask[:, own]
-    return Layout(input_ids, position_ids, places.flatten(), mask, bounds, length, alignment.context)
+    return Layout(
+        rows,
+        input_ids,
+        position_ids,
+        places.flatten(),
+        mask,
+        bounds=bounds,
+        length=length,
+        context=alignment.context,
+    )
 
 
 Whole = tuple[Tensor, Tensor, Tensor, tuple[tuple[int, int], ...]]

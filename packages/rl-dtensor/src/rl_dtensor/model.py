@@ -49,7 +49,7 @@ from rl_dtensor.parallel.sizes import shape_problems
 from rl_dtensor.parallel.stages import Stages
 from rl_dtensor.parallel.tensor import part_of, split_tensors, to_local
 from rl_dtensor.recompute import checkpoint_activations
-from rl_dtensor.settings import device_problems
+from rl_dtensor.settings import device_problems, head_problems
 from rl_dtensor.shape import shape_of
 from rl_dtensor.weights import Catalog, Weights, persistent
 
@@ -124,7 +124,6 @@ class ReadingModel(nn.Module):
         self,
         layout: Layout,
         entered: Tensor | None,
-        rows: Rows,
         reads: Sequence[Read],
         temperature: float,
         *,
@@ -141,11 +140,10 @@ class ReadingModel(nn.Module):
             return hidden
         if checks_logits:
             return {"logit_error": self._logit_error(hidden, layout, entered)}
-        return self._reads(hidden.flatten(0, 1), layout, rows, reads, temperature)
+        return self._reads(hidden.flatten(0, 1), layout, reads, temperature)
 
-    def _reads(
-        self, hidden: Tensor, layout: Layout, rows: Rows, reads: Sequence[Read], temperature: float
-    ) -> Mapping[str, Tensor]:
+    def _reads(self, hidden: Tensor, layout: Layout, reads: Sequence[Read], temperature: float) -> Mapping[str, Tensor]:
+        rows = layout.rows
         group = None if layout.context is None else layout.context.group
         if self.role in HEADLESS_ROLES:
             outputs = join_tokens(self.hf.score(hidden)[:, 0], layout.places, int(rows.offsets[-1]), group)
@@ -324,6 +322,7 @@ def build_model(
     problems = (
         *device_problems(backend, precision=config.precision, device=mesh.kind.kernels),
         *shape_problems(backend, _fields(hf_config)),
+        *head_problems(backend, _fields(hf_config)),
     )
     for problem in problems:
         raise ValueError(f"{problem.key} {problem.message}")
@@ -469,7 +468,7 @@ def _check_logits(model: ShardedModel, mesh: Mesh) -> None:
         entered = torch.linspace(-1, 1, shape[1] * shape[2], device=mesh.device).view(1, *shape[1:]).to(model.compute)
     model.train(False)
     with torch.no_grad():
-        error = last(layout, entered, rows, (), 1.0, checks_logits=True)["logit_error"].item()
+        error = last(layout, entered, (), 1.0, checks_logits=True)["logit_error"].item()
     model.reshard_all()
     if not error < MAX_LOGIT_ERROR:
         kind = last.hf.config.model_type
@@ -487,7 +486,7 @@ def _check_packing(model: ShardedModel, mesh: Mesh) -> None:
     both = Rows(ends, {TOKENS: torch.cat([tokens.flip(0)[:-1], tokens])})
     model.train(False)
     with torch.no_grad():
-        read = [chunk(model.lay_out(rows), None, rows, (LOGPROBS,), 1.0)["logprobs"][-count:] for rows in (row, both)]
+        read = [chunk(model.lay_out(rows), None, (LOGPROBS,), 1.0)["logprobs"][-count:] for rows in (row, both)]
     model.reshard_all()
     alone, behind = (logprobs.float() for logprobs in read)
     error = ((alone - behind).abs().max() / alone.abs().max().clamp(min=1e-6)).item()

@@ -10,7 +10,7 @@ from rl_core.model_config import local_hf_config
 from rl_core.registry import BackendPlugin, Requirement
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.parallel.sizes import combination_problems, num_ranks, shape_problems
-from rl_dtensor.settings import device_problems
+from rl_dtensor.settings import device_problems, head_problems
 
 FLASH = Requirement("rl-dtensor", extras={"cuda": ("flash",)})
 
@@ -47,10 +47,12 @@ def check_policy(config: Any) -> Iterable[Problem]:
 
 
 def check_mesh(config: Any) -> Iterable[Problem]:
-    """Problems of the mesh, by itself and with the model where its config is on this machine."""
+    """Problems of the mesh, by itself and, if the model's config is on this machine, with the model."""
     backend = config.policy.dtensor_cfg
+    model = local_hf_config(config.policy)
     yield from combination_problems(backend)
-    yield from shape_problems(backend, local_hf_config(config.policy))
+    yield from shape_problems(backend, model)
+    yield from head_problems(backend, model)
 
 
 def check_device(config: Any) -> Iterable[Problem]:

@@ -2,12 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
 
 from rl_core.config import Problem
 from rl_dtensor.config import DTensorConfig
-from rl_dtensor.parallel.sizes import SECTION
+from rl_dtensor.parallel.sizes import SECTION, text_fields
+
+MOST_FLASH_DIM = 256
+"""Largest heads that flash attention takes."""
+
+HEAD_DIMS = ("head_dim", "global_head_dim", "v_head_dim")
+"""Fields of a Hugging Face config that size heads."""
+
+
+def head_problems(backend: DTensorConfig, model: Mapping[str, Any]) -> Iterator[Problem]:
+    """An attention backend whose kernels do not take heads of this model's size.
+
+    Args:
+        model: fields of its Hugging Face config; those that are missing are not checked.
+    """
+    largest = _largest_head(model)
+    if backend.attention_backend in ("flash_attention_2", "flash_attention_3") and largest > MOST_FLASH_DIM:
+        yield Problem(
+            f"{SECTION}.attention_backend",
+            f"{backend.attention_backend} takes heads of at most {MOST_FLASH_DIM} and the model's have {largest}; set "
+            "it to auto or sdpa",
+        )
+
+
+def _largest_head(model: Mapping[str, Any]) -> int:
+    """Entries of the largest query, key or value head; 0 if the fields do not say."""
+    model = text_fields(model)
+    hidden, heads = model.get("hidden_size"), model.get("num_attention_heads")
+    stated = [model.get(name) for name in HEAD_DIMS]
+    joined = [model.get("qk_nope_head_dim"), model.get("qk_rope_head_dim")]  # of latent attention
+    sizes = [*(size for size in stated if isinstance(size, int)), sum(size for size in joined if isinstance(size, int))]
+    if not any(sizes) and isinstance(hidden, int) and isinstance(heads, int) and heads:
+        return hidden // heads
+    return max(sizes)
 
 
 def device_problems(

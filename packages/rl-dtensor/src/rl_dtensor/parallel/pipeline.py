@@ -79,7 +79,7 @@ class _Run:
         entered = None
         if stage > 0:
             entered = self._receive("forward", layout).requires_grad_(self.has_backward)
-        output = self.model.chunks[chunk](layout, entered, microbatch[0], self.reads, self.temperature)
+        output = self.model.chunks[chunk](layout, entered, self.reads, self.temperature)
         if stage < self.model.num_stages - 1:
             left = output.to(self.model.compute)
             self._send("forward", left.detach())

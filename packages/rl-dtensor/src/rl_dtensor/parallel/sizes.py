@@ -12,6 +12,9 @@ from rl_dtensor.config import DTensorConfig
 
 SECTION = "policy.dtensor_cfg"
 
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Fields by which Hugging Face configs count experts."""
+
 
 @dataclass(frozen=True)
 class AxisSizes:
@@ -129,8 +132,10 @@ def shape_problems(config: DTensorConfig, model: Mapping[str, Any]) -> Iterator[
     """Settings that do not go with a model.
 
     Args:
-        model: fields of its Hugging Face config; those that are missing are not checked.
+        model: fields of its Hugging Face config; those that are missing are not checked, so nothing is of a model whose
+            config is not at hand.
     """
+    model = text_fields(model)
     heads = _number(model, "num_attention_heads")
     kv_heads = _number(model, "num_key_value_heads") or heads
     tp, cp = config.tensor_parallel_size, config.context_parallel_size
@@ -148,13 +153,13 @@ def shape_problems(config: DTensorConfig, model: Mapping[str, Any]) -> Iterator[
                 f"{cp} neither divides nor is a multiple of the {own_kv} key-value heads of a rank; "
                 f"set it to {_nearest(own_kv, cp)}, or context_parallel_method=all_gather",
             )
-    experts = _number(model, "num_experts") or _number(model, "num_local_experts")
+    experts = next((count for name in NUM_EXPERTS if (count := _number(model, name))), None)
     if experts and config.compile:
         yield Problem(
             f"{SECTION}.compile", "compiles layers without experts, and the model has some; set compile=false"
         )
     ep = config.expert_parallel_size
-    if ep > 1 and not experts:
+    if ep > 1 and model and not any("expert" in name for name in model):
         yield Problem(f"{SECTION}.expert_parallel_size", f"is {ep} and the model has no experts; set it to 1")
     elif experts and experts % ep:
         yield _indivisible("expert_parallel_size", ep, experts, "experts")
@@ -168,6 +173,12 @@ def shape_problems(config: DTensorConfig, model: Mapping[str, Any]) -> Iterator[
             f"{stages} stages (pipeline_parallel_size x pipeline_chunks_per_rank) of {layers} layers leave some empty; "
             f"have at most {layers}",
         )
+
+
+def text_fields(model: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Fields of the language model in a Hugging Face config, which may hold those of other models beside it."""
+    text = model.get("text_config")
+    return {**model, **text} if isinstance(text, Mapping) else model
 
 
 def _indivisible(key: str, size: int, count: int, what: str) -> Problem:

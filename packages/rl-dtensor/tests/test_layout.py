@@ -1,0 +1,69 @@
+"""Which tokens of some rows a rank has."""
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from rl_core.batch import TOKENS
+from rl_core.model import LOGPROBS, ModelSpec
+from rl_core.model_config import ModelConfig, SequencePackingConfig
+from rl_core.testing.losses import TokenLoss
+from rl_core.testing.pooled_model import PooledModel
+from rl_core.torch.loss import Rows
+from rl_dtensor.layout import Alignment, Context, Segment, Segments, lay_out
+from rl_dtensor.selfcheck import LENGTHS, make_batch, write_tiny
+
+
+def rows_of(lengths):
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    return Rows(offsets, {TOKENS: torch.arange(int(offsets[-1]))})
+
+
+def test_bounds_of_segments_are_those_of_their_queries_and_keys():
+    segments = Segments([Segment((0, 2), (0, 2)), Segment((2, 5), (2, 5))], torch.device("cpu"))
+    assert segments.query_ends.tolist() == segments.key_ends.tolist() == [0, 2, 5]
+    assert segments.keys is None
+    split = Segments([Segment((0, 2), (0, 2)), Segment((2, 3), (2, 7))], torch.device("cpu"))
+    assert split.query_ends.tolist() == [0, 2, 3]
+    assert split.key_ends.tolist() == [0, 2, 7]
+    assert split.keys.tolist() == [0, 1, 2, 3, 4, 5, 6]
+    assert split.longest == (2, 5)
+    first, last = split.seen_keys
+    assert first.tolist() == [0, 0, 2]
+    assert last.tolist() == [0, 1, 6]
+
+
+@pytest.mark.parametrize("method", ["all_gather", "ulysses"])
+def test_ranks_have_all_tokens_between_them_and_find_their_keys(method):
+    lengths, size = (5, 4, 3), 2
+    whole = rows_of(lengths)
+    parts = [lay_out(whole, Alignment(2 * size, Context(None, rank, size, method)), is_packed=True) for rank in (0, 1)]
+    in_order_of_ranks = torch.cat([part.places for part in parts])
+    for part in parts:
+        assert torch.equal(in_order_of_ranks[part.key_places], torch.arange(12))
+        assert torch.equal(part.rank_places[part.key_places], torch.arange(12))
+        first, last = part.segments.seen_keys
+        seen = part.places if method == "all_gather" else torch.arange(12)
+        starts = whole.offsets[whole.row_of_token]
+        assert torch.equal(first, starts[seen])
+        assert torch.equal(last, seen)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"activation_checkpointing": True}, {"context_parallel_size": 2}], ids=["plain", "kept", "split"]
+)
+def test_a_layout_is_worked_out_once_per_microbatch(ranks, tmp_path, settings):
+    """Not by each layer, nor when a layer is computed again."""
+    folder = write_tiny(AutoConfig.for_model("qwen3"), tmp_path / "model")
+    packing = SequencePackingConfig(enabled=True, train_mb_tokens=max(LENGTHS), logprob_mb_tokens=max(LENGTHS))
+    config = ModelConfig(model_name=str(folder), precision="float32", sequence_packing=packing)
+    num_ranks = settings.get("context_parallel_size", 1)
+    batch = make_batch(0)
+    with PooledModel(ranks, "rl_dtensor.selfcheck:build", config, ModelSpec(), num_ranks, **settings) as model:
+        for run in (lambda: model.infer(batch, [LOGPROBS]), lambda: model.train_step(batch, TokenLoss())):
+            ranks.run("dtensor_factories:count_layouts", [()] * num_ranks)
+            try:
+                run()
+            finally:
+                counts = ranks.run("dtensor_factories:num_layouts", [()] * num_ranks)
+            assert counts == [3] * num_ranks  # microbatches of 17 tokens for 51
