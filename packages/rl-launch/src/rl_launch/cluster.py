@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -25,15 +22,12 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from rl_core.devices import NODE_ADDRESS, Device
-from rl_core.errors import ConfigError, RLError
+from rl_core.errors import ConfigError
 from rl_core.ray.host import AsyncWorkerHost, RestartingHost, WorkerHost
 from rl_launch.logical_nodes import LogicalNodes
-from rl_launch.ray_address import check_ray_address, nobody_answers
+from rl_launch.ray_start import connect, start_on_this_machine
 
 _log = logging.getLogger(__name__)
-
-START_ATTEMPTS = 3
-"""Ray's raylet sometimes misses its own fixed start-up deadline on a busy machine; a second try succeeds."""
 
 MOST_RESTARTS = 1000
 """Of one environment's process in a run of weeks; its own failures it restarts below that process."""
@@ -77,10 +71,14 @@ class VirtualCluster:
     def __init__(self, *, device: Device, num_nodes: int, ranks_per_node: int) -> None:
         self._owns_ray = not ray.is_initialized()
         self._logical: LogicalNodes | None = None
-        if self._owns_ray and device.is_logical and not os.environ.get("RAY_ADDRESS"):
-            self._logical = LogicalNodes(num_nodes, ranks_per_node, _object_store_bytes())
-        if self._owns_ray:
-            _start_ray(ranks_per_node, self._logical.address if self._logical else os.environ.get("RAY_ADDRESS"))
+        address = os.environ.get("RAY_ADDRESS")
+        if self._owns_ray and address:
+            connect(address)
+        elif self._owns_ray and device.is_logical:
+            self._logical = LogicalNodes(num_nodes, ranks_per_node)
+            connect(self._logical.address)
+        elif self._owns_ray:
+            start_on_this_machine(ranks_per_node)
         self.device = device
         self.num_nodes = num_nodes
         self.ranks_per_node = ranks_per_node
@@ -175,56 +173,6 @@ class VirtualCluster:
             ray.shutdown()
         if self._logical is not None:
             self._logical.close()
-
-
-def _start_ray(ranks_per_node: int, address: str | None) -> None:
-    check_ray_address()
-    local: dict[str, Any] = {
-        "address": "local",
-        "num_cpus": max(os.cpu_count() or 1, ranks_per_node),
-        "include_dashboard": False,
-        "object_store_memory": _object_store_bytes(),
-    }
-    for attempt in range(1, START_ATTEMPTS + 1):
-        try:
-            with _sessions_of_their_own():
-                ray.init(
-                    **({"address": address} if address else local), log_to_driver=False, logging_level=logging.ERROR
-                )
-            return
-        except (RuntimeError, ConnectionError, TimeoutError) as error:
-            ray.shutdown()
-            if address and isinstance(error, ConnectionError):
-                raise nobody_answers(address, str(error)) from None
-            if attempt == START_ATTEMPTS:
-                raise RLError(f"Ray did not start in {START_ATTEMPTS} attempts; the last said: {error}") from error
-            _log.warning("Ray did not start (%s); trying again", str(error).splitlines()[0])
-            time.sleep(2.0)
-
-
-@contextmanager
-def _sessions_of_their_own() -> Iterator[None]:
-    """Have processes that are started meanwhile lead sessions of their own.
-
-    A signal to the driver's process group (`timeout`, Slurm, a terminal) then reaches the driver alone, which ends Ray
-    when it has saved; where the driver dies the kernel ends Ray. Ray has no option for it.
-    """
-    start = subprocess.Popen.__init__
-
-    def start_apart(self: Any, *args: Any, **named: Any) -> None:
-        start(self, *args, **{"start_new_session": True, **named})
-
-    subprocess.Popen.__init__ = start_apart  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        subprocess.Popen.__init__ = start  # type: ignore[method-assign]
-
-
-def _object_store_bytes() -> int:
-    shared = os.statvfs("/dev/shm")
-    free = shared.f_bavail * shared.f_frsize
-    return int(max(80 * 2**20, min(0.3 * free, 64 * 2**30)))
 
 
 def _on_bundle(bundle: Bundle) -> PlacementGroupSchedulingStrategy:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+from functools import partial
 from typing import Any
 
 from ray.cluster_utils import Cluster
 
 from rl_core.errors import ConfigError
+from rl_launch.ray_start import object_store_bytes, retried, sessions_of_their_own
 
 _log = logging.getLogger(__name__)
 
@@ -29,13 +31,12 @@ class LogicalNodes:
     Args:
         num_nodes: nodes.
         gpus_per_node: GPUs that each tells Ray it has.
-        object_store_bytes: memory of all object stores together.
 
     Raises:
         ConfigError: for more nodes than a machine bears.
     """
 
-    def __init__(self, num_nodes: int, gpus_per_node: int, object_store_bytes: int) -> None:
+    def __init__(self, num_nodes: int, gpus_per_node: int) -> None:
         if num_nodes > MOST_NODES:
             raise ConfigError(
                 f"cluster.num_nodes is {num_nodes}, but a rehearsal has at most {MOST_NODES} nodes on one machine; "
@@ -45,14 +46,15 @@ class LogicalNodes:
             # bundles take a CPU for each GPU; environments and tasks take further ones
             "num_cpus": 2 * gpus_per_node + (os.cpu_count() or 1),
             "num_gpus": gpus_per_node,
-            "object_store_memory": max(LEAST_OBJECT_STORE_BYTES, object_store_bytes // num_nodes),
+            "object_store_memory": max(LEAST_OBJECT_STORE_BYTES, object_store_bytes() // num_nodes),
         }
         _log.info("starting %d Ray nodes with %d logical GPUs each", num_nodes, gpus_per_node)
         self._cluster = Cluster(shutdown_at_exit=True)
         try:
-            for node in range(num_nodes):
-                extra = {} if node else {"include_dashboard": False}
-                self._cluster.add_node(node_ip_address=f"127.0.0.{FIRST_ADDRESS + node}", **settings, **extra)
+            with sessions_of_their_own():
+                for node in range(num_nodes):
+                    address = f"127.0.0.{FIRST_ADDRESS + node}"
+                    retried(partial(self._add_node, address, settings), _nothing_is_left)
         except BaseException:
             self.close()
             raise
@@ -65,3 +67,11 @@ class LogicalNodes:
     def close(self) -> None:
         """End all nodes."""
         self._cluster.shutdown()
+
+    def _add_node(self, address: str, settings: dict[str, Any]) -> None:
+        head = {} if self._cluster.head_node else {"include_dashboard": False}
+        self._cluster.add_node(node_ip_address=address, **settings, **head)
+
+
+def _nothing_is_left() -> None:
+    """Ray ends the processes of a node that did not start."""
