@@ -85,3 +85,9 @@ def test_it_is_the_same_sum_in_plain_integers():
         mixed = (mixed ^ shift(mixed, 27)) * 0x94D049BB133111EB % 2**64
         total += mixed ^ shift(mixed, 31)
     assert of_bytes(values.tobytes()) == f"18-{total % 2**64:016x}"
+
+
+def test_a_tensor_can_let_go_of_its_memory_after_its_digest():
+    tensor = torch.arange(100, dtype=torch.float32)
+    digest(tensor)
+    assert tensor.untyped_storage().resizable()

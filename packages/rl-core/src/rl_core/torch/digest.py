@@ -40,7 +40,8 @@ def digest(tensor: Tensor) -> str:
 def _mixed_sum(lanes: Tensor, start: int) -> int:
     """The sum of the mixed lanes at positions `start`, `start + 1`, ..., but for multiples of 2^64."""
     if lanes.device.type == "cpu":
-        return _host_sum(lanes.numpy(), start)
+        # not `numpy()`, after which torch would not let go of the memory
+        return _host_sum(np.from_dlpack(lanes), start)
     return int(_device_sum(lanes, start).item())
 
 

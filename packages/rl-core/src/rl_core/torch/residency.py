@@ -63,6 +63,10 @@ class ModuleResidency(Residency):
     def __init__(self, module: nn.Module, device: Device) -> None:
         super().__init__(device)
         self._module = module
+        for tensor in self._held(self.kept("parameters")):
+            if not tensor.untyped_storage().resizable():
+                # mapped from a file, whose pages are not the module's to free
+                tensor.data = tensor.detach().clone()
 
     def kept(self, part: Part) -> list[Tensor]:
         return [*self._module.parameters(), *self._module.buffers()] if part == "parameters" else []
