@@ -49,8 +49,9 @@ def test_a_run_folder_that_nodes_do_not_share_is_refused_by_their_names(pair, tm
     with pytest.raises(ConfigError) as refused:
         nodes_of(folder=UNSEEN / "run").prepare(on(*pair))
     first, second = (node.node_ip_address for node in pair)
-    assert f"run_dir: /proc/self/cwd/run is not shared by all nodes: on {first}, {second} it is not there" in str(
-        refused.value
+    assert (
+        f"the run's folder /proc/self/cwd/run is not shared by all nodes: on {first}, {second} it is not there"
+        in str(refused.value)
     )
     assert not list((tmp_path / "run").iterdir())
 

@@ -56,7 +56,7 @@ def to_hugging_face(source: Path, target: Path, overrides: Sequence[str] = ()) -
     damage = _damage(checkpoint)
     if damage:
         raise RunDirectoryError(f"checkpoint {checkpoint} is damaged: {damage}; choose another one")
-    with _policy(config, _spec(config)) as model, _made(target) as folder:
+    with _policy(config, _spec(config), target) as model, _made(target) as folder:
         _log.info("reading %s", checkpoint)
         model.load(str((checkpoint / POLICY).absolute()))
         _log.info("writing %s", target)
@@ -87,7 +87,7 @@ def to_checkpoint(source: str, target: Path, backend: str, overrides: Sequence[s
     chosen = backends_of(config).policy.plugin.name
     if chosen != backend:
         raise ConfigError(f"--to {backend}, but the overrides enable {chosen}; name one backend")
-    with _policy(config, _spec(config)) as model, _made(target) as written:
+    with _policy(config, _spec(config), target) as model, _made(target) as written:
         _log.info("writing %s", target)
         (written / POLICY).mkdir()
         model.save(str(written / POLICY))
@@ -155,8 +155,8 @@ def _spec(config: Any) -> ModelSpec:
 
 
 @contextmanager
-def _policy(config: Any, spec: ModelSpec) -> Iterator[RemoteModel]:
-    """The model of a config, alone on its cluster."""
+def _policy(config: Any, spec: ModelSpec, target: Path) -> Iterator[RemoteModel]:
+    """The model of a config, alone on its cluster; its ranks' logs are kept beside the target, which all nodes see."""
     check_devices(config.cluster)
     config = with_local_model(config)
 
@@ -166,12 +166,14 @@ def _policy(config: Any, spec: ModelSpec) -> Iterator[RemoteModel]:
 
     backends = Backends(backends_of(config).policy, None)
     device = resolve_device(config.cluster.device)
-    pythons = provision_workers(config, backends, None, device)
-    check_engines(config, backends, pythons)
+    envs = provision_workers(config, backends, None, device)
+    check_engines(config, backends, envs)
+    beside = target.absolute().parent
+    beside.mkdir(parents=True, exist_ok=True)
     with (
-        tempfile.TemporaryDirectory(prefix="rl-convert-") as logs,
+        tempfile.TemporaryDirectory(prefix=f".{target.name}.logs-", dir=beside) as logs,
         VirtualCluster.of(config.cluster, device) as cluster,
-        Runtime(config, backends, pythons, cluster, Path(logs)) as runtime,
+        Runtime(config, backends, envs, cluster, Path(logs)) as runtime,
     ):
         _log.info("starting %s on %d ranks", backends.policy.plugin.name, cluster.num_nodes * cluster.ranks_per_node)
         yield runtime.policy(spec)

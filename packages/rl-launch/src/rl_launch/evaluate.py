@@ -37,11 +37,11 @@ def evaluate(config: Any, *, logs: Path) -> Evaluation:
 
     backends = backends_of(config)
     device = resolve_device(config.cluster.device)
-    pythons = provision_workers(config, backends, needs, device, trains=False)
+    envs = provision_workers(config, backends, needs, device, trains=False)
     logs.mkdir(parents=True, exist_ok=True)
     with (
         VirtualCluster.of(config.cluster, device) as cluster,
-        Runtime(config, backends, pythons, cluster, logs) as runtime,
+        Runtime(config, backends, envs, cluster, logs) as runtime,
     ):
         sampling = validation_sampling(config.policy.generation, data.end_of_sequence)
         source = SyncRolloutSource(

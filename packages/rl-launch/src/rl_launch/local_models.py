@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from rl_launch.worker_envs import default_root
 
@@ -24,6 +25,12 @@ def local_model(name: str) -> str:
     if make:
         return str(make(default_root().parent / "models"))
     return str(Path(name).expanduser()) if name.startswith("~") else name
+
+
+def model_folders(policy: Any) -> dict[str, str]:
+    """Folders of this machine that a resolved `policy` section loads a model or a tokenizer from, by key."""
+    named = {"policy.model_name": policy.model_name, "policy.tokenizer.name": policy.tokenizer.name}
+    return {key: name for key, name in named.items() if name is not None and Path(name).is_dir()}
 
 
 def _tiny(models: Path) -> Path:

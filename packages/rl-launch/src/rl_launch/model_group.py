@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 import ray
 
@@ -17,11 +18,18 @@ from rl_core.ray.model import CALL_TIMEOUT_S, RemoteModel
 from rl_core.registry import BackendPlugin
 from rl_launch.cluster import Bundle, VirtualCluster, WorkerProcess
 
-PROCESS_TIMEOUT_S = 300.0
-"""Bound of starting an empty process: Ray may first start a machine for it."""
 
-START_TIMEOUT_S = 1800.0
-"""Bound of building and loading a model: large ones read hundreds of gigabytes."""
+@dataclass(frozen=True)
+class StartTimeouts:
+    """Bounds of starting workers.
+
+    Args:
+        process_s: an empty process.
+        model_s: building and loading a model.
+    """
+
+    process_s: float
+    model_s: float
 
 
 class ModelGroup:
@@ -32,9 +40,10 @@ class ModelGroup:
     Args:
         cluster: where.
         nodes: a bundle per rank, by node.
-        process: how each rank's process is made.
+        process: how a rank's process is made on a node, by Ray's id of the node.
         role: for messages.
         logs: folder for the ranks' logs.
+        timeouts: of starting.
 
     Raises:
         RLError: where a process does not start, with role and rank.
@@ -44,22 +53,24 @@ class ModelGroup:
         self,
         cluster: VirtualCluster,
         nodes: Sequence[Sequence[Bundle]],
-        process: WorkerProcess,
+        process: Callable[[str], WorkerProcess],
         *,
         role: str,
         logs: str,
+        timeouts: StartTimeouts,
     ) -> None:
+        self._timeouts = timeouts
         self._device = cluster.device.name
         self._role = role
         self._local_ranks = [local_rank for node in nodes for local_rank, _ in enumerate(node)]
-        self._workers = [cluster.start_worker(process, bundle) for node in nodes for bundle in node]
+        self._workers = [cluster.start_worker(process(bundle.node), bundle) for node in nodes for bundle in node]
         unplaced = [Origin(role, rank, "its node", "start") for rank in range(len(self._workers))]
-        self.places: list[Place] = gather([w.place.remote() for w in self._workers], unplaced, PROCESS_TIMEOUT_S)
+        self.places: list[Place] = gather([w.place.remote() for w in self._workers], unplaced, timeouts.process_s)
         self._logs = [f"{logs}/{role}-{rank}.log" for rank in range(len(self._workers))]
         gather(
             [worker.log_to.remote(path) for worker, path in zip(self._workers, self._logs, strict=True)],
             self._origins("start"),
-            PROCESS_TIMEOUT_S,
+            timeouts.process_s,
         )
         self._timeout_s = CALL_TIMEOUT_S
         self._builds: list[ray.ObjectRef] = []
@@ -81,7 +92,7 @@ class ModelGroup:
 
     def finish(self, hold: Callable[[], AbstractContextManager[None]]) -> RemoteModel:
         """The model, once all ranks have built it; raises the first failure of any, with role, rank and node."""
-        gather(self._builds, self._origins("start"), START_TIMEOUT_S)
+        gather(self._builds, self._origins("start"), self._timeouts.model_s)
         nodes = [place.address for place in self.places]
         return RemoteModel(
             self._workers, role=self._role, nodes=nodes, hold=hold, timeout_s=self._timeout_s, logs=self._logs
@@ -89,7 +100,7 @@ class ModelGroup:
 
     def meeting_point(self) -> str:
         """`host:port` on rank 0's node, the port kept free for rank 0."""
-        place = gather([self._workers[0].place.remote()], self._origins("weight sync")[:1], PROCESS_TIMEOUT_S)[0]
+        place = gather([self._workers[0].place.remote()], self._origins("weight sync")[:1], self._timeouts.process_s)[0]
         return f"{place.address}:{place.port}"
 
     def _origins(self, phase: str) -> list[Origin]:

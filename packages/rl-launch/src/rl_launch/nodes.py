@@ -59,6 +59,15 @@ class PreparedNode:
     facts: NodeFacts
     pythons: Mapping[str, str]
 
+    @property
+    def network_variables(self) -> Mapping[str, str]:
+        """Variables by which gloo and NCCL use the interface of the node's address, but for those that its Ray was
+        started with.
+        """
+        name = self.facts.interface
+        chosen = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"} if name else {}
+        return {variable: value for variable, value in chosen.items() if variable not in self.facts.variables}
+
 
 class Nodes:
     """Nodes of a run, prepared before workers are placed on them.
@@ -136,9 +145,9 @@ class Nodes:
             shutil.rmtree(place, ignore_errors=True)
         if problems:
             raise ConfigError(
-                f"run_dir: {self._folder} is not shared by all nodes: {_by_reason(problems, addresses)}. Workers on "
-                "every node write checkpoints and logs into it: put it on a file system that all nodes see under the "
-                "same path, or use one node."
+                f"the run's folder {self._folder} is not shared by all nodes: {_by_reason(problems, addresses)}. "
+                "Workers on every node write logs and checkpoints there: set run_dir to a folder on a file system that "
+                "all nodes see under the same path, or use one node."
             )
         for key, folder in self._model_folders.items():
             self._check_listing(key, folder, {node: seen[node].listings[folder] for node in seen}, addresses)

@@ -54,6 +54,18 @@ class ClusterConfig(Config):
     worker_envs: Literal["auto", "shared", "isolated"] = "auto"
     """Where workers find their packages: the driver's environment (`shared`), ones built for them (`isolated`), or the
     driver's where it has all they need (`auto`)."""
+    autoscaling: bool = False
+    """Whether the cluster adds nodes when they are asked for: devices that it lacks are then waited for."""
+    placement_timeout_s: float = Field(default=300.0, gt=0)
+    """Longest wait for devices that others use, or that an autoscaling cluster adds."""
+    replacement_timeout_s: float = Field(default=300.0, ge=0)
+    """After the loss of a node: longest wait for another one if the devices that are left do not suffice."""
+    process_timeout_s: float = Field(default=300.0, gt=0)
+    """Longest wait for the first answer of a process, or of a node."""
+    worker_envs_timeout_s: float = Field(default=3600.0, gt=0)
+    """Longest build of the environments of workers on nodes other than the driver's."""
+    start_timeout_s: float = Field(default=1800.0, gt=0)
+    """Longest start of a model: large ones read hundreds of gigabytes."""
     env_vars: EnvVars = {}
     """Environment variables of all workers on all nodes. Workers also get the driver's that begin with `NCCL_`,
     `GLOO_`, `UCX_`, `FI_`, `HF_`, `TRANSFORMERS_`, `TOKENIZERS_`, `TORCH_`, `PYTORCH_`, `TORCHINDUCTOR_`,

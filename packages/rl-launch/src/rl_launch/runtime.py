@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -25,14 +23,17 @@ from rl_core.ray.environment import RemoteEnvironment
 from rl_core.ray.model import RemoteModel
 from rl_core.registry import ENVIRONMENTS, AlgorithmPlugin, EnvironmentPlugin, RolloutNeeds, plugin
 from rl_core.run import Components
-from rl_launch.cluster import VirtualCluster, WorkerProcess
-from rl_launch.model_group import ModelGroup
+from rl_launch.cluster import Bundle, VirtualCluster, WorkerProcess
+from rl_launch.local_models import model_folders
+from rl_launch.model_group import ModelGroup, StartTimeouts
+from rl_launch.nodes import Nodes
 from rl_launch.residency import Residency, Tenant
 from rl_launch.rollout_pool import Replica, RolloutPool
 from rl_launch.root import Backends
 from rl_launch.topology import GENERATION, POLICY, Topology, plan
 from rl_launch.weight_sync import Canary, WeightSync
-from rl_launch.worker_envs import chosen_variables, provision, worker_variables
+from rl_launch.worker_envs import chosen_variables, worker_variables
+from rl_launch.worker_envs.driver_envs import DriverEnvs
 from rl_launch.worker_envs.engine_checks import engine_problems
 from rl_launch.worker_envs.roles import role_specs
 
@@ -48,40 +49,28 @@ ENVIRONMENT_POOL = "rl_core.environments.pool:EnvironmentPool"
 ENVIRONMENT_START_TIMEOUT_S = 300.0
 
 
-@dataclass(frozen=True)
-class Pythons:
-    """Interpreters of a run's workers: built, preflighted, and fit for what is sent to them."""
-
-    policy: str
-    generation: str
-    environments: Mapping[str, str]
-
-
 def provision_workers(
     config: Any, backends: Backends, needs: RolloutNeeds | None, device: Device, *, trains: bool = True
-) -> Pythons:
-    """Interpreters for every kind of worker the run has; no trainer's where nothing trains.
+) -> DriverEnvs:
+    """Environments on this node for every kind of worker the run has; no trainer's if nothing trains.
 
     Raises:
-        WorkerEnvironmentError: where one cannot be had.
+        WorkerEnvironmentError: if one cannot be had.
     """
     wanted = role_specs(backends, needs.environments if needs else (), device, trains=trains)
-    found = provision(wanted.values(), config.cluster.worker_envs)
-    pythons = {key: found[spec] for key, spec in wanted.items()}
-    environments = {key.removeprefix("env."): python for key, python in pythons.items() if key.startswith("env.")}
-    return Pythons(pythons.get("policy", ""), pythons.get("generation", ""), environments)
+    return DriverEnvs.provided(wanted, config.cluster.worker_envs)
 
 
-def check_engines(config: Any, backends: Backends, pythons: Pythons) -> None:
+def check_engines(config: Any, backends: Backends, envs: DriverEnvs) -> None:
     """Run the backends' own checks of the config in their workers' environments, before a process of the run is
     started.
 
     Raises:
         ConfigError: listing every problem.
     """
-    chosen = [(pythons.policy, backends.policy.plugin)]
+    chosen = [(envs.pythons.get(POLICY, ""), backends.policy.plugin)]
     if backends.generation is not None:
-        chosen.append((pythons.generation, backends.generation.plugin))
+        chosen.append((envs.pythons.get(GENERATION, ""), backends.generation.plugin))
     checks = [(python, found.preflight) for python, found in chosen if python and found.preflight]
     with ThreadPoolExecutor(max_workers=2) as threads:
         found = list(threads.map(lambda check: engine_problems(check[0], check[1], config), checks))
@@ -96,16 +85,24 @@ class Runtime:
     Args:
         config: resolved root.
         backends: the policy's and the generator's.
-        pythons: interpreters of the workers.
+        envs: environments of the workers on the driver's node.
         cluster: started.
         logs: folder for the workers' logs.
     """
 
-    def __init__(self, config: Any, backends: Backends, pythons: Pythons, cluster: VirtualCluster, logs: Path) -> None:
+    def __init__(self, config: Any, backends: Backends, envs: DriverEnvs, cluster: VirtualCluster, logs: Path) -> None:
         self._config = config
         self._backends = backends
-        self._pythons = pythons
         self._cluster = cluster
+        self._nodes = Nodes(
+            envs,
+            logs,
+            model_folders=model_folders(config.policy),
+            answer_timeout_s=config.cluster.process_timeout_s,
+            build_timeout_s=config.cluster.worker_envs_timeout_s,
+        )
+        self._policy_bundles: list[list[Bundle]] = []
+        self._replica_bundles: list[list[Bundle]] = []
         self._logs = str(logs)
         self._exit = ExitStack()
         self._residency = Residency()
@@ -144,13 +141,17 @@ class Runtime:
         """
         if needs is None:
             return Components(policy=self.policy(algorithm.spec(self._config)), data=data)
+        self._reserve_policy()
+        if not self._topology.colocated:
+            self._reserve_replicas()
+        self._prepare_nodes(needs)
         group = self._begin_policy(algorithm.spec(self._config))
         if self._topology.shares_devices:
             policy = self._finish_policy(group, self._hold(POLICY))
             policy.offload()
-            replicas = self._start_replicas(self._replica_starts(group), needs)
+            replicas = self._start_replicas(self._replica_starts(group, needs), needs)
         else:
-            finish = self._begin_replicas(self._replica_starts(group), needs)
+            finish = self._begin_replicas(self._replica_starts(group, needs), needs)
             policy = self._finish_policy(group, nullcontext)
             replicas = finish()
         sync = self._weight_sync(policy, group, vocabulary)
@@ -159,11 +160,38 @@ class Runtime:
 
     def policy(self, spec: ModelSpec) -> RemoteModel:
         """The policy alone, built for what the spec says; it shares its devices with nobody."""
+        self._reserve_policy()
+        self._prepare_nodes(None)
         return self._finish_policy(self._begin_policy(spec), nullcontext)
 
     def evaluation_pool(self, needs: RolloutNeeds) -> RolloutPool:
         """Replicas alone, serving the weights at `policy.model_name`."""
-        return self._pool(self._start_replicas(self._separate_starts(), needs), None, nullcontext)
+        self._reserve_replicas()
+        self._prepare_nodes(needs)
+        return self._pool(self._start_replicas(self._separate_starts(needs), needs), None, nullcontext)
+
+    def _reserve_policy(self) -> None:
+        topology = self._topology
+        self._policy_bundles = self._cluster.reserve(topology.policy_nodes, topology.policy_ranks)
+        self._exit.callback(self._cluster.release, self._policy_bundles)
+
+    def _reserve_replicas(self) -> None:
+        """Devices for replicas alone."""
+        topology = self._topology
+        ranks = topology.replica_ranks if topology.device.has_gpus else topology.generation_ranks
+        count = topology.generation_nodes * topology.replicas_per_node
+        self._replica_bundles = self._cluster.reserve_replicas(count, ranks)
+        self._exit.callback(self._cluster.release, self._replica_bundles)
+
+    def _prepare_nodes(self, needs: RolloutNeeds | None) -> None:
+        """Prepare every node that was reserved, before the first worker is started."""
+        roles: dict[str, list[str]] = {}
+        for bundles in self._policy_bundles:
+            roles.setdefault(bundles[0].node, []).append(POLICY)
+        if needs is not None:
+            for bundles in self._replica_bundles or self._policy_bundles:
+                roles.setdefault(bundles[0].node, []).extend(_rollout_roles(needs))
+        self._nodes.prepare(roles)
 
     def _pool(self, replicas: list[Replica], sync: WeightSync | None, hold: Any) -> RolloutPool:
         pool = RolloutPool(replicas, sync, hold)
@@ -171,12 +199,16 @@ class Runtime:
         return pool
 
     def _place_policy(self) -> ModelGroup:
-        topology = self._topology
-        nodes = self._cluster.reserve(topology.policy_nodes, topology.policy_ranks)
-        self._exit.callback(self._cluster.release, nodes)
+        topology, cluster = self._topology, self._config.cluster
         gpus = topology.device.num_gpus(1)
-        process = self._process(POLICY, self._pythons.policy, num_gpus=gpus, ranks=topology.policy_ranks)
-        return ModelGroup(self._cluster, nodes, process, role=POLICY, logs=self._logs)
+        return ModelGroup(
+            self._cluster,
+            self._policy_bundles,
+            partial(self._process, POLICY, num_gpus=gpus, ranks=topology.policy_ranks),
+            role=POLICY,
+            logs=self._logs,
+            timeouts=StartTimeouts(cluster.process_timeout_s, cluster.start_timeout_s),
+        )
 
     def _begin_policy(self, spec: ModelSpec) -> ModelGroup:
         backend = self._backends.policy
@@ -215,8 +247,8 @@ class Runtime:
             bucket_bytes=self._topology.device.bucket_bytes,
         )
 
-    def _replica_starts(self, policy: ModelGroup) -> list[Start]:
-        return self._colocated_starts(policy) if self._topology.colocated else self._separate_starts()
+    def _replica_starts(self, policy: ModelGroup, needs: RolloutNeeds) -> list[Start]:
+        return self._colocated_starts(policy) if self._topology.colocated else self._separate_starts(needs)
 
     def _start_replicas(self, starts: list[Start], needs: RolloutNeeds) -> list[Replica]:
         return self._begin_replicas(starts, needs)()
@@ -225,7 +257,8 @@ class Runtime:
         """Begin to start replicas and environments; the returned function waits until they are ready."""
         backend, model = self._backends.generation, self._backends.policy.config
         assert backend is not None, "rollouts need generation"
-        environments = {name: self._start_environment(name) for name in sorted(needs.environments)}
+        host = (self._replica_bundles or self._policy_bundles)[0][0].node
+        environments = {name: self._start_environment(name, host) for name in sorted(needs.environments)}
         replicas = []
         for index, (start, placement) in enumerate(starts):
             spec = RolloutWorkerSpec(
@@ -248,40 +281,45 @@ class Runtime:
 
     def _colocated_starts(self, policy: ModelGroup) -> list[Start]:
         """Beside the policy's ranks, node by node, on the GPUs that Ray gave those."""
-        process = self._process(GENERATION, self._pythons.generation, num_gpus=0, ranks=1)
         starts: list[Start] = []
         for first in range(0, len(policy.places), self._topology.policy_ranks):
             places = policy.places[first : first + self._topology.policy_ranks]
+            node = places[0].node
             gpus = [gpu for place in places for gpu in place.gpus]
-            start = partial(self._cluster.start_async_worker, process, node=places[0].node)
-            starts += [(start, placement) for placement in self._placements(gpus)]
+            process = self._process(GENERATION, node, num_gpus=0, ranks=1)
+            start = partial(self._cluster.start_async_worker, process)
+            starts += [(start, placement) for placement in self._placements(gpus, node)]
         return starts
 
-    def _separate_starts(self) -> list[Start]:
+    def _separate_starts(self, needs: RolloutNeeds) -> list[Start]:
         """On devices of their own: a replica's actor takes its GPUs from Ray."""
-        topology = self._topology
-        ranks = topology.replica_ranks if topology.device.has_gpus else topology.generation_ranks
-        nodes = self._cluster.reserve_replicas(topology.generation_nodes * topology.replicas_per_node, ranks)
-        self._exit.callback(self._cluster.release, nodes)
-        gpus = topology.device.num_gpus(ranks)
-        process = self._process(GENERATION, self._pythons.generation, num_gpus=gpus, ranks=1)
-        # its GPUs are those that Ray shows its process
-        placement = Placement(topology.device.name, (), _cores() // 2 or 1)
-        hosts = [partial(self._cluster.start_async_worker, process, bundle=node[0]) for node in nodes]
-        return [(host, placement) for host in hosts]
+        starts: list[Start] = []
+        for (bundle,) in self._replica_bundles:
+            # its GPUs are those that Ray shows its process
+            placement = Placement(self._topology.device.name, (), self._nodes[bundle.node].facts.cores // 2 or 1)
+            starts.append((partial(self._start_on, bundle, needs), placement))
+        return starts
 
-    def _placements(self, gpus: list[str]) -> list[Placement]:
+    def _start_on(self, bundle: Bundle, needs: RolloutNeeds) -> ActorHandle:
+        """A replica's process on its own devices, on another node if Ray has placed them anew."""
+        node = self._cluster.node_of(bundle)
+        self._nodes.prepare({node: _rollout_roles(needs)})
+        ranks = self._topology.replica_ranks
+        process = self._process(GENERATION, node, num_gpus=self._topology.device.num_gpus(ranks), ranks=1)
+        return self._cluster.start_async_worker(process, bundle=bundle)
+
+    def _placements(self, gpus: list[str], node: str) -> list[Placement]:
         topology = self._topology
         if not topology.device.has_gpus:
-            return [Placement(topology.device.name, (), _cores())]
+            return [Placement(topology.device.name, (), self._nodes[node].facts.cores)]
         ranks = topology.replica_ranks
         return [Placement(topology.device.name, tuple(gpus[i : i + ranks])) for i in range(0, len(gpus), ranks)]
 
-    def _start_environment(self, name: str) -> RemoteEnvironment:
+    def _start_environment(self, name: str, node: str) -> RemoteEnvironment:
         found: EnvironmentPlugin = plugin(ENVIRONMENTS, name)
         settings = getattr(self._config.env, name)
         actor = self._cluster.start_restarting_worker(
-            self._process(f"env.{name}", self._pythons.environments[name], num_gpus=0, ranks=1),
+            self._process(f"env.{name}", node, num_gpus=0, ranks=1),
             f"{self._logs}/environment-{name}.log",
             f"environment {name}",
             ENVIRONMENT_POOL,
@@ -295,14 +333,17 @@ class Runtime:
         self._exit.callback(partial(_close_environment, actor, origin))
         return RemoteEnvironment(actor, name=name)
 
-    def _process(self, role: str, python: str, *, num_gpus: float, ranks: int) -> WorkerProcess:
+    def _process(self, role: str, node: str, *, num_gpus: float, ranks: int) -> WorkerProcess:
+        """A process on a prepared node, where as many ranks share the cores."""
+        found = self._nodes[node]
+        python = found.pythons[role]
         variables = {
             **worker_variables(python),
-            **self._cluster.network_variables,
-            **self._topology.device.worker_variables(max(1, _cores() // ranks)),
+            **(self._cluster.network_variables or found.network_variables),
+            **self._topology.device.worker_variables(max(1, found.facts.cores // ranks)),
             **chosen_variables(self._config.cluster.env_vars, self._env_vars_of(role)),
         }
-        return WorkerProcess(python, variables, num_gpus)
+        return WorkerProcess(python, variables, node, num_gpus)
 
     def _env_vars_of(self, role: str) -> Mapping[str, str]:
         if role == POLICY:
@@ -311,8 +352,9 @@ class Runtime:
         return generation.config.env_vars if role == GENERATION and generation else {}
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
+def _rollout_roles(needs: RolloutNeeds) -> list[str]:
+    """Roles of the workers on a node that generates."""
+    return [GENERATION, *(f"env.{name}" for name in sorted(needs.environments))]
 
 
 def _close_environment(actor: ActorHandle, origin: Origin) -> None:

@@ -74,14 +74,14 @@ def _run(config: Any, loaded: Any, session: RunSession, restoration: Restoration
 
     backends = backends_of(config)
     device = resolve_device(config.cluster.device)
-    pythons = provision_workers(config, backends, needs, device)
-    check_engines(config, backends, pythons)
+    envs = provision_workers(config, backends, needs, device)
+    check_engines(config, backends, envs)
     # the run directory is taken when nothing is left to refuse, so that another config may have it after a refusal
     with session:
         try:
             with (
                 VirtualCluster.of(config.cluster, device) as cluster,
-                Runtime(config, backends, pythons, cluster, session.directory.logs) as runtime,
+                Runtime(config, backends, envs, cluster, session.directory.logs) as runtime,
             ):
                 with session.phase("starting"):
                     components = runtime.components(algorithm, data, needs, vocabulary=len(tokenizer))
