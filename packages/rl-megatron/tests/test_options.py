@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 from layouts import EXPERT_LAYOUTS, LAYOUTS, write_family
 
 from rl_core.errors import WorkerError
@@ -60,52 +59,6 @@ def test_frozen_routers_stay_and_the_rest_moves(ranks, folders, tmp_path):
     assert routers
     assert not moved & routers
     assert moved | routers == set(before)
-
-
-def balancing_losses(folder, batch):
-    """Of each layer `experts / (k tokens^2) sum over experts of (tokens sent there) (sum of its probabilities)`, which
-    is 1 where both are even, in float64 by transformers."""
-    oracle, found = Oracle(folder), {}
-    for number, layer in enumerate(oracle.model.model.layers):
-        layer.mlp.gate.register_forward_hook(lambda _, __, out, at=number: found.setdefault(at, []).append(out))
-    oracle.infer(batch, [])
-    losses = []
-    for number in sorted(found):
-        probabilities = torch.cat([logits.softmax(-1) for logits, _, _ in found[number]])
-        chosen = torch.cat([experts for _, _, experts in found[number]])
-        (num_tokens, num_experts), k = probabilities.shape, chosen.shape[1]
-        sent = torch.bincount(chosen.flatten(), minlength=num_experts)
-        losses.append(float(num_experts / (k * num_tokens**2) * (sent * probabilities.sum(0)).sum()))
-    return losses
-
-
-def test_a_balancing_loss_moves_routers_alike_on_every_layout(ranks, folders, tmp_path):
-    balanced = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1, "moe_per_layer_logging": True}
-    batch = make_batch((8, 4, 20))
-    # tokens that count for nothing in the policy's loss leave the routers to the balancing loss alone
-    batch = batch.with_columns({"loss_mask": batch.ragged("tokens").like(np.zeros(32, dtype=np.int8))})
-    settings = {"sequence_packing": {"train_mb_tokens": 4096}}
-    before, after = read_weights(folders["qwen3_moe"]), {}
-    losses = balancing_losses(folders["qwen3_moe"], batch)
-    expected = {f"load_balancing_loss_layer_{layer}": loss for layer, loss in enumerate(losses)}
-    expected["load_balancing_loss"] = sum(losses) / len(losses)
-    for layout in ("tp1", "tp2+sp", "pp2"):
-        with open_model(ranks, folders["qwen3_moe"], layout, settings=settings, **balanced) as model:
-            metrics = model.train_step(batch, TokenLoss())
-            assert metrics["loss"] == 0
-            assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-5)
-            model.export(str(tmp_path / layout))
-        after[layout] = read_weights(tmp_path / layout)
-    for name in [name for name in before if name.endswith("mlp.gate.weight")]:
-        assert (after["tp1"][name] - before[name]).abs().max() > 1e-3
-        for layout in ("tp2+sp", "pp2"):
-            np.testing.assert_allclose(after[layout][name].numpy(), after["tp1"][name].numpy(), atol=1e-5)
-
-
-def test_parts_that_only_transformer_engine_recomputes_are_refused_without_it(ranks, folders):
-    options = {"activation_checkpointing": True, "recompute_granularity": "selective"}
-    with pytest.raises(WorkerError, match=r"layernorm.*needs Transformer Engine"):
-        open_model(ranks, folders["qwen3_moe"], "tp1", recompute_modules=["layernorm"], **options)
 
 
 @pytest.mark.parametrize("layout", ["tp2+sp", "pp2", "cp2"])

@@ -1,4 +1,4 @@
-"""The loss that balances experts, which routers add on their own: what a step reports of it."""
+"""What a step reports of the loss that balances experts, which routers add on their own."""
 
 from __future__ import annotations
 
@@ -6,37 +6,34 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
 from rl_core.metrics import Metric
+from rl_megatron.routing import Routing
 
 NAME = "load_balancing_loss"
 
 
-def start_balance() -> None:
-    """Forget what earlier steps noted. Megatron notes it per process."""
-    get_moe_layer_wise_logging_tracker().clear()
-
-
-def balance_metrics(config: TransformerConfig, num_microbatches: int, *, by_layer: bool) -> dict[str, Metric]:
-    """`load_balancing_loss`, the mean over layers and microbatches, 1 where tokens are spread evenly, before its
-    coefficient; collective. Empty where there is no such loss.
+def balance_metrics(
+    routing: Routing, config: TransformerConfig, num_tokens: int, *, by_layer: bool
+) -> dict[str, Metric]:
+    """`load_balancing_loss`, the mean over layers and tokens, 1 where tokens are spread evenly, before its coefficient;
+    collective. Empty if there is no such loss.
 
     Args:
-        num_microbatches: of this rank's shard.
+        num_tokens: of this rank's shard.
         by_layer: whether to add `load_balancing_loss_layer_<n>` for each layer with experts.
     """
-    if config.num_moe_experts is None or config.moe_router_load_balancing_type == "none":
+    if config.moe_router_load_balancing_type == "none":
         return {}
-    noted = get_moe_layer_wise_logging_tracker()
     # a rank of a pipeline knows its own layers, and each rank that shares a row's tokens a part
     values = torch.zeros(config.num_layers, device=torch.cuda.current_device())
-    for entry in noted.values():
-        values += entry["values"]
+    for router in routing.routers:
+        if router.noted is not None:
+            values[router.layer_number - 1] += router.noted
     dist.all_reduce(values, group=parallel_state.get_pipeline_model_parallel_group())
     dist.all_reduce(values, group=parallel_state.get_tensor_and_context_parallel_group())
     layers = _layers_with_experts(config)
-    weight = float(num_microbatches)
+    weight = float(num_tokens)
     found = {NAME: Metric(float(values[layers].mean()), weight, "mean")}
     if by_layer:
         found |= {f"{NAME}_layer_{number}": Metric(float(values[number]), weight, "mean") for number in layers}

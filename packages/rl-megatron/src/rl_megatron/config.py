@@ -67,7 +67,8 @@ class MegatronConfig(Config):
     moe_router_dtype: Literal["fp32", "fp64"] = "fp32"
     """Dtype of the routers' logits and scores."""
     moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss"] = "none"
-    """Loss that spreads tokens evenly over experts, added to the policy's."""
+    """Loss that spreads tokens evenly over experts, added to the policy's: over those of a microbatch (aux_loss) or of
+    each row (seq_aux_loss), weighed by tokens. Padding counts nowhere."""
     moe_aux_loss_coeff: float = Field(default=0.0, ge=0)
     """Weight of that loss."""
     moe_per_layer_logging: bool = False

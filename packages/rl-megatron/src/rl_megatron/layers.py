@@ -7,10 +7,12 @@ import importlib.util
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from rl_megatron.attention import RowAttention
 from rl_megatron.norm import RMSNorm
+from rl_megatron.routing import RowRouter
 
 
 def has_transformer_engine() -> bool:
@@ -23,9 +25,12 @@ def block_spec(config: TransformerConfig, *, has_te: bool, virtual_stage: int | 
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=has_te, normalization="RMSNorm", vp_stage=virtual_stage
     )
-    if not has_te:
-        for layer in spec.layer_specs:
+    for layer in spec.layer_specs:
+        if isinstance(layer.submodules.mlp.submodules, MoESubmodules):
+            layer.submodules.mlp.submodules.router = RowRouter
+        if not has_te:
             _localise(layer)
+    if not has_te:
         spec.layer_norm = RMSNorm
     return spec
 

@@ -35,6 +35,7 @@ from rl_megatron.layout import Alignment, Layout, lay_out
 from rl_megatron.padding_token import freeze_padding_token
 from rl_megatron.parallel.mesh import Mesh
 from rl_megatron.replay import Replay
+from rl_megatron.routing import Routing
 
 HEADLESS_ROLES: tuple[Role, ...] = ("critic", "reward_model")
 """Roles with a head of one output instead of a language-model head."""
@@ -78,6 +79,7 @@ class ReadingModel:
         chunk_size: tokens whose logits exist at one time.
         is_packed: whether rows lie end to end instead of being padded.
         adapters: by the name of the weight that each sits on, over the whole model.
+        routing: the routers of a mixture of experts.
         replay: of the generator's routing, where it is replayed.
     """
 
@@ -89,6 +91,7 @@ class ReadingModel:
     chunk_size: int
     is_packed: bool
     adapters: dict[str, AdapterMap] = field(default_factory=dict)
+    routing: Routing | None = None
     replay: Replay | None = None
 
     def __post_init__(self) -> None:
@@ -195,8 +198,17 @@ def build_model(
     chunks = [_chunk(hf, megatron, stage, has_te=has_te, is_headless=is_headless) for stage in stages]
     if backend.freeze_moe_router:
         _freeze_routers(chunks)
-    replay = Replay(chunks, megatron) if backend.moe_router_replay else None
-    return ReadingModel(chunks, megatron, hf, spec.role, has_te, config.logprob_chunk_size, is_packed, replay=replay)
+    return ReadingModel(
+        chunks,
+        megatron,
+        hf,
+        spec.role,
+        has_te,
+        config.logprob_chunk_size,
+        is_packed,
+        routing=None if megatron.num_moe_experts is None else Routing(chunks, megatron),
+        replay=Replay(chunks, megatron) if backend.moe_router_replay else None,
+    )
 
 
 def _chunk(

@@ -7,19 +7,17 @@ they agree, and the router still learns: it weighs the given experts by its own 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
 from rl_core.batch import Batch
 from rl_core.ragged import Ragged
 from rl_core.torch.loss import Rows
 from rl_megatron.layout import Layout
+from rl_megatron.routing import PerMicrobatch, in_router_order, is_router_recomputed, routers_of
 
 ROUTED_EXPERTS = "routed_experts"
 """Column of a batch: `[tokens, layers, experts per token]`, the experts that each token was sent to, by layer of the
@@ -29,28 +27,14 @@ whole model (any number for layers without experts); -1 where they are not known
 class RoutedLayer:
     """Stands in for Megatron's `RouterReplay` on one router.
 
-    Where the router is recomputed in the backward pass, it runs again microbatch by microbatch in the order of the
-    first time.
-
     Args:
         layer: its number in the whole model, from 0.
     """
 
     def __init__(self, layer: int) -> None:
         self.layer = layer
-        self.is_recomputed = False
-        self._given: Tensor | None = None
-        self._again: deque[Tensor] = deque()
-
-    def start(self, *, is_recomputed: bool) -> None:
-        """Forget earlier passes."""
-        self.is_recomputed = is_recomputed
-        self._given = None
-        self._again.clear()
-
-    def give(self, experts: Tensor) -> None:
-        """The experts `[tokens, experts per token]` of the next forward pass; -1 lets the router choose."""
-        self._given = experts
+        self.experts: PerMicrobatch[Tensor] = PerMicrobatch()
+        """`[tokens, experts per token]` of each microbatch; -1 lets the router choose."""
 
     def get_replay_topk(
         self,
@@ -62,21 +46,11 @@ class RoutedLayer:
     ) -> tuple[Tensor, Tensor]:
         """Scores and experts of each token, as Megatron's top-k function returns them."""
         own_scores, own = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        given = self._next()
+        given = self.experts.next()
         if given is None:
             return own_scores, own
         experts = torch.where(given < 0, own, given)
         return scores.gather(1, experts), experts
-
-    def _next(self) -> Tensor | None:
-        if not self.is_recomputed:
-            return self._given
-        # recomputed regions run without gradients first
-        if torch.is_grad_enabled():
-            return self._again.popleft()
-        assert self._given is not None
-        self._again.append(self._given)
-        return self._given
 
 
 class Replay:
@@ -91,7 +65,7 @@ class Replay:
         self._config = config
         self._layers: dict[nn.Module, list[RoutedLayer]] = {chunk: [] for chunk in chunks}
         for chunk, layers in self._layers.items():
-            for router in (module for module in chunk.modules() if isinstance(module, TopKRouter)):
+            for router in routers_of(chunk):
                 router.router_replay = RoutedLayer(router.layer_number - 1)
                 layers.append(router.router_replay)
 
@@ -114,13 +88,9 @@ class Replay:
 
     def start(self, *, trains: bool) -> None:
         """Before the microbatches of a pass."""
-        config = self._config
-        recomputes = config.recompute_granularity == "full" or (
-            config.recompute_granularity == "selective" and "moe" in config.recompute_modules
-        )
         for layers in self._layers.values():
             for layer in layers:
-                layer.start(is_recomputed=trains and recomputes)
+                layer.experts.start(is_recomputed=trains and is_router_recomputed(self._config))
 
     def give(self, chunk: nn.Module, rows: Rows, layout: Layout) -> None:
         """Send the tokens of a microbatch to their experts in the next forward pass of a chunk."""
@@ -130,11 +100,6 @@ class Replay:
         # padding, and rows that keep other ranks company, are at -1
         unknown = torch.full((1, *shape), -1, device=layout.places.device)
         routed = rows.columns.get(ROUTED_EXPERTS, unknown.expand(int(rows.offsets[-1]), -1, -1))
-        placed = torch.cat([routed.long(), unknown])[layout.places].unflatten(0, layout.input_ids.shape)
-        placed = placed.transpose(0, 1)  # [seq, batch, layers, experts per token]
-        if self._config.sequence_parallel:
-            size = parallel_state.get_tensor_model_parallel_world_size()
-            placed = placed.chunk(size)[parallel_state.get_tensor_model_parallel_rank()]
-        experts = placed.flatten(0, 1)
+        experts = in_router_order(torch.cat([routed.long(), unknown])[layout.places], layout, self._config)
         for layer in self._layers[chunk]:
-            layer.give(experts[:, layer.layer].contiguous())
+            layer.experts.give(experts[:, layer.layer].contiguous())

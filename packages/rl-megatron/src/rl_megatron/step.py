@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from rl_core.batch import TOKENS, Batch
-from rl_core.errors import RLError
 from rl_core.metrics import Metric
 from rl_core.microbatch import PAIR, Batching
 from rl_core.model import Loss, Read
 from rl_core.torch.loss import Rows
 from rl_core.torch.rows import idle_rows, to_rows
+from rl_core.torch.skipped_steps import SkippedSteps
 from rl_core.torch.step import LossPass, idle, in_row_order, plan_together
-from rl_megatron.balance import balance_metrics, start_balance
+from rl_megatron.balance import balance_metrics
 from rl_megatron.model import ReadingModel
 from rl_megatron.parallel.mesh import Mesh
 from rl_megatron.sharded_optimizer import ShardedOptimizer
@@ -85,18 +85,21 @@ def run_train_step(
     optimizer: ShardedOptimizer,
     schedule: LRScheduler | None,
     max_grad_norm: float | None,
+    skipped: SkippedSteps,
     batching: Batching,
     mesh: Mesh,
     reports_layers: bool,
 ) -> dict[str, Metric]:
     """Gradients over all microbatches, then one optimizer and schedule step; collective.
 
+    The optimizer step is skipped if the gradient is not finite; the schedule advances nonetheless.
+
     Args:
         chunks: the model's, wrapped to reduce gradients.
         reports_layers: whether a loss that balances experts is reported for each layer too.
 
     Raises:
-        RLError: where the gradient is not finite; nothing is stepped then.
+        RLError: if more steps in a row were skipped than `skipped` allows; nothing is stepped then.
     """
     loss_pass = LossPass(loss, batch, mesh.data)
     columns = loss_pass.columns
@@ -110,20 +113,25 @@ def run_train_step(
 
     model.train(True)
     optimizer.zero_grad()
-    scale = _auxiliary_scale(model, microbatches, mesh)
-    start_balance()
+    num_tokens = sum(int(rows.offsets[-1]) for rows, is_own in microbatches if is_own)
+    scale = _auxiliary_scale(model, num_tokens, mesh)
     _pass(model, microbatches, loss.reads, loss.temperature, share, chunks=chunks, scale=scale)
+    biases = [] if model.routing is None else model.routing.biases()
     finalize_model_grads(chunks)
-    balance = balance_metrics(model.config, len(microbatches), by_layer=reports_layers)
     grad_norm = optimizer.grad_norm()
-    if not np.isfinite(grad_norm):
-        raise RLError(f"the gradient norm is {grad_norm}; the step was not taken")
-    if max_grad_norm is not None:
-        optimizer.clip(grad_norm, max_grad_norm)
     lr = optimizer.inner.param_groups[0]["lr"]
-    optimizer.step()
+    steps = skipped.admits(grad_norm)
+    if steps:
+        if max_grad_norm is not None:
+            optimizer.clip(grad_norm, max_grad_norm)
+        optimizer.step()
+    elif model.routing is not None:
+        model.routing.restore(biases)
     if schedule is not None:
         schedule.step()
+    balance = {}
+    if model.routing is not None:
+        balance = balance_metrics(model.routing, model.config, num_tokens, by_layer=reports_layers)
     if not mesh.coordinates.leads:
         return {}
     return {
@@ -131,6 +139,7 @@ def run_train_step(
         **balance,
         "grad_norm": Metric(grad_norm, reduction="max"),
         "lr": Metric(float(lr), reduction="max"),
+        "skipped_steps": Metric(float(not steps), reduction="max"),
     }
 
 
@@ -169,8 +178,11 @@ def _pass(
     def forward(iterator: Iterator[Microbatch], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
         microbatch = next(iterator)
         layout = model.lay_out(microbatch[0])
+        plain = chunk if chunks is None else chunk.module
+        if model.routing is not None and chunks is not None:
+            model.routing.give(plain, microbatch[0], layout, is_own=microbatch[1])
         if model.replay is not None:
-            model.replay.give(chunk if chunks is None else chunk.module, microbatch[0], layout)
+            model.replay.give(plain, microbatch[0], layout)
         output = chunk(layout.input_ids, layout.position_ids, None, packed_seq_params=layout.packing)
 
         def finish(hidden: Tensor, non_loss_data: bool = False) -> Any:
@@ -184,6 +196,8 @@ def _pass(
 
     model.config.grad_scale_func = partial(_divided, by=scale) if chunks is not None and scale != 1.0 else None
     running: Sequence[Any] = model.chunks if chunks is None else chunks
+    if model.routing is not None:
+        model.routing.start(trains=chunks is not None)
     if model.replay is not None:
         model.replay.start(trains=chunks is not None)
     iterators = [iter(microbatches) for _ in running]
@@ -206,15 +220,11 @@ def _divided(loss: Tensor, *, by: float) -> Tensor:
     return loss / by
 
 
-def _auxiliary_scale(model: ReadingModel, microbatches: list[Microbatch], mesh: Mesh) -> float:
-    """What divides a balancing loss that routers add on their own; 1 where they add none.
-
-    Megatron multiplies each microbatch's by the tokens that a rank routes and sums over the ranks that share a row, so
-    that a mean over all tokens is left after dividing by the tokens of all ranks and by that number of ranks' inverse.
-    """
+def _auxiliary_scale(model: ReadingModel, num_tokens: int, mesh: Mesh) -> float:
+    """The tokens of all ranks' rows, which divide a balancing loss that routers weigh by those of each microbatch; 1 if
+    they add none."""
     if model.config.num_moe_experts is None or model.config.moe_router_load_balancing_type == "none":
         return 1.0
-    tokens = torch.tensor(sum(len(model.lay_out(rows).places) for rows, _ in microbatches))
-    dist.all_reduce(tokens, group=mesh.data)
-    # a rank routes its share of the tokens of a layout, one in so many under sequence parallelism
-    return float(tokens) / model.alignment.sequence_size
+    total = torch.tensor(num_tokens)
+    dist.all_reduce(total, group=mesh.data)
+    return float(max(int(total), 1))

@@ -15,6 +15,7 @@ from rl_core.model_config import ModelConfig
 from rl_core.torch.model_files import WeightFiles
 from rl_core.torch.optimizer import build_optimizer, build_schedule
 from rl_core.torch.reference import Reference
+from rl_core.torch.skipped_steps import SkippedSteps
 from rl_core.torch.worker import RankWorker
 from rl_core.weights import Digests, Manifest, Transport
 from rl_megatron import cpu_shim
@@ -90,6 +91,7 @@ class MegatronWorker(RankWorker):
                 self._weights.is_counted,
             )
             self._schedule = build_schedule(config.scheduler, self._optimizer.inner)
+        self._skipped = SkippedSteps(config.max_skipped_steps)
         self._residency = ModelResidency(self._model, self._optimizer, self._mesh.kind)
         self._checkpoint = Checkpoint(
             self._model, self._weights, self._optimizer, self._schedule, self._mesh, spec.seed
@@ -116,6 +118,7 @@ class MegatronWorker(RankWorker):
             optimizer=self._optimizer,
             schedule=self._schedule,
             max_grad_norm=self._config.max_grad_norm,
+            skipped=self._skipped,
             batching=self._training,
             mesh=self._mesh,
             reports_layers=self._reports_layers,

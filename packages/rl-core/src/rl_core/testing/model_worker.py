@@ -76,6 +76,14 @@ def make_batch(lengths: tuple[int, ...] = LENGTHS, seed: int = 0, vocab: int = 1
     )
 
 
+def poison(batch: Batch) -> Batch:
+    """The batch with an infinite weight in its first row, so on one rank alone, that counts."""
+    weights, mask = batch.ragged("weights"), batch.ragged("loss_mask")
+    values = weights.values.copy()
+    values[:2] = np.inf
+    return batch.with_columns({"weights": weights.like(values), "loss_mask": mask.like(np.ones_like(mask.values))})
+
+
 def make_pairs(num_pairs: int = 3) -> Batch:
     """Random pairs of rows of different lengths, far apart in the batch."""
     lengths = tuple(int(length) for length in np.random.default_rng(3).integers(2, 15, 2 * num_pairs))
@@ -247,6 +255,25 @@ class ModelWorkerSuite:
             assert metrics["loss"] == 0
             assert metrics["grad_norm"] == 0
             assert model.infer(batch, [LOGPROBS]).ragged("logprobs").equals(before)
+
+    def test_a_gradient_that_is_not_finite_skips_the_optimizer_and_not_the_schedule(
+        self, pool: RankPool, folder: Path
+    ) -> None:
+        settings: dict[str, Any] = {"optimizer": SGD, "scheduler": WARM_UP, "max_skipped_steps": 1}
+        with self._model(pool, folder, max(self.worlds), **settings) as model:
+            before = model.infer(make_batch(), [LOGPROBS]).ragged("logprobs")
+            skipped = model.train_step(poison(make_batch()), TokenLoss())
+            assert skipped["skipped_steps"] == 1
+            assert not np.isfinite(skipped["grad_norm"])
+            assert model.infer(make_batch(), [LOGPROBS]).ragged("logprobs").equals(before)
+            after = model.train_step(make_batch(), TokenLoss())
+            assert after["skipped_steps"] == 0
+            assert after["lr"] > skipped["lr"]
+            model.train_step(poison(make_batch()), TokenLoss())
+            with pytest.raises(WorkerError, match=r"2 training steps in a row.*max_skipped_steps=1"):
+                model.train_step(poison(make_batch()), TokenLoss())
+        with self._model(pool, folder, max(self.worlds), **settings) as model:
+            assert model.train_step(make_batch(), TokenLoss())["grad_norm"] == after["grad_norm"]
 
     def test_metrics_are_those_of_the_whole_batch(self, pool: RankPool, folder: Path) -> None:
         batch = make_batch()
