@@ -25,6 +25,10 @@ class RunDirectoryError(RLError):
     """A run directory that is foreign, busy, changed or damaged; its message says which and what to do."""
 
 
+class CheckpointDamaged(RLError):
+    """A checkpoint that cannot be loaded as it lies: its message names the file that is missing or differs."""
+
+
 class WorkerEnvironmentError(RLError):
     """A worker's environment that cannot be built or does not import what the worker needs."""
 

@@ -99,6 +99,23 @@ class Resident(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class SavedFile:
+    """A file that one rank of a model wrote.
+
+    Args:
+        path: relative to the folder that `save` or `export` was called with, with `/`.
+        size: in bytes.
+        sha256: of its contents, taken while they were written; None for files of an export, which nothing resumes from.
+        rank: that wrote it.
+    """
+
+    path: str
+    size: int
+    sha256: str | None
+    rank: int
+
+
 class Model(Protocol):
     """A policy, critic, teacher or reward model, whatever its backend and number of ranks.
 
@@ -136,28 +153,39 @@ class Model(Protocol):
 
         Args:
             wait: until the files are whole. Otherwise only until the state has been copied aside, so that training may
-                go on while the copy is written: the files are whole once `finish_save` has returned True. A save that
-                is still under way is waited for first.
+                go on while the copy is written and digested: the files are whole once `finish_save` has returned them.
+                A save that is still under way is waited for first.
         """
         ...
 
-    def finish_save(self, *, wait: bool = True) -> bool:
-        """Whether no save is under way any more; True at once where there is none.
+    def finish_save(self, *, wait: bool = True) -> tuple[SavedFile, ...] | None:
+        """The files of the last save, of all ranks, once they are on the disk; None while they are being written.
+
+        Empty if nothing has been saved, or the last save failed. Every rank names the files that it wrote itself:
+        whoever asks sees whether all of them are in the folder that it knows.
 
         Args:
-            wait: until it has ended.
+            wait: until they are written.
 
         Raises:
             Whatever went wrong while writing, once; no save is under way then.
         """
         ...
 
-    def load(self, path: str) -> None:
-        """Restore what `save` wrote, on any mesh."""
+    def load(self, path: str, *, files: Sequence[SavedFile] = ()) -> None:
+        """Restore what `save` wrote, on any mesh.
+
+        Args:
+            files: what `finish_save` returned for it. The ranks share the work of comparing them with what is there,
+                before anything is loaded.
+
+        Raises:
+            CheckpointDamaged: naming a file that is missing or differs; the model is as it was.
+        """
         ...
 
-    def export(self, path: str) -> None:
-        """Write Hugging Face config, safetensors and tokenizer files that `transformers` and vLLM load."""
+    def export(self, path: str) -> tuple[SavedFile, ...]:
+        """Write Hugging Face files that `transformers` and vLLM load: config, weights, tokenizer; returns them."""
         ...
 
 
@@ -236,15 +264,15 @@ class ModelWorker(Resident, WeightSource, Protocol):
         """This rank's part of `Model.save`."""
         ...
 
-    def finish_save(self, *, wait: bool = True) -> bool:
-        """This rank's part of `Model.finish_save`; without `wait` it takes part in no collective."""
+    def finish_save(self, *, wait: bool = True) -> tuple[SavedFile, ...] | None:
+        """The files that this rank wrote for the last save; without `wait` it takes part in no collective."""
         ...
 
-    def load(self, path: str) -> None:
+    def load(self, path: str, *, files: Sequence[SavedFile] = ()) -> None:
         """This rank's part of `Model.load`."""
         ...
 
-    def export(self, path: str) -> None:
+    def export(self, path: str) -> tuple[SavedFile, ...]:
         """This rank's part of `Model.export`."""
         ...
 

@@ -1,14 +1,17 @@
 """What ranks of a pool do together, some of which fail."""
 
-from concurrent.futures import Future
+import threading
 from pathlib import Path
 
 from joined_rank import joined
 
 from rl_core.errors import RLError
+from rl_core.model import SavedFile
 from rl_core.testing.rank_pool import Rank
 from rl_core.torch.background_save import BackgroundSave
 from rl_core.torch.teamwork import lead, together
+
+FILE = SavedFile("weights", 8, None, 0)
 
 
 def work(rank: Rank, run: str, failing: int | None) -> tuple[list[str], str]:
@@ -33,14 +36,18 @@ def write(rank: Rank, fails: bool) -> list[object]:
     with joined(rank):
         background = BackgroundSave()
         said: list[object] = [background.finish(wait=False)]
-        writing: Future[None] = Future()
+        gate = threading.Event()
         assert background.group is background.group
-        background.begin(writing, Path("step_3"))
+
+        def written() -> tuple[SavedFile, ...]:
+            gate.wait(60)
+            if fails:
+                raise OSError(28, "No space left on device")
+            return (FILE,)
+
+        background.begin(Path("step_3"), written, wait=False)
         said.append(background.finish(wait=False))
-        if fails:
-            writing.set_exception(OSError(28, "No space left on device"))
-        else:
-            writing.set_result(None)
+        gate.set()
         try:
             said.append(background.finish())
         except RLError as error:

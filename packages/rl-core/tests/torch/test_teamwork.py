@@ -1,15 +1,14 @@
 """Ranks that work together, and what the others hear where one fails."""
 
 import logging
-from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
-from team_cases import work, write
+from team_cases import FILE, work, write
 
 from rl_core.errors import RLError
 from rl_core.testing.rank_pool import RankPool
-from rl_core.torch.background_save import BackgroundSave, unwritten_is_told
+from rl_core.torch.background_save import BackgroundSave, plain_errors
 
 LOST = "no such shelf"
 
@@ -38,25 +37,27 @@ def test_a_failure_is_raised_where_it_was_and_repeated_elsewhere(pool, run, fail
 
 
 def test_a_write_in_the_background_is_told_to_be_done_once_it_is(pool):
-    assert pool.run(write, [(False,), (False,)]) == [[True, False, True, True]] * 2
+    assert pool.run(write, [(False,), (False,)]) == [[(), None, (FILE,), (FILE,)]] * 2
 
 
 def test_a_write_that_fails_in_the_background_is_told_once(pool):
     told = "the checkpoint at step_3 was not written: [Errno 28] No space left on device"
-    assert pool.run(write, [(True,), (True,)]) == [[True, False, told, True]] * 2
+    assert pool.run(write, [(True,), (True,)]) == [[(), None, told, ()]] * 2
 
 
 def test_closing_logs_what_was_not_written(caplog):
-    background, writing = BackgroundSave(), Future()
-    writing.set_exception(OSError(28, "No space left on device"))
-    background.begin(writing, Path("step_3"))
+    def fail():
+        raise OSError(28, "No space left on device")
+
+    background = BackgroundSave()
+    background.begin(Path("step_3"), fail, wait=False)
     with caplog.at_level(logging.WARNING):
         background.close()
     assert "the checkpoint at step_3 was not written: [Errno 28] No space left on device" in caplog.text
 
 
 def test_other_errors_pass_as_they_are():
-    with pytest.raises(KeyError), unwritten_is_told(Path("step_3")):
+    with pytest.raises(KeyError), plain_errors(Path("step_3"), "written"):
         raise KeyError("weight")
-    with pytest.raises(RLError, match="step_3 was not written"), unwritten_is_told(Path("step_3")):
+    with pytest.raises(RLError, match="step_3 was not written"), plain_errors(Path("step_3"), "written"):
         raise PermissionError(13, "Permission denied")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+import io
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,29 +11,31 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from rl_core.torch.background_save import BackgroundSave, unwritten_is_told
+from rl_core.model import SavedFile
+from rl_core.torch.background_save import BackgroundSave
+from rl_core.torch.checkpoint_files import SHARDS, read_tensors, write_checkpoint
 from rl_core.torch.teamwork import lead
 from rl_dtensor.model import ShardedModel
 from rl_dtensor.optimizer import WAYS_TO_STEP
 from rl_dtensor.parallel.fsdp import local
 from rl_dtensor.parallel.mesh import Mesh
 
-SHARDS = "shards"
 TRAINER = "trainer.pt"
 MODEL_PREFIX = "model/"
 OPTIMIZER_PREFIX = "optimizer/"
 
 
 class Checkpoint:
-    """What a training run needs to go on: parameters that train, optimizer, schedule and the RNG of every rank.
+    """Training state of one rank: parameters that train, optimizer, schedule and random generators.
 
     Under a path: `shards/` (parameters and optimizer state by name, torch's distributed checkpoint format),
-    `trainer.pt` (hyperparameters and schedule) and `rng_<rank>.pt`. On the mesh that it was saved on, it resumes bit
-    for bit.
+    `trainer.pt` (hyperparameters and schedule) and `rng_<rank>.pt`. Each rank writes the shards that it holds, tensor
+    by tensor. On the mesh that it was saved on, it resumes bit for bit.
     """
 
     def __init__(
@@ -50,26 +52,24 @@ class Checkpoint:
         """Write under `path`, or copy what is to be written aside and write it in the background; collective.
 
         Raises:
-            RLError: where a rank's shards cannot be written, also those of an earlier save.
+            RLError: if a rank's files cannot be written, also those of an earlier save.
         """
         self.finish_save()
         lead(self._mesh.control, lambda: (path / SHARDS).mkdir(parents=True, exist_ok=True))
-        state = self._model_state() | self._optimizer_state()
-        if wait:
-            with unwritten_is_told(path):
-                dcp.save(state, checkpoint_id=path / SHARDS)
-        else:
-            writing = dcp.async_save(state, checkpoint_id=path / SHARDS, process_group=self._background.group)
-            assert isinstance(writing, Future)
-            self._background.begin(writing, path)
-        torch.save(self._rng(), path / f"rng_{self._mesh.rank}.pt")
-        lead(self._mesh.control, lambda: torch.save(self._trainer(), path / TRAINER))
+        tensors = self._model_state() | self._optimizer_state()
+        if not wait:
+            tensors = _host_copies(tensors)
+        files = {f"rng_{self._mesh.rank}.pt": _as_bytes(self._rng())}
+        if self._mesh.rank == 0:
+            files[TRAINER] = _as_bytes(self._trainer())
+        group = self._mesh.control if wait else self._background.group
+        self._background.begin(path, lambda: write_checkpoint(path, tensors, files, group=group), wait=wait)
 
-    def finish_save(self, *, wait: bool = True) -> bool:
-        """Whether nothing is being written; where it failed, that is raised once.
+    def finish_save(self, *, wait: bool = True) -> tuple[SavedFile, ...] | None:
+        """The files that this rank wrote for the last save; None while they are being written.
 
         Raises:
-            RLError: where a rank's shards could not be written.
+            RLError: if a rank's files could not be written, once.
         """
         return self._background.finish(wait=wait)
 
@@ -81,18 +81,18 @@ class Checkpoint:
         """Restore what `save` wrote; collective.
 
         Raises:
-            ValueError: where there is no checkpoint at `path`.
-            RLError: where a save that was under way has failed.
+            ValueError: if there is no checkpoint at `path`.
+            RLError: if a save that was under way has failed.
         """
         self.finish_save()
         if not (path / TRAINER).is_file():
             raise ValueError(f"no checkpoint of a model at {path}: {TRAINER} is missing")
-        state = self._model_state()
-        optimizer_state = {} if self._optimizer is None else self._saved_optimizer_state(path / SHARDS)
-        dcp.load(state | optimizer_state, checkpoint_id=path / SHARDS)
+        saved = {} if self._optimizer is None else self._saved_optimizer_state(path / SHARDS)
+        state = self._model_state() | saved
+        read_tensors(path, state, group=self._mesh.control)
         trainer = torch.load(path / TRAINER)
         if self._optimizer is not None:
-            self._restore_optimizer(optimizer_state, trainer["param_groups"])
+            self._restore_optimizer({key: state[key] for key in saved}, trainer["param_groups"])
         if self._schedule is not None:
             self._schedule.load_state_dict(trainer["schedule"])
         self._restore_rng(path, trainer["mesh"])
@@ -168,3 +168,24 @@ class Checkpoint:
         torch.set_rng_state(state["cpu"])
         if "cuda" in state:
             torch.cuda.set_rng_state(state["cuda"], self._mesh.device)
+
+
+def _host_copies(tensors: dict[str, Any]) -> dict[str, Any]:
+    """The same in host memory, so that training may go on; of a sharded tensor this rank's shard."""
+    stager = DefaultStager(
+        StagingOptions(
+            use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
+        )
+    )
+    try:
+        copies = stager.stage(tensors)
+        assert isinstance(copies, dict)
+        return copies
+    finally:
+        stager.close()
+
+
+def _as_bytes(content: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer.getvalue()

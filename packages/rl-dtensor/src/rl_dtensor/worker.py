@@ -106,19 +106,15 @@ class DTensorWorker(RankWorker):
         flops = self._model.shape.training_flops(batch.ragged(TOKENS).lengths)
         return {**metrics, **speed_metrics(flops, time.perf_counter() - start, self._peak)}
 
-    def load(self, path: str) -> None:
-        """Restore what `save` wrote, on any mesh."""
-        self._residency.require("parameters", "optimizer")
+    def _load(self, path: Path) -> None:
         self._model.reshard_all()
-        self._checkpoint.load(Path(path))
+        self._checkpoint.load(path)
 
-    def export(self, path: str) -> None:
-        """Write Hugging Face files; weights in the dtype that the source has on disk, float32 where `precision` is."""
-        self._residency.require("parameters")
+    def _export(self, path: Path) -> None:
         dtype = export_dtype(self._folder, self._config.precision)
         export_model(
             self._model,
-            Path(path),
+            path,
             source=self._folder,
             tokenizer=self._tokenizer,
             settings=self._config.tokenizer,

@@ -58,7 +58,8 @@ def to_hugging_face(source: Path, target: Path, overrides: Sequence[str] = ()) -
         raise RunDirectoryError(f"checkpoint {checkpoint} is damaged: {damage}; choose another one")
     with _policy(config, _spec(config), target) as model, _made(target) as folder:
         _log.info("reading %s", checkpoint)
-        model.load(str((checkpoint / POLICY).absolute()))
+        files = Manifest.read(checkpoint).files_of(POLICY)
+        model.load(str((checkpoint / POLICY).absolute()), files=files)
         _log.info("writing %s", target)
         model.export(str(folder))
 
@@ -92,7 +93,7 @@ def to_checkpoint(source: str, target: Path, backend: str, overrides: Sequence[s
         (written / POLICY).mkdir()
         model.save(str(written / POLICY))
         (written / CONFIG).write_text(to_yaml(config), encoding="utf-8")
-        Manifest.of(written, 0, {}).write(written)
+        Manifest.of(written, 0, {}, written={POLICY: model.finish_save() or ()}, own=[CONFIG]).write(written)
 
 
 def checkpoint_of(source: Path) -> Path:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from pydantic import Field
 from rich.console import Console
 
 from rl_core.config import Config
+from rl_core.errors import CheckpointDamaged
+from rl_core.model import SavedFile
 from rl_launch.session import CheckpointingConfig, LoggerConfig, RunSession
 
 
@@ -37,6 +40,7 @@ class CountingModel:
     def __init__(self) -> None:
         self.weights = np.zeros(1)
         self.num_saves = 0
+        self.files: tuple[SavedFile, ...] = ()
 
     def train(self, value: float) -> float:
         self.weights = self.weights * 1.5 + value
@@ -44,16 +48,21 @@ class CountingModel:
 
     def save(self, path: str, *, wait: bool = True) -> None:
         self.num_saves += 1
-        np.save(Path(path) / "weights.npy", self.weights)
+        self.files = (written(Path(path) / "weights.npy", self.weights),)
 
-    def finish_save(self, *, wait: bool = True) -> bool:
-        return True
+    def finish_save(self, *, wait: bool = True) -> tuple[SavedFile, ...] | None:
+        return self.files
 
-    def load(self, path: str) -> None:
+    def load(self, path: str, *, files: Sequence[SavedFile] = ()) -> None:
+        for file in files:
+            if hashlib.sha256((Path(path) / file.path).read_bytes()).hexdigest() != file.sha256:
+                raise CheckpointDamaged(f"{file.path} has other contents than were saved")
         self.weights = np.load(Path(path) / "weights.npy")
 
-    def export(self, path: str) -> None:
-        (Path(path) / "config.json").write_text(json.dumps({"weights": self.weights.tolist()}))
+    def export(self, path: str) -> tuple[SavedFile, ...]:
+        content = json.dumps({"weights": self.weights.tolist()})
+        (Path(path) / "config.json").write_text(content)
+        return (SavedFile("config.json", len(content), None, 0),)
 
 
 class PatientModel(CountingModel):
@@ -75,18 +84,24 @@ class PatientModel(CountingModel):
         self._copy = Path(path) / "weights.npy", self.weights.copy()
         self._asks_left = self.num_asks
 
-    def finish_save(self, *, wait: bool = True) -> bool:
+    def finish_save(self, *, wait: bool = True) -> tuple[SavedFile, ...] | None:
         if self._copy is None:
-            return True
+            return self.files
         self._asks_left -= 1
         if self._asks_left > 0 and not wait:
-            return False
+            return None
         (path, weights), self._copy = self._copy, None
         if self.failure is not None:
             path.write_text("half")
             raise self.failure
-        np.save(path, weights)
-        return True
+        self.files = (written(path, weights),)
+        return self.files
+
+
+def written(path: Path, weights: np.ndarray) -> SavedFile:
+    np.save(path, weights)
+    content = path.read_bytes()
+    return SavedFile(path.name, len(content), hashlib.sha256(content).hexdigest(), 0)
 
 
 class Draws:
@@ -141,10 +156,10 @@ def _as_process(run_dir: Path, kill_at: int, kill_in: str) -> None:
     save goes on behind it."""
 
     class Killed(PatientModel if kill_in == "background" else CountingModel):
-        def export(self, path: str) -> None:
+        def export(self, path: str) -> tuple[SavedFile, ...]:
             if kill_in == "save" and self.num_saves * 2 >= kill_at:
                 os.kill(os.getpid(), signal.SIGKILL)
-            super().export(path)
+            return super().export(path)
 
     def at_step(session: RunSession, step: int) -> None:
         sys.stdout.write(f"{step}\n")

@@ -5,7 +5,9 @@ from pathlib import Path
 import counting_run as counting
 import pytest
 
-from rl_core.errors import RunDirectoryError
+from rl_core.errors import CheckpointDamaged, RunDirectoryError
+from rl_core.model import SavedFile
+from rl_launch.session import manifest
 from rl_launch.session.checkpoints import Checkpoints
 from rl_launch.session.config import CheckpointingConfig
 
@@ -47,7 +49,7 @@ def test_all_stay_where_no_number_is_given(tmp_path):
     assert len(names(tmp_path)) == 5
 
 
-@pytest.mark.parametrize("damage", ["truncate", "flip", "remove", "manifest"])
+@pytest.mark.parametrize("damage", ["truncate", "remove", "manifest"])
 def test_the_newest_whole_one_is_found(tmp_path, damage):
     checkpoints = save_all(tmp_path, [0.1, 0.2])
     weights = tmp_path / "step_2/policy/weights.npy"
@@ -55,8 +57,6 @@ def test_the_newest_whole_one_is_found(tmp_path, damage):
     match damage:
         case "truncate":
             weights.write_bytes(content[:-1])
-        case "flip":
-            weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         case "remove":
             weights.unlink()
         case "manifest":
@@ -65,6 +65,48 @@ def test_the_newest_whole_one_is_found(tmp_path, damage):
     assert names(tmp_path) == ["step_1", "step_2"]
     checkpoints.tidy(1)
     assert names(tmp_path) == ["damaged_step_2", "step_1"]
+
+
+def test_the_driver_reads_nothing_that_a_rank_wrote(tmp_path, monkeypatch):
+    digested, digest = [], manifest._digest
+
+    def noted(path):
+        digested.append(path.relative_to(tmp_path).parts[1])
+        return digest(path)
+
+    monkeypatch.setattr(manifest, "_digest", noted)
+    checkpoints = Checkpoints(tmp_path, CheckpointingConfig())
+    model, draws = counting.CountingModel(), counting.Draws()
+    saved = checkpoints.save(1, models={"policy": model}, state={"draws": draws}, metrics={})
+    assert set(digested) == {"state"}
+    digested.clear()
+    assert checkpoints.newest() == (1, saved)
+    assert digested == []
+    checkpoints.restore(saved, models={"policy": model}, state={"draws": draws})
+    assert set(digested) == {"state"}
+
+
+def test_changed_contents_are_found_by_whoever_loads_them(tmp_path):
+    checkpoints = Checkpoints(tmp_path, CheckpointingConfig())
+    model, draws = counting.CountingModel(), counting.Draws()
+    for name in ("policy/weights.npy", "state/draws.json"):
+        saved = checkpoints.save(1, models={"policy": model}, state={"draws": draws}, metrics={})
+        content = (saved / name).read_bytes()
+        (saved / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        assert checkpoints.newest() == (1, saved)
+        with pytest.raises(CheckpointDamaged, match=Path(name).name):
+            checkpoints.restore(saved, models={"policy": model}, state={"draws": draws})
+
+
+def test_a_file_that_the_driver_does_not_see_is_named_with_the_rank_that_wrote_it(tmp_path):
+    class Elsewhere(counting.CountingModel):
+        def finish_save(self, *, wait=True):
+            return (*super().finish_save(wait=wait), SavedFile("shards/__3_0.distcp", 8, "0" * 64, 3))
+
+    checkpoints = save_all(tmp_path, [0.1])
+    with pytest.raises(RunDirectoryError, match=r"policy/shards/__3_0.distcp, written by rank 3, is not in .*run_dir"):
+        checkpoints.save(2, models={"policy": Elsewhere()}, state={}, metrics={})
+    assert names(tmp_path) == ["step_1"]
 
 
 def test_no_whole_one_left_is_an_error_and_not_a_new_start(tmp_path):

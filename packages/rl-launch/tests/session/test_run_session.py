@@ -357,6 +357,28 @@ def test_rollouts_of_steps_that_come_again_are_dropped(tmp_path):
         assert sorted(path.name for path in (tmp_path / "rollouts").iterdir()) == ["step_1.jsonl", "step_2.jsonl"]
 
 
+def flip_a_byte(path):
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+def test_a_checkpoint_that_turns_out_to_be_damaged_is_set_aside_for_the_one_before(tmp_path, whole):
+    run_dir = tmp_path / "run"
+    counting.run(run_dir, counting.config(max_num_steps=4))
+    flip_a_byte(run_dir / "checkpoints/step_4/policy/weights.npy")
+    counting.run(run_dir, counting.config())
+    assert counting.metrics(run_dir) == whole
+    assert (run_dir / "checkpoints/damaged_step_4").is_dir()
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_anew(tmp_path):
+    counting.run(tmp_path, counting.config(max_num_steps=4))
+    for step in (2, 4):
+        flip_a_byte(tmp_path / f"checkpoints/step_{step}/policy/weights.npy")
+    with pytest.raises(RunDirectoryError, match=r"weights.npy has other contents .*\n(.*\n)?No whole checkpoint"):
+        counting.run(tmp_path, counting.config())
+
+
 class EchoPool:
     """Answers every prompt with its own tokens."""
 

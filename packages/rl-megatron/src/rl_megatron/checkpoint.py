@@ -1,38 +1,40 @@
-"""Checkpoints that resume on any layout of ranks, through Megatron's distributed checkpointing."""
+"""Checkpoints that resume on any layout of ranks, in the format of torch's distributed checkpoint."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
 from torch.optim.lr_scheduler import LRScheduler
 
-from rl_core.torch.background_save import BackgroundSave, unwritten_is_told
-from rl_core.torch.teamwork import lead, together
+from rl_core.model import SavedFile
+from rl_core.torch.background_save import BackgroundSave
+from rl_core.torch.checkpoint_files import SHARDS, write_checkpoint
+from rl_core.torch.teamwork import lead
+from rl_megatron.extra_state import extra_state, restore_extra_state
 from rl_megatron.model import ReadingModel
 from rl_megatron.parallel.mesh import Mesh
+from rl_megatron.pieces import PiecesSavePlanner
 from rl_megatron.random import random_state, restore_random_state, seed_all
-from rl_megatron.save_strategy import PlainSaveStrategy
 from rl_megatron.sharded_optimizer import ShardedOptimizer
 from rl_megatron.state import TrainingState
 from rl_megatron.weights import Weights
 
-SHARDS = "shards"
 TRAINER = "trainer.pt"
+LAYERS = "layers"
 
 
 class Checkpoint:
-    """What a training run needs to go on: parameters, optimizer, schedule and the RNG of every rank.
+    """Training state of one rank: parameters, optimizer, schedule and random generators.
 
-    Under a path: `shards/` (parameters and optimizer state by Megatron's name, Megatron's distributed checkpoint
-    format), `trainer.pt` (hyperparameters, step counts and schedule) and `rng_<rank>.pt`. On the layout it was saved on
-    it resumes bit for bit. Of a model with adapters it has those alone, not the weights that they sit on.
+    Under a path: `shards/` (parameters and optimizer state by Megatron's name, torch's distributed checkpoint format),
+    `trainer.pt` (hyperparameters, step counts and schedule) and `rng_<rank>.pt` (generators, and the history of 8-bit
+    recipes). Each rank writes the elements that it steps, tensor by tensor. On the layout it was saved on it resumes
+    bit for bit. A model with adapters saves those alone, not the weights that they sit on.
 
     What is written in the background is a copy in host memory.
     """
@@ -46,6 +48,7 @@ class Checkpoint:
         mesh: Mesh,
         seed: int,
     ) -> None:
+        self._model = model
         self._state = TrainingState(weights, optimizer, mesh)
         self._optimizer = optimizer
         self._schedule = schedule
@@ -57,28 +60,25 @@ class Checkpoint:
         """Write under `path`, or copy what is to be written aside and write it in the background; collective.
 
         Raises:
-            RLError: where a rank cannot write, also what an earlier save put off.
+            RLError: if a rank cannot write, also what an earlier save put off.
         """
         self.finish_save()
         lead(self._mesh.control, lambda: (path / SHARDS).mkdir(parents=True, exist_ok=True))
-        tensors = self._state.tensors(copies=not wait)
-        files = {f"rng_{self._mesh.rank}.pt": _as_bytes(random_state())}
-        trainer = _as_bytes(self._trainer(self._state.scalars()))
+        tensors: dict[str, Any] = dict(self._state.tensors(copies=not wait))
+        files = {f"rng_{self._mesh.rank}.pt": _as_bytes({**random_state(), LAYERS: extra_state(self._model)})}
+        trainer = self._trainer(self._state.scalars())
         if self._mesh.rank == 0:
-            files[TRAINER] = trainer
-        if wait:
-            self._write_shards(tensors, path, self._mesh.control, lambda write: write())
-            with unwritten_is_told(path):
-                together(self._mesh.control, lambda: _write_files(path, files))
-            return
-        put_off: list[Callable[[], None]] = []
-        self._write_shards(tensors, path, self._background.group, put_off.append)
-        thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._background.begin(thread.submit(_write_all, put_off[0], path, files), path)
-        thread.shutdown(wait=False)
+            files[TRAINER] = _as_bytes(trainer)
+        group = self._mesh.control if wait else self._background.group
+        self._background.begin(
+            path,
+            lambda: write_checkpoint(path, tensors, files, group=group, planner=PiecesSavePlanner()),
+            wait=wait,
+        )
 
-    def finish_save(self, *, wait: bool = True) -> bool:
-        """Whether nothing is being written any more; without `wait` no collective.
+    def finish_save(self, *, wait: bool = True) -> tuple[SavedFile, ...] | None:
+        """The files that this rank wrote for the last save; None while they are being written. Without `wait` no
+        collective.
 
         Raises:
             RLError: what went wrong in the background, once.
@@ -93,29 +93,20 @@ class Checkpoint:
         """Restore what `save` wrote; collective.
 
         Raises:
-            ValueError: where there is no checkpoint at `path`.
-            RLError: where a save that was under way has failed.
+            ValueError: if there is no checkpoint at `path`.
+            RLError: if a save that was under way has failed.
         """
         self.finish_save()
         if not (path / TRAINER).is_file():
             raise ValueError(f"no checkpoint of a model at {path}: {TRAINER} is missing")
         trainer = torch.load(path / TRAINER, weights_only=True)
-        self._state.restore(str(path / SHARDS), trainer["dtypes"], trainer["scalars"])
+        self._state.restore(path, trainer["dtypes"], trainer["scalars"])
         if self._optimizer is not None:
             for group, saved in zip(self._optimizer.inner.param_groups, trainer["param_groups"], strict=True):
                 group.update(saved)
         if self._schedule is not None:
             self._schedule.load_state_dict(trainer["schedule"])
         self._restore_random_state(path, trainer["layout"])
-
-    def _write_shards(
-        self,
-        tensors: Any,
-        path: Path,
-        group: dist.ProcessGroup,
-        run: Callable[[Callable[[], None]], None],
-    ) -> None:
-        dist_checkpointing.save(tensors, str(path / SHARDS), PlainSaveStrategy(group, run))
 
     def _trainer(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
         groups = [] if self._optimizer is None else self._optimizer.inner.param_groups
@@ -132,21 +123,14 @@ class Checkpoint:
         return {"world": dist.get_world_size(), **self._mesh.coordinates.size}
 
     def _restore_random_state(self, path: Path, layout: Mapping[str, int]) -> None:
-        """Each rank's own generators; on another layout there is no such thing, and fresh ones are seeded."""
+        """Each rank's own generators and its layers' extra state. On another layout neither exists: fresh generators
+        are seeded, and 8-bit recipes begin a new history."""
         if dict(layout) != self._layout:
             seed_all(self._seed)
             return
-        restore_random_state(torch.load(path / f"rng_{self._mesh.rank}.pt", weights_only=True))
-
-
-def _write_all(write_shards: Callable[[], None], path: Path, files: Mapping[str, bytes]) -> None:
-    write_shards()
-    _write_files(path, files)
-
-
-def _write_files(path: Path, files: Mapping[str, bytes]) -> None:
-    for name, content in files.items():
-        (path / name).write_bytes(content)
+        state = torch.load(path / f"rng_{self._mesh.rank}.pt", weights_only=True)
+        restore_extra_state(self._model, state.pop(LAYERS))
+        restore_random_state(state)
 
 
 def _as_bytes(content: Any) -> bytes:

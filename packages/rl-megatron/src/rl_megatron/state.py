@@ -1,37 +1,38 @@
-"""Parameters and optimizer state as tensors of the whole model, whatever ranks hold them."""
+"""Parameters and optimizer state as rectangles of tensors of the whole model, whatever ranks hold them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing import ShardedTensor
 from torch import Tensor, nn
 
+from rl_core.torch.checkpoint_files import read_tensors
 from rl_megatron.conversion.splits import Vocabulary
 from rl_megatron.conversion.weight_map import WeightMap
 from rl_megatron.parallel.mesh import Mesh
+from rl_megatron.pieces import Pieces, PiecesLoadPlanner, rectangles
 from rl_megatron.sharded_optimizer import Shard, ShardedOptimizer
 from rl_megatron.weights import Weights
 
 MODEL = "model"
 MAIN = "main"
 """The float32 weights that the optimizer steps, where the parameters are of another dtype."""
-READ_BYTES = 2**30
-"""About how much a rank reads at a time when it restores."""
 
 
 class TrainingState:
-    """What a model and its optimizer keep, by Megatron's parameter names over the whole model.
+    """Parameters and optimizer state of one rank, by Megatron's parameter names over the whole model.
 
-    Optimizer state lies in runs over the data-parallel ranks. To be saved, each parameter's is put together on one of
-    them; to be restored, each rank reads it and keeps its run.
+    Of a parameter that trains, and of its optimizer state, each data-parallel rank writes the run of elements that it
+    steps, so that no rank ever holds another's. What is restored is read straight into the memory that it stays in.
 
     Args:
-        optimizer: None where the model does not train.
+        optimizer: None if the model does not train.
     """
 
     def __init__(self, weights: Weights, optimizer: ShardedOptimizer | None, mesh: Mesh) -> None:
@@ -40,22 +41,27 @@ class TrainingState:
         self._mesh = mesh
         self.dtypes: dict[str, str] = {}
 
-    def tensors(self, *, copies: bool) -> dict[str, ShardedTensor]:
+    def tensors(self, *, copies: bool) -> dict[str, Pieces]:
         """What this rank writes; collective. Also sets `dtypes`, those of the optimizer's state by its key.
 
         Args:
             copies: whether no tensor shares its memory with the model or the optimizer, so that both may change.
         """
         self.dtypes = self._state_dtypes()
-        found = {}
+        found: dict[str, Pieces] = {}
+        trained = dict(self._trained_by_target)
         for entry, held in self._held:
-            if self._weights.leads(entry):
-                found.update(self._sharded(MODEL, entry, _host_copy(held) if copies else held.detach()))
+            if entry.target not in trained and self._weights.leads(entry):
+                self._add(found, MODEL, entry, held.shape, 0, _flat(held, copied=copies))
         for entry, parameter in self._trained:
-            for key, dtype in self.dtypes.items():
-                whole = self._assembled(parameter, key, getattr(torch, dtype))
-                if whole is not None and self._weights.leads(entry):
-                    found.update(self._sharded(key, entry, whole))
+            if not self._writes(entry, parameter):
+                continue
+            for shard, inner in self._runs(parameter):
+                held = parameter.detach().view(-1)[shard.start : shard.stop]
+                self._add(found, MODEL, entry, parameter.shape, shard.start, _flat(held, copied=copies))
+                for key, dtype in self.dtypes.items():
+                    run = self._run(shard, inner, key, getattr(torch, dtype))
+                    self._add(found, key, entry, parameter.shape, shard.start, _flat(run, copied=copies))
         return found
 
     def scalars(self) -> dict[str, dict[str, Any]]:
@@ -70,86 +76,87 @@ class TrainingState:
         return {target: numbers for theirs in everyone for target, numbers in theirs.items()}
 
     @torch.no_grad()
-    def restore(self, folder: str, dtypes: Mapping[str, str], scalars: Mapping[str, Mapping[str, Any]]) -> None:
+    def restore(self, path: Path, dtypes: Mapping[str, str], scalars: Mapping[str, Mapping[str, Any]]) -> None:
         """Read parameters and optimizer state; collective.
 
         Args:
+            path: of the model's checkpoint.
             dtypes: of the saved optimizer state by its key.
             scalars: as `scalars` returned.
         """
-        for _, held, loaded in self._read(folder, MODEL, self._held):
-            held.copy_(loaded)
+        wanted: dict[str, Pieces] = {}
+        for entry, held in self._held:
+            self._add(wanted, MODEL, entry, held.shape, 0, held.detach().view(-1))
+        self._read(path, wanted)
         if self._optimizer is None:
             return
         self._optimizer.adopt()
         self._optimizer.inner.state.clear()
+        wanted = {}
         for entry, parameter in self._trained:
-            for inner, state in self._states(parameter):
-                assert not state
-                numbers = {key: _restored(value) for key, value in scalars.get(entry.stored, {}).items()}
-                self._optimizer.inner.state[inner].update(numbers)
-        for key, dtype in dtypes.items():
-            wanted = [(entry, parameter.to(getattr(torch, dtype))) for entry, parameter in self._trained]
-            parameters = dict(self._trained_by_target)
-            for entry, _, loaded in self._read(folder, key, wanted):
-                self._take(parameters[entry.target], key, loaded)
+            for shard, inner in self._runs(parameter):
+                state = {key: _restored(value) for key, value in scalars.get(entry.stored, {}).items()}
+                self._optimizer.inner.state[inner] = state
+                for key, dtype in dtypes.items():
+                    run = shard.main
+                    if key != MAIN:
+                        run = state[key] = torch.zeros_like(shard.main, dtype=getattr(torch, dtype))
+                    self._add(wanted, key, entry, parameter.shape, shard.start, run.detach())
+        self._read(path, wanted)
 
-    def _take(self, parameter: nn.Parameter, key: str, whole: Tensor) -> None:
-        """Keep this rank's run of a parameter's state."""
+    def _read(self, path: Path, wanted: dict[str, Pieces]) -> None:
+        read_tensors(path, wanted, group=self._mesh.control, planner=PiecesLoadPlanner())
+
+    def _add(
+        self, found: dict[str, Pieces], key: str, entry: WeightMap, shape: torch.Size, start: int, run: Tensor
+    ) -> None:
+        """Add what a run of a parameter's elements is of the tensors that it is kept as.
+
+        Args:
+            shape: of the parameter on this rank.
+            start: of the run, in the flattened parameter.
+            run: `[elements]`.
+        """
+        for part in self._parts(entry, shape):
+            first, last = max(start, part.start), min(start + len(run), part.start + prod(part.shape))
+            for offsets, sizes in rectangles(first - part.start, last - part.start, part.shape):
+                begin = first - start
+                first += prod(sizes)
+                name = f"{key}/{entry.stored}/{part.index}"
+                place = [base + offset for base, offset in zip(part.offsets, offsets, strict=True)]
+                found.setdefault(name, Pieces(part.size)).add(place, run[begin : first - start].view(sizes))
+
+    def _parts(self, entry: WeightMap, shape: torch.Size) -> Iterator[Part]:
+        """The tensors that a parameter of this shape is kept as, one after the other in its memory."""
+        share, num_shares = self._weights.share(entry)
+        dim = entry.split.dim
+        for index, piece in enumerate(entry.split.slices(torch.empty(shape, device="meta"))):
+            start = index * piece.numel()
+            assert piece.is_contiguous()
+            assert piece.storage_offset() == start
+            local, size, offsets = list(piece.shape), list(piece.shape), [0] * piece.dim()
+            if dim is not None:
+                size[dim] *= num_shares
+                offsets[dim] = share * local[dim]
+            if isinstance(entry.split, Vocabulary):
+                # the rows that pad it to a multiple of the ranks are not kept
+                size[0] = entry.split.num_rows
+                local[0] = max(0, min(local[0], size[0] - offsets[0]))
+            yield Part(index, start, tuple(local), tuple(size), tuple(offsets))
+
+    def _writes(self, entry: WeightMap, parameter: nn.Parameter) -> bool:
+        """Whether this rank's group is the first of those that hold the same share of a parameter."""
         assert self._optimizer is not None
-        for shard, inner in self._runs(parameter):
-            run = whole.reshape(-1)[shard.start : shard.stop].to(shard.main.device)
-            if key == MAIN:
-                shard.main.copy_(run)
-            else:
-                self._optimizer.inner.state[inner][key] = run.clone()
+        if entry.copy_of is not None:
+            return False
+        return self._weights.leader(entry) in dist.get_process_group_ranks(self._optimizer.group_of(parameter))
 
-    def _read(
-        self, folder: str, key: str, wanted: list[tuple[WeightMap, Tensor]]
-    ) -> Iterator[tuple[WeightMap, Tensor, Tensor]]:
-        """Read tensors in groups, all ranks as many groups; each entry, its tensor, and what the checkpoint has."""
-        groups = _groups(wanted)
-        count = torch.tensor(len(groups))
-        dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self._mesh.control)
-        # a rank with nothing left to read still takes part
-        groups += [groups[-1]] * (int(count) - len(groups))
-        for group in groups:
-            templates = {entry.target: torch.empty_like(tensor) for entry, tensor in group}
-            requests: dict[str, ShardedTensor] = {}
-            for entry, _ in group:
-                requests.update(self._sharded(key, entry, templates[entry.target]))
-            loaded = dist_checkpointing.load(requests, folder, validate_access_integrity=False)
-            for entry, tensor in group:
-                parts = entry.split.slices(templates[entry.target])
-                for index, part in enumerate(parts):
-                    part.copy_(loaded[_key(key, entry, index)])
-                yield entry, tensor, templates[entry.target]
-
-    def _sharded(self, key: str, entry: WeightMap, part: Tensor) -> dict[str, ShardedTensor]:
-        """This rank's share of a tensor of a parameter's shape."""
-        share, size = self._weights.share(entry)
-        offsets = [] if entry.split.dim is None else [(entry.split.dim, share, size)]
-        return {
-            _key(key, entry, index): ShardedTensor.from_rank_offsets(
-                _key(key, entry, index),
-                piece.contiguous(),
-                *offsets,
-                allow_shape_mismatch=isinstance(entry.split, Vocabulary),
-            )
-            for index, piece in enumerate(entry.split.slices(part))
-        }
-
-    def _assembled(self, parameter: nn.Parameter, key: str, dtype: torch.dtype) -> Tensor | None:
-        """A parameter's state from the runs of all ranks of its group, on the first of them; collective there."""
+    def _run(self, shard: Shard, inner: nn.Parameter, key: str, dtype: torch.dtype) -> Tensor:
         assert self._optimizer is not None
-        group = self._optimizer.group_of(parameter)
-        whole = torch.zeros(parameter.numel(), dtype=dtype, device=parameter.device)
-        for shard, inner in self._runs(parameter):
-            run = shard.main if key == MAIN else self._optimizer.inner.state[inner].get(key)
-            if run is not None:
-                whole[shard.start : shard.stop] = run
-        dist.reduce(whole, dist.get_global_rank(group, 0), group=group)
-        return whole.view(parameter.shape).cpu() if group.rank() == 0 else None
+        if key == MAIN:
+            return shard.main
+        run = self._optimizer.inner.state[inner].get(key)
+        return torch.zeros_like(shard.main, dtype=dtype) if run is None else run
 
     def _state_dtypes(self) -> dict[str, str]:
         """Keys of the optimizer's state that have an element per element of a parameter; collective."""
@@ -192,24 +199,28 @@ class TrainingState:
         return [(entry.target, parameter) for entry, parameter in self._trained]
 
 
-def _host_copy(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+@dataclass(frozen=True)
+class Part:
+    """Where a tensor of the whole model lies in a parameter of this rank.
+
+    Args:
+        index: among the tensors that the parameter is kept as.
+        start: of its elements in the flattened parameter.
+        shape: of what this rank has of it.
+        size: of the whole tensor.
+        offsets: of what this rank has, in the whole tensor.
+    """
+
+    index: int
+    start: int
+    shape: tuple[int, ...]
+    size: tuple[int, ...]
+    offsets: tuple[int, ...]
 
 
-def _key(key: str, entry: WeightMap, index: int) -> str:
-    return f"{key}/{entry.stored}/{index}"
-
-
-def _groups(wanted: list[tuple[WeightMap, Tensor]]) -> list[list[tuple[WeightMap, Tensor]]]:
-    groups: list[list[tuple[WeightMap, Tensor]]] = [[]]
-    size = 0
-    for entry, tensor in wanted:
-        if groups[-1] and size + tensor.nbytes > READ_BYTES:
-            groups.append([])
-            size = 0
-        groups[-1].append((entry, tensor))
-        size += tensor.nbytes
-    return groups
+def _flat(tensor: Tensor, *, copied: bool) -> Tensor:
+    flat = tensor.detach().view(-1)
+    return torch.empty(flat.shape, dtype=flat.dtype).copy_(flat) if copied else flat
 
 
 def _is_aligned(value: Any) -> bool:

@@ -151,10 +151,12 @@ class Weights:
 
     def leads(self, entry: WeightMap) -> bool:
         """Whether this is the first rank that holds its share of a parameter that is no copy."""
+        return entry.copy_of is None and self.leader(entry) == self._mesh.rank
+
+    def leader(self, entry: WeightMap) -> int:
+        """The first rank that holds the same share of a parameter as this one."""
         share, _ = self._place.of(entry)
-        if entry.copy_of is not None:
-            return False
-        return self._gathering.first_holder(entry.target, share) == self._mesh.rank
+        return self._gathering.first_holder(entry.target, share)
 
     def is_counted(self, parameter: nn.Parameter) -> bool:
         """Whether no other rank of the same data-parallel index holds the same elements, so that they count once in a

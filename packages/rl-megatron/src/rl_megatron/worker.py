@@ -124,22 +124,18 @@ class MegatronWorker(RankWorker):
             reports_layers=self._reports_layers,
         )
 
-    def load(self, path: str) -> None:
-        """Restore what `save` wrote, on any number of ranks and any layout."""
-        self._residency.require("parameters", "optimizer")
-        self._checkpoint.load(Path(path))
+    def _load(self, path: Path) -> None:
+        self._checkpoint.load(path)
 
-    def export(self, path: str) -> None:
-        """Write Hugging Face files; weights in the dtype that the source has on disk, float32 where `precision` is."""
+    def _export(self, path: Path) -> None:
         from rl_core.torch.export import export_dtype
         from rl_megatron.export import export_model
 
-        self._residency.require("parameters")
         dtype = export_dtype(self._folder, self._config.precision)
         export_model(
             self._model,
             self._weights,
-            Path(path),
+            path,
             source=self._folder,
             tokenizer=self._tokenizer,
             settings=self._config.tokenizer,

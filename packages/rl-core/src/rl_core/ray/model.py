@@ -16,7 +16,7 @@ from rl_core.errors import Origin, RLError, WorkerDied, WorkerError, WorkerStall
 from rl_core.mesh import Coordinates
 from rl_core.metrics import reduce_metrics
 from rl_core.microbatch import PAIR, shard
-from rl_core.model import Loss, Metrics, Part, Read
+from rl_core.model import Loss, Metrics, Part, Read, SavedFile
 from rl_core.ray.calls import fetch, gather
 from rl_core.ray.stacks import request_stacks
 from rl_core.weights import Digests, Manifest, Transport
@@ -93,19 +93,20 @@ class RemoteModel:
         with self._hold():
             self.call_all("save", path, wait=wait)
 
-    def finish_save(self, *, wait: bool = True) -> bool:
+    def finish_save(self, *, wait: bool = True) -> tuple[SavedFile, ...] | None:
         """As `rl_core.model.Model.finish_save`; the model need not have its device, as what is written is a copy."""
-        return all(self.call_all("finish_save", wait=wait))
+        parts = self.call_all("finish_save", wait=wait)
+        return None if None in parts else tuple(file for part in parts for file in part)
 
-    def load(self, path: str) -> None:
+    def load(self, path: str, *, files: Sequence[SavedFile] = ()) -> None:
         """As `rl_core.model.Model.load`."""
         with self._hold():
-            self.call_all("load", path)
+            self.call_all("load", path, files=tuple(files))
 
-    def export(self, path: str) -> None:
+    def export(self, path: str) -> tuple[SavedFile, ...]:
         """As `rl_core.model.Model.export`."""
         with self._hold():
-            self.call_all("export", path)
+            return tuple(file for part in self.call_all("export", path) for file in part)
 
     def offload(self, parts: Sequence[Part] = ("parameters", "optimizer")) -> None:
         """Free the devices of all ranks of these parts."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ import numpy as np
 
 from rl_core.batch import TOKENS, Batch
 from rl_core.generation import Evaluation, SamplingParams, WeightUpdate
-from rl_core.model import Loss, Metrics, Model, Read
+from rl_core.model import Loss, Metrics, Model, Read, SavedFile
 from rl_core.ragged import Ragged
 from rl_core.rollout import Prompt, Rollout, RolloutGroup, Turn, WeightSpan
 from rl_core.run import Checkpointable
@@ -30,6 +31,7 @@ class FakeModel:
     def __init__(self) -> None:
         self.num_steps = 0
         self.calls: list[tuple[str, Batch]] = []
+        self._saved: tuple[SavedFile, ...] = ()
 
     def infer(self, batch: Batch, reads: Sequence[Read], *, reference: bool = False, temperature: float = 1.0) -> Batch:
         """Numbers in (-1, 0], 0 at the first token of a row; those of the reference are as before the first step."""
@@ -62,21 +64,23 @@ class FakeModel:
 
     def save(self, path: str, *, wait: bool = True) -> None:
         """Write the number of steps, at once."""
-        folder = Path(path)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "model.json").write_text(json.dumps({"num_steps": self.num_steps}), encoding="utf-8")
+        self._saved = self.export(path)
 
-    def finish_save(self, *, wait: bool = True) -> bool:
-        """True: nothing is ever under way."""
-        return True
+    def finish_save(self, *, wait: bool = True) -> tuple[SavedFile, ...]:
+        """What the last save wrote: none is ever under way."""
+        return self._saved
 
-    def load(self, path: str) -> None:
+    def load(self, path: str, *, files: Sequence[SavedFile] = ()) -> None:
         """Read the number of steps."""
         self.num_steps = json.loads((Path(path) / "model.json").read_text(encoding="utf-8"))["num_steps"]
 
-    def export(self, path: str) -> None:
+    def export(self, path: str) -> tuple[SavedFile, ...]:
         """Write the number of steps, too."""
-        self.save(path)
+        folder = Path(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        content = json.dumps({"num_steps": self.num_steps}).encode()
+        (folder / "model.json").write_bytes(content)
+        return (SavedFile("model.json", len(content), hashlib.sha256(content).hexdigest(), 0),)
 
     def _metrics(self, batch: Batch, loss: Loss) -> dict[str, float]:
         batch.require(TOKENS, *loss.columns)

@@ -10,7 +10,9 @@ Everything is held against transformers in float64, row by row in one process (`
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import re
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -130,6 +132,12 @@ def _contents(folder: Path) -> dict[str, bytes]:
     """Files by relative path, but for hidden ones: torch notes there where and when it wrote."""
     files = (path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def _digests(folder: Path) -> dict[str, tuple[int, str]]:
+    """Size and SHA-256 of every file by relative path."""
+    contents = {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {name.as_posix(): (len(data), hashlib.sha256(data).hexdigest()) for name, data in contents.items()}
 
 
 class ModelWorkerSuite:
@@ -348,17 +356,18 @@ class ModelWorkerSuite:
         }
         at_once, behind, gate = tmp_path / "at_once", tmp_path / "behind", tmp_path / "gate"
         with self._model(pool, folder, world, **settings) as model:
-            assert model.finish_save(wait=False)
+            assert model.finish_save(wait=False) == ()
             for batch in batches[:2]:
                 model.train_step(batch, TokenLoss())
             model.save(str(at_once))
             with held_up(pool, world, self.written_through, gate):
                 model.save(str(behind), wait=False)
                 uninterrupted = self._steps(model, batches[2:])
-                assert not model.finish_save(wait=False)
+                assert model.finish_save(wait=False) is None
                 gate.touch()
-                assert model.finish_save()
-            assert model.finish_save(wait=False)
+                written = model.finish_save()
+            assert written
+            assert model.finish_save(wait=False) == written
             assert _contents(behind) == _contents(at_once)
             model.load(str(behind))
             assert self._steps(model, batches[2:]) == uninterrupted
@@ -375,12 +384,48 @@ class ModelWorkerSuite:
                 gate.write_text("No space left on device")
                 with pytest.raises(RLError, match="No space left on device"):
                     model.finish_save()
-            assert model.finish_save(wait=False)
+            assert model.finish_save(wait=False) == ()
             model.save(str(tmp_path / "next"), wait=False)
             expected = self._steps(model, [make_batch(seed=1)])
             assert model.finish_save()
             model.load(str(tmp_path / "next"))
             assert self._steps(model, [make_batch(seed=1)]) == expected
+
+    def test_ranks_name_the_files_they_write_and_none_writes_what_another_steps(
+        self, pool: RankPool, folder: Path, tmp_path: Path
+    ) -> None:
+        world = max(self.worlds)
+        with self._model(pool, folder, world, optimizer=ADAMW) as model:
+            model.train_step(make_batch(), TokenLoss())
+            for wait in (True, False):
+                path = tmp_path / f"waits_{wait}"
+                model.save(str(path), wait=wait)
+                files = model.finish_save()
+                assert files is not None
+                assert {file.path: (file.size, file.sha256) for file in files} == _digests(path)
+                assert len({file.path for file in files}) == len(files)
+                sizes = [sum(file.size for file in files if file.rank == rank) for rank in range(world)]
+                assert max(sizes) < 1.5 * sum(sizes) / world, sizes
+            exported = model.export(str(tmp_path / "exported"))
+            there = {name: size for name, (size, _) in _digests(tmp_path / "exported").items()}
+            assert {file.path: file.size for file in exported} == there
+
+    def test_a_damaged_file_is_named_and_nothing_is_loaded(self, pool: RankPool, folder: Path, tmp_path: Path) -> None:
+        with self._model(pool, folder, max(self.worlds), optimizer=ADAMW) as model:
+            model.save(str(tmp_path / "saved"))
+            files = model.finish_save()
+            assert files
+            model.train_step(make_batch(), TokenLoss())
+            before = model.infer(make_batch(), [LOGPROBS]).ragged("logprobs")
+            for file in files:
+                path = tmp_path / "saved" / file.path
+                content = path.read_bytes()
+                path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+                with pytest.raises(RLError, match=f"{re.escape(file.path)} has other contents than were saved"):
+                    model.load(str(tmp_path / "saved"), files=files)
+                path.write_bytes(content)
+            assert model.infer(make_batch(), [LOGPROBS]).ragged("logprobs").equals(before)
+            model.load(str(tmp_path / "saved"), files=files)
 
     def test_a_run_resumes_on_another_number_of_ranks(self, pool: RankPool, folder: Path, tmp_path: Path) -> None:
         batches = [make_batch(seed=seed) for seed in range(3)]

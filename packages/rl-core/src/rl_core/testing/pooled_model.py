@@ -10,7 +10,7 @@ import numpy as np
 from rl_core.batch import Batch
 from rl_core.metrics import reduce_metrics
 from rl_core.microbatch import PAIR, shard
-from rl_core.model import Loss, Metrics, ModelSpec, Part, Read
+from rl_core.model import Loss, Metrics, ModelSpec, Part, Read, SavedFile
 from rl_core.model_config import ModelConfig
 from rl_core.registry import resolve
 from rl_core.testing.rank_pool import Rank, RankPool
@@ -72,17 +72,18 @@ class PooledModel:
         """As `Model.save`."""
         self.call("save", path, wait=wait)
 
-    def finish_save(self, *, wait: bool = True) -> bool:
+    def finish_save(self, *, wait: bool = True) -> tuple[SavedFile, ...] | None:
         """As `Model.finish_save`."""
-        return all(self.call("finish_save", wait=wait))
+        parts = self.call("finish_save", wait=wait)
+        return None if None in parts else tuple(file for part in parts for file in part)
 
-    def load(self, path: str) -> None:
+    def load(self, path: str, *, files: Sequence[SavedFile] = ()) -> None:
         """As `Model.load`."""
-        self.call("load", path)
+        self.call("load", path, files=tuple(files))
 
-    def export(self, path: str) -> None:
+    def export(self, path: str) -> tuple[SavedFile, ...]:
         """As `Model.export`."""
-        self.call("export", path)
+        return tuple(file for part in self.call("export", path) for file in part)
 
     def offload(self, parts: Sequence[Part] = ("parameters", "optimizer")) -> None:
         """As `Resident.offload`, on every rank."""

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from rl_core.errors import RLError
+from rl_core.model import SavedFile
 
 WRITE_TIMEOUT = timedelta(hours=2)
 """How much longer than the others a rank may take to write its part."""
@@ -30,8 +32,9 @@ class BackgroundSave:
 
     def __init__(self) -> None:
         self._group: dist.ProcessGroup | None = None
-        self._writing: Future[Any] | None = None
+        self._writing: Future[tuple[SavedFile, ...]] | None = None
         self._path = Path()
+        self._files: tuple[SavedFile, ...] = ()
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -40,37 +43,50 @@ class BackgroundSave:
             self._group = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT)
         return self._group
 
-    def begin(self, writing: Future[Any], path: Path) -> None:
-        """Keep what stands for the write of a checkpoint to `path`, the one before it being finished."""
-        self._writing, self._path = writing, path
+    def begin(self, path: Path, write: Callable[[], tuple[SavedFile, ...]], *, wait: bool) -> None:
+        """Write a checkpoint, the one before it being finished.
 
-    def finish(self, *, wait: bool = True) -> bool:
-        """Whether nothing is being written any more; without `wait` no collective.
+        Args:
+            path: for messages.
+            write: returns the files it has written.
+            wait: write at once, in the calling thread.
+        """
+        self._files = ()
+        if wait:
+            self._files = write()
+            return
+        thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing, self._path = thread.submit(write), path
+        thread.shutdown(wait=False)
+
+    def finish(self, *, wait: bool = True) -> tuple[SavedFile, ...] | None:
+        """The files that this rank wrote for the last checkpoint, None while it is being written; without `wait` no
+        collective.
 
         Raises:
-            RLError: where it could not be written, once.
+            RLError: if it could not be written, once.
         """
         if self._writing is None:
-            return True
+            return self._files
         if not wait and not self._writing.done():
-            return False
+            return None
         writing, self._writing = self._writing, None
-        with unwritten_is_told(self._path):
-            writing.result()
-        return True
+        with plain_errors(self._path, "written"):
+            self._files = writing.result()
+        return self._files
 
     def close(self) -> None:
         """Wait for what is being written; its failure goes to the log."""
         if self._writing is not None:
-            wait([self._writing])
+            wait_for([self._writing])
             if (error := self._writing.exception()) is not None:
                 _log.warning("the checkpoint at %s was not written: %s", self._path, error)
 
 
 @contextmanager
-def unwritten_is_told(path: Path) -> Iterator[None]:
-    """Say in a line why a checkpoint was not written: torch's own error is no `Exception`, so that it would end threads
-    and actors.
+def plain_errors(path: Path, done: Literal["written", "read"]) -> Iterator[None]:
+    """Say in a line why a checkpoint was not written or read. torch's own error is not an `Exception`, so that it would
+    end threads and actors.
 
     Raises:
         RLError: for an `OSError`, and for what torch's distributed checkpoint raises.
@@ -78,9 +94,9 @@ def unwritten_is_told(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RLError(f"the checkpoint at {path} was not written: {error}") from error
+        raise RLError(f"the checkpoint at {path} was not {done}: {error}") from error
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
         raise RLError(
-            f"the checkpoint at {path} was not written: rank {rank}: {type(cause).__name__}: {cause}"
+            f"the checkpoint at {path} was not {done}: rank {rank}: {type(cause).__name__}: {cause}"
         ) from error

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from rl_core.batch import Batch
 from rl_core.devices import Device
 from rl_core.mesh import Coordinates
-from rl_core.model import Loss, ModelSpec, Part, Read
+from rl_core.model import Loss, ModelSpec, Part, Read, SavedFile
 from rl_core.model_config import ModelConfig
+from rl_core.torch.checkpoint_files import exported_files, verify_files
 from rl_core.torch.model_files import model_folder
 from rl_core.torch.reads import check_reads
 from rl_core.torch.reference import Reference
@@ -59,8 +60,8 @@ class Checkpoint(Protocol):
         """Write under `path`; collective."""
         ...
 
-    def finish_save(self, *, wait: bool = True) -> bool:
-        """Whether nothing is being written any more."""
+    def finish_save(self, *, wait: bool = True) -> tuple[SavedFile, ...] | None:
+        """The files that this rank wrote for the last save; None while they are being written."""
         ...
 
     def load(self, path: Path) -> None:
@@ -89,6 +90,14 @@ class RankWorker(ABC):
     def _read(self, batch: Batch, reads: Sequence[Read], temperature: float) -> Batch | None:
         """Results for this rank's shard, with the weights that are in place."""
 
+    @abstractmethod
+    def _load(self, path: Path) -> None:
+        """Restore what `save` wrote; collective."""
+
+    @abstractmethod
+    def _export(self, path: Path) -> None:
+        """Write Hugging Face files; collective."""
+
     def coordinates(self) -> Coordinates:
         """This rank's place on the mesh."""
         return self._mesh.coordinates
@@ -116,9 +125,25 @@ class RankWorker(ABC):
         self._residency.require("parameters", "optimizer")
         self._checkpoint.save(Path(path), wait=wait)
 
-    def finish_save(self, *, wait: bool = True) -> bool:
-        """Whether nothing is being written any more."""
+    def finish_save(self, *, wait: bool = True) -> tuple[SavedFile, ...] | None:
+        """The files that this rank wrote for the last save; None while they are being written."""
         return self._checkpoint.finish_save(wait=wait)
+
+    def load(self, path: str, *, files: Sequence[SavedFile] = ()) -> None:
+        """Restore what `save` wrote, on any number of ranks and any mesh.
+
+        Raises:
+            CheckpointDamaged: on every rank, naming the first of the files that is missing or differs.
+        """
+        self._residency.require("parameters", "optimizer")
+        verify_files(Path(path), files, self._mesh.control)
+        self._load(Path(path))
+
+    def export(self, path: str) -> tuple[SavedFile, ...]:
+        """Write Hugging Face files; weights in the dtype that the source has on disk, float32 where `precision` is."""
+        self._residency.require("parameters")
+        self._export(Path(path))
+        return exported_files(Path(path), self._mesh.control)
 
     def offload(self, parts: Sequence[Part] = ("parameters", "optimizer")) -> None:
         """Move these parts to host memory; on `cpu` they are there already, and only later use is refused."""

@@ -7,13 +7,13 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rl_core.errors import RunDirectoryError, WorkerDied
-from rl_core.model import Model
+from rl_core.model import Model, SavedFile
 from rl_core.run import Checkpointable
 from rl_launch.session.config import CheckpointingConfig
 from rl_launch.session.manifest import FILE_NAME, Manifest, sync_folder
@@ -23,6 +23,7 @@ EXPORT = "hf"
 """Folder of a checkpoint that `transformers` and vLLM load."""
 
 _EXPORTED = "policy"
+_STATE = "state"
 _NAME = re.compile(r"step_(\d+)")
 
 _FULL_BELOW_BYTES = 2**20
@@ -39,12 +40,14 @@ class Save:
         folder: that it is written into.
         models: that write.
         metrics: of the step.
+        exported: files of the export.
     """
 
     step: int
     folder: Path
     models: Mapping[str, Model]
     metrics: Mapping[str, float]
+    exported: tuple[SavedFile, ...] = ()
 
 
 class Checkpoints:
@@ -109,9 +112,13 @@ class Checkpoints:
         if self._open is None:
             return None
         with self._dropped_if_it_fails():
-            if not all(model.finish_save(wait=wait) for model in self._open.models.values()):
-                return None
-            target = self._complete(self._open)
+            written: dict[str, tuple[SavedFile, ...]] = {}
+            for name, model in self._open.models.items():
+                files = model.finish_save(wait=wait)
+                if files is None:
+                    return None
+                written[name] = files
+            target = self._complete(self._open, written)
         self._open = None
         self._thin_out()
         return target
@@ -128,28 +135,48 @@ class Checkpoints:
             self._open = None
 
     def restore(self, path: Path, *, models: Mapping[str, Model], state: Mapping[str, Checkpointable]) -> None:
-        """Load models and loop state from a checkpoint.
+        """Load models and loop state from a checkpoint; the models' ranks compare the contents of what they read.
 
         Raises:
-            RunDirectoryError: where it lacks one of them.
+            RunDirectoryError: if it lacks one of them.
+            CheckpointDamaged: naming a file whose contents are not those that were saved.
         """
-        wanted = [*(path / name for name in models), *(path / "state" / f"{name}.json" for name in state)]
+        wanted = [*(path / name for name in models), *(path / _STATE / f"{name}.json" for name in state)]
         lacking = [each.relative_to(path).as_posix() for each in wanted if not each.exists()]
         if lacking:
             raise RunDirectoryError(f"{path} has no {', '.join(lacking)}: it was saved by another kind of run")
+        manifest = Manifest.read(path)
+        manifest.verify(path, _STATE)
         for name, model in models.items():
-            model.load(str(path / name))
+            model.load(str(path / name), files=manifest.files_of(name))
         for name, part in state.items():
-            part.restore(read_state(path / "state", name))
+            part.restore(read_state(path / _STATE, name))
 
     def newest(self) -> tuple[int, Path] | None:
         """Step and folder of the newest checkpoint that is whole, with a message about damaged ones; changes nothing.
 
+        Names and sizes of files are compared; their contents when they are loaded.
+
         Raises:
-            RunDirectoryError: where there are checkpoints and none is whole.
+            RunDirectoryError: if there are checkpoints and none is whole.
         """
-        damaged: list[str] = []
+        return self._newest(())
+
+    def before(self, step: int, problem: str) -> tuple[int, Path]:
+        """As `newest`, before a checkpoint that turned out to be damaged when it was loaded, with this problem.
+
+        Raises:
+            RunDirectoryError: if there is none.
+        """
+        earlier = self._newest([f"checkpoint step_{step} is damaged: {problem}"], before=step)
+        assert earlier is not None
+        return earlier
+
+    def _newest(self, told: Sequence[str], *, before: int | None = None) -> tuple[int, Path] | None:
+        damaged = list(told)
         for step, path in reversed(self._saved()):
+            if before is not None and step >= before:
+                continue
             problem = _damage(path)
             if not problem:
                 for each in damaged:
@@ -166,7 +193,7 @@ class Checkpoints:
         for leftover in (*self._folder.glob(".*.saving"), *self._folder.glob(".*.dropped")):
             shutil.rmtree(leftover, ignore_errors=True)
         for later in (path for number, path in self._saved() if number > step):
-            # kept for inspection under a name that is no checkpoint's
+            # kept for inspection under a name that is not a checkpoint's
             aside = later.with_name(f"damaged_{later.name}")
             shutil.rmtree(aside, ignore_errors=True)
             later.rename(aside)
@@ -179,12 +206,15 @@ class Checkpoints:
             model.save(str(save.folder / name), wait=wait)
         if _EXPORTED in save.models:
             (save.folder / EXPORT).mkdir()
-            save.models[_EXPORTED].export(str(save.folder / EXPORT))
+            self._open = replace(save, exported=save.models[_EXPORTED].export(str(save.folder / EXPORT)))
         for name, part in state.items():
-            write_state(save.folder / "state", name, part.state())
+            write_state(save.folder / _STATE, name, part.state())
 
-    def _complete(self, save: Save) -> Path:
-        Manifest.of(save.folder, save.step, save.metrics).write(save.folder)
+    def _complete(self, save: Save, written: Mapping[str, tuple[SavedFile, ...]]) -> Path:
+        manifest = Manifest.of(
+            save.folder, save.step, save.metrics, written={**written, EXPORT: save.exported}, own=[_STATE]
+        )
+        manifest.write(save.folder)
         target = self._folder / f"step_{save.step}"
         self._drop(target)
         save.folder.rename(target)

@@ -1,17 +1,18 @@
-"""What a checkpoint holds, file by file, so that a truncated or corrupted one is noticed before it is loaded."""
+"""The files of a checkpoint, so that one that is truncated, corrupt or not all there is noticed before it is used."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rl_core.errors import CheckpointDamaged, RunDirectoryError
+from rl_core.model import SavedFile
+
 FILE_NAME = "manifest.json"
-_CHUNK = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -21,21 +22,41 @@ class Manifest:
     Args:
         step: after which it was saved.
         metrics: of that step.
-        files: by relative path, size in bytes and SHA-256.
+        files: by relative path, size in bytes and SHA-256; None for a file that was not digested.
     """
 
     step: int
     metrics: Mapping[str, float] = field(default_factory=dict)
-    files: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+    files: Mapping[str, tuple[int, str | None]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, folder: Path, step: int, metrics: Mapping[str, float]) -> Manifest:
-        """Take stock of a folder, and have every file of it on the disk."""
-        paths = sorted(path for path in folder.rglob("*") if path.is_file())
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            digests = list(pool.map(_synced_digest, paths))
-        names = (path.relative_to(folder).as_posix() for path in paths)
-        return cls(step, dict(metrics), dict(zip(names, digests, strict=True)))
+    def of(
+        cls,
+        folder: Path,
+        step: int,
+        metrics: Mapping[str, float],
+        *,
+        written: Mapping[str, Iterable[SavedFile]],
+        own: Iterable[str] = (),
+    ) -> Manifest:
+        """Put together what a checkpoint has to hold, and see that all of it is in the folder. Only the driver's own
+        files are read.
+
+        Args:
+            written: by subfolder, the files that the ranks say they wrote.
+            own: relative paths of files that this process wrote, or folders of such; small.
+
+        Raises:
+            RunDirectoryError: naming a file that a rank wrote and that is not there, or not whole, and the rank.
+        """
+        files: dict[str, tuple[int, str | None]] = {}
+        for subfolder, theirs in written.items():
+            for file in theirs:
+                _require(folder, subfolder, file)
+                files[f"{subfolder}/{file.path}"] = file.size, file.sha256
+        for path in sorted(each for name in own for each in _files(folder / name)):
+            files[path.relative_to(folder).as_posix()] = _synced_digest(path)
+        return cls(step, dict(metrics), files)
 
     def write(self, folder: Path) -> None:
         """Write it into the folder it describes, as its last file."""
@@ -53,7 +74,7 @@ class Manifest:
         """The manifest of a checkpoint.
 
         Raises:
-            ValueError: where there is none, or it cannot be read.
+            ValueError: if there is none, or it cannot be read.
         """
         try:
             data = json.loads((folder / FILE_NAME).read_text())
@@ -63,22 +84,60 @@ class Manifest:
             raise ValueError(f"{FILE_NAME} cannot be read: {error}") from None
 
     def damage(self, folder: Path) -> str:
-        """The first file that is missing or differs, and how; empty where all are whole."""
+        """The first file that is missing or has another size, and how; empty if there is none. Reads no file: contents
+        are compared by whoever loads them."""
         for name, (size, _) in self.files.items():
             path = folder / name
             if not path.is_file():
                 return f"{name} is missing"
             if path.stat().st_size != size:
                 return f"{name} has {path.stat().st_size} bytes of {size}"
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            digests = pool.map(lambda name: _digest(folder / name), self.files)
-            differing = (name for name, digest in zip(self.files, digests, strict=True) if digest != self.files[name])
-            return next((f"{name} has other contents than were saved" for name in differing), "")
+        return ""
+
+    def files_of(self, subfolder: str) -> tuple[SavedFile, ...]:
+        """The files below a subfolder, as `rl_core.model.Model.load` takes them."""
+        prefix = f"{subfolder}/"
+        return tuple(
+            SavedFile(name.removeprefix(prefix), size, digest, 0)
+            for name, (size, digest) in self.files.items()
+            if name.startswith(prefix)
+        )
+
+    def verify(self, folder: Path, subfolder: str) -> None:
+        """Compare the contents of the files below a subfolder, which this process has written.
+
+        Raises:
+            CheckpointDamaged: naming the first file that differs.
+        """
+        for file in self.files_of(subfolder):
+            path = folder / subfolder / file.path
+            if not path.is_file() or _digest(path) != (file.size, file.sha256):
+                raise CheckpointDamaged(f"{folder}: {subfolder}/{file.path} has other contents than were saved")
 
 
 def sync_folder(folder: Path) -> None:
     """Have a folder's list of names on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    _sync(folder)
+
+
+def _require(folder: Path, subfolder: str, file: SavedFile) -> None:
+    path = folder / subfolder / file.path
+    writer = f"{subfolder}/{file.path}, written by rank {file.rank}"
+    if not path.is_file():
+        raise RunDirectoryError(
+            f"{writer}, is not in {folder}: the node of that rank has another folder of this name. "
+            "Choose a run_dir that all nodes share."
+        )
+    if (size := path.stat().st_size) != file.size:
+        raise RunDirectoryError(f"{writer}, has {size} bytes of {file.size} in {folder}")
+
+
+def _files(path: Path) -> list[Path]:
+    return [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -86,17 +145,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def _synced_digest(path: Path) -> tuple[int, str]:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    _sync(path)
     return _digest(path)
 
 
 def _digest(path: Path) -> tuple[int, str]:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-        return file.tell(), digest.hexdigest()
+    content = path.read_bytes()
+    return len(content), hashlib.sha256(content).hexdigest()

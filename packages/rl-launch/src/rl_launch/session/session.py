@@ -12,7 +12,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 from rich.console import Console
 
-from rl_core.errors import RunDirectoryError, WorkerDied, WorkerError
+from rl_core.errors import CheckpointDamaged, RunDirectoryError, WorkerDied, WorkerError
 from rl_core.model import Model
 from rl_core.rollout import RolloutGroup
 from rl_core.run import Checkpointable
@@ -333,6 +333,12 @@ class RunSession:
             return 0
         step, path = self._found
         with self.phase("restoring"):
-            self._checkpoints.restore(path, models=self._models, state=self._state)
+            while True:
+                try:
+                    self._checkpoints.restore(path, models=self._models, state=self._state)
+                    break
+                except CheckpointDamaged as error:
+                    step, path = self._checkpoints.before(step, str(error))
+                    self._checkpoints.tidy(step)
         _logger.info("going on after step %d", step)
         return step

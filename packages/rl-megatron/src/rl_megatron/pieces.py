@@ -1,0 +1,121 @@
+"""Rectangles of a tensor of the whole model, as torch's distributed checkpoint writes and reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+
+def rectangles(start: int, stop: int, shape: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The rectangles, in order, that elements `start` to `stop` of a row-major tensor make up.
+
+    A run that begins and ends anywhere is part of a row, whole rows, and part of a row, in each dim: at most
+    `2 * len(shape) - 1` rectangles, and each is a run of its own.
+
+    Returns:
+        Offsets and sizes of each.
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield (), ()
+        return
+    row = prod(shape[1:])
+    if len(shape) == 1 or (start % row == 0 and stop % row == 0):
+        rest = tuple(shape[1:])
+        yield (start // row, *(0 for _ in rest)), ((stop - start) // row, *rest)
+        return
+    first_end = min(stop, (start // row + 1) * row)
+    if start % row or first_end == stop:
+        yield from _in_row(start, first_end, shape, row)
+        start = first_end
+    whole_end = stop // row * row
+    yield from rectangles(start, whole_end, shape)
+    yield from _in_row(max(start, whole_end), stop, shape, row)
+
+
+def _in_row(start: int, stop: int, shape: Sequence[int], row: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    number = start // row
+    for offsets, sizes in rectangles(start - number * row, stop - number * row, shape[1:]):
+        yield (number, *offsets), (1, *sizes)
+
+
+class Pieces:
+    """Rectangles that this rank holds of one tensor of the whole model.
+
+    It is written and read through the planners below, by the methods that torch's planners call.
+
+    Args:
+        size: of the whole tensor.
+    """
+
+    def __init__(self, size: Sequence[int]) -> None:
+        self._size = torch.Size(size)
+        self._pieces: dict[torch.Size, Tensor] = {}
+
+    def add(self, offsets: Sequence[int], piece: Tensor) -> None:
+        """A rectangle: where it begins in the whole tensor, and its memory."""
+        self._pieces[torch.Size(offsets)] = piece
+
+    def at(self, offsets: torch.Size | None) -> Tensor:
+        """The rectangle that begins there."""
+        assert offsets is not None
+        return self._pieces[offsets]
+
+    def size(self) -> torch.Size:
+        """Of the whole tensor."""
+        return self._size
+
+    def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(name, offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=ChunkStorageMetadata(offsets, piece.shape),
+                    properties=TensorProperties.create_from_tensor(piece),
+                    size=self._size,
+                ),
+            )
+            for offsets, piece in self._pieces.items()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(offsets, piece.shape) for offsets, piece in self._pieces.items()]
+
+
+class PiecesSavePlanner(DefaultSavePlanner):
+    """Writes `Pieces`."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        """The rectangle of a write item."""
+        return self.state_dict[index.fqn].at(index.offset)
+
+
+class PiecesLoadPlanner(DefaultLoadPlanner):
+    """Reads into `Pieces`, in place."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """As the base, which replaces by None every value that it does not know."""
+        self.state_dict = self.original_state_dict = state_dict
+        self.metadata = metadata
+        self.is_coordinator = is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        """The rectangle of a read item."""
+        return self.state_dict[index.fqn].at(index.offset)
