@@ -5,8 +5,9 @@ import counting_run as counting
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
+from rl_core.config import load, resolve
 from rl_core.errors import ConfigError
-from rl_launch.session import LoggerConfig, RunSession
+from rl_launch.session import LoggerConfig, RunSession, writers
 from rl_launch.session.writers import TensorBoardWriter
 
 
@@ -82,3 +83,16 @@ def test_a_writer_that_raises_is_reported_once_and_the_run_goes_on(tmp_path, mon
     told = [record.getMessage() for record in caplog.records if "the tracking server is away" in record.getMessage()]
     assert len(told) == 1
     assert "TensorBoardWriter" in told[0]
+
+
+@pytest.mark.parametrize("name", ["Wandb", "MLflow"])
+def test_trackers_are_given_the_names_of_secrets_and_not_their_values(tmp_path, monkeypatch, name):
+    given = []
+    monkeypatch.setattr(writers, f"{name}Writer", lambda config, run_dir, settings: given.append(settings))
+    monkeypatch.setattr(writers, "check_writers", lambda config: None)
+    monkeypatch.setenv("TEST_SECRET", "hunter2-of-the-test")
+    logger = {f"{name.lower()}_enabled": True, "mlflow": {"tracking_uri": "${oc.env:TEST_SECRET}"}}
+    settings = resolve(load({"logger": logger}), counting.CountingConfig).config
+    writers.open_writers(settings.logger, tmp_path, settings=settings, after=0)
+    assert given[0]["logger"]["mlflow"]["tracking_uri"] == "${oc.env:TEST_SECRET}"
+    assert "hunter2" not in repr(given)

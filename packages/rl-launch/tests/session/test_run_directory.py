@@ -108,3 +108,15 @@ def test_a_busy_folder_is_refused_naming_the_process_and_free_when_that_dies(tmp
         holder.kill()
         holder.communicate()
     assert opened(tmp_path)
+
+
+def test_a_secret_from_the_environment_is_not_in_the_run_directory_and_may_change(tmp_path, monkeypatch):
+    written = {"logger": {"mlflow": {"tracking_uri": "https://user:${oc.env:TEST_SECRET}@host"}}}
+    for secret in ("hunter2-of-the-test", "another-one"):
+        monkeypatch.setenv("TEST_SECRET", secret)
+        config = resolve(load(written), counting.CountingConfig).config
+        assert secret in config.logger.mlflow.tracking_uri
+        assert opened(tmp_path, config) is (secret == "another-one")
+        assert not any(secret.encode() in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    again = resolve(load(tmp_path / "config.yaml"), counting.CountingConfig).config
+    assert again.logger.mlflow.tracking_uri == "https://user:another-one@host"

@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any
 
 from rl_core.config.key_path import KeyPath, format_path
-from rl_core.config.keys import plain
+from rl_core.config.references import as_written
 from rl_core.config.schema import Config
 from rl_core.config.verdict import show
 
@@ -36,8 +36,11 @@ class Change:
 
 
 def diff(old: Config, new: Config) -> list[Change]:
-    """The changes from one config to another, in the order of the keys; lists of another length are one change."""
-    return list(_changes((), plain(old), plain(new)))
+    """The changes from one config to another, in the order of the keys; lists of another length are one change.
+
+    Values from environment variables are compared as they are written: another value of the variable is not a change.
+    """
+    return list(_changes((), as_written(old), as_written(new)))
 
 
 def _changes(path: KeyPath, old: Any, new: Any) -> Iterator[Change]:

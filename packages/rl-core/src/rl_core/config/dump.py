@@ -6,8 +6,7 @@ from typing import Any
 
 import yaml
 
-from rl_core.config.interpolation import escaped
-from rl_core.config.keys import plain
+from rl_core.config.references import as_written
 from rl_core.config.scalar import read_scalar
 from rl_core.config.schema import Config
 
@@ -34,5 +33,8 @@ _Dumper.add_representer(str, _text)
 
 
 def to_yaml(config: Config) -> str:
-    """The whole config with its defaults, as `config.yaml` of a run directory holds it."""
-    return yaml.dump(escaped(plain(config)), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
+    """The whole config with its defaults, as `config.yaml` of a run directory holds it.
+
+    Values from environment variables stay interpolations.
+    """
+    return yaml.dump(as_written(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)

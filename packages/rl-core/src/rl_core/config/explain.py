@@ -11,6 +11,7 @@ from rl_core.config.keys import Key, all_keys, child_segments, key_at, plain
 from rl_core.config.loader import path_of
 from rl_core.config.nearest import did_you_mean
 from rl_core.config.origin import DEFAULT, Origin
+from rl_core.config.references import reference_at
 from rl_core.config.schema import Config
 from rl_core.config.validate import Resolved
 from rl_core.errors import ConfigError
@@ -73,7 +74,7 @@ def _explained(
         type=key.allowed,
         required=key.required,
         default=key.default,
-        value=_value(tree, key.path) if resolved is not None else key.default,
+        value=_shown(tree, key.path, resolved) if resolved is not None else key.default,
         origin=resolved.raw.entry.origin_at(key.path) if resolved is not None else DEFAULT,
         children=children,
     )
@@ -85,6 +86,12 @@ def _doc(key: Key) -> str:
     section = key.section(None)
     # pydantic gives a class without a docstring its base's
     return inspect.cleandoc(section.__doc__ or "") if section is not None and section.__doc__ != Config.__doc__ else ""
+
+
+def _shown(tree: Any, path: KeyPath, resolved: Resolved[Any]) -> Any:
+    """The value of a key, or the interpolation of an environment variable that it comes from."""
+    reference = reference_at(resolved.config.references, path)
+    return _value(tree, path) if reference is None else reference
 
 
 def _value(tree: Any, path: KeyPath) -> Any:

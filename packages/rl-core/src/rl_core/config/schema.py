@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 from uuid import uuid4
 
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, create_model
 
 
 class Config(BaseModel):
@@ -24,6 +24,19 @@ class Config(BaseModel):
         use_attribute_docstrings=True,
         ser_json_inf_nan="constants",
     )
+
+    _references: dict[tuple[str | int, ...], str] = PrivateAttr(default_factory=dict)
+
+    @property
+    def references(self) -> Mapping[tuple[str | int, ...], str]:
+        """Interpolations of environment variables by key path, as they were written; `resolve` sets them on a root."""
+        return self._references
+
+    def with_references(self, references: Mapping[tuple[str | int, ...], str]) -> Self:
+        """The same config with these references."""
+        config = self.model_copy()
+        config._references = dict(references)
+        return config
 
 
 Section = type[Config] | tuple[Any, Any]

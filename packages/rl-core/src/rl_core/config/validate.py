@@ -20,6 +20,7 @@ from rl_core.config.nearest import did_you_mean
 from rl_core.config.origin import Origin
 from rl_core.config.problem import Problem, ProblemError
 from rl_core.config.reading import read_section
+from rl_core.config.references import environment_references
 from rl_core.config.scalar import MISSING, Unset
 from rl_core.config.schema import Config
 from rl_core.config.verdict import verdict
@@ -78,7 +79,7 @@ def resolve(raw: RawConfig, root: type[C], *, checks: Sequence[Callable[[C], Ite
     refused = [problem for check in checks for problem in check(config)]
     if refused:
         raise ConfigError(_report([_located(problem) for problem in refused], raw))
-    return Resolved(config, raw)
+    return Resolved(config.with_references(environment_references(raw.entry)), raw)
 
 
 def _located(problem: Problem, below: KeyPath = ()) -> tuple[KeyPath, str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rl_core.config import Config
-from rl_core.config.keys import plain
+from rl_core.config.references import as_written
 from rl_core.errors import ConfigError
 from rl_launch.session.config import LoggerConfig
 
@@ -78,9 +78,9 @@ def open_writers(config: LoggerConfig, run_dir: Path, *, settings: Config, after
     if config.tensorboard_enabled:
         writers.append(TensorBoardWriter(run_dir / "logs" / "tensorboard", after=after))
     if config.wandb_enabled:
-        writers.append(WandbWriter(config, run_dir, plain(settings)))
+        writers.append(WandbWriter(config, run_dir, as_written(settings)))
     if config.mlflow_enabled:
-        writers.append(MLflowWriter(config, run_dir, plain(settings)))
+        writers.append(MLflowWriter(config, run_dir, as_written(settings)))
     return writers
 
 
