@@ -14,15 +14,16 @@ import numpy as np
 import psutil
 import pytest
 
+from rl_core.devices import REHEARSAL
 from rl_core.errors import GeneratorError, RequestRefused, WeightSyncError
 from rl_core.generation import GenerationRequest, Generator, Placement, SamplingParams
 from rl_core.model_config import GenerationConfig
 from rl_core.rollout import Completion
 from rl_core.testing.generator import GeneratorSuite
-from rl_core.testing.torch.reference_model import EOS_TOKEN_ID, write_reference_model
-from rl_core.testing.torch.weight_sender import Fault, manifest_of
+from rl_core.testing.torch.reference_model import EOS_TOKEN_ID, ReferenceModel, write_reference_model
+from rl_core.testing.torch.weight_sender import Fault, SenderProcess, digests_of, manifest_of
 from rl_core.testing.weights import SYNC_TIMEOUT_S, Bench, WeightSinkSuite, _address, model_config, prompt
-from rl_core.weights import Transport
+from rl_core.weights import Transport, verify_receipt
 from rl_vllm import VllmConfig, VllmGenerator
 
 
@@ -33,9 +34,12 @@ class SpoilableGenerator(VllmGenerator):
         await self._running().call(method, *args)
 
 
-def make_generator(model_dir: Path, **settings: object) -> SpoilableGenerator:
+CPU_PLACEMENT = Placement("cpu")
+
+
+def make_generator(model_dir: Path, placement: Placement = CPU_PLACEMENT, **settings: object) -> SpoilableGenerator:
     backend = VllmConfig(kv_cache_gib=0.25, **settings)
-    return SpoilableGenerator(GenerationConfig(), backend, model_config(model_dir), Placement("cpu"))
+    return SpoilableGenerator(GenerationConfig(), backend, model_config(model_dir), placement)
 
 
 class VllmSuite(GeneratorSuite):
@@ -136,7 +140,7 @@ class TestVllmGenerator(VllmSuite):
         bench.runner.run(giving_up())
         engine = bench.generator._running()._engine.vllm
         assert not engine.has_unfinished_requests()
-        assert bench.runner.run(bench.generator.health())["num_in_flight"] == 0
+        assert bench.runner.run(bench.generator.health())["num_requests"] == 0
 
     def test_a_request_that_the_engine_refuses_fails_alone(self, bench: Bench) -> None:
         async def together() -> list[object]:
@@ -235,6 +239,74 @@ class TestTensorParallelWeights(WeightSinkSuite):
         assert set(os.listdir("/dev/shm")) <= before
         with pytest.raises(GeneratorError):
             bench.runner.run(bench.generator.health())
+
+
+def test_a_tensor_parallel_replica_takes_turns_in_a_rehearsal(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As colocated on two GPUs: every policy rank sends to the engine rank on its own, and sleep drops the weights."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    first = write_reference_model(tmp_path, seed=1)
+    second = write_reference_model(tmp_path_factory.mktemp("second"), seed=2)
+    placement = Placement("rehearsal", gpus=("4", "7"), shares_devices=True, awaits_weights=True)
+    generator = make_generator(first, placement, tensor_parallel_size=2)
+    senders = [SenderProcess(REHEARSAL, (gpu,)) for gpu in placement.gpus]
+    request = GenerationRequest(prompt(5), SamplingParams(4), 0)
+
+    async def is_asleep() -> bool:
+        return await generator._running()._engine.is_sleeping()
+
+    async def sync(folder: Path, version: int) -> None:
+        manifest = manifest_of(folder, version)
+        transport = Transport("ipc", _address(), 1, timeout_s=SYNC_TIMEOUT_S, every_rank_sends=True)
+        await generator.pause()
+        await generator.wake(("weights",))
+        await generator.begin(manifest)
+        sending = [sender.send(folder, manifest, transport, Fault()) for sender in senders]
+        received = await generator.receive(transport, 1)
+        await asyncio.gather(*map(asyncio.wrap_future, sending))
+        for rank, digests in enumerate(received):
+            verify_receipt(manifest, digests_of(folder, manifest), digests, f"rank {rank}")
+        await generator.commit(version)
+        assert await is_asleep()
+        await generator.wake(("kv_cache",))
+        assert not await is_asleep()
+        await generator.resume()
+
+    async def check_serves(folder: Path) -> None:
+        reference = ReferenceModel(folder)
+        np.testing.assert_allclose(await generator.score(prompt(20)), reference.score(prompt(20)), atol=1e-4)
+        found = await generator.generate(request)
+        expected = reference.completion_logprobs(request.token_ids, found.token_ids)
+        np.testing.assert_allclose(found.logprobs, expected, atol=1e-4)
+
+    async def scene() -> None:
+        await generator.start()
+        with pytest.raises(GeneratorError, match="no weights have been sent"):
+            await generator.generate(request)
+        assert not await generator.sleep()
+        assert await is_asleep()
+        await sync(second, 1)
+        await check_serves(second)
+        assert not await generator.sleep()
+        await generator.wake()
+        with pytest.raises(GeneratorError, match="dropped in sleep"):
+            await generator.generate(request)
+        assert not await generator.sleep()
+        await generator.wake(("weights",))
+        assert not await generator.sleep(), "also after a weight sync that broke off"
+        await sync(first, 2)
+        await check_serves(first)
+
+    try:
+        with asyncio.Runner() as runner:
+            try:
+                runner.run(scene())
+            finally:
+                runner.run(generator.close())
+    finally:
+        for sender in senders:
+            sender.close()
 
 
 def _start_and_wait(model_dir: Path, started: Any) -> None:

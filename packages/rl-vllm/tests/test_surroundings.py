@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from rl_core.devices import NODE_ADDRESS
 from rl_core.generation import Placement
 from rl_vllm import surroundings
 
@@ -14,6 +15,13 @@ def test_a_replica_on_gpus_keeps_the_gpus_that_it_was_shown() -> None:
     assert "CUDA_VISIBLE_DEVICES" not in found
     assert "TORCHDYNAMO_DISABLE" not in found
     assert not [name for name in found if name.startswith("VLLM_CPU")]
+
+
+def test_ranks_meet_at_the_address_of_their_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(NODE_ADDRESS, raising=False)
+    assert surroundings.variables(Placement("cuda"), eager=False)["VLLM_HOST_IP"] == "127.0.0.1"
+    monkeypatch.setenv(NODE_ADDRESS, "10.0.0.7")
+    assert surroundings.variables(Placement("cuda"), eager=False)["VLLM_HOST_IP"] == "10.0.0.7"
 
 
 def test_a_replica_on_cpu_uses_its_share_of_threads_and_hides_no_gpu() -> None:

@@ -123,11 +123,16 @@ class Placement:
         gpus: the GPUs of its node that it has, in rank order, as `CUDA_VISIBLE_DEVICES` lists them; none means those
             that its process sees.
         cpu_threads: OpenMP threads per rank on CPU.
+        shares_devices: whether the replica takes turns with others on its devices, and so sleeps.
+        awaits_weights: whether weights are sent before anything is generated, so that those of the model's files need
+            not be loaded.
     """
 
     device: str
     gpus: tuple[str, ...] = ()
     cpu_threads: int = 1
+    shares_devices: bool = False
+    awaits_weights: bool = False
 
     @property
     def kind(self) -> Device:

@@ -208,6 +208,9 @@ class GenerationConfig(Config):
     stall_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds for which a replica that has work may make no progress (no token, no finished group); past it the stacks
     of its threads are written to its log, and it is replaced."""
+    canary_tolerance: float | None = Field(default=None, gt=0)
+    """Largest mean difference between the engine's logprobs and the policy's, for the same tokens after a weight sync;
+    unset means 0.001 in float32 and 0.1 in bfloat16. An engine that quantises weights needs more."""
     colocated: ColocatedConfig = ColocatedConfig()
     env_vars: EnvVars = {}
     """Environment variables of the engine's workers, over those of `cluster.env_vars`."""

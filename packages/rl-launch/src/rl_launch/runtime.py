@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -168,7 +169,9 @@ class Runtime:
         """Replicas alone, serving the weights at `policy.model_name`."""
         self._reserve_replicas()
         self._prepare_nodes(needs)
-        return self._pool(self._start_replicas(self._separate_starts(needs), needs), None, nullcontext)
+        return self._pool(
+            self._start_replicas(self._separate_starts(needs, awaits_weights=False), needs), None, nullcontext
+        )
 
     def _reserve_policy(self) -> None:
         topology = self._topology
@@ -242,13 +245,19 @@ class Runtime:
             policy,
             kind=self._topology.transport,
             meet=group.meeting_point,
-            canary=Canary.of(vocabulary, precision=self._backends.policy.config.precision),
+            canary=Canary.of(
+                vocabulary,
+                precision=self._backends.policy.config.precision,
+                tolerance=self._backends.generation.config.canary_tolerance if self._backends.generation else None,
+            ),
             residency=self._residency if self._topology.shares_devices else None,
             bucket_bytes=self._topology.device.bucket_bytes,
         )
 
     def _replica_starts(self, policy: ModelGroup, needs: RolloutNeeds) -> list[Start]:
-        return self._colocated_starts(policy) if self._topology.colocated else self._separate_starts(needs)
+        if self._topology.colocated:
+            return self._colocated_starts(policy)
+        return self._separate_starts(needs, awaits_weights=True)
 
     def _start_replicas(self, starts: list[Start], needs: RolloutNeeds) -> list[Replica]:
         return self._begin_replicas(starts, needs)()
@@ -291,12 +300,13 @@ class Runtime:
             starts += [(start, placement) for placement in self._placements(gpus, node)]
         return starts
 
-    def _separate_starts(self, needs: RolloutNeeds) -> list[Start]:
+    def _separate_starts(self, needs: RolloutNeeds, *, awaits_weights: bool) -> list[Start]:
         """On devices of their own: a replica's actor takes its GPUs from Ray."""
         starts: list[Start] = []
         for (bundle,) in self._replica_bundles:
             # its GPUs are those that Ray shows its process
-            placement = Placement(self._topology.device.name, (), self._nodes[bundle.node].facts.cores // 2 or 1)
+            threads = self._nodes[bundle.node].facts.cores // (2 * self._topology.replica_ranks) or 1
+            placement = Placement(self._topology.device.name, (), threads, awaits_weights=awaits_weights)
             starts.append((partial(self._start_on, bundle, needs), placement))
         return starts
 
@@ -310,10 +320,12 @@ class Runtime:
 
     def _placements(self, gpus: list[str], node: str) -> list[Placement]:
         topology = self._topology
-        if not topology.device.has_gpus:
-            return [Placement(topology.device.name, (), self._nodes[node].facts.cores)]
         ranks = topology.replica_ranks
-        return [Placement(topology.device.name, tuple(gpus[i : i + ranks])) for i in range(0, len(gpus), ranks)]
+        if not topology.device.has_gpus:
+            threads = self._nodes[node].facts.cores // ranks or 1
+            return [Placement(topology.device.name, (), threads, awaits_weights=True)]
+        shared = Placement(topology.device.name, shares_devices=topology.shares_devices, awaits_weights=True)
+        return [replace(shared, gpus=tuple(gpus[i : i + ranks])) for i in range(0, len(gpus), ranks)]
 
     def _start_environment(self, name: str, node: str) -> RemoteEnvironment:
         found: EnvironmentPlugin = plugin(ENVIRONMENTS, name)

@@ -54,10 +54,16 @@ class Canary:
     tolerance: float
 
     @classmethod
-    def of(cls, vocabulary: int, *, precision: str, num_rows: int = 2, length: int = 24) -> Canary:
-        """Rows of random tokens: every part of the model moves them, and they are no one's data."""
+    def of(
+        cls, vocabulary: int, *, precision: str, tolerance: float | None = None, num_rows: int = 2, length: int = 24
+    ) -> Canary:
+        """Rows of random tokens: every part of the model moves them, and they are no one's data.
+
+        Args:
+            tolerance: that of the precision if unset.
+        """
         draws = np.random.default_rng(0).integers(0, vocabulary, (num_rows, length), dtype=np.int32)
-        return cls(Ragged.from_rows(draws), tolerance={"float32": 1e-3}.get(precision, 0.1))
+        return cls(Ragged.from_rows(draws), tolerance or {"float32": 1e-3}.get(precision, 0.1))
 
 
 class WeightSync:
@@ -179,7 +185,8 @@ class WeightSync:
                 raise WeightSyncError(
                     f"{origin}: logprobs with weight version {update.version} differ from the policy's by "
                     f"{difference:.3g} on average, more than {self._canary.tolerance:g}; "
-                    "the engine does not compute what the policy does"
+                    "the engine does not compute what the policy does. If it quantises weights or caches, raise "
+                    "policy.generation.canary_tolerance"
                 )
 
     def _all(self, replicas: Sequence[Receiver], method: str, *args: Any) -> None:

@@ -8,7 +8,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from rl_core.errors import RequestRefused
 from rl_core.generation import GenerationRequest, Placement
-from rl_core.model_config import ModelConfig
+from rl_core.model_config import ModelConfig, local_hf_config
 from rl_vllm.config import MAX_TEMPERATURE, MIN_TEMPERATURE, VllmConfig
 
 GIB = 2**30
@@ -18,8 +18,14 @@ CPU_BATCH_TOKENS = 4096
 def engine_arguments(
     backend: VllmConfig, model: ModelConfig, placement: Placement, *, max_len: int, eager: bool, extension: str
 ) -> AsyncEngineArgs:
-    """What vLLM is started with."""
+    """What vLLM is started with.
+
+    Nothing here chooses a model runner: both of vLLM 0.32's keep what training relies on. A draw depends on its
+    request's seed and position, not on the batch (V2 hashes them with the token, V1 has a generator per request);
+    processed logprobs are those of the logits that were drawn from; a prompt's logprobs are those at temperature 1.
+    """
     on_cpu = not placement.kind.runs_on_gpus
+    utilization = backend.gpu_memory_utilization or (0.6 if placement.shares_devices else 0.9)
     kv_cache_gib = 1.0 if on_cpu and backend.kv_cache_gib is None else backend.kv_cache_gib
     smallest_batch = max(max_len + 1, CPU_BATCH_TOKENS) if on_cpu else None
     return AsyncEngineArgs(
@@ -33,12 +39,12 @@ def engine_arguments(
         max_num_seqs=backend.max_num_seqs,
         tensor_parallel_size=backend.tensor_parallel_size,
         pipeline_parallel_size=backend.pipeline_parallel_size,
-        gpu_memory_utilization=backend.gpu_memory_utilization,
+        gpu_memory_utilization=utilization,
         kv_cache_dtype=backend.kv_cache_dtype,
         kv_cache_memory_bytes=None if kv_cache_gib is None else int(kv_cache_gib * GIB),
         logprobs_mode="processed_logprobs",
         worker_extension_cls=extension,
-        enable_sleep_mode=not on_cpu,
+        enable_sleep_mode=placement.shares_devices and not on_cpu,
         # vLLM 0.32 dies on CPU where the prompt of a request with a seed is read in parts: it takes back
         # the token drawn too early by rewinding the request's generator, which CPU generators cannot
         enable_chunked_prefill=not on_cpu,
@@ -46,8 +52,18 @@ def engine_arguments(
         generation_config="vllm",
         seed=0,
         disable_log_stats=True,
-        **backend.vllm_kwargs,
+        **{"load_format": "dummy" if _starts_empty(backend, model, placement) else "auto", **backend.vllm_kwargs},
     )
+
+
+def _starts_empty(backend: VllmConfig, model: ModelConfig, placement: Placement) -> bool:
+    """Whether the weights that are sent are all that the engine needs, so that it can start with random ones.
+
+    Scales of quantised weights and caches come from the model's files alone.
+    """
+    config = local_hf_config(model)
+    quantises = backend.kv_cache_dtype != "auto" or any("quantization" in name for name in backend.vllm_kwargs)
+    return placement.awaits_weights and not quantises and bool(config) and "quantization_config" not in config
 
 
 def sampling_params(request: GenerationRequest, *, max_tokens: int) -> VllmSamplingParams:

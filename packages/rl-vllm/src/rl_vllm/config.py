@@ -77,8 +77,9 @@ class VllmConfig(Config):
     """Ranks that each layer is split over."""
     pipeline_parallel_size: int = Field(default=1, gt=0)
     """Ranks that the layers are spread over."""
-    gpu_memory_utilization: float = Field(default=0.6, gt=0, le=1)
-    """Share of a GPU's memory for weights and KV cache, where `kv_cache_gib` is unset."""
+    gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
+    """Share of a GPU's memory for weights and KV cache if `kv_cache_gib` is unset; unset means 0.6 on GPUs that the
+    policy shares, else 0.9."""
     kv_cache_gib: float | None = Field(default=None, gt=0)
     """Size of the KV cache per rank in GiB; where unset, 1 on CPU; on a GPU what `gpu_memory_utilization` leaves."""
     kv_cache_dtype: str = "auto"
@@ -94,8 +95,9 @@ class VllmConfig(Config):
     own_process: bool | None = None
     """Run the engine in a process beside the replica's; where unset, true, except for one rank on CPU, which starts in
     half the time without."""
-    sleep_level: Literal[1, 2] = 1
-    """What sleeping on a GPU does with the weights: 1 keeps them in host memory, 2 drops them until the next sync."""
+    sleep_level: Literal[1, 2] | None = None
+    """What sleeping on a GPU does with the weights: 1 keeps them in host memory, 2 drops them, and they are sent again.
+    Unset means 2, as a weight sync follows nearly every sleep; 1 if no weights are sent."""
     vllm_kwargs: dict[str, Any] = {}
     """Further arguments of vLLM's engine, as they are."""
 

@@ -30,10 +30,11 @@ class VllmGenerator:
 
     Completions carry float32 logprobs after temperature, top-p and top-k. Only the request's stop tokens and strings
     end a completion; the model's own end of sequence counts where it is among them. Requests in flight finish before a
-    pause takes hold, so that a completion has one weight version; version 0 is what was loaded. `score` is answered
-    during a pause, for the canary of a weight sync.
+    pause takes hold, so that a completion has one weight version; version 0 is what was loaded, and is served unless
+    weights are awaited. `score` is answered during a pause, for the canary of a weight sync.
 
-    On CPU sleeping frees nothing, for vLLM cannot; it is accepted and keeps requests waiting all the same.
+    On CPU sleeping frees nothing, for vLLM cannot; it is accepted and keeps requests waiting all the same. A rehearsal
+    asks for the weights again as GPUs do.
 
     Args:
         config: neutral settings of generation.
@@ -54,6 +55,7 @@ class VllmGenerator:
         self._engine: Engine | None = None
         self._gate = Gate("the engine has not been started")
         self._asleep: set[str] = set()
+        self._sleep_level = backend.sleep_level or (2 if placement.awaits_weights else 1)
         self._version = 0
         self._announced: Manifest | None = None
         self._num_completions = 0
@@ -91,7 +93,10 @@ class VllmGenerator:
 
             self._engine = await LocalEngine.start(arguments, self._placement.cpu_threads)
         forget_semaphores()
-        self._gate.serve()
+        if self._placement.awaits_weights:
+            self._gate.refuse("no weights have been sent to it yet")
+        else:
+            self._gate.serve()
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """One completion; concurrent calls are batched by the engine.
@@ -135,17 +140,27 @@ class VllmGenerator:
         """Serve again, once awake."""
         self._gate.resume()
 
-    async def sleep(self) -> None:
+    async def sleep(self) -> bool:
         """Free the device, after requests in flight are done; later ones wait until both parts are awake.
 
-        Frees nothing on CPU.
+        Frees nothing on CPU. Returns whether the weights are kept; if not, they must be sent again.
+
+        Raises:
+            GeneratorError: if the replica was placed on GPUs for itself, whose engine cannot sleep.
         """
         await self._gate.hold()
-        if self._placement.kind.runs_on_gpus and not self._asleep:
-            await self._running().sleep(self._backend.sleep_level)
-            if self._backend.sleep_level == 2:
-                self._gate.refuse("its weights were dropped in sleep and have not been sent again")
-        self._asleep = set(PARTS)
+        if not self._placement.kind.has_gpus:
+            self._asleep = set(PARTS)
+            return True
+        if not self._placement.shares_devices:
+            raise GeneratorError("a replica that shares its GPUs with nobody cannot sleep (Placement.shares_devices)")
+        if "weights" not in self._asleep:  # the KV cache may sleep already, after a weight sync that broke off
+            await self._running().sleep(self._sleep_level)
+            self._asleep = set(PARTS)
+        if self._sleep_level == 1:
+            return True
+        self._gate.refuse("its weights were dropped in sleep and have not been sent again")
+        return False
 
     async def wake(self, parts: Sequence[str] = PARTS) -> None:
         """Take device memory for these parts again; a woken KV cache is empty."""
@@ -153,7 +168,7 @@ class VllmGenerator:
         if unknown:
             raise ValueError(f"parts to wake are {', '.join(PARTS)}; got {', '.join(sorted(unknown))}")
         woken = [part for part in parts if part in self._asleep]
-        if woken and self._placement.kind.runs_on_gpus:
+        if woken and self._placement.kind.has_gpus:
             await self._running().wake(woken)
         self._asleep -= set(woken)
         if "kv_cache" in woken:
@@ -218,15 +233,16 @@ class VllmGenerator:
         self._gate.serve()
 
     async def health(self) -> Mapping[str, Any]:
-        """Numbers worth logging. An engine hangs if requests are in flight and `num_sampled` does not grow. Raises
-        `GeneratorError` if the engine is dead.
+        """Numbers worth logging. An engine that has requests and makes no step hangs. Raises `GeneratorError` if it is
+        dead.
         """
         await self._running().check()
         return {
             "weight_version": self._version,
-            "num_in_flight": self._gate.num_inside,
+            "num_requests": self._gate.num_inside,
             "num_waiting": self._gate.num_waiting,
             "num_completions": self._num_completions,
+            "num_steps": self._running().num_steps,
             "num_sampled": self._running().num_sampled,
         }
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
+from rl_core.devices.device import node_address
 from rl_core.generation import Placement
 
 DEFAULTS = {"VLLM_LOGGING_LEVEL": "WARNING"}
@@ -18,7 +19,7 @@ def variables(placement: Placement, *, eager: bool) -> dict[str, str]:
     """What vLLM and its processes read from the environment, for a replica placed so."""
     found = {
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_HOST_IP": "127.0.0.1",  # a replica's ranks share a node
+        "VLLM_HOST_IP": node_address(),
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         # one position more than the model's, which is sampled and thrown away when a full-length row is scored
         "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",

@@ -13,7 +13,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from rl_core.devices import CPU
+from rl_core.devices import CPU, Device
 from rl_core.errors import WeightSyncError
 from rl_core.torch.digest import digest
 from rl_core.torch.transport import open_sender
@@ -53,9 +53,16 @@ def digests_of(folder: Path, manifest: Manifest) -> Digests:
 
 
 class SenderProcess:
-    """A process of its own, as a policy is, that sends on demand; restarted where a fault ends it."""
+    """A process of its own, as a policy is, that sends on demand; restarted where a fault ends it.
 
-    def __init__(self) -> None:
+    Args:
+        device: the policy rank's.
+        gpus: those it sees.
+    """
+
+    def __init__(self, device: Device = CPU, gpus: tuple[str, ...] = ()) -> None:
+        self._device = device
+        self._gpus = gpus
         self._context = multiprocessing.get_context("spawn")
         self._waiter = ThreadPoolExecutor(1)
         self._process: Any = None
@@ -64,7 +71,7 @@ class SenderProcess:
         """Send; the future holds what the sender's `finish` returned or raised."""
         if self._process is None or not self._process.is_alive():
             self._pipe, theirs = self._context.Pipe()
-            self._process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            self._process = self._context.Process(target=_serve, args=(theirs, self._device, self._gpus), daemon=True)
             self._process.start()
             theirs.close()
         self._pipe.send((folder, manifest, transport, fault))
@@ -90,21 +97,22 @@ class SenderProcess:
         self._waiter.shutdown()
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, device: Device, gpus: tuple[str, ...]) -> None:
+    device.claim(gpus)
     while True:
         try:
             folder, manifest, transport, fault = pipe.recv()
         except EOFError:
             return
         try:
-            pipe.send(_send(folder, manifest, transport, fault))
+            pipe.send(_send(folder, manifest, transport, fault, device))
         except WeightSyncError as error:
             pipe.send(error)
 
 
-def _send(folder: Path, manifest: Manifest, transport: Transport, fault: Fault) -> Digests:
+def _send(folder: Path, manifest: Manifest, transport: Transport, fault: Fault, device: Device) -> Digests:
     tensors = load_file(folder / "model.safetensors")
-    with open_sender(manifest, transport, CPU) as sender:
+    with open_sender(manifest, transport, device) as sender:
         for spec in manifest.tensors:
             tensor = tensors[spec.name]
             if spec.name == fault.die_at:
