@@ -1,0 +1,80 @@
+"""Checks of this repository's own code on one GPU, in under ten minutes, with no network, Ray or vLLM.
+
+    python benchmarks/gpu_check.py > benchmarks/results/gpu_check.md
+    python benchmarks/gpu_check.py --device cpu               # all of it, small, on a machine without a GPU
+    python benchmarks/gpu_check.py --only attention head      # some sections; --list names them
+
+It needs torch, transformers, safetensors, numpy, pydantic and omegaconf; peft where adapters are trained, megatron-core
+and psutil for the section `megatron`, which says so where they are missing. The packages of this repository need not be
+installed: they are taken from `packages/*/src` of the checkout. On a machine without a package index, carry the pure
+wheels (`pip download --no-deps omegaconf antlr4-python3-runtime pydantic annotated-types typing-inspection
+megatron-core`, and `pydantic-core` for its Python) in a folder, unpack them with `python -m pip install --no-index
+--no-deps --target FOLDER *.whl` and name that folder in PYTHONPATH.
+
+Every section prints a verdict per check against a named oracle: ok, off, failed or skipped. A section that fails, ends
+its process or runs over its budget is reported, and the others still run. The exit code is 1 if any check is off or
+failed, else 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(path) for path in sorted(ROOT.glob("packages/*/src")) if str(path) not in sys.path]
+
+from gpu_check.document import Document  # noqa: E402
+from gpu_check.runner import SECTIONS, Runner  # noqa: E402
+from gpu_check.setup import Setup  # noqa: E402
+
+BUDGET_S, TOTAL_S = 150.0, 580.0
+
+
+def main() -> int:
+    chosen = parse_arguments()
+    from gpu_check.accelerator import ACCELERATORS
+
+    # a worker's process sees exactly one GPU
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if problem := ACCELERATORS[chosen.device].problem():
+        sys.exit(problem)
+    end = time.monotonic() + chosen.total
+    names = chosen.only or list(SECTIONS)
+    document = Document(sys.stdout)
+    document.title(sys.argv[1:])
+    with tempfile.TemporaryDirectory(prefix="rl-gpu-check-", ignore_cleanup_errors=True) as folder:
+        setup = Setup(chosen.device, chosen.small or chosen.device == "cpu", Path(folder))
+        with Runner(setup) as runner:
+            for name in (name for name in SECTIONS if name in names):
+                started = time.monotonic()
+                document.begin(name, SECTIONS[name].about)
+                budget_s = min(chosen.budget, end - started)
+                document.end(runner.run(SECTIONS[name], budget_s), time.monotonic() - started)
+    document.close()
+    return 0 if document.is_clean else 1
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--small", action="store_true", help="tiny models and few rows, as on cpu")
+    parser.add_argument("--only", nargs="+", choices=list(SECTIONS), metavar="SECTION", help="; ".join(SECTIONS))
+    parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds of a section (%(default)s)")
+    parser.add_argument("--total", type=float, default=TOTAL_S, help="seconds of all of them (%(default)s)")
+    parser.add_argument("--list", action="store_true", help="name the sections")
+    chosen = parser.parse_args()
+    if chosen.list:
+        for name, section in SECTIONS.items():
+            print(f"{name}: {section.about}")
+        parser.exit()
+    return chosen
+
+
+if __name__ == "__main__":
+    sys.exit(main())

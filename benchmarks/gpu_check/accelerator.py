@@ -1,0 +1,180 @@
+"""What differs between the devices that are checked."""
+
+from __future__ import annotations
+
+import gc
+import traceback
+import warnings
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+OURS = ("rl_core", "rl_dtensor", "rl_megatron")
+"""Packages to whose lines a wait is attributed."""
+
+BETWEEN = ("gpu_check", "torch/_dynamo/", "torch/utils/_python_dispatch")
+"""Files that stand on the stack because of the measurement."""
+
+_aten = torch.ops.aten
+
+
+class Accelerator(ABC):
+    """A device, as its memory and its waits are measured."""
+
+    device: torch.device
+    measures_memory: bool
+
+    @staticmethod
+    def problem() -> str:
+        """Why the check cannot run on this device here; empty if it can."""
+        return ""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait for everything that was asked of the device."""
+
+    @abstractmethod
+    def used_bytes(self, *, trims: bool = True) -> int:
+        """Device memory in use by all processes, as the driver counts it; 0 if the device has none of its own.
+
+        Args:
+            trims: give back what this process has cached first.
+        """
+
+    @abstractmethod
+    def restart_peak(self) -> int:
+        """Start to look for the most bytes held from here; those held now."""
+
+    @abstractmethod
+    def peak_bytes(self) -> int:
+        """Most bytes that tensors of this process have held since."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Give back cached memory."""
+
+    @abstractmethod
+    def waits(self) -> Any:
+        """A context that counts places at which the host waits for the device, in a `Counter`."""
+
+
+class CpuAccelerator(Accelerator):
+    """The host itself: nothing is freed, and what would wait on a device is recognised by its operation."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.measures_memory = False
+
+    def synchronize(self) -> None:
+        """Nothing is pending."""
+
+    def used_bytes(self, *, trims: bool = True) -> int:
+        return 0
+
+    def restart_peak(self) -> int:
+        return 0
+
+    def peak_bytes(self) -> int:
+        return 0
+
+    def release(self) -> None:
+        gc.collect()
+
+    @contextmanager
+    def waits(self) -> Iterator[Counter[str]]:
+        found: Counter[str] = Counter()
+        with _HostReads(found):
+            yield found
+
+
+class CudaAccelerator(Accelerator):
+    """The one GPU that this process sees."""
+
+    @staticmethod
+    def problem() -> str:
+        return "" if torch.cuda.is_available() else "torch sees no GPU here; --device cpu runs without one"
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda", 0)
+        self.measures_memory = True
+        torch.cuda.set_device(self.device)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def used_bytes(self, *, trims: bool = True) -> int:
+        torch.cuda.synchronize(self.device)
+        if trims:
+            self.release()
+        free, total = torch.cuda.mem_get_info(self.device)
+        return total - free
+
+    def restart_peak(self) -> int:
+        self.synchronize()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return torch.cuda.memory_allocated(self.device)
+
+    def peak_bytes(self) -> int:
+        self.synchronize()
+        return torch.cuda.max_memory_allocated(self.device)
+
+    def release(self) -> None:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    @contextmanager
+    def waits(self) -> Iterator[Counter[str]]:
+        found: Counter[str] = Counter()
+
+        def note(message: Warning | str, *_: Any, **__: Any) -> None:
+            if "synchronizing CUDA operation" in str(message):
+                found[place()] += 1
+
+        mode = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            warnings.showwarning = note
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                yield found
+            finally:
+                torch.cuda.set_sync_debug_mode(mode)
+
+
+ACCELERATORS: dict[str, type[Accelerator]] = {"cpu": CpuAccelerator, "cuda": CudaAccelerator}
+
+
+class _HostReads(TorchDispatchMode):
+    """Counts operations whose result the host needs before it goes on."""
+
+    WAITING = (_aten._local_scalar_dense.default, _aten.nonzero.default, _aten.masked_select.default)
+
+    def __init__(self, found: Counter[str]) -> None:
+        super().__init__()
+        self._found = found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self.WAITING:
+            self._found[place()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def place() -> str:
+    """The innermost line of this repository on the stack, and the line of the code beyond it that waits."""
+    frames = [frame for frame in traceback.extract_stack() if not any(name in frame.filename for name in BETWEEN)]
+    ours = [frame for frame in frames if set(OURS) & set(Path(frame.filename).parts)]
+    if not ours:
+        return f"{_short(frames[-1])} (none of our lines on the stack)" if frames else "unknown"
+    inner = frames[frames.index(ours[-1]) + 1 :]
+    return _short(ours[-1]) + (f" in {_short(inner[-1])}" if inner else "")
+
+
+def _short(frame: traceback.FrameSummary) -> str:
+    parts = Path(frame.filename).parts
+    return f"{'/'.join(parts[-3:])}:{frame.lineno} {frame.name}"

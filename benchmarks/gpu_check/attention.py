@@ -1,0 +1,183 @@
+"""Attention of packed and padded rows, by every backend, beside plain products in float32, row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import get_args
+
+import torch
+from torch import Tensor, nn
+
+from gpu_check.environment import seconds_of
+from gpu_check.report import Report, Skip
+from gpu_check.setup import Setup
+from rl_core.batch import TOKENS
+from rl_core.torch.loss import Rows
+from rl_dtensor.attention import row_attention
+from rl_dtensor.config import AttentionBackend, DTensorConfig
+from rl_dtensor.kernels import kernel_of
+from rl_dtensor.layout import Alignment, lay_out
+from rl_dtensor.settings import device_problems
+
+LENGTHS = (1, 700, 37, 1500, 3, 129, 512, 64)
+SMALL_LENGTHS = (1, 21, 5, 64, 3)
+BOUND = {torch.bfloat16: 1.5e-2, torch.float32: 2e-4}
+"""Of the root mean square of differences, relative to that of the oracle, in the worst row."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Heads of queries, heads of keys, their dimension, and the window."""
+
+    heads: int
+    key_value_heads: int
+    head_dim: int
+    window: int | None
+
+    def __str__(self) -> str:
+        window = "" if self.window is None else f", window {self.window}"
+        return f"{self.heads}/{self.key_value_heads} heads of {self.head_dim}{window}"
+
+
+CASES = (Case(16, 8, 128, None), Case(8, 8, 64, None), Case(16, 2, 128, 100), Case(4, 2, 256, None))
+SMALL_CASES = (Case(4, 2, 32, None), Case(4, 2, 32, 7))
+
+
+def check(setup: Setup, report: Report) -> None:
+    """Each backend in half and in full precision, then the speed of each."""
+    cases = SMALL_CASES if setup.is_small else CASES
+    for backend in get_args(AttentionBackend):
+        for dtype in (torch.bfloat16, torch.float32):
+            name = str(dtype).removeprefix("torch.")
+            with report.attempt(f"{backend}, {name}"):
+                _refuse(backend, name, setup)
+                for case in cases:
+                    for is_packed in (True, False):
+                        layout = "packed" if is_packed else "padded"
+                        with report.attempt(f"{backend}, {name}, {layout}, {case}"):
+                            worst = _worst_error(setup, backend, dtype, case, is_packed=is_packed)
+                            report.within(
+                                f"{backend}, {name}, {layout}, {case}: {worst[0]} of row {worst[1]}",
+                                "float32 products, row by row",
+                                worst[2],
+                                BOUND[dtype],
+                            )
+    report.figures(
+        f"Forward and backward, bfloat16, {setup.pick(64, 8192)} tokens, packed",
+        ("backend", "rows of", "ms", "TFLOP/s"),
+        _speeds(setup, report),
+    )
+
+
+def _refuse(backend: AttentionBackend, precision: str, setup: Setup) -> None:
+    """Raise `Skip` with the reason for which a run would be refused."""
+    for problem in device_problems(
+        DTensorConfig(attention_backend=backend),
+        precision=precision,
+        device=setup.device,  # type: ignore[arg-type]
+    ):
+        raise Skip(problem.message)
+    try:
+        kernel_of(backend)
+    except ValueError as error:
+        raise Skip(str(error)) from None
+
+
+def _worst_error(
+    setup: Setup, backend: AttentionBackend, dtype: torch.dtype, case: Case, *, is_packed: bool
+) -> tuple[str, int, float]:
+    """Which of the output and the gradients is most wrong, in which row, and by how much."""
+    lengths = SMALL_LENGTHS if setup.is_small else LENGTHS
+    parts = _parts(sum(lengths), case, dtype, setup.torch_device)
+    grad = torch.randn_like(parts[0]).transpose(1, 2)  # [1, tokens, heads, head_dim]
+    found = _with_gradients(lambda *p: _attended(p, lengths, backend, case, is_packed=is_packed), parts, grad)
+    wide = [part.float() for part in parts]
+    expected = _with_gradients(lambda *p: _by_row(p, lengths, case), wide, grad.float())
+    bounds = list(pairwise([0, *torch.tensor(lengths).cumsum(0).tolist()]))
+    errors = []
+    for name, ours, theirs in zip(("output", "dq", "dk", "dv"), found, expected, strict=True):
+        scale = theirs.square().mean().sqrt().item()
+        for row, (start, end) in enumerate(bounds):
+            difference = (ours[0, start:end].float() - theirs[0, start:end]).square().mean().sqrt().item()
+            errors.append((name, row, difference / scale))
+    nan = [error for error in errors if error[2] != error[2]]
+    return nan[0] if nan else max(errors, key=lambda error: error[2])
+
+
+def _parts(num_tokens: int, case: Case, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Query, key and value, `[1, heads, tokens, head_dim]`."""
+    generator = torch.Generator(device).manual_seed(0)
+    return [
+        torch.randn(1, heads, num_tokens, case.head_dim, device=device, generator=generator).to(dtype)
+        for heads in (case.heads, case.key_value_heads, case.key_value_heads)
+    ]
+
+
+def _with_gradients(function: Callable[..., Tensor], parts: Sequence[Tensor], grad: Tensor) -> list[Tensor]:
+    """The output and the gradients by query, key and value, all `[1, tokens, heads, head_dim]`."""
+    leaves = [part.clone().requires_grad_() for part in parts]
+    output = function(*leaves)
+    output.backward(grad)
+    grads = [leaf.grad for leaf in leaves]
+    assert all(found is not None for found in grads)
+    return [output.detach(), *(found.transpose(1, 2) for found in grads if found is not None)]
+
+
+def _attended(
+    parts: Sequence[Tensor], lengths: Sequence[int], backend: AttentionBackend, case: Case, *, is_packed: bool
+) -> Tensor:
+    """`[1, tokens, heads, head_dim]`, by the product's attention function; padded rows are laid side by side first."""
+    device = parts[0].device
+    offsets = torch.tensor([0, *lengths], device=device).cumsum(0)
+    rows = Rows(offsets, {TOKENS: torch.zeros(sum(lengths), dtype=torch.int64, device=device)})
+    layout = lay_out(rows, Alignment(), is_packed=is_packed)
+    attend = kernel_of(backend)
+    laid = parts if is_packed else [_side_by_side(part, lengths) for part in parts]
+    out = row_attention(nn.Module(), *laid, None, layout=layout, attend=attend, sliding_window=case.window)[0]
+    if is_packed:
+        return out
+    return torch.cat([row[:length] for row, length in zip(out, lengths, strict=True)])[None]
+
+
+def _side_by_side(part: Tensor, lengths: Sequence[int]) -> Tensor:
+    rows = [row[0].transpose(0, 1) for row in part.split(list(lengths), 2)]  # [tokens, heads, head_dim]
+    return nn.utils.rnn.pad_sequence(rows, batch_first=True).transpose(1, 2)
+
+
+def _by_row(parts: Sequence[Tensor], lengths: Sequence[int], case: Case) -> Tensor:
+    """The oracle: a softmax of products for each row alone."""
+    repeats = case.heads // case.key_value_heads
+    outputs = []
+    for query, key, value in zip(*(part.split(list(lengths), 2) for part in parts), strict=True):
+        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+        place = torch.arange(query.shape[2], device=query.device)
+        distance = place[:, None] - place
+        seen = (distance >= 0) & (distance < (case.window or len(place)))
+        scores = (query @ key.transpose(2, 3)) * case.head_dim**-0.5
+        outputs.append((scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value).transpose(1, 2))
+    return torch.cat(outputs, 1)
+
+
+def _speeds(setup: Setup, report: Report) -> list[tuple[str, str, str, str]]:
+    tokens, case = setup.pick(64, 8192), SMALL_CASES[0] if setup.is_small else CASES[0]
+    lines = []
+    for backend in get_args(AttentionBackend):
+        for length in (setup.pick(16, 1024), tokens):
+            with report.attempt(f"speed of {backend}, rows of {length}"):
+                _refuse(backend, "bfloat16", setup)
+                lengths = [length] * (tokens // length)
+                took = seconds_of(partial(_pass, setup, backend, case, lengths), setup, repeats=3)
+                # of pairs under the causal mask: two products forward, five backward
+                flops = 7 * 2 * case.heads * case.head_dim * len(lengths) * length * (length + 1) / 2
+                lines.append((backend, str(length), f"{took * 1e3:.2f}", f"{flops / took / 1e12:.2f}"))
+    return lines
+
+
+def _pass(setup: Setup, backend: AttentionBackend, case: Case, lengths: Sequence[int]) -> None:
+    parts = _parts(sum(lengths), case, torch.bfloat16, setup.torch_device)
+    leaves = [part.requires_grad_() for part in parts]
+    out = _attended(leaves, lengths, backend, case, is_packed=True)
+    out.backward(out.detach())

@@ -1,0 +1,52 @@
+"""rl-megatron's worker on one rank, on megatron-core's local layers and on Transformer Engine's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+
+from gpu_check.report import Report
+from gpu_check.residency import check_rounds
+from gpu_check.resume import check_resume
+from gpu_check.setup import Setup
+from gpu_check.training import Case, check_parity, check_shapes
+
+CASES = (
+    Case("packed", "none", {}),
+    Case("packed", "full", {"activation_checkpointing": True}),
+)
+ROUNDS = 10
+
+
+def check(setup: Setup, report: Report) -> None:
+    """Each kind of layers that can be built here."""
+    from rl_megatron.plugin import PLUGIN
+
+    with _local_layers():
+        check_parity(PLUGIN, setup, report, "local layers, ")
+        check_shapes(PLUGIN, setup, report, CASES, "local layers, ")
+    if find_spec("transformer_engine") is None:
+        report.skip("Transformer Engine's layers", "transformer_engine is not installed")
+    elif not setup.accelerator.measures_memory:
+        report.skip("Transformer Engine's layers", "they run on GPUs")
+    else:
+        check_parity(PLUGIN, setup, report, "Transformer Engine, ")
+        check_shapes(PLUGIN, setup, report, CASES, "Transformer Engine, ")
+    with report.attempt("residency"):
+        check_rounds(PLUGIN, setup, report, ROUNDS)
+    with report.attempt("resume"):
+        check_resume(PLUGIN, setup, report)
+
+
+@contextmanager
+def _local_layers() -> Iterator[None]:
+    """Have models built without Transformer Engine, which they use wherever it is installed."""
+    from rl_megatron import model
+
+    found = model.has_transformer_engine
+    model.has_transformer_engine = lambda: False
+    try:
+        yield
+    finally:
+        model.has_transformer_engine = found

@@ -1,0 +1,115 @@
+"""Findings of a section, sent off as they are made so that none is lost with the process that made them."""
+
+from __future__ import annotations
+
+import gc
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+RUNS = "runs to its end"
+"""Oracle of a check that raised."""
+
+Verdict = Literal["ok", "off", "failed", "skipped"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One check.
+
+    Args:
+        subject: the thing that was checked.
+        oracle: what it was held against.
+        found: how far it was off, or what was seen.
+        trace: of the exception, for the appendix.
+    """
+
+    subject: str
+    oracle: str
+    verdict: Verdict
+    found: str
+    trace: str = ""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """A table of measurements."""
+
+    caption: str
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A check that is under way, to be named if it never ends."""
+
+    subject: str
+
+
+Entry = Finding | Figures | Begun
+
+
+class Skip(Exception):
+    """A check cannot be made here, for the reason given."""
+
+
+class Report:
+    """Where a section puts its findings.
+
+    Args:
+        emit: takes each entry at once.
+        release: frees device memory that a failed check leaves behind.
+    """
+
+    def __init__(self, emit: Callable[[Entry], None], release: Callable[[], None]) -> None:
+        self._emit = emit
+        self._release = release
+
+    def within(self, subject: str, oracle: str, error: float, bound: float) -> None:
+        """An error that may be as large as the bound; NaN is off."""
+        verdict: Verdict = "ok" if error <= bound else "off"
+        self._emit(Finding(subject, oracle, verdict, f"{error:.3g} (at most {bound:.3g})"))
+
+    def holds(self, subject: str, oracle: str, is_so: bool, found: str) -> None:
+        """Something that is so or not."""
+        self._emit(Finding(subject, oracle, "ok" if is_so else "off", found))
+
+    def skip(self, subject: str, why: str) -> None:
+        """A check that is not made."""
+        self._emit(Finding(subject, "", "skipped", why))
+
+    def figures(self, caption: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Measurements without a verdict."""
+        self._emit(Figures(caption, tuple(head), tuple(tuple(row) for row in rows)))
+
+    @contextmanager
+    def attempt(self, subject: str) -> Iterator[None]:
+        """Go on after a check that raises, and report it as failed."""
+        self._emit(Begun(subject))
+        try:
+            yield
+        except Skip as skipped:
+            self.skip(subject, str(skipped))
+            _forget(skipped)
+            self._release()
+        except Exception as error:  # noqa: BLE001  # becomes a line of the report
+            self._emit(failure_of(subject, error))
+            _forget(error)
+            self._release()
+
+
+def _forget(error: BaseException) -> None:
+    """Let go of the tensors that an exception's frames hold."""
+    for cause in (error, error.__context__):
+        if cause is not None:
+            traceback.clear_frames(cause.__traceback__)
+    gc.collect()
+
+
+def failure_of(subject: str, error: BaseException) -> Finding:
+    """An exception as a finding: its last line, and the traceback for the appendix."""
+    last = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+    return Finding(subject, RUNS, "failed", last, "".join(traceback.format_exception(error)))

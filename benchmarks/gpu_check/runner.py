@@ -1,0 +1,186 @@
+"""Runs sections in a process of their own, which ends with a section that fails or takes too long."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import importlib.util
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from gpu_check.report import RUNS, Begun, Entry, Finding, Report, failure_of
+from gpu_check.setup import Setup
+
+WHOLE = "all of it"
+STACKS_S = 2.0
+"""Before its budget is spent, a section's process writes where it stands."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the check.
+
+    Args:
+        function: `"module:function"`, called with a `Setup` and a `Report`.
+        about: one sentence.
+        needs: modules without which it is skipped.
+        spoils: whether its process cannot run another section after it.
+    """
+
+    function: str
+    about: str
+    needs: tuple[str, ...] = ("torch",)
+    spoils: bool = False
+
+
+DTENSOR = ("torch", "transformers", "safetensors", "peft", "rl_dtensor.worker")
+
+SECTIONS = {
+    "environment": Section("gpu_check.environment:check", "The machine, and what the figures below stand beside."),
+    "attention": Section(
+        "gpu_check.attention:check",
+        "Every attention backend of rl-dtensor on rows of mixed lengths, forward and backward.",
+        DTENSOR,
+    ),
+    "head": Section("gpu_check.head:check", "Logprobs and entropy of a large vocabulary, and their memory by chunk."),
+    "training": Section(
+        "gpu_check.training:check",
+        "A step of rl-dtensor's worker: its loss, gradient, speed and memory by layout and recomputation.",
+        DTENSOR,
+    ),
+    "syncs": Section(
+        "gpu_check.syncs:check", "Places at which the host waits for the device during a training step.", DTENSOR
+    ),
+    "residency": Section(
+        "gpu_check.residency:check", "A worker that leaves its device and comes back, many times.", DTENSOR
+    ),
+    "transfer": Section(
+        "gpu_check.transfer:check",
+        "Weights on their way from a training worker to a generator in another process.",
+        DTENSOR,
+    ),
+    "generator": Section(
+        "gpu_check.generator:check", "The `hf` generator: its tokens, logprobs, speed and sleep.", DTENSOR
+    ),
+    "resume": Section("gpu_check.resume:check", "A checkpoint, restored in another worker.", DTENSOR),
+    "megatron": Section(
+        "gpu_check.megatron:check",
+        "rl-megatron's worker: training, residency and checkpoints on local layers, and on Transformer Engine's.",
+        ("torch", "transformers", "safetensors", "psutil", "megatron.core", "rl_megatron.worker"),
+        spoils=True,
+    ),
+}
+
+
+class Runner:
+    """A process that runs one section after another, replaced after one that fails."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._context = multiprocessing.get_context("spawn")
+        self._process: BaseProcess | None = None
+        self._stacks = setup.workspace / "stacks"
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def run(self, section: Section, budget_s: float) -> list[Entry]:
+        """All that a section found, and how it failed."""
+        if budget_s <= 0:
+            return [Finding(WHOLE, RUNS, "failed", "not started: no time is left of --total")]
+        pipe = self._start()
+        pipe.send((section, budget_s))
+        entries, failure = _gather(pipe, budget_s)
+        if failure:
+            self._end(patience_s=0.0)
+            begun = [entry.subject for entry in entries if isinstance(entry, Begun)]
+            stacks = self._stacks.read_text(errors="replace")
+            entries.append(Finding(begun[-1] if begun else WHOLE, RUNS, "failed", failure, stacks))
+        failed = any(isinstance(entry, Finding) and entry.verdict == "failed" for entry in entries)
+        if failed or section.spoils:
+            self._end()
+        return entries
+
+    def _start(self) -> Connection:
+        if self._process is None or not self._process.is_alive():
+            self._end()
+            self._pipe, theirs = self._context.Pipe()
+            # not a daemon, for it has children of its own
+            self._process = self._context.Process(target=_serve, args=(theirs, self._setup, self._stacks))
+            self._process.start()
+            theirs.close()
+        return self._pipe
+
+    def _end(self, patience_s: float = 10.0) -> None:
+        if self._process is None:
+            return
+        self._pipe.close()  # at which an idle process ends
+        self._process.join(patience_s)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid or 0, signal.SIGKILL)
+        self._process.join()
+        self._process = None
+
+
+def _gather(pipe: Connection, budget_s: float) -> tuple[list[Entry], str]:
+    """All entries that a section sends until it says that it is done, and how it ended otherwise."""
+    entries: list[Entry] = []
+    deadline = time.monotonic() + budget_s
+    while True:
+        if not pipe.poll(max(0.0, deadline - time.monotonic())):
+            return entries, f"over its budget of {budget_s:.0f} s"
+        try:
+            entry = pipe.recv()
+        except (EOFError, ConnectionError):
+            return entries, "its process ended without a word"
+        if entry is None:
+            return entries, ""
+        entries.append(entry)
+
+
+def _serve(pipe: Connection, setup: Setup, stacks: Path) -> None:
+    os.setpgid(0, 0)
+    with stacks.open("a") as file:  # after a truncation, appended to from the start
+        file.truncate(0)
+        faulthandler.enable(file)
+        while True:
+            try:
+                section, budget_s = pipe.recv()
+            except EOFError:
+                return
+            file.truncate(0)
+            faulthandler.dump_traceback_later(max(1.0, budget_s - STACKS_S), file=file)
+            _run(section, setup, pipe.send)
+            faulthandler.cancel_dump_traceback_later()
+            pipe.send(None)
+
+
+def _run(section: Section, setup: Setup, emit: Callable[[Entry], None]) -> None:
+    missing = [name for name in section.needs if not _is_importable(name)]
+    if missing:
+        emit(Finding(WHOLE, "", "skipped", f"{', '.join(missing)} cannot be imported"))
+        return
+    module, _, function = section.function.partition(":")
+    try:
+        getattr(importlib.import_module(module), function)(setup, Report(emit, setup.accelerator.release))
+        setup.accelerator.release()
+    except Exception as error:  # noqa: BLE001  # becomes a line of the report
+        emit(failure_of(WHOLE, error))
+
+
+def _is_importable(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False

@@ -1,0 +1,111 @@
+"""What all sections share: the device, the sizes of models, and a folder for their files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from gpu_check.accelerator import Accelerator
+
+VOCAB = 151936
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A random Qwen3 with tied embeddings."""
+
+    hidden: int
+    layers: int
+    heads: int
+    key_value_heads: int
+    inner: int
+    head_dim: int
+    vocab: int
+    spread: float = 0.02
+
+
+SHAPES = {
+    "0.6B": Shape(1024, 28, 16, 8, 3072, 128, VOCAB),
+    "1.7B": Shape(2048, 28, 16, 8, 6144, 128, VOCAB),
+}
+TINY = {"tiny": Shape(64, 2, 4, 2, 96, 32, 509)}
+PARITY = Shape(256, 4, 8, 4, 512, 64, 4096, 0.05)
+"""Small enough to be exact against an oracle, large enough for every kernel."""
+TINY_PARITY = Shape(64, 2, 4, 2, 96, 32, 509, 0.1)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a section runs.
+
+    Args:
+        device: `cpu` or `cuda`, as a `Rendezvous` names it.
+        is_small: tiny models and few rows, which say nothing of speed.
+        workspace: for files, the same for all sections.
+    """
+
+    device: str
+    is_small: bool
+    workspace: Path
+
+    @cached_property
+    def accelerator(self) -> Accelerator:
+        """What differs between devices."""
+        from gpu_check.accelerator import ACCELERATORS
+
+        return ACCELERATORS[self.device]()
+
+    @property
+    def torch_device(self) -> torch.device:
+        """As torch names it; a process sees one."""
+        return self.accelerator.device
+
+    @property
+    def models(self) -> dict[str, Shape]:
+        """Models to train, the smallest first."""
+        return TINY if self.is_small else SHAPES
+
+    @property
+    def parity(self) -> Shape:
+        """The model that is held against an oracle."""
+        return TINY_PARITY if self.is_small else PARITY
+
+    def pick(self, small: int, full: int) -> int:
+        """One of two sizes."""
+        return small if self.is_small else full
+
+    def folder(self, shape: Shape, *, dtype: str = "float32", seed: int = 0) -> Path:
+        """A random model of this shape in Hugging Face's format, written once."""
+        import torch
+        from transformers.utils import logging
+
+        from rl_core.testing.torch.tiny_model import write_tiny_model
+
+        folder = self.workspace / f"model-{shape.hidden}-{shape.layers}-{shape.vocab}-{dtype}-{seed}"
+        if (folder / "config.json").exists():
+            return folder
+        logging.disable_progress_bar()
+        aside = folder.with_suffix(".aside")
+        with torch.device(self.torch_device):
+            write_tiny_model(
+                aside,
+                "qwen3",
+                dtype=dtype,
+                seed=seed,
+                max_shard_size="5GB",
+                hidden_size=shape.hidden,
+                num_hidden_layers=shape.layers,
+                num_attention_heads=shape.heads,
+                num_key_value_heads=shape.key_value_heads,
+                intermediate_size=shape.inner,
+                head_dim=shape.head_dim,
+                vocab_size=shape.vocab,
+                max_position_embeddings=32768,
+                initializer_range=shape.spread,
+            )
+        return aside.rename(folder)

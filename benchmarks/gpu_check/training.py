@@ -1,0 +1,188 @@
+"""Training steps of a whole worker: exact on a small model, then speed and memory on real shapes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from gpu_check.oracle import PlainModel, relative
+from gpu_check.report import Report, Skip
+from gpu_check.setup import Setup, Shape
+from gpu_check.workers import SGD, NextToken, batch_of, config_of, numbers, open_worker, packed, padded
+from rl_core.batch import Batch
+from rl_core.model import LOGPROBS
+from rl_core.registry import BackendPlugin
+from rl_core.torch.flops import AttentionShape, ModelShape, peak_flops
+from rl_core.torch.worker import RankWorker
+
+ORACLE = "transformers in float32, row by row"
+LENGTHS = (9, 3, 64, 1, 33, 2, 17)
+NUM_STEPS = 3
+BOUNDS = {"float32": (2e-5, 2e-4), "bfloat16": (1e-2, 5e-2)}
+"""Relative, of the loss and of the gradient's norm, over the steps."""
+LOGPROB_BOUND = 3e-2
+"""Mean difference of a token's logprob in bfloat16."""
+LAYOUTS: Mapping[str, dict[str, Any]] = {"packed": packed(80), "padded": padded(3)}
+"""Several microbatches of the parity batch."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A way to take a step: the layout of rows, and the backend's settings by a short name."""
+
+    layout: str
+    recompute: str
+    settings: Mapping[str, Any]
+
+
+CASES = (
+    Case("packed", "none", {}),
+    Case("packed", "selective", {"activation_checkpointing": True, "recompute_granularity": "selective"}),
+    Case("packed", "full", {"activation_checkpointing": True, "recompute_granularity": "full"}),
+    Case("padded", "full", {"activation_checkpointing": True, "recompute_granularity": "full"}),
+)
+
+
+def check(setup: Setup, report: Report) -> None:
+    """rl-dtensor's worker."""
+    from rl_dtensor.plugin import PLUGIN
+
+    check_parity(PLUGIN, setup, report)
+    check_shapes(PLUGIN, setup, report, CASES)
+
+
+def check_parity(plugin: BackendPlugin, setup: Setup, report: Report, kind: str = "", **backend: Any) -> None:
+    """Losses and gradient norms of a few steps of a small model, in both precisions and layouts.
+
+    Args:
+        kind: of the backend's layers, for the report.
+    """
+    folder = setup.folder(setup.parity)
+    batch = batch_of(LENGTHS, setup.parity.vocab)
+    oracle = PlainModel(folder, setup.torch_device, SGD)
+    expected = [oracle.step(batch) for _ in range(NUM_STEPS)]
+    for precision, bounds in BOUNDS.items():
+        for layout, settings in LAYOUTS.items():
+            subject = f"{kind}{precision}, {layout}"
+            with report.attempt(subject):
+                config = config_of(
+                    folder,
+                    128,
+                    precision=precision,
+                    optimizer=SGD,
+                    max_grad_norm=None,
+                    logprob_chunk_size=32,
+                    **settings,
+                )
+                with open_worker(plugin, config, setup, **backend) as worker:
+                    found = [numbers(worker.train_step(batch, NextToken())) for _ in range(NUM_STEPS)]
+                for name, bound in zip(("loss", "grad_norm"), bounds, strict=True):
+                    error = max(
+                        relative(ours[name], getattr(theirs, name))
+                        for ours, theirs in zip(found, expected, strict=True)
+                    )
+                    report.within(f"{subject}: {name} over {NUM_STEPS} steps", ORACLE, error, bound)
+
+
+def check_shapes(plugin: BackendPlugin, setup: Setup, report: Report, cases: tuple[Case, ...], kind: str = "") -> None:
+    """Loss, speed and memory of real shapes, or of a tiny one where the setup is small."""
+    rows: list[tuple[str, ...]] = []
+    for name, shape in setup.models.items():
+        batch = batch_of(list(_lengths(setup)), shape.vocab)
+        with report.attempt(f"{kind}{name}: the oracle's loss"):
+            oracle = PlainModel(setup.folder(shape, dtype="bfloat16"), setup.torch_device)
+            logprobs = oracle.logprobs(list(batch.ragged("tokens")))
+            del oracle
+            setup.accelerator.release()
+            expected = np.concatenate(logprobs)
+            for case in cases:
+                subject = f"{kind}{name}, {case.layout}, recompute {case.recompute}"
+                with report.attempt(subject):
+                    try:
+                        rows.append((subject, *_measured(plugin, setup, report, subject, shape, batch, case, expected)))
+                    except torch.OutOfMemoryError:
+                        raise Skip("out of memory") from None
+    report.figures(
+        f"Steps of {setup.pick(256, 8192)} tokens, bfloat16, float32 master weights, AdamW",
+        ("", "tokens/s", "TFLOP/s", "MFU", "peak, GB", "loss, first to last"),
+        rows,
+    )
+
+
+def _lengths(setup: Setup) -> Iterator[int]:
+    """Rows of mixed lengths, 8192 tokens together; short enough for the oracle's scores."""
+    scale = setup.pick(1, 32)
+    for length in (64, 32, 48, 64, 16, 24, 7, 1):
+        yield length * scale
+
+
+def _measured(
+    plugin: BackendPlugin,
+    setup: Setup,
+    report: Report,
+    subject: str,
+    shape: Shape,
+    batch: Batch,
+    case: Case,
+    expected: np.ndarray,
+) -> tuple[str, ...]:
+    """A line of figures; the loss is held against the oracle's, and must fall on a repeated batch."""
+    lengths = batch.ragged("tokens").lengths
+    num_tokens = int(lengths.sum())
+    layout = packed(num_tokens) if case.layout == "packed" else padded(len(lengths))
+    config = config_of(
+        setup.folder(shape, dtype="bfloat16"),
+        int(lengths.max()),
+        logprob_chunk_size=setup.pick(64, 2048),
+        **layout,
+    )
+    with open_worker(plugin, config, setup, **case.settings) as worker:
+        read = worker.infer(batch, [LOGPROBS])
+        assert read is not None
+        differences = np.abs(read.ragged("logprobs").values - expected)
+        setup.accelerator.restart_peak()
+        steps = [_timed_step(worker, setup, batch) for _ in range(5)]
+        peak_bytes = setup.accelerator.peak_bytes()
+    losses = [step["loss"] for step, _ in steps]
+    took = median(seconds for _, seconds in steps[2:])
+    report.within(f"{subject}: logprobs, mean difference", ORACLE, float(differences.mean()), LOGPROB_BOUND)
+    loss = -float(expected.sum()) / float((lengths - 1).sum())
+    report.within(f"{subject}: first loss", ORACLE, relative(losses[0], loss), BOUNDS["bfloat16"][0])
+    falls = losses[-1] < losses[0]
+    report.holds(f"{subject}: the loss falls", "a repeated batch", falls, f"{losses[0]:.3f} to {losses[-1]:.3f}")
+    rate = _training_flops(shape, lengths) / took
+    return (
+        f"{num_tokens / took:.0f}",
+        f"{rate / 1e12:.2f}",
+        _share_of_peak(setup, rate),
+        f"{peak_bytes / 1e9:.1f}",
+        f"{losses[0]:.3f} to {losses[-1]:.3f}",
+    )
+
+
+def _timed_step(worker: RankWorker, setup: Setup, batch: Batch) -> tuple[dict[str, float], float]:
+    started = time.perf_counter()
+    metrics = numbers(worker.train_step(batch, NextToken()))
+    setup.accelerator.synchronize()
+    return metrics, time.perf_counter() - started
+
+
+def _training_flops(shape: Shape, lengths: Any) -> float:
+    """Of a step, by the model's shape, whichever backend takes it."""
+    heads = shape.head_dim * (2 * shape.heads + 2 * shape.key_value_heads)
+    matrices = shape.layers * shape.hidden * (heads + 3 * shape.inner) + shape.vocab * shape.hidden
+    attention = AttentionShape(shape.heads, shape.head_dim, shape.head_dim)
+    return ModelShape(matrices, matrices, (attention,) * shape.layers).training_flops(lengths)
+
+
+def _share_of_peak(setup: Setup, rate: float) -> str:
+    if not setup.accelerator.measures_memory:
+        return ""
+    peak = peak_flops(torch.cuda.get_device_name(setup.torch_device))
+    return "" if peak is None else f"{rate / peak:.1%}"

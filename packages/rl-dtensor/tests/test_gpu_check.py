@@ -1,0 +1,63 @@
+"""The GPU check runs on a CPU, small, and tells of sections that fail."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
+SECTIONS = ("environment", "attention", "head", "training", "syncs", "residency", "transfer", "generator", "resume")
+
+pytestmark = pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="benchmarks are in a checkout alone")
+
+
+def test_every_section_agrees_with_its_oracles():
+    command = [sys.executable, BENCHMARKS / "gpu_check.py", "--device", "cpu", "--only", *SECTIONS]
+    done = subprocess.run([*command, "--budget", "280", "--total", "280"], capture_output=True, text=True, timeout=290)
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = done.stdout.partition("## summary")[2]
+    verdicts = {line.split("|")[1].strip(): line.split("|")[2] for line in summary.splitlines() if line.count("|") > 3}
+    for section in SECTIONS:
+        assert "failed" not in verdicts[section]
+        assert "ok" in verdicts[section] or section == "environment"
+    assert "cannot be imported" not in done.stdout
+
+
+@pytest.fixture
+def runner(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from gpu_check.runner import Runner
+    from gpu_check.setup import Setup
+
+    with Runner(Setup("cpu", True, tmp_path)) as running:
+        yield running
+
+
+def test_sections_after_one_that_fails_still_run(runner):
+    from gpu_check.report import Finding
+    from gpu_check.runner import Section
+
+    def found(name, budget_s):
+        entries = runner.run(Section(f"gpu_check_sections:{name}", ""), budget_s)
+        return [(entry.subject, entry.verdict) for entry in entries if isinstance(entry, Finding)], entries[-1]
+
+    findings, last = found("dies", 120)
+    assert findings == [("before", "ok"), ("dying", "failed")]
+    assert "ended" in last.found
+    findings, last = found("hangs", 3)
+    assert findings[-1][1] == "failed"
+    assert "budget of 3 s" in last.found
+    findings, last = found("raises", 120)
+    assert findings == [("a check", "failed"), ("another", "off"), ("all of it", "failed")]
+    assert last.found == "ValueError: of the section"
+    assert "raises" in last.trace
+    assert found("passes", 120)[0] == [("a check", "ok")]
+
+
+def test_a_section_whose_packages_are_not_there_is_skipped(runner):
+    from gpu_check.runner import Section
+
+    (finding,) = runner.run(Section("gpu_check_sections:passes", "", ("json", "no_such.package")), 120)
+    assert finding.verdict == "skipped"
+    assert "no_such.package" in finding.found
