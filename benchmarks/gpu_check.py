@@ -2,6 +2,7 @@
 
     python benchmarks/gpu_check.py > benchmarks/results/gpu_check.md
     python benchmarks/gpu_check.py --device cpu               # all of it, small, on a machine without a GPU
+    python benchmarks/gpu_check.py --device rehearsal         # the same with a GPU's offload and transports
     python benchmarks/gpu_check.py --only attention head      # some sections; --list names them
 
 It needs torch, transformers, safetensors, numpy, pydantic and omegaconf; peft where adapters are trained, megatron-core
@@ -28,28 +29,30 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(path) for path in sorted(ROOT.glob("packages/*/src")) if str(path) not in sys.path]
 
+from gpu_check.accelerator import ACCELERATORS  # noqa: E402
 from gpu_check.document import Document  # noqa: E402
 from gpu_check.runner import SECTIONS, Runner  # noqa: E402
 from gpu_check.setup import Setup  # noqa: E402
+
+from rl_core.devices import CUDA, DEVICES, device_named  # noqa: E402
 
 BUDGET_S, TOTAL_S = 150.0, 580.0
 
 
 def main() -> int:
     chosen = parse_arguments()
-    from gpu_check.accelerator import ACCELERATORS
-
+    kind = device_named(chosen.device)
     # a worker's process sees exactly one GPU
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    if problem := ACCELERATORS[chosen.device].problem():
+    if problem := ACCELERATORS[kind.kernels].problem():
         sys.exit(problem)
     end = time.monotonic() + chosen.total
     names = chosen.only or list(SECTIONS)
     document = Document(sys.stdout)
     document.title(sys.argv[1:])
     with tempfile.TemporaryDirectory(prefix="rl-gpu-check-", ignore_cleanup_errors=True) as folder:
-        setup = Setup(chosen.device, chosen.small or chosen.device == "cpu", Path(folder))
+        setup = Setup(chosen.device, chosen.small or not kind.runs_on_gpus, Path(folder))
         with Runner(setup) as runner:
             for name in (name for name in SECTIONS if name in names):
                 started = time.monotonic()
@@ -62,7 +65,7 @@ def main() -> int:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--device", choices=list(DEVICES), default=CUDA.name)
     parser.add_argument("--small", action="store_true", help="tiny models and few rows, as on cpu")
     parser.add_argument("--only", nargs="+", choices=list(SECTIONS), metavar="SECTION", help="; ".join(SECTIONS))
     parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds of a section (%(default)s)")

@@ -8,12 +8,14 @@ import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from rl_core.devices import Device
 
 OURS = ("rl_core", "rl_dtensor", "rl_megatron")
 """Packages to whose lines a wait is attributed."""
@@ -25,14 +27,20 @@ _aten = torch.ops.aten
 
 
 class Accelerator(ABC):
-    """A device, as its memory and its waits are measured."""
+    """A device, as its memory and its waits are measured.
 
-    device: torch.device
+    Args:
+        kind: the device that this process computes on.
+    """
+
     measures_memory: bool
+
+    def __init__(self, kind: Device) -> None:
+        self.kind = kind
 
     @staticmethod
     def problem() -> str:
-        """Why the check cannot run on this device here; empty if it can."""
+        """Why the check cannot run here; empty if it can."""
         return ""
 
     @abstractmethod
@@ -56,20 +64,19 @@ class Accelerator(ABC):
         """Most bytes that tensors of this process have held since."""
 
     @abstractmethod
+    def waits(self) -> AbstractContextManager[Counter[str]]:
+        """Count, by place, how often the host waits for the device."""
+
     def release(self) -> None:
         """Give back cached memory."""
-
-    @abstractmethod
-    def waits(self) -> Any:
-        """A context that counts places at which the host waits for the device, in a `Counter`."""
+        gc.collect()
+        self.kind.release_memory()
 
 
-class CpuAccelerator(Accelerator):
-    """The host itself: nothing is freed, and what would wait on a device is recognised by its operation."""
+class HostAccelerator(Accelerator):
+    """The CPU, whose memory is not told apart; a wait is recognised by its operation."""
 
-    def __init__(self) -> None:
-        self.device = torch.device("cpu")
-        self.measures_memory = False
+    measures_memory = False
 
     def synchronize(self) -> None:
         """Nothing is pending."""
@@ -83,9 +90,6 @@ class CpuAccelerator(Accelerator):
     def peak_bytes(self) -> int:
         return 0
 
-    def release(self) -> None:
-        gc.collect()
-
     @contextmanager
     def waits(self) -> Iterator[Counter[str]]:
         found: Counter[str] = Counter()
@@ -96,37 +100,34 @@ class CpuAccelerator(Accelerator):
 class CudaAccelerator(Accelerator):
     """The one GPU that this process sees."""
 
+    measures_memory = True
+
+    def __init__(self, kind: Device) -> None:
+        super().__init__(kind)
+        kind.activate()
+
     @staticmethod
     def problem() -> str:
         return "" if torch.cuda.is_available() else "torch sees no GPU here; --device cpu runs without one"
 
-    def __init__(self) -> None:
-        self.device = torch.device("cuda", 0)
-        self.measures_memory = True
-        torch.cuda.set_device(self.device)
-
     def synchronize(self) -> None:
-        torch.cuda.synchronize(self.device)
+        torch.cuda.synchronize(self.kind.torch_device)
 
     def used_bytes(self, *, trims: bool = True) -> int:
-        torch.cuda.synchronize(self.device)
+        self.synchronize()
         if trims:
             self.release()
-        free, total = torch.cuda.mem_get_info(self.device)
+        free, total = torch.cuda.mem_get_info(self.kind.torch_device)
         return total - free
 
     def restart_peak(self) -> int:
         self.synchronize()
-        torch.cuda.reset_peak_memory_stats(self.device)
-        return torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.kind.torch_device)
+        return torch.cuda.memory_allocated(self.kind.torch_device)
 
     def peak_bytes(self) -> int:
         self.synchronize()
-        return torch.cuda.max_memory_allocated(self.device)
-
-    def release(self) -> None:
-        gc.collect()
-        torch.cuda.empty_cache()
+        return torch.cuda.max_memory_allocated(self.kind.torch_device)
 
     @contextmanager
     def waits(self) -> Iterator[Counter[str]]:
@@ -147,7 +148,8 @@ class CudaAccelerator(Accelerator):
                 torch.cuda.set_sync_debug_mode(mode)
 
 
-ACCELERATORS: dict[str, type[Accelerator]] = {"cpu": CpuAccelerator, "cuda": CudaAccelerator}
+ACCELERATORS: dict[str, type[Accelerator]] = {"cpu": HostAccelerator, "cuda": CudaAccelerator}
+"""By the kernels of a device."""
 
 
 class _HostReads(TorchDispatchMode):

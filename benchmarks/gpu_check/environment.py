@@ -90,10 +90,10 @@ def _products(setup: Setup, report: Report) -> None:
     a, b = (torch.randn(size, size, device=setup.torch_device, dtype=torch.bfloat16) for _ in range(2))
     rate = 2 * size**3 / seconds_of(lambda: a @ b, setup, repeats=setup.pick(3, 10))
     report.figures("Products", ("", "TFLOP/s"), [(f"bfloat16, {size} x {size} x {size}", f"{rate / 1e12:.2f}")])
-    if not setup.accelerator.measures_memory:
+    name = setup.kind.chip
+    if not name:
         report.skip("the GPU's peak is known", "there is no GPU")
         return
-    name = torch.cuda.get_device_name(setup.torch_device)
     peak = peak_flops(name)
     report.holds("the GPU's peak is known", "rl_core.torch.flops", peak is not None, name)
     if peak is not None:
@@ -105,7 +105,7 @@ def _copies(setup: Setup, report: Report) -> None:
     num_bytes = setup.pick(2**20, 2**30)
     there = torch.empty(num_bytes, dtype=torch.uint8, device=setup.torch_device)
     other = torch.empty_like(there)
-    host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=setup.accelerator.measures_memory)
+    host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=setup.kind.pins_host_memory)
     rows = [
         ("within the device", lambda: other.copy_(there)),
         ("from pinned host memory", lambda: there.copy_(host)),

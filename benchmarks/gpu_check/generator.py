@@ -38,8 +38,7 @@ async def open_generator(setup: Setup, model: ModelConfig) -> AsyncIterator[Gene
     """A started generator."""
     from rl_dtensor.generation.plugin import PLUGIN
 
-    placement = Placement(setup.device, (0,) if setup.accelerator.measures_memory else ())
-    generator = resolve(PLUGIN.worker)(GenerationConfig(backend="hf"), PLUGIN.config(), model, placement)
+    generator = resolve(PLUGIN.worker)(GenerationConfig(backend="hf"), PLUGIN.config(), model, Placement(setup.device))
     await generator.start()
     try:
         yield generator

@@ -28,7 +28,7 @@ def check(setup: Setup, report: Report) -> None:
         check_shapes(PLUGIN, setup, report, CASES, "local layers, ")
     if find_spec("transformer_engine") is None:
         report.skip("Transformer Engine's layers", "transformer_engine is not installed")
-    elif not setup.accelerator.measures_memory:
+    elif not setup.kind.runs_on_gpus:
         report.skip("Transformer Engine's layers", "they run on GPUs")
     else:
         check_parity(PLUGIN, setup, report, "Transformer Engine, ")

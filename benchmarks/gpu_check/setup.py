@@ -7,6 +7,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rl_core.devices import Device, device_named
+
 if TYPE_CHECKING:
     import torch
 
@@ -44,7 +46,7 @@ class Setup:
     """How a section runs.
 
     Args:
-        device: `cpu` or `cuda`, as a `Rendezvous` names it.
+        device: name of the kind of device, as a `Rendezvous` has it.
         is_small: tiny models and few rows, which say nothing of speed.
         workspace: for files, the same for all sections.
     """
@@ -53,17 +55,22 @@ class Setup:
     is_small: bool
     workspace: Path
 
+    @property
+    def kind(self) -> Device:
+        """The device; a process sees one."""
+        return device_named(self.device)
+
     @cached_property
     def accelerator(self) -> Accelerator:
-        """What differs between devices."""
+        """Measures memory and waits."""
         from gpu_check.accelerator import ACCELERATORS
 
-        return ACCELERATORS[self.device]()
+        return ACCELERATORS[self.kind.kernels](self.kind)
 
     @property
     def torch_device(self) -> torch.device:
-        """As torch names it; a process sees one."""
-        return self.accelerator.device
+        """As torch names it."""
+        return self.kind.torch_device
 
     @property
     def models(self) -> dict[str, Shape]:

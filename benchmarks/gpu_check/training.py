@@ -182,7 +182,5 @@ def _training_flops(shape: Shape, lengths: Any) -> float:
 
 
 def _share_of_peak(setup: Setup, rate: float) -> str:
-    if not setup.accelerator.measures_memory:
-        return ""
-    peak = peak_flops(torch.cuda.get_device_name(setup.torch_device))
+    peak = peak_flops(setup.kind.chip)
     return "" if peak is None else f"{rate / peak:.1%}"

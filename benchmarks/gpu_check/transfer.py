@@ -21,7 +21,7 @@ from rl_core.batch import Batch
 from rl_core.model import LOGPROBS
 from rl_core.model_config import ModelConfig
 from rl_core.testing.rank_pool import free_port
-from rl_core.weights import BUCKET_BYTES, Digests, Manifest, Transport, TransportKind, num_bytes
+from rl_core.weights import Digests, Manifest, Transport, TransportKind, num_bytes
 
 MOST_LEFT = 64 * 2**20
 """Bytes of device memory that a round may leave in use."""
@@ -54,7 +54,7 @@ def check(setup: Setup, report: Report) -> None:
     with open_worker(PLUGIN, config, setup) as worker, GeneratorProcess(setup, other) as generator:
         for kind in get_args(TransportKind):
             with report.attempt(f"{name}, {kind}"):
-                if kind == "collective" and setup.accelerator.measures_memory:
+                if kind == "collective" and setup.kind.collectives == "nccl":
                     raise Skip("NCCL needs a GPU for each of the two processes")
                 rows += _rounds(setup, report, worker, kind, batch, generator)
     report.figures("Transfers, digests at both ends included", ("transport", "round", "MB", "s", "GB/s"), rows)
@@ -148,7 +148,9 @@ def _transfer(
     setup: Setup, worker: Any, kind: TransportKind, manifest: Manifest, generator: GeneratorProcess, batch: Batch
 ) -> tuple[Digests, Received, float]:
     address = str(setup.workspace / "sync") if kind == "disk" else f"127.0.0.1:{free_port()}"
-    transport = Transport(kind, address, 1, BUCKET_BYTES[setup.device], TRANSFER_S, every_rank_sends=kind == "ipc")
+    transport = Transport(
+        kind, address, 1, setup.kind.bucket_bytes, TRANSFER_S, every_rank_sends=setup.kind.has_gpus and kind == "ipc"
+    )
     generator.tell((manifest, transport, [np.asarray(row) for row in batch.ragged("tokens")]))
     generator.answer()  # it has begun
     started = time.perf_counter()

@@ -78,7 +78,7 @@ def config_of(folder: Path, max_tokens: int, **settings: Any) -> ModelConfig:
 @contextmanager
 def open_worker(plugin: BackendPlugin, config: ModelConfig, setup: Setup, **backend: Any) -> Iterator[RankWorker]:
     """A backend's worker in this process, as a world of its own."""
-    rendezvous = Rendezvous(0, 1, 0, "127.0.0.1", free_port(), setup.device)  # type: ignore[arg-type]
+    rendezvous = Rendezvous(0, 1, 0, "127.0.0.1", free_port(), setup.device)
     worker = resolve(plugin.worker)(config, plugin.config(**backend), ModelSpec(), rendezvous)
     try:
         yield worker
