@@ -4,18 +4,19 @@ import numpy as np
 import pytest
 
 from rl_core.batch import Batch
-from rl_core.errors import Origin, WeightSyncError
+from rl_core.errors import GeneratorError, Origin, RLError, WeightSyncError, WorkerDied, WorkerError, WorkerStalled
 from rl_core.weights import Manifest, TensorSpec
 from rl_launch import weight_sync
 from rl_launch.residency import Residency, Tenant
-from rl_launch.weight_sync import Canary, WeightSync
+from rl_launch.weight_sync import Canary, WeightSync, joined
 
 MANIFEST = (TensorSpec("embed", (2,), "float32"), TensorSpec("norm", (1,), "float32"))
 
 
 class Policy:
     def __init__(self, events):
-        self.events, self.digests = events, {"embed": "a", "norm": "b"}
+        self.events, self.digests, self.revision = events, {"embed": "a", "norm": "b"}, 0
+        self.failure = None
 
     def infer(self, batch, reads, **_):
         return Batch(
@@ -27,7 +28,14 @@ class Policy:
 
     def start_send(self, manifest, transport):
         self.events.append(f"send to {transport.num_receivers}")
-        return lambda: self.digests
+        return [self.failure or self.digests, {}], [Origin("policy", rank, "here", "send") for rank in (0, 1)]
+
+    def interrupt_send(self, transport, reason):
+        self.events.append(f"interrupt: {reason}")
+
+    def write_stacks(self):
+        self.events.append("stacks")
+        return "2 of 2 ranks wrote their stacks"
 
     def offload(self, parts):
         self.events.append(f"offload {parts[0]}")
@@ -39,11 +47,14 @@ class Replica:
     def __init__(self, events, *, loses=None, score=-1.0, broken_attempts=99):
         self.events, self.loses, self.score, self.broken_attempts = events, loses, score, broken_attempts
         self.first_ranks = []
+        self.failure = None
 
     def generator(self, method, *args):
         self.events.append(method if method != "wake" else f"wake {args[0][0]}")
         if method == "receive":
             self.first_ranks.append(args[1])
+            if self.failure:
+                return self.failure
             received = {"embed": "a", "norm": "b"}
             if self.loses and self.broken_attempts > 0:
                 self.broken_attempts -= 1
@@ -60,7 +71,16 @@ class Replica:
 
 @pytest.fixture
 def events(monkeypatch):
+    """Calls are answered at once: an error that is returned is one that was raised."""
+
+    def settle(refs, origins, timeout_s, *, grace_s, on_failure):
+        failures = [ref for ref in refs if isinstance(ref, RLError)]
+        if failures:
+            on_failure(failures[0])
+        return ([], failures) if failures else (list(refs), [])
+
     monkeypatch.setattr(weight_sync, "gather", lambda refs, origins, timeout=None: list(refs))
+    monkeypatch.setattr(weight_sync, "settle", settle)
     return []
 
 
@@ -78,14 +98,7 @@ def make_sync(events, residency=None):
 def test_a_version_is_served_only_after_transfer_and_commit(events):
     sync, replica = make_sync(events), Replica(events)
     sync.transfer(sync.publish(), [replica])
-    assert [event for event in events if event != "score"] == [
-        "pause",
-        "begin",
-        "send to 2",
-        "receive",
-        "commit",
-        "resume",
-    ]
+    assert events == ["pause", "begin", "send to 2", "receive", "commit", "score", "score", "resume"]
 
 
 def test_on_shared_devices_memory_is_freed_before_it_is_taken(events):
@@ -135,6 +148,7 @@ def test_an_engine_that_computes_something_else_is_refused(events):
     sync = make_sync(events)
     with pytest.raises(WeightSyncError, match=r"weight version 1 differ from the policy's by 0.1"):
         sync.transfer(sync.publish(), [Replica(events, score=-1.1)])
+    assert "resume" not in events
 
 
 def test_logprobs_that_are_no_numbers_are_refused(events):
@@ -150,3 +164,62 @@ def test_restored_weights_are_published_under_the_version_they_had(events):
     resumed = make_sync(events)
     resumed.restore(sync.state())
     assert resumed.publish() == last
+
+
+def test_weights_that_the_policy_no_longer_has_are_not_sent(events):
+    sync = make_sync(events)
+    update = sync.publish()
+    sync._policy.revision += 1
+    with pytest.raises(WeightSyncError, match="version 1 cannot be sent any more"):
+        sync.transfer(update, [Replica(events)])
+    assert events == []
+    sync.transfer(sync.publish(), [Replica(events)])
+
+
+def test_an_earlier_version_is_not_sent_in_the_place_of_a_later_one(events):
+    sync = make_sync(events)
+    update = sync.publish()
+    sync.publish()
+    with pytest.raises(WeightSyncError, match="version 1 cannot be sent any more"):
+        sync.transfer(update, [Replica(events)])
+
+
+def test_when_a_receiver_fails_the_sender_is_interrupted_and_both_are_reported(events):
+    sync, replica = make_sync(events), Replica(events)
+    replica.failure = GeneratorError("the engine died: out of memory")
+    sync._policy.failure = WeightSyncError("lost receiver rank 1 during bucket 3")
+    with pytest.raises(GeneratorError, match=r"^the engine died: out of memory; besides: lost receiver rank 1"):
+        sync.transfer(sync.publish(), [replica])
+    (interruption,) = [event for event in events if event.startswith("interrupt")]
+    assert "the engine died: out of memory" in interruption
+    assert "commit" not in events
+
+
+def test_a_transfer_that_stalls_leaves_the_stacks_of_the_sender(events):
+    sync, replica = make_sync(events), Replica(events)
+    replica.failure = WorkerStalled("no answer within 1200 s", replica.origin("weight sync (receive)"))
+    with pytest.raises(WorkerStalled, match=r"rollout worker rank 0 .*no answer"):
+        sync.transfer(sync.publish(), [replica])
+    assert "stacks" in events
+
+
+ORIGIN = Origin("policy", 1, "here", "weight sync (send)")
+
+
+def test_a_death_is_the_cause_whoever_noticed_it_first():
+    noticed, died = WeightSyncError("lost receiver rank 2"), WorkerDied("the process ended: killed", ORIGIN)
+    error = joined([noticed, died])
+    assert type(error) is WorkerDied
+    assert error.origin == ORIGIN
+    assert str(error).endswith("the process ended: killed; besides: lost receiver rank 2")
+
+
+def test_a_failure_is_named_before_those_that_repeat_it():
+    repeated = RLError("rank 0 failed: WeightSyncError: missing norm")
+    error = joined([repeated, WeightSyncError("missing norm", ("norm",))])
+    assert type(error) is WeightSyncError
+    assert (str(error), error.tensors) == ("missing norm", ("norm",))
+    first, second = WorkerError("KeyError", "norm", "its traceback", ORIGIN), WeightSyncError("lost the sender")
+    error = joined([first, second])
+    assert (type(error), error.traceback) == (WorkerError, "its traceback")
+    assert str(error).endswith("KeyError: norm; besides: lost the sender")

@@ -74,8 +74,16 @@ def make_worker(monkeypatch):
     return make
 
 
+def task(*seeds):
+    return RolloutTask(PROMPT, SamplingParams(max_new_tokens=2), seeds)
+
+
 def run(worker, *seeds):
-    return asyncio.run(worker.run([RolloutTask(PROMPT, SamplingParams(max_new_tokens=2), seeds)]))[0]
+    async def run():
+        await worker.begin([(7, task(*seeds))])
+        return await worker.group(7)
+
+    return asyncio.run(run())
 
 
 def test_rollouts_of_a_group_come_in_the_order_of_their_seeds(make_worker):
@@ -130,3 +138,45 @@ def test_a_conversation_that_cannot_be_freed_costs_nothing(make_worker):
     environment.abandon, environment.step = refuse, hang
     group = run(worker, 5)
     assert "no answer" in group.rollouts[0].failure
+
+
+def test_groups_are_answered_one_by_one_while_others_are_under_way(make_worker):
+    held = asyncio.Event()
+
+    class Holding:
+        async def step(self, conversation):
+            if "[5]" in conversation.completion:
+                await held.wait()
+            return StepResult(reward=1.0)
+
+    async def run():
+        worker, _ = make_worker(None)
+        worker._environments = {"game": Holding()}
+        await worker.begin([(1, task(5)), (2, task(6))])
+        second = await worker.group(2)
+        held.set()
+        return await worker.group(1), second
+
+    first, second = asyncio.run(run())
+    assert [group.rollouts[0].tokens[-1] for group in (first, second)] == [5, 6]
+
+
+def test_requests_of_groups_begun_together_reach_the_engine_in_order_and_before_any_answer(make_worker):
+    asked = []
+
+    async def run():
+        worker, _ = make_worker(lambda conversation: StepResult())
+        answer = worker._generator.generate
+
+        async def generate(request):
+            asked.append(request.seed)
+            await asyncio.sleep(0)
+            assert len(asked) == 4
+            return await answer(request)
+
+        worker._generator.generate = generate
+        await worker.begin([(1, task(5, 6)), (2, task(7, 8))])
+        await asyncio.gather(worker.group(1), worker.group(2))
+
+    asyncio.run(run())
+    assert asked == [5, 6, 7, 8]

@@ -89,8 +89,11 @@ class Generator(WeightSink, Protocol):
         """Serve again."""
         ...
 
-    async def sleep(self) -> None:
-        """Free the device: weights and KV cache."""
+    async def sleep(self) -> bool:
+        """Free the device: weights and KV cache.
+
+        Returns whether the weights are kept; if not, they are sent again before anything is served.
+        """
         ...
 
     async def wake(self, parts: Sequence[str] = ("weights", "kv_cache")) -> None:
@@ -103,9 +106,10 @@ class Generator(WeightSink, Protocol):
         ...
 
     async def health(self) -> Mapping[str, Any]:
-        """Numbers worth logging, among them `num_sampled`: the tokens sampled so far, those of requests in flight
-        included, so that an engine which hangs can be told from one that is busy. Raises `GeneratorError` if the engine
-        is dead.
+        """Numbers worth logging. Raises `GeneratorError` if the engine is dead.
+
+        Among them are `num_requests`, taken in and not answered yet, and `num_sampled`, the tokens sampled so far,
+        those of requests in flight included: an engine that has requests and samples nothing is treated as hung.
         """
         ...
 

@@ -78,7 +78,7 @@ class Transport:
 
 
 class WeightSource(Protocol):
-    """One rank of the policy, as the sender of its weights. Both methods are collective over the policy's ranks."""
+    """One rank of the policy, as the sender of its weights. `manifest` and `send` are collective over its ranks."""
 
     def manifest(self, version: int) -> Manifest:
         """What `send` will send."""
@@ -86,6 +86,10 @@ class WeightSource(Protocol):
 
     def send(self, manifest: Manifest, transport: Transport) -> Digests:
         """Send all tensors in the manifest's order; the digests of what was sent (empty on ranks that send nothing)."""
+        ...
+
+    def interrupt(self, transport: Transport, reason: str) -> None:
+        """End this process's `send` over a transport soon, with a `WeightSyncError`; called by another thread."""
         ...
 
 

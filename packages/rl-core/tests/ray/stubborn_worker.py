@@ -17,7 +17,14 @@ class StubbornWorker:
     def wait_for(self, path):
         while not Path(path).exists():
             time.sleep(0.01)
+        if reason := Path(path).read_text():
+            raise InterruptedError(reason)
         return path
+
+    def interrupt(self, path, reason):
+        aside = Path(f"{path}.aside")
+        aside.write_text(reason)
+        aside.rename(path)
 
     def fail(self, text):
         raise ArithmeticError(text)

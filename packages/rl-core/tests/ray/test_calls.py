@@ -11,7 +11,7 @@ from ray.exceptions import RayTaskError
 
 from rl_core.errors import GeneratorError, Origin, WorkerDied, WorkerEnvironmentError, WorkerError, WorkerStalled
 from rl_core.ray import calls
-from rl_core.ray.calls import fetch, gather, translate
+from rl_core.ray.calls import fetch, gather, settle, translate
 from rl_core.ray.host import WorkerHost
 from rl_core.ray.model import RemoteModel
 
@@ -89,6 +89,39 @@ def test_a_model_that_does_not_answer_leaves_the_stacks_of_its_ranks_in_their_lo
 
 def _text(path):
     return path.read_text() if path.exists() else ""
+
+
+def test_both_sides_of_an_exchange_are_heard_after_the_first_failure(start, tmp_path):
+    sender, receiver, idle = start(), start(), start()
+    refs = [
+        sender.call.remote("wait_for", str(tmp_path / "interrupted")),
+        receiver.call.remote("fail", "the receiver broke"),
+        idle.call.remote("echo", 1),
+    ]
+
+    def interrupt(error):
+        assert "the receiver broke" in str(error)
+        sender.interrupt.remote(str(tmp_path / "interrupted"), "the sender was told")
+
+    answers, errors = settle(refs, [ORIGIN] * 3, 60, grace_s=60, on_failure=interrupt)
+    assert answers == []
+    assert [str(error).rpartition(": ")[2] for error in errors] == ["the receiver broke", "the sender was told"]
+
+
+def test_an_exchange_that_succeeds_answers_in_order(start):
+    actor, other = start(), start()
+    refs = [actor.call.remote("echo", 1), other.call.remote("echo", 2)]
+    assert settle(refs, [ORIGIN] * 2, 60, grace_s=60, on_failure=pytest.fail) == ([1, 2], [])
+
+
+def test_an_exchange_that_stalls_ends_after_the_grace(start, tmp_path):
+    stuck = start()
+    refs = [stuck.call.remote("wait_for", str(tmp_path / "never"))]
+    told = []
+    answers, errors = settle(refs, [ORIGIN], 0.2, grace_s=0.2, on_failure=told.append)
+    assert (answers, errors) == ([], told)
+    assert type(told[0]) is WorkerStalled
+    (tmp_path / "never").touch()
 
 
 class _Actors:

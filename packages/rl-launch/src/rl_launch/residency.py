@@ -54,6 +54,12 @@ class Residency:
             self._resident = name
         yield
 
+    def vacate(self) -> None:
+        """Have nobody on the device."""
+        resident, self._resident = self._resident, None
+        if resident is not None:
+            self._tenants[resident].leave()
+
     def hand_over(self, name: str) -> None:
         """Note that a tenant has come in and the one before has left, in steps the caller took itself."""
         self._resident = name

@@ -28,8 +28,9 @@ from rl_launch.cluster import Bundle, VirtualCluster, WorkerProcess
 from rl_launch.local_models import model_folders
 from rl_launch.model_group import ModelGroup, StartTimeouts
 from rl_launch.nodes import Nodes
+from rl_launch.replica import Replica
 from rl_launch.residency import Residency, Tenant
-from rl_launch.rollout_pool import Replica, RolloutPool
+from rl_launch.rollout_pool import RolloutPool
 from rl_launch.root import Backends
 from rl_launch.topology import GENERATION, POLICY, Topology, plan
 from rl_launch.weight_sync import Canary, WeightSync
@@ -105,6 +106,7 @@ class Runtime:
         self._policy_bundles: list[list[Bundle]] = []
         self._replica_bundles: list[list[Bundle]] = []
         self._logs = str(logs)
+        self._timeouts = StartTimeouts(config.cluster.process_timeout_s, config.cluster.start_timeout_s)
         self._exit = ExitStack()
         self._residency = Residency()
         generation = backends.generation
@@ -156,7 +158,9 @@ class Runtime:
             policy = self._finish_policy(group, nullcontext)
             replicas = finish()
         sync = self._weight_sync(policy, group, vocabulary)
-        pool = self._pool(replicas, sync, self._turns(policy, replicas))
+        if self._topology.shares_devices:
+            self._residency.join(POLICY, Tenant(policy.offload, policy.onload))
+        pool = self._pool(replicas, sync)
         return Components(policy=policy, data=data, weights=sync, pool=pool)
 
     def policy(self, spec: ModelSpec) -> RemoteModel:
@@ -169,9 +173,7 @@ class Runtime:
         """Replicas alone, serving the weights at `policy.model_name`."""
         self._reserve_replicas()
         self._prepare_nodes(needs)
-        return self._pool(
-            self._start_replicas(self._separate_starts(needs, awaits_weights=False), needs), None, nullcontext
-        )
+        return self._pool(self._start_replicas(self._separate_starts(needs, awaits_weights=False), needs), None)
 
     def _reserve_policy(self) -> None:
         topology = self._topology
@@ -196,13 +198,19 @@ class Runtime:
                 roles.setdefault(bundles[0].node, []).extend(_rollout_roles(needs))
         self._nodes.prepare(roles)
 
-    def _pool(self, replicas: list[Replica], sync: WeightSync | None, hold: Any) -> RolloutPool:
-        pool = RolloutPool(replicas, sync, hold)
+    def _pool(self, replicas: list[Replica], sync: WeightSync | None) -> RolloutPool:
+        assert self._backends.generation is not None, "rollouts need generation"
+        pool = RolloutPool(
+            replicas,
+            sync,
+            self._residency if sync is not None and self._topology.shares_devices else None,
+            stall_timeout_s=self._backends.generation.config.stall_timeout_s,
+        )
         self._exit.callback(pool.close)
         return pool
 
     def _place_policy(self) -> ModelGroup:
-        topology, cluster = self._topology, self._config.cluster
+        topology = self._topology
         gpus = topology.device.num_gpus(1)
         return ModelGroup(
             self._cluster,
@@ -210,7 +218,7 @@ class Runtime:
             partial(self._process, POLICY, num_gpus=gpus, ranks=topology.policy_ranks),
             role=POLICY,
             logs=self._logs,
-            timeouts=StartTimeouts(cluster.process_timeout_s, cluster.start_timeout_s),
+            timeouts=self._timeouts,
         )
 
     def _begin_policy(self, spec: ModelSpec) -> ModelGroup:
@@ -226,19 +234,6 @@ class Runtime:
 
     def _hold(self, tenant: str) -> Hold:
         return partial(self._residency.hold, tenant) if self._topology.shares_devices else nullcontext
-
-    def _turns(self, policy: RemoteModel, replicas: list[Replica]) -> Any:
-        """Have policy and replicas take turns on the devices they share; the replicas' way to hold them."""
-        if not self._topology.shares_devices:
-            return nullcontext
-
-        def all_replicas(method: str) -> None:
-            gather([r.generator(method) for r in replicas], [r.origin(method) for r in replicas], 600.0)
-
-        all_replicas("sleep")
-        self._residency.join(POLICY, Tenant(policy.offload, policy.onload))
-        self._residency.join(GENERATION, Tenant(partial(all_replicas, "sleep"), partial(all_replicas, "wake")))
-        return self._hold(GENERATION)
 
     def _weight_sync(self, policy: RemoteModel, group: ModelGroup, vocabulary: int) -> WeightSync:
         return WeightSync(
@@ -278,7 +273,8 @@ class Runtime:
                 tokenizer=model.tokenizer,
                 model_name=model.model_name,
             )
-            replicas.append(Replica(start, spec, environments, index=index, logs=self._logs))
+            replica = Replica(start, spec, environments, index=index, logs=self._logs, timeouts=self._timeouts)
+            replicas.append(replica)
         waits = [replica.begin_start() for replica in replicas]
 
         def finish() -> list[Replica]:

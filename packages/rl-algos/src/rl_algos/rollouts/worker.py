@@ -73,17 +73,28 @@ class RolloutWorker:
         self._program: RolloutProgram = resolve(spec.program)(**spec.program_args)
         self._tokenizer = load_tokenizer(spec.tokenizer, spec.model_name)
         self._environments = dict(environments)
+        self._groups: dict[int, asyncio.Task[RolloutGroup]] = {}
 
     async def start(self) -> int:
         """Load the engine; returns its number of ranks."""
         await self._generator.start()
         return self._generator.num_ranks
 
-    async def run(self, tasks: Sequence[RolloutTask]) -> list[RolloutGroup]:
-        """One group per task, in order. Raises `GeneratorError` where the engine died: the tasks may run again
-        elsewhere.
+    async def begin(self, tasks: Sequence[tuple[int, RolloutTask]]) -> None:
+        """Begin groups, each under a number of its own; `group` answers with them.
+
+        Their first requests reach the engine together and in order, so that its batches do not depend on timing.
         """
-        return list(await asyncio.gather(*(self._run_group(task) for task in tasks)))
+        for number, task in tasks:
+            self._groups[number] = asyncio.create_task(self._run_group(task))
+
+    async def group(self, number: int) -> RolloutGroup:
+        """The group begun under this number, once it is finished; it is given out once.
+
+        Raises:
+            GeneratorError: if the engine died; the task may run again elsewhere.
+        """
+        return await self._groups.pop(number)
 
     async def generator(self, method: str, *args: Any) -> Any:
         """Call a method of the replica."""

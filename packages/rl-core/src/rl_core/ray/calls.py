@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
-from ray import exceptions as failures
+from ray import exceptions as ray_errors
 from ray._private.state import actors as actor_states
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
@@ -20,18 +20,18 @@ takes 15 s for a node that is gone and 65 s for one that is frozen."""
 _DECISION_POLL_S = 0.5
 
 _DEATHS: dict[type[RayError], str] = {
-    failures.ActorUnavailableError: "the process could not be reached",
-    failures.RayActorError: "the process ended",
-    failures.WorkerCrashedError: "the process ended",
-    failures.OutOfMemoryError: "the process was ended, as its node ran out of memory",
-    failures.NodeDiedError: "its node died",
-    failures.LocalRayletDiedError: "Ray ended on its node",
-    failures.ActorUnschedulableError: "it cannot be placed on any living node",
-    failures.TaskUnschedulableError: "it cannot be placed on any living node",
-    failures.ActorPlacementGroupRemoved: "its devices were given back",
-    failures.TaskPlacementGroupRemoved: "its devices were given back",
-    failures.ObjectLostError: "its input or its answer was lost with a process or a node",
-    failures.ActorHandleNotFoundError: "the process ended",
+    ray_errors.ActorUnavailableError: "the process could not be reached",
+    ray_errors.RayActorError: "the process ended",
+    ray_errors.WorkerCrashedError: "the process ended",
+    ray_errors.OutOfMemoryError: "the process was ended, as its node ran out of memory",
+    ray_errors.NodeDiedError: "its node died",
+    ray_errors.LocalRayletDiedError: "Ray ended on its node",
+    ray_errors.ActorUnschedulableError: "it cannot be placed on any living node",
+    ray_errors.TaskUnschedulableError: "it cannot be placed on any living node",
+    ray_errors.ActorPlacementGroupRemoved: "its devices were given back",
+    ray_errors.TaskPlacementGroupRemoved: "its devices were given back",
+    ray_errors.ObjectLostError: "its input or its answer was lost with a process or a node",
+    ray_errors.ActorHandleNotFoundError: "the process ended",
 }
 """Failures after which the worker, or what it held, is gone; the first class that fits counts."""
 
@@ -52,17 +52,69 @@ def gather(refs: Sequence[ray.ObjectRef], origins: Sequence[Origin], timeout_s: 
     origin_of = dict(zip(refs, origins, strict=True))
     end = None if timeout_s is None else time.monotonic() + timeout_s
     answers: dict[ray.ObjectRef, Any] = {}
-    waiting = list(refs)
-    while waiting:
-        left = None if end is None else max(0.0, end - time.monotonic())
-        done, waiting = ray.wait(waiting, num_returns=1, timeout=left)
-        if not done:
+    while len(answers) < len(origin_of):
+        waiting = [ref for ref in refs if ref not in answers]
+        ready = wait(waiting, _left(end))
+        if not ready:
             raise stalled(timeout_s or 0.0, origin_of[waiting[0]], num_others=len(waiting) - 1)
-        # whatever else is ready: one by one, a thousand ranks would be waited for a million times
-        more, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=0) if waiting else ([], [])
-        for ref in (*done, *more):
+        for ref in ready:
             answers[ref] = fetch(ref, origin_of[ref])
     return [answers[ref] for ref in refs]
+
+
+def wait(refs: Sequence[ray.ObjectRef], timeout_s: float | None = None) -> list[ray.ObjectRef]:
+    """Every call that is over, in order, once there is at least one; empty after the time-out."""
+    done, waiting = ray.wait(list(refs), num_returns=1, timeout=timeout_s)
+    # whatever else is over: one by one, a thousand ranks would be waited for a million times
+    more = ray.wait(waiting, num_returns=len(waiting), timeout=0)[0] if done and waiting else []
+    over = {*done, *more}
+    return [ref for ref in refs if ref in over]
+
+
+def settle(
+    refs: Sequence[ray.ObjectRef],
+    origins: Sequence[Origin],
+    timeout_s: float,
+    *,
+    grace_s: float,
+    on_failure: Callable[[RLError], None],
+) -> tuple[list[Any], list[RLError]]:
+    """Answers in order, and failures as they happened, of workers that work with one another.
+
+    Args:
+        refs: one call per worker.
+        origins: who was asked what, in the same order.
+        timeout_s: bound of the whole wait.
+        grace_s: how long the others may take to end after the first failure, so that each side is heard.
+        on_failure: called with the first failure, before the others are waited for.
+
+    Returns:
+        All answers and no failure, or no answers and all failures.
+    """
+    origin_of = dict(zip(refs, origins, strict=True))
+    answers: dict[ray.ObjectRef, Any] = {}
+    failures: list[RLError] = []
+    end = time.monotonic() + timeout_s
+    waiting = list(refs)
+    while waiting:
+        ready = wait(waiting, _left(end))
+        if not ready and failures:
+            break
+        if not ready:
+            late = stalled(timeout_s, origin_of[waiting[0]], num_others=len(waiting) - 1)
+            failures.append(late)
+            on_failure(late)
+            end = time.monotonic() + grace_s
+        for ref in ready:
+            try:
+                answers[ref] = fetch(ref, origin_of[ref])
+            except RLError as error:
+                failures.append(error)
+                if len(failures) == 1:
+                    on_failure(error)
+                    end = time.monotonic() + grace_s
+        waiting = [ref for ref in waiting if ref not in ready]
+    return ([], failures) if failures else ([answers[ref] for ref in refs], [])
 
 
 def fetch(ref: ray.ObjectRef, origin: Origin, timeout_s: float | None = None) -> Any:
@@ -93,7 +145,7 @@ def translate(error: RayError, origin: Origin) -> RLError:
         return WorkerError(type(cause).__qualname__, str(cause), str(error), origin)
     if isinstance(error, GetTimeoutError):
         return WorkerStalled("no answer in time", origin)
-    if isinstance(error, failures.RuntimeEnvSetupError):
+    if isinstance(error, ray_errors.RuntimeEnvSetupError):
         return WorkerEnvironmentError(f"{origin}: the process's environment could not be set up: {_reason(error)}")
     if isinstance(error, RayActorError) and error.actor_init_failed:
         return WorkerError(type(error).__qualname__, _reason(error), str(error), origin)
@@ -101,6 +153,10 @@ def translate(error: RayError, origin: Origin) -> RLError:
         if isinstance(error, kind):
             return WorkerDied(f"{said}: {_reason(error)}", origin)
     return WorkerError(type(error).__qualname__, str(error), "", origin)
+
+
+def _left(end: float | None) -> float | None:
+    return None if end is None else max(0.0, end - time.monotonic())
 
 
 def stalled(timeout_s: float, origin: Origin, *, num_others: int = 0) -> WorkerStalled:

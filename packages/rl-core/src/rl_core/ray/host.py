@@ -95,6 +95,11 @@ class WorkerHost:
         """The worker's own report, while another call may be running."""
         return _plainly(lambda: self._worker.health())
 
+    @ray.method(concurrency_group="health")
+    def interrupt(self, transport: Any, reason: str) -> None:
+        """Have the worker end a send of weights that another call runs, or is about to."""
+        _plainly(lambda: self._worker.interrupt(transport, reason))
+
 
 class AsyncWorkerHost:
     """Hosts a worker whose methods are coroutines; all calls interleave on one event loop."""

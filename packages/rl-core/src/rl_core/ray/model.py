@@ -19,7 +19,7 @@ from rl_core.microbatch import PAIR, shard
 from rl_core.model import Loss, Metrics, Part, Read, SavedFile
 from rl_core.ray.calls import fetch, gather
 from rl_core.ray.stacks import request_stacks
-from rl_core.weights import Digests, Manifest, Transport
+from rl_core.weights import Manifest, Transport
 
 _log = logging.getLogger(__name__)
 
@@ -59,7 +59,13 @@ class RemoteModel:
         self._hold = hold
         self._timeout_s = timeout_s
         self._logs = list(logs)
+        self._revision = 0
         self._coordinates: list[Coordinates] = self.call_all("coordinates")
+
+    @property
+    def revision(self) -> int:
+        """Grows with every change of the weights: tells whether they are still those of an earlier moment."""
+        return self._revision
 
     @property
     def num_shards(self) -> int:
@@ -86,6 +92,7 @@ class RemoteModel:
     def train_step(self, batch: Batch, loss: Loss) -> Metrics:
         """As `rl_core.model.Model.train_step`."""
         with self._hold():
+            self._revision += 1
             return self._loss_call("train_step", batch, loss)
 
     def save(self, path: str, *, wait: bool = True) -> None:
@@ -101,6 +108,7 @@ class RemoteModel:
     def load(self, path: str, *, files: Sequence[SavedFile] = ()) -> None:
         """As `rl_core.model.Model.load`."""
         with self._hold():
+            self._revision += 1
             self.call_all("load", path, files=tuple(files))
 
     def export(self, path: str) -> tuple[SavedFile, ...]:
@@ -120,15 +128,21 @@ class RemoteModel:
         """What `start_send` will send under this version."""
         return self.call_all("manifest", version)[0]
 
-    def start_send(self, manifest: Manifest, transport: Transport) -> Callable[[], Digests]:
-        """Begin sending on all ranks; the returned function waits for the digests of what was sent."""
+    def start_send(self, manifest: Manifest, transport: Transport) -> tuple[list[ray.ObjectRef], list[Origin]]:
+        """Begin sending on all ranks; each call answers with the digests of what that rank sent."""
         refs = [worker.call.remote("send", manifest, transport) for worker in self._workers]
+        return refs, self._origins("weight sync (send)")
 
-        def finish() -> Digests:
-            answers = self._gather(refs, "weight sync", transport.timeout_s * 2)
-            return {name: digest for answer in answers for name, digest in answer.items()}
+    def interrupt_send(self, transport: Transport, reason: str) -> None:
+        """End this send on every rank, as nobody will receive it; does not wait for its end."""
+        for worker in self._workers:
+            worker.interrupt.remote(transport, reason)
 
-        return finish
+    def write_stacks(self) -> str:
+        """Have every rank write the stacks of its threads to its log; returns where, for a message."""
+        num_written = request_stacks(self._workers)
+        where = f" ({self._logs[0]}, ...)" if self._logs else ""
+        return f"{num_written} of {len(self._workers)} ranks wrote the stacks of their threads to their logs{where}"
 
     def health(self) -> list[Mapping[str, Any]]:
         """Each rank's report; answers while a step is running."""
@@ -174,13 +188,7 @@ class RemoteModel:
         try:
             return gather(refs, self._origins(phase), timeout_s)
         except WorkerStalled as error:
-            num_written = request_stacks(self._workers)
-            where = f" ({self._logs[0]}, ...)" if self._logs else ""
-            raise WorkerStalled(
-                f"{error.args[0]}; {num_written} of {len(self._workers)} ranks wrote the stacks of their threads to "
-                f"their logs{where}",
-                error.origin,
-            ) from None
+            raise WorkerStalled(f"{error.args[0]}; {self.write_stacks()}", error.origin) from None
         except WorkerError:
             # ranks that lose a peer fail with an error of their own before Ray says that the peer is dead
             self._raise_deaths(phase)

@@ -150,6 +150,13 @@ class GeneratorSuite(WeightSinkSuite):
         assert scores[0] == 0
         np.testing.assert_allclose(scores, bench.reference.score(tokens), atol=self.tolerance)
 
+    def test_health_tells_an_engine_that_works_from_one_that_is_idle(self, bench: Bench) -> None:
+        before = bench.runner.run(bench.generator.health())
+        _one(bench, prompt(4), SamplingParams(8))
+        after = bench.runner.run(bench.generator.health())
+        assert (before["num_requests"], after["num_requests"]) == (0, 0)
+        assert after["num_sampled"] > before["num_sampled"]
+
     def test_sleep_and_wake_change_nothing(self, bench: Bench) -> None:
         async def nap() -> None:
             await bench.generator.pause()

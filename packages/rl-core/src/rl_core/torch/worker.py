@@ -22,6 +22,8 @@ from rl_core.torch.reads import check_reads
 from rl_core.torch.reference import Reference
 from rl_core.torch.residency import Residency
 from rl_core.torch.teamwork import lead
+from rl_core.torch.transport import interrupt
+from rl_core.weights import Transport
 
 
 class RankMesh(Protocol):
@@ -152,6 +154,10 @@ class RankWorker(ABC):
     def onload(self, parts: Sequence[Part] = ("parameters", "optimizer")) -> None:
         """Bring these parts back to the device."""
         self._residency.onload(parts)
+
+    def interrupt(self, transport: Transport, reason: str) -> None:
+        """End this process's `send` over a transport soon, as nobody will receive it; called by another thread."""
+        interrupt(transport, reason)
 
     def health(self) -> Mapping[str, Any]:
         """Rank, process id, and bytes in use: of the process on `cpu`, of torch's allocator on `cuda`."""

@@ -13,7 +13,7 @@ from transport_peers import KINDS, Peer, make_tensors, manifest_of, receive, sen
 from rl_core.devices import CPU
 from rl_core.errors import WeightSyncError
 from rl_core.torch.digest import digest
-from rl_core.torch.transport import open_receiver, open_sender
+from rl_core.torch.transport import interrupt, open_receiver, open_sender
 from rl_core.torch.transport.bucket import ALIGNMENT, lay_out
 from rl_core.torch.transport.ipc import IpcReceiverLink
 from rl_core.weights import Manifest, TensorSpec, Transport, TransportKind, num_bytes
@@ -148,6 +148,27 @@ def test_nobody_there_is_a_time_out_of_the_rendezvous(kind: TransportKind, tmp_p
     with pytest.raises(WeightSyncError, match=r"timed out after 0\.3 s: receiver rank 4"):
         receive(0, way, 4)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sender_that_waits_for_nobody_can_be_interrupted(kind: TransportKind, tmp_path: Path) -> None:
+    way = transport(kind, tmp_path, timeout_s=600)
+    interrupting = threading.Timer(0.3, interrupt, (way, "its receivers died"))
+    interrupting.start()
+    with pytest.raises(WeightSyncError, match=r"interrupted during sender rank 0 in rendezvous.*its receivers died"):
+        send(0, way)
+    interrupting.join()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sender_whose_receiver_hangs_can_be_interrupted(kind: TransportKind, tmp_path: Path) -> None:
+    way = transport(kind, tmp_path, timeout_s=600)
+    peer = Peer(receive, 0, way, 1, "hangs")
+    interrupting = threading.Timer(1.0, interrupt, (way, "the receiver is given up"))
+    interrupting.start()
+    with pytest.raises(WeightSyncError, match=r"interrupted during .*the receiver is given up"):
+        send(0, way)
+    peer.end()
 
 
 @pytest.mark.parametrize("kind", KINDS)

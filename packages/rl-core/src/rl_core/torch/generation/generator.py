@@ -107,12 +107,15 @@ class LocalGenerator(Generic[Model]):
         """Serve again."""
         self._serving.set()
 
-    async def sleep(self) -> None:
-        """Move the weights to host memory (on CPU they are there) and refuse requests until `wake`."""
+    async def sleep(self) -> bool:
+        """Move the weights to host memory (on CPU they are there), where they are kept, and refuse requests until
+        `wake`.
+        """
         if self._num_in_flight:
             raise GeneratorError(f"{self._num_in_flight} requests in flight: pause before sleep")
         self._asleep.update(PARTS)
         await self._call(self._engine.model.offload)
+        return True
 
     async def wake(self, parts: Sequence[str] = PARTS) -> None:
         """Bring these parts back; the KV cache takes memory as requests come."""
@@ -169,6 +172,7 @@ class LocalGenerator(Generic[Model]):
         if self._engine.failure is not None:
             raise GeneratorError(self._engine.failure)
         return {
+            "num_requests": self._num_in_flight,
             "num_running": self._engine.num_running,
             "num_waiting": self._engine.num_waiting,
             "num_sampled": self._engine.num_sampled,

@@ -15,7 +15,8 @@ A receiver, in another process::
         digests = receiver.digests
 """
 
+from rl_core.torch.transport.deadline import interrupt
 from rl_core.torch.transport.receiver import Receiver, open_receiver
 from rl_core.torch.transport.sender import Sender, open_sender
 
-__all__ = ["Receiver", "Sender", "open_receiver", "open_sender"]
+__all__ = ["Receiver", "Sender", "interrupt", "open_receiver", "open_sender"]

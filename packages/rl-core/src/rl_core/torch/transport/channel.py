@@ -98,11 +98,11 @@ class Channel:
     def _read(self, count: int, phase: str, deadline: Deadline) -> bytes:
         data = bytearray()
         while len(data) < count:
-            self._socket.settimeout(deadline.remaining())
+            self._socket.settimeout(deadline.slice())
             try:
                 part = self._socket.recv(count - len(data))
             except TimeoutError:
-                raise deadline.expired() from None
+                continue
             except OSError:
                 raise self._lost(phase) from None
             if not part:

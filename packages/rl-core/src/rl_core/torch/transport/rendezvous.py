@@ -39,11 +39,11 @@ def accept_receivers(listener: socket.socket, count: int, manifest: str, timeout
 
 def _accept(listener: socket.socket, deadline: Deadline, manifest: str, timeout_s: float) -> tuple[int, Channel]:
     while True:
-        listener.settimeout(deadline.remaining())
+        listener.settimeout(deadline.slice())
         try:
             connection, _ = listener.accept()
         except TimeoutError:
-            raise deadline.expired() from None
+            continue
         if not _same_user(connection):
             connection.close()
             continue

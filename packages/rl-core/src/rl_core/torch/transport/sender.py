@@ -12,6 +12,7 @@ from rl_core.errors import WeightSyncError
 from rl_core.torch.digest import digest
 from rl_core.torch.transport.bucket import DTYPES, Bucket, Slot, lay_out
 from rl_core.torch.transport.collective import CollectiveSenderLink
+from rl_core.torch.transport.deadline import interruptible
 from rl_core.torch.transport.disk import DiskSenderLink
 from rl_core.torch.transport.ipc import IpcSenderLink
 from rl_core.torch.transport.link import SenderLink
@@ -89,18 +90,24 @@ def open_sender(
     """
     layout = lay_out(manifest, transport.bucket_bytes)
     count = transport.num_receivers if num_receivers is None else num_receivers
-    link: SenderLink
+    with interruptible(transport):
+        link = _link(manifest, layout, transport, device, count)
+        try:
+            yield Sender(manifest, layout, link)
+        except BaseException as error:
+            link.abort(f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            link.close()
+
+
+def _link(
+    manifest: Manifest, layout: list[Bucket], transport: Transport, device: Device, num_receivers: int
+) -> SenderLink:
     match transport.kind:
         case "ipc":
-            link = IpcSenderLink(manifest, layout, transport, device, count)
+            return IpcSenderLink(manifest, layout, transport, device, num_receivers)
         case "collective":
-            link = CollectiveSenderLink(manifest, layout, transport, device, count)
+            return CollectiveSenderLink(manifest, layout, transport, device, num_receivers)
         case "disk":
-            link = DiskSenderLink(manifest, layout, transport, count)
-    try:
-        yield Sender(manifest, layout, link)
-    except BaseException as error:
-        link.abort(f"{type(error).__name__}: {error}")
-        raise
-    finally:
-        link.close()
+            return DiskSenderLink(manifest, layout, transport, num_receivers)
