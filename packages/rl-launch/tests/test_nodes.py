@@ -124,8 +124,11 @@ def test_a_build_that_fails_names_the_node_and_the_remedy(spare, driver_alone, t
     assert "Check the node's network and disk" in str(refused.value)
 
 
-def test_a_node_that_dies_meanwhile_is_named(spare, tmp_path):
-    nodes = nodes_of(folder=tmp_path)
+def test_a_node_that_dies_meanwhile_is_named_and_known_to_be_lost(spare, pair, tmp_path):
+    nodes, before = nodes_of(folder=tmp_path), nodes_of(folder=tmp_path)
+    before.prepare(on(spare, pair[0]))
+    assert before.lost() == []
     spare.kill_raylet()
     with pytest.raises(WorkerDied, match=f"node {spare.node_ip_address} was lost while waiting for"):
         nodes.prepare(on(spare))
+    assert before.lost() == [spare.node_ip_address]

@@ -15,6 +15,8 @@ os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 # Ray has its workers give way to every other process of the machine (niceness 15); here they are the work
 os.environ.setdefault("RAY_worker_niceness", "0")
+# the first failure of several workers is raised here; Ray would print the tracebacks of the others
+os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
 
 import ray
 from ray.actor import ActorHandle

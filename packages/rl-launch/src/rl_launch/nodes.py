@@ -21,7 +21,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rl_core.errors import ConfigError, Origin, WorkerDied, WorkerEnvironmentError, WorkerError, WorkerStalled
-from rl_core.ray.calls import translate
+from rl_core.ray.calls import DECISION_S, translate
 from rl_launch import node_task
 from rl_launch.node_task import NodeFacts, all_differences, built, facts_of_this_node, listing, meet
 from rl_launch.worker_envs import node_build
@@ -95,6 +95,7 @@ class Nodes:
         self._answer_timeout_s = answer_timeout_s
         self._build_timeout_s = build_timeout_s
         self._home = ray.get_runtime_context().get_node_id()
+        self._addresses: dict[str, str] = {}
         self._prepared: dict[str, PreparedNode] = {}
 
     def __getitem__(self, node: str) -> PreparedNode:
@@ -111,12 +112,13 @@ class Nodes:
             WorkerEnvironmentError: naming the nodes that have no environment for their workers, and the remedy.
             WorkerDied: if a node does not live to answer.
         """
-        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         wanted = {node: set(found) for node, found in roles.items()}
+        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        self._addresses |= {node: addresses[node] for node in wanted}
         if self._home in wanted and self._home not in self._prepared:
             address = addresses[self._home]
             self._prepared[self._home] = PreparedNode(address, facts_of_this_node(address), self._envs.pythons)
-        others = {node: addresses.get(node, node) for node in wanted if node != self._home}
+        others = {node: addresses[node] for node in wanted if node != self._home}
         unseen = {node: address for node, address in others.items() if node not in self._prepared}
         if unseen:
             self._check_folders(unseen)
@@ -124,6 +126,22 @@ class Nodes:
             self._prepared |= {node: PreparedNode(unseen[node], facts[node], {}) for node in unseen}
         lacking = {node: wanted[node] - set(self._prepared[node].pythons) for node in others}
         self._provide({node: found for node, found in lacking.items() if found})
+
+    def lost(self) -> list[str]:
+        """Addresses of the run's nodes that are lost.
+
+        Waits until Ray has declared them dead, as it would place workers on them until then.
+        """
+        asked = {node: address for node, address in self._addresses.items() if node != self._home}
+        refs = {_pinned(facts_of_this_node, node).remote(address): node for node, address in asked.items()}
+        if not refs:
+            return []
+        answered, _ = ray.wait(list(refs), num_returns=len(refs), timeout=DECISION_S)
+        lost = set(asked) - {refs[ref] for ref in answered if _succeeded(ref)}
+        end = time.monotonic() + DECISION_S
+        while lost and lost & {node["NodeID"] for node in ray.nodes() if node["Alive"]} and time.monotonic() < end:
+            time.sleep(0.5)
+        return sorted(asked[node] for node in lost)
 
     def _check_folders(self, addresses: Mapping[str, str]) -> None:
         token = uuid4().hex
@@ -285,6 +303,14 @@ def _collect(refs: Mapping[Any, Any], names: Mapping[Any, str], awaited: str, ti
         for ref in done:
             _raise_failure(ref, names[key_of[ref]], awaited)
     return {key: ray.get(ref) for key, ref in refs.items()}
+
+
+def _succeeded(ref: Any) -> bool:
+    try:
+        ray.get(ref)
+    except RayError:
+        return False
+    return True
 
 
 def _raise_failure(ref: Any, name: str, awaited: str) -> None:

@@ -131,6 +131,10 @@ class Runtime:
         """Devices of the run."""
         return self._topology
 
+    def lost_nodes(self) -> list[str]:
+        """Addresses of the run's nodes that are lost, once Ray knows it too."""
+        return self._nodes.lost()
+
     def components(
         self, algorithm: AlgorithmPlugin, data: Any, needs: RolloutNeeds | None, vocabulary: int
     ) -> Components:

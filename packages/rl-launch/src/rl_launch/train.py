@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_core.errors import WorkerDied
+from rl_core.errors import RLError
 from rl_core.registry import ALGORITHMS, AlgorithmPlugin, plugin, resolve
 from rl_launch.device import check_devices, resolve_device
 from rl_launch.local_models import local_model
+from rl_launch.placement import PlacementError
 from rl_launch.ray_address import check_ray_address
 from rl_launch.restoration import Restoration
 from rl_launch.root import backends_of
@@ -20,8 +21,8 @@ from rl_launch.session.writers import check_writers
 
 
 def train(config: Any, *, run_dir: str | Path, title: str = "", fresh: bool = False) -> Mapping[str, float]:
-    """Run the configured algorithm in a run directory, resuming what is there; a run that a dead model worker ended
-    goes on from its newest checkpoint.
+    """Run the configured algorithm in a run directory, resuming what is there; a run that lost a model worker or a node
+    goes on from its newest checkpoint, on what is left.
 
     What can be found wrong without a worker is, before a process is started, and what is found soonest comes first.
 
@@ -51,7 +52,9 @@ def train(config: Any, *, run_dir: str | Path, title: str = "", fresh: bool = Fa
         try:
             _run(config, loaded, session, restoration)
             return session.last_metrics
-        except WorkerDied:
+        except PlacementError as error:
+            raise restoration.failed(error) from None
+        except RLError:
             if not restoration.goes_on:
                 raise
         session = RunSession(run_dir, config, title=title, since=started)
@@ -77,18 +80,18 @@ def _run(config: Any, loaded: Any, session: RunSession, restoration: Restoration
     envs = provision_workers(config, backends, needs, device)
     check_engines(config, backends, envs)
     # the run directory is taken when nothing is left to refuse, so that another config may have it after a refusal
-    with session:
+    with (
+        session,
+        VirtualCluster.of(config.cluster, device, after_a_loss=restoration.follows_a_loss) as cluster,
+        Runtime(config, backends, envs, cluster, session.directory.logs) as runtime,
+    ):
         try:
-            with (
-                VirtualCluster.of(config.cluster, device) as cluster,
-                Runtime(config, backends, envs, cluster, session.directory.logs) as runtime,
-            ):
-                with session.phase("starting"):
-                    components = runtime.components(algorithm, data, needs, vocabulary=len(tokenizer))
-                with session.with_models():
-                    resolve(algorithm.run)(config, components, session)
-        except WorkerDied as error:
-            restoration.judge(error, session)
+            with session.phase("starting"):
+                components = runtime.components(algorithm, data, needs, vocabulary=len(tokenizer))
+            with session.with_models():
+                resolve(algorithm.run)(config, components, session)
+        except RLError as error:
+            restoration.judge(error, session, runtime.lost_nodes)
             raise
 
 
