@@ -5,12 +5,12 @@
     python benchmarks/gpu_check.py --device rehearsal         # the same with a GPU's offload and transports
     python benchmarks/gpu_check.py --only attention head      # some sections; --list names them
 
-It needs torch, transformers, safetensors, numpy, pydantic and omegaconf; peft where adapters are trained, megatron-core
-and psutil for the section `megatron`, which says so where they are missing. The packages of this repository need not be
-installed: they are taken from `packages/*/src` of the checkout. On a machine without a package index, carry the pure
-wheels (`pip download --no-deps omegaconf antlr4-python3-runtime pydantic annotated-types typing-inspection
-megatron-core`, and `pydantic-core` for its Python) in a folder, unpack them with `python -m pip install --no-index
---no-deps --target FOLDER *.whl` and name that folder in PYTHONPATH.
+It needs torch, transformers, peft, safetensors, numpy, pydantic, omegaconf and PyYAML; megatron-core and psutil for
+the section `megatron`. A section whose packages are missing says so and is skipped. The packages of this repository
+need not be installed: they are taken from `packages/*/src` of the checkout. On a machine without a package index,
+carry wheels of what is missing (`pip download --no-deps omegaconf antlr4-python3-runtime pydantic pydantic-core
+annotated-types typing-inspection megatron-core`, for its version of Python), install them there with `python -m pip
+install --no-index --no-deps --target FOLDER *.whl` and name that folder in PYTHONPATH.
 
 Every section prints a verdict per check against a named oracle: ok, off, failed or skipped. A section that fails, ends
 its process or runs over its budget is reported, and the others still run. The exit code is 1 if any check is off or
@@ -26,8 +26,9 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(path) for path in sorted(ROOT.glob("packages/*/src")) if str(path) not in sys.path]
+from gpu_check.uninstalled import offer
+
+offer(sorted(Path(__file__).resolve().parents[1].glob("packages/rl-*")))
 
 from gpu_check.accelerator import ACCELERATORS  # noqa: E402
 from gpu_check.document import Document  # noqa: E402
