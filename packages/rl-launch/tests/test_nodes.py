@@ -6,9 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from rl_core.devices import CPU, CUDA, REHEARSAL
 from rl_core.errors import ConfigError, WorkerDied, WorkerEnvironmentError
 from rl_core.registry import Requirement
+from rl_launch.cluster import VirtualCluster
+from rl_launch.device import resolve_device
 from rl_launch.nodes import Nodes
+from rl_launch.placement import Patience, PlacementError
+from rl_launch.root import ClusterConfig
 from rl_launch.worker_envs import worker_env
 from rl_launch.worker_envs.driver_envs import DriverEnvs
 
@@ -23,12 +28,53 @@ def pair(machines):
     return machines.add(), machines.add(GLOO_SOCKET_IFNAME="eth7")
 
 
+def cluster_of(*, num_nodes=1, ranks=2, **patience):
+    return VirtualCluster(
+        device=REHEARSAL, num_nodes=num_nodes, ranks_per_node=ranks, patience=Patience(**{"busy_s": 60} | patience)
+    )
+
+
 def nodes_of(envs=DRIVERS_OWN, *, folder, model_folders=None):
     return Nodes(envs, folder, model_folders=model_folders or {}, answer_timeout_s=120, build_timeout_s=300)
 
 
 def on(*nodes):
     return {node.node_id: ["env.math"] for node in nodes}
+
+
+def test_auto_is_the_cpu_on_a_cluster_without_gpus_unless_it_may_add_some(machines, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", machines.cluster.address)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert resolve_device(ClusterConfig()) == CPU
+    with pytest.raises(ConfigError, match=r"has no GPU now and may add some .* set cluster\.device to cuda or cpu"):
+        resolve_device(ClusterConfig(autoscaling=True))
+    assert resolve_device(ClusterConfig(autoscaling=True, device="cuda")) == CUDA
+    with pytest.raises(ConfigError, match=r"cluster\.device is cuda, but the cluster has no GPU"):
+        VirtualCluster.of(ClusterConfig(device="cuda"), CUDA)
+    VirtualCluster.of(ClusterConfig(device="cuda", autoscaling=True), CUDA).close()
+
+
+def test_auto_is_cuda_on_a_cluster_whose_other_nodes_have_gpus(machines, pair, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", machines.cluster.address)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert resolve_device(ClusterConfig()) == CUDA
+
+
+def test_devices_are_reserved_node_by_node_and_what_there_is_not_is_told_at_once(pair):
+    with cluster_of(num_nodes=2) as cluster:
+        reserved = cluster.reserve(2, 2)
+        assert {bundles[0].node for bundles in reserved} == {node.node_id for node in pair}
+        assert [[cluster.node_of(bundle) for bundle in bundles] for bundles in reserved] == [
+            [bundle.node for bundle in bundles] for bundles in reserved
+        ]
+        with pytest.raises(
+            PlacementError, match=r"cluster\.gpus_per_node ask for 3 x 2 GPU, 2 CPU, each on one node, but"
+        ):
+            cluster.reserve_replicas(1, 2)
+        with cluster_of(busy_s=1) as other, pytest.raises(PlacementError, match="1 of 1 were not free within 1 s"):
+            other.reserve(1, 2)
+    with cluster_of(num_nodes=2) as cluster:
+        cluster.reserve(2, 2)
 
 
 def test_nodes_that_share_the_drivers_folders_and_environment_are_used_as_they_are(pair, tmp_path):
@@ -113,7 +159,7 @@ def test_a_shared_environment_that_is_not_shared_is_refused_by_node(pair, driver
 @pytest.fixture(scope="module")
 def spare(machines):
     """A node on which no environment can be built."""
-    return machines.add(RL_HOME="/dev/null/home")
+    return machines.add(num_gpus=3, RL_HOME="/dev/null/home")
 
 
 def test_a_build_that_fails_names_the_node_and_the_remedy(spare, driver_alone, tmp_path):
@@ -124,7 +170,10 @@ def test_a_build_that_fails_names_the_node_and_the_remedy(spare, driver_alone, t
     assert "Check the node's network and disk" in str(refused.value)
 
 
-def test_a_node_that_dies_meanwhile_is_named_and_known_to_be_lost(spare, pair, tmp_path):
+def test_a_node_that_dies_meanwhile_is_named_and_known_to_be_lost(spare, pair, tmp_path, monkeypatch):
+    monkeypatch.setattr("rl_launch.cluster.REPLACEMENT_S", 1.0)
+    cluster = cluster_of()
+    ((bundle,),) = cluster.reserve_replicas(1, 3)
     nodes, before = nodes_of(folder=tmp_path), nodes_of(folder=tmp_path)
     before.prepare(on(spare, pair[0]))
     assert before.lost() == []
@@ -132,3 +181,6 @@ def test_a_node_that_dies_meanwhile_is_named_and_known_to_be_lost(spare, pair, t
     with pytest.raises(WorkerDied, match=f"node {spare.node_ip_address} was lost while waiting for"):
         nodes.prepare(on(spare))
     assert before.lost() == [spare.node_ip_address]
+    with pytest.raises(WorkerDied, match="no other has such devices free"):
+        cluster.node_of(bundle)
+    cluster.close()

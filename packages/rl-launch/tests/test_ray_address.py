@@ -7,6 +7,7 @@ from rl_core.errors import ConfigError
 from rl_launch.cluster import VirtualCluster
 from rl_launch.device import resolve_device
 from rl_launch.ray_address import check_ray_address
+from rl_launch.root import ClusterConfig
 
 
 @pytest.fixture
@@ -23,7 +24,7 @@ def stale(monkeypatch):
     "connect",
     [
         check_ray_address,
-        lambda: resolve_device("auto"),
+        lambda: resolve_device(ClusterConfig()),
         lambda: VirtualCluster(device=CPU, num_nodes=1, ranks_per_node=1),
     ],
     ids=["at once", "to see its devices", "to run there"],

@@ -108,10 +108,11 @@ class VirtualCluster:
         self.ranks_per_node = ranks_per_node
         self._patience = patience
         self._groups: dict[PlacementGroup, Resources] = {}
-        if device.has_gpus and not ray.cluster_resources().get("GPU") and not patience.absent_s:
+        if device.has_gpus and not patience.absent_s and not gpus_of_cluster():
             self.close()
             raise ConfigError(
-                f"cluster.device is {device.name}, but the cluster has no GPU; set cluster.device to cpu or auto"
+                f"cluster.device is {device.name}, but the cluster has no GPU; set cluster.device to cpu or auto, or "
+                "cluster.autoscaling=true if the cluster adds nodes by itself"
             )
 
     @classmethod
@@ -220,6 +221,18 @@ class VirtualCluster:
             ray.shutdown()
         if self._logical is not None:
             self._logical.close()
+
+
+def gpus_of_cluster() -> float:
+    """GPUs of all nodes of the cluster that RAY_ADDRESS names."""
+    connects = not ray.is_initialized()
+    if connects:
+        connect(os.environ["RAY_ADDRESS"])
+    try:
+        return sum(node.total.get("GPU", 0) for node in _living().values())
+    finally:
+        if connects:
+            ray.shutdown()
 
 
 def _living() -> dict[str, NodeResources]:

@@ -18,7 +18,7 @@ from rl_core.model_config import ModelConfig, local_hf_config
 from rl_core.registry import ALGORITHMS, POLICIES, AlgorithmPlugin, BackendPlugin, plugin
 from rl_launch.device import check_devices, resolve_device
 from rl_launch.model_folder import MODEL_FILES, folder_problems
-from rl_launch.root import Backends, backends_of, read_model_config
+from rl_launch.root import Backends, backends_of, check_placement, read_model_config
 from rl_launch.session.checkpoints import newest_checkpoint
 from rl_launch.session.manifest import Manifest, sync_folder
 from rl_launch.train import with_local_model
@@ -166,7 +166,8 @@ def _policy(config: Any, spec: ModelSpec, target: Path) -> Iterator[RemoteModel]
     from rl_launch.runtime import Runtime, check_engines, provision_workers
 
     backends = Backends(backends_of(config).policy, None)
-    device = resolve_device(config.cluster.device)
+    device = resolve_device(config.cluster)
+    check_placement(config.cluster, backends, device)
     envs = provision_workers(config, backends, None, device)
     check_engines(config, backends, envs)
     beside = target.absolute().parent

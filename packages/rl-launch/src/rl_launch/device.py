@@ -9,19 +9,22 @@ from typing import Any
 
 from rl_core.devices import CPU, CUDA, Device, device_named
 from rl_core.errors import ConfigError
-from rl_launch.ray_address import check_ray_address, nobody_answers
+from rl_launch.ray_address import check_ray_address
 
 AUTO = "auto"
 
 
-def resolve_device(configured: str) -> Device:
-    """The device that `cluster.device` names. `auto` is CUDA if there are GPUs on this machine, or on the Ray cluster
-    that RAY_ADDRESS names.
+def resolve_device(cluster: Any) -> Device:
+    """The device of a `cluster` section. `auto` is CUDA if there are GPUs on this machine, or, if RAY_ADDRESS names a
+    Ray cluster, on any of its nodes.
+
+    Raises:
+        ConfigError: for `auto` on a cluster that has no GPU now and may add some.
     """
-    if configured != AUTO:
-        return device_named(configured)
+    if cluster.device != AUTO:
+        return device_named(cluster.device)
     if os.environ.get("RAY_ADDRESS"):
-        return _device_of_cluster()
+        return _device_of_cluster(autoscaling=cluster.autoscaling)
     return CUDA if local_gpus() else CPU
 
 
@@ -34,7 +37,7 @@ def check_devices(cluster: Any) -> None:
     """
     if os.environ.get("RAY_ADDRESS") or _is_connected():
         return
-    device = resolve_device(cluster.device)
+    device = resolve_device(cluster)
     if device.is_logical:
         return
     if cluster.num_nodes > 1:
@@ -71,13 +74,16 @@ def _is_connected() -> bool:
     return "ray" in sys.modules and sys.modules["ray"].is_initialized()
 
 
-def _device_of_cluster() -> Device:
+def _device_of_cluster(*, autoscaling: bool) -> Device:
     check_ray_address()
-    import ray
+    # importing Ray takes a second; `rl_launch.cluster` sets what Ray reads at its import
+    from rl_launch.cluster import gpus_of_cluster
 
-    if not ray.is_initialized():
-        try:
-            ray.init(address="auto", log_to_driver=False)
-        except ConnectionError as error:
-            raise nobody_answers(os.environ["RAY_ADDRESS"], str(error)) from None
-    return CUDA if ray.cluster_resources().get("GPU") else CPU
+    if gpus_of_cluster():
+        return CUDA
+    if autoscaling:
+        raise ConfigError(
+            "cluster.device is auto, but the cluster that RAY_ADDRESS names has no GPU now and may add some "
+            "(cluster.autoscaling is true); set cluster.device to cuda or cpu"
+        )
+    return CPU

@@ -11,7 +11,7 @@ from rl_algos.tokenizer import load_tokenizer
 from rl_core.generation import Evaluation
 from rl_core.registry import ALGORITHMS, AlgorithmPlugin, plugin, resolve
 from rl_launch.device import check_devices, resolve_device
-from rl_launch.root import backends_of
+from rl_launch.root import backends_of, check_placement
 
 
 def evaluate(config: Any, *, logs: Path) -> Evaluation:
@@ -36,7 +36,8 @@ def evaluate(config: Any, *, logs: Path) -> Evaluation:
     from rl_launch.runtime import Runtime, provision_workers
 
     backends = backends_of(config)
-    device = resolve_device(config.cluster.device)
+    device = resolve_device(config.cluster)
+    check_placement(config.cluster, backends, device)
     envs = provision_workers(config, backends, needs, device, trains=False)
     logs.mkdir(parents=True, exist_ok=True)
     with (

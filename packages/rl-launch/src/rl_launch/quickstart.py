@@ -114,7 +114,7 @@ def run(folder: Path, console: Console | None = None) -> None:
         model = stages.make_model()
     config: Any = read_config("grpo-arithmetic", [f"policy.model_name={model}"]).config
     cluster = config.cluster
-    with VirtualCluster.of(cluster, resolve_device(cluster.device)):
+    with VirtualCluster.of(cluster, resolve_device(cluster)):
         with stages.stage("initial", "2/4  Scoring it on held-out sums"):
             stages.accuracy["initial"] = stages.score(model)
         with stages.stage("sft", "3/4  Supervised fine-tuning on generated sums, FSDP2 on two ranks"):

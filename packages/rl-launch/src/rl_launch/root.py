@@ -13,6 +13,7 @@ from typing import Any, Generic, Literal, TypeVar
 from pydantic import Field
 
 from rl_core.config import Config, EnvVars, Problem, RawConfig, Resolved, assemble, did_you_mean, load, resolve
+from rl_core.devices import Device
 from rl_core.errors import ConfigError
 from rl_core.model_config import GenerationConfig, ModelConfig
 from rl_core.registry import (
@@ -290,11 +291,24 @@ def _model_checks(config: Any) -> Iterator[Problem]:
     yield from _placement_problems(config.cluster, Backends(policy, None))
 
 
+def check_placement(cluster: Any, backends: Backends, device: Device) -> None:
+    """Refuse parallel sizes that do not divide the devices of a `cluster` section, once the kind of device is known.
+
+    Raises:
+        ConfigError: listing every problem.
+    """
+    problems = list(_placement_problems_on(device, cluster, backends))
+    if problems:
+        raise ConfigError("\n".join(f"{problem.key}: {problem.message}" for problem in problems))
+
+
 def _placement_problems(cluster: Any, backends: Backends) -> Iterator[Problem]:
-    # the devices of another machine's cluster are known once Ray has connected to it
-    if cluster.device == AUTO and os.environ.get("RAY_ADDRESS"):
-        return
-    device = resolve_device(cluster.device)
+    # the devices of another machine's cluster are known once Ray has connected to it: `check_placement`
+    if cluster.device != AUTO or not os.environ.get("RAY_ADDRESS"):
+        yield from _placement_problems_on(resolve_device(cluster), cluster, backends)
+
+
+def _placement_problems_on(device: Device, cluster: Any, backends: Backends) -> Iterator[Problem]:
     generation = backends.generation
     topology = plan(
         num_nodes=cluster.num_nodes,

@@ -14,7 +14,7 @@ from rl_launch.local_models import local_model
 from rl_launch.placement import PlacementError
 from rl_launch.ray_address import check_ray_address
 from rl_launch.restoration import Restoration
-from rl_launch.root import backends_of
+from rl_launch.root import backends_of, check_placement
 from rl_launch.session import RunDirectory, RunSession
 from rl_launch.session.lock import FILE_NAME as LOCK
 from rl_launch.session.writers import check_writers
@@ -76,7 +76,8 @@ def _run(config: Any, loaded: Any, session: RunSession, restoration: Restoration
     from rl_launch.runtime import Runtime, check_engines, provision_workers
 
     backends = backends_of(config)
-    device = resolve_device(config.cluster.device)
+    device = resolve_device(config.cluster)
+    check_placement(config.cluster, backends, device)
     envs = provision_workers(config, backends, needs, device)
     check_engines(config, backends, envs)
     # the run directory is taken when nothing is left to refuse, so that another config may have it after a refusal
