@@ -1,0 +1,123 @@
+"""A Ray cluster of logical nodes that tests hurt: each is a process of this machine with an address of its own."""
+
+import os
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from rl_core.testing.rank_pool import free_port
+
+SETTINGS = {
+    "RAY_health_check_initial_delay_ms": "1000",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "2000",
+    "RAY_health_check_failure_threshold": "3",
+    "RAY_AUTH_MODE": "disabled",
+}
+"""Has Ray's head notice a dead node in seconds, and let every process of the machine in."""
+
+
+@dataclass
+class LogicalNode:
+    """A node, with all the processes that Ray starts there."""
+
+    address: str
+    process: subprocess.Popen = field(repr=False)
+
+    def processes(self):
+        if self.process.poll() is not None:
+            return []
+        root = psutil.Process(self.process.pid)
+        return [root, *root.children(recursive=True)]
+
+    def runs(self, words):
+        """Whether one of its processes says so in its title."""
+        return any(words in " ".join(each.cmdline()) for each in self.processes())
+
+    def kill(self):
+        """As a machine that loses power."""
+        found = self.processes()
+        for each in found:
+            each.kill()
+        psutil.wait_procs(found, 30)
+        self.process.wait(30)
+
+
+class LogicalCluster:
+    """Nodes with GPUs that Ray counts and nobody has.
+
+    Args:
+        folder: for what Ray writes.
+    """
+
+    def __init__(self, folder, *, gpus_per_node=4):
+        self._folder = folder
+        self._gpus = gpus_per_node
+        self._exit = ExitStack()
+        self._port = free_port()
+        self.nodes = []
+
+    @property
+    def address(self):
+        """For `RAY_ADDRESS`."""
+        return f"{self.nodes[0].address}:{self._port}"
+
+    def add(self, *, hides=(), **variables):
+        """Start a further node, the first of which is the head.
+
+        Args:
+            hides: folders in whose place its processes see an empty one.
+            variables: of its processes.
+        """
+        number = len(self.nodes)
+        address = f"127.0.0.{40 + number}"
+        role = ["--head", f"--port={self._port}", "--include-dashboard=false"]
+        if self.nodes:
+            role = [f"--address={self.address}"]
+        ray = Path(sys.executable).with_name("ray")
+        command = [
+            *(str(ray), "start", "--block", "--disable-usage-stats", *role),
+            *(f"--node-ip-address={address}", f"--num-gpus={self._gpus}", f"--num-cpus={4 * self._gpus}"),
+            f"--object-store-memory={100 * 2**20}",
+        ]
+        if hides:
+            mounts = " && ".join(f"mount -t tmpfs tmpfs '{path}'" for path in hides)
+            command = [
+                "unshare",
+                "--mount",
+                "--propagation",
+                "private",
+                "sh",
+                "-c",
+                f'{mounts} && exec "$@"',
+                "sh",
+                *command,
+            ]
+        self._folder.mkdir(exist_ok=True)
+        log = self._exit.enter_context((self._folder / f"node-{number}.log").open("w"))
+        environment = {**os.environ, **SETTINGS, "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", **variables}
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+        node = LogicalNode(address, process)
+        self.nodes.append(node)
+        self._exit.callback(node.kill)
+        self._await(node, Path(log.name))
+        return node
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self._exit.close()
+
+    @staticmethod
+    def _await(node, log, timeout=180):
+        deadline = time.monotonic() + timeout
+        while "--block" not in log.read_text():
+            assert node.process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)

@@ -1,0 +1,74 @@
+"""Runs on nodes with several GPUs each, rehearsed on this machine: CUDA's topology, residency and transports, and what
+such a run lives through. What they compute is held against a plain run on the CPU.
+"""
+
+import pytest
+from logical_cluster import LogicalCluster
+from runs import Run, assert_same, logs_of, rollouts_of, steps_of
+
+NODES = ("cluster.device=rehearsal", "cluster.num_nodes=2", "cluster.gpus_per_node=4")
+APART = ("policy.generation.colocated.enabled=false", "policy.generation.colocated.resources.num_nodes=1")
+HF = "policy.generation.backend=hf"
+MEGATRON = (
+    "policy.megatron_cfg.enabled=true",
+    "policy.megatron_cfg.tensor_model_parallel_size=2",
+    "policy.megatron_cfg.pipeline_model_parallel_size=2",
+)
+TENSOR = "policy.dtensor_cfg.tensor_parallel_size=2"
+NUM_STEPS = 6
+STEPS = f"grpo.max_num_steps={NUM_STEPS}"
+SAME = ("reward/mean", "train/loss", "train/grad_norm")
+
+
+@pytest.fixture(scope="session")
+def whole_hf(tmp_path_factory, grpo):
+    """Steps of the same run on the CPU that nothing happened to."""
+    run = Run.start(tmp_path_factory.mktemp("whole") / "hf", *grpo, STEPS, HF, "cluster.device=cpu")
+    run.finish()
+    return steps_of(run.folder)
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    with LogicalCluster(tmp_path / "ray") as nodes:
+        yield nodes
+
+
+def assert_a_plain_run(run, whole):
+    found = steps_of(run.folder)
+    assert_same(found, whole[: len(found)], SAME, 1e-3)
+    assert len(found) == NUM_STEPS
+    assert max(line["mismatch/max"] for line in found) < 1e-3
+    prompts = [row["prompt_id"] for rows in rollouts_of(run.folder).values() for row in rows]
+    assert len(set(prompts)) == 32 * NUM_STEPS
+
+
+def test_sft_over_two_nodes(sft, whole_sft, tmp_path):
+    run = Run.start(tmp_path / "run", *sft, "sft.max_num_steps=5", *NODES, TENSOR)
+    run.finish()
+    assert_same(steps_of(run.folder), steps_of(whole_sft)[:5], ("train/loss", "train/grad_norm"), 1e-3)
+
+
+def test_colocated_grpo_over_two_nodes_outlives_its_workers(grpo, whole_hf, tmp_path):
+    run = Run.start(tmp_path / "run", *grpo, STEPS, HF, *NODES, TENSOR)
+    run.await_step(1)
+    run.kill_one("ray::AsyncWorkerHost")
+    run.await_step(2)
+    run.kill_one("ray::RestartingHost")
+    run.await_step(4)
+    run.kill_one("ray::WorkerHost")
+    run.finish()
+    assert_a_plain_run(run, whole_hf)
+    assert logs_of(run.folder).count("starting again from checkpoint step_3") == 1
+
+
+def test_megatron_with_generation_apart_outlives_a_node(grpo, whole_hf, cluster, tmp_path):
+    for _ in range(3):
+        cluster.add()
+    run = Run.start(tmp_path / "run", *grpo, STEPS, HF, *NODES, *APART, *MEGATRON, RAY_ADDRESS=cluster.address)
+    run.await_step(4)
+    used = next(node for node in cluster.nodes[1:] if node.runs("WorkerHost"))
+    used.kill()
+    run.finish()
+    assert_a_plain_run(run, whole_hf)
+    assert logs_of(run.folder).count("starting again from checkpoint step_3") == 1
