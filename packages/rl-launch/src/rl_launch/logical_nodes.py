@@ -49,6 +49,7 @@ class LogicalNodes:
             "object_store_memory": max(LEAST_OBJECT_STORE_BYTES, object_store_bytes() // num_nodes),
         }
         _log.info("starting %d Ray nodes with %d logical GPUs each", num_nodes, gpus_per_node)
+        logging.getLogger("ray").setLevel(logging.ERROR)
         self._cluster = Cluster(shutdown_at_exit=True)
         try:
             with sessions_of_their_own():
