@@ -4,7 +4,7 @@ from transformers import AutoConfig
 
 from rl_dtensor import preflight
 from rl_dtensor.compilation import compiler_problem
-from rl_dtensor.selfcheck import MESHES, TOLERANCE, Case, check_case, expect, write_tiny
+from rl_dtensor.selfcheck import MESHES, TOLERANCE, case_on, check_case, expect, write_tiny
 
 RECOMPUTING = {"compile": True, "activation_checkpointing": True}
 
@@ -14,7 +14,9 @@ def test_compiled_layers_train_and_stream_as_one_process(ranks, tmp_path, monkey
     ranks.run("dtensor_factories:compile_plainly", [()] * 2)
     monkeypatch.setitem(MESHES, "compiled", (2, RECOMPUTING))
     folder = write_tiny(AutoConfig.for_model("qwen3"), tmp_path / "model")
-    outcome = check_case(ranks, folder, Case("compiled", is_packed=True, lora=False), expect(folder, lora=False))
+    outcome = check_case(
+        ranks, folder, case_on("compiled", is_packed=True, has_adapters=False), expect(folder, lora=False)
+    )
     assert not outcome.is_off(TOLERANCE), outcome
     graphs = ranks.run("dtensor_factories:count_compiled", [()] * 2)
     # with and without gradients, and once for rows of all lengths

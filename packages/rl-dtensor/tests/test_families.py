@@ -11,7 +11,7 @@ from rl_core.testing.model_worker import SGD, make_batch
 from rl_core.testing.pooled_model import PooledModel
 from rl_core.testing.torch.oracle import Oracle
 from rl_core.testing.torch.tiny_model import write_tiny_model
-from rl_dtensor.selfcheck import TOLERANCE, Case, check_case, expect, write_tiny
+from rl_dtensor.selfcheck import TOLERANCE, case_on, check_case, expect, write_tiny
 
 FACTORY = "dtensor_factories:build"
 SLIDING = {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 1}
@@ -69,7 +69,9 @@ def test_logits_that_are_made_some_other_way_are_refused(ranks, tmp_path):
 )
 def test_families_of_other_shapes_train_and_stream_as_one_process(ranks, tmp_path, family, is_packed, lora):
     folder = write_tiny(AutoConfig.for_model(family), tmp_path / "model")
-    outcome = check_case(ranks, folder, Case("fsdp2", is_packed, lora), expect(folder, lora=lora))
+    outcome = check_case(
+        ranks, folder, case_on("fsdp2", is_packed=is_packed, has_adapters=lora), expect(folder, lora=lora)
+    )
     assert not outcome.is_off(TOLERANCE), outcome
 
 

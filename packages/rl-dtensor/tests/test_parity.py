@@ -10,13 +10,15 @@ from itertools import combinations, product
 import pytest
 from transformers import AutoConfig
 
+from rl_core.selfcheck import MeshCase
+from rl_dtensor.plugin import HELD_FAMILIES
 from rl_dtensor.selfcheck import (
     CONTEXT,
     MESHES,
     PIPELINE,
     TENSOR,
     TOLERANCE,
-    Case,
+    case_on,
     check_case,
     expect,
     write_tiny,
@@ -51,27 +53,27 @@ KINDS: Mapping[str, str] = {
 """What each mesh splits, with every family to meet once."""
 
 EVERY_CASE = [
-    (family, Case(mesh, is_packed, lora))
+    (family, case_on(mesh, is_packed=is_packed, has_adapters=lora))
     for family, mesh, is_packed, lora in product(FAMILIES, MESHES, (True, False), (False, True))
     if not mesh.startswith("ep") or family in EXPERTS
 ]
 
 
-def pairs(family: str, case: Case) -> set[frozenset[tuple[str, str]]]:
+def pairs(family: str, case: MeshCase) -> set[frozenset[tuple[str, str]]]:
     """What meets in a case."""
     values = {
         "family": family,
         "kind": KINDS[case.mesh],
         "mesh": case.mesh,
         "layout": str(case.is_packed),
-        "trains": str(case.lora),
+        "trains": str(case.has_adapters),
     }
     return {frozenset(pair) for pair in combinations(values.items(), 2)} - {
         frozenset({("family", family), ("mesh", case.mesh)})
     }
 
 
-def covering(cases: Sequence[tuple[str, Case]]) -> list[tuple[str, Case]]:
+def covering(cases: Sequence[tuple[str, MeshCase]]) -> list[tuple[str, MeshCase]]:
     """Few cases in which every pair that meets in some case meets: always the one with most pairs that are missing."""
     missing = set().union(*(pairs(*case) for case in cases))
     chosen = []
@@ -104,7 +106,7 @@ def prepared(tmp_path_factory):
 
 
 def test_a_mesh_trains_and_streams_as_one_process(ranks, prepared, family, case):
-    folder, expected = prepared(family, case.lora)
+    folder, expected = prepared(family, case.has_adapters)
     outcome = check_case(ranks, folder, case, expected)
     assert not outcome.is_off(TOLERANCE), outcome
 
@@ -118,8 +120,12 @@ def test_a_mesh_trains_and_streams_as_one_process(ranks, prepared, family, case)
     ],
     ids=["pp2 x tp2+sp", "pp2 x cp2", "cp2 x ep2"],
 )
-def test_other_axes_go_together(ranks, prepared, monkeypatch, family, num_ranks, settings):
-    monkeypatch.setitem(MESHES, "other", (num_ranks, settings))
+def test_other_axes_go_together(ranks, prepared, family, num_ranks, settings):
     folder, expected = prepared(family, False)
-    outcome = check_case(ranks, folder, Case("other", is_packed=True, lora=False), expected)
+    case = MeshCase("other", num_ranks, settings, is_packed=True, has_adapters=False)
+    outcome = check_case(ranks, folder, case, expected)
     assert not outcome.is_off(TOLERANCE), outcome
+
+
+def test_the_families_that_a_run_need_not_check_are_those_held_here():
+    assert set(FAMILIES) == HELD_FAMILIES

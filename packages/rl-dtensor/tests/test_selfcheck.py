@@ -13,9 +13,10 @@ from rl_dtensor.plugin import PLUGIN
 from rl_dtensor.selfcheck import (
     MESHES,
     TOLERANCE,
-    Case,
     Expected,
     Outcome,
+    all_cases,
+    case_on,
     cases_of,
     check_case,
     check_family,
@@ -65,15 +66,15 @@ def test_a_family_that_one_process_cannot_train_is_refused_case_by_case(monkeypa
 
     monkeypatch.setattr(selfcheck, "expect", only_whole)
     monkeypatch.setattr(selfcheck, "check_case", lambda pool, folder, case, expected: Outcome(case))
-    found = list(check_family(None, AutoConfig.for_model("qwen3"), tmp_path))
-    assert {each.case.lora for each in found if each.refused} == {True}
-    assert all("no linear layers" in each.refused for each in found if each.case.lora)
+    found = list(check_family(None, AutoConfig.for_model("qwen3"), tmp_path, all_cases()))
+    assert {each.case.has_adapters for each in found if each.refused} == {True}
+    assert all("no linear layers" in each.refused for each in found if each.case.has_adapters)
 
 
 def test_what_differs_is_off(ranks, tmp_path):
     folder = write_tiny(AutoConfig.for_model("qwen3"), tmp_path / "model")
     expected = expect(folder, lora=False)
-    case = Case("1", is_packed=True, lora=False)
+    case = case_on("1", is_packed=True, has_adapters=False)
     assert not check_case(ranks, folder, case, expected).is_off(TOLERANCE)
     name = next(iter(expected.weights))
     moved = Expected(expected.steps, {**expected.weights, name: expected.weights[name] + 1e-3})
@@ -86,14 +87,14 @@ def test_what_differs_is_off(ranks, tmp_path):
 
 def test_cases_are_told_as_plain_data(monkeypatch, tmp_path):
     AutoConfig.for_model("qwen3").save_pretrained(tmp_path)
-    case = Case("tp2", is_packed=False, lora=True)
+    case = case_on("tp2", is_packed=False, has_adapters=True)
     outcomes = [
         Outcome(case, loss=1e-7),
         Outcome(case, weights=1e-3, inexact=("lm_head.weight",)),
         Outcome(case, refused="no tensor-parallel plan"),
         Outcome(case, failed="pool rank 0: builtins.RuntimeError: shapes differ"),
     ]
-    monkeypatch.setattr(selfcheck, "check_family", lambda pool, config, workspace: iter(outcomes))
+    monkeypatch.setattr(selfcheck, "check_family", lambda pool, config, workspace, cases: iter(outcomes))
     found = list(resolve(PLUGIN.selfcheck)(str(tmp_path)))
     assert {(each.mesh, each.layout) for each in found} == {("tp2", "padded, adapters")}
     assert [each.verdict for each in found] == ["exact", "off", "refused", "off"]
@@ -123,7 +124,7 @@ def test_a_rank_that_fails_is_a_failed_case_and_the_others_are_tried(monkeypatch
         return Outcome(case)
 
     monkeypatch.setattr(selfcheck, "check_case", one_mesh_fails)
-    found = {str(each.case): each for each in check_family(None, AutoConfig.for_model("qwen3"), tmp_path)}
+    found = {str(each.case): each for each in check_family(None, AutoConfig.for_model("qwen3"), tmp_path, all_cases())}
     assert len(found) == 3 * len(MESHES)
     assert found["tp2, packed, full"].is_off(TOLERANCE)
     assert found["tp2, packed, full"].failed == "builtins.RuntimeError: shapes differ"

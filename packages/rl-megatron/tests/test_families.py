@@ -14,6 +14,7 @@ from rl_core.testing.model_worker import make_batch
 from rl_core.testing.pooled_model import PooledModel
 from rl_core.testing.torch.oracle import Oracle
 from rl_core.testing.torch.tiny_model import write_tiny_model
+from rl_megatron.plugin import HELD_FAMILIES
 
 ALL = LAYOUTS | EXPERT_LAYOUTS
 PLAIN = OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 1.0})
@@ -118,3 +119,7 @@ def test_a_layout_that_does_not_fit_the_model_is_refused(ranks, folders, layout,
     config = ModelConfig(model_name=str(folders["llama"]), precision="float32")
     with pytest.raises(WorkerError, match=message):
         PooledModel(ranks, "megatron_factories:build", config, ModelSpec(), num_ranks, **layout)
+
+
+def test_the_families_that_a_run_need_not_check_are_those_held_here():
+    assert set(FAMILIES) == HELD_FAMILIES

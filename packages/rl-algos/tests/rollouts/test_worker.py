@@ -180,3 +180,15 @@ def test_requests_of_groups_begun_together_reach_the_engine_in_order_and_before_
 
     asyncio.run(run())
     assert asked == [5, 6, 7, 8]
+
+
+def test_a_group_may_be_asked_for_before_the_message_that_begins_it(make_worker):
+    worker, _ = make_worker(lambda conversation: StepResult(reward=1.0, done=True))
+
+    async def run():
+        asked = asyncio.create_task(worker.group(3))
+        await asyncio.sleep(0)
+        await worker.begin([(3, task(5))])
+        return await asked
+
+    assert [rollout.reward for rollout in asyncio.run(run()).rollouts] == [1.0]

@@ -144,6 +144,9 @@ class ModelConfig(Config):
     max_skipped_steps: int = Field(default=10, ge=0)
     """Optimizer steps in a row that may be skipped because their gradient is not finite. One more ends the run; 0 ends
     it at the first."""
+    family_check: Literal["auto", "off"] = "auto"
+    """`auto` proves once, before a model family is trained on a mesh that no test holds, that a tiny model of it trains
+    right there; `off` trains without a proof."""
     hf_config_overrides: dict[str, Any] = {}
     """Fields of the Hugging Face config to replace."""
     logprob_chunk_size: int = Field(default=1024, gt=0)

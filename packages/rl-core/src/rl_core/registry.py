@@ -15,6 +15,7 @@ from rl_core.errors import ConfigError
 if TYPE_CHECKING:
     from rl_core.config import Config, Problem
     from rl_core.model import ModelSpec
+    from rl_core.selfcheck import MeshCase
 
 POLICIES = "rl.policies"
 GENERATORS = "rl.generators"
@@ -62,8 +63,12 @@ class BackendPlugin:
         preflight: `"package.module:function"`, called in the worker's environment with the resolved config as plain
             data before Ray starts; returns problems as text.
         selfcheck: `"package.module:function"` of a training backend, called in the worker's environment with a model's
-            folder or hub name; yields a `rl_core.selfcheck.FamilyCase` for each mesh, layout of rows and kind of
-            training on a tiny model of its family, on CPU, and raises `ConfigError` where there is no such family.
+            folder or hub name, and with None or the one `rl_core.selfcheck.MeshCase` to check; yields a `FamilyCase`
+            for each mesh, layout of rows and kind of training on a tiny model of its family, on CPU, and raises
+            `ConfigError` if there is no such family.
+        mesh_case: from the resolved config of a run to the case that its mesh comes down to at a small size.
+        held_families: model types (as in `config.json`) whose every mesh the backend's own tests hold; a run of another
+            family checks its case first.
     """
 
     name: str
@@ -76,6 +81,8 @@ class BackendPlugin:
     checks: tuple[Callable[[Any], Iterable[Problem]], ...] = ()
     preflight: str = ""
     selfcheck: str = ""
+    mesh_case: Callable[[Any], MeshCase] | None = None
+    held_families: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

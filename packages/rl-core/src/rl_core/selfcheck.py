@@ -1,12 +1,39 @@
-"""What a training backend says of a model family, mesh by mesh."""
+"""Whether a model family trains right: what a training backend is asked, mesh by mesh, and what it answers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 Verdict = Literal["exact", "off", "refused"]
+
+
+@dataclass(frozen=True)
+class MeshCase:
+    """One way to train a model: a mesh, the layout of rows on it, and what trains.
+
+    Args:
+        mesh: its name, `tp2 x pp2`.
+        num_ranks: its ranks.
+        settings: of the backend's config.
+        is_packed: whether rows are packed, rather than padded.
+        has_adapters: whether adapters train, rather than all weights.
+    """
+
+    mesh: str
+    num_ranks: int
+    settings: Mapping[str, Any]
+    is_packed: bool
+    has_adapters: bool
+
+    @property
+    def layout(self) -> str:
+        """`packed, full`, or the like."""
+        return f"{'packed' if self.is_packed else 'padded'}, {'adapters' if self.has_adapters else 'full'}"
+
+    def __str__(self) -> str:
+        return f"{self.mesh}, {self.layout}"
 
 
 @dataclass(frozen=True)
@@ -29,3 +56,8 @@ class FamilyCase:
     differences: Mapping[str, float] = field(default_factory=dict)
     names: tuple[str, ...] = ()
     reason: str = ""
+
+
+def at_most_two(sizes: Mapping[str, int | None]) -> dict[str, int]:
+    """Parallel sizes of a small mesh that splits a model along the same axes: those above 1 become 2."""
+    return {name: min(size, 2) for name, size in sizes.items() if size}

@@ -8,9 +8,27 @@ from typing import Any
 from rl_core.config import Problem
 from rl_core.model_config import local_hf_config
 from rl_core.registry import BackendPlugin, Requirement
+from rl_core.selfcheck import MeshCase, at_most_two
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.parallel.sizes import combination_problems, num_ranks, shape_problems
 from rl_dtensor.settings import device_problems, head_problems
+
+SIZES = {
+    "tensor_parallel_size": "tp",
+    "context_parallel_size": "cp",
+    "pipeline_parallel_size": "pp",
+    "expert_parallel_size": "ep",
+}
+"""Keys of the sizes along which a model is split, and the names of their axes."""
+
+SHAPING = (
+    "sequence_parallel",
+    "custom_parallel_plan",
+    "context_parallel_method",
+    "activation_checkpointing",
+    "recompute_granularity",
+)
+"""Further keys that decide how a split model computes."""
 
 FLASH = Requirement("rl-dtensor", extras={"cuda": ("flash",)})
 
@@ -66,6 +84,28 @@ def kernels(config: DTensorConfig) -> tuple[Requirement, ...]:
     return (FLASH,) if config.attention_backend == "flash_attention_2" else ()
 
 
+HELD_FAMILIES = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text"})
+"""Model types that the tests of this package train on every mesh."""
+
+
+def mesh_case(config: Any) -> MeshCase:
+    """The case of `rl_dtensor.selfcheck` that a run's mesh comes down to: the same axes, two ranks on each."""
+    policy = config.policy
+    backend: DTensorConfig = policy.dtensor_cfg
+    sizes = at_most_two({name: getattr(backend, name) for name in SIZES})
+    settings = {**{name: getattr(backend, name) for name in SHAPING}, **sizes}
+    least = num_ranks(DTensorConfig(**settings))
+    axes = [f"{SIZES[name]}2" for name, size in sizes.items() if size > 1]
+    # nothing is split on one rank but the data, which more ranks than one shard
+    return MeshCase(
+        " x ".join(axes) or "fsdp2",
+        max(2, least),
+        settings,
+        is_packed=policy.sequence_packing.enabled,
+        has_adapters=policy.lora_cfg.enabled,
+    )
+
+
 PLUGIN = BackendPlugin(
     name="dtensor",
     key="dtensor_cfg",
@@ -81,4 +121,6 @@ PLUGIN = BackendPlugin(
     checks=(check_policy, check_mesh, check_device),
     preflight="rl_dtensor.preflight:check",
     selfcheck="rl_dtensor.selfcheck:cases_of",
+    mesh_case=mesh_case,
+    held_families=HELD_FAMILIES,
 )

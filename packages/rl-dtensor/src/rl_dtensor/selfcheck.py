@@ -3,7 +3,7 @@
 The usage loop::
 
     with RankPool(4) as pool:
-        for outcome in check_family(pool, read_config(folder, {}), workspace):
+        for outcome in check_family(pool, read_config(folder, {}), workspace, all_cases()):
             ...                                   # outcome.is_off(TOLERANCE) where the family is not right yet
 
 Every case trains three steps in float32 and is held against `transformers` (and peft) in float64, row by row, in one
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,7 +31,7 @@ from rl_core.errors import ConfigError, WorkerDied, WorkerError
 from rl_core.model import ModelSpec, Rendezvous
 from rl_core.model_config import LoraConfig, ModelConfig, OptimizerConfig, SequencePackingConfig
 from rl_core.ragged import Ragged
-from rl_core.selfcheck import FamilyCase, Verdict
+from rl_core.selfcheck import FamilyCase, MeshCase, Verdict
 from rl_core.testing.losses import TokenLoss
 from rl_core.testing.pooled_model import PooledModel
 from rl_core.testing.rank_pool import RankPool, free_port
@@ -127,18 +127,6 @@ LONGEST_PERIOD = 8
 
 
 @dataclass(frozen=True)
-class Case:
-    """A mesh, the layout of rows on it, and what trains."""
-
-    mesh: str
-    is_packed: bool
-    lora: bool
-
-    def __str__(self) -> str:
-        return f"{self.mesh}, {'packed' if self.is_packed else 'padded'}, {'adapters' if self.lora else 'full'}"
-
-
-@dataclass(frozen=True)
 class Outcome:
     """How far a case is from one process.
 
@@ -150,7 +138,7 @@ class Outcome:
         failed: what went wrong, where it did not get to the end.
     """
 
-    case: Case
+    case: MeshCase
     loss: float = 0.0
     grad_norm: float = 0.0
     weights: float = 0.0
@@ -177,11 +165,12 @@ class Expected:
     weights: Mapping[str, Tensor]
 
 
-def cases_of(model: str) -> Iterator[FamilyCase]:
-    """Every case of `check_family`, as `rl doctor model` shows it.
+def cases_of(model: str, only: MeshCase | None = None) -> Iterator[FamilyCase]:
+    """Every case of `check_family`, as `rl doctor model` shows it, or one.
 
     Args:
         model: a folder with a `config.json`, or a hub name.
+        only: the one to check; `all_cases` if None.
 
     Raises:
         ConfigError: where transformers knows no such family, or no language model of it.
@@ -194,31 +183,51 @@ def cases_of(model: str) -> Iterator[FamilyCase]:
         raise ConfigError(
             f"{model} is a {config.model_type} model, and transformers has no language model of that kind"
         )
-    with RankPool(4) as pool, tempfile.TemporaryDirectory() as workspace:
-        for outcome in check_family(pool, config, Path(workspace)):
+    cases = all_cases() if only is None else [only]
+    num_ranks = max(case.num_ranks for case in cases)
+    with RankPool(num_ranks) as pool, tempfile.TemporaryDirectory() as workspace:
+        for outcome in check_family(pool, config, Path(workspace), cases):
             yield _as_case(outcome)
 
 
-def check_family(pool: RankPool, config: PreTrainedConfig, workspace: Path) -> Iterator[Outcome]:
-    """Every mesh, packed and padded, and with adapters, on a tiny model of the family.
+def case_on(mesh: str, *, is_packed: bool, has_adapters: bool) -> MeshCase:
+    """A case on one of `MESHES`."""
+    num_ranks, settings = MESHES[mesh]
+    return MeshCase(mesh, num_ranks, settings, is_packed, has_adapters)
+
+
+def all_cases() -> list[MeshCase]:
+    """Every mesh, packed and padded, and with adapters."""
+    layouts = ((True, False), (False, False), (True, True))
+    return [
+        case_on(mesh, is_packed=is_packed, has_adapters=has_adapters)
+        for mesh in MESHES
+        for is_packed, has_adapters in layouts
+    ]
+
+
+def check_family(
+    pool: RankPool, config: PreTrainedConfig, workspace: Path, cases: Sequence[MeshCase]
+) -> Iterator[Outcome]:
+    """Train a tiny model of the family in each way.
 
     Args:
-        pool: of four ranks.
+        pool: of as many ranks as the largest mesh has.
         workspace: an empty folder.
     """
     folder = write_tiny(config, workspace / "tiny")
-    expected: dict[bool, Expected | Exception] = {lora: _expect_or_why(folder, lora=lora) for lora in (False, True)}
-    for mesh in MESHES:
-        for case in (Case(mesh, True, False), Case(mesh, False, False), Case(mesh, True, True)):
-            wanted = expected[case.lora]
-            if isinstance(wanted, Exception):
-                yield Outcome(case, refused=f"transformers cannot train it in one process, in float64: {wanted}")
-                continue
-            try:
-                yield check_case(pool, folder, case, wanted)
-            except (WorkerError, WorkerDied, TimeoutError) as error:
-                refused = str(error).partition("ValueError: ")[2]
-                yield Outcome(case, refused=refused, failed="" if refused else str(error))
+    kinds = {case.has_adapters for case in cases}
+    expected: dict[bool, Expected | Exception] = {lora: _expect_or_why(folder, lora=lora) for lora in sorted(kinds)}
+    for case in cases:
+        wanted = expected[case.has_adapters]
+        if isinstance(wanted, Exception):
+            yield Outcome(case, refused=f"transformers cannot train it in one process, in float64: {wanted}")
+            continue
+        try:
+            yield check_case(pool, folder, case, wanted)
+        except (WorkerError, WorkerDied, TimeoutError) as error:
+            refused = str(error).partition("ValueError: ")[2]
+            yield Outcome(case, refused=refused, failed="" if refused else str(error))
 
 
 def _expect_or_why(folder: Path, *, lora: bool) -> Expected | Exception:
@@ -350,22 +359,21 @@ def expect(folder: Path, *, lora: bool) -> Expected:
     return Expected(steps, weights)
 
 
-def check_case(pool: RankPool, folder: Path, case: Case, expected: Expected) -> Outcome:
+def check_case(pool: RankPool, folder: Path, case: MeshCase, expected: Expected) -> Outcome:
     """Train on a mesh.
 
     Raises:
         WorkerError: where a rank fails, or refuses the mesh.
     """
-    num_ranks, settings = MESHES[case.mesh]
     config = ModelConfig(
         model_name=str(folder),
         precision="float32",
         optimizer=SGD,
-        lora_cfg=LORA if case.lora else LoraConfig(),
+        lora_cfg=LORA if case.has_adapters else LoraConfig(),
         train_micro_batch_size=3,
         sequence_packing=SequencePackingConfig(enabled=case.is_packed, train_mb_tokens=16),
     )
-    with PooledModel(pool, "rl_dtensor.selfcheck:build", config, ModelSpec(), num_ranks, **settings) as model:
+    with PooledModel(pool, "rl_dtensor.selfcheck:build", config, ModelSpec(), case.num_ranks, **case.settings) as model:
         before = _streamed(model)
         steps = [model.train_step(make_batch(seed), TokenLoss()) for seed in range(NUM_STEPS)]
         after = _streamed(model)
@@ -398,7 +406,7 @@ def make_batch(seed: int) -> Batch:
 
 
 def _as_case(outcome: Outcome) -> FamilyCase:
-    mesh, _, layout = str(outcome.case).partition(", ")
+    mesh, layout = outcome.case.mesh, outcome.case.layout
     if outcome.refused:
         return FamilyCase(mesh, layout, "refused", reason=outcome.refused)
     if outcome.failed:

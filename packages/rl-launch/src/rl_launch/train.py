@@ -18,6 +18,7 @@ from rl_launch.root import backends_of, check_placement
 from rl_launch.session import RunDirectory, RunSession
 from rl_launch.session.lock import FILE_NAME as LOCK
 from rl_launch.session.writers import check_writers
+from rl_launch.topology import POLICY
 
 
 def train(config: Any, *, run_dir: str | Path, title: str = "", fresh: bool = False) -> Mapping[str, float]:
@@ -73,6 +74,7 @@ def _run(config: Any, loaded: Any, session: RunSession, restoration: Restoration
 
     # Ray takes a second to import: only a run that will start may pay for it
     from rl_launch.cluster import VirtualCluster
+    from rl_launch.family_proof import prove_family
     from rl_launch.runtime import Runtime, check_engines, provision_workers
 
     backends = backends_of(config)
@@ -80,6 +82,7 @@ def _run(config: Any, loaded: Any, session: RunSession, restoration: Restoration
     check_placement(config.cluster, backends, device)
     envs = provision_workers(config, backends, needs, device)
     check_engines(config, backends, envs)
+    prove_family(config, backends.policy.plugin, envs.pythons[POLICY])
     # the run directory is taken when nothing is left to refuse, so that another config may have it after a refusal
     with (
         session,

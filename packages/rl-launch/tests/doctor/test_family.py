@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 from dataclasses import replace
 
@@ -19,21 +20,21 @@ import sys
 from rl_core.errors import ConfigError
 from rl_core.selfcheck import FamilyCase
 
-def some(model):
+def some(model, only):
     print("compiling kernels for", model)
     yield FamilyCase("1", "packed, full", "exact", {"loss": 1e-7, "grad_norm": 0.0, "weights": 0.0})
     yield FamilyCase("tp2", "packed, full", "off", {"loss": float("nan")}, names=("lm_head.weight",))
     yield FamilyCase("ep2", "padded, full", "refused", reason="no experts to spread")
 
-def unknown(model):
+def unknown(model, only):
     raise ConfigError(model + " is of no family")
     yield
 
-def crashing(model):
+def crashing(model, only):
     yield FamilyCase("1", "packed, full", "exact")
     raise RuntimeError("no such kernel")
 
-def dying(model):
+def dying(model, only):
     yield FamilyCase("1", "packed, full", "exact")
     sys.stdout.flush()
     import os
@@ -45,7 +46,7 @@ def dying(model):
 def checks(tmp_path, monkeypatch):
     """A package that only the worker's process can import."""
     (tmp_path / "some_backend.py").write_text(CHECKS)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from typing import Any
 from rl_core.config import Problem
 from rl_core.model_config import local_hf_config
 from rl_core.registry import BackendPlugin, Requirement
+from rl_core.selfcheck import MeshCase, at_most_two
 from rl_megatron.config import MegatronConfig
 
 KEY = "policy.megatron_cfg"
@@ -198,6 +199,36 @@ def _check_experts(backend: MegatronConfig) -> Iterable[Problem]:
         )
 
 
+HELD_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3"})
+"""Model types that the tests of this package train on every layout."""
+
+SIZES = {
+    "tensor_model_parallel_size": "tp",
+    "context_parallel_size": "cp",
+    "pipeline_model_parallel_size": "pp",
+    "virtual_pipeline_model_parallel_size": "virtual",
+    "expert_model_parallel_size": "ep",
+    "expert_tensor_parallel_size": "etp",
+}
+"""Keys of the sizes along which a model is split, and the names of their axes."""
+
+
+def mesh_case(config: Any) -> MeshCase:
+    """The case of `rl_megatron.selfcheck` that a run's layout comes down to: the same axes, two ranks on each."""
+    policy = config.policy
+    backend: MegatronConfig = policy.megatron_cfg
+    sizes = at_most_two({name: getattr(backend, name) for name in SIZES})
+    settings: dict[str, Any] = {"sequence_parallel": backend.sequence_parallel, **sizes}
+    axes = [f"{SIZES[name]}2" for name, size in sizes.items() if size > 1]
+    return MeshCase(
+        " x ".join(axes) or "dp2",
+        max(2, num_ranks(MegatronConfig(**settings))),
+        settings,
+        is_packed=policy.sequence_packing.enabled,
+        has_adapters=policy.lora_cfg.enabled,
+    )
+
+
 PLUGIN = BackendPlugin(
     name="megatron",
     key="megatron_cfg",
@@ -212,4 +243,6 @@ PLUGIN = BackendPlugin(
     checks=(check_batching, check_layout, check_shape, check_recompute, check_lora, check_fixed, check_device),
     preflight="rl_megatron.preflight:check",
     selfcheck="rl_megatron.selfcheck:cases_of",
+    mesh_case=mesh_case,
+    held_families=HELD_FAMILIES,
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import tempfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from rl_core.errors import ConfigError, WorkerDied, WorkerError
 from rl_core.model import ModelSpec, Rendezvous
 from rl_core.model_config import LoraConfig, ModelConfig, OptimizerConfig, SequencePackingConfig
 from rl_core.ragged import Ragged
-from rl_core.selfcheck import FamilyCase
+from rl_core.selfcheck import FamilyCase, MeshCase
 from rl_core.testing.losses import TokenLoss
 from rl_core.testing.pooled_model import PooledModel
 from rl_core.testing.rank_pool import RankPool
@@ -92,11 +92,12 @@ class Expected:
     weights: Mapping[str, Tensor]
 
 
-def cases_of(model: str) -> Iterator[FamilyCase]:
-    """Every layout, packed and padded, and with adapters, as `rl doctor model` shows it.
+def cases_of(model: str, only: MeshCase | None = None) -> Iterator[FamilyCase]:
+    """Every layout, packed and padded, and with adapters, as `rl doctor model` shows it, or one.
 
     Args:
         model: a folder with a `config.json`, or a hub name.
+        only: the one to check; `all_cases` if None.
 
     Raises:
         ConfigError: where transformers knows no such family, or this backend has no maps of its weights.
@@ -106,38 +107,55 @@ def cases_of(model: str) -> Iterator[FamilyCase]:
         family_of(config)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{model} cannot be trained on Megatron Core: {str(error).splitlines()[0]}") from None
-    with RankPool(4) as pool, tempfile.TemporaryDirectory() as workspace:
-        yield from check_family(pool, config, Path(workspace))
+    cases = all_cases() if only is None else [only]
+    num_ranks = max(case.num_ranks for case in cases)
+    with RankPool(num_ranks) as pool, tempfile.TemporaryDirectory() as workspace:
+        yield from check_family(pool, config, Path(workspace), cases)
 
 
-def check_family(pool: RankPool, config: PreTrainedConfig, workspace: Path) -> Iterator[FamilyCase]:
-    """As `cases_of`, in a pool of four ranks and an empty folder."""
+def case_on(layout: str, *, is_packed: bool, has_adapters: bool) -> MeshCase:
+    """A case on one of `LAYOUTS`."""
+    num_ranks, settings = LAYOUTS[layout]
+    return MeshCase(layout, num_ranks, settings, is_packed, has_adapters)
+
+
+def all_cases() -> list[MeshCase]:
+    """Every layout of ranks, packed and padded, and with adapters."""
+    rows = ((True, False), (False, False), (True, True))
+    return [
+        case_on(layout, is_packed=is_packed, has_adapters=has_adapters)
+        for layout in LAYOUTS
+        for is_packed, has_adapters in rows
+    ]
+
+
+def check_family(
+    pool: RankPool, config: PreTrainedConfig, workspace: Path, cases: Sequence[MeshCase]
+) -> Iterator[FamilyCase]:
+    """As `cases_of`, in a pool of as many ranks as the largest layout has, and an empty folder."""
     folder = write_tiny(config, workspace / "tiny")
-    expected = {has_adapters: expect(folder, has_adapters=has_adapters) for has_adapters in (False, True)}
-    for layout in LAYOUTS:
-        for is_packed, has_adapters in ((True, False), (False, False), (True, True)):
-            found = expected[has_adapters]
-            yield check_case(pool, folder, layout, found, is_packed=is_packed, has_adapters=has_adapters)
+    kinds = {case.has_adapters for case in cases}
+    expected = {has_adapters: expect(folder, has_adapters=has_adapters) for has_adapters in sorted(kinds)}
+    for case in cases:
+        yield check_case(pool, folder, case, expected[case.has_adapters])
 
 
-def check_case(
-    pool: RankPool, folder: Path, layout: str, expected: Expected, *, is_packed: bool, has_adapters: bool
-) -> FamilyCase:
+def check_case(pool: RankPool, folder: Path, case: MeshCase, expected: Expected) -> FamilyCase:
     """One layout of ranks and rows."""
-    kind = f"{'packed' if is_packed else 'padded'}, {'adapters' if has_adapters else 'full'}"
     config = ModelConfig(
         model_name=str(folder),
         precision="float32",
         optimizer=SGD,
-        lora_cfg=LORA if has_adapters else LoraConfig(),
+        lora_cfg=LORA if case.has_adapters else LoraConfig(),
         train_micro_batch_size=3,
-        sequence_packing=SequencePackingConfig(enabled=is_packed, train_mb_tokens=16),
+        sequence_packing=SequencePackingConfig(enabled=case.is_packed, train_mb_tokens=16),
     )
-    num_ranks, settings = LAYOUTS[layout]
     try:
         with (
             tempfile.TemporaryDirectory() as exports,
-            PooledModel(pool, "rl_megatron.selfcheck:build", config, ModelSpec(), num_ranks, **settings) as model,
+            PooledModel(
+                pool, "rl_megatron.selfcheck:build", config, ModelSpec(), case.num_ranks, **case.settings
+            ) as model,
         ):
             model.export(f"{exports}/before")
             steps = [model.train_step(make_batch(seed), TokenLoss()) for seed in range(NUM_STEPS)]
@@ -145,7 +163,7 @@ def check_case(
             before, after = (_read(Path(exports, name)) for name in ("before", "after"))
     except (WorkerError, WorkerDied, TimeoutError) as error:
         refused = str(error).partition("ValueError: ")[2]
-        return FamilyCase(layout, kind, "refused" if refused else "off", reason=refused or str(error))
+        return FamilyCase(case.mesh, case.layout, "refused" if refused else "off", reason=refused or str(error))
     source = _read(folder)
     inexact = tuple(sorted(name for name in {*source, *before} if not _same(before.get(name), source.get(name))))
     differences = {
@@ -160,7 +178,7 @@ def check_case(
         for name, weight in expected.weights.items()
     )
     is_exact = all(value <= TOLERANCE for value in differences.values()) and not inexact
-    return FamilyCase(layout, kind, "exact" if is_exact else "off", differences, inexact)
+    return FamilyCase(case.mesh, case.layout, "exact" if is_exact else "off", differences, inexact)
 
 
 def build(config: ModelConfig, spec: ModelSpec, rendezvous: Rendezvous, **settings: Any) -> MegatronWorker:

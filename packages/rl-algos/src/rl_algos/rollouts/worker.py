@@ -73,7 +73,7 @@ class RolloutWorker:
         self._program: RolloutProgram = resolve(spec.program)(**spec.program_args)
         self._tokenizer = load_tokenizer(spec.tokenizer, spec.model_name)
         self._environments = dict(environments)
-        self._groups: dict[int, asyncio.Task[RolloutGroup]] = {}
+        self._groups: dict[int, asyncio.Future[asyncio.Task[RolloutGroup]]] = {}
 
     async def start(self) -> int:
         """Load the engine; returns its number of ranks."""
@@ -86,15 +86,20 @@ class RolloutWorker:
         Their first requests reach the engine together and in order, so that its batches do not depend on timing.
         """
         for number, task in tasks:
-            self._groups[number] = asyncio.create_task(self._run_group(task))
+            self._begun(number).set_result(asyncio.create_task(self._run_group(task)))
 
     async def group(self, number: int) -> RolloutGroup:
         """The group begun under this number, once it is finished; it is given out once.
 
+        It may be asked for before `begin` is here: a message with many tasks arrives after smaller ones.
+
         Raises:
             GeneratorError: if the engine died; the task may run again elsewhere.
         """
-        return await self._groups.pop(number)
+        try:
+            return await (await self._begun(number))
+        finally:
+            del self._groups[number]
 
     async def generator(self, method: str, *args: Any) -> Any:
         """Call a method of the replica."""
@@ -107,6 +112,9 @@ class RolloutWorker:
     async def close(self) -> None:
         """End the replica."""
         await self._generator.close()
+
+    def _begun(self, number: int) -> asyncio.Future[asyncio.Task[RolloutGroup]]:
+        return self._groups.setdefault(number, asyncio.get_running_loop().create_future())
 
     async def _run_group(self, task: RolloutTask) -> RolloutGroup:
         runs = (self._run_one(task.prompt, task.sampling, seed) for seed in task.seeds)

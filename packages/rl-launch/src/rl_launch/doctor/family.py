@@ -13,7 +13,7 @@ from typing import Any
 
 from rl_core.errors import ConfigError, RLError
 from rl_core.registry import POLICIES, BackendPlugin, plugin
-from rl_core.selfcheck import FamilyCase
+from rl_core.selfcheck import FamilyCase, MeshCase
 from rl_launch.model_folder import MODEL_FILES, folder_problems
 from rl_launch.worker_envs import TRAINER, provision, worker_env
 from rl_launch.worker_envs.variables import worker_process_environment
@@ -26,8 +26,10 @@ import json, sys
 from dataclasses import asdict
 from rl_core.errors import ConfigError
 from rl_core.registry import resolve
+from rl_core.selfcheck import MeshCase
 try:
-    for case in resolve(sys.argv[1])(sys.argv[2]):
+    only = json.loads(sys.argv[3])
+    for case in resolve(sys.argv[1])(sys.argv[2], MeshCase(**only) if only else None):
         print("\\ncase " + json.dumps(asdict(case)), flush=True)
 except ConfigError as error:
     print("\\nproblem " + json.dumps(str(error)), flush=True)
@@ -59,13 +61,14 @@ def check_model(model: str, backend: str) -> Iterator[FamilyCase]:
     return cases(python, found.selfcheck, str(folder.absolute()) if folder.is_dir() else model)
 
 
-def cases(python: str, check: str, model: str) -> Iterator[FamilyCase]:
-    """What a self-check yields in a worker's environment.
+def cases(python: str, check: str, model: str, only: MeshCase | None = None) -> Iterator[FamilyCase]:
+    """Run a self-check in a worker's environment, on the CPU, and yield its cases.
 
     Args:
         python: interpreter of that environment.
         check: `"package.module:function"`.
         model: as the check takes it.
+        only: the one case to check; all of them if None.
 
     Raises:
         ConfigError: of the check.
@@ -73,11 +76,12 @@ def cases(python: str, check: str, model: str) -> Iterator[FamilyCase]:
     """
     with tempfile.TemporaryFile("w+") as complaints:
         process = subprocess.Popen(
-            [python, "-c", _CHECK, check, model],
+            [python, "-c", _CHECK, check, model, json.dumps(only and asdict(only))],
             stdout=subprocess.PIPE,
             stderr=complaints,
             text=True,
-            env=worker_process_environment(python),
+            # also on a machine with GPUs: the ranks of a check are processes that share the CPU
+            env={**worker_process_environment(python), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         )
         assert process.stdout is not None
         try:
