@@ -1,4 +1,4 @@
-"""Environments: what answers and rewards a policy's turns."""
+"""Environments, which answer and reward a policy's turns."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from rl_core.rollout import Message
 
 @dataclass(frozen=True)
 class Conversation:
-    """What an environment sees of a rollout.
+    """A rollout as an environment sees it.
 
     Args:
-        id: stable over the turns of one rollout; a conversation sticks to its environment process.
+        id: stable over the turns of one rollout; one that has a state stays with the process which keeps it.
         messages: prompt, completions and observations so far; the last is the policy's newest turn.
         info: of the prompt (the answer, a seed).
         completion: text of the newest turn.
@@ -32,13 +32,13 @@ class Conversation:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What an environment answers to one turn.
+    """An environment's answer to one turn.
 
     Args:
         reward: a float, or rewards by name, of which `reward` is trained on (their sum where it is absent).
         done: whether the rollout ends here.
         observation: messages to append before the next turn; needed unless done.
-        state: handed back at the next turn.
+        state: handed back at the next turn; any object, as it stays in the environment's process.
         stop_strings: for the next turn, None to keep the configured ones.
         info: reported with the rollout; numbers are averaged into metrics.
     """
@@ -60,7 +60,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class EnvironmentFailure:
-    """What a conversation gets instead of a `StepResult` where its environment raised, crashed or passed its deadline.
+    """A conversation's outcome, instead of a `StepResult`, if its environment raised, crashed or passed its deadline.
 
     Args:
         reason: in one line, naming the environment; the rollout fails with it.
@@ -70,7 +70,7 @@ class EnvironmentFailure:
 
 
 class Environment(Protocol):
-    """Scores and answers conversations in batches; runs in a process of its own."""
+    """Scores and answers conversations in batches of up to `env.<name>.max_batch`; runs in processes of its own."""
 
     def step(self, conversations: Sequence[Conversation], states: Sequence[Any]) -> list[StepResult]:
         """One result per conversation, in order; `states` are None on the first turn."""

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
+import socket
+import struct
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rl_core.environment import Conversation, StepResult
+
+MEBIBYTE = 2**20
+_kept: list[bytearray] = []
 
 
 class Obedient:
@@ -22,9 +29,12 @@ class Obedient:
         return [self._step(c, state, len(conversations)) for c, state in zip(conversations, states, strict=True)]
 
     def close(self, states: Sequence[Any]) -> None:
+        self._note("closed", *states)
+
+    def _note(self, name: str, *notes: Any) -> None:
         if self._folder is not None:
-            with (Path(self._folder) / "closed").open("a") as notes:
-                notes.writelines(f"{state}\n" for state in states)
+            with (Path(self._folder) / name).open("a") as file:
+                file.writelines(f"{note}\n" for note in notes)
 
     def _step(self, conversation: Conversation, state: Any, size: int) -> StepResult:
         verb, _, text = conversation.completion.partition(" ")
@@ -33,15 +43,25 @@ class Obedient:
             case "raise":
                 raise ValueError(text)
             case "hang":
-                time.sleep(60)
+                self._note("hung", conversation.id)
+                threading.Event().wait()
             case "spin":
                 return StepResult(reward=float(3 ** int(text) > 0), info=info)
             case "exit":
                 os._exit(7)
+            case "abort":
+                os.abort()
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
-            case "sleep":
-                time.sleep(float(text))
+            case "await":
+                self._note("waits", conversation.id)
+                while not Path(text).exists():
+                    time.sleep(0.01)
+            case "print":
+                print(text)  # noqa: T201 - what the pool logs
+            case "shout":
+                os.write(2, text.encode())
+                os._exit(7)
             case "count":
                 count = (state or 0) + 1
                 observation = ({"role": "user", "content": str(count)},)
@@ -52,7 +72,41 @@ class Obedient:
                 return StepResult(reward=float("nan"))
             case "end":
                 return StepResult(reward=float(state or 0), done=True, info=info)
+            case "need":
+                bytearray(int(text) * MEBIBYTE)
+            case "keep":
+                _kept.append(bytearray(int(text) * MEBIBYTE))
+            case "variables":
+                info["variables"] = dict(os.environ)
+            case "limits":
+                info["core"] = resource.getrlimit(resource.RLIMIT_CORE)
+                info["data"] = resource.getrlimit(resource.RLIMIT_DATA)
         return StepResult(reward=float(len(text)), info=info)
+
+
+class Forger(Obedient):
+    """Writes bytes of its own to the pool: the completion in hexadecimal, with a length before it."""
+
+    def _step(self, conversation: Conversation, state: Any, size: int) -> StepResult:
+        verb, _, text = conversation.completion.partition(" ")
+        if verb == "forge":
+            data = bytes.fromhex(text)
+            _stream_to_the_pool().sendall(struct.pack("!Q", len(data)) + data)
+            threading.Event().wait()
+        if verb == "promise":
+            _stream_to_the_pool().sendall(struct.pack("!Q", int(text)))
+            threading.Event().wait()
+        return super()._step(conversation, state, size)
+
+
+def _stream_to_the_pool() -> socket.socket:
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
+                return socket.socket(fileno=os.dup(int(descriptor)))
+        except FileNotFoundError:
+            continue
+    raise RuntimeError("no socket")
 
 
 class Unbuildable:
@@ -63,6 +117,11 @@ class Unbuildable:
 class EndsWhileBuilt:
     def __init__(self, config: Any) -> None:
         os._exit(9)
+
+
+class HungryWhileBuilt:
+    def __init__(self, config: Any) -> None:
+        bytearray(2**40)
 
 
 class Short:

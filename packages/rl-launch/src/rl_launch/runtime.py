@@ -47,7 +47,7 @@ Hold = Callable[[], AbstractContextManager[None]]
 Start = tuple[Callable[[], ActorHandle], Placement]
 """How an empty rollout worker is started, and where its engine runs."""
 
-ENVIRONMENT_POOL = "rl_core.environments.pool:EnvironmentPool"
+ENVIRONMENT_POOL = "rl_core.environments.pool:EnvironmentPool.of"
 ENVIRONMENT_START_TIMEOUT_S = 300.0
 
 
@@ -337,8 +337,7 @@ class Runtime:
             ENVIRONMENT_POOL,
             found.environment,
             settings,
-            num_workers=settings.num_workers,
-            deadline_s=settings.deadline_s,
+            name,
         )
         origin = Origin(f"environment {name}", 0, "its node", "start")
         gather([actor.call.remote("health")], [origin], ENVIRONMENT_START_TIMEOUT_S)

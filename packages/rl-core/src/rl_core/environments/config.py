@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from rl_core.config import Config
+from rl_core.config import Config, EnvVars
 
 
 class EnvironmentConfig(Config):
     """Base of an environment's settings, `env.<name>`."""
 
-    num_workers: int = Field(default=1, ge=1)
-    """Processes that run the environment."""
+    num_workers: int | None = Field(default=None, ge=1)
+    """Processes that run the environment; by default one per CPU of their node, 8 at most. Answers that take up to the
+    deadline are checked that many at a time."""
     deadline_s: float = Field(default=30.0, gt=0)
     """Most seconds of a call; a rollout whose call takes longer fails, and the process that hangs is replaced."""
+    max_batch: int = Field(default=1, ge=1)
+    """Most conversations of one call of the environment's `step`, which share its deadline. Raise it for an
+    environment that answers many at once faster than one after the other, such as one that asks a server."""
+    memory_limit_gib: float | None = Field(default=4.0, gt=0)
+    """Most memory that a process may allocate (RLIMIT_DATA); a rollout whose call needs more fails. None for no
+    limit."""
+    env_vars: EnvVars = {}
+    """Environment variables of the processes. They see no others of the driver's than paths, locale and caches, so an
+    environment that needs a key gets it here: `{OPENAI_API_KEY: "${oc.env:OPENAI_API_KEY}"}`."""

@@ -3,71 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import fcntl
-import math
 import os
 import pickle
+import resource
 import select
 import signal
 import socket
-import struct
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from typing import Any, BinaryIO
-
-import numpy as np
 
 from rl_core.environment import Conversation, Environment, EnvironmentFailure, StepResult
 from rl_core.environments.function import as_environment
+from rl_core.environments.messages import (
+    LENGTH,
+    STACKS,
+    Abandon,
+    Answer,
+    Build,
+    Close,
+    Step,
+    plain_result,
+    write_answers,
+    write_built,
+    write_problem,
+)
 from rl_core.errors import WorkerError
 from rl_core.registry import resolve
-
-LENGTH = struct.Struct("!Q")
-"""Before every message: the number of bytes of its pickle."""
-
-
-@dataclass(frozen=True)
-class Build:
-    """Build the environment: answered with None, or a `WorkerError` after which the process ends."""
-
-    environment: str
-    config: bytes
-
-
-@dataclass(frozen=True)
-class Step:
-    """Step pickled conversations in one call: answered with a list of `Answer`."""
-
-    conversations: Sequence[bytes]
-
-
-@dataclass(frozen=True)
-class Abandon:
-    """Close the states of these conversations: answered with None, or a text where closing raised."""
-
-    ids: Sequence[str]
-
-
-@dataclass(frozen=True)
-class Close:
-    """Close every state and end: answered by the end of the stream."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One conversation's outcome.
-
-    Args:
-        result: its state is None, the process keeps it.
-        has_state: whether the process keeps one for the next turn.
-        retry: a failure of the whole batched call, which this conversation may not be to blame for.
-    """
-
-    result: StepResult | EnvironmentFailure
-    has_state: bool = False
-    retry: bool = False
 
 
 class EnvironmentProcess:
@@ -76,28 +41,35 @@ class EnvironmentProcess:
     Args:
         environment: `"package.module:Class"`, for messages.
         built: the environment.
+        memory: the memory limit in words, for messages.
     """
 
-    def __init__(self, environment: str, built: Environment) -> None:
+    def __init__(self, environment: str, built: Environment, *, memory: str = "its memory limit") -> None:
         self._name = environment
         self._environment = built
+        self._memory = memory
         self._states: dict[str, Any] = {}
 
     def step(self, payloads: Sequence[bytes]) -> list[Answer]:
         """One batched call of the environment; an exception in it is everybody's answer."""
         conversations: list[Conversation] = []
         states: list[Any] = [None] * len(payloads)
+        out_of_memory = False
         try:
             conversations = [pickle.loads(payload) for payload in payloads]
             states = [self._states.get(conversation.id) for conversation in conversations]
             results = self._environment.step(conversations, states)
             _check(results, len(conversations))
+            return [self._settle(c, result) for c, result in zip(conversations, results, strict=True)]
+        except MemoryError:
+            # told below, when the frames that hold the memory are gone
+            out_of_memory, what = True, f"needed more than {self._memory}"
         except Exception as error:  # noqa: BLE001  # an environment's failure becomes a report
-            shared = f", in a call that {len(payloads)} conversations shared" if len(payloads) > 1 else ""
-            failure = EnvironmentFailure(f"environment {self._name} raised {_describe(error)}{shared}")
-            self._forget(conversations)
-            return [Answer(failure, retry=state is None) for state in states]
-        return [self._settle(conversation, result) for conversation, result in zip(conversations, results, strict=True)]
+            what = f"raised {_describe(error)}"
+        shared = f", in a call that {len(payloads)} conversations shared" if len(payloads) > 1 else ""
+        failure = EnvironmentFailure(f"environment {self._name} {what}{shared}")
+        self.abandon([conversation.id for conversation in conversations])
+        return [Answer(failure, retry=state is None, out_of_memory=out_of_memory) for state in states]
 
     def abandon(self, ids: Sequence[str]) -> str | None:
         """Close the states of these conversations, and say what went wrong."""
@@ -115,9 +87,6 @@ class EnvironmentProcess:
             return f"environment {self._name} raised {_describe(error)} while closing states"
         return None
 
-    def _forget(self, conversations: Sequence[Conversation]) -> None:
-        self.abandon([conversation.id for conversation in conversations])
-
     def _settle(self, conversation: Conversation, result: StepResult) -> Answer:
         state = result.state
         if state is not None:
@@ -125,12 +94,14 @@ class EnvironmentProcess:
         else:
             self._states.pop(conversation.id, None)
         try:
-            answer = _plain_result(result)
-        except (TypeError, ValueError, RecursionError) as error:
-            self._forget([conversation])
+            answer = plain_result(result)
+        except MemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001  # an environment's failure becomes a report
+            self.abandon([conversation.id])
             return Answer(EnvironmentFailure(f"environment {self._name} returned what cannot be used: {error}"))
         if result.done and state is not None:
-            self._forget([conversation])
+            self.abandon([conversation.id])
         return Answer(answer, has_state=state is not None and not result.done)
 
 
@@ -140,21 +111,31 @@ def serve(connection: socket.socket) -> None:
     build = receive(incoming)
     if build is None:
         return
-    try:
-        process = EnvironmentProcess(build.environment, _built(resolve(build.environment), pickle.loads(build.config)))
-    except Exception as error:  # noqa: BLE001  # a worker's failure becomes a report
-        send(connection, WorkerError(type(error).__qualname__, str(error), traceback.format_exc()))
+    process = _build(connection, build)
+    if process is None:
         return
-    send(connection, None)
     while (message := receive(incoming)) is not None:
         match message:
             case Step(conversations):
-                send(connection, process.step(conversations))
+                send(connection, write_answers(process.step(conversations)))
             case Abandon(ids):
-                send(connection, process.abandon(ids))
+                send(connection, write_problem(process.abandon(ids)))
             case Close():
                 break
     process.close()
+
+
+def _build(connection: socket.socket, build: Build) -> EnvironmentProcess | None:
+    """The environment, built; None if that failed, which the other side is told."""
+    problem: WorkerError | None = None
+    try:
+        built = _built(resolve(build.environment), pickle.loads(build.config))
+    except MemoryError:
+        problem = WorkerError("MemoryError", f"building the environment needed more than {build.memory}", "")
+    except Exception as error:  # noqa: BLE001  # a worker's failure becomes a report
+        problem = WorkerError(type(error).__qualname__, str(error), traceback.format_exc())
+    send(connection, write_built(problem))
+    return None if problem else EnvironmentProcess(build.environment, built, memory=build.memory)
 
 
 def _built(target: Any, config: Any) -> Environment:
@@ -164,14 +145,13 @@ def _built(target: Any, config: Any) -> Environment:
     return as_environment(target)
 
 
-def send(connection: socket.socket, message: Any) -> None:
+def send(connection: socket.socket, data: bytes) -> None:
     """Write one message."""
-    data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     connection.sendall(LENGTH.pack(len(data)) + data)
 
 
 def receive(incoming: BinaryIO) -> Any:
-    """Read one message; None where the other side closed the stream."""
+    """Read one message of the pool's; None if the other side closed the stream."""
     header = incoming.read(LENGTH.size)
     if len(header) < LENGTH.size:
         return None
@@ -193,9 +173,28 @@ def die_with(lifeline: int) -> None:
         sys.exit(1)
 
 
-def main(connection: int, lifeline: int) -> None:
-    """Entry point of the process: descriptors of its stream and of its parent's lifeline."""
+def limit(memory_bytes: int) -> None:
+    """Bound what this process and each that it starts may allocate, and have none of them write a core file.
+
+    RLIMIT_DATA counts memory that was allocated, and not, as RLIMIT_AS, the address space that libraries reserve:
+    importing torch reserves 3 GiB, allocates 0.7 GiB and touches 0.5 GiB.
+
+    Args:
+        memory_bytes: of each process; 0 for no limit.
+    """
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    if memory_bytes and (most == resource.RLIM_INFINITY or memory_bytes < most):
+        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+
+
+def main(connection: int, lifeline: int, memory_bytes: int) -> None:
+    """Entry point of the process: descriptors of its stream and of its parent's lifeline, and its memory limit."""
     die_with(lifeline)
+    limit(memory_bytes)
+    faulthandler.enable()
+    # the pool's question for where this process hangs: it writes its stacks and ends
+    faulthandler.register(STACKS, all_threads=True, chain=True)
     with socket.socket(fileno=connection) as stream, contextlib.suppress(BrokenPipeError, ConnectionResetError):
         serve(stream)
 
@@ -211,48 +210,3 @@ def _describe(error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     where = f" (at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}{where}"
-
-
-def _plain_result(result: StepResult) -> StepResult:
-    return replace(
-        result,
-        reward=_plain_reward(result.reward),
-        done=bool(result.done),
-        observation=tuple(_plain(message, "observation") for message in result.observation),
-        state=None,
-        stop_strings=_plain(result.stop_strings, "stop_strings"),
-        info=_plain(result.info, "info") if result.info else {},
-    )
-
-
-def _plain_reward(reward: float | Mapping[str, float]) -> float | dict[str, float]:
-    named = reward if isinstance(reward, Mapping) else {"reward": reward}
-    plain = {str(name): float(value) for name, value in named.items()}
-    if not all(math.isfinite(value) for value in plain.values()):
-        raise ValueError(f"reward must be finite, got {plain}")
-    return plain if isinstance(reward, Mapping) else plain["reward"]
-
-
-def _plain(value: Any, where: str) -> Any:
-    """The value in types that any process can read; a foreign subclass of a plain type becomes the plain type."""
-    if value is None or type(value) in (str, int, float, bool, bytes):
-        return value
-    match value:
-        case str():
-            return str.__str__(value)
-        case int():
-            return int(value)
-        case float():
-            return float(value)
-        case np.generic():
-            return value.item()
-        case np.ndarray() if value.dtype != object:
-            return np.array(value)
-        case Mapping():
-            return {_plain(key, where): _plain(item, f"{where}[{key!r}]") for key, item in value.items()}
-        case list():
-            return [_plain(item, where) for item in value]
-        case tuple():
-            return tuple(_plain(item, where) for item in value)
-        case _:
-            raise TypeError(f"{where} holds a {type(value).__qualname__}, which cannot leave the environment's process")

@@ -1,4 +1,4 @@
-"""What every environment must do."""
+"""Conformance of environments."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from rl_core.environment import Conversation, Environment, StepResult
-from rl_core.environments.process import Answer, EnvironmentProcess
+from rl_core.environments.messages import Step, write_answers
+from rl_core.environments.process import EnvironmentProcess
 
 
 class EnvironmentSuite:
@@ -69,10 +70,11 @@ class EnvironmentSuite:
             assert all({"role", "content"} <= set(message) for message in result.observation)
 
     def test_results_leave_the_process(self) -> None:
-        """Rewards are finite and everything but the state is plain and pickles."""
+        """Rewards are finite and everything but the state is plain: it crosses processes unchanged."""
         conversations = self.conversations()
         process = EnvironmentProcess("the environment", self.environment())
-        answers: list[Answer] = pickle.loads(pickle.dumps(process.step([pickle.dumps(c) for c in conversations])))
+        step = Step([pickle.dumps(conversation) for conversation in conversations])
+        answers = step.read(write_answers(process.step(step.conversations)))
         assert [getattr(answer.result, "reason", "") for answer in answers] == [""] * len(conversations)
 
     def test_closing_twice_is_closing_once(self) -> None:

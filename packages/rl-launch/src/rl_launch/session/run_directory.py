@@ -37,6 +37,9 @@ MAY_CHANGE = (
     "policy.generation.*_cfg.*parallel*_size",
     "policy.generation.*_cfg.gpu_memory_utilization",
     "env.*.num_workers",
+    "env.*.deadline_s",
+    "env.*.memory_limit_gib",
+    "env.*.env_vars*",
     "data.num_workers",
 )
 """Keys that may differ when a run is resumed: how long it runs, how often it validates, saves and logs, and on what."""

@@ -1,0 +1,369 @@
+"""Messages between an `EnvironmentPool` and its processes.
+
+The pool is trusted and sends pickles. A process runs whatever the environment imports, so nothing that it sends is
+unpickled: answers are msgpack, read into plain values and checked field by field.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import signal
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import msgpack
+import numpy as np
+
+from rl_core.environment import EnvironmentFailure, StepResult
+from rl_core.errors import WorkerError
+
+LENGTH = struct.Struct("!Q")
+"""Before every message: its number of bytes."""
+STACKS = signal.SIGUSR1
+"""Has a process write its stacks and end."""
+MAX_ANSWER_BYTES = 64 * 2**20
+"""Most bytes of one conversation's answer."""
+OVERHEAD_BYTES = 2**16
+"""Most bytes of an answer beside those of its conversations."""
+MAX_NESTING = 32
+"""Most containers around a value."""
+MAX_INTEGER_BITS = 512
+"""Largest integer; it fits a float, and JSON writes it."""
+
+_TUPLE, _ARRAY, _INTEGER = 1, 2, 3
+_ARRAY_KINDS = frozenset("biufcSUmM")
+_ARRAY_TYPE = re.compile(r"[<>|=][biufcSUmM]\d{1,9}(\[\w{1,8}\])?")
+
+
+class MalformedAnswer(ValueError):
+    """Bytes from an environment's process that are not an answer to what it was asked."""
+
+
+class Message(Protocol):
+    """A request to an environment's process."""
+
+    def max_answer_bytes(self) -> int:
+        """Most bytes that the answer may have."""
+        ...
+
+    def read(self, data: bytes) -> Any:
+        """The answer from its bytes. Raises `MalformedAnswer` if they are not one."""
+        ...
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One conversation's outcome.
+
+    Args:
+        result: its state is None, the process keeps it.
+        has_state: whether the process keeps one for the next turn.
+        retry: a failure of the whole batched call, which this conversation may not be to blame for.
+        out_of_memory: the process reached its memory limit and is to be replaced.
+    """
+
+    result: StepResult | EnvironmentFailure
+    has_state: bool = False
+    retry: bool = False
+    out_of_memory: bool = False
+
+
+@dataclass(frozen=True)
+class Build:
+    """Build the environment: answered with None, or a `WorkerError` after which the process ends.
+
+    Args:
+        environment: `"package.module:Class"` or a scoring function.
+        config: its pickled settings.
+        memory: the memory limit in words, for messages.
+    """
+
+    environment: str
+    config: bytes
+    memory: str = "its memory limit"
+
+    def max_answer_bytes(self) -> int:
+        return 2**22
+
+    def read(self, data: bytes) -> WorkerError | None:
+        match _unpack(data):
+            case None:
+                return None
+            case [str(kind), str(message), str(traceback)]:
+                return WorkerError(kind, message, traceback)
+        raise MalformedAnswer("expected nothing or an error")
+
+
+@dataclass(frozen=True)
+class Step:
+    """Step pickled conversations in one call: answered with a list of `Answer`."""
+
+    conversations: Sequence[bytes]
+
+    def max_answer_bytes(self) -> int:
+        return (MAX_ANSWER_BYTES + OVERHEAD_BYTES) * len(self.conversations)
+
+    def read(self, data: bytes) -> list[Answer]:
+        found = _unpack(data)
+        if not isinstance(found, list) or len(found) != len(self.conversations):
+            raise MalformedAnswer(f"expected {len(self.conversations)} answers")
+        return [_read_answer(fields) for fields in found]
+
+
+@dataclass(frozen=True)
+class Abandon:
+    """Close the states of these conversations: answered with None, or a text if closing raised."""
+
+    ids: Sequence[str]
+
+    def max_answer_bytes(self) -> int:
+        return OVERHEAD_BYTES
+
+    def read(self, data: bytes) -> str | None:
+        found = _unpack(data)
+        if found is not None and not isinstance(found, str):
+            raise MalformedAnswer("expected nothing or a text")
+        return found
+
+
+@dataclass(frozen=True)
+class Close:
+    """Close every state and end: answered by the end of the stream."""
+
+
+def write_built(error: WorkerError | None) -> bytes:
+    """Bytes that answer `Build`."""
+    # a message and a traceback of any length fit the limit
+    return _pack(None if error is None else [error.kind, error.message[:10_000], error.traceback[-100_000:]])
+
+
+def write_answers(answers: Sequence[Answer]) -> bytes:
+    """Bytes that answer `Step`; the results are plain (`plain_result`)."""
+    return _pack([_fields(answer) for answer in answers])
+
+
+def write_problem(problem: str | None) -> bytes:
+    """Bytes that answer `Abandon`."""
+    return _pack(problem and problem[:10_000])
+
+
+def plain_result(result: StepResult) -> StepResult:
+    """The result without its state, in types that any process can read.
+
+    Raises:
+        TypeError, ValueError: if it holds something that may not leave the environment's process.
+    """
+    plain = replace(
+        result,
+        reward=_plain_reward(result.reward),
+        done=bool(result.done),
+        observation=tuple(_plain_message(message) for message in result.observation),
+        state=None,
+        stop_strings=None if result.stop_strings is None else _plain_texts(result.stop_strings),
+        info={str(key): _plain(value, f"info[{key!r}]") for key, value in dict(result.info).items()},
+    )
+    size = len(_pack(_fields(Answer(plain))))
+    if size > MAX_ANSWER_BYTES:
+        raise ValueError(f"{size / 2**20:.0f} MiB; an answer may have {MAX_ANSWER_BYTES / 2**20:.0f} MiB")
+    return plain
+
+
+def _plain_reward(reward: float | Mapping[str, float]) -> float | dict[str, float]:
+    named = reward if isinstance(reward, Mapping) else {"reward": reward}
+    plain = {str(name): float(value) for name, value in named.items()}
+    if not all(math.isfinite(value) for value in plain.values()):
+        raise ValueError(f"reward must be finite, got {plain}")
+    return plain if isinstance(reward, Mapping) else plain["reward"]
+
+
+def _plain_message(message: Any) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise TypeError(f"observation holds a {type(message).__qualname__} instead of a message")
+    return {str(key): _plain(value, f"observation[{key!r}]") for key, value in message.items()}
+
+
+def _plain_texts(texts: Any) -> tuple[str, ...]:
+    if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
+        raise TypeError(f"stop_strings must be a tuple of texts, got {texts!r}")
+    return tuple(str.__str__(text) for text in texts)
+
+
+def _plain(value: Any, where: str, depth: int = 1) -> Any:
+    """The value in plain types; a foreign subclass of a plain type becomes the plain type."""
+    if depth > MAX_NESTING:
+        raise ValueError(f"{where} is nested deeper than {MAX_NESTING} containers")
+    match value:
+        case None | bool():
+            return value
+        case str():
+            return str.__str__(value)
+        case bytes():
+            return bytes(value)
+        case int():
+            return _bounded(int(value), where)
+        case float():
+            return float(value)
+        case np.generic():
+            return _plain(value.item(), where, depth) if value.dtype.kind in "?biufSU" else _plain_array(value, where)
+        case np.ndarray():
+            return _plain_array(value, where)
+        case Mapping():
+            return {_plain_key(key, where): _plain(item, f"{where}[{key!r}]", depth + 1) for key, item in value.items()}
+        case list():
+            return [_plain(item, where, depth + 1) for item in value]
+        case tuple():
+            return tuple(_plain(item, where, depth + 1) for item in value)
+        case _:
+            raise TypeError(f"{where} holds a {type(value).__qualname__}, which cannot leave the environment's process")
+
+
+def _plain_key(key: Any, where: str) -> Any:
+    plain = _plain(key, where)
+    if not isinstance(plain, str | int | float | bool | bytes | None):
+        raise TypeError(f"{where} has a key of type {type(key).__qualname__}; keys are texts or numbers")
+    return plain
+
+
+def _plain_array(value: Any, where: str) -> np.ndarray:
+    array = np.array(value)
+    if array.dtype.kind not in _ARRAY_KINDS:
+        raise TypeError(f"{where} holds an array of {array.dtype}, which cannot leave the environment's process")
+    return array
+
+
+def _bounded(value: int, where: str) -> int:
+    if value.bit_length() > MAX_INTEGER_BITS:
+        raise ValueError(f"{where} holds an integer of {value.bit_length()} bits; the most is {MAX_INTEGER_BITS}")
+    return value
+
+
+def _fields(answer: Answer) -> list[Any]:
+    flags = [answer.has_state, answer.retry, answer.out_of_memory]
+    match answer.result:
+        case EnvironmentFailure(reason):
+            return [reason[:10_000], *flags]
+        case result:
+            stop_strings = None if result.stop_strings is None else list(result.stop_strings)
+            return [[result.reward, result.done, list(result.observation), stop_strings, result.info], *flags]
+
+
+def _read_answer(fields: Any) -> Answer:
+    match fields:
+        case [str(reason), bool(has_state), bool(retry), bool(out_of_memory)]:
+            return Answer(EnvironmentFailure(reason), has_state, retry, out_of_memory)
+        case [
+            [reward, bool(done), list(observation), None | list() as stop_strings, dict(info)],
+            bool(has_state),
+            bool(retry),
+            bool(out_of_memory),
+        ]:
+            _check_reward(reward)
+            if not all(isinstance(message, dict) and _has_texts(message) for message in observation):
+                raise MalformedAnswer("an observation is not a message")
+            if stop_strings is not None and not _has_texts(stop_strings):
+                raise MalformedAnswer("a stop string is not a text")
+            if not _has_texts(info):
+                raise MalformedAnswer("info has a name that is not a text")
+            stops = None if stop_strings is None else tuple(stop_strings)
+            result = StepResult(reward, done, tuple(observation), stop_strings=stops, info=info)
+            return Answer(result, has_state, retry, out_of_memory)
+    raise MalformedAnswer("an answer has other fields than it should")
+
+
+def _check_reward(reward: Any) -> None:
+    named = reward if isinstance(reward, dict) else {"reward": reward}
+    if not _has_texts(named) or not all(isinstance(v, float) and math.isfinite(v) for v in named.values()):
+        raise MalformedAnswer("a reward is not a finite number")
+
+
+def _has_texts(names: Any) -> bool:
+    return all(isinstance(name, str) for name in names)
+
+
+def _pack(value: Any) -> bytes:
+    packed: bytes = msgpack.packb(value, default=_extend, strict_types=True, unicode_errors="surrogatepass")
+    return packed
+
+
+def _extend(value: Any) -> msgpack.ExtType:
+    match value:
+        case tuple():
+            return msgpack.ExtType(_TUPLE, _pack(list(value)))
+        case int():
+            size = value.bit_length() // 8 + 1
+            return msgpack.ExtType(_INTEGER, value.to_bytes(size, "little", signed=True))
+        case np.ndarray():
+            return msgpack.ExtType(_ARRAY, _pack([value.dtype.str, list(value.shape), value.tobytes()]))
+    raise TypeError(f"{type(value).__qualname__} is not a plain value")
+
+
+def _unpack(data: bytes) -> Any:
+    """Plain values from bytes that may be anything."""
+    try:
+        value = _Reader().unpack(data)
+    except MalformedAnswer:
+        raise
+    # whatever msgpack, numpy or Python object to
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError, msgpack.UnpackException) as error:
+        raise MalformedAnswer(f"{type(error).__name__}: {error}") from None
+    _check_plain(value, 0)
+    return value
+
+
+class _Reader:
+    """Unpacks extended types, which may hold one another to a bounded depth."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+
+    def unpack(self, data: bytes) -> Any:
+        return msgpack.unpackb(data, ext_hook=self._extension, strict_map_key=False, unicode_errors="surrogatepass")
+
+    def _extension(self, code: int, data: bytes) -> Any:
+        if self._depth > MAX_NESTING:
+            raise MalformedAnswer("nested too deep")
+        self._depth += 1
+        try:
+            return self._read(code, data)
+        finally:
+            self._depth -= 1
+
+    def _read(self, code: int, data: bytes) -> Any:
+        if code == _INTEGER and len(data) <= MAX_INTEGER_BITS // 8 + 1:
+            return int.from_bytes(data, "little", signed=True)
+        if code == _TUPLE and isinstance(items := self.unpack(data), list):
+            return tuple(items)
+        if code == _ARRAY:
+            match self.unpack(data):
+                case [str(kind), list(shape), bytes(values)]:
+                    return _read_array(kind, shape, values)
+        raise MalformedAnswer(f"extension {code} holds something else")
+
+
+def _read_array(kind: str, shape: list[Any], values: bytes) -> np.ndarray:
+    if not _ARRAY_TYPE.fullmatch(kind) or not all(type(size) is int and size >= 0 for size in shape):
+        raise MalformedAnswer(f"an array of {kind[:20]!r} and shape {shape[:10]}")
+    dtype = np.dtype(kind)
+    if not dtype.itemsize or math.prod(shape) * dtype.itemsize != len(values):
+        raise MalformedAnswer("an array of another size than its shape says")
+    return np.frombuffer(values, dtype).reshape(shape).copy()
+
+
+def _check_plain(value: Any, depth: int) -> None:
+    """Raise `MalformedAnswer` for nesting that others could not walk, and for values of further types."""
+    # the fields of an answer are a few containers around the values of its result
+    if depth > MAX_NESTING + 8:
+        raise MalformedAnswer("nested too deep")
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str | int | float | bool | bytes | None):
+                raise MalformedAnswer(f"a key of type {type(key).__qualname__}")
+            _check_plain(item, depth + 1)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _check_plain(item, depth + 1)
+    elif not isinstance(value, str | int | float | bool | bytes | np.ndarray | None):
+        raise MalformedAnswer(f"a value of type {type(value).__qualname__}")

@@ -1,0 +1,237 @@
+"""One worker of an `EnvironmentPool`: a process, replaced if it hangs or ends, and the turns that it works off."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Collection
+
+from rl_core.environment import EnvironmentFailure
+from rl_core.environments.child import Child, ChildSpec
+from rl_core.environments.messages import Abandon, Answer, Step
+from rl_core.environments.turns import Backlog, Home, Turn, fail_all
+from rl_core.errors import EnvironmentTimeout, RLError, WorkerDied
+
+logger = logging.getLogger(__name__)
+
+
+class Worker:
+    """One process, the turns of conversations whose states it has, and the task that serves them.
+
+    Args:
+        spec: how the process is started.
+        backlog: turns that it shares with other workers.
+        deadline_s: most seconds of a call.
+        max_batch: most conversations of a call.
+    """
+
+    def __init__(self, spec: ChildSpec, backlog: Backlog, *, deadline_s: float, max_batch: int) -> None:
+        self._spec = spec
+        self._backlog = backlog
+        self._deadline_s = deadline_s
+        self._max_batch = max_batch
+        self._own: deque[Turn] = deque()
+        self._abandoned: list[str] = []
+        self._stateful: dict[str, Home] = {}
+        self._process: Child | None = None
+        self._starting = asyncio.Lock()
+        self._task: asyncio.Task[None] | None = None
+        self.num_restarts = 0
+        self.broken: RLError | None = None
+
+    @property
+    def num_states(self) -> int:
+        """Conversations whose states its process has."""
+        return len(self._stateful)
+
+    @property
+    def num_queued(self) -> int:
+        """Turns that wait for this worker."""
+        return len(self._own)
+
+    @property
+    def alive(self) -> bool:
+        """Whether its process runs."""
+        return self._process is not None and self._process.returncode is None
+
+    @property
+    def idle(self) -> bool:
+        """Whether it has nothing to do."""
+        return self._task is None or self._task.done()
+
+    async def start(self) -> Child:
+        """The process, started if it is not running."""
+        async with self._starting:
+            if self._process is None:
+                try:
+                    self._process = await Child.start(self._spec)
+                    self.broken = None
+                except RLError as error:
+                    self.broken = error
+                    raise
+            return self._process
+
+    def submit(self, turn: Turn) -> None:
+        """Queue a turn of a conversation whose state is here."""
+        self._own.append(turn)
+        self.wake()
+
+    def abandon(self, id: str) -> None:
+        """Close the state of a conversation that will not go on."""
+        self._stateful.pop(id, None)
+        self._abandoned.append(id)
+        self.wake()
+
+    def wake(self) -> None:
+        """Look for something to do."""
+        if self.idle:
+            self._task = asyncio.get_running_loop().create_task(self._serve())
+
+    async def close(self) -> None:
+        """End the process and fail what is queued here."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        fail_all(self._own, RuntimeError("the environment pool is closed"))
+        self._own.clear()
+        async with self._starting:
+            if self._process is not None:
+                await self._process.close()
+                self._process = None
+
+    async def _serve(self) -> None:
+        """Work off what is queued; ends when nothing is left, and is started again by what comes next."""
+        batch: list[Turn] = []
+        try:
+            while True:
+                if self._process is not None and not self.alive:
+                    await self._replace(self._process, await self._process.how_it_ended())
+                if self._abandoned:
+                    await self._close_states()
+                if not (batch := self._take()):
+                    break
+                await self._step(await self.start(), batch)
+                self._backlog.done(batch)
+        except asyncio.CancelledError:
+            fail_all(batch, RuntimeError("the environment pool is closed"))
+            raise
+        except Exception as error:  # noqa: BLE001  # those who wait are told
+            # the processes of other workers would not start either
+            fail_all([*batch, *self._own, *self._backlog.drain()], error)
+            self._own.clear()
+            self._backlog.done(batch)
+
+    def _take(self) -> list[Turn]:
+        """The turns of the next call: of conversations whose states are here, else of the backlog."""
+        while True:
+            if self._own:
+                batch = [self._own.popleft() for _ in range(min(len(self._own), self._max_batch))]
+            else:
+                batch = self._backlog.take(self._max_batch)
+            wanted = [turn for turn in batch if self._is_wanted(turn)]
+            if wanted or not batch:
+                return wanted
+            self._backlog.done(batch)
+
+    def _is_wanted(self, turn: Turn) -> bool:
+        if turn.call.over:
+            return False
+        if turn.home.abandoned or turn.home.lost:
+            self._settle(turn, Answer(EnvironmentFailure(turn.home.lost or "abandoned before its turn")))
+            return False
+        return True
+
+    async def _step(self, process: Child, batch: list[Turn]) -> None:
+        begin = time.monotonic()
+        try:
+            answers = await self._answers(process, batch)
+        except (EnvironmentTimeout, WorkerDied) as error:
+            await self._replace(process, str(error), spare={turn.id for turn in batch})
+            shared = f", in a call that {len(batch)} conversations shared" if len(batch) > 1 else ""
+            failure = EnvironmentFailure(f"{error}{shared}")
+            answers = [Answer(failure, retry=turn.home.worker is None) for turn in batch]
+        else:
+            self._backlog.note_duration(time.monotonic() - begin)
+        if answers is None:
+            await self._give_way(process, batch[0])
+            return
+        # a process that has answered others may be out of memory because of those
+        spent = any(answer.out_of_memory for answer in answers)
+        shares_blame = len(batch) > 1 or (spent and process.num_calls > 1)
+        if spent:
+            reason = next(a.result.reason for a in answers if isinstance(a.result, EnvironmentFailure))
+            await self._replace(process, reason, spare={turn.id for turn in batch})
+        again = []
+        for turn, answer in zip(batch, answers, strict=True):
+            if answer.retry and shares_blame and not turn.alone and not turn.call.over:
+                turn.alone = True
+                again.append(turn)
+            else:
+                self._settle(turn, answer)
+        self._backlog.add_first(again)
+
+    async def _answers(self, process: Child, batch: list[Turn]) -> list[Answer] | None:
+        """The process's answers; None if a single turn is to give way to others."""
+        request = process.request(Step([turn.payload for turn in batch]), self._deadline_s)
+        if len(batch) > 1 or batch[0].suspected_at is not None or self._stateful:
+            # what is told from others of its call, has had its chance, or would take states with it, goes on
+            return await request
+        answered = asyncio.ensure_future(request)
+        others_wait: asyncio.Future[None] | None = None
+        try:
+            await asyncio.wait({answered}, timeout=self._backlog.patience_s)
+            if not answered.done():
+                others_wait = asyncio.ensure_future(self._backlog.others_wait())
+                await asyncio.wait({answered, others_wait}, return_when=asyncio.FIRST_COMPLETED)
+            return answered.result() if answered.done() else None
+        finally:
+            for future in (answered, others_wait):
+                if future is not None:
+                    future.cancel()
+
+    async def _give_way(self, process: Child, turn: Turn) -> None:
+        logger.info("a turn that takes long gives way to others: its process is replaced, and it runs again later")
+        await self._end(process)
+        self._backlog.add_suspect(turn)
+
+    async def _close_states(self) -> None:
+        ids, self._abandoned = self._abandoned, []
+        if self._process is None:
+            return
+        try:
+            problem = await self._process.request(Abandon(ids), self._deadline_s)
+        except (EnvironmentTimeout, WorkerDied) as error:
+            await self._replace(self._process, f"while closing states, {error}")
+        else:
+            if problem is not None:
+                logger.warning("%s", problem)
+
+    def _settle(self, turn: Turn, answer: Answer) -> None:
+        if answer.has_state and turn.home.abandoned:
+            self._abandoned.append(turn.id)
+        elif answer.has_state:
+            turn.home.worker = self
+            self._stateful[turn.id] = turn.home
+        else:
+            turn.home.worker = None
+            self._stateful.pop(turn.id, None)
+        turn.call.settle(turn.index, answer.result)
+
+    async def _replace(self, process: Child, reason: str, spare: Collection[str] = ()) -> None:
+        """End a process that hangs or is dead, and its states but those being stepped; the next call starts another."""
+        await self._end(process)
+        self.num_restarts += 1
+        lost = {id: home for id, home in self._stateful.items() if id not in spare}
+        for home in lost.values():
+            home.lost = f"state lost with its environment's process: {reason}"
+            home.worker = None
+        self._stateful.clear()
+        logger.warning("environment process restarts (%d more conversations lose their state): %s", len(lost), reason)
+
+    async def _end(self, process: Child) -> None:
+        await process.kill()
+        self._process = None
