@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,11 +21,12 @@ def turn(id: Any) -> Conversation:
     return Conversation(id=str(id), messages=({"role": "user", "content": "?"},), info={}, completion=str(id))
 
 
-def remote(answer: Callable[[str, Any], Any]) -> RemoteEnvironment:
-    async def call(method: str, argument: Any) -> Any:
-        return answer(method, argument)
+def remote(answer: Callable[[str, Any], Any], **times: float) -> RemoteEnvironment:
+    async def call(method: str, *arguments: Any) -> Any:
+        outcome = answer(method, arguments[0])
+        return await outcome if isinstance(outcome, Awaitable) else outcome
 
-    return RemoteEnvironment(SimpleNamespace(call=SimpleNamespace(remote=call)), name="judge")
+    return RemoteEnvironment(SimpleNamespace(call=SimpleNamespace(remote=call)), name="judge", **times)
 
 
 async def outcomes(environment: RemoteEnvironment, ids: Sequence[Any]) -> list[StepResult | EnvironmentFailure]:
@@ -84,5 +85,63 @@ def test_an_environment_that_failed_once_is_called_again() -> None:
         [second] = await outcomes(environment, [0])
         assert isinstance(first, EnvironmentFailure)
         assert isinstance(second, StepResult)
+
+    asyncio.run(run())
+
+
+def test_the_lease_on_open_conversations_is_renewed_until_they_end() -> None:
+    renewed = asyncio.Event()
+    clients = set()
+
+    def answer(method: str, argument: Any) -> Any:
+        if method == "renew":
+            clients.add(argument)
+            renewed.set()
+            return None
+        return [StepResult(done=conversation.completion == "end") for conversation in argument]
+
+    async def run() -> None:
+        environment = remote(answer, renew_s=0.01)
+        async with asyncio.timeout(BOUND_S):
+            await environment.step(turn("0"))
+            for _ in range(3):
+                renewed.clear()
+                await renewed.wait()
+            await environment.step(Conversation(id="0", messages=(), info={}, completion="end"))
+            keepers = [task for task in asyncio.all_tasks() if "_keep" in repr(task)]
+            await asyncio.gather(*keepers)
+        assert len(clients) == 1
+
+    asyncio.run(run())
+
+
+def test_rollouts_fail_that_wait_for_an_environment_which_answers_nothing() -> None:
+    async def run() -> None:
+        environment = remote(lambda method, argument: asyncio.Event().wait(), renew_s=0.01, silence_s=0.1)
+        for outcome in await outcomes(environment, range(3)):
+            assert isinstance(outcome, EnvironmentFailure)
+            assert "environment judge has not answered anything for 0.1 s" in outcome.reason
+        with pytest.raises(TimeoutError):
+            await environment.abandon(["0"])
+
+    asyncio.run(run())
+
+
+def test_a_lease_that_cannot_be_renewed_costs_no_answer() -> None:
+    refused = asyncio.Event()
+
+    def answer(method: str, argument: Any) -> Any:
+        if method == "renew":
+            refused.set()
+            raise RayActorError
+        return later(argument)
+
+    async def later(conversations: Sequence[Conversation]) -> list[StepResult]:
+        await refused.wait()
+        return [StepResult(1.0) for _ in conversations]
+
+    async def run() -> None:
+        [result] = await outcomes(remote(answer, renew_s=0.01), [0])
+        assert isinstance(result, StepResult)
 
     asyncio.run(run())

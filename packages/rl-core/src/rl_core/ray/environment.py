@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,41 +12,68 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from rl_core.environment import Conversation, EnvironmentFailure, StepResult
+from rl_core.environments.leases import RENEW_S
 from rl_core.errors import Origin
 from rl_core.ray.calls import translate
+
+_log = logging.getLogger(__name__)
+
+SILENCE_S = 600.0
+"""How long the environment's process may leave a call unanswered that takes it no time; it may be starting anew."""
 
 
 class RemoteEnvironment:
     """Facade of an environment's process pool, for many rollouts on one event loop.
 
     Calls that are made while another is on its way travel together in the next one, so a thousand rollouts cost a few
-    messages.
+    messages. While conversations are open, the pool is told regularly that they are; if it does not answer that within
+    `silence_s`, every rollout that waits for it fails.
 
     Args:
         actor: an `AsyncWorkerHost` that holds an `rl_core.environments.pool.EnvironmentPool`.
         name: of the environment, for messages.
+        renew_s: how often the lease on its conversations is renewed.
+        silence_s: how long a renewal may take.
     """
 
-    def __init__(self, actor: ActorHandle, *, name: str) -> None:
+    def __init__(
+        self, actor: ActorHandle, *, name: str, renew_s: float = RENEW_S, silence_s: float = SILENCE_S
+    ) -> None:
         self._actor = actor
         self._name = name
-        self._queue: list[tuple[Conversation, asyncio.Future[StepResult | EnvironmentFailure]]] = []
+        self._renew_s = renew_s
+        self._silence_s = silence_s
+        self._client = uuid.uuid4().hex
+        self._queue: list[_Waiting] = []
         self._sender: asyncio.Task[None] | None = None
+        self._open: set[str] = set()
+        self._unanswered: set[_Answer] = set()
+        self._keeper: asyncio.Task[None] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _remote_environment, (self._actor, self._name)
 
     async def step(self, conversation: Conversation) -> StepResult | EnvironmentFailure:
         """The environment's answer to one conversation."""
-        answer: asyncio.Future[StepResult | EnvironmentFailure] = asyncio.get_running_loop().create_future()
+        answer: _Answer = asyncio.get_running_loop().create_future()
+        self._unanswered.add(answer)
+        answer.add_done_callback(self._unanswered.discard)
+        self._open.add(conversation.id)
         self._queue.append((conversation, answer))
         if self._sender is None:
             self._sender = asyncio.create_task(self._send())
-        return await answer
+        if self._keeper is None:
+            self._keeper = asyncio.create_task(self._keep())
+        outcome = await answer
+        if isinstance(outcome, EnvironmentFailure) or outcome.done:
+            self._open.discard(conversation.id)
+        return outcome
 
     async def abandon(self, conversation_ids: Sequence[str]) -> None:
         """Free what the environment holds for conversations that will not go on."""
-        await self._actor.call.remote("abandon", list(conversation_ids))
+        self._open.difference_update(conversation_ids)
+        async with asyncio.timeout(self._silence_s):
+            await self._actor.call.remote("abandon", list(conversation_ids))
 
     async def _send(self) -> None:
         in_flight: set[asyncio.Task[None]] = set()
@@ -59,11 +88,12 @@ class RemoteEnvironment:
         if in_flight:
             await asyncio.gather(*in_flight)
 
-    async def _call(self, calls: list[tuple[Conversation, asyncio.Future[StepResult | EnvironmentFailure]]]) -> None:
+    async def _call(self, calls: list[_Waiting]) -> None:
         """Answer every one of these calls, whatever happens to the call that they share."""
+        conversations = [conversation for conversation, _ in calls]
         outcomes: Sequence[StepResult | EnvironmentFailure]
         try:
-            outcomes = await self._actor.call.remote("step", [conversation for conversation, _ in calls])
+            outcomes = await self._actor.call.remote("step", conversations, self._client)
             if len(outcomes) != len(calls):
                 raise ValueError(f"{len(outcomes)} answers to {len(calls)} conversations")
         except Exception as error:  # noqa: BLE001 - the failure is each waiting rollout's report
@@ -76,10 +106,39 @@ class RemoteEnvironment:
             if not answer.done():
                 answer.set_result(outcome)
 
+    async def _keep(self) -> None:
+        """Renew the lease on open conversations until there are none."""
+        try:
+            while self._open:
+                await asyncio.sleep(self._renew_s)
+                await self._renew()
+        finally:
+            self._keeper = None
+
+    async def _renew(self) -> None:
+        try:
+            async with asyncio.timeout(self._silence_s):
+                await self._actor.call.remote("renew", self._client)
+        except TimeoutError:
+            self._give_up()
+        except RayError as error:
+            # a call under way tells of it, and the pool of a process that starts anew knows no conversation
+            _log.debug("environment %s: the lease was not renewed: %s", self._name, error)
+
+    def _give_up(self) -> None:
+        failure = EnvironmentFailure(f"environment {self._name} has not answered anything for {self._silence_s:g} s")
+        _log.warning("%s; %d rollouts that wait for it fail", failure.reason, len(self._unanswered))
+        for answer in list(self._unanswered):
+            answer.set_result(failure)
+
     def _reason(self, error: Exception) -> str:
         if isinstance(error, RayError):
             return str(translate(error, Origin(f"environment {self._name}", 0, "its node", "step")))
         return f"environment {self._name} could not be called: {type(error).__name__}: {error}"
+
+
+_Answer = asyncio.Future[StepResult | EnvironmentFailure]
+_Waiting = tuple[Conversation, _Answer]
 
 
 def _remote_environment(actor: ActorHandle, name: str) -> RemoteEnvironment:
