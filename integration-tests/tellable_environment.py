@@ -1,14 +1,14 @@
 """An environment of a third party: sums scored as `math` does, by a verifier that can be told to hang or to crash."""
 
 import os
-import time
+import threading
 from pathlib import Path
 
 from rl_core.registry import EnvironmentPlugin, Requirement
 from rl_envs.math.config import MathConfig
 from rl_envs.math.environment import MathEnvironment
 
-ORDERS = {"hang": lambda: time.sleep(3600), "crash": os.abort}
+ORDERS = {"hang": lambda: threading.Event().wait(), "crash": os.abort}
 
 
 class TellableConfig(MathConfig):
@@ -25,12 +25,19 @@ class TellableEnvironment(MathEnvironment):
         ids = [conversation.id for conversation in conversations]
         for order, strike in ORDERS.items():
             victim = self._orders / f"{order}.victim"
-            if (self._orders / order).exists():
-                (self._orders / order).unlink()
+            if self._takes(order):
                 victim.write_text(ids[0])
             if victim.exists() and victim.read_text() in ids:
                 strike()
         return super().step(conversations, states)
+
+    def _takes(self, order):
+        """Whether this process, of several, is the one that carries it out."""
+        try:
+            (self._orders / order).rename(self._orders / f"{order}.taken")
+        except FileNotFoundError:
+            return False
+        return True
 
 
 PLUGIN = EnvironmentPlugin(

@@ -261,13 +261,15 @@ def test_an_answer_that_hangs_sympy_costs_itself_alone() -> None:
     async def run() -> None:
         environment = plugin(ENVIRONMENTS, "math")
         assert resolve(environment.environment) is MathEnvironment
-        pool = EnvironmentPool(environment.environment, MathConfig(), num_workers=1, deadline_s=2.0)
+        # long enough for the others on a loaded machine, as sympy takes seconds to import
+        config = MathConfig(num_workers=1, deadline_s=15.0)
+        pool = EnvironmentPool.of(environment.environment, config, name="math")
         try:
             outcomes = await pool.step(
                 [said(tower, "x^2", "0"), said(r"\boxed{7}", name="1"), said(r"\boxed{8}", name="2")]
             )
             assert isinstance(outcomes[0], EnvironmentFailure)
-            assert "deadline of 2 s" in outcomes[0].reason
+            assert "deadline of 15 s (env.math.deadline_s)" in outcomes[0].reason
             assert [outcome.reward for outcome in outcomes[1:]] == [1.0, 0.0]
         finally:
             await pool.close()

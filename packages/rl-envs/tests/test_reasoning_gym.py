@@ -171,7 +171,7 @@ def test_scored_in_a_pool() -> None:
     made = rows(size=10)
 
     async def run() -> list[StepResult | EnvironmentFailure]:
-        pool = EnvironmentPool(environment, ReasoningGymConfig(), num_workers=1, deadline_s=60.0)
+        pool = EnvironmentPool(environment, ReasoningGymConfig(), num_workers=1, deadline_s=240.0)
         try:
             return await pool.step(
                 [
