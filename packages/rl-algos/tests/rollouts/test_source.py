@@ -1,7 +1,9 @@
 import numpy as np
+import pytest
 
 from rl_algos.data.stream import Stream
 from rl_algos.rollouts.source import SyncRolloutSource
+from rl_core.errors import RolloutsFailed
 from rl_core.generation import SamplingParams, WeightUpdate
 from rl_core.rollout import Prompt, Rollout, RolloutGroup
 
@@ -78,3 +80,14 @@ def test_adopting_reaches_the_pool():
     pool = RecordingPool()
     make_source(pool).adopt(WeightUpdate(3))
     assert pool.updates == [WeightUpdate(3)]
+
+
+def test_groups_of_which_too_many_failed_are_refused():
+    stream = Stream([PROMPTS], seed=1)
+    source = SyncRolloutSource(
+        RecordingPool(), stream, sampling=SAMPLING, num_generations=4, seed=7, max_failed_share=0.5
+    )
+    with pytest.raises(RolloutsFailed, match=r"8 of 8 rollouts failed.* 8 x no engine"):
+        source.collect(2)
+    with pytest.raises(RolloutsFailed, match="4 of 4 rollouts failed"):
+        source.evaluate(PROMPTS[:1], SAMPLING, num_generations=4)

@@ -67,6 +67,10 @@ class EnvironmentFailed(RLError):
     """An environment that hung, crashed or raised on one conversation; it costs the rollout, not the run."""
 
 
+class RolloutsFailed(RLError):
+    """More rollouts failed than a run may have; its message counts the reasons."""
+
+
 @dataclass(frozen=True)
 class Origin:
     """Where in the run a failure happened: the role and rank of the worker, its node, and what it was doing."""

@@ -51,5 +51,6 @@ def evaluate(config: Any, *, logs: Path) -> Evaluation:
             sampling=sampling,
             num_generations=1,
             seed=config.grpo.seed,
+            max_failed_share=config.grpo.max_failed_share,
         )
         return source.evaluate(data.validation[: config.grpo.max_val_samples], sampling)

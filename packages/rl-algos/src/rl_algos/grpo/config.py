@@ -42,6 +42,9 @@ class GRPOConfig(Config):
     """Steps of the run."""
     max_num_epochs: int | None = Field(default=None, gt=0)
     """Passes over the data after which the run ends, if it has not ended before."""
+    max_failed_share: float = Field(default=0.5, ge=0, le=1)
+    """Largest share of the rollouts collected or evaluated together that may fail (environments that hang or crash,
+    prompts that the engine refuses); past it the run stops with the reasons."""
     max_rollout_turns: int = Field(default=1, gt=0)
     """Most turns of one rollout."""
     normalize_rewards: bool = True

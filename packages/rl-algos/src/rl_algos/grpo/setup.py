@@ -77,6 +77,7 @@ def run(config: Any, components: Components, run: Run) -> None:
         sampling=training_sampling(generation, data.end_of_sequence),
         num_generations=config.grpo.num_generations_per_prompt,
         seed=config.grpo.seed,
+        max_failed_share=config.grpo.max_failed_share,
     )
     train(
         config.grpo,

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from rl_algos.rollouts.failures import check_failures
 from rl_core.generation import Evaluation, RolloutPool, RolloutTask, SamplingParams, WeightUpdate
 from rl_core.rollout import Prompt, RolloutGroup
 
@@ -37,28 +38,41 @@ class SyncRolloutSource:
         num_generations: rollouts per prompt.
         seed: of sampling; a rollout's seed follows from it, from the number of prompts drawn before, and its place in
             the group.
+        max_failed_share: of the rollouts of one call, above which they are refused; 1 takes all.
     """
 
     def __init__(
-        self, pool: RolloutPool, prompts: PromptStream, *, sampling: SamplingParams, num_generations: int, seed: int
+        self,
+        pool: RolloutPool,
+        prompts: PromptStream,
+        *,
+        sampling: SamplingParams,
+        num_generations: int,
+        seed: int,
+        max_failed_share: float = 1.0,
     ) -> None:
         self._pool = pool
         self._prompts = prompts
         self._sampling = sampling
         self._num_generations = num_generations
+        self._max_failed_share = max_failed_share
         self._seed = seed
         self._num_drawn = 0
         self._trained = self._position()
 
     def collect(self, num_groups: int) -> list[RolloutGroup]:
-        """The next groups; fewer where the data ends."""
+        """The next groups; fewer where the data ends.
+
+        Raises:
+            RolloutsFailed: if too many of their rollouts failed.
+        """
         prompts = self._prompts.take(num_groups)
         first, self._num_drawn = self._num_drawn, self._num_drawn + len(prompts)
         tasks = [
             RolloutTask(prompt, self._sampling, _seeds((self._seed, first + i), self._num_generations))
             for i, prompt in enumerate(prompts)
         ]
-        return self._pool.run(tasks)
+        return self._run(tasks)
 
     def evaluate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, num_generations: int = 1) -> Evaluation:
         """Roll out given prompts with the current weights; the same prompts always get the same seeds."""
@@ -66,7 +80,7 @@ class SyncRolloutSource:
             RolloutTask(prompt, sampling, _seeds((self._seed, i, 1), num_generations))
             for i, prompt in enumerate(prompts)
         ]
-        return Evaluation(self._pool.run(tasks))
+        return Evaluation(self._run(tasks))
 
     def adopt(self, update: WeightUpdate) -> None:
         """Bring the replicas to this version; the groups collected before it count as trained."""
@@ -83,6 +97,11 @@ class SyncRolloutSource:
         self._prompts.restore(state["prompts"])
         self._num_drawn = state["num_drawn"]
         self._trained = self._position()
+
+    def _run(self, tasks: Sequence[RolloutTask]) -> list[RolloutGroup]:
+        groups = self._pool.run(tasks)
+        check_failures(groups, self._max_failed_share)
+        return groups
 
     def _position(self) -> Mapping[str, Any]:
         return {"prompts": self._prompts.state(), "num_drawn": self._num_drawn}
