@@ -64,6 +64,11 @@ def test_an_algorithm_without_generation_uses_every_device():
         (make(colocated=False, gpus=12), 1, "leaves the policy no device"),
         (make(), 3, "8 ranks are not a multiple of the 3"),
         (make(replica_ranks=3), 1, "8 GPUs per node cannot be divided into replicas of 3"),
+        (
+            make(num_nodes=2, replica_ranks=16),
+            1,
+            "16 ranks (tensor_parallel_size x pipeline_parallel_size) does not fit on a node, which has 8 GPUs",
+        ),
     ],
 )
 def test_what_does_not_divide_is_named(topology, policy_ranks, said):

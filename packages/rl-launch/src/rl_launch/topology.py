@@ -97,7 +97,16 @@ def topology_problems(topology: Topology, policy_ranks: int) -> Iterator[Problem
             f"the policy's {world} ranks are not a multiple of the {policy_ranks} that one copy of it is split over; "
             f"lower its parallel sizes, or change {topology.device.ranks_key}",
         )
-    if topology.device.has_gpus and topology.generation_ranks % topology.replica_ranks:
+    if not topology.device.has_gpus:
+        return
+    if topology.replica_ranks > topology.generation_ranks > 0:
+        yield Problem(
+            "policy.generation",
+            f"a replica of {topology.replica_ranks} ranks (tensor_parallel_size x pipeline_parallel_size) does not fit "
+            f"on a node, which has {topology.generation_ranks} GPUs for generation, and replicas do not span nodes; "
+            f"lower its parallel sizes, or raise {topology.device.ranks_key}",
+        )
+    elif topology.generation_ranks % topology.replica_ranks:
         yield Problem(
             "policy.generation",
             f"{topology.generation_ranks} GPUs per node cannot be divided into replicas of {topology.replica_ranks}; "
