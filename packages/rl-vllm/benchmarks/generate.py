@@ -59,9 +59,9 @@ def of_generator(model_dir: str, vocab_size: int, answers: Any) -> None:
 
 def of_vllm(model_dir: str, vocab_size: int, answers: Any, seeded: bool) -> None:
     from rl_core.generation import Placement
-    from rl_vllm import surroundings
+    from rl_vllm import process_env
 
-    surroundings.apply(Placement("cpu"), eager=True, num_ranks=1, environ=os.environ)
+    process_env.apply(Placement("cpu"), eager=True, num_ranks=1, own_process=False, environ=os.environ)
     from vllm import LLM, SamplingParams
 
     llm = LLM(

@@ -6,7 +6,7 @@ from typing import Any
 
 from rl_core.weights import Manifest
 from rl_vllm.engine_worker import EngineWorker
-from rl_vllm.reception import WeightReception
+from rl_vllm.weight_receiver import WeightReceiver
 
 
 class SpoilableWorker(EngineWorker):
@@ -14,9 +14,9 @@ class SpoilableWorker(EngineWorker):
 
     _packed_head: Any = None
 
-    def make_reception(self, manifest: Manifest) -> WeightReception:
+    def make_receiver(self, manifest: Manifest) -> WeightReceiver:
         self._packed_head = self.get_model().lm_head.cpu_linear
-        return super().make_reception(manifest)
+        return super().make_receiver(manifest)
 
     def restore_packed_head(self) -> None:
         self.get_model().lm_head.cpu_linear = self._packed_head

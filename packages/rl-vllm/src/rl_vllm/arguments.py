@@ -1,4 +1,4 @@
-"""What vLLM is started with, and what a request asks of it."""
+"""Arguments of vLLM's engine and of its requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CPU_BATCH_TOKENS = 4096
 def engine_arguments(
     backend: VllmConfig, model: ModelConfig, placement: Placement, *, max_len: int, eager: bool, extension: str
 ) -> AsyncEngineArgs:
-    """What vLLM is started with.
+    """Return the arguments that vLLM is started with.
 
     Nothing here chooses a model runner: both of vLLM 0.32's keep what training relies on. A draw depends on its
     request's seed and position, not on the batch (V2 hashes them with the token, V1 has a generator per request);
@@ -45,7 +45,7 @@ def engine_arguments(
         logprobs_mode="processed_logprobs",
         worker_extension_cls=extension,
         enable_sleep_mode=placement.shares_devices and not on_cpu,
-        # vLLM 0.32 dies on CPU where the prompt of a request with a seed is read in parts: it takes back
+        # vLLM 0.32 dies on CPU when the prompt of a request with a seed is read in parts: it takes back
         # the token drawn too early by rewinding the request's generator, which CPU generators cannot
         enable_chunked_prefill=not on_cpu,
         max_num_batched_tokens=backend.max_num_batched_tokens or smallest_batch,
@@ -67,7 +67,7 @@ def _starts_empty(backend: VllmConfig, model: ModelConfig, placement: Placement)
 
 
 def sampling_params(request: GenerationRequest, *, max_tokens: int) -> VllmSamplingParams:
-    """What one request asks of the engine: the sampled tokens' own logprobs, all at the end.
+    """Return the parameters of one request: the sampled tokens' own logprobs, all at the end.
 
     Raises:
         RequestRefused: for a temperature that vLLM does not sample at.

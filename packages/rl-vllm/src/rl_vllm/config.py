@@ -67,7 +67,7 @@ OWNED_ARGUMENTS = {
     "weight_transfer_config": "weights arrive through the run's own transport",
     "worker_extension_cls": "the generator's own extension receives the weights",
 }
-"""Engine arguments that follow from elsewhere, and from where."""
+"""Engine arguments that other settings determine, and the key or the reason."""
 
 
 class VllmConfig(Config):
@@ -81,19 +81,19 @@ class VllmConfig(Config):
     """Share of a GPU's memory for weights and KV cache if `kv_cache_gib` is unset; unset means 0.6 on GPUs that the
     policy shares, else 0.9."""
     kv_cache_gib: float | None = Field(default=None, gt=0)
-    """Size of the KV cache per rank in GiB; where unset, 1 on CPU; on a GPU what `gpu_memory_utilization` leaves."""
+    """Size of the KV cache per rank in GiB. Unset means 1 on CPU, and on a GPU what `gpu_memory_utilization` leaves."""
     kv_cache_dtype: str = "auto"
     """Dtype of the KV cache; `auto` is the model's."""
     max_model_len: int | None = Field(default=None, gt=1)
-    """Most tokens of a prompt and its completion; `policy.max_total_sequence_length` where unset."""
+    """Most tokens of a prompt and its completion; unset means `policy.max_total_sequence_length`."""
     max_num_seqs: int = Field(default=256, gt=0)
     """Most completions decoded at one time."""
     max_num_batched_tokens: int | None = Field(default=None, gt=0)
-    """Most tokens of one forward pass; vLLM's choice where unset, and on CPU at least 4096 and one whole row."""
+    """Most tokens of one forward pass; unset means vLLM's choice, and on CPU at least 4096 and one whole row."""
     enforce_eager: bool | None = None
-    """Run without compilation and CUDA graphs; where unset, true on CPU, where compiling costs more than it brings."""
+    """Run without compilation and CUDA graphs. Unset means true on CPU, as compiling costs more than it saves there."""
     own_process: bool | None = None
-    """Run the engine in a process beside the replica's; where unset, true, except for one rank on CPU, which starts in
+    """Run the engine in a process beside the replica's. Unset means true, except for one rank on CPU, which starts in
     half the time without."""
     sleep_level: Literal[1, 2] | None = None
     """What sleeping on a GPU does with the weights: 1 keeps them in host memory, 2 drops them, and they are sent again.

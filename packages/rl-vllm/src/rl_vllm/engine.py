@@ -69,7 +69,7 @@ class Engine(ABC):
 
     @abstractmethod
     async def call(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of the worker extension on every rank; the answers by rank."""
+        """Call a method of the worker extension on every rank; returns the answers by rank."""
 
     @abstractmethod
     async def sleep(self, level: int) -> None:
@@ -81,11 +81,11 @@ class Engine(ABC):
 
     @abstractmethod
     async def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache; whether it could."""
+        """Empty the prefix cache; returns whether it was possible."""
 
     @abstractmethod
     async def check(self) -> None:
-        """Raise where the engine is dead."""
+        """Raise `GeneratorError` if the engine is dead."""
 
     @abstractmethod
     async def end(self) -> None:

@@ -138,7 +138,7 @@ def ends_of(processes: Sequence[BaseProcess]) -> str:
 
 
 def _write(fd: int, text: bytes) -> None:
-    with suppress(OSError):  # nobody may read this process's output
+    with suppress(OSError):  # this process's own output may be closed
         os.write(fd, text)
 
 

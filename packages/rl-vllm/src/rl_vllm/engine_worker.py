@@ -1,4 +1,4 @@
-"""What rl-vllm adds to vLLM's worker in every engine process."""
+"""Extension of vLLM's worker, mixed into it in every engine process."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from vllm.config import set_current_vllm_config
 from rl_core.devices import Device
 from rl_core.errors import WeightSyncError
 from rl_core.weights import Manifest, Transport
-from rl_vllm.coverage import LoadPlan, plan_load
-from rl_vllm.lifeline import end_with, forget_semaphores
-from rl_vllm.reception import WeightReception
+from rl_vllm.load_plan import LoadPlan, plan_load
+from rl_vllm.parent_watch import end_with, forget_semaphores
+from rl_vllm.weight_receiver import WeightReceiver
 
 Report = dict[str, Any]
 """Plain data: `value`, or `error` with the names of the `tensors` at fault."""
@@ -33,19 +33,19 @@ class EngineWorker:
     vllm_config: Any
     get_model: Callable[[], torch.nn.Module]
 
-    _reception: WeightReception | None = None
+    _receiver: WeightReceiver | None = None
     _planned: tuple[Manifest, LoadPlan] | None = None
 
-    def end_with_front(self, pid: int) -> Report:
-        """End the engine's processes when the one in front of it ends, however it does, with nothing left behind."""
+    def end_with_parent(self, pid: int) -> Report:
+        """End the engine's processes as soon as process `pid` ends, with nothing left in shared memory."""
         forget_semaphores()
         return self._reported(end_with, pid)
 
-    def begin_reception(self, manifest: bytes) -> Report:
+    def begin_receiving(self, manifest: bytes) -> Report:
         """Plan the load of a manifest: `unknown` tensors to the reason, and `missing` ones."""
         return self._reported(self._begin, pickle.loads(manifest))
 
-    def run_reception(self, order: bytes, first_rank: int) -> Report:
+    def receive_weights(self, order: bytes, first_rank: int) -> Report:
         """Take the announced tensors in; digests by name.
 
         Args:
@@ -55,14 +55,14 @@ class EngineWorker:
         transport, device = pickle.loads(order)
         return self._reported(self._receive, transport, device.at(self.local_rank), first_rank + self.rank)
 
-    def check_reception(self) -> Report:
+    def check_received(self) -> Report:
         """Names of tensors that this rank does not compute with."""
         return self._reported(self._check)
 
-    def make_reception(self, manifest: Manifest) -> WeightReception:
-        """A reception of this manifest into this rank's model."""
+    def make_receiver(self, manifest: Manifest) -> WeightReceiver:
+        """Return the receiver of this manifest for this rank's model."""
         plan = self._plan(manifest)
-        return WeightReception(self.get_model(), self.vllm_config.model_config, manifest, plan)
+        return WeightReceiver(self.get_model(), self.vllm_config.model_config, manifest, plan)
 
     def _plan(self, manifest: Manifest) -> LoadPlan:
         """Where the tensors land; made once, for versions of one policy differ in nothing but the values."""
@@ -71,25 +71,25 @@ class EngineWorker:
         return self._planned[1]
 
     def _begin(self, manifest: Manifest) -> dict[str, Any]:
-        self._reception = None
-        self._reception = self.make_reception(manifest)
-        return {"unknown": self._reception.plan.unknown, "missing": self._reception.plan.missing}
+        self._receiver = None
+        self._receiver = self.make_receiver(manifest)
+        return {"unknown": self._receiver.plan.unknown, "missing": self._receiver.plan.missing}
 
     def _receive(self, transport: Transport, device: Device, rank: int) -> dict[str, str]:
         return dict(self._announced().receive(transport, device, rank))
 
     def _check(self) -> list[str]:
         stale = self._announced().stale()
-        self._reception = None
+        self._receiver = None
         return stale
 
-    def _announced(self) -> WeightReception:
-        if self._reception is None:
+    def _announced(self) -> WeightReceiver:
+        if self._receiver is None:
             raise WeightSyncError("no weight version was announced: call `begin` first")
-        return self._reception
+        return self._receiver
 
     def _default_device(self) -> AbstractContextManager[Any]:
-        """Loaders make tensors on the default device; the CPU is that anyhow, and a context slows every torch call."""
+        """Loaders make tensors on the default device. On CPU no context is needed, and one slows every torch call."""
         return nullcontext() if self.device.type == "cpu" else self.device
 
     def _reported(self, act: Callable[..., Any], *args: Any) -> Report:

@@ -14,10 +14,10 @@ from rl_core.generation import GenerationRequest, Placement
 from rl_core.model_config import GenerationConfig, ModelConfig
 from rl_core.rollout import Completion, WeightSpan
 from rl_core.weights import Digests, Manifest, Transport
-from rl_vllm import surroundings
+from rl_vllm import process_env
+from rl_vllm.admission import Admission
 from rl_vllm.config import VllmConfig
-from rl_vllm.gate import Gate
-from rl_vllm.lifeline import forget_semaphores
+from rl_vllm.parent_watch import forget_semaphores
 
 if TYPE_CHECKING:
     from rl_vllm.engine import Engine
@@ -29,7 +29,7 @@ class VllmGenerator:
     """A `Generator` on vLLM: its engine in processes of its own or, for one rank on CPU, in a thread of this one.
 
     Completions carry float32 logprobs after temperature, top-p and top-k. Only the request's stop tokens and strings
-    end a completion; the model's own end of sequence counts where it is among them. Requests in flight finish before a
+    end a completion; the model's own end of sequence counts if it is among them. Requests in flight finish before a
     pause takes hold, so that a completion has one weight version; version 0 is what was loaded, and is served unless
     weights are awaited. `score` is answered during a pause, for the canary of a weight sync.
 
@@ -53,7 +53,7 @@ class VllmGenerator:
         self._placement = placement
         self._max_len = backend.max_model_len or model.max_total_sequence_length
         self._engine: Engine | None = None
-        self._gate = Gate("the engine has not been started")
+        self._admission = Admission("the engine has not been started")
         self._asleep: set[str] = set()
         self._sleep_level = backend.sleep_level or (2 if placement.awaits_weights else 1)
         self._version = 0
@@ -66,11 +66,11 @@ class VllmGenerator:
         return self._backend.num_ranks
 
     async def start(self) -> None:
-        """Load the engine; raises `GeneratorError` with the engine's reason where it does not come up."""
+        """Load the engine; raises `GeneratorError` with the engine's reason if it does not come up."""
         eager = self._backend.enforce_eager
         eager = not self._placement.kind.runs_on_gpus if eager is None else eager
         own_process = self._backend.has_own_process(self._placement.kind)
-        surroundings.apply(
+        process_env.apply(
             self._placement, eager=eager, num_ranks=self.num_ranks, own_process=own_process, environ=os.environ
         )
         # vLLM reads the environment when it is imported
@@ -94,9 +94,9 @@ class VllmGenerator:
             self._engine = await LocalEngine.start(arguments, self._placement.cpu_threads)
         forget_semaphores()
         if self._placement.awaits_weights:
-            self._gate.refuse("no weights have been sent to it yet")
+            self._admission.refuse("no weights have been sent to it yet")
         else:
-            self._gate.serve()
+            self._admission.serve()
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """One completion; concurrent calls are batched by the engine.
@@ -112,7 +112,7 @@ class VllmGenerator:
                 f"a prompt of {num_prompt_tokens} tokens leaves no room for a completion: 1 to {self._max_len - 1} do"
             )
         max_tokens = min(request.sampling.max_new_tokens, room)
-        async with self._gate.passage():
+        async with self._admission.passage():
             version = self._version
             output = await self._running().generate(request, max_tokens=max_tokens)
         return self._completion(output, version)
@@ -127,18 +127,18 @@ class VllmGenerator:
         if len(token_ids) > self._max_len:
             raise RequestRefused(f"{len(token_ids)} tokens do not fit into {self._max_len}")
         scores = np.zeros(len(token_ids), dtype=np.float32)
-        async with self._gate.passage(while_paused=not self._asleep):
+        async with self._admission.passage(while_paused=not self._asleep):
             if len(token_ids) > 1:
                 scores[1:] = await self._running().score(token_ids)
         return scores
 
     async def pause(self) -> None:
         """Stop after requests in flight are done; later ones wait."""
-        await self._gate.pause()
+        await self._admission.pause()
 
     async def resume(self) -> None:
         """Serve again, once awake."""
-        self._gate.resume()
+        self._admission.resume()
 
     async def sleep(self) -> bool:
         """Free the device, after requests in flight are done; later ones wait until both parts are awake.
@@ -148,18 +148,18 @@ class VllmGenerator:
         Raises:
             GeneratorError: if the replica was placed on GPUs for itself, whose engine cannot sleep.
         """
-        await self._gate.hold()
+        await self._admission.hold()
         if not self._placement.kind.has_gpus:
             self._asleep = set(PARTS)
             return True
         if not self._placement.shares_devices:
-            raise GeneratorError("a replica that shares its GPUs with nobody cannot sleep (Placement.shares_devices)")
+            raise GeneratorError("a replica that does not share its GPUs cannot sleep (Placement.shares_devices)")
         if "weights" not in self._asleep:  # the KV cache may sleep already, after a weight sync that broke off
             await self._running().sleep(self._sleep_level)
             self._asleep = set(PARTS)
         if self._sleep_level == 1:
             return True
-        self._gate.refuse("its weights were dropped in sleep and have not been sent again")
+        self._admission.refuse("its weights were dropped in sleep and have not been sent again")
         return False
 
     async def wake(self, parts: Sequence[str] = PARTS) -> None:
@@ -174,20 +174,20 @@ class VllmGenerator:
         if "kv_cache" in woken:
             await self._running().forget_prefixes()
         if not self._asleep:
-            self._gate.release()
+            self._admission.release()
 
     async def begin(self, manifest: Manifest) -> None:
         """Make ready; nothing is served from here until a `commit` succeeds.
 
         Raises:
             WeightSyncError: naming tensors the engine does not know, or those that its parameters wait for.
-            GeneratorError: where requests are in flight; pause first.
+            GeneratorError: if requests are in flight; pause first.
         """
-        if self._gate.num_inside:
-            raise GeneratorError(f"{self._gate.num_inside} requests are in flight: pause before a weight sync")
+        if self._admission.num_inside:
+            raise GeneratorError(f"{self._admission.num_inside} requests are in flight: pause before a weight sync")
         self._announced = None
-        self._gate.refuse(f"weight version {manifest.version} has not been taken over whole")
-        plans = await self._on_every_rank("begin_reception", pickle.dumps(manifest))
+        self._admission.refuse(f"weight version {manifest.version} has not been taken over whole")
+        plans = await self._on_every_rank("begin_receiving", pickle.dumps(manifest))
         # with pipeline parallelism each rank knows its own layers only
         unknown = [name for name in plans[0]["unknown"] if all(name in plan["unknown"] for plan in plans)]
         missing = list(dict.fromkeys(name for plan in plans for name in plan["missing"]))
@@ -205,12 +205,12 @@ class VllmGenerator:
 
         Raises:
             WeightSyncError: naming rank and phase, or tensors.
-            GeneratorError: where the weights are asleep.
+            GeneratorError: if the weights are asleep.
         """
         if "weights" in self._asleep:
             raise GeneratorError("the weights are asleep: wake them before a transfer")
         order = pickle.dumps((transport, self._placement.kind))
-        return await self._on_every_rank("run_reception", order, first_rank)
+        return await self._on_every_rank("receive_weights", order, first_rank)
 
     async def commit(self, version: int) -> None:
         """Check that every layer computes with what was received, empty the prefix cache, then serve this version.
@@ -221,7 +221,7 @@ class VllmGenerator:
         if self._announced is None or version != self._announced.version:
             announced = "none" if self._announced is None else str(self._announced.version)
             raise WeightSyncError(f"cannot commit weight version {version}: the one announced is {announced}")
-        stale = await self._on_every_rank("check_reception")
+        stale = await self._on_every_rank("check_received")
         names = tuple(dict.fromkeys(name for found in stale for name in found))
         if names:
             raise WeightSyncError(
@@ -230,7 +230,7 @@ class VllmGenerator:
         await self._running().forget_prefixes()
         self._version = version
         self._announced = None
-        self._gate.serve()
+        self._admission.serve()
 
     async def health(self) -> Mapping[str, Any]:
         """Numbers worth logging. An engine that has requests and makes no step hangs. Raises `GeneratorError` if it is
@@ -239,8 +239,8 @@ class VllmGenerator:
         await self._running().check()
         return {
             "weight_version": self._version,
-            "num_requests": self._gate.num_inside,
-            "num_waiting": self._gate.num_waiting,
+            "num_requests": self._admission.num_inside,
+            "num_waiting": self._admission.num_waiting,
             "num_completions": self._num_completions,
             "num_steps": self._running().num_steps,
             "num_sampled": self._running().num_sampled,
@@ -249,7 +249,7 @@ class VllmGenerator:
     async def close(self) -> None:
         """End the engine and all its processes; requests in flight or waiting end with `GeneratorError`."""
         engine, self._engine = self._engine, None
-        self._gate.close("the generator is closed")
+        self._admission.close("the generator is closed")
         if engine is not None:
             await engine.end()
 
@@ -275,5 +275,5 @@ class VllmGenerator:
 
     def _running(self) -> Engine:
         if self._engine is None:
-            raise GeneratorError(self._gate.refusal or "the engine has not been started")
+            raise GeneratorError(self._admission.refusal or "the engine has not been started")
         return self._engine

@@ -122,7 +122,7 @@ class SteppedEngine:
             name = str(next(self._ids))
             try:
                 self._id_of[name] = self.vllm.add_request(name, {"prompt_token_ids": request.token_ids}, request.params)
-            except Exception as error:  # noqa: BLE001 - becomes the failure of whoever waits
+            except Exception as error:  # noqa: BLE001 - becomes the failure of the request
                 _fail(request, RequestRefused(f"the engine refused a request: {error}"))
                 continue
             self._requests[name] = request

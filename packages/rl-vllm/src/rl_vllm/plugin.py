@@ -1,4 +1,4 @@
-"""What the vLLM generator is, told without importing vLLM."""
+"""The vLLM generator's plugin and its checks of a config, without vLLM."""
 
 from __future__ import annotations
 

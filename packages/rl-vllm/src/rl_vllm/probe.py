@@ -1,4 +1,4 @@
-"""Does an engine compute with the weights that it received?"""
+"""Checks that an engine computes with the weights that it received."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
-from rl_vllm.coverage import LoadPlan, Piece
+from rl_vllm.load_plan import LoadPlan, Piece
 
 NUM_COLUMNS = 8
 
@@ -25,7 +25,7 @@ class WeightProbe:
 
     Args:
         model: this rank's part of the engine's model.
-        plan: where the tensors land in it.
+        plan: of the load into it.
         version: chooses the columns.
     """
 
@@ -108,7 +108,7 @@ class WeightProbe:
         return self._pieces[name][0].write.stride[0] if name in self._columns else 1
 
     def _computed(self, name: str, layer: nn.Module, expected: Tensor) -> Tensor:
-        """What the layer gives for the sampled columns `[rows, columns]`, or its vector."""
+        """Return the layer's values for the sampled columns `[rows, columns]`, or its vector."""
         parameter = layer.get_parameter(name.rpartition(".")[2])
         if name not in self._columns:
             return parameter[: len(expected)]

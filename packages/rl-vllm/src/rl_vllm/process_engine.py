@@ -57,7 +57,7 @@ class ProcessEngine(Engine):
             raise GeneratorError(f"vLLM did not start: {cause or one_line(error)}") from error
         started = cls(engine, [child for child in multiprocessing.active_children() if child not in others], output)
         try:
-            await started.call("end_with_front", os.getpid())
+            await started.call("end_with_parent", os.getpid())
         except GeneratorError:
             await started.end()
             raise
@@ -102,7 +102,7 @@ class ProcessEngine(Engine):
                 raise
             if self._cause is None:
                 self._cause = asyncio.create_task(asyncio.to_thread(self._find_cause))
-            # shielded, for whoever is cancelled is not the only one who waits
+            # shielded: other requests wait for it when one is cancelled
             raise GeneratorError(f"{error}: {await asyncio.shield(self._cause)}") from error.__cause__
 
     def _find_cause(self) -> str:

@@ -1,7 +1,7 @@
 import multiprocessing
 import os
 
-from rl_vllm.lifeline import forget_semaphores
+from rl_vllm.parent_watch import forget_semaphores
 
 
 def test_a_semaphore_without_a_name_still_locks_and_leaves_nothing() -> None:

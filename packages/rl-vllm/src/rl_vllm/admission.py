@@ -1,4 +1,4 @@
-"""Who may ask the engine, and when."""
+"""Admission of requests to the engine: served, kept waiting or refused."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from contextlib import asynccontextmanager
 from rl_core.errors import GeneratorError
 
 
-class Gate:
-    """Lets requests in, keeps them waiting (paused, asleep) or turns them away (nothing fit to serve).
+class Admission:
+    """Admits requests, keeps them waiting (paused, asleep) or refuses them (no weights fit to serve).
 
     Args:
-        refusal: why nobody is let in yet.
+        refusal: why no request is admitted yet.
     """
 
     def __init__(self, refusal: str) -> None:
@@ -30,10 +30,12 @@ class Gate:
 
     @asynccontextmanager
     async def passage(self, *, while_paused: bool = False) -> AsyncIterator[None]:
-        """Be inside for the length of the block, waiting first where the gate is shut, or only where it is held.
+        """Count as a request in flight for the length of the block.
+
+        Waits first while admission is paused or held; with `while_paused` only while it is held.
 
         Raises:
-            GeneratorError: where requests are turned away.
+            GeneratorError: if requests are refused.
         """
         if not (self._open.is_set() or (while_paused and not self._held)):
             self.num_waiting += 1
@@ -54,7 +56,7 @@ class Gate:
                 self._empty.set()
 
     async def pause(self) -> None:
-        """Shut the gate until `resume`, and wait until nobody is inside."""
+        """Admit nothing until `resume`, and wait for the requests in flight."""
         self._paused = True
         self._update()
         await self._empty.wait()
@@ -64,7 +66,7 @@ class Gate:
         self._update()
 
     async def hold(self) -> None:
-        """Shut the gate until `release`, and wait until nobody is inside."""
+        """Admit nothing until `release`, and wait for the requests in flight."""
         self._held = True
         self._update()
         await self._empty.wait()
@@ -74,17 +76,17 @@ class Gate:
         self._update()
 
     def refuse(self, reason: str) -> None:
-        """Turn everybody away, with a reason, until `serve`."""
+        """Refuse every request, with a reason, until `serve`."""
         if not self._closed:
             self.refusal = reason
 
     def serve(self) -> None:
-        """Turn nobody away any more."""
+        """Refuse requests no longer."""
         if not self._closed:
             self.refusal = ""
 
     def close(self, reason: str) -> None:
-        """Turn everybody away for good, those who wait included."""
+        """Refuse every request for good, those that wait included."""
         self.refusal = reason
         self._closed = True
         self._update()

@@ -14,18 +14,18 @@ from rl_core.devices import Device
 from rl_core.errors import WeightSyncError
 from rl_core.torch.transport import open_receiver
 from rl_core.weights import Digests, Manifest, Transport
-from rl_vllm.coverage import LoadPlan, fed_names
+from rl_vllm.load_plan import LoadPlan, fed_names
 from rl_vllm.probe import WeightProbe
 
 
-class WeightReception:
+class WeightReceiver:
     """Takes in and checks the tensors of one manifest.
 
     Args:
         model: this rank's part of the engine's model.
         model_config: vLLM's.
         manifest: what will arrive.
-        plan: where it lands in this rank's model.
+        plan: of the load into this rank's model.
     """
 
     def __init__(self, model: nn.Module, model_config: ModelConfig, manifest: Manifest, plan: LoadPlan) -> None:

@@ -7,11 +7,11 @@ import pytest
 
 from rl_core.devices import NODE_ADDRESS
 from rl_core.generation import Placement
-from rl_vllm import surroundings
+from rl_vllm import process_env
 
 
 def test_a_replica_on_gpus_keeps_the_gpus_that_it_was_shown() -> None:
-    found = surroundings.variables(Placement("cuda"), eager=False)
+    found = process_env.variables(Placement("cuda"), eager=False)
     assert "CUDA_VISIBLE_DEVICES" not in found
     assert "TORCHDYNAMO_DISABLE" not in found
     assert not [name for name in found if name.startswith("VLLM_CPU")]
@@ -19,23 +19,23 @@ def test_a_replica_on_gpus_keeps_the_gpus_that_it_was_shown() -> None:
 
 def test_ranks_meet_at_the_address_of_their_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(NODE_ADDRESS, raising=False)
-    assert surroundings.variables(Placement("cuda"), eager=False)["VLLM_HOST_IP"] == "127.0.0.1"
+    assert process_env.variables(Placement("cuda"), eager=False)["VLLM_HOST_IP"] == "127.0.0.1"
     monkeypatch.setenv(NODE_ADDRESS, "10.0.0.7")
-    assert surroundings.variables(Placement("cuda"), eager=False)["VLLM_HOST_IP"] == "10.0.0.7"
+    assert process_env.variables(Placement("cuda"), eager=False)["VLLM_HOST_IP"] == "10.0.0.7"
 
 
 def test_a_replica_on_cpu_uses_its_share_of_threads_and_hides_no_gpu() -> None:
-    found = surroundings.variables(Placement("cpu", cpu_threads=3), eager=True)
+    found = process_env.variables(Placement("cpu", cpu_threads=3), eager=True)
     assert found["OMP_NUM_THREADS"] == "3"
     assert found["TORCHDYNAMO_DISABLE"] == "1"
     assert "CUDA_VISIBLE_DEVICES" not in found
-    assert "TORCHDYNAMO_DISABLE" not in surroundings.variables(Placement("cpu"), eager=False)
+    assert "TORCHDYNAMO_DISABLE" not in process_env.variables(Placement("cpu"), eager=False)
 
 
 def test_what_the_user_set_stays_where_it_is_theirs_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(surroundings, "bytecode_folder", lambda environ: None)
+    monkeypatch.setattr(process_env, "bytecode_folder", lambda environ: None)
     environ = {"VLLM_LOGGING_LEVEL": "DEBUG", "HF_HUB_OFFLINE": "1"}
-    surroundings.apply(Placement("cpu"), eager=True, num_ranks=1, own_process=False, environ=environ)
+    process_env.apply(Placement("cpu"), eager=True, num_ranks=1, own_process=False, environ=environ)
     assert environ["VLLM_LOGGING_LEVEL"] == "DEBUG"
     assert environ["HF_HUB_OFFLINE"] == "1"
 
@@ -53,9 +53,9 @@ def test_what_the_user_set_stays_where_it_is_theirs_to_set(monkeypatch: pytest.M
 def test_ranks_get_processes_where_the_engine_has_some(
     monkeypatch: pytest.MonkeyPatch, device: str, num_ranks: int, own_process: bool, expected: str
 ) -> None:
-    monkeypatch.setattr(surroundings, "bytecode_folder", lambda environ: None)
+    monkeypatch.setattr(process_env, "bytecode_folder", lambda environ: None)
     environ: dict[str, str] = {}
-    surroundings.apply(Placement(device), eager=True, num_ranks=num_ranks, own_process=own_process, environ=environ)
+    process_env.apply(Placement(device), eager=True, num_ranks=num_ranks, own_process=own_process, environ=environ)
     assert environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == expected
 
 
@@ -64,12 +64,12 @@ def test_bytecode_goes_to_the_cache_only_where_there_is_none(tmp_path: Path, mon
     package.parent.mkdir()
     package.write_text("")
     spec = type("Spec", (), {"origin": str(package)})
-    monkeypatch.setattr(surroundings.importlib.util, "find_spec", lambda name: spec)
+    monkeypatch.setattr(process_env.importlib.util, "find_spec", lambda name: spec)
     monkeypatch.setattr(sys, "pycache_prefix", None)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     environ = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-    assert surroundings.bytecode_folder(environ) == tmp_path / "cache" / "rl-vllm" / "bytecode"
-    compiled = Path(surroundings.importlib.util.cache_from_source(str(package)))
+    assert process_env.bytecode_folder(environ) == tmp_path / "cache" / "rl-vllm" / "bytecode"
+    compiled = Path(process_env.importlib.util.cache_from_source(str(package)))
     compiled.parent.mkdir()
     compiled.write_bytes(b"")
-    assert surroundings.bytecode_folder(environ) is None
+    assert process_env.bytecode_folder(environ) is None

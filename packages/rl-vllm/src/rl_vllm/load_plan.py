@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint land where in an engine's parameters.
+"""Plan of a load: the part of each engine parameter that each tensor of a checkpoint fills.
 
 The engine's own loaders are run over tensors without data while their copies are recorded instead of executed. What
 comes out holds for fused projections, tensor-parallel shards, replicated heads and padded vocabularies alike, without
@@ -27,7 +27,7 @@ from vllm.model_executor.model_loader.reload.utils import (
 from rl_core.weights import Manifest, TensorSpec
 
 LOADER_ERRORS = (KeyError, ValueError, AttributeError, AssertionError, RuntimeError, TypeError, IndexError)
-"""What vLLM's loaders raise for a tensor that they do not know, or of the wrong shape."""
+"""Errors of vLLM's loaders for a tensor that they do not know, or of the wrong shape."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ class _CopyRecorder(TorchDispatchMode):
             return
         name, sent_as = source
         if target.shape != value.shape:
-            raise ValueError(f"{name}: shape {tuple(value.shape)} where {tuple(target.shape)} is expected")
+            raise ValueError(f"{name}: shape {tuple(value.shape)}, expected {tuple(target.shape)}")
         self.touched.add(name)
         self.numel[parameter] = self.numel.get(parameter, 0) + target.numel()
         piece = Piece(name, sent_as, Region.of(value), Region.of(target))

@@ -1,4 +1,4 @@
-"""No engine outlives the process it was started for, nor leaves anything in shared memory."""
+"""Ends an engine's processes with the process they were started for, with nothing left in shared memory."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ def end_with(pid: int) -> None:
             os.kill(parent, signal.SIGKILL)
         os._exit(1)
 
-    Thread(target=wait, name="lifeline", daemon=True).start()
+    Thread(target=wait, name="parent-watch", daemon=True).start()
 
 
 def forget_semaphores() -> None:
-    """Take the names of this process's semaphores out of shared memory, as its end would: whoever shares one has opened
-    it by now, and a process that is killed takes no name away.
+    """Remove the names of this process's semaphores from shared memory, which a killed process does not.
+
+    Every process that shares one has opened it by now.
     """
     for finalizer in list(util._finalizer_registry.values()):  # type: ignore[attr-defined]  # of Python's own use
         if finalizer._callback is SemLock._cleanup:  # type: ignore[attr-defined]

@@ -12,11 +12,11 @@ from rl_core.devices.device import node_address
 from rl_core.generation import Placement
 
 DEFAULTS = {"VLLM_LOGGING_LEVEL": "WARNING"}
-"""Set where the user has not."""
+"""Set unless the user has set them."""
 
 
 def variables(placement: Placement, *, eager: bool) -> dict[str, str]:
-    """What vLLM and its processes read from the environment, for a replica placed so."""
+    """Return the environment variables of vLLM and its processes, for a replica placed so."""
     found = {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_HOST_IP": node_address(),
