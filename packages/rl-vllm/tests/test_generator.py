@@ -325,7 +325,7 @@ def test_no_engine_outlives_a_killed_process_in_front(tmp_path: Path) -> None:
     front = context.Process(target=_start_and_wait, args=(write_reference_model(tmp_path, seed=1), started))
     front.start()
     try:
-        engine = [psutil.Process(pid) for pid in started.get(timeout=240)]
+        engine = [psutil.Process(pid) for pid in started.get(timeout=600)]
     finally:
         front.kill()
     assert len(engine) >= 3

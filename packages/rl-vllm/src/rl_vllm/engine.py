@@ -27,22 +27,15 @@ class Engine(ABC):
     """
 
     def __init__(self, processor: OutputProcessor) -> None:
-        self._num_steps = 0
         self._num_sampled = 0
         process = processor.process_outputs
 
         def count(outputs: Sequence[EngineCoreOutput], *args: Any, **kwargs: Any) -> Any:
-            self._num_steps += 1
             self._num_sampled += sum(len(output.new_token_ids) for output in outputs)
             return process(outputs, *args, **kwargs)
 
         # vLLM's own statistics cost more, and their interface is not stable
         processor.process_outputs = count
-
-    @property
-    def num_steps(self) -> int:
-        """Steps so far that answered something."""
-        return self._num_steps
 
     @property
     def num_sampled(self) -> int:

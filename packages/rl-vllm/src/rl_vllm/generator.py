@@ -233,8 +233,8 @@ class VllmGenerator:
         self._admission.serve()
 
     async def health(self) -> Mapping[str, Any]:
-        """Numbers worth logging. An engine that has requests and makes no step hangs. Raises `GeneratorError` if it is
-        dead.
+        """Numbers worth logging. An engine that has requests and samples nothing hangs. Raises `GeneratorError` if it
+        is dead.
         """
         await self._running().check()
         return {
@@ -242,7 +242,6 @@ class VllmGenerator:
             "num_requests": self._admission.num_inside,
             "num_waiting": self._admission.num_waiting,
             "num_completions": self._num_completions,
-            "num_steps": self._running().num_steps,
             "num_sampled": self._running().num_sampled,
         }
 

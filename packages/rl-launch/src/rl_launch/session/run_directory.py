@@ -36,6 +36,8 @@ MAY_CHANGE = (
     "policy.*_cfg.*parallel*_size",
     "policy.generation.*_cfg.*parallel*_size",
     "policy.generation.*_cfg.gpu_memory_utilization",
+    "policy.generation.*_cfg.sleep_level",
+    "policy.generation.canary_tolerance",
     "env.*.num_workers",
     "env.*.deadline_s",
     "env.*.memory_limit_gib",
