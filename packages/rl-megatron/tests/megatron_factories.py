@@ -18,3 +18,11 @@ def kept_tensors(rank: Rank) -> dict[str, np.ndarray]:
     """What steps change, as a rank holds it, by Megatron's name."""
     kept = rank.held[HELD]._weights.kept
     return {name: tensor.detach().float().numpy().copy() for name, tensor in kept.items()}
+
+
+def forget_engine(rank: Rank) -> None:
+    """Leave Megatron's functions for experts as they are imported where Transformer Engine is not installed."""
+    from megatron.core.transformer.moe import moe_utils
+
+    assert not moe_utils.HAVE_TE
+    vars(moe_utils).pop("te_general_gemm", None)

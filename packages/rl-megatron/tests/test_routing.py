@@ -161,6 +161,12 @@ def test_a_skipped_step_leaves_the_expert_biases(ranks, folders, tmp_path):
     assert all(after[name].equal(before[name]) for name in before)
 
 
+def test_routers_need_no_transformer_engine_whatever_the_shim_does(ranks, folders):
+    ranks.run("megatron_factories:forget_engine", [()])
+    with open_model(ranks, folders["qwen3_moe"], "tp1", "packed-16") as model:
+        assert model.train_step(make_batch(ROWS), TokenLoss())["grad_norm"] > 0
+
+
 def test_segments_are_balanced_each_by_itself():
     generator = torch.Generator().manual_seed(3)
     scores = torch.rand(12, 4, generator=generator, dtype=torch.float64).softmax(-1)

@@ -51,8 +51,8 @@ def install() -> None:
     torch.Tensor.cuda = lambda tensor, *_, **__: tensor
     megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     megatron_random.logging.getLogger(megatron_random.__name__).disabled = True  # "CPU RNG state changed"
-    _mend_mixture_of_experts()
-    _mend_gloo()
+    _patch_all_to_all()
+    _patch_gloo()
 
 
 class _Nothing:
@@ -119,14 +119,10 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     return made
 
 
-def _mend_mixture_of_experts() -> None:
-    """Two places where megatron-core 0.16.1 needs a GPU or Transformer Engine by oversight."""
-    import megatron.core.transformer.moe.moe_utils as moe_utils
+def _patch_all_to_all() -> None:
+    """Split sizes stay tensors where nothing is on CUDA, which torch does not take."""
     import torch.distributed as dist
 
-    # without Transformer Engine the name is not defined, and looked up in every router
-    vars(moe_utils).setdefault("te_general_gemm", None)
-    # split sizes stay tensors where nothing is on CUDA, which torch does not take
     all_to_all_single = dist.all_to_all_single
 
     @functools.wraps(all_to_all_single)
@@ -139,7 +135,7 @@ def _mend_mixture_of_experts() -> None:
     dist.all_to_all_single = with_plain_sizes
 
 
-def _mend_gloo() -> None:
+def _patch_gloo() -> None:
     """Parts of different sizes, which experts spread over tensor-parallel ranks exchange, and which gloo refuses."""
     import torch.distributed as dist
 

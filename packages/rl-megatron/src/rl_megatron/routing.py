@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 import torch
 from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
@@ -83,6 +84,8 @@ class RowRouter(TopKRouter):
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
+        # without Transformer Engine 0.16.1 does not define the name, and looks it up in every forward pass
+        vars(moe_utils).setdefault("te_general_gemm", None)
         # Megatron leaves it on the host until the first forward pass
         self.weight.data = self.weight.data.to(torch.cuda.current_device())
         self.rows: PerMicrobatch[TokenRows] = PerMicrobatch()
