@@ -1,5 +1,7 @@
 """Workers for the suites, built in the processes of a rank pool."""
 
+from types import SimpleNamespace
+
 import numpy as np
 
 from rl_core.model import ModelSpec, Rendezvous
@@ -26,3 +28,35 @@ def forget_engine(rank: Rank) -> None:
 
     assert not moe_utils.HAVE_TE
     vars(moe_utils).pop("te_general_gemm", None)
+
+
+def multiple_of(rank: Rank, recipe: str | None) -> int:
+    """Of how many tokens products take a multiple, in 8 bits with a recipe or without."""
+    from rl_megatron.model import token_multiple
+
+    return token_multiple(SimpleNamespace(fp8=None if recipe is None else "hybrid", fp8_recipe=recipe))
+
+
+def count_row_attention(rank: Rank, window: int | None, context_size: int) -> int:
+    """How many of four layers beside Transformer Engine have this package's attention."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    from rl_megatron.attention import RowAttention
+    from rl_megatron.layers import adapt_layers
+
+    config = SimpleNamespace(
+        window_size=None if window is None else (window - 1, 0), context_parallel_size=context_size
+    )
+    spec = TransformerBlockSubmodules(layer_specs=[get_gpt_layer_local_spec() for _ in range(4)])
+    adapt_layers(spec, config, has_te=True)
+    return sum(layer.submodules.self_attention.submodules.core_attention is RowAttention for layer in spec.layer_specs)
+
+
+def count_8_bit_copies(rank: Rank, adds: bool = True) -> int:
+    """Copies that a layer keeps as those of Transformer Engine do, one more first."""
+    (chunk,) = rank.held[HELD]._model.chunks
+    kept = vars(chunk.decoder.layers[0].mlp.linear_fc1).setdefault("_fp8_workspaces", {})
+    if adds:
+        kept["weight"] = object()
+    return len(kept)

@@ -10,11 +10,12 @@ from rl_megatron.config import MegatronConfig
 from rl_megatron.plugin import PLUGIN, num_ranks
 
 
-def problems(policy=None, **settings):
+def problems(policy=None, device="cpu", **settings):
     model = policy or ModelConfig(model_name="model")
     fields = {name: getattr(model, name) for name in ModelConfig.model_fields}
     policy = SimpleNamespace(**fields, megatron_cfg=MegatronConfig(**settings))
-    config = SimpleNamespace(policy=policy, cluster=SimpleNamespace(device="cpu"))
+    sections = {"cluster": SimpleNamespace(device=device), "checkpointing": SimpleNamespace(enabled=True)}
+    config = SimpleNamespace(policy=policy, **sections)
     return {problem.key: problem.message for check in PLUGIN.checks for problem in check(config)}
 
 
@@ -36,6 +37,7 @@ def test_defaults_have_no_problems():
         ({"fp8_cfg": {"fp8_param": True}}, "fp8_cfg.fp8_param", "set it to false"),
         ({"use_fused_linear_logprobs": False}, "use_fused_linear_logprobs", "policy.logprob_chunk_size"),
         ({"moe_token_dispatcher_type": "allgather"}, "moe_token_dispatcher_type", "set alltoall"),
+        ({"transformer_engine": True}, "transformer_engine", "cluster.device is cpu"),
         ({"moe_router_replay": True}, "moe_router_replay", "no generator reports"),
         ({"moe_per_layer_logging": True}, "moe_per_layer_logging", "moe_router_load_balancing_type"),
         (
@@ -53,6 +55,32 @@ def test_defaults_have_no_problems():
 )
 def test_settings_that_contradict_each_other_are_named(settings, key, message):
     assert message in problems(**settings)[f"policy.megatron_cfg.{key}"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "rehearsal"])
+def test_kernels_of_gpus_are_refused_where_the_cpu_computes(device):
+    settings = {"fp8_cfg": {"enabled": True}, "moe_token_dispatcher_type": "flex", "expert_model_parallel_size": 2}
+    found = problems(device=device, **settings)
+    assert f"cluster.device is {device}" in found["policy.megatron_cfg.fp8_cfg.enabled"]
+    assert "DeepEP" in found["policy.megatron_cfg.moe_token_dispatcher_type"]
+    for other in ("cuda", "auto"):
+        assert problems(device=other, **settings) == {}
+    alone = problems(device="cuda", moe_token_dispatcher_type="flex")
+    assert "above 1" in alone["policy.megatron_cfg.moe_token_dispatcher_type"]
+
+
+def test_8_bit_needs_its_engine_and_scales_that_a_resumed_run_finds():
+    delayed = problems(device="cuda", fp8_cfg={"enabled": True, "fp8_recipe": "delayed"})
+    assert "a resumed run would not be exact" in delayed["policy.megatron_cfg.fp8_cfg.fp8_recipe"]
+    without = problems(device="cuda", fp8_cfg={"enabled": True}, transformer_engine=False)
+    assert "transformer_engine is false" in without["policy.megatron_cfg.fp8_cfg.enabled"]
+
+
+def test_environments_of_workers_on_gpus_get_transformer_engine():
+    for wanted in (None, True):
+        (requirement,) = PLUGIN.further(MegatronConfig(transformer_engine=wanted))
+        assert dict(requirement.extras) == {"cuda": ("te",)}
+    assert PLUGIN.further(MegatronConfig(transformer_engine=False)) == ()
 
 
 def test_adapters_go_by_name_or_everywhere():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -45,20 +46,21 @@ def transformer_config(
         family = {name: value for name, value in family.items() if not name.startswith(("moe_", "num_moe"))}
     _check_layout(hf, family, backend)
     kind = MLATransformerConfig if family.get("multi_latent_attention") else TransformerConfig
-    return kind(
+    settings = {
         **family,
         **_parallel(backend),
         **_recompute(backend, has_te),
         **_fp8(backend, has_te),
-        **(_experts(backend, has_te) if "num_moe_experts" in family else {}),
+        **(_experts(backend, is_cuda=is_cuda, has_te=has_te) if "num_moe_experts" in family else {}),
         **_kernels(is_cuda, has_te),
-        bf16=dtype == torch.bfloat16,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        perform_initialization=False,
+        "bf16": dtype == torch.bfloat16,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "perform_initialization": False,
         # losses come divided by global totals, so that gradients are summed and never averaged
-        calculate_per_token_loss=True,
-    )
+        "calculate_per_token_loss": True,
+    }
+    return kind(**settings)
 
 
 def _parallel(backend: MegatronConfig) -> dict[str, Any]:
@@ -75,7 +77,7 @@ def _parallel(backend: MegatronConfig) -> dict[str, Any]:
         "expert_tensor_parallel_size": backend.expert_tensor_parallel_size,
         "sequence_parallel": backend.sequence_parallel and tensor > 1,
         "variable_seq_lengths": True,
-        # the only one that takes ranks with different numbers of tokens; checked for models without experts too
+        # the default cannot take ranks with different numbers of tokens; it is checked for models without experts too
         "moe_token_dispatcher_type": "alltoall",
         "overlap_p2p_comm": virtual is not None,
         "batch_p2p_comm": virtual is None,
@@ -106,14 +108,20 @@ def _fp8(backend: MegatronConfig, has_te: bool) -> dict[str, Any]:
         return {}
     if not has_te:
         raise ValueError(
-            "fp8_cfg.enabled needs Transformer Engine on CUDA, and transformer_engine is not installed, the run is "
-            "on cpu, or the model has adapters; install rl-megatron[te], or set fp8_cfg.enabled=false"
+            "fp8_cfg.enabled needs Transformer Engine on CUDA, and transformer_engine is not installed or false, the "
+            "run is on cpu, or the model has adapters; install rl-megatron[te], or set fp8_cfg.enabled=false"
         )
     return {"fp8": settings.fp8, "fp8_recipe": settings.fp8_recipe}
 
 
-def _experts(backend: MegatronConfig, has_te: bool) -> dict[str, Any]:
+def _experts(backend: MegatronConfig, *, is_cuda: bool, has_te: bool) -> dict[str, Any]:
+    if backend.moe_token_dispatcher_type == "flex" and not (is_cuda and importlib.util.find_spec("deep_ep")):
+        raise ValueError(
+            "moe_token_dispatcher_type=flex needs DeepEP on CUDA, and deep_ep is not installed or the run is on cpu; "
+            "install it, or set alltoall"
+        )
     return {
+        "moe_token_dispatcher_type": backend.moe_token_dispatcher_type,
         "moe_grouped_gemm": has_te,
         "moe_router_dtype": backend.moe_router_dtype,
         "moe_router_load_balancing_type": backend.moe_router_load_balancing_type,

@@ -74,12 +74,16 @@ class MegatronConfig(Config):
     moe_per_layer_logging: bool = False
     """Report that loss for each layer beside its mean over layers."""
     moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"
-    """How tokens travel to their experts' ranks; `alltoall` alone takes ranks with different numbers of tokens, which
-    rows of different lengths give, and the others are refused."""
+    """How tokens travel to their experts' ranks: `alltoall` by NCCL, `flex` by DeepEP, which has to be installed and
+    runs on GPUs alone. `allgather` needs as many tokens on every rank, which rows of different lengths do not give, and
+    is refused."""
     moe_router_bias_update_rate: float = Field(default=0.0, ge=0)
     """How far a step moves the biases by which routers of some models (DeepSeek-V3) balance experts; 0 leaves them."""
     use_fused_linear_logprobs: bool = True
     """Compute logprobs from hidden states without logits of all tokens; `policy.logprob_chunk_size` bounds those that
     exist at one time. It is never done otherwise: false is refused."""
+    transformer_engine: bool | None = None
+    """Build layers of Transformer Engine on GPUs. If unset, wherever it is installed, as it is in environments that are
+    built for workers (compiling it takes a CUDA toolkit). false neither installs nor uses it; true demands it."""
     distributed_data_parallel_config: DistributedDataParallelConfig = DistributedDataParallelConfig()
     fp8_cfg: Fp8Config = Fp8Config()

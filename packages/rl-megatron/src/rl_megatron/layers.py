@@ -25,14 +25,22 @@ def block_spec(config: TransformerConfig, *, has_te: bool, virtual_stage: int | 
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=has_te, normalization="RMSNorm", vp_stage=virtual_stage
     )
+    adapt_layers(spec, config, has_te=has_te)
+    return spec
+
+
+def adapt_layers(spec: TransformerBlockSubmodules, config: TransformerConfig, *, has_te: bool) -> None:
+    """Put this package's modules in the place of Megatron's that are not right here."""
     for layer in spec.layer_specs:
         if isinstance(layer.submodules.mlp.submodules, MoESubmodules):
             layer.submodules.mlp.submodules.router = RowRouter
         if not has_te:
             _localise(layer)
+        elif config.window_size is not None and config.context_parallel_size > 1:
+            # Transformer Engine passes keys from rank to rank, and knows no sliding window when it does
+            layer.submodules.self_attention.submodules.core_attention = RowAttention
     if not has_te:
         spec.layer_norm = RMSNorm
-    return spec
 
 
 def _localise(layer: ModuleSpec) -> None:

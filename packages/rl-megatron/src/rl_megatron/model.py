@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.fp8_utils import get_fp8_align_size
 from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
@@ -41,8 +42,9 @@ HEADLESS_ROLES: tuple[Role, ...] = ("critic", "reward_model")
 """Roles with a head of one output instead of a language-model head."""
 
 
-FP8_MULTIPLE = 16
-"""Transformer Engine multiplies 8-bit matrices of a multiple of so many rows."""
+def token_multiple(config: TransformerConfig) -> int:
+    """Of how many tokens the matrix products of a rank take a multiple."""
+    return get_fp8_align_size(config.fp8_recipe) if config.fp8 else 1
 
 
 class Chunk(GPTModel):
@@ -100,7 +102,7 @@ class ReadingModel:
             context_size=parallel_state.get_context_parallel_world_size(),
             context_rank=parallel_state.get_context_parallel_rank(),
             sequence_size=self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1,
-            multiple=FP8_MULTIPLE if self.config.fp8 else 1,
+            multiple=token_multiple(self.config),
         )
 
     @property
@@ -189,7 +191,12 @@ def build_model(
     is_cuda = mesh.kind.kernels == "cuda"
     has_adapters = config.lora_cfg.enabled
     # the norm within a layer of Transformer Engine's hides the input that an adapter needs
-    has_te = is_cuda and has_transformer_engine() and not has_adapters
+    has_te = is_cuda and backend.transformer_engine is not False and has_transformer_engine() and not has_adapters
+    if backend.transformer_engine and not has_te:
+        raise ValueError(
+            "transformer_engine=true, but it is not installed, the run is on cpu, or the model has adapters; install "
+            "rl-megatron[te], or leave transformer_engine out"
+        )
     megatron = transformer_config(hf, backend, dtype=getattr(torch, config.precision), is_cuda=is_cuda, has_te=has_te)
     is_headless = spec.role in HEADLESS_ROLES
     stages: list[int | None] = [None]

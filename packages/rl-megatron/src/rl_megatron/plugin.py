@@ -7,12 +7,15 @@ from math import lcm
 from typing import Any
 
 from rl_core.config import Problem
+from rl_core.devices import DEVICES
 from rl_core.model_config import local_hf_config
 from rl_core.registry import BackendPlugin, Requirement
 from rl_core.selfcheck import MeshCase, at_most_two
 from rl_megatron.config import MegatronConfig
 
 KEY = "policy.megatron_cfg"
+
+TRANSFORMER_ENGINE = Requirement("rl-megatron", extras={"cuda": ("te",)})
 
 
 def num_ranks(config: MegatronConfig) -> int:
@@ -96,10 +99,42 @@ def check_shape(config: Any) -> Iterable[Problem]:
 
 
 def check_device(config: Any) -> Iterable[Problem]:
-    """Settings that no CPU can run."""
-    if config.policy.megatron_cfg.fp8_cfg.enabled and config.cluster.device == "cpu":
+    """Settings that no kernel of the run's device computes."""
+    backend: MegatronConfig = config.policy.megatron_cfg
+    name = config.cluster.device
+    if name not in DEVICES or DEVICES[name].kernels == "cuda":  # auto may still become either
+        return
+    if backend.fp8_cfg.enabled:
         yield Problem(
-            f"{KEY}.fp8_cfg.enabled", "needs Transformer Engine and a GPU, and cluster.device is cpu; set this to false"
+            f"{KEY}.fp8_cfg.enabled",
+            f"needs Transformer Engine and a GPU, and cluster.device is {name}; set this to false",
+        )
+    elif backend.transformer_engine:
+        yield Problem(
+            f"{KEY}.transformer_engine", f"needs a GPU, and cluster.device is {name}; leave it out, or set it to false"
+        )
+    if backend.moe_token_dispatcher_type == "flex":
+        yield Problem(
+            f"{KEY}.moe_token_dispatcher_type",
+            f"'flex' needs DeepEP and a GPU, and cluster.device is {name}; set alltoall",
+        )
+
+
+def check_8_bit(config: Any) -> Iterable[Problem]:
+    """Settings that 8-bit matrix products contradict."""
+    backend: MegatronConfig = config.policy.megatron_cfg
+    if not backend.fp8_cfg.enabled:
+        return
+    if backend.transformer_engine is False:
+        yield Problem(
+            f"{KEY}.fp8_cfg.enabled",
+            f"needs Transformer Engine, and {KEY}.transformer_engine is false; set one of them",
+        )
+    if backend.fp8_cfg.fp8_recipe == "delayed" and config.checkpointing.enabled:
+        yield Problem(
+            f"{KEY}.fp8_cfg.fp8_recipe",
+            "'delayed' takes scales from the steps before, which checkpoints do not hold, so a resumed run would not "
+            "be exact; set tensorwise, blockwise or mxfp8, or checkpointing.enabled=false",
         )
 
 
@@ -151,11 +186,10 @@ def check_fixed(config: Any) -> Iterable[Problem]:
             f"{KEY}.moe_router_replay",
             "needs the experts that the generator chose, which no generator reports; set it to false",
         )
-    if backend.moe_token_dispatcher_type != "alltoall":
+    if backend.moe_token_dispatcher_type == "allgather":
         yield Problem(
             f"{KEY}.moe_token_dispatcher_type",
-            f"{backend.moe_token_dispatcher_type!r} needs as many tokens on every rank, which rows of different "
-            "lengths do not give; set alltoall",
+            "'allgather' needs as many tokens on every rank, which rows of different lengths do not give; set alltoall",
         )
 
 
@@ -191,6 +225,13 @@ def _check_experts(backend: MegatronConfig) -> Iterable[Problem]:
             f"{KEY}.moe_aux_loss_coeff",
             f"{backend.moe_aux_loss_coeff} with moe_router_load_balancing_type "
             f"{backend.moe_router_load_balancing_type!r}; set both or neither",
+        )
+    ranks_of_tokens = backend.expert_model_parallel_size * (expert_tensor or tensor)
+    if backend.moe_token_dispatcher_type == "flex" and (ranks_of_tokens == 1 or backend.moe_router_dtype != "fp32"):
+        yield Problem(
+            f"{KEY}.moe_token_dispatcher_type",
+            f"'flex' needs {KEY}.expert_model_parallel_size or {KEY}.tensor_model_parallel_size above 1 and "
+            f"{KEY}.moe_router_dtype fp32; set alltoall",
         )
     if backend.moe_per_layer_logging and not is_balanced:
         yield Problem(
@@ -229,6 +270,11 @@ def mesh_case(config: Any) -> MeshCase:
     )
 
 
+def engine(config: MegatronConfig) -> tuple[Requirement, ...]:
+    """What layers on GPUs are made of, beside what the worker always needs."""
+    return () if config.transformer_engine is False else (TRANSFORMER_ENGINE,)
+
+
 PLUGIN = BackendPlugin(
     name="megatron",
     key="megatron_cfg",
@@ -239,8 +285,18 @@ PLUGIN = BackendPlugin(
         extras={"cpu": ("worker",), "cuda": ("worker",)},
         imports=("torch", "megatron.core", "transformers", "safetensors"),
     ),
+    further=engine,
     ranks=num_ranks,
-    checks=(check_batching, check_layout, check_shape, check_recompute, check_lora, check_fixed, check_device),
+    checks=(
+        check_batching,
+        check_layout,
+        check_shape,
+        check_recompute,
+        check_lora,
+        check_fixed,
+        check_8_bit,
+        check_device,
+    ),
     preflight="rl_megatron.preflight:check",
     selfcheck="rl_megatron.selfcheck:cases_of",
     mesh_case=mesh_case,

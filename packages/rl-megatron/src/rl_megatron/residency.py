@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Sequence
+
+from torch import Tensor, nn
 
 from rl_core.devices import Device
 from rl_core.model import Part
@@ -19,6 +21,12 @@ class ModelResidency(Residency):
         self._model = model
         self._optimizer = optimizer
 
+    def offload(self, parts: Sequence[Part]) -> None:
+        """Free the device of these parts, and with the parameters of their 8-bit copies."""
+        if "parameters" in parts:
+            forget_8_bit_copies(self._model.chunks)
+        super().offload(parts)
+
     def kept(self, part: Part) -> list[Tensor]:
         if part == "parameters":
             return [parameter.detach() for parameter in self._model.parameters()]
@@ -26,3 +34,11 @@ class ModelResidency(Residency):
 
     def lost(self, part: Part) -> list[Tensor]:
         return [] if part == "parameters" or self._optimizer is None else self._optimizer.grad_buffers()
+
+
+def forget_8_bit_copies(chunks: Sequence[nn.Module]) -> None:
+    """Have layers of Transformer Engine let go of the 8-bit copies of weights that they keep between microbatches; a
+    first microbatch makes them anew."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            vars(module).get("_fp8_workspaces", {}).clear()

@@ -34,7 +34,9 @@ def load_model(config: ModelConfig, mesh: Mesh) -> tuple[ReadingModel, Weights]:
     plain = config.model_copy(update={"lora_cfg": LoraConfig()})
     spec = ModelSpec(role="policy", trains=False)
     seed_all(spec.seed)
-    model = build_model(plain, MegatronConfig(), spec, folder=folder, is_packed=False, mesh=mesh)
+    # only the local layers' attention reads a static batch's cache
+    backend = MegatronConfig(transformer_engine=False)
+    model = build_model(plain, backend, spec, folder=folder, is_packed=False, mesh=mesh)
     weights = Weights(model, mesh)
     weights.load(WeightFiles.of(folder), seed=spec.seed)
     model.train(False)
