@@ -51,6 +51,7 @@ def install() -> None:
     torch.Tensor.cuda = lambda tensor, *_, **__: tensor
     megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     megatron_random.logging.getLogger(megatron_random.__name__).disabled = True  # "CPU RNG state changed"
+    _disable_engine_products()
     _patch_all_to_all()
     _patch_gloo()
 
@@ -117,6 +118,14 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
         return factory(*args, **kwargs)
 
     return made
+
+
+def _disable_engine_products() -> None:
+    """Routers multiply with Transformer Engine wherever it is installed, which no tensor of the CPU takes."""
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+
+    if moe_utils.HAVE_TE:
+        moe_utils.te_general_gemm = None
 
 
 def _patch_all_to_all() -> None:
