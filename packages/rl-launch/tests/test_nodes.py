@@ -2,18 +2,21 @@
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import ray
 
 from rl_core.devices import CPU, CUDA, REHEARSAL
-from rl_core.errors import ConfigError, WorkerDied, WorkerEnvironmentError
+from rl_core.errors import ConfigError, Origin, WorkerDied, WorkerEnvironmentError, WorkerStalled
 from rl_core.registry import Requirement
 from rl_launch.cluster import VirtualCluster
 from rl_launch.device import resolve_device
 from rl_launch.nodes import Nodes
 from rl_launch.placement import Patience, PlacementError
 from rl_launch.root import ClusterConfig
+from rl_launch.start_wait import Bound, gather_start
 from rl_launch.worker_envs import worker_env
 from rl_launch.worker_envs.driver_envs import DriverEnvs
 
@@ -184,3 +187,23 @@ def test_a_node_that_dies_meanwhile_is_named_and_known_to_be_lost(spare, pair, t
     with pytest.raises(WorkerDied, match="no other has such devices free"):
         cluster.node_of(bundle)
     cluster.close()
+
+
+@pytest.mark.parametrize("report_s", [0.2, 60.0])
+def test_a_wait_for_a_start_says_who_is_missing_and_ends_with_its_key(machines, caplog, monkeypatch, report_s):
+    caplog.set_level("INFO", logger="rl_launch")
+    monkeypatch.setattr("rl_launch.start_wait.REPORT_S", report_s)
+    done, sleep = ray.put(1), ray.remote(lambda: time.sleep(1000)).options(num_cpus=0)
+    never = [sleep.remote(), sleep.remote()]
+    origins = [Origin("policy", rank, "10.0.0.2", "start") for rank in range(3)]
+    with pytest.raises(WorkerStalled) as stalled:
+        gather_start([done, *never], origins, Bound(1.0, "cluster.start_timeout_s"), "loading policy")
+    assert str(stalled.value) == (
+        "policy rank 1 on 10.0.0.2 during start: loading policy is not done within 1 s (cluster.start_timeout_s), nor "
+        "are 1 more"
+    )
+    waits = [message for message in caplog.messages if message.startswith("waiting for loading policy since")]
+    assert bool(waits) == (report_s < 1)
+    for each in never:
+        ray.cancel(each, force=True)
+    assert gather_start([done], origins[:1], Bound(1.0, "key"), "x") == [1]

@@ -17,6 +17,7 @@ from rl_core.ray.host import Place
 from rl_core.ray.model import CALL_TIMEOUT_S, RemoteModel
 from rl_core.registry import BackendPlugin
 from rl_launch.cluster import Bundle, VirtualCluster, WorkerProcess
+from rl_launch.start_wait import Bound, gather_start
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,16 @@ class StartTimeouts:
 
     process_s: float
     model_s: float
+
+    @property
+    def process(self) -> Bound:
+        """Of an empty process, with its key."""
+        return Bound(self.process_s, "cluster.process_timeout_s")
+
+    @property
+    def model(self) -> Bound:
+        """Of building and loading a model, with its key."""
+        return Bound(self.model_s, "cluster.start_timeout_s")
 
 
 class ModelGroup:
@@ -65,12 +76,15 @@ class ModelGroup:
         self._local_ranks = [local_rank for node in nodes for local_rank, _ in enumerate(node)]
         self._workers = [cluster.start_worker(process(bundle.node), bundle) for node in nodes for bundle in node]
         unplaced = [Origin(role, rank, "its node", "start") for rank in range(len(self._workers))]
-        self.places: list[Place] = gather([w.place.remote() for w in self._workers], unplaced, timeouts.process_s)
+        self.places: list[Place] = gather_start(
+            [w.place.remote() for w in self._workers], unplaced, timeouts.process, f"the processes of {role}"
+        )
         self._logs = [f"{logs}/{role}-{rank}.log" for rank in range(len(self._workers))]
-        gather(
+        gather_start(
             [worker.log_to.remote(path) for worker, path in zip(self._workers, self._logs, strict=True)],
             self._origins("start"),
-            timeouts.process_s,
+            timeouts.process,
+            f"the logs of {role}",
         )
         self._timeout_s = CALL_TIMEOUT_S
         self._builds: list[ray.ObjectRef] = []
@@ -92,7 +106,7 @@ class ModelGroup:
 
     def finish(self, hold: Callable[[], AbstractContextManager[None]]) -> RemoteModel:
         """The model, once all ranks have built it; raises the first failure of any, with role, rank and node."""
-        gather(self._builds, self._origins("start"), self._timeouts.model_s)
+        gather_start(self._builds, self._origins("start"), self._timeouts.model, f"loading {self._role}")
         nodes = [place.address for place in self.places]
         return RemoteModel(
             self._workers, role=self._role, nodes=nodes, hold=hold, timeout_s=self._timeout_s, logs=self._logs

@@ -12,10 +12,11 @@ from ray.actor import ActorHandle
 from rl_algos.rollouts.worker import RolloutWorkerSpec
 from rl_core.errors import Origin, WorkerStalled
 from rl_core.generation import RolloutTask
-from rl_core.ray.calls import fetch, gather, wait
+from rl_core.ray.calls import fetch, wait
 from rl_core.ray.environment import RemoteEnvironment
 from rl_core.ray.stacks import request_stacks
 from rl_launch.model_group import StartTimeouts
+from rl_launch.start_wait import gather_start
 
 ROLLOUT_WORKER = "rl_algos.rollouts.worker:RolloutWorker"
 ROLE = "rollout worker"
@@ -60,9 +61,11 @@ class Replica:
         started = self._actor.start.remote(ROLLOUT_WORKER, self._spec, self._environments)
 
         def finish() -> None:
-            _, found = gather(process, [self.origin("start")] * len(process), self._timeouts.process_s)
+            origins = [self.origin("start")] * len(process)
+            _, found = gather_start(process, origins, self._timeouts.process, f"the process of {ROLE} {self.index}")
             self.node = found.address
-            (self.num_ranks,) = gather([started], [self.origin("start")], self._timeouts.model_s)
+            awaited = f"loading the engine of {ROLE} {self.index}"
+            (self.num_ranks,) = gather_start([started], [self.origin("start")], self._timeouts.model, awaited)
 
         return finish
 

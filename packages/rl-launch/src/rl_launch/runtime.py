@@ -32,6 +32,7 @@ from rl_launch.replica import Replica
 from rl_launch.residency import Residency, Tenant
 from rl_launch.rollout_pool import RolloutPool
 from rl_launch.root import Backends
+from rl_launch.start_wait import gather_start
 from rl_launch.topology import GENERATION, POLICY, Topology, plan
 from rl_launch.weight_sync import Canary, WeightSync
 from rl_launch.worker_envs import chosen_variables, worker_variables
@@ -48,7 +49,6 @@ Start = tuple[Callable[[], ActorHandle], Placement]
 """How an empty rollout worker is started, and where its engine runs."""
 
 ENVIRONMENT_POOL = "rl_core.environments.pool:EnvironmentPool.of"
-ENVIRONMENT_START_TIMEOUT_S = 300.0
 
 
 def provision_workers(
@@ -340,7 +340,7 @@ class Runtime:
             name,
         )
         origin = Origin(f"environment {name}", 0, "its node", "start")
-        gather([actor.call.remote("health")], [origin], ENVIRONMENT_START_TIMEOUT_S)
+        gather_start([actor.call.remote("health")], [origin], self._timeouts.process, f"environment {name}")
         self._exit.callback(partial(_close_environment, actor, origin))
         return RemoteEnvironment(actor, name=name)
 
