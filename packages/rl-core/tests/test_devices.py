@@ -1,3 +1,4 @@
+import os
 import pickle
 import subprocess
 import sys
@@ -5,6 +6,7 @@ import sys
 import pytest
 
 from rl_core.devices import CPU, CUDA, DEVICES, NODE_ADDRESS, REHEARSAL, device_named
+from rl_core.devices.rehearsal import hide_real_gpus
 from rl_core.generation import Placement
 
 
@@ -59,3 +61,21 @@ def test_logical_gpus_share_memory_by_node_and_gpu(monkeypatch):
     monkeypatch.setenv(NODE_ADDRESS, "127.0.0.7")
     assert REHEARSAL.memory_id == "127.0.0.7/3"
     assert REHEARSAL.at(1).memory_id == "127.0.0.7/5"
+
+
+def test_a_rehearsing_worker_keeps_its_logical_gpus_and_sees_no_real_one(monkeypatch):
+    for name, value in REHEARSAL.worker_variables(8).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
+    hide_real_gpus()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+    assert REHEARSAL.visible() == ("1", "2")
+    assert Placement("rehearsal", ("3",)).claim(num_ranks=1).visible() == ("3",)
+    hide_real_gpus()
+    assert REHEARSAL.visible() == ("3",)
+
+
+def test_a_worker_on_real_gpus_keeps_them(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
+    hide_real_gpus()
+    assert CUDA.visible() == ("1", "2")

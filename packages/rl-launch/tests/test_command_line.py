@@ -76,6 +76,16 @@ def test_explain_says_meaning_value_and_origin():
     assert "default: 42" in answer
 
 
+@pytest.mark.parametrize(
+    ("key", "says"), [("grpo.num_prompts_per_step", "Prompts of one step"), ("sft.max_num_steps", "optimizer steps")]
+)
+def test_explain_needs_no_recipe(key, says):
+    answer = CliRunner().invoke(app, ["config", "explain", key])
+    assert answer.exit_code == 0
+    assert answer.stdout.startswith(f"{key}: ")
+    assert says in answer.stdout
+
+
 def test_explain_lists_what_is_below_a_section():
     answer = CliRunner().invoke(app, ["config", "explain", "grpo-arithmetic", "cluster"]).stdout
     assert "cluster.worker_envs" in answer

@@ -93,7 +93,7 @@ class Device(ABC):
 
     def visible(self) -> tuple[str, ...]:
         """The GPUs that this process sees, as `CUDA_VISIBLE_DEVICES` lists them (indices or UUIDs)."""
-        return tuple(gpu.strip() for gpu in os.environ.get(VISIBLE, "").split(",") if gpu.strip())
+        return listed(os.environ.get(VISIBLE, ""))
 
     @property
     def torch_device(self) -> torch.device:
@@ -150,6 +150,11 @@ class Device(ABC):
     @abstractmethod
     def set_rng_state(self, state: Mapping[str, Any]) -> None:
         """Restore what `rng_state` returned; a state that another kind of device left out is not touched."""
+
+
+def listed(gpus: str) -> tuple[str, ...]:
+    """The GPUs of a list like that in `CUDA_VISIBLE_DEVICES`."""
+    return tuple(gpu.strip() for gpu in gpus.split(",") if gpu.strip())
 
 
 def node_address() -> str:

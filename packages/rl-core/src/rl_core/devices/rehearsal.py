@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from rl_core.devices.cpu import KEEP_FREED_MEMORY, CpuDevice
 from rl_core.devices.cuda import CudaDevice
-from rl_core.devices.device import ClusterSizes, node_address
+from rl_core.devices.device import VISIBLE, ClusterSizes, listed, node_address
 
 if TYPE_CHECKING:
     import torch
+
+LOGICAL = "RL_LOGICAL_GPUS"
+"""Environment variable of a rehearsing worker: its logical GPUs, as `CUDA_VISIBLE_DEVICES` would list them."""
+
+FROM_RAY = "ray"
+"""Its value until the worker's process has read what Ray put into `CUDA_VISIBLE_DEVICES`."""
+
+
+def hide_real_gpus() -> None:
+    """In a rehearsing worker, take the logical GPUs that Ray gave it out of `CUDA_VISIBLE_DEVICES`, so that torch sees
+    none of the machine's real ones. Called before torch is imported; does nothing elsewhere.
+    """
+    if os.environ.get(LOGICAL) == FROM_RAY:
+        os.environ[LOGICAL] = os.environ.get(VISIBLE, "")
+        os.environ[VISIBLE] = ""
 
 
 @dataclass(frozen=True)
@@ -39,7 +55,14 @@ class RehearsalDevice(CpuDevice):
 
     def worker_variables(self, num_threads: int) -> Mapping[str, str]:
         # every logical node has the same cores: one thread each, and Ray's visible devices are kept
-        return {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **KEEP_FREED_MEMORY}
+        return {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **KEEP_FREED_MEMORY, LOGICAL: FROM_RAY}
+
+    def claim(self, gpus: Sequence[str]) -> None:
+        if gpus:
+            os.environ[LOGICAL] = ",".join(gpus)
+
+    def visible(self) -> tuple[str, ...]:
+        return listed(os.environ.get(LOGICAL) or os.environ.get(VISIBLE, ""))
 
     @property
     def memory_id(self) -> str:

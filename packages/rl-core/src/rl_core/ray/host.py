@@ -15,6 +15,7 @@ from typing import Any
 import ray
 
 from rl_core.devices.device import NODE_ADDRESS, node_address
+from rl_core.devices.rehearsal import hide_real_gpus
 from rl_core.errors import RLError, WorkerError
 from rl_core.ray.stacks import write_stacks_on_signal
 from rl_core.registry import plugin_packages, resolve
@@ -46,9 +47,12 @@ class Place:
         return cls(node_address(), port, context.get_node_id(), gpus)
 
 
-def note_node_address() -> None:
-    """Tell this process and its children the address of its node, unless the launcher has."""
+def _prepare_process() -> None:
+    """Tell this process and its children the address of its node, unless the launcher has, and hide real GPUs from a
+    rehearsal.
+    """
     os.environ.setdefault(NODE_ADDRESS, ray.util.get_node_ip_address())
+    hide_real_gpus()
 
 
 def hold_port() -> socket.socket:
@@ -68,7 +72,7 @@ class WorkerHost:
     """Hosts a worker whose methods are synchronous; health answers beside a running call."""
 
     def __init__(self) -> None:
-        note_node_address()
+        _prepare_process()
         self._worker: Any = None
         self._port: socket.socket | None = None
 
@@ -105,7 +109,7 @@ class AsyncWorkerHost:
     """Hosts a worker whose methods are coroutines; all calls interleave on one event loop."""
 
     def __init__(self) -> None:
-        note_node_address()
+        _prepare_process()
         self._worker: Any = None
         self._port: socket.socket | None = None
 

@@ -32,15 +32,22 @@ def show(recipe: Source, overrides: Overrides = None) -> None:
 
 @app.command()
 def explain(
-    recipe: Source,
-    key: Annotated[str, typer.Argument(help="A dotted key; the root where left out.")] = "",
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            metavar="[RECIPE|FILE.yaml]", help="A recipe's name, a YAML file, or a run directory; may be left out."
+        ),
+    ],
+    key: Annotated[str, typer.Argument(metavar="[KEY]", help="A dotted key; the root if left out.")] = "",
     overrides: Overrides = None,
 ) -> None:
-    """Say what a key means, what it may be, and where its value comes from."""
+    """Say what a key means, what it may be, and where its value comes from: in a recipe, or in the smallest one."""
     with reported():
         from rl_core.config import explain as explained
-        from rl_launch.root import read_config
+        from rl_launch.root import read_config, recipe_with
 
+        if not key and (smallest := recipe_with(recipe)):
+            recipe, key = smallest, recipe
         resolved = read_config(recipe, overrides or ())
         sys.stdout.write(described(explained(type(resolved.config), key, resolved)))
 
