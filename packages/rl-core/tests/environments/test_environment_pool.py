@@ -592,3 +592,22 @@ def test_settings_make_a_pool() -> None:
     asyncio.run(run())
     assert EnvironmentConfig().num_workers is None
     assert 1 <= default_num_workers() <= 8
+
+
+def test_outcomes_of_a_call_are_there_before_its_last(tmp_path: Path) -> None:
+    go = tmp_path / "go"
+
+    async def run() -> None:
+        async with pool(config=str(tmp_path), workers=2) as envs:
+            await envs.start()
+            words = ["say a", f"await {go}", "raise it"]
+            outcomes = await envs.step_within(10.0, [turn(i, word) for i, word in enumerate(words)])
+            assert isinstance(outcomes[0], StepResult)
+            assert outcomes[1] is None
+            assert isinstance(outcomes[2], EnvironmentFailure)
+            go.touch()
+            late, unknown = await envs.late(60.0, ["1", "0"])
+            assert isinstance(late, StepResult)
+            assert isinstance(unknown, EnvironmentFailure)
+
+    asyncio.run(run())

@@ -23,7 +23,8 @@ def turn(id: Any) -> Conversation:
 
 def remote(answer: Callable[[str, Any], Any], **times: float) -> RemoteEnvironment:
     async def call(method: str, *arguments: Any) -> Any:
-        outcome = answer(method, arguments[0])
+        # how long the pool may take comes first, if it may take long
+        outcome = answer(method, arguments[1] if method in ("step_within", "late") else arguments[0])
         return await outcome if isinstance(outcome, Awaitable) else outcome
 
     return RemoteEnvironment(SimpleNamespace(call=SimpleNamespace(remote=call)), name="judge", **times)
@@ -143,5 +144,31 @@ def test_a_lease_that_cannot_be_renewed_costs_no_answer() -> None:
     async def run() -> None:
         [result] = await outcomes(remote(answer, renew_s=0.01), [0])
         assert isinstance(result, StepResult)
+
+    asyncio.run(run())
+
+
+def test_an_answer_does_not_wait_for_one_that_takes_long() -> None:
+    go = asyncio.Event()
+
+    async def later(ids: Sequence[str]) -> list[StepResult | None]:
+        await go.wait()
+        return [StepResult(2.0) for _ in ids]
+
+    def answer(method: str, argument: Any) -> Any:
+        if method == "late":
+            assert argument == ["slow"]
+            return later(argument)
+        return [None if conversation.id == "slow" else StepResult(1.0) for conversation in argument]
+
+    async def run() -> None:
+        environment = remote(answer)
+        slow = asyncio.create_task(environment.step(turn("slow")))
+        [quick] = await outcomes(environment, ["quick"])
+        assert isinstance(quick, StepResult)
+        assert not slow.done()
+        go.set()
+        async with asyncio.timeout(BOUND_S):
+            assert (await slow).reward == 2.0
 
     asyncio.run(run())

@@ -75,6 +75,7 @@ class EnvironmentPool:
             Worker(spec, self._backlog, deadline_s=deadline_s, max_batch=max_batch) for _ in range(num_workers)
         ]
         self._homes: dict[str, Home] = {}
+        self._late: dict[str, tuple[str, asyncio.Task[StepResult | EnvironmentFailure]]] = {}
         self._leases = Leases(lease_s, self._expire)
         self._closed = False
 
@@ -130,7 +131,7 @@ class EnvironmentPool:
         try:
             outcomes = await call.outcomes()
         except BaseException:
-            self._forget([conversation.id for conversation in conversations])
+            self._drop([conversation.id for conversation in conversations])
             raise
         for turn, outcome in zip(turns, outcomes, strict=True):
             turn.home.busy = False
@@ -139,9 +140,42 @@ class EnvironmentPool:
                 del self._homes[turn.id]
         return outcomes
 
+    async def step_within(
+        self, patience_s: float, conversations: Sequence[Conversation], client: str = ""
+    ) -> list[StepResult | EnvironmentFailure | None]:
+        """As `step`, with None for each that is not answered in time: `late` has its outcome. Nothing is raised; each
+        conversation has its own failure.
+        """
+        ids = [conversation.id for conversation in conversations]
+        for conversation in conversations:
+            self._late[conversation.id] = client, asyncio.create_task(self._outcome(conversation, client))
+        return await self.late(patience_s, ids)
+
+    async def late(self, patience_s: float, ids: Sequence[str]) -> list[StepResult | EnvironmentFailure | None]:
+        """Outcomes of these turns, with None for each that takes longer still."""
+        under_way = [self._late[id][1] for id in ids if id in self._late]
+        if under_way:
+            await asyncio.wait(under_way, timeout=patience_s)
+        outcomes: list[StepResult | EnvironmentFailure | None] = []
+        for id in ids:
+            if id not in self._late:
+                outcomes.append(EnvironmentFailure(_UNKNOWN))
+            elif self._late[id][1].done():
+                outcomes.append(self._late.pop(id)[1].result())
+            else:
+                outcomes.append(None)
+        return outcomes
+
+    async def _outcome(self, conversation: Conversation, client: str) -> StepResult | EnvironmentFailure:
+        try:
+            [outcome] = await self.step([conversation], client)
+        except Exception as error:  # noqa: BLE001 - the failure is this conversation's outcome
+            return EnvironmentFailure(f"{type(error).__name__}: {error}")
+        return outcome
+
     async def abandon(self, ids: Iterable[str]) -> None:
         """Forget these conversations, and see that their states are closed; unknown ones are ignored."""
-        self._forget(ids)
+        self._forget(list(ids))
 
     async def renew(self, client: str) -> None:
         """Keep a client's conversations for another `lease_s`."""
@@ -173,7 +207,12 @@ class EnvironmentPool:
         fail_all(self._backlog.drain(), RuntimeError("the environment pool is closed"))
         await asyncio.gather(*(worker.close() for worker in self._workers))
 
-    def _forget(self, ids: Iterable[str]) -> None:
+    def _forget(self, ids: Sequence[str]) -> None:
+        for id in ids:
+            self._late.pop(id, None)
+        self._drop(ids)
+
+    def _drop(self, ids: Iterable[str]) -> None:
         for id in ids:
             home = self._homes.pop(id, None)
             if home is not None:
@@ -185,7 +224,8 @@ class EnvironmentPool:
         ids = [id for id, home in self._homes.items() if home.client == client]
         if ids:
             logger.warning("%d conversations are closed: nothing is heard of their client any more", len(ids))
-            self._forget(ids)
+        # outcomes that it has not fetched go as well
+        self._forget([*ids, *(id for id, (owner, _) in self._late.items() if owner == client)])
 
     def _admit(self, conversations: Sequence[Conversation], call: Call, client: str) -> list[Turn]:
         ids = [conversation.id for conversation in conversations]

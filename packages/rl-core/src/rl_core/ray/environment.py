@@ -18,6 +18,8 @@ from rl_core.ray.calls import translate
 
 _log = logging.getLogger(__name__)
 
+PATIENCE_S = 0.5
+"""How long outcomes that are there wait for others of their call; one that hangs holds up no other."""
 SILENCE_S = 600.0
 """How long the environment's process may leave a call unanswered that takes it no time; it may be starting anew."""
 
@@ -91,20 +93,28 @@ class RemoteEnvironment:
     async def _call(self, calls: list[_Waiting]) -> None:
         """Answer every one of these calls, whatever happens to the call that they share."""
         conversations = [conversation for conversation, _ in calls]
-        outcomes: Sequence[StepResult | EnvironmentFailure]
+        waiting = calls
         try:
-            outcomes = await self._actor.call.remote("step", conversations, self._client)
-            if len(outcomes) != len(calls):
-                raise ValueError(f"{len(outcomes)} answers to {len(calls)} conversations")
+            outcomes = await self._actor.call.remote("step_within", PATIENCE_S, conversations, self._client)
+            while waiting := self._settle(waiting, outcomes):
+                ids = [conversation.id for conversation, _ in waiting]
+                outcomes = await self._actor.call.remote("late", PATIENCE_S, ids)
         except Exception as error:  # noqa: BLE001 - the failure is each waiting rollout's report
-            outcomes = [EnvironmentFailure(self._reason(error))] * len(calls)
+            self._settle(waiting, [EnvironmentFailure(self._reason(error))] * len(waiting))
         except asyncio.CancelledError:
-            for _, answer in calls:
+            for _, answer in waiting:
                 answer.cancel()
             raise
+
+    @staticmethod
+    def _settle(calls: list[_Waiting], outcomes: Sequence[StepResult | EnvironmentFailure | None]) -> list[_Waiting]:
+        """Answer those that have an outcome; returns the others that somebody waits for."""
+        if len(outcomes) != len(calls):
+            raise ValueError(f"{len(outcomes)} answers to {len(calls)} conversations")
         for (_, answer), outcome in zip(calls, outcomes, strict=True):
-            if not answer.done():
+            if outcome is not None and not answer.done():
                 answer.set_result(outcome)
+        return [(conversation, answer) for conversation, answer in calls if not answer.done()]
 
     async def _keep(self) -> None:
         """Renew the lease on open conversations until there are none."""
