@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_core.torch import digest as digest_module
-from rl_core.torch.digest import digest
+from rl_core.torch.digest import begin_digest, digest, read_digests
 
 
 def of_bytes(values: bytes) -> str:
@@ -91,3 +91,18 @@ def test_a_tensor_can_let_go_of_its_memory_after_its_digest():
     tensor = torch.arange(100, dtype=torch.float32)
     digest(tensor)
     assert tensor.untyped_storage().resizable()
+
+
+def test_several_that_are_read_together_are_those_of_each_alone():
+    tensors = [torch.randn(size, generator=torch.Generator().manual_seed(size)) for size in (0, 1, 7, 64, 3000)]
+    assert read_digests([begin_digest(tensor) for tensor in tensors]) == [digest(tensor) for tensor in tensors]
+    assert read_digests([]) == []
+
+
+def test_sums_that_are_taken_on_a_device_are_read_together(monkeypatch):
+    tensors = [torch.randn(size, generator=torch.Generator().manual_seed(size)) for size in (0, 1, 7, 64, 3000)]
+    expected = [digest(tensor) for tensor in tensors]
+    monkeypatch.setattr(digest_module, "_mixed_sum", digest_module._device_sum)
+    pending = [begin_digest(tensor) for tensor in tensors]
+    assert all(isinstance(found.total, torch.Tensor) for found in pending)
+    assert read_digests(pending) == expected

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -23,6 +26,27 @@ def digest(tensor: Tensor) -> str:
         tensor: of any dtype and shape; the shape and dtype themselves are not part of the digest, the number of
             bytes is.
     """
+    (found,) = read_digests([begin_digest(tensor)])
+    return found
+
+
+@dataclass(frozen=True)
+class PendingDigest:
+    """A digest that the tensor's device is computing.
+
+    Args:
+        num_bytes: of the tensor.
+        total: the mixed sum; int64 on the device, or a number if it was taken on the host.
+    """
+
+    num_bytes: int
+    total: Tensor | int
+
+
+def begin_digest(tensor: Tensor) -> PendingDigest:
+    """Have the tensor's device compute its digest, without waiting; the tensor may be changed afterwards in the same
+    stream.
+    """
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     num_bytes = flat.numel()
     whole = num_bytes // LANE_BYTES * LANE_BYTES
@@ -34,15 +58,23 @@ def digest(tensor: Tensor) -> str:
         tail = torch.zeros(LANE_BYTES, dtype=torch.uint8, device=flat.device)
         tail[: num_bytes - whole] = flat[whole:]
         total += _mixed_sum(tail.view(torch.int64), whole // LANE_BYTES)
-    return f"{num_bytes:x}-{total % 2**64:016x}"
+    return PendingDigest(num_bytes, total)
 
 
-def _mixed_sum(lanes: Tensor, start: int) -> int:
+def read_digests(pending: Sequence[PendingDigest]) -> list[str]:
+    """The digests, with one wait for the device for all of them."""
+    waiting = [found.total for found in pending if isinstance(found.total, Tensor)]
+    read = iter(torch.stack(waiting).tolist() if waiting else [])
+    totals = [next(read) if isinstance(found.total, Tensor) else found.total for found in pending]
+    return [f"{found.num_bytes:x}-{total % 2**64:016x}" for found, total in zip(pending, totals, strict=True)]
+
+
+def _mixed_sum(lanes: Tensor, start: int) -> Tensor | int:
     """The sum of the mixed lanes at positions `start`, `start + 1`, ..., but for multiples of 2^64."""
     if lanes.device.type == "cpu":
         # not `numpy()`, after which torch would not let go of the memory
         return _host_sum(np.from_dlpack(lanes), start)
-    return int(_device_sum(lanes, start).item())
+    return _device_sum(lanes, start)
 
 
 def _device_sum(lanes: Tensor, start: int) -> Tensor:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import socket
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +14,15 @@ from transport_peers import KINDS, Peer, make_tensors, manifest_of, receive, sen
 from rl_core.devices import CPU
 from rl_core.errors import WeightSyncError
 from rl_core.torch.digest import digest
-from rl_core.torch.transport import interrupt, open_receiver, open_sender
-from rl_core.torch.transport.bucket import ALIGNMENT, lay_out
+from rl_core.torch.transport import interrupt, open_receiver, open_sender, shared_memory
+from rl_core.torch.transport.bucket import ALIGNMENT, fingerprint, lay_out
+from rl_core.torch.transport.collective import listening_store
 from rl_core.torch.transport.ipc import IpcReceiverLink
+from rl_core.torch.transport.rendezvous import accept_receivers
 from rl_core.weights import Manifest, TensorSpec, Transport, TransportKind, num_bytes
 
-SOON_S = 10.0
-"""A death is noticed long before the time-out of 20 s."""
+SOON_S = 120.0
+"""A death is noticed long before the time-out of 600 s, however busy the machine is."""
 
 
 def _stays_in_shared_memory(content: bytes) -> list[str]:
@@ -333,3 +336,59 @@ def test_any_tensors_arrive(
     assert list(arrived) == list(tensors)
     assert all(torch.equal(arrived[name], tensors[name]) for name in tensors)
     assert all(arrived[name].dtype == tensors[name].dtype for name in tensors)
+
+
+def test_stores_listen_on_the_address_they_are_given_alone() -> None:
+    store = listening_store("127.0.0.1", timeout_s=60)
+    store.set("met", "yes")
+    assert store.get("met") == b"yes"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", store.port))
+
+
+def test_a_store_that_dies_while_a_receiver_joins_names_the_sender(tmp_path: Path) -> None:
+    way = transport("collective", tmp_path)
+    host, port = "127.0.0.1", int(way.address.rpartition(":")[2])
+    manifest = manifest_of(make_tensors())
+
+    def offer_a_store_that_nobody_serves() -> None:
+        with socket.create_server((host, port)) as listener, socket.create_server((host, 0)) as unserved:
+            channels = accept_receivers(listener, 1, fingerprint(manifest), 600)
+            channels[1].send({"store": unserved.getsockname()[1], "size": 2}, "joining")
+            channels[1].abort("the sender gave up")
+            ended.wait()
+
+    ended = threading.Event()
+    thread = threading.Thread(target=offer_a_store_that_nobody_serves)
+    thread.start()
+    with pytest.raises(WeightSyncError, match="the sender gave up during receiver rank 1, joining"):
+        receive(0, way, 1)
+    ended.set()
+    thread.join()
+
+
+def test_memory_of_a_device_is_freed_after_every_receiver_has_let_it_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_memory.HostBuffers, "need_release", True)
+    events = []
+    freed, let_go = shared_memory.HostBuffers.close, IpcReceiverLink.close
+
+    def close_receiver(link: IpcReceiverLink) -> None:
+        events.append("let go")
+        let_go(link)
+
+    def free(buffers: shared_memory.HostBuffers) -> None:
+        events.append("freed")
+        freed(buffers)
+
+    monkeypatch.setattr(IpcReceiverLink, "close", close_receiver)
+    monkeypatch.setattr(shared_memory.HostBuffers, "close", free)
+    way = transport("ipc", tmp_path, 2)
+    threads = [threading.Thread(target=receive, args=(0, way, rank)) for rank in (1, 2)]
+    for thread in threads:
+        thread.start()
+    send(0, way)
+    for thread in threads:
+        thread.join()
+    assert events == ["let go", "let go", "freed"]

@@ -6,7 +6,9 @@ import json
 import select
 import socket
 import struct
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from rl_core.errors import WeightSyncError
@@ -85,6 +87,15 @@ class Channel:
             self._socket.sendall(_LENGTH.pack(len(body)) + body)
         except OSError:
             return
+
+    def await_close(self, timeout_s: float) -> None:
+        """Wait until the peer has closed its end, for so long at most; what it still sends is dropped."""
+        end = time.monotonic() + timeout_s
+        with suppress(OSError):
+            while (left := end - time.monotonic()) > 0:
+                self._socket.settimeout(left)
+                if not self._socket.recv(1 << 16):
+                    return
 
     def close(self) -> None:
         """Close the socket."""

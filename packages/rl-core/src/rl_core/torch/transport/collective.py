@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch.distributed as dist
 
 from rl_core.devices import Device
 from rl_core.errors import WeightSyncError
+from rl_core.torch.process_group import listen_at
 from rl_core.torch.transport.bucket import Bucket, capacity, fingerprint
 from rl_core.torch.transport.deadline import Deadline
 from rl_core.torch.transport.rendezvous import abort_all, accept_receivers, find_sender
@@ -24,7 +27,8 @@ NUM_BUFFERS = 2
 
 _POLL_S = 0.0005
 _GRACE_S = 60.0
-_LAST_WORDS_S = 1.0
+_LAST_WORDS_S = 20.0
+"""How long a peer may take to say why it left, or to be seen gone, after a collective with it has failed."""
 
 
 class _Broadcasts:
@@ -66,7 +70,7 @@ class _Broadcasts:
         options.asyncOp = True
         place = self.buffer(bucket)[: max(1, bucket.num_bytes)]
         self.synchronize()
-        with _as_sync_error(self._phase(bucket.index)):
+        with self._named(self._phase(bucket.index)):
             self._works[bucket.index] = self._group.broadcast([place], options)
         self._deadlines[bucket.index] = Deadline(self._timeout_s, self._phase(bucket.index))
 
@@ -78,21 +82,12 @@ class _Broadcasts:
             self._check(phase)
             deadline.remaining()
             time.sleep(_POLL_S)
-        try:
-            with _as_sync_error(phase):
-                work.wait()
-        except WeightSyncError:
-            self._explain(phase, deadline)
-            raise
+        with self._named(phase, deadline):
+            work.wait()
         self.synchronize()
 
-    def _explain(self, phase: str, deadline: Deadline) -> None:
-        """Raise what is behind a failed broadcast, where that is a peer which is gone or the time that ran out."""
-        patience = Deadline(_LAST_WORDS_S, phase)
-        while not patience.is_over():
-            self._check(phase)
-            deadline.remaining()
-            time.sleep(_POLL_S)
+    def _named(self, phase: str, deadline: Deadline | None = None) -> AbstractContextManager[None]:
+        return _naming_peers(phase, self._check, deadline or Deadline(self._timeout_s, phase))
 
     def synchronize(self) -> None:
         """Wait for what this process has asked of the device."""
@@ -161,11 +156,11 @@ class CollectiveSenderLink:
         size = len(self._channels) + 1
         if list(self._channels) != list(range(1, size)):
             raise WeightSyncError(f"receivers of a collective have ranks 1 to {size - 1}, got {list(self._channels)}")
-        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+        store = listening_store(host, timeout_s)
         for channel in self._channels.values():
             channel.send({"store": store.port, "size": size}, "joining the group")
-        with _as_sync_error("sender rank 0, joining the group"):
-            return _group(store, 0, size, device, host, timeout_s)
+        phase = f"sender rank 0, joining the group with receiver ranks 1 to {size - 1}"
+        return _joined(lambda: _group(store, 0, size, device, host, timeout_s), phase, self._check, timeout_s)
 
     def _check(self, phase: str) -> None:
         for channel in self._channels.values():
@@ -192,20 +187,23 @@ class CollectiveReceiverLink:
             layout,
             device,
             timeout_s=transport.timeout_s,
-            who=f"receiver rank {rank}",
+            who=f"receiver rank {rank} from the sender",
             check=self._channel.check,
         )
         for bucket in layout[:NUM_BUFFERS]:
             self._broadcasts.start(bucket)
 
     def _join(self, host: str, rank: int, device: Device, timeout_s: float) -> Any:
-        phase = self._phase.format("joining the group")
+        phase = self._phase.format("joining the sender's group")
         offer = self._channel.receive(phase)
-        with _as_sync_error(phase):
+
+        def join() -> Any:
             store = dist.TCPStore(
                 host, offer["store"], is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
             )
             return _group(store, rank, offer["size"], device, self._channel.local_host, timeout_s)
+
+        return _joined(join, phase, self._channel.check, timeout_s)
 
     def receive(self, bucket: Bucket) -> torch.Tensor:
         self._broadcasts.wait(bucket.index)
@@ -241,12 +239,51 @@ def _group(store: Any, rank: int, size: int, device: Device, host: str, timeout_
     return dist.ProcessGroupGloo(prefixed, rank, size, options)
 
 
+def listening_store(host: str, timeout_s: float) -> dist.TCPStore:
+    """A store that this process serves on one address of its node; left to itself torch listens on all of them."""
+    listener = listen_at(host, 0)
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _joined(join: Callable[[], Any], phase: str, check: Callable[[str], None], timeout_s: float) -> Any:
+    """The result of `join`, which runs aside: torch would wait for a lost peer until its time-out."""
+    outcome: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(join())
+        except BaseException as error:  # noqa: BLE001 - raised by whoever waits
+            outcome.set_exception(error)
+
+    deadline = Deadline(timeout_s, phase)
+    threading.Thread(target=run, name="join", daemon=True).start()
+    while not wait([outcome], deadline.slice()).done:
+        check(phase)
+    with _naming_peers(phase, check, deadline):
+        return outcome.result()
+
+
 @contextmanager
-def _as_sync_error(phase: str) -> Iterator[None]:
-    """Say in which phase a collective failed; torch raises RuntimeError for a lost peer and for a time-out alike."""
+def _naming_peers(phase: str, check: Callable[[str], None], deadline: Deadline) -> Iterator[None]:
+    """Say in which phase a collective failed, and because of whom: torch raises RuntimeError for a lost peer and for a
+    time-out alike, and knows no names.
+    """
     try:
         yield
     except RuntimeError as error:
+        patience = Deadline(_LAST_WORDS_S, phase)
+        while not patience.is_over():
+            check(phase)
+            deadline.remaining()
+            time.sleep(_POLL_S)
         raise WeightSyncError(f"{phase} failed: {error}") from error
 
 

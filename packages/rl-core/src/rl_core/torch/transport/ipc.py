@@ -16,6 +16,9 @@ from rl_core.weights import Digests, Manifest, Transport
 NUM_BUFFERS = 2
 """One is filled while the receivers read the other."""
 
+RELEASE_S = 10.0
+"""How long the receivers may take to let the sender's memory go before it frees its own part in it."""
+
 
 class IpcSenderLink:
     """Fills shared buffers in turn; a buffer is filled again when every receiver has acknowledged it."""
@@ -65,6 +68,10 @@ class IpcSenderLink:
             channel.abort(reason)
 
     def close(self) -> None:
+        if self._buffers.need_release:
+            # a receiver closes its end when it has let the buffers go
+            for channel in self._channels.values():
+                channel.await_close(RELEASE_S)
         for channel in self._channels.values():
             channel.close()
         self._buffers.close()
@@ -112,9 +119,9 @@ class IpcReceiverLink:
         self._channel.abort(reason)
 
     def close(self) -> None:
-        self._channel.close()
         self._buffers.clear()
         self._device.release_memory()
+        self._channel.close()
 
 
 def _meeting_place(transport: Transport, device: Device) -> str:

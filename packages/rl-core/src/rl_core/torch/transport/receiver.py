@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from rl_core.devices import Device
-from rl_core.torch.digest import digest
+from rl_core.torch.digest import PendingDigest, begin_digest, read_digests
 from rl_core.torch.transport.bucket import Bucket, lay_out
 from rl_core.torch.transport.collective import CollectiveReceiverLink
 from rl_core.torch.transport.disk import DiskReceiverLink
@@ -33,10 +33,12 @@ class Receiver:
         """Each tensor once; raises `WeightSyncError` on a time-out or where the sender is gone."""
         for bucket in self._layout:
             buffer = self._link.receive(bucket)
+            pending: dict[str, PendingDigest] = {}
             for slot in bucket.slots:
                 tensor = slot.view(buffer)
-                self._digests[slot.spec.name] = digest(tensor)
+                pending[slot.spec.name] = begin_digest(tensor)
                 yield slot.spec.name, tensor
+            self._digests.update(zip(pending, read_digests(list(pending.values())), strict=True))
             self._link.release(bucket)
         self._link.finish(self._digests)
         self.finished = True

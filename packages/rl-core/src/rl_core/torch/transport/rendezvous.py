@@ -79,6 +79,9 @@ def find_sender(
             connection.close()
             time.sleep(min(pause_s, deadline.remaining()))
             pause_s = min(2 * pause_s, _LAST_RETRY_S)
+    if not _same_user(connection):
+        connection.close()
+        raise WeightSyncError(f"receiver rank {rank}: another user's process listens at {address!r}")
     channel = Channel(connection, "the sender", timeout_s)
     channel.send({"rank": rank, "manifest": manifest}, "rendezvous")
     return channel

@@ -9,7 +9,7 @@ import torch
 
 from rl_core.devices import Device
 from rl_core.errors import WeightSyncError
-from rl_core.torch.digest import digest
+from rl_core.torch.digest import PendingDigest, begin_digest, read_digests
 from rl_core.torch.transport.bucket import DTYPES, Bucket, Slot, lay_out
 from rl_core.torch.transport.collective import CollectiveSenderLink
 from rl_core.torch.transport.deadline import interruptible
@@ -28,6 +28,7 @@ class Sender:
         self._places = iter([(bucket, slot) for bucket in layout for slot in bucket.slots])
         self._next = next(self._places, None)
         self._buffer: torch.Tensor | None = None
+        self._pending: dict[str, PendingDigest] = {}
         self._digests: dict[str, str] = {}
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
@@ -42,9 +43,11 @@ class Sender:
             self._buffer = self._link.buffer(bucket)
         with torch.no_grad():
             slot.view(self._buffer).copy_(tensor)
-            self._digests[name] = digest(tensor)
+            self._pending[name] = begin_digest(tensor)
         if slot is bucket.slots[-1]:
             self._link.send(bucket)
+            self._digests.update(zip(self._pending, read_digests(list(self._pending.values())), strict=True))
+            self._pending.clear()
             self._buffer = None
         self._next = next(self._places, None)
 
@@ -54,7 +57,8 @@ class Sender:
         Raises:
             WeightSyncError: naming tensors that were never put, or that arrived broken.
         """
-        missing = [spec.name for spec in self._manifest.tensors if spec.name not in self._digests]
+        put = {*self._digests, *self._pending}
+        missing = [spec.name for spec in self._manifest.tensors if spec.name not in put]
         if missing:
             raise WeightSyncError(f"the sender left out {', '.join(missing)}", tuple(missing))
         for rank, received in self._link.finish().items():

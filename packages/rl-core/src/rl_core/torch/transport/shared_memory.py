@@ -23,6 +23,11 @@ class SharedBuffers(Protocol):
         """uint8 `[capacity]` each."""
         ...
 
+    @property
+    def need_release(self) -> bool:
+        """Whether the memory is freed only after every receiver has let it go."""
+        ...
+
     def offer(self, channel: Channel) -> None:
         """Let the receiver at the other end map them."""
         ...
@@ -34,6 +39,8 @@ class SharedBuffers(Protocol):
 
 class HostBuffers:
     """Shared memory without a name (memfd): the kernel frees it with its last user, however that ends."""
+
+    need_release = False
 
     def __init__(self, count: int, capacity: int) -> None:
         self._capacity = capacity
@@ -53,7 +60,9 @@ class HostBuffers:
 
 
 class DeviceBuffers:
-    """CUDA memory, shared through IPC handles."""
+    """CUDA memory, shared through IPC handles; what is closed while a receiver still maps it stays in torch's limbo."""
+
+    need_release = True
 
     def __init__(self, count: int, capacity: int, device: torch.device) -> None:
         self.tensors = [torch.empty(capacity, dtype=torch.uint8, device=device) for _ in range(count)]
