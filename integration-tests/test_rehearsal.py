@@ -72,3 +72,15 @@ def test_megatron_with_generation_apart_outlives_a_node(grpo, whole_hf, cluster,
     run.finish()
     assert_a_plain_run(run, whole_hf)
     assert logs_of(run.folder).count("starting again from checkpoint step_3") == 1
+
+
+def test_a_run_folder_that_a_node_does_not_see_is_refused(sft, cluster, tmp_path):
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    cluster.add()
+    unshared = cluster.add(hides=[folder])
+    run = Run.start(folder / "run", *sft, *NODES, TENSOR, RAY_ADDRESS=cluster.address)
+    run.finish(code=2)
+    assert unshared.address in run.output
+    assert "run_dir" in run.output
+    assert "Traceback" not in run.output

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,12 @@ class Quickstart:
     Args:
         folder: where everything is written.
         console: where it tells what it is doing.
+        cluster: overrides of the `cluster` section.
     """
 
-    def __init__(self, folder: Path, console: Console) -> None:
+    def __init__(self, folder: Path, console: Console, cluster: Sequence[str]) -> None:
         self._folder = folder
+        self._cluster = tuple(cluster)
         self._console = console
         self.seconds: dict[str, float] = {}
         self.accuracy: dict[str, float] = {}
@@ -51,14 +53,15 @@ class Quickstart:
         """Greedy accuracy on held-out sums, sampled in the trainer's environment, which starts sooner than vLLM."""
         from rl_launch.evaluate import evaluate
 
-        settings = [f"policy.model_name={model}", "policy.generation.backend=hf"]
+        settings = [f"policy.model_name={model}", "policy.generation.backend=hf", *self._cluster]
         config = read_config("grpo-arithmetic", settings).config
         return float(evaluate(config, logs=self._folder / "logs").rewards.mean())
 
     def fine_tune(self, model: Path) -> Path:
         """Supervised fine-tuning on generated sums; the folder of the model it ends with."""
         run_dir = self._folder / "sft"
-        config = read_config("sft-arithmetic", [f"policy.model_name={model}", f"run_dir={run_dir}"]).config
+        settings = [f"policy.model_name={model}", f"run_dir={run_dir}", *self._cluster]
+        config = read_config("sft-arithmetic", settings).config
         train(config, run_dir=run_dir, title="sft")
         return newest_checkpoint(run_dir) / "hf"
 
@@ -70,6 +73,7 @@ class Quickstart:
             f"run_dir={run_dir}",
             "grpo.val_at_start=true",
             "grpo.val_at_end=true",
+            *self._cluster,
         ]
         train(read_config("grpo-arithmetic", settings).config, run_dir=run_dir, title="grpo")
         lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -100,8 +104,14 @@ class Quickstart:
         )
 
 
-def run(folder: Path, console: Console | None = None) -> None:
-    """Run all stages; one that is done already is not done again."""
+def run(folder: Path, cluster: Sequence[str] = (), console: Console | None = None) -> None:
+    """Run all stages; one that is done already is not done again.
+
+    Args:
+        folder: where everything is written.
+        cluster: overrides of the `cluster` section, such as `cluster.device=rehearsal`.
+        console: where it tells what it is doing.
+    """
     # one Ray for all stages; imported here so that help and errors in arguments answer at once
     from rl_launch.cluster import VirtualCluster
     from rl_launch.device import resolve_device
@@ -109,12 +119,11 @@ def run(folder: Path, console: Console | None = None) -> None:
     started = time.monotonic()
     folder = folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    stages = Quickstart(folder, console or Console())
+    stages = Quickstart(folder, console or Console(), cluster)
     with stages.stage("model", "1/4  Making a tiny Qwen3 (about 0.7M parameters) and its tokenizer"):
         model = stages.make_model()
-    config: Any = read_config("grpo-arithmetic", [f"policy.model_name={model}"]).config
-    cluster = config.cluster
-    with VirtualCluster.of(cluster, resolve_device(cluster)):
+    config: Any = read_config("grpo-arithmetic", [f"policy.model_name={model}", *cluster]).config
+    with VirtualCluster.of(config.cluster, resolve_device(config.cluster)):
         with stages.stage("initial", "2/4  Scoring it on held-out sums"):
             stages.accuracy["initial"] = stages.score(model)
         with stages.stage("sft", "3/4  Supervised fine-tuning on generated sums, FSDP2 on two ranks"):

@@ -87,24 +87,29 @@ def convert(
 
 
 @app.command()
-def quickstart(overrides: Annotated[list[str] | None, typer.Argument(metavar="[run_dir=DIR]")] = None) -> None:
+def quickstart(
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[run_dir=DIR] [cluster.KEY=VALUE]...")] = None,
+) -> None:
     """Make a tiny model, teach it sums by SFT and GRPO, and show what it learnt: a few minutes on any machine."""
     with reported() as failure:
         from rl_core.errors import ConfigError
         from rl_launch.session import show_logs
 
-        run_dir = Path("runs/quickstart")
+        run_dir, cluster = Path("runs/quickstart"), []
         for override in overrides or ():
-            key, equals, value = override.partition("=")
-            if key != "run_dir" or not equals or not value:
-                raise ConfigError(f"got {override!r}; rl quickstart takes run_dir=DIR and nothing else")
-            run_dir = Path(value).expanduser()
+            key, _, value = override.partition("=")
+            if key == "run_dir" and value:
+                run_dir = Path(value).expanduser()
+            elif key.startswith("cluster.") and value:
+                cluster.append(override)
+            else:
+                raise ConfigError(f"got {override!r}; rl quickstart takes run_dir=DIR and keys of cluster")
         show_logs()
         failure.run_dir = run_dir
 
         from rl_launch.quickstart import run
 
-        run(run_dir)
+        run(run_dir, cluster)
 
 
 def recipe_name(recipe: str) -> str:
