@@ -28,6 +28,9 @@ from rl_launch.worker_envs.node_build import (
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Variables by which gloo and NCCL choose the interface that they listen on."""
 
+CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
+"""Where a container's share of the machine's cores is told."""
+
 
 @dataclass(frozen=True)
 class NodeFacts:
@@ -71,7 +74,7 @@ def usable_cores() -> int:
     """Cores that this process may use: those it may run on, and no more than its control group's share."""
     available = len(os.sched_getaffinity(0))
     try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        quota, period = CPU_LIMIT.read_text().split()
     except (OSError, ValueError):
         return available
     return available if quota == "max" else max(1, min(available, math.ceil(int(quota) / int(period))))

@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -5,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from rl_launch.worker_envs.node_build import EnvBuildError, EnvPlan, build
+from rl_launch.worker_envs.node_build import EnvBuildError, EnvIdentity, EnvPlan, build, report
 
 MINOR = "{}.{}".format(*sys.version_info[:2])
 PLAN = EnvPlan(
@@ -89,6 +90,26 @@ def test_the_drivers_project_does_not_leak_into_the_build(tmp_path, monkeypatch)
     assert "PATH" in seen
     assert "VIRTUAL_ENV" not in seen
     assert "UV_PROJECT_ENVIRONMENT" not in seen
+
+
+def test_an_environment_of_other_versions_or_sources_is_not_the_drivers(tmp_path, monkeypatch):
+    identity = EnvIdentity(("json", "no_such_engine"), ("pytest", "no-such-engine"), ("sources",))
+    (tmp_path / "sources").mkdir()
+    (tmp_path / "sources" / "__init__.py").write_text("VERSION = 1")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    mine = report(identity, sys.executable)
+    assert mine.differences(mine) == ["the module no_such_engine is missing"]
+    (tmp_path / "sources" / "__init__.py").write_text("VERSION = 2")
+    other = report(identity, sys.executable)
+    driver = replace(mine, python="3.1", versions={**mine.versions, "pytest": "0.1"}, missing=())
+    assert other.differences(driver) == [
+        "the module no_such_engine is missing",
+        f"it runs Python {MINOR}, the driver 3.1",
+        f"it has pytest {mine.versions['pytest']}, the driver 0.1",
+        "its sources of sources are not the driver's",
+    ]
+    with pytest.raises(EnvBuildError, match="its interpreter does not run"):
+        report(identity, str(tmp_path / "python"))
 
 
 def test_it_can_be_shipped_to_a_node_that_has_none_of_this():
