@@ -187,9 +187,11 @@ class VirtualCluster:
         groups = [placement_group([dict(each) for each in bundles], strategy="STRICT_PACK") for bundles in nodes]
         self._groups |= {group: _sum(bundles) for group, bundles in zip(groups, nodes, strict=True)}
         wait = Wait(list(self._groups.values()), self._patience, keys=f"cluster.num_nodes and {self.device.ranks_key}")
+        pause_s = _POLL_S
         while waiting := [group for group in groups if not _is_placed(group)]:
             wait.check(list(_living().values()), len(self._groups) - len(waiting), time.monotonic())
-            time.sleep(_POLL_S)
+            time.sleep(pause_s)
+            pause_s = min(1.0, 1.5 * pause_s)
         return [
             [Bundle(group, index, _placed(group)[index]) for index in range(len(bundles))]
             for group, bundles in zip(groups, nodes, strict=True)
