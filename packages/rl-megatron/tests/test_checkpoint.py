@@ -2,6 +2,7 @@
 
 import pytest
 from layouts import EXPERT_LAYOUTS, LAYOUTS, write_family
+from restoring import add_history, history, load_counted
 
 from rl_core.model import LOGPROBS, ModelSpec
 from rl_core.model_config import ModelConfig, OptimizerConfig
@@ -52,3 +53,25 @@ def test_master_weights_of_half_precision_resume_bit_for_bit(ranks, tmp_path):
     with open_model(ranks, folder, "tp2", precision="bfloat16") as model:
         model.load(str(tmp_path / "checkpoint"))
         assert [model.train_step(batch, TokenLoss()) for batch in batches[2:]] == expected
+
+
+def test_what_is_restored_is_read_into_place_without_copies_of_parameters(ranks, tmp_path):
+    folder = write_family(tmp_path / "model", "llama")
+    with open_model(ranks, folder, "dp2", precision="bfloat16") as model:
+        model.train_step(make_batch(), TokenLoss())
+        model.save(str(tmp_path / "checkpoint"))
+        expected = model.train_step(make_batch(seed=1), TokenLoss())
+        for made, state, parameters in ranks.run(load_counted, [(str(tmp_path / "checkpoint"),)] * 2):
+            assert made < state + parameters / 2, (made, state, parameters)
+        assert model.train_step(make_batch(seed=1), TokenLoss()) == expected
+
+
+def test_the_history_of_8_bit_layers_is_each_ranks_own(ranks, tmp_path):
+    folder = write_family(tmp_path / "model", "llama")
+    with open_model(ranks, folder, "dp2") as model:
+        ranks.run(add_history, [()] * 2)
+        ranks.run(history, [(3.0,)] * 2)
+        model.save(str(tmp_path / "checkpoint"))
+        ranks.run(history, [(7.0,)] * 2)
+        model.load(str(tmp_path / "checkpoint"))
+        assert ranks.run(history, [()] * 2) == [[3.0] * 4, [4.0] * 4]

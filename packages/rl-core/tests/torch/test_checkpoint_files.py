@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import weakref
 
 import pytest
 import torch
@@ -36,6 +37,24 @@ def test_nothing_is_read_to_digest_it(tmp_path, monkeypatch):
     monkeypatch.setattr(type(tmp_path), "open", noted)
     dcp.save({"weights": torch.randn(10)}, storage_writer=DigestingWriter(tmp_path), no_dist=True)
     assert set(opened) == {"wb"}
+
+
+def test_one_tensor_is_held_at_a_time_and_a_view_is_written_without_what_it_views(tmp_path, monkeypatch):
+    whole, saved, original = torch.randn(8, 1000), [], torch.save
+
+    def noted(tensor, stream):
+        assert all(earlier() is None for earlier in saved)
+        saved.append(weakref.ref(tensor))
+        original(tensor, stream)
+
+    monkeypatch.setattr(torch, "save", noted)
+    writer = DigestingWriter(tmp_path)
+    dcp.save({f"row{index}": whole[index] for index in range(8)}, storage_writer=writer, no_dist=True)
+    assert len(saved) == 8
+    assert sum(size for size, _ in writer.written.values()) < 2 * whole.nbytes
+    loaded = {"row5": torch.zeros(1000)}
+    dcp.load(loaded, checkpoint_id=tmp_path, no_dist=True)
+    assert torch.equal(loaded["row5"], whole[5])
 
 
 @given(st.lists(st.integers(0, 10**9), max_size=30), st.integers(1, 8))

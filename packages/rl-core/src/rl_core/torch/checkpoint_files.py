@@ -9,12 +9,16 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, cast
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystem, _StorageInfo
+from torch.distributed.checkpoint.planner import LoadPlanner, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from rl_core.errors import CheckpointDamaged
 from rl_core.model import SavedFile
@@ -125,11 +129,27 @@ def deal(files: Sequence[SavedFile], num_shares: int) -> list[list[SavedFile]]:
 
 
 class DigestingWriter(dcp.FileSystemWriter):
-    """torch's writer of shards; `written` has the size and SHA-256 of each file, taken as its bytes went by."""
+    """torch's writer of shards; `written` has the size and SHA-256 of each file, taken as its bytes went by.
+
+    It holds one tensor in host memory at a time. The base keeps the copies of all tensors of a file until its end.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.fs = self._files = _DigestingFileSystem()
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's tensors into one file."""
+        results: list[WriteResult] = []
+        assert plan.storage_data is not None
+        name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
+        if plan.items:
+            with self.fs.create_stream(Path(self.path) / name, "wb") as stream:
+                results = [_write_item(item, planner, stream, name) for item in plan.items]
+                os.fsync(stream.fileno())
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
 
     @property
     def written(self) -> dict[str, tuple[int, str]]:
@@ -184,6 +204,21 @@ class _DigestingStream(io.RawIOBase):
     def close(self) -> None:
         super().close()
         self._raw.close()
+
+
+def _write_item(item: WriteItem, planner: SavePlanner, stream: io.IOBase, file_name: str) -> WriteResult:
+    """Append one item to a file in the form that torch's reader expects."""
+    offset = stream.tell()
+    data = planner.resolve_data(item)
+    if isinstance(data, Tensor):
+        tensor = data.detach().cpu()
+        if tensor.untyped_storage().nbytes() != tensor.nbytes:
+            tensor = tensor.clone()  # torch.save writes the whole storage behind a view
+        torch.save(tensor, cast(IO[bytes], stream))
+    else:
+        cast(io.BufferedIOBase, stream).write(data.getbuffer())
+    length = stream.tell() - offset
+    return WriteResult(item.index, length, _StorageInfo(file_name, offset, length))
 
 
 def _write_file(folder: Path, name: str, content: bytes, rank: int) -> SavedFile:

@@ -201,12 +201,13 @@ class Checkpoints:
     def _write(self, save: Save, *, state: Mapping[str, Checkpointable], wait: bool) -> None:
         """All but what the models write later, and the manifest."""
         save.folder.mkdir(parents=True)
-        for name, model in save.models.items():
-            (save.folder / name).mkdir()
-            model.save(str(save.folder / name), wait=wait)
+        # first, so that it does not compete with what is written behind the steps
         if _EXPORTED in save.models:
             (save.folder / EXPORT).mkdir()
             self._open = replace(save, exported=save.models[_EXPORTED].export(str(save.folder / EXPORT)))
+        for name, model in save.models.items():
+            (save.folder / name).mkdir()
+            model.save(str(save.folder / name), wait=wait)
         for name, part in state.items():
             write_state(save.folder / _STATE, name, part.state())
 

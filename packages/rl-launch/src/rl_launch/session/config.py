@@ -17,8 +17,9 @@ class CheckpointingConfig(Config):
     save_period: int = Field(default=10, ge=0)
     """Save after every this many steps; 0 saves at the end only."""
     async_save: bool = False
-    """Write checkpoints while training goes on: a step waits only until the state has been copied to host memory, which
-    must have room for it. A checkpoint counts once it is whole, at the end of a later step."""
+    """Write checkpoints while training goes on: a step waits only until the Hugging Face files are written and the
+    state has been copied to host memory, which must have room for it. A checkpoint counts once it is whole, at the end
+    of a later step."""
     keep_top_k: int | None = Field(default=3, gt=0)
     """Checkpoints that stay: the best by `metric_name` and always the newest, or the newest ones; null keeps all."""
     metric_name: str | None = None
