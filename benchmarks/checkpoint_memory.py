@@ -4,7 +4,8 @@
 
 Real Ray, gloo and the product's own run session; every rank is a process, on CPU and in float32 with AdamW, so that a
 parameter has 12 bytes of state. Memory is each process's high-water mark of resident memory (`VmHWM`), reset before and
-given as the growth over what the process held then, beside the size of what is written. SHA-256 in the driver's process
+given as the growth over what the process held when it had trained and not yet saved, beside the size of what is
+written: memory that an allocator keeps from one phase is in the next one's figure too. SHA-256 in the driver's process
 is counted byte by byte, and so is what it reads (`rchar`).
 """
 
@@ -128,10 +129,9 @@ def measured(folder: Path, backend: str) -> str:
     with model_of(folder, backend) as model:
         model.train_step(batch(), NLLLoss())
         models = {"policy": model}
-        # the first save makes process groups and imports; it does not count
-        checkpoints.save(1, models=models, state={}, metrics={})
         measure = Meter([report["pid"] for report in model.health()])
-
+        # makes process groups and imports
+        rows.append(measure("first save", lambda: checkpoints.save(1, models=models, state={}, metrics={})))
         rows.append(measure("save, waited for", lambda: checkpoints.save(2, models=models, state={}, metrics={})))
         files = model.finish_save() or ()
         rows.append(
@@ -141,7 +141,7 @@ def measured(folder: Path, backend: str) -> str:
         rows.append(measure("a second start: is it whole", checkpoints.newest))
         path = folder / backend / "step_3"
         rows.append(measure("restore, verified", lambda: checkpoints.restore(path, models=models, state={})))
-        export = measure("of that, the export for transformers", lambda: model.export(str(folder / "export")))
+        export = measure("of a save, the export for transformers", lambda: model.export(str(folder / "export")))
     digesting = digest_all(path / "policy")
     written = [sum(file.size for file in files if file.rank == rank) for rank in range(NUM_RANKS)]
     head = ["", "s", "largest rank +MB", "driver +MB", "driver reads MB", "driver digests B"]
@@ -149,8 +149,7 @@ def measured(folder: Path, backend: str) -> str:
         f"Each rank wrote {', '.join(f'{size / MEGABYTE:.0f}' for size in written)} MB. "
         f"One process that reads and digests them all, as the driver would, takes {seconds(digesting)} s."
     )
-    first, *others = rows
-    return f"{table(head, [each.row() for each in (first, export, *others)])}\n\n{said}"
+    return f"{table(head, [*(each.row() for each in rows), export.row()])}\n\n{said}"
 
 
 class Meter:
@@ -158,17 +157,17 @@ class Meter:
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._ranks = list(ranks)
+        self._held = [status(pid, "VmRSS") for pid in (*self._ranks, os.getpid())]
 
     def __call__(self, name: str, work: Callable[[], object]) -> Measured:
         """Run `work` as the phase of this name."""
         everyone = [*self._ranks, os.getpid()]
         for pid in everyone:
             Path(f"/proc/{pid}/clear_refs").write_text("5")
-        before = [status(pid, "VmHWM") for pid in everyone]
         hashed, read, started = CountedHash.total, read_bytes(), time.perf_counter()
         work()
         took = time.perf_counter() - started
-        *ranks, driver = (status(pid, "VmHWM") - held for pid, held in zip(everyone, before, strict=True))
+        *ranks, driver = (status(pid, "VmHWM") - held for pid, held in zip(everyone, self._held, strict=True))
         return Measured(name, took, max(ranks), driver, CountedHash.total - hashed, read_bytes() - read)
 
 
