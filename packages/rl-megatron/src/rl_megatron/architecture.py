@@ -26,7 +26,10 @@ def read_config(folder: Path, overrides: Mapping[str, Any]) -> PreTrainedConfig:
     unknown = sorted(set(overrides) - set(config.to_dict()))
     if unknown:
         raise ValueError(f"hf_config_overrides {unknown} are no fields of a {type(config).__name__}")
-    return AutoConfig.from_pretrained(folder, **overrides)
+    config = AutoConfig.from_pretrained(folder, **overrides)
+    # weights are read into the compute dtype, and exported in it
+    vars(config).pop("quantization_config", None)
+    return config
 
 
 def transformer_config(

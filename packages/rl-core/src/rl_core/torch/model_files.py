@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from rl_core.model_config import TokenizerConfig
+from rl_core.torch.block_scales import BLOCK, SUFFIX, dequantised, num_blocks
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -81,10 +82,12 @@ class WeightFiles:
     Args:
         folder: where they lie.
         file_of: tensor name to the file that holds it.
+        scales_of: name of each 8-bit weight to the file that holds the scales of its blocks.
     """
 
     folder: Path
     file_of: dict[str, str]
+    scales_of: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, folder: Path) -> WeightFiles:
@@ -94,13 +97,20 @@ class WeightFiles:
             ValueError: where there are no safetensors.
         """
         if (folder / INDEX).is_file():
-            return cls(folder, dict(json.loads((folder / INDEX).read_text())["weight_map"]))
+            return cls._apart(folder, dict(json.loads((folder / INDEX).read_text())["weight_map"]))
         if (folder / SINGLE).is_file():
             with safe_open(folder / SINGLE, framework="pt") as file:
-                return cls(folder, dict.fromkeys(file.keys(), SINGLE))
+                return cls._apart(folder, dict.fromkeys(file.keys(), SINGLE))
         raise ValueError(
             f"{folder} has neither {SINGLE} nor {INDEX}; save the model with save_pretrained() to get them"
         )
+
+    @classmethod
+    def _apart(cls, folder: Path, file_of: dict[str, str]) -> WeightFiles:
+        """Weights and the scales of 8-bit ones."""
+        scaled = [name for name in file_of if name + SUFFIX in file_of]
+        scales_of = {name: file_of.pop(name + SUFFIX) for name in scaled}
+        return cls(folder, file_of, scales_of)
 
     @contextmanager
     def open(self) -> Iterator[OpenWeights]:
@@ -108,23 +118,43 @@ class WeightFiles:
         with ExitStack() as stack:
             files = {
                 name: stack.enter_context(safe_open(self.folder / name, framework="pt"))
-                for name in set(self.file_of.values())
+                for name in {*self.file_of.values(), *self.scales_of.values()}
             }
-            yield OpenWeights({name: files[file] for name, file in self.file_of.items()})
+            yield OpenWeights(
+                {name: files[file] for name, file in self.file_of.items()},
+                {name: files[file] for name, file in self.scales_of.items()},
+            )
 
 
 @dataclass(frozen=True)
 class OpenWeights:
-    """Open safetensors by tensor name."""
+    """Open safetensors by tensor name.
+
+    Args:
+        files: of each weight.
+        scales: of the scales of each 8-bit weight.
+    """
 
     files: dict[str, Any]
+    scales: dict[str, Any] = field(default_factory=dict)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a whole tensor."""
         return tuple(self.files[name].get_slice(name).get_shape())
 
     def read(self, name: str, slices: tuple[slice, ...]) -> Tensor:
-        """A slice of a tensor, the only part of it that is read."""
-        if not slices:
-            return self.files[name].get_tensor(name)
-        return self.files[name].get_slice(name)[slices]
+        """A slice of a tensor, the only part of it that is read; of an 8-bit weight with scales its values in float32.
+
+        Raises:
+            ValueError: if the scales are not those of blocks of 128 by 128.
+        """
+        found: Tensor = self.files[name].get_slice(name)[slices] if slices else self.files[name].get_tensor(name)
+        if name not in self.scales:
+            return found
+        scales, shape = self.scales[name].get_slice(name + SUFFIX), self.shape(name)
+        if tuple(scales.get_shape()) != num_blocks(shape):
+            raise ValueError(
+                f"{name}{SUFFIX} has shape {tuple(scales.get_shape())}, and blocks of {BLOCK} by {BLOCK} of a weight "
+                f"of shape {shape} have {num_blocks(shape)}; convert the model to bfloat16 first"
+            )
+        return dequantised(found, shape, slices, lambda part: scales[part])
