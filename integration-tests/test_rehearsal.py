@@ -67,7 +67,7 @@ def test_megatron_with_generation_apart_outlives_a_node(grpo, whole_hf, cluster,
         cluster.add()
     run = Run.start(tmp_path / "run", *grpo, STEPS, HF, *NODES, *APART, *MEGATRON, RAY_ADDRESS=cluster.address)
     run.await_step(4)
-    used = next(node for node in cluster.nodes[1:] if node.runs("WorkerHost"))
+    used = next(node for node in cluster.nodes[1:] if node.runs("ray::WorkerHost"))
     used.kill()
     run.finish()
     assert_a_plain_run(run, whole_hf)
