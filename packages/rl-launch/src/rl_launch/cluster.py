@@ -33,7 +33,7 @@ from rl_core.errors import ConfigError, WorkerDied
 from rl_core.ray.host import AsyncWorkerHost, RestartingHost, WorkerHost
 from rl_launch.logical_nodes import LogicalNodes
 from rl_launch.placement import NodeResources, Patience, Resources, Wait
-from rl_launch.ray_start import connect, start_on_this_machine
+from rl_launch.ray_start import connect, is_on_this_machine_alone, start_on_this_machine
 
 REPLACEMENT_S = 10.0
 """How long Ray may take to place bundles anew when it has noticed that their node is lost; it took 0.1 s."""
@@ -179,9 +179,10 @@ class VirtualCluster:
     @property
     def network_variables(self) -> Mapping[str, str]:
         """Environment variables that keep what workers listen on to this machine, if all of them are on it."""
-        is_one_machine = self._owns_ray and not self._logical and not os.environ.get("RAY_ADDRESS")
+        if not is_on_this_machine_alone():
+            return {}
         loopback = {NODE_ADDRESS: "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-        return {name: os.environ.get(name, value) for name, value in loopback.items()} if is_one_machine else {}
+        return {name: os.environ.get(name, value) for name, value in loopback.items()}
 
     def _reserve(self, nodes: Sequence[Sequence[Resources]]) -> list[list[Bundle]]:
         groups = [placement_group([dict(each) for each in bundles], strategy="STRICT_PACK") for bundles in nodes]

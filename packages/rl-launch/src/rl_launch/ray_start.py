@@ -6,11 +6,12 @@ import logging
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import ray
+import ray._private.worker as ray_worker
 
 from rl_core.errors import RLError
 from rl_launch.ray_address import check_ray_address, nobody_answers
@@ -21,6 +22,9 @@ START_ATTEMPTS = 3
 """Ray's raylet misses its own fixed start-up deadline of 30 s on a busy machine; a further try succeeds."""
 
 T = TypeVar("T")
+
+_started: set[str] = set()
+"""Addresses of the Rays that this process started for itself alone."""
 
 
 def connect(address: str) -> None:
@@ -40,6 +44,7 @@ def connect(address: str) -> None:
 
     with sessions_of_their_own():
         retried(attempt, ray.shutdown)
+    _log_errors()
 
 
 def start_on_this_machine(num_cpus: int) -> None:
@@ -56,6 +61,26 @@ def start_on_this_machine(num_cpus: int) -> None:
     }
     with sessions_of_their_own():
         retried(lambda: ray.init(**settings, log_to_driver=False, logging_level=logging.ERROR), ray.shutdown)
+    _log_errors()
+    _started.add(ray.get_runtime_context().gcs_address)
+
+
+def is_on_this_machine_alone() -> bool:
+    """Whether the Ray that this process is connected to was started by it, and has no other node."""
+    return ray.get_runtime_context().gcs_address in _started
+
+
+def _log_errors() -> None:
+    """Have Ray's own errors go to the log. Whatever `log_to_driver` says, it prints them on the driver's terminal, with a
+    dump of its state (`listen_error_messages` in ray/_private/worker.py, which has no option for it).
+    """
+
+    def log(data: Mapping[str, Any], ignore_prefix: bool) -> None:
+        del ignore_prefix
+        for line in data["lines"]:
+            _log.debug("Ray: %s", line)
+
+    ray_worker.print_to_stdstream = log
 
 
 def retried(start: Callable[[], T], clean_up: Callable[[], object]) -> T:

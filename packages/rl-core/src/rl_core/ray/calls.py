@@ -183,4 +183,5 @@ def await_decision(actor_id: str | None, patience_s: float = DECISION_S) -> str:
 def _reason(error: RayError) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     telling = [line for line in lines if "cause" in line.lower() or "exit" in line.lower() or "killed" in line.lower()]
-    return (telling or lines or ["unknown"])[-1]
+    # after the cause Ray lists what else might have been
+    return (telling or lines or ["unknown"])[-1].partition(" Some common causes include")[0]
