@@ -71,7 +71,7 @@ def is_on_this_machine_alone() -> bool:
 
 
 def _log_errors() -> None:
-    """Have Ray's own errors go to the log. Whatever `log_to_driver` says, it prints them on the driver's terminal, with a
+    """Have Ray's own errors go to the log. Whatever `log_to_driver` says, it prints them on the terminal, with a
     dump of its state (`listen_error_messages` in ray/_private/worker.py, which has no option for it).
     """
 
