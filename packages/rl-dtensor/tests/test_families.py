@@ -75,6 +75,39 @@ def test_families_of_other_shapes_train_and_stream_as_one_process(ranks, tmp_pat
     assert not outcome.is_off(TOLERANCE), outcome
 
 
+@pytest.mark.parametrize("mesh", ["tp2", "tp2+sp"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "glm4_moe",  # shared experts that are split, beside stacked ones
+        "solar_open",  # shared experts that every rank has whole
+        "hy_v3",  # shared experts that are called with tokens of all rows in one dim
+    ],
+)
+def test_experts_beside_shared_ones_are_split(ranks, tmp_path, family, mesh):
+    folder = write_tiny(AutoConfig.for_model(family), tmp_path / "model")
+    outcome = check_case(ranks, folder, Case(mesh, is_packed=True, lora=False), expect(folder, lora=False))
+    assert not outcome.is_off(TOLERANCE), outcome
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "message"),
+    [
+        ("llama4_text", {"expert_parallel_size": 2}, "are called with hidden_states alone"),
+        ("llama4_text", {"tensor_parallel_size": 2}, "are called with hidden_states alone"),
+        ("jetmoe", {"expert_parallel_size": 2}, "have no stacked experts"),
+        ("deepseek_v3", {"tensor_parallel_size": 2, "sequence_parallel": True}, "does not split.*self_attn.*own rank"),
+    ],
+)
+def test_models_that_cannot_be_split_so_are_refused_with_the_reason(ranks, tmp_path, family, settings, message):
+    folder = write_tiny(AutoConfig.for_model(family), tmp_path / "model")
+    config = ModelConfig(
+        model_name=str(folder), sequence_packing=SequencePackingConfig(enabled=family != "llama4_text")
+    )
+    with pytest.raises(WorkerError, match=message):
+        PooledModel(ranks, FACTORY, config, ModelSpec(), 2, **settings)
+
+
 def test_rows_that_change_one_another_are_refused(ranks, tmp_path):
     folder = write_tiny(AutoConfig.for_model("gpt2"), tmp_path / "model")
     ranks.run("dtensor_factories:forget_places", [()])

@@ -1,9 +1,12 @@
 """What ranks of a pool do together, some of which fail."""
 
 import threading
+import time
+from datetime import timedelta
 from pathlib import Path
 
 from joined_rank import joined
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from rl_core.errors import RLError
 from rl_core.model import SavedFile
@@ -29,6 +32,21 @@ def work(rank: Rank, run: str, failing: int | None) -> tuple[list[str], str]:
         except (RLError, FileNotFoundError) as error:
             return done, f"{type(error).__name__}: {error}"
     return done, ""
+
+
+def wait(rank: Rank) -> list[str]:
+    """What this rank did, where rank 0 takes longer than a collective may."""
+    done: list[str] = []
+
+    def action() -> None:
+        time.sleep(1.0)
+        done.append("worked")
+
+    with joined(rank) as group:
+        _set_pg_timeout(timedelta(milliseconds=100), group)
+        lead(group, action)
+        together(group, action if rank.rendezvous.rank == 0 else lambda: None)
+    return done
 
 
 def write(rank: Rank, fails: bool) -> list[object]:

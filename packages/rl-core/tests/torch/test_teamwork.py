@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 
 import pytest
-from team_cases import FILE, work, write
+from team_cases import FILE, wait, work, write
 
 from rl_core.errors import RLError
 from rl_core.testing.rank_pool import RankPool
@@ -34,6 +34,10 @@ def pool():
 )
 def test_a_failure_is_raised_where_it_was_and_repeated_elsewhere(pool, run, failing, expected):
     assert pool.run(work, [(run, failing)] * 2) == expected
+
+
+def test_ranks_wait_for_a_slow_leader_longer_than_a_collective_may_take(pool):
+    assert pool.run(wait, [(), ()]) == [["worked", "worked"], []]
 
 
 def test_a_write_in_the_background_is_told_to_be_done_once_it_is(pool):

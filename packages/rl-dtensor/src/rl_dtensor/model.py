@@ -41,10 +41,10 @@ from rl_dtensor.kernels import Attend, kernel_of
 from rl_dtensor.layout import Alignment, Context, Layout, lay_out
 from rl_dtensor.loading import init_head, rebuild_buffers
 from rl_dtensor.lora import add_adapters, init_adapters
-from rl_dtensor.parallel.experts import split_experts
+from rl_dtensor.parallel.experts import expert_modules, split_experts
 from rl_dtensor.parallel.fsdp import local, shard_model
 from rl_dtensor.parallel.mesh import Mesh
-from rl_dtensor.parallel.plan import plan_of
+from rl_dtensor.parallel.plan import check_token_split, plan_of
 from rl_dtensor.parallel.sizes import shape_problems
 from rl_dtensor.parallel.stages import Stages
 from rl_dtensor.parallel.tensor import part_of, split_tensors, to_local
@@ -348,6 +348,11 @@ class _Builder:
         """All chunks of this rank, sharded and without weights."""
         sizes, backend = self.mesh.sizes, self.backend
         whole = self._on_meta()
+        if sizes.ep > 1 and not expert_modules(whole):
+            raise ValueError(
+                f"policy.dtensor_cfg.expert_parallel_size is {sizes.ep} and {whole.config.model_type} models have no "
+                "stacked experts, which alone can be split over ranks; set it to 1"
+            )
         num_stages = sizes.pp * backend.pipeline_chunks_per_rank
         stages = Stages.of(whole, num_stages) if num_stages > 1 else None
         catalog = Catalog.of(whole, (lambda name: 0) if stages is None else stages.stage_of)
@@ -388,6 +393,8 @@ class _Builder:
         plan = {}
         if mesh.sizes.tp > 1:
             plan = plan_of(hf, backend.custom_parallel_plan)
+            if backend.sequence_parallel:
+                check_token_split(hf, plan, decoder_layers(hf))
             final_norm = Stages.of(hf, 1).final_norm if backend.sequence_parallel and is_last else None
             if not is_headless:
                 vocab = self._vocab_shard(hf)

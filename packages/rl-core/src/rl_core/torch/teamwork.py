@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from rl_core.errors import RLError
+
+PATIENCE = timedelta(days=1)
+"""Bound of the wait for a rank that works: a leader downloads a model of any size, or writes it to a slow disk, for
+longer than a collective may take. Whoever called the ranks has a bound of its own for the whole call, which ends first;
+the end of a rank's process is noticed at once."""
 
 
 def lead(group: dist.ProcessGroup, action: Callable[[], None]) -> None:
@@ -16,7 +22,7 @@ def lead(group: dist.ProcessGroup, action: Callable[[], None]) -> None:
     Without it the others would sit in their next collective until its time-out.
 
     Args:
-        group: all ranks, on a backend that reduces CPU tensors.
+        group: all ranks, on gloo; its own time-out does not bound the action.
     """
     together(group, action if dist.get_rank(group) == 0 else _nothing)
 
@@ -25,7 +31,7 @@ def together(group: dist.ProcessGroup, action: Callable[[], None]) -> None:
     """Run `action` on every rank; a failure is raised where it was, and as an `RLError` that repeats it elsewhere.
 
     Args:
-        group: all ranks, on a backend that reduces CPU tensors.
+        group: all ranks, on gloo; its own time-out does not bound the action.
     """
     world_size = dist.get_world_size(group)
     failed = torch.full((1,), world_size)
@@ -37,13 +43,21 @@ def together(group: dist.ProcessGroup, action: Callable[[], None]) -> None:
         told = f"{type(error).__name__}: {error}"
         raise
     finally:
-        dist.all_reduce(failed, op=dist.ReduceOp.MIN, group=group)
+        _lowest(failed, group)
         first = int(failed.item())
         words = [told]
         if first < world_size:
-            dist.broadcast_object_list(words, src=first, group=group)
+            dist.broadcast_object_list(words, group_src=first, group=group)
     if first < world_size:
         raise RLError(f"rank {first} failed: {words[0]}")
+
+
+def _lowest(value: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """The minimum over the ranks, in place; those that are done wait for the others with patience."""
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.MIN
+    options.timeout = PATIENCE
+    group.allreduce([value], options).wait()
 
 
 def _nothing() -> None:

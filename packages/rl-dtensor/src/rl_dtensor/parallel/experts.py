@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -13,14 +14,44 @@ from transformers import PreTrainedModel
 
 from rl_dtensor.parallel.collectives import exchange
 
+NUM_ARGUMENTS = 3
+"""Of stacked experts: hidden states `[tokens, hidden]`, ids of the chosen experts and their weights `[tokens, k]`."""
+
+WHOLE_EXPERTS = "set policy.dtensor_cfg.expert_parallel_size=1 and tensor_parallel_size=1"
+
 
 def expert_modules(hf: PreTrainedModel) -> list[nn.Module]:
-    """Modules of stacked experts, as `transformers` builds them: called with hidden states, ids and weights."""
+    """Modules of stacked experts, as `transformers` builds them."""
     return [
         module
         for name, module in hf.named_modules()
         if name.endswith(".experts") and "gate_up_proj" in module._parameters
     ]
+
+
+def check_stacked(module: nn.Module, kind: str) -> None:
+    """Refuse experts that cannot be split over ranks, which send tokens by what the router says of each.
+
+    Args:
+        kind: the model's, for messages.
+
+    Raises:
+        ValueError: if the experts are not called with what the router says, or not stacked by expert.
+    """
+    arguments = [
+        argument
+        for argument in inspect.signature(module.forward).parameters.values()
+        if argument.kind is argument.POSITIONAL_OR_KEYWORD
+    ]
+    if len(arguments) != NUM_ARGUMENTS:
+        called = ", ".join(argument.name for argument in arguments)
+        raise ValueError(
+            f"experts of {kind} models are called with {called} alone instead of hidden states, ids of experts and "
+            f"weights, so they cannot be split over ranks; {WHOLE_EXPERTS}"
+        )
+    counts = {parameter.shape[0] for parameter in module._parameters.values() if parameter is not None}
+    if counts != {module.num_experts}:
+        raise ValueError(f"parameters of the experts of {kind} models are not stacked by expert; {WHOLE_EXPERTS}")
 
 
 def mask_foreign_experts(module: Any, rank: int, size: int) -> None:
@@ -75,11 +106,15 @@ def split_experts(hf: PreTrainedModel, mesh: DeviceMesh) -> list[nn.Module]:
 
     A rank's experts see the tokens of all ranks, and their gradients are averaged by FSDP2 over fewer ranks than the
     rest's are: they are scaled down by the difference.
+
+    Raises:
+        ValueError: if a module's experts cannot be split.
     """
     from rl_dtensor.parallel.tensor import distribute, localize
 
     modules = expert_modules(hf)
     for module in modules:
+        check_stacked(module, hf.config.model_type)
         for name in list(module._parameters):
             distribute(module, name, mesh, Shard(0))
         dispatch_tokens(module, mesh.get_group())

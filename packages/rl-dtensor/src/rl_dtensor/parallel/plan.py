@@ -7,7 +7,8 @@ A plan says so by module name, with `*` for the number of a layer:
 - `rowwise`: a linear layer whose inputs are split (output, down); its results are summed over the ranks and leave the
   block.
 - `replicated`: a module inside a block that every rank has whole (the norms of queries and keys).
-- `experts`: a module of stacked experts, split by expert; its parent, with the router, is a block.
+- `experts`: a module of stacked experts, split by expert. Every rank passes all tokens through its own; the router and
+  shared experts beside it are outside.
 - `embedding`, `head`: split by vocabulary.
 
 What a plan does not name, every rank has whole.
@@ -15,8 +16,9 @@ What a plan does not name, every rank has whole.
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -64,7 +66,7 @@ def plan_of(hf: PreTrainedModel, custom: Mapping[str, Style] | None) -> dict[str
     """Every split module's name to its style: the custom plan, or this backend's for the family, or the model's own.
 
     Raises:
-        ValueError: where there is no plan, it names no module of the model, or says what is not known here.
+        ValueError: if there is no plan, it names no module of the model, or it says what cannot be done here.
     """
     patterns = _with_vocabulary(hf, custom if custom is not None else _layers_plan(hf))
     modules = {name.replace(".base_layer", ""): module for name, module in hf.named_modules()}
@@ -80,12 +82,48 @@ def plan_of(hf: PreTrainedModel, custom: Mapping[str, Style] | None) -> dict[str
         plan.update(dict.fromkeys(names, style))
     if "colwise" not in plan.values():
         raise ValueError(f"the plan of {hf.config.model_type} models splits no linear layer; see custom_parallel_plan")
+    _check_blocks(hf, plan)
     return plan
 
 
 def blocks_of(plan: Mapping[str, Style]) -> set[str]:
     """Names of the modules inside which ranks work on parts."""
-    return {name.rpartition(".")[0] for name, style in plan.items() if style in ("colwise", "experts")}
+    return {name.rpartition(".")[0] for name, style in plan.items() if style == "colwise"}
+
+
+def check_token_split(hf: PreTrainedModel, plan: Mapping[str, Style], layers: Iterable[nn.Module]) -> None:
+    """Refuse to split tokens between the blocks of a model whose attention would then not see all of them.
+
+    Args:
+        layers: the repeated ones, of norms, attention and a feed-forward part.
+
+    Raises:
+        ValueError: naming a part of a layer that is told of more than hidden states, as all are that compute across
+            tokens, and has linear layers, none of them in the plan.
+    """
+    names = {id(module): name.replace(".base_layer", "") for name, module in hf.named_modules()}
+    for layer in layers:
+        for part in layer.children():
+            inside = list(part.modules())
+            mixes_tokens = len(inspect.signature(part.forward).parameters) > 1
+            has_matrices = any(isinstance(module, nn.Linear) for module in inside)
+            if mixes_tokens and has_matrices and not any(names[id(module)] in plan for module in inside):
+                raise ValueError(
+                    f"the plan of {hf.config.model_type} models does not split {names[id(part)]}, which would see the "
+                    "tokens of its own rank alone; set policy.dtensor_cfg.sequence_parallel=false"
+                )
+
+
+def _check_blocks(hf: PreTrainedModel, plan: Mapping[str, Style]) -> None:
+    """Refuse a block inside another: its gradients would be summed where it starts and again where the other does."""
+    blocks = blocks_of(plan)
+    for block in sorted(blocks):
+        outer = next((name for name in blocks if block.startswith(f"{name}.")), None)
+        if outer is not None:
+            raise ValueError(
+                f"the plan of {hf.config.model_type} models splits linear layers of {outer} and of {block} inside it, "
+                "which is not supported here; set policy.dtensor_cfg.custom_parallel_plan, or tensor_parallel_size=1"
+            )
 
 
 def _layers_plan(hf: PreTrainedModel) -> dict[str, Style]:

@@ -18,11 +18,11 @@ from transformers import PreTrainedModel
 
 from rl_dtensor.config import Style
 from rl_dtensor.parallel.collectives import enter, gather, leave, scale_grad, scatter_sum
-from rl_dtensor.parallel.experts import mask_foreign_experts
+from rl_dtensor.parallel.experts import check_stacked, mask_foreign_experts
 from rl_dtensor.parallel.plan import blocks_of
 
-SEQUENCE = 1
-"""The dim of tokens in hidden states `[batch, seq, hidden]`."""
+SEQUENCE = -2
+"""The dim of tokens in hidden states, `[batch, seq, hidden]` or `[tokens, hidden]`."""
 
 LORA_A, LORA_B = ".lora_A.default", ".lora_B.default"
 
@@ -102,7 +102,6 @@ class _Splitter:
         self._group = mesh.get_group()
         self._tokens_are_split = sequence_parallel
         self._blocks = blocks_of(plan)
-        self._expert_blocks = {name.rpartition(".")[0] for name, style in plan.items() if style == "experts"}
         self._between: Placement = Partial() if sequence_parallel else Replicate()
 
     def split_parameters(self) -> None:
@@ -115,8 +114,6 @@ class _Splitter:
             plain = name.replace(".base_layer", "")
             if plain in self._blocks:
                 module.register_forward_pre_hook(self._open, with_kwargs=True)
-            if plain in self._expert_blocks:
-                module.register_forward_hook(lambda module, inputs, output: self._close(output))
             if any(parameter is not None for parameter in module._parameters.values()):
                 self._split(name, plain, module)
         if is_tied:
@@ -135,7 +132,7 @@ class _Splitter:
         if style == "colwise" or (style == "head" and not (is_a or is_b)):
             return self._shard(module, 0)
         if style == "rowwise":
-            return self._row(module, owner)
+            return self._row(module)
         if style == "embedding" and isinstance(module, nn.Embedding):
             return self._embedding(module)
         if style == "experts":
@@ -158,17 +155,13 @@ class _Splitter:
         names = self._distribute(module, dict.fromkeys(module._parameters, Shard(dim)))
         localize(module, dict.fromkeys(names, Shard(dim)))
 
-    def _row(self, module: nn.Module, owner: str) -> None:
-        """Products of split inputs are summed before the bias, unless a block of experts sums them at its door."""
+    def _row(self, module: nn.Module) -> None:
+        """Products of split inputs are summed before the bias."""
         assert isinstance(module, nn.Linear)
         self._distribute(module, {"weight": Shard(1), "bias": Replicate()})
-        is_inner = any(owner.startswith(f"{block}.") for block in self._expert_blocks)
-        if is_inner and module.bias is not None:
-            raise ValueError(f"{owner} has a bias inside a block of experts; it cannot be split by rows")
 
         def forward(x: Tensor) -> Tensor:
-            products = F.linear(x, module.weight)
-            out = products if is_inner else self._close(products)
+            out = self._close(F.linear(x, module.weight))
             return out if module.bias is None else out + module.bias
 
         module.forward = forward
@@ -191,9 +184,21 @@ class _Splitter:
         localize(module, {"weight": Shard(0)})
 
     def _experts(self, module: nn.Module) -> None:
+        """Each rank's experts see all tokens, and what all ranks' make of a token is summed."""
+        check_stacked(module, self._hf.config.model_type)
         names = self._distribute(module, dict.fromkeys(module._parameters, Shard(0)))
         mask_foreign_experts(module, self._mesh.get_local_rank(), self._mesh.size())
         localize(module, dict.fromkeys(names, Shard(0)))
+        original = module.forward
+
+        def forward(hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+            assert hidden.dim() == 2, "experts are called with tokens of all rows in one dim"
+            if self._tokens_are_split:
+                hidden, ids, weights = (gather(part, 0, self._group) for part in (hidden, ids, weights))
+                return scatter_sum(original(hidden, ids, weights), 0, self._group)
+            return leave(original(enter(hidden, self._group), ids, enter(weights, self._group)), self._group)
+
+        module.forward = forward
 
     def _distribute(self, module: nn.Module, placements: Mapping[str, Placement]) -> list[str]:
         names = list(module._parameters)
