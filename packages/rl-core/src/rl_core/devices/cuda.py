@@ -14,7 +14,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CudaDevice(Device):
-    """A GPU of NVIDIA's."""
+    """A GPU of NVIDIA's.
+
+    torch's allocator keeps its fixed segments. Expandable ones fragment less, but their memory is shared with another
+    process by `pidfd_getfd`, which containers without elevated privileges refuse
+    (https://github.com/pytorch/pytorch/issues/165685), and every rank that trains sends its weights that way. A user
+    whose replicas have devices of their own can set `PYTORCH_CUDA_ALLOC_CONF` for the workers.
+    """
 
     name: ClassVar[str] = "cuda"
     extras: ClassVar[Literal["cpu", "cuda"]] = "cuda"

@@ -63,8 +63,15 @@ def local_slices(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The whole tensor in a dtype, cast before it is gathered; collective over the ranks that share it."""
+    """The whole tensor in a dtype, cast before it is gathered; collective over the ranks that share it.
+
+    A part that is kept in host memory is brought to the device first: gathered there, it takes NCCL and not gloo.
+    """
     cast = tensor.detach().to(dtype)
     if not isinstance(cast, DTensor):
         return cast
-    return cast.to_local() if cast.device_mesh.size() == 1 else cast.full_tensor()
+    mesh, part = cast.device_mesh, cast.to_local().to(cast.device_mesh.device_type)
+    if mesh.size() == 1:
+        return part
+    placed = DTensor.from_local(part, mesh, cast.placements, run_check=False, shape=cast.shape, stride=cast.stride())
+    return placed.full_tensor()

@@ -96,8 +96,11 @@ class Mesh:
         return self.axes.get_local_rank(axis)
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The ranks that differ from this one on `pp`, `dp`, `cp` or `tp` alone."""
-        return self.axes.get_group(axis)
+        """The ranks that differ from this one on `pp`, `dp`, `cp` or `tp` alone.
+
+        Parameters are split over the group of `tp` too: NCCL holds buffers for each group that is used.
+        """
+        return (self.dense if axis == "tp" else self.axes).get_group(axis)
 
     @property
     def sharding(self) -> DeviceMesh:
