@@ -134,7 +134,9 @@ def test_adapters_go_by_name_or_everywhere():
 def test_attention_that_a_device_or_a_precision_cannot_run_is_refused():
     key = "policy.dtensor_cfg.attention_backend"
     for backend in ("flash_attention_2", "flash_attention_3", "flex"):
-        assert "set it to auto, sdpa or eager" in problems(dtensor_cfg={"attention_backend": backend})[key]
+        for device in ("cpu", "rehearsal"):
+            found = problems(dtensor_cfg={"attention_backend": backend}, device=device)[key]
+            assert f"this is {device}; set it to auto, sdpa or eager" in found
         for device in ("auto", "cuda"):
             assert not problems(dtensor_cfg={"attention_backend": backend}, device=device)
     flash = {"attention_backend": "flash_attention_2"}

@@ -59,10 +59,10 @@ class Checkpoint:
         tensors = self._model_state() | self._optimizer_state()
         if not wait:
             tensors = _host_copies(tensors)
-        files = {f"rng_{self._mesh.rank}.pt": _as_bytes(self._rng())}
+        files = {f"rng_{self._mesh.rank}.pt": _as_bytes(self._mesh.kind.rng_state())}
         if self._mesh.rank == 0:
             files[TRAINER] = _as_bytes(self._trainer())
-        group = self._mesh.control if wait else self._background.group
+        group = self._background.group  # ranks wait in it for the slowest one's disk
         self._background.begin(path, lambda: write_checkpoint(path, tensors, files, group=group), wait=wait)
 
     def finish_save(self, *, wait: bool = True) -> tuple[SavedFile, ...] | None:
@@ -153,21 +153,12 @@ class Checkpoint:
             "schedule": None if self._schedule is None else self._schedule.state_dict(),
         }
 
-    def _rng(self) -> dict[str, Tensor]:
-        state = {"cpu": torch.get_rng_state()}
-        if self._mesh.device.type == "cuda":
-            state["cuda"] = torch.cuda.get_rng_state(self._mesh.device)
-        return state
-
     def _restore_rng(self, path: Path, saved_mesh: dict[str, int]) -> None:
         """Each rank's own generator; on another mesh there is no such thing, and fresh ones are seeded."""
         if saved_mesh != asdict(self._mesh.sizes):
             torch.manual_seed(self._seed + self._mesh.on("dp"))
             return
-        state = torch.load(path / f"rng_{self._mesh.rank}.pt")
-        torch.set_rng_state(state["cpu"])
-        if "cuda" in state:
-            torch.cuda.set_rng_state(state["cuda"], self._mesh.device)
+        self._mesh.kind.set_rng_state(torch.load(path / f"rng_{self._mesh.rank}.pt"))
 
 
 def _host_copies(tensors: dict[str, Any]) -> dict[str, Any]:

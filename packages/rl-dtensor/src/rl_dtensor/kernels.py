@@ -185,8 +185,7 @@ def _block_mask(segments: Segments, window: int | None, num_keys: int) -> Any:
         seen = (key >= first[query]) & (key <= last[query])
         return seen if window is None else seen & (key > last[query] - window)
 
-    is_cuda = segments.device.type == "cuda"
-    return create_block_mask(sees, None, None, len(first), num_keys, segments.device, _compile=is_cuda)
+    return create_block_mask(sees, None, None, len(first), num_keys, segments.device, _compile=first.is_cuda)
 
 
 def _flash(package: str, remedy: str, *, takes_dropout: bool = False) -> Attend:

@@ -320,7 +320,7 @@ def build_model(
     """
     hf_config = read_config(folder, config.hf_config_overrides)
     problems = (
-        *device_problems(backend, precision=config.precision, device=mesh.kind.kernels),
+        *device_problems(backend, precision=config.precision, device=mesh.kind),
         *shape_problems(backend, _fields(hf_config)),
         *head_problems(backend, _fields(hf_config)),
     )

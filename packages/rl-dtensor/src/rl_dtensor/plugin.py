@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from rl_core.config import Problem
+from rl_core.devices import DEVICES
 from rl_core.model_config import local_hf_config
 from rl_core.registry import BackendPlugin, Requirement
 from rl_core.selfcheck import MeshCase, at_most_two
@@ -76,7 +77,8 @@ def check_mesh(config: Any) -> Iterable[Problem]:
 def check_device(config: Any) -> Iterable[Problem]:
     """Settings that the run's device, or the policy's precision, cannot run."""
     policy = config.policy
-    yield from device_problems(policy.dtensor_cfg, precision=policy.precision, device=config.cluster.device)
+    device = DEVICES.get(config.cluster.device)  # `auto` may still become any
+    yield from device_problems(policy.dtensor_cfg, precision=policy.precision, device=device)
 
 
 def kernels(config: DTensorConfig) -> tuple[Requirement, ...]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from rl_core.config import Problem
+from rl_core.devices import Device
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.parallel.sizes import SECTION, text_fields
 
@@ -43,14 +44,21 @@ def _largest_head(model: Mapping[str, Any]) -> int:
     return max(sizes)
 
 
-def device_problems(
-    backend: DTensorConfig, *, precision: str, device: Literal["auto", "cpu", "cuda"]
-) -> Iterator[Problem]:
-    """Settings that this device or compute dtype cannot run; `auto` may still become either device."""
+def device_problems(backend: DTensorConfig, *, precision: str, device: Device | None) -> Iterator[Problem]:
+    """Settings that this device or compute dtype cannot run.
+
+    Args:
+        device: None if it is not known yet.
+    """
     attention = backend.attention_backend
-    if device == "cpu" and attention in ("flash_attention_2", "flash_attention_3", "flex"):
+    if (
+        device is not None
+        and not device.runs_on_gpus
+        and attention in ("flash_attention_2", "flash_attention_3", "flex")
+    ):
         yield Problem(
-            f"{SECTION}.attention_backend", f"{attention} runs on GPUs and this is cpu; set it to auto, sdpa or eager"
+            f"{SECTION}.attention_backend",
+            f"{attention} runs on GPUs and this is {device.name}; set it to auto, sdpa or eager",
         )
     if precision == "float32" and attention in ("flash_attention_2", "flash_attention_3"):
         yield Problem(

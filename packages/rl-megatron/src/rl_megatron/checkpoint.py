@@ -69,7 +69,7 @@ class Checkpoint:
         trainer = self._trainer(self._state.scalars())
         if self._mesh.rank == 0:
             files[TRAINER] = _as_bytes(trainer)
-        group = self._mesh.control if wait else self._background.group
+        group = self._background.group  # ranks wait in it for the slowest one's disk
         self._background.begin(
             path,
             lambda: write_checkpoint(path, tensors, files, group=group, planner=PiecesSavePlanner()),

@@ -38,7 +38,7 @@ class BackgroundSave:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """All ranks, on gloo, for the threads alone; made by the first use, which is collective."""
+        """All ranks, on gloo, for writing alone; made by the first use, which is collective."""
         if self._group is None:
             self._group = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT)
         return self._group
