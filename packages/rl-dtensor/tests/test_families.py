@@ -102,7 +102,7 @@ def test_experts_beside_shared_ones_are_split(ranks, tmp_path, family, mesh):
 def test_models_that_cannot_be_split_so_are_refused_with_the_reason(ranks, tmp_path, family, settings, message):
     folder = write_tiny(AutoConfig.for_model(family), tmp_path / "model")
     config = ModelConfig(
-        model_name=str(folder), sequence_packing=SequencePackingConfig(enabled=family != "llama4_text")
+        model_name=str(folder), sequence_packing=SequencePackingConfig(enabled=family == "deepseek_v3")
     )
     with pytest.raises(WorkerError, match=message):
         PooledModel(ranks, FACTORY, config, ModelSpec(), 2, **settings)
