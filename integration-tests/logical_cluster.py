@@ -55,9 +55,8 @@ class LogicalCluster:
         folder: for what Ray writes.
     """
 
-    def __init__(self, folder, *, gpus_per_node=4):
+    def __init__(self, folder):
         self._folder = folder
-        self._gpus = gpus_per_node
         self._exit = ExitStack()
         self._port = free_port()
         self.nodes = []
@@ -67,10 +66,11 @@ class LogicalCluster:
         """For `RAY_ADDRESS`."""
         return f"{self.nodes[0].address}:{self._port}"
 
-    def add(self, *, hides=(), **variables):
+    def add(self, *, num_gpus=4, hides=(), **variables):
         """Start a further node, the first of which is the head.
 
         Args:
+            num_gpus: that it says it has.
             hides: folders in whose place its processes see an empty one.
             variables: of its processes.
         """
@@ -82,7 +82,7 @@ class LogicalCluster:
         ray = Path(sys.executable).with_name("ray")
         command = [
             *(str(ray), "start", "--block", "--disable-usage-stats", *role),
-            *(f"--node-ip-address={address}", f"--num-gpus={self._gpus}", f"--num-cpus={4 * self._gpus}"),
+            *(f"--node-ip-address={address}", f"--num-gpus={num_gpus}", "--num-cpus=16"),
             f"--object-store-memory={100 * 2**20}",
         ]
         if hides:

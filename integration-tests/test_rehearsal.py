@@ -63,6 +63,7 @@ def test_colocated_grpo_over_two_nodes_outlives_its_workers(grpo, whole_hf, tmp_
 
 
 def test_megatron_with_generation_apart_outlives_a_node(grpo, whole_hf, cluster, tmp_path):
+    cluster.add(num_gpus=0)
     for _ in range(3):
         cluster.add()
     run = Run.start(tmp_path / "run", *grpo, STEPS, HF, *NODES, *APART, *MEGATRON, RAY_ADDRESS=cluster.address)
