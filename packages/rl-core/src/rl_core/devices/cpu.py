@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from rl_core.devices.device import VISIBLE, ClusterSizes, Device
+from rl_core.devices.device import VISIBLE, Device
 
 if TYPE_CHECKING:
     import torch
@@ -31,15 +31,6 @@ class CpuDevice(Device):
     collectives: ClassVar[Literal["gloo", "nccl"]] = "gloo"
     is_logical: ClassVar[bool] = False
     kernels: ClassVar[Literal["cpu", "cuda"]] = "cpu"
-
-    def ranks_per_node(self, cluster: ClusterSizes) -> int:
-        return cluster.cpu_ranks_per_node
-
-    def bundle(self, num_ranks: int) -> dict[str, float]:
-        return {"CPU": num_ranks}
-
-    def num_gpus(self, num_ranks: int) -> int:
-        return 0
 
     def worker_variables(self, num_threads: int) -> Mapping[str, str]:
         threads = {"OMP_NUM_THREADS": str(num_threads), "MKL_NUM_THREADS": str(num_threads)}

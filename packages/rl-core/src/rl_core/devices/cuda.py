@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from rl_core.devices.device import ClusterSizes, Device
+from rl_core.devices.device import Device
 
 if TYPE_CHECKING:
     import torch
@@ -31,15 +31,6 @@ class CudaDevice(Device):
     collectives: ClassVar[Literal["gloo", "nccl"]] = "nccl"
     is_logical: ClassVar[bool] = False
     kernels: ClassVar[Literal["cpu", "cuda"]] = "cuda"
-
-    def ranks_per_node(self, cluster: ClusterSizes) -> int:
-        return cluster.gpus_per_node
-
-    def bundle(self, num_ranks: int) -> dict[str, float]:
-        return {"GPU": num_ranks, "CPU": num_ranks}
-
-    def num_gpus(self, num_ranks: int) -> int:
-        return num_ranks
 
     def worker_variables(self, num_threads: int) -> Mapping[str, str]:
         return {}

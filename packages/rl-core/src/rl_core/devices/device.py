@@ -65,17 +65,17 @@ class Device(ABC):
 
     # the launcher's half
 
-    @abstractmethod
     def ranks_per_node(self, cluster: ClusterSizes) -> int:
         """Ranks that a `cluster` section places on each node."""
+        return cluster.gpus_per_node if self.has_gpus else cluster.cpu_ranks_per_node
 
-    @abstractmethod
-    def bundle(self, num_ranks: int) -> dict[str, float]:
-        """Ray resources of a bundle for these ranks."""
-
-    @abstractmethod
     def num_gpus(self, num_ranks: int) -> int:
         """GPUs that a process which drives these ranks takes from Ray."""
+        return num_ranks if self.has_gpus else 0
+
+    def bundle(self, num_ranks: int) -> dict[str, float]:
+        """Ray resources of a bundle for these ranks."""
+        return {"GPU": num_ranks, "CPU": num_ranks} if self.has_gpus else {"CPU": num_ranks}
 
     @abstractmethod
     def worker_variables(self, num_threads: int) -> Mapping[str, str]:

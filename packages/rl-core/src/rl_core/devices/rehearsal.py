@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from rl_core.devices.cpu import KEEP_FREED_MEMORY, CpuDevice
 from rl_core.devices.cuda import CudaDevice
-from rl_core.devices.device import VISIBLE, ClusterSizes, listed, node_address
+from rl_core.devices.device import VISIBLE, listed, node_address
 
 if TYPE_CHECKING:
     import torch
@@ -43,15 +43,6 @@ class RehearsalDevice(CpuDevice):
     has_gpus: ClassVar[bool] = True
     is_logical: ClassVar[bool] = True
     ranks_key: ClassVar[str] = CudaDevice.ranks_key
-
-    def ranks_per_node(self, cluster: ClusterSizes) -> int:
-        return cluster.gpus_per_node
-
-    def bundle(self, num_ranks: int) -> dict[str, float]:
-        return {"GPU": num_ranks, "CPU": num_ranks}
-
-    def num_gpus(self, num_ranks: int) -> int:
-        return num_ranks
 
     def worker_variables(self, num_threads: int) -> Mapping[str, str]:
         # every logical node has the same cores: one thread each, and Ray's visible devices are kept
