@@ -77,7 +77,7 @@ def _refuse(backend: AttentionBackend, precision: str, setup: Setup) -> None:
     for problem in device_problems(
         DTensorConfig(attention_backend=backend),
         precision=precision,
-        device=setup.kind.kernels,
+        device=setup.kind,
     ):
         raise Skip(problem.message)
     try:

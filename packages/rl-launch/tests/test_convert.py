@@ -1,5 +1,6 @@
 """What `rl convert` reads, and what it refuses before anything starts; conversions are in the integration tests."""
 
+import hashlib
 import json
 
 import pytest
@@ -7,6 +8,7 @@ from typer.testing import CliRunner
 
 from rl_core.config import to_yaml
 from rl_core.errors import ConfigError
+from rl_core.model import SavedFile
 from rl_launch.cli import app
 from rl_launch.convert import _made, checkpoint_of
 from rl_launch.root import read_config, read_model_config
@@ -37,7 +39,8 @@ def run_dir(tmp_path, model):
     checkpoint = folder / "checkpoints" / "step_3"
     (checkpoint / "policy").mkdir(parents=True)
     (checkpoint / "policy" / "trainer.pt").write_text("state")
-    Manifest.of(checkpoint, 3, {}).write(checkpoint)
+    written = [SavedFile("trainer.pt", 5, hashlib.sha256(b"state").hexdigest(), rank=0)]
+    Manifest.of(checkpoint, 3, {}, written={"policy": written}).write(checkpoint)
     config = read_config("sft-arithmetic").config
     policy = config.policy.model_copy(update={"model_name": str(model)})
     (folder / "config.yaml").write_text(to_yaml(config.model_copy(update={"policy": policy})))

@@ -1,5 +1,6 @@
 import pytest
 
+from rl_core.devices import CUDA
 from rl_core.model_config import ModelConfig
 from rl_core.registry import POLICIES, Requirement, plugin
 from rl_launch.root import Backend, Backends
@@ -47,6 +48,6 @@ def test_an_engine_never_moves_into_the_environment_of_another():
 def test_a_kernel_that_the_config_chooses_is_in_the_policys_environment(attention, extras):
     dtensor = plugin(POLICIES, "dtensor")
     policy = Backend(dtensor, ModelConfig(model_name="any"), dtensor.config(attention_backend=attention))
-    specs = role_specs(Backends(policy, None), (), "cuda")
+    specs = role_specs(Backends(policy, None), (), CUDA)
     assert specs["policy"].wanted[0] == Wanted("rl-dtensor", extras)
     assert "rl-algos" in {wanted.distribution for wanted in specs["policy"].wanted}
