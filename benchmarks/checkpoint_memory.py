@@ -192,7 +192,7 @@ def model_of(folder: Path, backend: str) -> Iterator[RemoteModel]:
     from rl_launch.runtime import Runtime, provision_workers
 
     backends = Backends(backends_of(config).policy, None)
-    device = resolve_device("cpu")
+    device = resolve_device(config.cluster)
     envs = provision_workers(config, backends, None, device)
     logs = folder / f"{backend}-logs"
     logs.mkdir()
