@@ -38,8 +38,8 @@ def machine(
 ) -> None:
     """Say what this machine has, and exit with 1 where the recipe cannot run here: what `rl doctor RECIPE` does.
 
-    With --json: {"schema": 1, "recipe", "device": "cpu"|"cuda", "can_run": bool, "checks": [{"name", "status":
-    "ok"|"warning"|"missing", "found", "remedy"}, ...]}.
+    With --json: {"schema": 1, "recipe", "device": "cpu"|"cuda"|"rehearsal", "can_run": bool, "checks": [{"name",
+    "status": "ok"|"warning"|"missing", "found", "remedy"}, ...]}.
     """
     with reported():
         from rl_launch.doctor import CHECKS, ThisMachine, examine, needs_of
