@@ -20,8 +20,11 @@ from gpu_check.report import RUNS, Begun, Entry, Finding, Report, failure_of
 from gpu_check.setup import Setup
 
 WHOLE = "all of it"
+STACKS = signal.SIGUSR1
+"""At which a section's process writes where it stands: in its own threads, for another thread's frames change as they
+are read."""
 STACKS_S = 2.0
-"""Before its budget is spent, a section's process writes where it stands."""
+"""For so long, one whose budget is spent is given time to write it."""
 
 
 @dataclass(frozen=True)
@@ -100,12 +103,12 @@ class Runner:
         if budget_s <= 0:
             return [Finding(WHOLE, RUNS, "failed", "not started: no time is left of --total")]
         pipe = self._start()
-        pipe.send((section, budget_s))
+        pipe.send(section)
         entries, failure = _gather(pipe, budget_s)
         if failure:
-            self._end(patience_s=0.0)
             begun = [entry.subject for entry in entries if isinstance(entry, Begun)]
-            stacks = self._stacks.read_text(errors="replace")
+            stacks = self._written_stacks()
+            self._end(patience_s=0.0)
             entries.append(Finding(begun[-1] if begun else WHOLE, RUNS, "failed", failure, stacks))
         failed = any(isinstance(entry, Finding) and entry.verdict == "failed" for entry in entries)
         if failed or section.spoils:
@@ -121,6 +124,14 @@ class Runner:
             self._process.start()
             theirs.close()
         return self._pipe
+
+    def _written_stacks(self) -> str:
+        """Where the process stands, or stood when it died. Empty if it says nothing in time."""
+        assert self._process is not None
+        if self._process.is_alive():
+            os.kill(self._process.pid or 0, STACKS)
+            self._process.join(STACKS_S)
+        return self._stacks.read_text(errors="replace") if self._stacks.exists() else ""
 
     def _end(self, patience_s: float = 10.0) -> None:
         if self._process is None:
@@ -154,15 +165,14 @@ def _serve(pipe: Connection, setup: Setup, stacks: Path) -> None:
     with stacks.open("a") as file:  # after a truncation, appended to from the start
         file.truncate(0)
         faulthandler.enable(file)
+        faulthandler.register(STACKS, file)
         while True:
             try:
-                section, budget_s = pipe.recv()
+                section = pipe.recv()
             except EOFError:
                 return
             file.truncate(0)
-            faulthandler.dump_traceback_later(max(1.0, budget_s - STACKS_S), file=file)
             _run(section, setup, pipe.send)
-            faulthandler.cancel_dump_traceback_later()
             pipe.send(None)
 
 
