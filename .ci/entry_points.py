@@ -2,10 +2,10 @@
 
 import sys
 
-from rl_core import registry
+from rl_core import plugins
 
-GROUPS = (registry.POLICIES, registry.GENERATORS, registry.ENVIRONMENTS, registry.ALGORITHMS, registry.DATASETS)
+GROUPS = (plugins.POLICIES, plugins.GENERATORS, plugins.ENVIRONMENTS, plugins.ALGORITHMS, plugins.DATASETS)
 
 for group in GROUPS:
-    if not registry.plugins(group):
+    if not plugins.plugins(group):
         sys.exit(f"no plugin in {group}")

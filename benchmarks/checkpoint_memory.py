@@ -31,7 +31,8 @@ from rl_core.batch import TOKENS, Batch
 from rl_core.model import ModelSpec
 from rl_core.ragged import Ragged
 from rl_core.ray.model import RemoteModel
-from rl_launch.root import Backends, backends_of, read_model_config
+from rl_launch.backends import Backends
+from rl_launch.root import backends_of, read_model_config
 from rl_launch.session.checkpoints import Checkpoints
 from rl_launch.session.config import CheckpointingConfig
 
@@ -187,9 +188,9 @@ def model_of(folder: Path, backend: str) -> Iterator[RemoteModel]:
         }
     )
     # Ray takes a second to import, which --help need not wait for
-    from rl_launch.cluster import VirtualCluster
-    from rl_launch.device import resolve_device
-    from rl_launch.runtime import Runtime, provision_workers
+    from rl_launch.cluster.device import resolve_device
+    from rl_launch.cluster.virtual_cluster import VirtualCluster
+    from rl_launch.runtime.runtime import Runtime, provision_workers
 
     backends = Backends(backends_of(config).policy, None)
     device = resolve_device(config.cluster)

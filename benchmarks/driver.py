@@ -38,7 +38,7 @@ from rl_core.model import Model
 from rl_core.rollout import Prompt, RolloutGroup
 from rl_core.run import Checkpointable, Run
 from rl_core.testing.fakes import FakeModel, FakeWeights
-from rl_launch.cluster import VirtualCluster, WorkerProcess
+from rl_launch.cluster.virtual_cluster import VirtualCluster, WorkerProcess
 from rl_launch.root import read_config
 from rl_launch.session import RunSession
 

@@ -22,8 +22,8 @@ import torch
 from measurement import seconds, surroundings, table
 
 from rl_core.devices import CPU, CUDA, Device
-from rl_core.torch.digest import digest
 from rl_core.torch.transport import open_receiver, open_sender
+from rl_core.torch.transport.digest import digest
 from rl_core.weights import Manifest, TensorSpec, Transport, TransportKind
 
 CASES = ("3:64", "100:12", "1000:120")

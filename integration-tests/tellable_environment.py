@@ -4,7 +4,7 @@ import os
 import threading
 from pathlib import Path
 
-from rl_core.registry import EnvironmentPlugin, Requirement
+from rl_core.plugins import EnvironmentPlugin, Requirement
 from rl_envs.math.config import MathConfig
 from rl_envs.math.environment import MathEnvironment
 

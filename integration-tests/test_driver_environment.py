@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 
-from rl_core import registry
+from rl_core import plugins
 from rl_core.testing.isolation import loaded_by
 
 
@@ -16,17 +16,17 @@ def test_no_engine_is_installed(engine):
 @pytest.mark.parametrize(
     ("group", "names"),
     [
-        (registry.POLICIES, {"dtensor", "megatron"}),
-        (registry.GENERATORS, {"hf", "megatron", "vllm"}),
-        (registry.ENVIRONMENTS, {"math", "reasoning_gym"}),
-        (registry.ALGORITHMS, {"grpo", "sft"}),
-        (registry.DATASETS, {"arithmetic", "reasoning_gym"}),
+        (plugins.POLICIES, {"dtensor", "megatron"}),
+        (plugins.GENERATORS, {"hf", "megatron", "vllm"}),
+        (plugins.ENVIRONMENTS, {"math", "reasoning_gym"}),
+        (plugins.ALGORITHMS, {"grpo", "sft"}),
+        (plugins.DATASETS, {"arithmetic", "reasoning_gym"}),
     ],
 )
 def test_every_plugin_of_the_workspace_is_found_and_loads(group, names):
-    assert names <= set(registry.names(group))
+    assert names <= set(plugins.names(group))
     for name in names:
-        assert registry.plugin(group, name).name == name
+        assert plugins.plugin(group, name).name == name
 
 
 def test_reading_every_plugin_starts_no_runtime():

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from rl_core.registry import GENERATORS, POLICIES, plugin
+from rl_core.plugins import GENERATORS, POLICIES, plugin
 from rl_launch.worker_envs import ROLLOUT_WORKER, TRAINER, provision, worker_env
 
 
@@ -80,7 +80,7 @@ def test_the_final_checkpoint_loads_in_vllm_and_scores_there_as_the_run_says(qui
     script = """
 import sys
 from pathlib import Path
-from rl_launch.evaluate import evaluate
+from rl_launch.commands.evaluate import evaluate
 from rl_launch.root import read_config
 config = read_config("grpo-arithmetic", [f"policy.model_name={sys.argv[1]}"]).config
 print("accuracy", evaluate(config, logs=Path(sys.argv[2])).rewards.mean())

@@ -15,7 +15,7 @@ import torch
 
 from gpu_check.report import Report
 from gpu_check.setup import Setup
-from rl_core.torch.flops import peak_flops
+from rl_core.torch.training.flops import peak_flops
 
 PACKAGES = Path(__file__).resolve().parents[2] / "packages"
 DISTRIBUTIONS = (
@@ -95,7 +95,7 @@ def _products(setup: Setup, report: Report) -> None:
         report.skip("the GPU's peak is known", "there is no GPU")
         return
     peak = peak_flops(name)
-    report.holds("the GPU's peak is known", "rl_core.torch.flops", peak is not None, name)
+    report.holds("the GPU's peak is known", "rl_core.torch.training.flops", peak is not None, name)
     if peak is not None:
         found = f"{rate / peak:.0%} of {peak / 1e12:.0f} TFLOP/s (at least {LEAST_SHARE:.0%})"
         report.holds("speed of a product", "the data sheet's peak", rate >= LEAST_SHARE * peak, found)

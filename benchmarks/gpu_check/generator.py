@@ -20,8 +20,8 @@ from rl_core.batch import Batch
 from rl_core.generation import GenerationRequest, Generator, Placement, SamplingParams
 from rl_core.model import LOGPROBS
 from rl_core.model_config import GenerationConfig, ModelConfig
+from rl_core.plugins import resolve
 from rl_core.ragged import Ragged
-from rl_core.registry import resolve
 from rl_core.rollout import Completion
 
 PROMPTS = (5, 17, 1, 33)

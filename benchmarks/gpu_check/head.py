@@ -8,7 +8,7 @@ from torch import Tensor
 from gpu_check.environment import seconds_of
 from gpu_check.report import Report
 from gpu_check.setup import VOCAB, Setup
-from rl_core.torch.logprobs import Head, head_reads
+from rl_core.torch.heads.logprobs import Head, head_reads
 
 HIDDEN = 2048
 CHUNKS = (256, 1024, 2048, 4096)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from rl_core.batch import TOKENS, Batch
 from rl_core.model_config import OptimizerConfig
-from rl_core.registry import resolve
+from rl_core.plugins import resolve
 
 
 @dataclass(frozen=True)

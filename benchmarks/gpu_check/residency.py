@@ -19,8 +19,8 @@ from gpu_check.workers import (
     open_worker,
     packed,
 )
-from rl_core.registry import BackendPlugin
-from rl_core.torch.worker import RankWorker
+from rl_core.plugins import BackendPlugin
+from rl_core.torch.training.worker import RankWorker
 
 ROUNDS = 50
 LEAST_FREED = 0.9

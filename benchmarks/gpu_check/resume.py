@@ -19,7 +19,7 @@ from gpu_check.workers import (
     open_worker,
     packed,
 )
-from rl_core.registry import BackendPlugin
+from rl_core.plugins import BackendPlugin
 
 
 def check(setup: Setup, report: Report) -> None:

@@ -9,7 +9,7 @@ from gpu_check.setup import Setup
 from gpu_check.workers import NextToken, batch_of, config_of, open_worker, packed
 from rl_core.batch import Batch
 from rl_core.model import LOGPROBS
-from rl_core.torch.worker import RankWorker
+from rl_core.torch.training.worker import RankWorker
 
 MOST_PER_MICROBATCH = 8
 """Copies of a microbatch's columns and bounds to the device wait on pageable memory; more than these tell of an

@@ -17,9 +17,9 @@ from gpu_check.setup import Setup, Shape
 from gpu_check.workers import SGD, NextToken, batch_of, config_of, numbers, open_worker, packed, padded
 from rl_core.batch import Batch
 from rl_core.model import LOGPROBS
-from rl_core.registry import BackendPlugin
-from rl_core.torch.flops import AttentionShape, ModelShape, peak_flops
-from rl_core.torch.worker import RankWorker
+from rl_core.plugins import BackendPlugin
+from rl_core.torch.training.flops import AttentionShape, ModelShape, peak_flops
+from rl_core.torch.training.worker import RankWorker
 
 ORACLE = "transformers in float32, row by row"
 LENGTHS = (9, 3, 64, 1, 33, 2, 17)

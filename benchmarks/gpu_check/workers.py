@@ -17,12 +17,12 @@ from rl_core.batch import Batch
 from rl_core.metrics import Metric
 from rl_core.model import LOGPROBS, ModelSpec, Read, Rendezvous
 from rl_core.model_config import ModelConfig, OptimizerConfig, SequencePackingConfig
+from rl_core.plugins import BackendPlugin, resolve
 from rl_core.ragged import Ragged
-from rl_core.registry import BackendPlugin, resolve
 from rl_core.testing.rank_pool import free_port
-from rl_core.torch.digest import digest
 from rl_core.torch.loss import LossSums, Rows
-from rl_core.torch.worker import RankWorker
+from rl_core.torch.training.worker import RankWorker
+from rl_core.torch.transport.digest import digest
 
 PARTS = ("parameters", "optimizer")
 ADAMW = OptimizerConfig(name="torch.optim.AdamW", kwargs={"lr": 1e-4, "weight_decay": 0.01})

@@ -25,7 +25,7 @@ from figures import seconds, surroundings, table
 from training import ADAMW, NextToken, Size, batch_of, config_of, in_process, one_rank, packed
 
 from rl_core.model_config import OptimizerConfig
-from rl_core.torch.logprobs import Head, head_reads
+from rl_core.torch.heads.logprobs import Head, head_reads
 
 MB = 10**6
 HIDDEN = 64
@@ -34,7 +34,7 @@ HIDDEN = 64
 KEEPS_NOTHING = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 """glibc maps every tensor of 64 KiB or more on its own, and unmaps it when it is freed."""
 
-HALF_STATE = OptimizerConfig(name="rl_core.torch.adamw.HalfStateAdamW", kwargs=ADAMW.kwargs)
+HALF_STATE = OptimizerConfig(name="rl_core.torch.optim.adamw.HalfStateAdamW", kwargs=ADAMW.kwargs)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from rl_core.model import ModelSpec
 from rl_core.model_config import ModelConfig, OptimizerConfig, SchedulerConfig
 from rl_core.testing.losses import TokenLoss
 from rl_core.testing.pooled_model import PooledModel
-from rl_core.torch.optimizer import build_optimizer, build_schedule
+from rl_core.torch.optim.optimizer import build_optimizer, build_schedule
 from rl_dtensor.preflight import check
 from rl_dtensor.selfcheck import make_batch, write_tiny
 
@@ -86,7 +86,7 @@ def test_defaults_pass_the_preflight():
 
 FUSED_SGD = OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 0.1, "fused": True})
 FULL_STATE = OptimizerConfig(kwargs={"lr": 1e-3})
-HALF_STATE = OptimizerConfig(name="rl_core.torch.adamw.HalfStateAdamW", kwargs={"lr": 1e-3})
+HALF_STATE = OptimizerConfig(name="rl_core.torch.optim.adamw.HalfStateAdamW", kwargs={"lr": 1e-3})
 
 
 def open_model(ranks, folder, optimizer, **settings):

@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from rl_core.model_config import ModelConfig
-from rl_core.registry import POLICIES, plugin, resolve
+from rl_core.plugins import POLICIES, plugin, resolve
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.plugin import PLUGIN
 from rl_dtensor.worker import DTensorWorker

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rl_core.devices import CPU
-from rl_core.torch.parked import Parked
+from rl_core.torch.residency.parked import Parked
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_core.errors import ConfigError, WorkerError
-from rl_core.registry import resolve
+from rl_core.plugins import resolve
 from rl_dtensor import selfcheck
 from rl_dtensor.plugin import PLUGIN
 from rl_dtensor.selfcheck import (

@@ -14,7 +14,7 @@ import pytest
 from rl_core.environment import Conversation, EnvironmentFailure, StepResult
 from rl_core.environments.pool import EnvironmentPool
 from rl_core.errors import ConfigError, DataError
-from rl_core.registry import DATASETS, ENVIRONMENTS, plugin, resolve
+from rl_core.plugins import DATASETS, ENVIRONMENTS, plugin, resolve
 from rl_core.testing.environment import EnvironmentSuite
 from rl_envs.reasoning_gym import generation
 from rl_envs.reasoning_gym.config import ReasoningGymConfig, ReasoningGymSettings
@@ -125,7 +125,7 @@ def test_rows_do_not_depend_on_the_order_of_sets() -> None:
 
 def test_loading_imports_nothing_heavy_here() -> None:
     code = (
-        "import sys; from rl_core.registry import DATASETS, plugin, resolve\n"
+        "import sys; from rl_core.plugins import DATASETS, plugin, resolve\n"
         "made = resolve(plugin(DATASETS, 'reasoning_gym').load)({'task': 'chain_sum', 'size': 2}, 'validation')\n"
         "assert len(made) == 2 and 'reasoning_gym' not in sys.modules, sys.modules"
     )

@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoConfig
 
 from rl_core.errors import ConfigError
-from rl_core.registry import resolve
+from rl_core.plugins import resolve
 from rl_megatron import selfcheck
 from rl_megatron.plugin import PLUGIN
 from rl_megatron.selfcheck import all_cases, case_on, check_case, check_family, expect, write_tiny

@@ -10,7 +10,7 @@ from rl_core.config import assemble
 from rl_core.devices import CPU, CUDA
 from rl_core.generation import Placement
 from rl_core.model_config import GenerationConfig, ModelConfig
-from rl_core.registry import GENERATORS, plugin, resolve
+from rl_core.plugins import GENERATORS, plugin, resolve
 from rl_vllm import PLUGIN, VllmConfig, preflight
 from rl_vllm.config import OWNED_ARGUMENTS
 

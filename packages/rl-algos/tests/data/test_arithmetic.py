@@ -3,7 +3,7 @@ from pydantic import ValidationError
 
 from rl_algos.data.arithmetic import DATASET, load
 from rl_core.errors import DataError
-from rl_core.registry import DATASETS, plugin, resolve
+from rl_core.plugins import DATASETS, plugin, resolve
 
 
 def operands(rows):

@@ -69,7 +69,7 @@ def make_worker(monkeypatch):
         environment = Environment(answer)
         return RolloutWorker(spec, {"game": environment}), environment
 
-    from rl_core.registry import resolve
+    from rl_core.plugins import resolve
 
     return make
 

@@ -3,8 +3,8 @@ import pytest
 from rl_algos.sft.plugin import PLUGIN
 from rl_core.config import assemble, load, resolve
 from rl_core.model_config import ModelConfig
-from rl_core.registry import ALGORITHMS, plugin
-from rl_core.registry import resolve as named
+from rl_core.plugins import ALGORITHMS, plugin
+from rl_core.plugins import resolve as named
 
 ROOT = assemble("Root", {**PLUGIN.sections, "policy": ModelConfig})
 TRAIN = "data.train={dataset_name: arithmetic}"

@@ -37,7 +37,7 @@ class Manifest:
 
 
 Digests = Mapping[str, str]
-"""Tensor name to digest, taken on the device by `rl_core.torch.digest`."""
+"""Tensor name to digest, taken on the device by `rl_core.torch.transport.digest`."""
 
 
 @dataclass(frozen=True)

@@ -43,14 +43,14 @@ def loggers():
 
 def test_a_workers_log_holds_the_projects_infos_and_everybodys_warnings(tmp_path, loggers):
     log_to(str(tmp_path / "worker.log"))
-    for name in ("rl_core.torch.worker", "somebody.else"):
+    for name in ("rl_core.torch.training.worker", "somebody.else"):
         logging.getLogger(name).debug("a detail")
         logging.getLogger(name).info("an info")
         logging.getLogger(name).warning("a warning")
     lines = [line.split(" ", 2)[2] for line in (tmp_path / "worker.log").read_text().splitlines()]
     assert lines == [
-        "INFO rl_core.torch.worker: an info",
-        "WARNING rl_core.torch.worker: a warning",
+        "INFO rl_core.torch.training.worker: an info",
+        "WARNING rl_core.torch.training.worker: a warning",
         "WARNING somebody.else: a warning",
     ]
 

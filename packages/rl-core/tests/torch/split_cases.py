@@ -9,10 +9,10 @@ from joined_rank import joined
 
 from rl_core.model import ENTROPY, LOGPROBS, topk
 from rl_core.testing.rank_pool import Rank
-from rl_core.torch.logprobs import Head, LogitTransform
+from rl_core.torch.heads.logprobs import Head, LogitTransform
+from rl_core.torch.heads.split_reads import join_tokens, split_language_reads
+from rl_core.torch.heads.vocab_parallel import VocabShard, vocab_parallel_reads
 from rl_core.torch.loss import Rows
-from rl_core.torch.split_reads import join_tokens, split_language_reads
-from rl_core.torch.vocab_parallel import VocabShard, vocab_parallel_reads
 
 NUM, HIDDEN = 7, 5
 

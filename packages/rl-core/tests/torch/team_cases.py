@@ -11,8 +11,8 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from rl_core.errors import RLError
 from rl_core.model import SavedFile
 from rl_core.testing.rank_pool import Rank
-from rl_core.torch.background_save import BackgroundSave
 from rl_core.torch.teamwork import lead, together
+from rl_core.torch.training.background_save import BackgroundSave
 
 FILE = SavedFile("weights", 8, None, 0)
 

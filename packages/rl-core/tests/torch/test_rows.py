@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rl_core.batch import Batch
 from rl_core.model import ENTROPY, SCORES, topk
 from rl_core.ragged import Ragged
-from rl_core.torch.reads import check_reads, following, score_reads, value_reads
+from rl_core.torch.heads.reads import check_reads, following, score_reads, value_reads
 from rl_core.torch.rows import idle_rows, packed, padded, to_rows
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ from team_cases import FILE, wait, work, write
 
 from rl_core.errors import RLError
 from rl_core.testing.rank_pool import RankPool
-from rl_core.torch.background_save import BackgroundSave, plain_errors
+from rl_core.torch.training.background_save import BackgroundSave, plain_errors
 
 LOST = "no such shelf"
 

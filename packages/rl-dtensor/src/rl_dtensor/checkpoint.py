@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from rl_core.model import SavedFile
-from rl_core.torch.background_save import BackgroundSave
-from rl_core.torch.checkpoint_files import SHARDS, read_tensors, write_checkpoint
 from rl_core.torch.teamwork import lead
+from rl_core.torch.training.background_save import BackgroundSave
+from rl_core.torch.training.checkpoint_files import SHARDS, read_tensors, write_checkpoint
 from rl_dtensor.model import ShardedModel
 from rl_dtensor.optimizer import WAYS_TO_STEP
 from rl_dtensor.parallel.fsdp import local

@@ -9,9 +9,9 @@ from pathlib import Path
 from torch import Tensor
 
 from rl_core.model_config import TokenizerConfig
-from rl_core.torch.export import ExportPlan
-from rl_core.torch.model_files import copy_side_files
+from rl_core.torch.files.model_files import copy_side_files
 from rl_core.torch.teamwork import lead, together
+from rl_core.torch.training.export import ExportPlan
 from rl_dtensor.model import ShardedModel
 from rl_dtensor.parallel.mesh import Mesh
 

@@ -26,14 +26,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from rl_core.batch import TOKENS
 from rl_core.model import LOGPROBS, ModelSpec, Read, Role
 from rl_core.model_config import ModelConfig
-from rl_core.torch.flops import ModelShape
-from rl_core.torch.logprobs import Head, LogitTransform
+from rl_core.torch.files.model_files import WeightFiles
+from rl_core.torch.heads.logprobs import Head, LogitTransform
+from rl_core.torch.heads.reads import score_reads, value_reads
+from rl_core.torch.heads.split_reads import join_tokens, split_language_reads
+from rl_core.torch.heads.vocab_parallel import VocabShard
 from rl_core.torch.loss import Rows
-from rl_core.torch.model_files import WeightFiles
-from rl_core.torch.reads import score_reads, value_reads
-from rl_core.torch.split_reads import join_tokens, split_language_reads
 from rl_core.torch.teamwork import together
-from rl_core.torch.vocab_parallel import VocabShard
+from rl_core.torch.training.flops import ModelShape
 from rl_dtensor.attention import ROWS, attention_for, body_of, takes_rows
 from rl_dtensor.compilation import compile_layers
 from rl_dtensor.config import AttentionBackend, DTensorConfig

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from rl_core.model_config import OptimizerConfig
-from rl_core.torch.optimizer import build_optimizer
+from rl_core.torch.optim.optimizer import build_optimizer
 
 FUSED = ("torch.optim.Adam", "torch.optim.AdamW")
 """Optimizers whose fused step takes DTensors; without it every operation on every parameter is dispatched to them on

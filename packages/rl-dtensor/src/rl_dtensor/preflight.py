@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rl_core.model_config import ModelConfig, OptimizerConfig, SchedulerConfig
-from rl_core.torch.optimizer import build_schedule
+from rl_core.torch.optim.optimizer import build_schedule
 from rl_dtensor.compilation import compiler_problem
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.kernels import kernel_of

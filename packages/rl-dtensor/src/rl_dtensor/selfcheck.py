@@ -37,7 +37,7 @@ from rl_core.testing.pooled_model import PooledModel
 from rl_core.testing.rank_pool import RankPool, free_port
 from rl_core.testing.torch.oracle import Oracle
 from rl_core.testing.torch.received import receive
-from rl_core.torch.model_files import WeightFiles
+from rl_core.torch.files.model_files import WeightFiles
 from rl_core.weights import Transport
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.lora import BASE, add_adapters, init_adapters

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from rl_core.torch.flops import AttentionShape, ModelShape
+from rl_core.torch.training.flops import AttentionShape, ModelShape
 from rl_dtensor.attention import ROW_LAYERS
 from rl_dtensor.parallel.experts import expert_modules
 

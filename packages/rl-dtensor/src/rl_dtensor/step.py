@@ -16,8 +16,8 @@ from rl_core.metrics import Metric
 from rl_core.microbatch import PAIR, Batching
 from rl_core.model import Loss, Read
 from rl_core.torch.rows import idle_rows, to_rows
-from rl_core.torch.skipped_steps import SkippedSteps
-from rl_core.torch.step import LossPass, idle, in_row_order, plan_together
+from rl_core.torch.training.skipped_steps import SkippedSteps
+from rl_core.torch.training.step import LossPass, idle, in_row_order, plan_together
 from rl_dtensor.gradients import clip, grad_norm, sum_tied
 from rl_dtensor.model import ShardedModel
 from rl_dtensor.parallel.mesh import Mesh

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rl_core.torch.model_files import OpenWeights, WeightFiles
+from rl_core.torch.files.model_files import OpenWeights, WeightFiles
 from rl_core.weights import TensorSpec
 from rl_dtensor.lora import BASE, Adapter, adapters_of
 from rl_dtensor.names import FileNames, Piece

@@ -15,13 +15,13 @@ from rl_core.metrics import Metric
 from rl_core.microbatch import Batching
 from rl_core.model import Loss, ModelSpec, Read, Rendezvous
 from rl_core.model_config import ModelConfig
-from rl_core.torch.export import export_dtype
-from rl_core.torch.flops import peak_flops, speed_metrics
-from rl_core.torch.optimizer import build_schedule
-from rl_core.torch.publishing import manifest_of, send_weights
-from rl_core.torch.reference import Reference
-from rl_core.torch.skipped_steps import SkippedSteps
-from rl_core.torch.worker import RankWorker
+from rl_core.torch.optim.optimizer import build_schedule
+from rl_core.torch.training.export import export_dtype
+from rl_core.torch.training.flops import peak_flops, speed_metrics
+from rl_core.torch.training.publishing import manifest_of, send_weights
+from rl_core.torch.training.reference import Reference
+from rl_core.torch.training.skipped_steps import SkippedSteps
+from rl_core.torch.training.worker import RankWorker
 from rl_core.weights import Digests, Manifest, Transport
 from rl_dtensor.checkpoint import Checkpoint
 from rl_dtensor.config import DTensorConfig

@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import Field
 
@@ -16,7 +15,7 @@ from rl_core.config import Config, EnvVars, Problem, RawConfig, Resolved, assemb
 from rl_core.devices import Device
 from rl_core.errors import ConfigError
 from rl_core.model_config import GenerationConfig, ModelConfig
-from rl_core.registry import (
+from rl_core.plugins import (
     ALGORITHMS,
     ENVIRONMENTS,
     GENERATORS,
@@ -26,11 +25,12 @@ from rl_core.registry import (
     names,
     plugin,
 )
-from rl_launch.device import AUTO, resolve_device
+from rl_launch.backends import Backend, Backends
+from rl_launch.cluster.device import AUTO, resolve_device
 from rl_launch.local_models import MADE_HERE
 from rl_launch.model_folder import MODEL_FILES, TOKENIZER_FILES, folder_problems
+from rl_launch.placement.topology import colocated_problems, plan, topology_problems
 from rl_launch.session.config import CheckpointingConfig, LoggerConfig
-from rl_launch.topology import colocated_problems, plan, topology_problems
 
 RECIPES = Path(__file__).parent / "recipes"
 """Recipes that come with this package."""
@@ -83,29 +83,6 @@ class RootConfig(Config):
     """Name of an installed `rl.algorithms` plugin."""
     run_dir: str | None = None
     """Folder of the run, resumed where it holds one; a new one under `runs` where unset."""
-
-
-@dataclass(frozen=True)
-class Backend(Generic[C]):
-    """A backend and its settings, of types that pickle into a worker's environment.
-
-    Args:
-        plugin: its light half.
-        config: the settings that mean the same for every backend.
-        backend: its own.
-    """
-
-    plugin: BackendPlugin
-    config: C
-    backend: Config
-
-
-@dataclass(frozen=True)
-class Backends:
-    """The backends of a run; `generation` is None where nothing is generated."""
-
-    policy: Backend[ModelConfig]
-    generation: Backend[GenerationConfig] | None
 
 
 def read_config(source: str | Path, overrides: Sequence[str] = ()) -> Resolved[RootConfig]:

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rl_core.errors import ConfigError, RLError
-from rl_core.registry import POLICIES, plugin
+from rl_core.plugins import POLICIES, plugin
 from rl_core.selfcheck import FamilyCase
 from rl_launch.cli import app
 from rl_launch.doctor import family

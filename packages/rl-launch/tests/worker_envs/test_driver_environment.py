@@ -3,7 +3,7 @@ import sys
 import pytest
 
 from rl_core.errors import WorkerEnvironmentError
-from rl_core.registry import Requirement
+from rl_core.plugins import Requirement
 from rl_launch.worker_envs import missing, provision, worker_env
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_core.registry import Requirement
+from rl_core.plugins import Requirement
 from rl_launch.worker_envs import local_plan, outlooks, worker_env
 from rl_launch.worker_envs.outlook import TorchBuild
 

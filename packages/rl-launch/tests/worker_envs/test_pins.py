@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement as Pin
 
-from rl_core.registry import Requirement
+from rl_core.plugins import Requirement
 from rl_launch.worker_envs import ROLLOUT_WORKER, TRAINER, worker_env
 from rl_launch.worker_envs.pins import by_name, export, shipped_pins
 from rl_launch.worker_envs.plan import portable_plan

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rl_core.errors import WorkerEnvironmentError
-from rl_core.registry import Requirement
+from rl_core.plugins import Requirement
 from rl_launch.worker_envs import node_build, provision, worker_env
 from rl_launch.worker_envs.checkout import find_checkout
 from rl_launch.worker_envs.node_build import build, find_uv
@@ -71,7 +71,7 @@ def test_a_clean_installation_of_the_wheels_builds_from_what_it_ships(tmp_path):
     wheels = [str(path) for path in (tmp_path / "dist").glob("*.whl")]
     execute(uv, "pip", "install", "--quiet", "--no-config", "--python", str(clean / "bin/python"), *wheels)
     script = (
-        "from rl_core.registry import Requirement; from rl_launch.worker_envs import provision, worker_env\n"
+        "from rl_core.plugins import Requirement; from rl_launch.worker_envs import provision, worker_env\n"
         "spec = worker_env(Requirement('rl-envs', imports=('math_verify',)), 'cpu')\n"
         "print(provision([spec], 'isolated')[spec])"
     )

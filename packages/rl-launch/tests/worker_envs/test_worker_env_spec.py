@@ -2,10 +2,10 @@ import pytest
 
 from rl_core.devices import CUDA
 from rl_core.model_config import ModelConfig
-from rl_core.registry import POLICIES, Requirement, plugin
-from rl_launch.root import Backend, Backends
+from rl_core.plugins import POLICIES, Requirement, plugin
+from rl_launch.backends import Backend, Backends
+from rl_launch.runtime.role_envs import role_specs
 from rl_launch.worker_envs import ROLLOUT_WORKER, TRAINER, Wanted, homes, worker_env
-from rl_launch.worker_envs.roles import role_specs
 
 ENGINE = Requirement("rl_Dtensor", {"cpu": ("worker",), "cuda": ("worker", "flash")}, ("torch",))
 

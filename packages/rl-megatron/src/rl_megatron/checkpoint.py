@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler
 
 from rl_core.model import SavedFile
-from rl_core.torch.background_save import BackgroundSave
-from rl_core.torch.checkpoint_files import SHARDS, write_checkpoint
 from rl_core.torch.teamwork import lead
+from rl_core.torch.training.background_save import BackgroundSave
+from rl_core.torch.training.checkpoint_files import SHARDS, write_checkpoint
 from rl_megatron.extra_state import extra_state, restore_extra_state
 from rl_megatron.model import ReadingModel
 from rl_megatron.parallel.mesh import Mesh

@@ -14,9 +14,9 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from rl_core.model_config import TokenizerConfig
-from rl_core.torch.export import ExportPlan
-from rl_core.torch.model_files import copy_side_files
+from rl_core.torch.files.model_files import copy_side_files
 from rl_core.torch.teamwork import lead
+from rl_core.torch.training.export import ExportPlan
 from rl_megatron.model import ReadingModel
 from rl_megatron.parallel.mesh import Mesh
 from rl_megatron.weights import Weights

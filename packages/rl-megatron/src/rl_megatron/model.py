@@ -19,11 +19,11 @@ from transformers import PreTrainedConfig
 
 from rl_core.model import ModelSpec, Read, Role
 from rl_core.model_config import ModelConfig
-from rl_core.torch.logprobs import Head
+from rl_core.torch.heads.logprobs import Head
+from rl_core.torch.heads.reads import score_reads, value_reads
+from rl_core.torch.heads.split_reads import join_tokens, split_language_reads
+from rl_core.torch.heads.vocab_parallel import VocabShard
 from rl_core.torch.loss import Rows
-from rl_core.torch.reads import score_reads, value_reads
-from rl_core.torch.split_reads import join_tokens, split_language_reads
-from rl_core.torch.vocab_parallel import VocabShard
 from rl_megatron.architecture import read_config, transformer_config
 from rl_megatron.config import MegatronConfig
 from rl_megatron.conversion.splits import padded_vocab

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rl_core.model_config import ModelConfig, OptimizerConfig, SchedulerConfig
-from rl_core.torch.optimizer import build_optimizer, build_schedule
+from rl_core.torch.optim.optimizer import build_optimizer, build_schedule
 
 
 def check(config: Mapping[str, Any]) -> list[str]:

@@ -30,7 +30,7 @@ from rl_core.testing.pooled_model import PooledModel
 from rl_core.testing.rank_pool import RankPool
 from rl_core.testing.torch.oracle import Oracle
 from rl_core.testing.torch.tiny_model import SIZES
-from rl_core.torch.model_files import WeightFiles
+from rl_core.torch.files.model_files import WeightFiles
 from rl_megatron.config import MegatronConfig
 from rl_megatron.families.family import family_of
 from rl_megatron.worker import MegatronWorker

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rl_core.torch.checkpoint_files import read_tensors
+from rl_core.torch.training.checkpoint_files import read_tensors
 from rl_megatron.conversion.splits import Vocabulary
 from rl_megatron.conversion.weight_map import WeightMap
 from rl_megatron.parallel.mesh import Mesh

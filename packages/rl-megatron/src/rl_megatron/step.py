@@ -21,8 +21,8 @@ from rl_core.microbatch import PAIR, Batching
 from rl_core.model import Loss, Read
 from rl_core.torch.loss import Rows
 from rl_core.torch.rows import idle_rows, to_rows
-from rl_core.torch.skipped_steps import SkippedSteps
-from rl_core.torch.step import LossPass, idle, in_row_order, plan_together
+from rl_core.torch.training.skipped_steps import SkippedSteps
+from rl_core.torch.training.step import LossPass, idle, in_row_order, plan_together
 from rl_megatron.balance import balance_metrics
 from rl_megatron.model import ReadingModel
 from rl_megatron.parallel.mesh import Mesh

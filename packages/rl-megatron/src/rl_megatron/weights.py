@@ -12,7 +12,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
-from rl_core.torch.model_files import OpenWeights, WeightFiles
+from rl_core.torch.files.model_files import OpenWeights, WeightFiles
 from rl_core.weights import TensorSpec, num_bytes
 from rl_megatron.conversion.names import held_weights
 from rl_megatron.conversion.splits import Vocabulary, Whole

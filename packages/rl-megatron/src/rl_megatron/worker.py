@@ -12,11 +12,11 @@ from rl_core.metrics import Metric
 from rl_core.microbatch import Batching
 from rl_core.model import Loss, ModelSpec, Read, Rendezvous
 from rl_core.model_config import ModelConfig
-from rl_core.torch.model_files import WeightFiles
-from rl_core.torch.optimizer import build_optimizer, build_schedule
-from rl_core.torch.reference import Reference
-from rl_core.torch.skipped_steps import SkippedSteps
-from rl_core.torch.worker import RankWorker
+from rl_core.torch.files.model_files import WeightFiles
+from rl_core.torch.optim.optimizer import build_optimizer, build_schedule
+from rl_core.torch.training.reference import Reference
+from rl_core.torch.training.skipped_steps import SkippedSteps
+from rl_core.torch.training.worker import RankWorker
 from rl_core.weights import Digests, Manifest, Transport
 from rl_megatron import cpu_shim
 from rl_megatron.config import MegatronConfig
@@ -128,7 +128,7 @@ class MegatronWorker(RankWorker):
         self._checkpoint.load(path)
 
     def _export(self, path: Path) -> None:
-        from rl_core.torch.export import export_dtype
+        from rl_core.torch.training.export import export_dtype
         from rl_megatron.export import export_model
 
         dtype = export_dtype(self._folder, self._config.precision)
@@ -145,13 +145,13 @@ class MegatronWorker(RankWorker):
 
     def manifest(self, version: int) -> Manifest:
         """All weights in the compute dtype, by Hugging Face name."""
-        from rl_core.torch.publishing import manifest_of
+        from rl_core.torch.training.publishing import manifest_of
 
         return manifest_of(self._weights, version, self._config.precision)
 
     def send(self, manifest: Manifest, transport: Transport) -> Digests:
         """Bring the weights together bucket by bucket and send them, from rank 0 or from every rank."""
-        from rl_core.torch.publishing import send_weights
+        from rl_core.torch.training.publishing import send_weights
 
         self._residency.require("parameters")
         stream = self._weights.stream(

@@ -7,7 +7,7 @@ from typing import Any
 
 from rl_core.config import Problem
 from rl_core.model_config import local_hf_config
-from rl_core.registry import BackendPlugin, Requirement
+from rl_core.plugins import BackendPlugin, Requirement
 from rl_vllm.config import MAX_TEMPERATURE, MIN_TEMPERATURE, VllmConfig
 
 

@@ -11,7 +11,7 @@ from pydantic import Field
 from rl_algos.data.permutation import permutation
 from rl_core.config import Config
 from rl_core.errors import DataError
-from rl_core.registry import DatasetPlugin, Requirement
+from rl_core.plugins import DatasetPlugin, Requirement
 
 
 class ArithmeticSettings(Config):

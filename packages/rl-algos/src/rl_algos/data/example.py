@@ -10,7 +10,7 @@ from typing import Any
 from rl_algos.data.config import DatasetConfig
 from rl_core.config import did_you_mean
 from rl_core.errors import ConfigError, DataError
-from rl_core.registry import resolve
+from rl_core.plugins import resolve
 from rl_core.rollout import Message
 
 

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from rl_algos.data.config import DatasetConfig
 from rl_core.config import did_you_mean
 from rl_core.errors import DataError
-from rl_core.registry import DATASETS, names, plugin, resolve
+from rl_core.plugins import DATASETS, names, plugin, resolve
 
 Row = Mapping[str, Any]
 

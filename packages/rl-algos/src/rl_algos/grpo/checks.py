@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from rl_core.config import Problem, did_you_mean
-from rl_core.registry import ENVIRONMENTS, names
+from rl_core.plugins import ENVIRONMENTS, names
 
 
 def check(config: Any) -> Iterable[Problem]:

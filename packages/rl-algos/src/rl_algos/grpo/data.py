@@ -8,7 +8,7 @@ from rl_algos.data.examples import Datasets
 from rl_algos.data.examples import load as load_all
 from rl_core.config import did_you_mean
 from rl_core.errors import DataError
-from rl_core.registry import ENVIRONMENTS, names
+from rl_core.plugins import ENVIRONMENTS, names
 
 
 def load(config: Any) -> Datasets:

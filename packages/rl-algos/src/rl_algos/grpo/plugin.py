@@ -8,7 +8,7 @@ from rl_algos.data.config import DataConfig, dataset_names
 from rl_algos.grpo.checks import check
 from rl_algos.grpo.config import GRPOConfig, LossConfig
 from rl_core.model import ModelSpec
-from rl_core.registry import AlgorithmPlugin
+from rl_core.plugins import AlgorithmPlugin
 
 
 def policy_spec(config: Any) -> ModelSpec:

@@ -16,7 +16,7 @@ from rl_algos.losses.policy import ImportanceCorrection, KLPenalty, PolicyLoss
 from rl_algos.rollouts.source import SyncRolloutSource
 from rl_core.generation import SamplingParams
 from rl_core.model_config import GenerationConfig
-from rl_core.registry import RolloutNeeds
+from rl_core.plugins import RolloutNeeds
 from rl_core.rollout import Prompt
 from rl_core.run import Components, Run
 

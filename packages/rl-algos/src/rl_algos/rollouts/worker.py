@@ -22,7 +22,7 @@ from rl_core.generation import (
     SamplingParams,
 )
 from rl_core.model_config import TokenizerConfig
-from rl_core.registry import resolve
+from rl_core.plugins import resolve
 from rl_core.rollout import Completion, Message, Prompt, Rollout, RolloutGroup
 
 _log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from rl_algos.data.config import DataConfig
 from rl_algos.sft.config import SFTConfig
 from rl_core.config import Problem
 from rl_core.model import ModelSpec
-from rl_core.registry import AlgorithmPlugin
+from rl_core.plugins import AlgorithmPlugin
 
 _OF_VALIDATION = (
     "val_period",

@@ -32,7 +32,7 @@ from rl_core.environments.messages import (
     write_problem,
 )
 from rl_core.errors import WorkerError
-from rl_core.registry import resolve
+from rl_core.plugins import resolve
 
 
 class EnvironmentProcess:

@@ -17,8 +17,8 @@ import ray
 from rl_core.devices.device import NODE_ADDRESS, node_address
 from rl_core.devices.rehearsal import hide_real_gpus
 from rl_core.errors import RLError, WorkerError
+from rl_core.plugins import plugin_packages, resolve
 from rl_core.ray.stacks import write_stacks_on_signal
-from rl_core.registry import plugin_packages, resolve
 
 _log = logging.getLogger(__name__)
 

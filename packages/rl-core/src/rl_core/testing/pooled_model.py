@@ -12,7 +12,7 @@ from rl_core.metrics import reduce_metrics
 from rl_core.microbatch import PAIR, shard
 from rl_core.model import Loss, Metrics, ModelSpec, Part, Read, SavedFile
 from rl_core.model_config import ModelConfig
-from rl_core.registry import resolve
+from rl_core.plugins import resolve
 from rl_core.testing.rank_pool import Rank, RankPool
 from rl_core.weights import Digests, Manifest, Transport
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from rl_core.errors import Origin, WorkerDied, WorkerError
 from rl_core.model import Rendezvous
-from rl_core.registry import resolve
+from rl_core.plugins import resolve
 
 MORE_THREADS = 16
 """So many more threads than after the last collection are those of process groups that only reference cycles keep

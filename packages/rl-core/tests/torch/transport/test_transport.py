@@ -13,10 +13,10 @@ from transport_peers import KINDS, Peer, make_tensors, manifest_of, receive, sen
 
 from rl_core.devices import CPU
 from rl_core.errors import WeightSyncError
-from rl_core.torch.digest import digest
 from rl_core.torch.transport import interrupt, open_receiver, open_sender, shared_memory
 from rl_core.torch.transport.bucket import ALIGNMENT, fingerprint, lay_out
 from rl_core.torch.transport.collective import listening_store
+from rl_core.torch.transport.digest import digest
 from rl_core.torch.transport.ipc import IpcReceiverLink
 from rl_core.torch.transport.rendezvous import accept_receivers
 from rl_core.weights import Manifest, TensorSpec, Transport, TransportKind, num_bytes

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from rl_core.devices import Device
 from rl_core.torch.generation.row import Row
-from rl_core.torch.residency import ModuleResidency
+from rl_core.torch.residency.module_residency import ModuleResidency
 from rl_core.weights import Manifest
 from rl_dtensor.generation.batch import DecodingBatch
 from rl_dtensor.generation.cache import RowCache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rl_core.registry import BackendPlugin, Requirement
+from rl_core.plugins import BackendPlugin, Requirement
 from rl_dtensor.generation.config import HFConfig
 
 

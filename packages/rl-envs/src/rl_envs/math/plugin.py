@@ -1,6 +1,6 @@
 """The `math` environment, to be found by entry point."""
 
-from rl_core.registry import EnvironmentPlugin, Requirement
+from rl_core.plugins import EnvironmentPlugin, Requirement
 from rl_envs.math.config import MathConfig
 
 PLUGIN = EnvironmentPlugin(

@@ -1,6 +1,6 @@
 """The `reasoning_gym` environment and its dataset, to be found by entry point."""
 
-from rl_core.registry import DatasetPlugin, EnvironmentPlugin, Requirement
+from rl_core.plugins import DatasetPlugin, EnvironmentPlugin, Requirement
 from rl_envs.reasoning_gym.config import ReasoningGymConfig
 
 _REQUIREMENT = Requirement(

@@ -53,7 +53,7 @@ def train(
         run_dir = Path(config.run_dir or f"runs/{name}-{datetime.now():%Y%m%d-%H%M%S}")
         failure.run_dir = run_dir
 
-        from rl_launch.train import train as run
+        from rl_launch.commands.train import train as run
 
         run(config, run_dir=run_dir, title=name, fresh=fresh)
         sys.stdout.write(f"{run_dir}\n")
@@ -75,7 +75,7 @@ def convert(
 ) -> None:
     """Write a checkpoint's weights as Hugging Face files; or, with --to, a Hugging Face model as a checkpoint."""
     with reported():
-        from rl_launch.convert import to_checkpoint, to_hugging_face
+        from rl_launch.commands.convert import to_checkpoint, to_hugging_face
         from rl_launch.session import show_logs
 
         show_logs()
@@ -107,7 +107,7 @@ def quickstart(
         show_logs()
         failure.run_dir = run_dir
 
-        from rl_launch.quickstart import run
+        from rl_launch.commands.quickstart import run
 
         run(run_dir, cluster)
 

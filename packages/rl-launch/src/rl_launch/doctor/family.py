@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import ConfigError, RLError
-from rl_core.registry import POLICIES, BackendPlugin, plugin
+from rl_core.plugins import POLICIES, BackendPlugin, plugin
 from rl_core.selfcheck import FamilyCase, MeshCase
 from rl_launch.model_folder import MODEL_FILES, folder_problems
 from rl_launch.worker_envs import TRAINER, provision, worker_env
@@ -25,7 +25,7 @@ _CHECK = """
 import json, sys
 from dataclasses import asdict
 from rl_core.errors import ConfigError
-from rl_core.registry import resolve
+from rl_core.plugins import resolve
 from rl_core.selfcheck import MeshCase
 try:
     only = json.loads(sys.argv[3])

@@ -9,11 +9,11 @@ from typing import Any
 
 from rl_core.config import RawConfig
 from rl_core.devices import CPU, CUDA, Device, device_named
-from rl_core.registry import ENVIRONMENTS, names
-from rl_launch.device import AUTO
+from rl_core.plugins import ENVIRONMENTS, names
+from rl_launch.cluster.device import AUTO
 from rl_launch.root import backends_of, read_config
+from rl_launch.runtime.role_envs import role_specs
 from rl_launch.worker_envs import Mode, WorkerEnvSpec
-from rl_launch.worker_envs.roles import role_specs
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import psutil
 
-from rl_launch.device import local_gpus
+from rl_launch.cluster.device import local_gpus
+from rl_launch.cluster.ray_address import is_answered
 from rl_launch.doctor.gpus import ask_driver
 from rl_launch.doctor.machine import GpuDriver, Space, Tool
-from rl_launch.ray_address import is_answered
 from rl_launch.worker_envs import Mode, Outlook, Wanted, WorkerEnvSpec, default_root, missing, outlooks
 from rl_launch.worker_envs.node_build import EnvBuildError, clean_environment, find_uv
 

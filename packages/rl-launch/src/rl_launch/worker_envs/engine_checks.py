@@ -12,7 +12,7 @@ from rl_launch.worker_envs.variables import worker_process_environment
 
 _CHECK = """
 import json, sys
-from rl_core.registry import resolve
+from rl_core.plugins import resolve
 problems = list(resolve(sys.argv[1])(json.load(sys.stdin)))
 print("\\nproblems " + json.dumps(problems))
 """

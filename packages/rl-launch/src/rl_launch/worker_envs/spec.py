@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rl_core.registry import Requirement
+from rl_core.plugins import Requirement
 
 TRAINER = Requirement("rl-algos", {"cpu": ("torch",), "cuda": ("torch",)}, ("rl_algos", "torch"))
 """What is sent to a model worker: losses and their implementations."""

@@ -7,7 +7,7 @@ import socket
 from rl_core.devices import Device
 from rl_core.model import ModelSpec, Rendezvous
 from rl_core.model_config import LoraConfig, ModelConfig
-from rl_core.torch.model_files import WeightFiles, model_folder
+from rl_core.torch.files.model_files import WeightFiles, model_folder
 from rl_megatron.config import MegatronConfig
 from rl_megatron.model import ReadingModel, build_model
 from rl_megatron.parallel.mesh import Mesh

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from rl_core.config import Problem
-from rl_core.registry import BackendPlugin, Requirement
+from rl_core.plugins import BackendPlugin, Requirement
 from rl_megatron.generation.config import MegatronGenerationConfig
 
 

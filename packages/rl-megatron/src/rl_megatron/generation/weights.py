@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rl_core.errors import WeightSyncError
-from rl_core.torch.digest import digest
+from rl_core.torch.transport.digest import digest
 from rl_core.weights import Manifest
 from rl_megatron.conversion.weight_map import WeightMap
 from rl_megatron.model import ReadingModel

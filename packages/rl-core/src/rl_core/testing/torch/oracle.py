@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from rl_core.batch import TOKENS, Batch
 from rl_core.model import Loss, Read, Role
 from rl_core.model_config import OptimizerConfig
-from rl_core.registry import resolve
+from rl_core.plugins import resolve
 from rl_core.torch.loss import Rows
 from rl_core.torch.rows import to_rows
 

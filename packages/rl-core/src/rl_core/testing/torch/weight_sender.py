@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 
 from rl_core.devices import CPU, Device
 from rl_core.errors import WeightSyncError
-from rl_core.torch.digest import digest
 from rl_core.torch.transport import open_sender
+from rl_core.torch.transport.digest import digest
 from rl_core.weights import Digests, Manifest, TensorSpec, Transport
 
 HEAD = "lm_head.weight"

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import torch
 
 from rl_core.devices import Device
-from rl_core.torch.digest import PendingDigest, begin_digest, read_digests
 from rl_core.torch.transport.bucket import Bucket, lay_out
 from rl_core.torch.transport.collective import CollectiveReceiverLink
+from rl_core.torch.transport.digest import PendingDigest, begin_digest, read_digests
 from rl_core.torch.transport.disk import DiskReceiverLink
 from rl_core.torch.transport.ipc import IpcReceiverLink
 from rl_core.torch.transport.link import ReceiverLink

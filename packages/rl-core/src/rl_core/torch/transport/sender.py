@@ -9,10 +9,10 @@ import torch
 
 from rl_core.devices import Device
 from rl_core.errors import WeightSyncError
-from rl_core.torch.digest import PendingDigest, begin_digest, read_digests
 from rl_core.torch.transport.bucket import DTYPES, Bucket, Slot, lay_out
 from rl_core.torch.transport.collective import CollectiveSenderLink
 from rl_core.torch.transport.deadline import interruptible
+from rl_core.torch.transport.digest import PendingDigest, begin_digest, read_digests
 from rl_core.torch.transport.disk import DiskSenderLink
 from rl_core.torch.transport.ipc import IpcSenderLink
 from rl_core.torch.transport.link import SenderLink

@@ -1,0 +1,1 @@
+"""What is read from a model's hidden states."""

@@ -1,0 +1,128 @@
+"""Reads of whole rows where a rank's forward pass holds some of the tokens, or of the vocabulary.
+
+A backend with context parallelism gives each rank some positions of each row; the losses still see whole rows. Results,
+one number per token, are joined; hidden states never are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl_core.batch import TOKENS
+from rl_core.model import Read
+from rl_core.torch.heads.logprobs import Head, TokenReads, head_reads
+from rl_core.torch.heads.reads import following
+from rl_core.torch.heads.vocab_parallel import VocabShard, vocab_parallel_reads
+from rl_core.torch.loss import Rows
+
+
+def split_language_reads(
+    hidden: Tensor,
+    places: Tensor,
+    rows: Rows,
+    head: Head,
+    reads: Sequence[Read],
+    *,
+    temperature: float,
+    chunk_size: int,
+    shard: VocabShard | None = None,
+    group: dist.ProcessGroup | None = None,
+    sums_hidden_grad: bool = True,
+) -> dict[str, Tensor]:
+    """As `rl_core.torch.heads.reads.language_reads`, from the positions and the part of the head that this rank holds.
+
+    Args:
+        hidden: `[positions, hidden]`, after the model's last norm.
+        places: int64 `[positions]`, the index among the rows' tokens of each position; -1 for padding.
+        head: the whole head, or this rank's rows of it where there is a `shard`.
+        shard: where this rank's rows of the head lie.
+        group: the ranks that hold all positions between them, each token once; None where this one does.
+        sums_hidden_grad: as in `vocab_parallel_reads`.
+
+    Returns:
+        Columns of whole rows, the same on all ranks of both groups. The loss must be computed alike on each.
+    """
+    num_tokens = int(rows.offsets[-1])
+    is_followed = torch.zeros(num_tokens + 1, dtype=torch.bool, device=places.device)
+    is_followed[following(rows.offsets) - 1] = True
+    positions = is_followed[places].nonzero()[:, 0]  # -1 is the entry past the end, which is never followed
+    followers = places[positions] + 1
+    found = _token_reads(
+        hidden[positions],
+        head,
+        rows[TOKENS][followers],
+        reads,
+        temperature=temperature,
+        chunk_size=chunk_size,
+        shard=shard,
+        sums_hidden_grad=sums_hidden_grad,
+    )
+    columns = {
+        "logprobs": found.logprobs,
+        "entropy": found.entropy,
+        "topk_logprobs": found.topk_logprobs,
+        "topk_ids": found.topk_ids.int(),
+    }
+    wanted = [name for read in reads for name in read.columns]
+    return {name: join_tokens(columns[name], followers, num_tokens, group) for name in wanted}
+
+
+def join_tokens(values: Tensor, places: Tensor, num_tokens: int, group: dist.ProcessGroup | None) -> Tensor:
+    """`[num_tokens, *inner]`: each rank's values at their places, those of all ranks of the group together.
+
+    Tokens that no rank has are 0. The gradient goes back to the rank that has the token, unsummed: the loss is computed
+    alike on every rank of the group.
+
+    Args:
+        values: `[positions, *inner]`.
+        places: int64 `[positions]`; positions at -1 are left out.
+    """
+    kept = (places >= 0).nonzero()[:, 0]
+    spread = values.new_zeros((num_tokens, *values.shape[1:])).index_copy(0, places[kept], values[kept])
+    joined: Tensor = spread if group is None else _Join.apply(spread, group)
+    return joined
+
+
+def _token_reads(
+    hidden: Tensor,
+    head: Head,
+    targets: Tensor,
+    reads: Sequence[Read],
+    *,
+    temperature: float,
+    chunk_size: int,
+    shard: VocabShard | None,
+    sums_hidden_grad: bool,
+) -> TokenReads:
+    entropy = any(read.name == "entropy" for read in reads)
+    k = max((read.k for read in reads), default=0)
+    if shard is None:
+        return head_reads(hidden, head, targets, temperature=temperature, entropy=entropy, k=k, chunk_size=chunk_size)
+    return vocab_parallel_reads(
+        hidden,
+        head,
+        targets,
+        shard,
+        temperature=temperature,
+        entropy=entropy,
+        k=k,
+        chunk_size=chunk_size,
+        sums_hidden_grad=sums_hidden_grad,
+    )
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        joined = values.clone()
+        dist.all_reduce(joined, group=group)
+        return joined
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None

@@ -1,0 +1,197 @@
+"""Logprobs, entropy and the most likely tokens from a head whose vocabulary is split over ranks; logits never meet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rl_core.torch.heads.logprobs import Head, HeadPass, TokenReads, add_product_, wide_dtype
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """The rows of a head that one rank holds.
+
+    Args:
+        start: token id of the first of them.
+        vocab_size: tokens of the whole head; rows that stand for ids beyond it are padding and count for nothing.
+        group: the ranks that hold the whole head between them.
+    """
+
+    start: int
+    vocab_size: int
+    group: dist.ProcessGroup
+
+    def trim(self, rows: Tensor) -> Tensor:
+        """The rows (weight or bias) that are no padding; there may be none."""
+        return rows[: max(0, min(len(rows), self.vocab_size - self.start))]
+
+
+def vocab_parallel_reads(
+    hidden: Tensor,
+    head: Head,
+    targets: Tensor,
+    shard: VocabShard,
+    *,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    k: int = 0,
+    chunk_size: int = 1024,
+    sums_hidden_grad: bool = True,
+) -> TokenReads:
+    """As `rl_core.torch.heads.logprobs.head_reads`, from this rank's rows of the head; collective over its group.
+
+    At most `[chunk_size, vocab / ranks]` logits exist on a rank. Per chunk, three numbers per position are summed over
+    the group (and `2 k` gathered for top-k); the backward pass talks once, about the hidden states.
+
+    Args:
+        hidden: `[n, hidden]`, the same on every rank of the group.
+        head: weight `[vocab / ranks, hidden]` and bias of this rank.
+        targets: int64 `[n]`, token ids of the whole vocabulary.
+        sums_hidden_grad: whether the gradient by the hidden states is summed over the group here; otherwise it is this
+            rank's part of that sum, for a caller that sums it itself (a reduce-scatter under sequence parallelism).
+
+    Returns:
+        The same values on every rank. The loss must be computed alike on every rank too.
+    """
+    if temperature <= 0:
+        raise ValueError(f"temperature must be positive, got {temperature}")
+    if k > shard.vocab_size:
+        raise ValueError(f"topk({k}) of a vocabulary of {shard.vocab_size} tokens")
+    weight = shard.trim(head.weight)
+    bias = None if head.bias is None else shard.trim(head.bias)
+    options = _Options(shard, HeadPass(head.transform, temperature, entropy, k, chunk_size), sums_hidden_grad)
+    return TokenReads(*_VocabParallelReads.apply(hidden, weight, bias, targets, options))
+
+
+@dataclass(frozen=True)
+class _Options:
+    shard: VocabShard
+    head: HeadPass
+    sums_hidden_grad: bool
+
+    def own(self, ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+        """Columns of token ids on this rank (any column where it is another's), and whether they are here."""
+        columns = ids - self.shard.start
+        is_here = (columns >= 0) & (columns < num_rows)
+        return columns.clamp(0, max(num_rows - 1, 0)), is_here
+
+
+class _VocabParallelReads(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: _Options
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        head, num, wide = options.head, len(hidden), wide_dtype(hidden.dtype)
+        logprobs = hidden.new_empty(num, dtype=wide)
+        log_sums = hidden.new_empty(num, dtype=wide)
+        entropy = hidden.new_empty(num if head.entropy else 0, dtype=wide)
+        topk_logprobs = hidden.new_empty((num, head.k), dtype=wide)
+        topk_ids = targets.new_empty((num, head.k))
+        for chunk in head.chunks(num):
+            logits = head.cooled_(head.logits(hidden[chunk], weight, bias))
+            if head.k:
+                topk_logprobs[chunk], topk_ids[chunk] = _topk(logits, options)
+            found = _statistics_(logits, targets[chunk], options)
+            log_sums[chunk] = found.log_sum
+            logprobs[chunk] = found.target - found.log_sum
+            if head.entropy:
+                entropy[chunk] = found.entropy
+        topk_logprobs -= log_sums[:, None]
+        ctx.options = options
+        ctx.save_for_backward(hidden, weight, bias, targets, log_sums, entropy, topk_ids)
+        ctx.mark_non_differentiable(topk_ids)
+        return logprobs, entropy, topk_logprobs, topk_ids
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, log_sums, entropy, topk_ids = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        wide = wide_dtype(hidden.dtype)
+        grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=wide) if needs_bias else None
+        head, num_rows = ctx.options.head, len(weight)
+        by_targets = torch.cat([grads[0][:, None], grads[2]], dim=1)
+        for chunk in head.chunks(len(hidden)):
+            columns, is_here = ctx.options.own(torch.cat([targets[chunk, None], topk_ids[chunk]], dim=1), num_rows)
+            grad = head.grad_products_(
+                head.logits(hidden[chunk], weight, bias),
+                log_sum=log_sums[chunk],
+                entropy=entropy[chunk],
+                by_entropy=grads[1][chunk],
+                columns=columns,
+                by_columns=by_targets[chunk].where(is_here, by_targets.new_zeros(())),
+                by_targets=by_targets[chunk].sum(1),
+            )
+            narrow = grad.to(hidden.dtype)
+            if grad_hidden is not None:
+                grad_hidden[chunk] = narrow @ weight
+            if grad_weight is not None:
+                add_product_(grad_weight, narrow.T, hidden[chunk])
+            if grad_bias is not None:
+                grad_bias += grad.sum(0)
+        if grad_hidden is not None and ctx.options.sums_hidden_grad:
+            dist.all_reduce(grad_hidden, group=ctx.options.shard.group)
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(bias.dtype),
+            None,
+            None,
+        )
+
+
+@dataclass(frozen=True)
+class _Statistics:
+    """Of the whole vocabulary's logits, each `[n]`."""
+
+    log_sum: Tensor
+    target: Tensor
+    entropy: Tensor
+
+
+def _statistics_(logits: Tensor, targets: Tensor, options: _Options) -> _Statistics:
+    """With m the largest logit and S the sum of exp(z - m): log sum = m + log S, H = log S - sum exp(z - m)(z - m) / S.
+
+    Args:
+        logits: `[n, rows]` of this rank; used up.
+    """
+    group, num_rows = options.shard.group, logits.shape[1]
+    largest = logits.new_full((len(logits),), -torch.inf) if num_rows == 0 else logits.amax(1)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    shifted = logits.sub_(largest[:, None])
+    sums = logits.new_zeros(3, len(logits))
+    if num_rows:
+        columns, is_here = options.own(targets, num_rows)
+        sums[1] = shifted.gather(1, columns[:, None])[:, 0].where(is_here, sums.new_zeros(()))
+    weights = shifted.exp() if options.head.entropy else shifted.exp_()
+    sums[0] = weights.sum(1)
+    if options.head.entropy:
+        sums[2] = weights.mul_(shifted).sum(1)
+    dist.all_reduce(sums, group=group)
+    log_sum = sums[0].log()
+    return _Statistics(largest + log_sum, largest + sums[1], log_sum - sums[2] / sums[0])
+
+
+def _topk(logits: Tensor, options: _Options) -> tuple[Tensor, Tensor]:
+    """The largest logits `[n, k]` of the whole vocabulary in falling order, and their ids."""
+    group, k = options.shard.group, options.head.k
+    values = logits.new_full((len(logits), k), -torch.inf)
+    ids = torch.zeros((len(logits), k), dtype=torch.int64, device=logits.device)
+    here = min(k, logits.shape[1])
+    if here:
+        values[:, :here], found = logits.topk(here)
+        ids[:, :here] = found + options.shard.start
+    all_values = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
+    all_ids = [torch.empty_like(ids) for _ in all_values]
+    dist.all_gather(all_values, values, group=group)
+    dist.all_gather(all_ids, ids, group=group)
+    best, place = torch.cat(all_values, 1).topk(k)
+    return best, torch.cat(all_ids, 1).gather(1, place)

@@ -1,0 +1,1 @@
+"""Leaving the device to others for a while."""

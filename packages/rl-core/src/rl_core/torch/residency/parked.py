@@ -1,0 +1,56 @@
+"""Tensors that leave the device to others for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from rl_core.devices import Device
+from rl_core.torch.residency.host_slabs import HostSlabs
+
+
+class Parked:
+    """Storages whose bytes lie in host memory while the tensors on them keep their identity.
+
+    Emptying the storage rather than moving the tensors keeps every alias valid: buffers' views, the optimizer's keys.
+
+    Args:
+        tensors: what to park; tensors on one storage are parked once.
+        device: what they lie on.
+        keeps: whether the bytes come back; where not, zeros do.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor], device: Device, *, keeps: bool = True) -> None:
+        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+        self._parked = [(storage, storage.nbytes()) for storage in storages.values() if storage.nbytes()]
+        self._host: HostSlabs | None = None
+        if keeps:
+            num_bytes = sum(num_bytes for _, num_bytes in self._parked)
+            self._host = HostSlabs(num_bytes, is_pinned=device.pins_host_memory)
+            for start, storage, _ in self._places():
+                self._host.write(start, _as_bytes(storage))
+        for storage, _ in self._parked:
+            storage.resize_(0)
+
+    def restore(self) -> None:
+        """Bring the bytes back."""
+        for start, storage, num_bytes in self._places():
+            storage.resize_(num_bytes)
+            if self._host is None:
+                _as_bytes(storage).zero_()
+            else:
+                self._host.read(start, _as_bytes(storage))
+        self._parked, self._host = [], None
+
+    def _places(self) -> Iterator[tuple[int, torch.UntypedStorage, int]]:
+        """Where each storage's bytes start on the host, the storage, and their number."""
+        start = 0
+        for storage, num_bytes in self._parked:
+            yield start, storage, num_bytes
+            start += num_bytes
+
+
+def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

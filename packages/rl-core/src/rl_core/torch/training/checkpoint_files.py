@@ -1,0 +1,257 @@
+"""Files of a model's checkpoint: digested by the rank that writes them, verified by the ranks that read them."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystem, _StorageInfo
+from torch.distributed.checkpoint.planner import LoadPlanner, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from rl_core.errors import CheckpointDamaged
+from rl_core.model import SavedFile
+from rl_core.torch.teamwork import together
+from rl_core.torch.training.background_save import plain_errors
+
+SHARDS = "shards"
+"""Folder of a model's checkpoint with one file per rank, in the format of torch's distributed checkpoint."""
+
+CHUNK_BYTES = 2**22
+
+
+def write_checkpoint(
+    path: Path,
+    tensors: dict[str, Any],
+    files: Mapping[str, bytes],
+    *,
+    group: dist.ProcessGroup,
+    planner: SavePlanner | None = None,
+) -> tuple[SavedFile, ...]:
+    """Write this rank's tensors into its shard, tensor by tensor, and its small files; collective.
+
+    Args:
+        path: of the model's checkpoint; its folders exist.
+        tensors: by name, as `planner` takes them.
+        files: contents by name.
+        group: all ranks, on gloo.
+
+    Returns:
+        The files that this rank wrote, digested as their bytes went by. They are on the disk.
+
+    Raises:
+        RLError: on every rank, if one of them cannot write.
+    """
+    rank = dist.get_rank()
+    writer = DigestingWriter(path / SHARDS)
+    small: list[SavedFile] = []
+    with plain_errors(path, "written"):
+        dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group)
+        together(group, lambda: small.extend(_write_file(path, name, files[name], rank) for name in files))
+    shards = (SavedFile(f"{SHARDS}/{name}", size, digest, rank) for name, (size, digest) in writer.written.items())
+    return (*shards, *small)
+
+
+def read_tensors(
+    path: Path, tensors: dict[str, Any], *, group: dist.ProcessGroup, planner: LoadPlanner | None = None
+) -> None:
+    """Fill tensors in place from the shards of a checkpoint, whatever ranks wrote them; collective.
+
+    Args:
+        path: of the model's checkpoint.
+        group: all ranks, on gloo.
+
+    Raises:
+        RLError: on every rank, if one of them cannot read.
+    """
+    with warnings.catch_warnings(), plain_errors(path, "read"):
+        # the ranks of a pipeline read tensors of other names
+        warnings.filterwarnings("ignore", message="Detected mismatched keys")
+        dcp.load(tensors, checkpoint_id=path / SHARDS, planner=planner, process_group=group)
+
+
+def verify_files(folder: Path, files: Sequence[SavedFile], group: dist.ProcessGroup) -> None:
+    """Compare files with what was written; each is read by one of the ranks, so that together they read them once.
+
+    Args:
+        folder: that the files' paths are relative to.
+        group: all ranks, on a backend for CPU tensors.
+
+    Raises:
+        CheckpointDamaged: on every rank, naming the first file that is missing or differs.
+    """
+    if not files:
+        return
+    shares = deal(files, dist.get_world_size(group))
+    found = next((problem for file in shares[dist.get_rank(group)] if (problem := _damage(folder, file))), "")
+    everyone: list[str] = [""] * len(shares)
+    dist.all_gather_object(everyone, found, group=group)
+    if problems := [problem for problem in everyone if problem]:
+        raise CheckpointDamaged(f"{folder}: {problems[0]}")
+
+
+def exported_files(folder: Path, group: dist.ProcessGroup) -> tuple[SavedFile, ...]:
+    """The files of an export, which this rank alone sees or leads the others in telling; collective.
+
+    Rank 0 tells of all it sees; another rank tells of what rank 0 does not see, as the folder is not shared. They have
+    no digest: nothing resumes from them.
+    """
+    rank = dist.get_rank(group)
+    sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+    seen: list[Any] = [sorted(sizes)]
+    dist.broadcast_object_list(seen, src=dist.get_global_rank(group, 0), group=group)
+    told = sizes if rank == 0 else {name: sizes[name] for name in sizes.keys() - set(seen[0])}
+    for name in told:
+        _sync(folder / name)
+    return tuple(SavedFile(name, size, None, rank) for name, size in sorted(told.items()))
+
+
+def deal(files: Sequence[SavedFile], num_shares: int) -> list[list[SavedFile]]:
+    """Files in shares of about as many bytes, the same on every rank."""
+    shares: list[list[SavedFile]] = [[] for _ in range(num_shares)]
+    loads = [0] * num_shares
+    for file in sorted(files, key=lambda file: (-file.size, file.path)):
+        least = loads.index(min(loads))
+        shares[least].append(file)
+        loads[least] += file.size
+    return shares
+
+
+class DigestingWriter(dcp.FileSystemWriter):
+    """torch's writer of shards; `written` has the size and SHA-256 of each file, taken as its bytes went by.
+
+    It holds one tensor in host memory at a time. The base keeps the copies of all tensors of a file until its end.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.fs = self._files = _DigestingFileSystem()
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's tensors into one file."""
+        results: list[WriteResult] = []
+        assert plan.storage_data is not None
+        name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
+        if plan.items:
+            with self.fs.create_stream(Path(self.path) / name, "wb") as stream:
+                results = [_write_item(item, planner, stream, name) for item in plan.items]
+                os.fsync(stream.fileno())
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    @property
+    def written(self) -> dict[str, tuple[int, str]]:
+        """By file name."""
+        return {path.name: entry for path, entry in self._files.written.items()}
+
+
+class _DigestingFileSystem(FileSystem):
+    def __init__(self) -> None:
+        self.written: dict[Path, tuple[int, str]] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        with super().create_stream(path, mode) as raw:
+            stream = _DigestingStream(cast(io.BufferedWriter, raw))
+            yield stream
+        self.written[Path(path)] = stream.size, stream.digest.hexdigest()
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.written[Path(new_path)] = self.written.pop(Path(path))
+
+
+class _DigestingStream(io.RawIOBase):
+    """A file that is only ever appended to."""
+
+    def __init__(self, raw: io.BufferedWriter) -> None:
+        self._raw = raw
+        self.size = 0
+        self.digest = hashlib.sha256()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self.digest.update(data)
+        written = self._raw.write(data)
+        self.size += written
+        return written
+
+    def tell(self) -> int:
+        return self.size
+
+    def fileno(self) -> int:
+        self._raw.flush()
+        return self._raw.fileno()
+
+    def flush(self) -> None:
+        if not self._raw.closed:
+            self._raw.flush()
+
+    def close(self) -> None:
+        super().close()
+        self._raw.close()
+
+
+def _write_item(item: WriteItem, planner: SavePlanner, stream: io.IOBase, file_name: str) -> WriteResult:
+    """Append one item to a file in the form that torch's reader expects."""
+    offset = stream.tell()
+    data = planner.resolve_data(item)
+    if isinstance(data, Tensor):
+        tensor = data.detach().cpu()
+        if tensor.untyped_storage().nbytes() != tensor.nbytes:
+            tensor = tensor.clone()  # torch.save writes the whole storage behind a view
+        torch.save(tensor, cast(IO[bytes], stream))
+    else:
+        cast(io.BufferedIOBase, stream).write(data.getbuffer())
+    length = stream.tell() - offset
+    return WriteResult(item.index, length, _StorageInfo(file_name, offset, length))
+
+
+def _write_file(folder: Path, name: str, content: bytes, rank: int) -> SavedFile:
+    with (folder / name).open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return SavedFile(name, len(content), hashlib.sha256(content).hexdigest(), rank)
+
+
+def _damage(folder: Path, file: SavedFile) -> str:
+    path = folder / file.path
+    if not path.is_file():
+        return f"{file.path} is missing"
+    size = path.stat().st_size
+    if size != file.size:
+        return f"{file.path} has {size} bytes of {file.size}"
+    if file.sha256 is not None and _digest(path) != file.sha256:
+        return f"{file.path} has other contents than were saved"
+    return ""
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

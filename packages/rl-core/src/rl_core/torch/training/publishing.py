@@ -1,0 +1,84 @@
+"""A model's weights on their way from its ranks to the generators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Protocol
+
+from torch import Tensor
+
+from rl_core.torch.teamwork import together
+from rl_core.torch.training.worker import RankMesh
+from rl_core.torch.transport import open_sender
+from rl_core.torch.transport.sender import Sender
+from rl_core.weights import Digests, Manifest, TensorSpec, Transport, num_bytes
+
+
+class NamedWeights(Protocol):
+    """The weights of a whole model by their Hugging Face names."""
+
+    @property
+    def tied(self) -> Mapping[str, str]:
+        """Each name that is not sent, to the name of the tensor that it equals."""
+        ...
+
+    def specs(self, dtype: str) -> list[TensorSpec]:
+        """All tensors, floating ones in a dtype."""
+        ...
+
+
+def manifest_of(weights: NamedWeights, version: int, dtype: str) -> Manifest:
+    """Every weight by Hugging Face name in the compute dtype; a tied head is named, not sent."""
+    return Manifest(version, tuple(weights.specs(dtype)), weights.tied)
+
+
+def send_weights(
+    stream: Iterable[Sequence[tuple[str, Tensor | None]]], manifest: Manifest, transport: Transport, mesh: RankMesh
+) -> Digests:
+    """Send from rank 0, or from every rank where each has receivers of its own; collective. Digests on ranks that send,
+    empty elsewhere.
+
+    Args:
+        stream: whole tensors in the manifest's order, parameter by parameter; as many items on every rank, with None
+            allowed on ranks that do not send. Advancing it may be collective.
+
+    Raises:
+        WeightSyncError: if this rank's receivers do not come, or time runs out.
+        RLError: if another rank's failed.
+    """
+    sends = transport.every_rank_sends or mesh.rank == 0
+    sizes = {spec.name: num_bytes(spec) for spec in manifest.tensors}
+    digests: dict[str, str] = {}
+    with ExitStack() as stack:
+        senders: list[Sender] = []
+
+        def meet() -> None:
+            if sends:
+                sender = open_sender(manifest, transport, mesh.kind, num_receivers=transport.num_receivers)
+                senders.append(stack.enter_context(sender))
+
+        def finish() -> None:
+            for sender in senders:
+                digests.update(sender.finish())
+
+        together(mesh.control, meet)
+        gathered: list[tuple[str, Tensor | None]] = []
+        size = 0
+        for tensors in stream:
+            size += sum(sizes.get(name, 0) for name, _ in tensors)
+            gathered += tensors if sends else []
+            if size >= transport.bucket_bytes:
+                together(mesh.control, partial(_put, senders, gathered))
+                gathered, size = [], 0
+        together(mesh.control, partial(_put, senders, gathered))
+        together(mesh.control, finish)
+    return digests
+
+
+def _put(senders: Sequence[Sender], tensors: Sequence[tuple[str, Tensor | None]]) -> None:
+    for sender in senders:
+        for name, tensor in tensors:
+            assert tensor is not None, f"{name} did not reach a rank that sends it"
+            sender.put(name, tensor)

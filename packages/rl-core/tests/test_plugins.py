@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+
+import pytest
+
+import rl_core.plugins
+from rl_core.errors import ConfigError
+from rl_core.plugins import ENVIRONMENTS, names, plugin, plugins, resolve
+
+INSTALLED = [
+    EntryPoint("square", "test_plugins:INSTALLED", ENVIRONMENTS),
+    EntryPoint("broken", "no_such_module:PLUGIN", ENVIRONMENTS),
+]
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[EntryPoint]]:
+    entries = list(INSTALLED)
+    monkeypatch.setattr(rl_core.plugins, "entry_points", lambda group: [e for e in entries if e.group == group])
+    rl_core.plugins._entries.cache_clear()
+    yield entries
+    rl_core.plugins._entries.cache_clear()
+
+
+def test_names_are_known_without_importing_anything(installed: list[EntryPoint]) -> None:
+    assert names(ENVIRONMENTS) == ["broken", "square"]
+    assert names("rl.other") == []
+
+
+def test_a_plugin_is_loaded_by_name(installed: list[EntryPoint]) -> None:
+    assert [entry.name for entry in plugin(ENVIRONMENTS, "square")] == ["square", "broken"]
+    del installed[1]
+    rl_core.plugins._entries.cache_clear()
+    assert list(plugins(ENVIRONMENTS)) == ["square"]
+
+
+def test_an_unknown_name_is_an_error_with_the_nearest(installed: list[EntryPoint]) -> None:
+    with pytest.raises(ConfigError, match=r"'sqare'; did you mean 'square'\? Installed: broken, square"):
+        plugin(ENVIRONMENTS, "sqare")
+    with pytest.raises(ConfigError, match=r"named 'zzz'\. Installed: none"):
+        plugin("rl.other", "zzz")
+
+
+def test_two_packages_cannot_offer_one_name(installed: list[EntryPoint]) -> None:
+    installed.append(EntryPoint("square", "another_package:PLUGIN", ENVIRONMENTS))
+    with pytest.raises(ConfigError, match="test_plugins:INSTALLED and another_package:PLUGIN"):
+        names(ENVIRONMENTS)
+
+
+def test_resolve_finds_classes_and_what_is_in_them() -> None:
+    assert resolve("rl_core.plugins:resolve") is resolve
+    assert resolve("rl_core.ragged:Ragged.concat")([resolve("rl_core.ragged:Ragged").from_rows([[1]])])[0].tolist() == [
+        1
+    ]
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [("rl_core.ragged", "package.module:Name"), (":Ragged", "got"), ("rl_core.ragged:Raged", "'Raged'")],
+)
+def test_resolve_says_what_is_wrong_with_a_path(path: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        resolve(path)
+
+
+def test_a_module_that_is_not_installed_is_named() -> None:
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        resolve("no_such_module:Name")

@@ -1,0 +1,52 @@
+"""What an export has beside config and weights."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rl_core.model_config import TokenizerConfig
+from rl_core.torch.files.model_files import copy_side_files
+
+OWN = "{{ messages[0].content }}"
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = tmp_path / "source"
+    folder.mkdir()
+    (folder / "generation_config.json").write_text("{}")
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": OWN}))
+    (folder / "model.safetensors").write_text("weights")
+    return folder
+
+
+def exported(source: Path, settings: TokenizerConfig) -> Path:
+    target = source.with_name("target")
+    target.mkdir()
+    copy_side_files(target, source=source, tokenizer=source, settings=settings)
+    return target
+
+
+def test_side_files_are_copied_and_weights_are_not(source: Path) -> None:
+    names = {path.name for path in exported(source, TokenizerConfig()).iterdir()}
+    assert names == {"generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "template"),
+    [
+        (TokenizerConfig(), OWN),
+        (TokenizerConfig(chat_template="{{ x }}"), "{{ x }}"),
+        (TokenizerConfig(chat_template_kwargs={"think": False}), "{% set think = False %}" + OWN),
+        (TokenizerConfig(chat_template="{{ x }}", chat_template_kwargs={"x": 1}), "{% set x = 1 %}{{ x }}"),
+    ],
+)
+def test_the_template_is_the_configured_one(source: Path, settings: TokenizerConfig, template: str) -> None:
+    assert (exported(source, settings) / "chat_template.jinja").read_text() == template
+
+
+def test_a_tokenizer_without_a_template_stays_so(source: Path) -> None:
+    (source / "tokenizer_config.json").write_text("{}")
+    assert not (exported(source, TokenizerConfig()) / "chat_template.jinja").exists()

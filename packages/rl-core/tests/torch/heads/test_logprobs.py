@@ -1,0 +1,110 @@
+"""Chunked head reads are those of whole logits, forward and backward."""
+
+import pytest
+import torch
+
+from rl_core.torch.heads.logprobs import Head, LogitTransform, head_reads
+
+TRANSFORMS = [LogitTransform(), LogitTransform(scale=0.3), LogitTransform(scale=2.0, softcap=1.5)]
+
+
+def inputs(dtype=torch.float64, num=7, vocab=11, with_bias=True):
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(*shape, dtype=torch.float64, generator=generator).to(dtype).requires_grad_()
+
+    targets = torch.randint(vocab, (num,), generator=generator)
+    return draw(num, 5), draw(vocab, 5), draw(vocab) if with_bias else None, targets
+
+
+def whole(hidden, weight, bias, targets, transform, temperature, k):
+    """The same from whole logits."""
+    logits = transform(torch.nn.functional.linear(hidden, weight, bias))
+    logprobs = (logits / temperature).log_softmax(-1)
+    topk = logprobs.topk(k)
+    entropy = torch.distributions.Categorical(logits=logits / temperature).entropy()
+    return logprobs.gather(1, targets[:, None])[:, 0], entropy, topk.values, topk.indices
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("chunk_size", [1, 3, 100])
+def test_values_are_those_of_whole_logits(transform, chunk_size):
+    hidden, weight, bias, targets = inputs()
+    found = head_reads(
+        hidden, Head(weight, bias, transform), targets, temperature=0.7, entropy=True, k=4, chunk_size=chunk_size
+    )
+    for got, expected in zip(found, whole(hidden, weight, bias, targets, transform, 0.7, 4), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_gradients_are_numerically_right(transform):
+    hidden, weight, bias, targets = inputs()
+
+    def reads(hidden, weight, bias):
+        head = Head(weight, bias, transform)
+        return head_reads(hidden, head, targets, temperature=0.7, entropy=True, k=3, chunk_size=3)[:3]
+
+    assert torch.autograd.gradcheck(reads, (hidden, weight, bias))
+
+
+@pytest.mark.parametrize("chunk_size", [2, 100])
+def test_half_precision_is_reduced_in_float32(chunk_size):
+    hidden, weight, _, targets = inputs(torch.bfloat16, num=64, vocab=300, with_bias=False)
+    found = head_reads(hidden, Head(weight), targets, entropy=True, chunk_size=chunk_size)
+    assert found.logprobs.dtype == torch.float32
+    rounded_logits = (hidden @ weight.T).double()
+    expected = rounded_logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    torch.testing.assert_close(found.logprobs.double(), expected, atol=1e-5, rtol=1e-5)
+    (found.logprobs.sum() + found.entropy.sum()).backward()
+    wide = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    logprobs, entropy, *_ = whole(*wide, None, targets, LogitTransform(), 1.0, 1)
+    (logprobs.sum() + entropy.sum()).backward()
+    for tensor, exact in zip((hidden, weight), wide, strict=True):
+        assert tensor.grad.dtype == torch.bfloat16
+        error = (tensor.grad.double() - exact.grad).norm() / exact.grad.norm()
+        assert error < 0.01
+
+
+def test_frozen_heads_and_hidden_states_cost_no_gradient():
+    hidden, weight, bias, targets = inputs()
+    head_reads(hidden, Head(weight.detach(), bias.detach()), targets).logprobs.sum().backward()
+    assert hidden.grad is not None
+    head_reads(hidden.detach(), Head(weight), targets).logprobs.sum().backward()
+    assert weight.grad is not None
+    assert bias.grad is None
+
+
+def test_no_positions_still_send_zero_gradients():
+    hidden, weight, _, targets = inputs(num=0)
+    found = head_reads(hidden, Head(weight), targets, entropy=True, k=2)
+    assert found.topk_ids.shape == (0, 2)
+    (found.logprobs.sum() + found.entropy.sum()).backward()
+    assert weight.grad.abs().max() == 0
+
+
+def test_whole_logits_never_exist():
+    hidden, weight, _, targets = inputs(torch.float32, num=64, vocab=500, with_bias=False)
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal largest
+            result = function(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor):
+                largest = max(largest, result.numel())
+            return result
+
+    with Watch():
+        found = head_reads(hidden, Head(weight), targets, entropy=True, k=2, chunk_size=8)
+        (found.logprobs.sum() + found.entropy.sum() + found.topk_logprobs.sum()).backward()
+    assert largest <= 8 * 500
+    assert largest < 64 * 500
+
+
+@pytest.mark.parametrize(("settings", "message"), [({"temperature": 0.0}, "temperature"), ({"k": 12}, "11 tokens")])
+def test_what_makes_no_sense_is_refused(settings, message):
+    hidden, weight, bias, targets = inputs()
+    with pytest.raises(ValueError, match=message):
+        head_reads(hidden, Head(weight, bias), targets, **settings)

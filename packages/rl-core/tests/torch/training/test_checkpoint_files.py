@@ -1,0 +1,67 @@
+"""Files of a checkpoint: digests taken as bytes go by, and shares of the work of verifying them."""
+
+import hashlib
+import math
+import weakref
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_core.model import SavedFile
+from rl_core.torch.training.checkpoint_files import DigestingWriter, deal
+
+
+def test_digests_taken_while_writing_are_those_of_the_files(tmp_path):
+    writer = DigestingWriter(tmp_path)
+    state = {"weights": torch.randn(300, 1000), "moments": torch.randn(7).to(torch.bfloat16), "kind": "text"}
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    contents = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert writer.written == {
+        name: (len(content), hashlib.sha256(content).hexdigest()) for name, content in contents.items()
+    }
+    loaded = {"weights": torch.zeros(300, 1000), "moments": torch.zeros(7, dtype=torch.bfloat16), "kind": ""}
+    dcp.load(loaded, checkpoint_id=tmp_path, no_dist=True)
+    assert all(torch.equal(loaded[name], state[name]) for name in ("weights", "moments"))
+
+
+def test_nothing_is_read_to_digest_it(tmp_path, monkeypatch):
+    opened, original = [], type(tmp_path).open
+
+    def noted(path, mode="r", *args, **kwargs):
+        opened.append(mode)
+        return original(path, mode, *args, **kwargs)
+
+    monkeypatch.setattr(type(tmp_path), "open", noted)
+    dcp.save({"weights": torch.randn(10)}, storage_writer=DigestingWriter(tmp_path), no_dist=True)
+    assert set(opened) == {"wb"}
+
+
+def test_one_tensor_is_held_at_a_time_and_a_view_is_written_without_what_it_views(tmp_path, monkeypatch):
+    whole, saved, original = torch.randn(8, 1000), [], torch.save
+
+    def noted(tensor, stream):
+        assert all(earlier() is None for earlier in saved)
+        saved.append(weakref.ref(tensor))
+        original(tensor, stream)
+
+    monkeypatch.setattr(torch, "save", noted)
+    writer = DigestingWriter(tmp_path)
+    dcp.save({f"row{index}": whole[index] for index in range(8)}, storage_writer=writer, no_dist=True)
+    assert len(saved) == 8
+    assert sum(size for size, _ in writer.written.values()) < 2 * whole.nbytes
+    loaded = {"row5": torch.zeros(1000)}
+    dcp.load(loaded, checkpoint_id=tmp_path, no_dist=True)
+    assert torch.equal(loaded["row5"], whole[5])
+
+
+@given(st.lists(st.integers(0, 10**9), max_size=30), st.integers(1, 8))
+def test_shares_hold_every_file_once_and_about_as_many_bytes(sizes, num_shares):
+    files = [SavedFile(f"f{number}", size, None, 0) for number, size in enumerate(sizes)]
+    shares = deal(files, num_shares)
+    assert sorted(file.path for share in shares for file in share) == sorted(file.path for file in files)
+    loads = [sum(file.size for file in share) for share in shares]
+    assert max(loads) - min(loads) <= max(sizes, default=0)
+    assert sum(loads) == pytest.approx(math.fsum(sizes))

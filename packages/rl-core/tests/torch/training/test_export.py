@@ -1,0 +1,41 @@
+"""Exported weights are what transformers and safetensors expect of them."""
+
+import json
+
+import pytest
+import torch
+
+from rl_core.torch.files.model_files import WeightFiles
+from rl_core.torch.training import export
+from rl_core.torch.training.export import ExportPlan, export_dtype
+from rl_core.weights import TensorSpec
+
+
+@pytest.mark.parametrize(("limit", "num_files"), [(2**20, 1), (50, 2)])
+def test_what_is_written_reads_back(tmp_path, monkeypatch, limit, num_files):
+    monkeypatch.setattr(export, "FILE_BYTES", limit)
+    tensors = {name: torch.arange(6.0).reshape(2, 3) + index for index, name in enumerate("abc")}
+    plan = ExportPlan.of(tmp_path, [TensorSpec(name, (2, 3), "float32") for name in tensors])
+    for index, specs in enumerate(plan.files):
+        plan.write(index, {spec.name: tensors[spec.name] for spec in specs})
+    plan.write_index()
+    names = sorted(file.name for file in tmp_path.glob("*.safetensors"))
+    expected = [f"model-0000{index}-of-0000{num_files}.safetensors" for index in range(1, num_files + 1)]
+    assert names == (expected if num_files > 1 else ["model.safetensors"])
+    with WeightFiles.of(tmp_path).open() as weights:
+        for name, tensor in tensors.items():
+            assert torch.equal(weights.read(name, ()), tensor)
+
+
+@pytest.mark.parametrize(
+    ("config", "precision", "dtype"),
+    [
+        ({"dtype": "bfloat16"}, "float32", "float32"),
+        ({"dtype": "float16"}, "bfloat16", "float16"),
+        ({"torch_dtype": "torch.float32"}, "bfloat16", "float32"),
+        ({}, "bfloat16", "bfloat16"),
+    ],
+)
+def test_weights_keep_the_dtype_of_their_source_unless_they_are_computed_in_float32(tmp_path, config, precision, dtype):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert export_dtype(tmp_path, precision) == dtype

@@ -1,0 +1,1 @@
+"""Ray, its nodes and what is prepared on them."""

@@ -1,0 +1,89 @@
+"""Which device a run is on."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from rl_core.devices import CPU, CUDA, Device, device_named
+from rl_core.errors import ConfigError
+from rl_launch.cluster.ray_address import check_ray_address
+
+AUTO = "auto"
+
+
+def resolve_device(cluster: Any) -> Device:
+    """The device of a `cluster` section. `auto` is CUDA if there are GPUs on this machine, or, if RAY_ADDRESS names a
+    Ray cluster, on any of its nodes.
+
+    Raises:
+        ConfigError: for `auto` on a cluster that has no GPU now and may add some.
+    """
+    if cluster.device != AUTO:
+        return device_named(cluster.device)
+    if os.environ.get("RAY_ADDRESS"):
+        return _device_of_cluster(autoscaling=cluster.autoscaling)
+    return CUDA if local_gpus() else CPU
+
+
+def check_devices(cluster: Any) -> None:
+    """Refuse a `cluster` section that asks this machine for GPUs or nodes it has not; what another Ray cluster has is
+    known once Ray has connected to it.
+
+    Raises:
+        ConfigError: naming the key and the remedy.
+    """
+    if os.environ.get("RAY_ADDRESS") or _is_connected():
+        return
+    device = resolve_device(cluster)
+    if device.is_logical:
+        return
+    if cluster.num_nodes > 1:
+        raise ConfigError(
+            f"cluster.num_nodes is {cluster.num_nodes}, but RAY_ADDRESS names no cluster; start Ray on the nodes and "
+            "set RAY_ADDRESS, set cluster.num_nodes to 1, or set cluster.device to rehearsal to try it on this machine"
+        )
+    if not device.has_gpus:
+        return
+    num_gpus = local_gpus()
+    if not num_gpus:
+        raise ConfigError(
+            "cluster.device is cuda, but this machine has no GPU that CUDA_VISIBLE_DEVICES shows; "
+            "set cluster.device to cpu or auto"
+        )
+    if cluster.gpus_per_node > num_gpus:
+        raise ConfigError(
+            f"cluster.gpus_per_node is {cluster.gpus_per_node}, but this machine has {num_gpus} that may be used; "
+            "lower it, or see CUDA_VISIBLE_DEVICES"
+        )
+
+
+def local_gpus() -> int:
+    """GPUs of this machine that this process may use, without importing an engine."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([gpu for gpu in visible.split(",") if gpu.strip() and gpu.strip() != "-1"])
+    devices = Path("/dev").glob("nvidia[0-9]*")
+    return len([device for device in devices if device.name.removeprefix("nvidia").isdigit()])
+
+
+def _is_connected() -> bool:
+    # whoever has not imported Ray has not connected it either, and need not wait for the import
+    return "ray" in sys.modules and sys.modules["ray"].is_initialized()
+
+
+def _device_of_cluster(*, autoscaling: bool) -> Device:
+    check_ray_address()
+    # importing Ray takes a second; `rl_launch.cluster.virtual_cluster` sets what Ray reads at its import
+    from rl_launch.cluster.virtual_cluster import gpus_of_cluster
+
+    if gpus_of_cluster():
+        return CUDA
+    if autoscaling:
+        raise ConfigError(
+            "cluster.device is auto, but the cluster that RAY_ADDRESS names has no GPU now and may add some "
+            "(cluster.autoscaling is true); set cluster.device to cuda or cpu"
+        )
+    return CPU

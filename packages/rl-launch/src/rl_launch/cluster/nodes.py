@@ -1,0 +1,333 @@
+"""Nodes that a run's workers are placed on, and what is proven of each before a worker starts there.
+
+A worker that Ray starts with an interpreter that is not on its node never answers, and one that writes into a folder of
+its own node alone leaves a checkpoint with holes: both are found here, by tasks pinned to the nodes.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+from uuid import uuid4
+
+import ray
+from ray import cloudpickle
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rl_core.errors import ConfigError, Origin, WorkerDied, WorkerEnvironmentError, WorkerError, WorkerStalled
+from rl_core.ray.calls import DECISION_S, translate
+from rl_launch.cluster import node_task
+from rl_launch.cluster.node_task import NodeFacts, all_differences, built, facts_of_this_node, listing, meet
+from rl_launch.worker_envs import node_build
+from rl_launch.worker_envs.driver_envs import DriverEnvs
+from rl_launch.worker_envs.identity import identity_of
+from rl_launch.worker_envs.node_build import BuiltEnv, report
+from rl_launch.worker_envs.plan import portable_plan
+from rl_launch.worker_envs.provision import homes
+from rl_launch.worker_envs.spec import WorkerEnvSpec
+
+_log = logging.getLogger(__name__)
+
+SHARED_FOLDER_PATIENCE_S = 30.0
+"""How long a file that one node wrote may take to be seen by another on a shared file system."""
+
+_REPORT_S = 30.0
+
+T = TypeVar("T")
+
+for _module in (node_build, node_task):
+    cloudpickle.register_pickle_by_value(_module)
+
+
+@dataclass(frozen=True)
+class PreparedNode:
+    """A node on which workers may be started.
+
+    Args:
+        address: as others reach it.
+        facts: of its machine.
+        pythons: interpreter by role, on this node.
+    """
+
+    address: str
+    facts: NodeFacts
+    pythons: Mapping[str, str]
+
+    @property
+    def network_variables(self) -> Mapping[str, str]:
+        """Variables by which gloo and NCCL use the interface of the node's address, but for those that its Ray was
+        started with.
+        """
+        name = self.facts.interface
+        chosen = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"} if name else {}
+        return {variable: value for variable, value in chosen.items() if variable not in self.facts.variables}
+
+
+class Nodes:
+    """Nodes of a run, prepared before workers are placed on them.
+
+    Args:
+        envs: environments of the driver's node, which every other gets too.
+        folder: the driver's, in which workers of every node write: the run's.
+        model_folders: folders that models are loaded from, by the key that names them.
+        answer_timeout_s: bound of a node's first answer.
+        build_timeout_s: bound of building a node's environments.
+    """
+
+    def __init__(
+        self,
+        envs: DriverEnvs,
+        folder: Path,
+        *,
+        model_folders: Mapping[str, str],
+        answer_timeout_s: float,
+        build_timeout_s: float,
+    ) -> None:
+        self._envs = envs
+        self._folder = folder
+        self._model_folders = dict(model_folders)
+        self._answer_timeout_s = answer_timeout_s
+        self._build_timeout_s = build_timeout_s
+        self._home = ray.get_runtime_context().get_node_id()
+        self._addresses: dict[str, str] = {}
+        self._prepared: dict[str, PreparedNode] = {}
+
+    def __getitem__(self, node: str) -> PreparedNode:
+        return self._prepared[node]
+
+    def prepare(self, roles: Mapping[str, Iterable[str]]) -> None:
+        """Prove that workers of these roles can start on these nodes, and give each node the environments it lacks.
+
+        Args:
+            roles: of the workers, by Ray's id of the node they are placed on.
+
+        Raises:
+            ConfigError: naming the nodes that do not see a folder that must be shared.
+            WorkerEnvironmentError: naming the nodes that have no environment for their workers, and the remedy.
+            WorkerDied: if a node does not live to answer.
+        """
+        wanted = {node: set(found) for node, found in roles.items()}
+        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        self._addresses |= {node: addresses[node] for node in wanted}
+        if self._home in wanted and self._home not in self._prepared:
+            address = addresses[self._home]
+            self._prepared[self._home] = PreparedNode(address, facts_of_this_node(address), self._envs.pythons)
+        others = {node: addresses[node] for node in wanted if node != self._home}
+        unseen = {node: address for node, address in others.items() if node not in self._prepared}
+        if unseen:
+            self._check_folders(unseen)
+            facts = self._on_each(unseen, "what the node is", facts_of_this_node, lambda node: (unseen[node],))
+            self._prepared |= {node: PreparedNode(unseen[node], facts[node], {}) for node in unseen}
+        lacking = {node: wanted[node] - set(self._prepared[node].pythons) for node in others}
+        self._provide({node: found for node, found in lacking.items() if found})
+
+    def lost(self) -> list[str]:
+        """Addresses of the run's nodes that are lost.
+
+        Waits until Ray has declared them dead, as it would place workers on them until then.
+        """
+        asked = {node: address for node, address in self._addresses.items() if node != self._home}
+        refs = {_pinned(facts_of_this_node, node).remote(address): node for node, address in asked.items()}
+        if not refs:
+            return []
+        answered, _ = ray.wait(list(refs), num_returns=len(refs), timeout=DECISION_S)
+        lost = set(asked) - {refs[ref] for ref in answered if _succeeded(ref)}
+        end = time.monotonic() + DECISION_S
+        while lost and lost & {node["NodeID"] for node in ray.nodes() if node["Alive"]} and time.monotonic() < end:
+            time.sleep(0.5)
+        return sorted(asked[node] for node in lost)
+
+    def _check_folders(self, addresses: Mapping[str, str]) -> None:
+        token = uuid4().hex
+        place = self._folder / f".nodes-{token[:8]}"
+        place.mkdir(parents=True)
+        try:
+            (place / "driver").write_text(token)
+            arguments = (str(place), token)
+            seen = self._on_each(
+                addresses,
+                "a look at the run's folder",
+                meet,
+                lambda node: (*arguments, node, list(self._model_folders.values()), SHARED_FOLDER_PATIENCE_S),
+            )
+            problems = {node: sight.problem for node, sight in seen.items() if sight.problem}
+            answered = [node for node in seen if node not in problems]
+            problems |= dict.fromkeys(self._unanswered(place, token, answered), "what it writes there is not seen here")
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
+        if problems:
+            raise ConfigError(
+                f"the run's folder {self._folder} is not shared by all nodes: {_by_reason(problems, addresses)}. "
+                "Workers on every node write logs and checkpoints there: set run_dir to a folder on a file system that "
+                "all nodes see under the same path, or use one node."
+            )
+        for key, folder in self._model_folders.items():
+            self._check_listing(key, folder, {node: seen[node].listings[folder] for node in seen}, addresses)
+
+    def _unanswered(self, place: Path, token: str, nodes: Sequence[str]) -> list[str]:
+        end = time.monotonic() + SHARED_FOLDER_PATIENCE_S
+        while True:
+            # a listing makes a network file system look again
+            names = {entry.name for entry in place.iterdir()}
+            left = [node for node in nodes if node not in names or (place / node).read_text() != token]
+            if not left or time.monotonic() >= end:
+                return left
+            time.sleep(0.1)
+
+    def _check_listing(self, key: str, folder: str, listings: Mapping[str, str], addresses: Mapping[str, str]) -> None:
+        mine = listing(folder)
+        problems = {
+            node: "it is not there" if not found else "its files are not the driver's"
+            for node, found in listings.items()
+            if found != mine
+        }
+        if problems:
+            raise ConfigError(
+                f"{key}: {folder} is not the same on all nodes: {_by_reason(problems, addresses)}. Put it on a shared "
+                "file system or copy it to the same path on every node, or give a hub name. (A model that is made on "
+                "the driver's machine is kept under RL_HOME, which may be a shared folder.)"
+            )
+
+    def _provide(self, roles: Mapping[str, set[str]]) -> None:
+        """Find or build the environments of these roles on these nodes."""
+        if not roles:
+            return
+        addresses = {node: self._prepared[node].address for node in roles}
+        home = homes(self._envs.specs.values())
+        specs = {node: list({home[self._envs.specs[role]]: None for role in found}) for node, found in roles.items()}
+        pythons = {(node, spec): self._python_of(spec) for node, found in specs.items() for spec in found}
+        unlike = self._unlike_the_drivers(specs, addresses)
+        if unlike and self._envs.mode == "shared":
+            raise WorkerEnvironmentError(self._unshared(unlike, addresses))
+        if unlike:
+            pythons |= self._build(unlike, addresses)
+        for node, found in roles.items():
+            before = self._prepared[node]
+            own = {role: pythons[node, home[self._envs.specs[role]]] for role in found}
+            self._prepared[node] = PreparedNode(before.address, before.facts, {**before.pythons, **own})
+
+    def _python_of(self, spec: WorkerEnvSpec) -> str:
+        """The driver's interpreter of an environment."""
+        role = next(role for role, other in self._envs.specs.items() if other == spec)
+        return self._envs.pythons[role]
+
+    def _unlike_the_drivers(
+        self, specs: Mapping[str, Sequence[WorkerEnvSpec]], addresses: Mapping[str, str]
+    ) -> dict[tuple[str, WorkerEnvSpec], str]:
+        """Environments that a node does not have as the driver has them, and why."""
+        identities = {spec: identity_of(spec) for found in specs.values() for spec in found}
+        mine = {spec: report(identity, self._python_of(spec)) for spec, identity in identities.items()}
+        found = self._on_each(
+            addresses,
+            "a look at its environments",
+            all_differences,
+            lambda node: ([(identities[spec], self._python_of(spec), mine[spec]) for spec in specs[node]],),
+        )
+        return {
+            (node, spec): "; ".join(problems)
+            for node in specs
+            for spec, problems in zip(specs[node], found[node], strict=True)
+            if problems
+        }
+
+    def _build(
+        self, unlike: Mapping[tuple[str, WorkerEnvSpec], str], addresses: Mapping[str, str]
+    ) -> dict[tuple[str, WorkerEnvSpec], str]:
+        plans = {spec: ray.put(portable_plan(spec)) for _, spec in unlike}
+        refs = {}
+        for (node, spec), reason in unlike.items():
+            _log.info("node %s: environment %s is built there: %s", addresses[node], spec.name, reason)
+            refs[node, spec] = _pinned(built, node).remote(plans[spec])
+        where = {key: f"{addresses[key[0]]} ({key[1].name})" for key in refs}
+        found = _collect(refs, where, "worker environments", self._build_timeout_s)
+        failed = {key: result for key, result in found.items() if isinstance(result, str)}
+        if failed:
+            lines = [
+                f"node {addresses[node]}, environment {spec.name}: {text}" for (node, spec), text in failed.items()
+            ]
+            raise WorkerEnvironmentError(
+                "\n".join(lines) + "\nCheck the node's network and disk (RL_HOME there names the folder of its "
+                "environments), or put the driver's environment on a file system that all nodes share and set "
+                "cluster.worker_envs=shared."
+            )
+        environments: dict[tuple[str, WorkerEnvSpec], BuiltEnv] = dict(found)
+        for (node, spec), env in environments.items():
+            how = "cached" if env.cached else f"built in {env.seconds:.0f} s"
+            _log.info("node %s: environment %s: %s", addresses[node], spec.name, how)
+        return {key: env.python for key, env in environments.items()}
+
+    def _unshared(self, unlike: Mapping[tuple[str, WorkerEnvSpec], str], addresses: Mapping[str, str]) -> str:
+        lines = [f"  node {addresses[node]}, {spec.name}: {reason}" for (node, spec), reason in unlike.items()]
+        problem = "cluster.worker_envs is `shared`, but the driver's environment is not on every node:"
+        remedy = (
+            "Put it on a file system that all nodes see under the same path, or use cluster.worker_envs=auto, which "
+            "builds it there."
+        )
+        return "\n".join([problem, *lines, remedy])
+
+    def _on_each(
+        self,
+        addresses: Mapping[str, str],
+        awaited: str,
+        function: Callable[..., T],
+        arguments: Callable[[str], tuple[Any, ...]],
+    ) -> dict[str, T]:
+        """Call a function on each node, with its own arguments."""
+        refs = {node: _pinned(function, node).remote(*arguments(node)) for node in addresses}
+        return _collect(refs, addresses, awaited, self._answer_timeout_s)
+
+
+def _pinned(function: Callable[..., Any], node: str) -> Any:
+    pin = NodeAffinitySchedulingStrategy(node, soft=False)
+    return ray.remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=pin)
+
+
+def _collect(refs: Mapping[Any, Any], names: Mapping[Any, str], awaited: str, timeout_s: float) -> dict[Any, Any]:
+    """Answers by key; says from time to time whose are missing."""
+    key_of = {ref: key for key, ref in refs.items()}
+    begun, waiting = time.monotonic(), list(key_of)
+    while waiting:
+        left = begun + timeout_s - time.monotonic()
+        late = ", ".join(names[key_of[ref]] for ref in waiting)
+        if left <= 0:
+            raise WorkerStalled(f"no answer within {timeout_s:.0f} s while waiting for {awaited} on {late}")
+        done, waiting = ray.wait(waiting, num_returns=1, timeout=min(left, _REPORT_S))
+        if not done:
+            _log.info("waiting for %s on %s since %.0f s", awaited, late, time.monotonic() - begun)
+        for ref in done:
+            _raise_failure(ref, names[key_of[ref]], awaited)
+    return {key: ray.get(ref) for key, ref in refs.items()}
+
+
+def _succeeded(ref: Any) -> bool:
+    try:
+        ray.get(ref)
+    except RayError:
+        return False
+    return True
+
+
+def _raise_failure(ref: Any, name: str, awaited: str) -> None:
+    try:
+        ray.get(ref)
+    except RayError as error:
+        found = translate(error, Origin("preparation", 0, name, "start"))
+        if isinstance(found, WorkerDied):
+            raise WorkerDied(f"node {name} was lost while waiting for {awaited}: {found.args[0]}") from None
+        if isinstance(found, WorkerError):
+            raise WorkerEnvironmentError(f"node {name}, {awaited}: {found.kind}: {found.message}") from None
+        raise found from None
+
+
+def _by_reason(problems: Mapping[str, str], addresses: Mapping[str, str]) -> str:
+    """Nodes grouped by their reason, in words."""
+    groups: dict[str, list[str]] = {}
+    for node, reason in problems.items():
+        groups.setdefault(reason, []).append(addresses[node])
+    return "; ".join(f"on {', '.join(found)} {reason}" for reason, found in groups.items())

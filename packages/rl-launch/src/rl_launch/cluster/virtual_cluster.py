@@ -1,0 +1,275 @@
+"""The virtual cluster: Ray, and the bundles that model workers and replicas are placed on."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+# both must be set before ray is imported: its hook would rebuild the workspace for every worker, and replicas without
+# GPUs of Ray's would lose CUDA_VISIBLE_DEVICES
+os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+# Ray has its workers give way to every other process of the machine (niceness 15); here they are the work
+os.environ.setdefault("RAY_worker_niceness", "0")
+# the first failure of several workers is raised here; Ray would print the tracebacks of the others
+os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
+
+import ray
+from ray.actor import ActorHandle
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from rl_core.devices import NODE_ADDRESS, Device
+from rl_core.errors import ConfigError, WorkerDied
+from rl_core.ray.host import AsyncWorkerHost, RestartingHost, WorkerHost
+from rl_launch.cluster.logical_nodes import LogicalNodes
+from rl_launch.cluster.ray_start import connect, is_on_this_machine_alone, start_on_this_machine
+from rl_launch.placement.bundles import NodeResources, Patience, Resources, Wait
+
+REPLACEMENT_S = 10.0
+"""How long Ray may take to place bundles anew when it has noticed that their node is lost; it took 0.1 s."""
+
+PATIENCE = Patience(busy_s=300.0)
+"""Of a cluster that nobody configured."""
+
+_POLL_S = 0.05
+
+MOST_RESTARTS = 1000
+"""Of one environment's process in a run of weeks; its own failures it restarts below that process."""
+
+CALL_ATTEMPTS = 3
+"""Deaths of an environment's process that one call may live through."""
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A device for one rank: a slot of a placement group.
+
+    Args:
+        group: that it is in.
+        index: in the group.
+        node: Ray's id of the node that it was placed on.
+    """
+
+    group: PlacementGroup
+    index: int
+    node: str
+
+
+@dataclass(frozen=True)
+class WorkerProcess:
+    """How an actor's process is made.
+
+    Args:
+        python: executable of its environment.
+        variables: environment variables.
+        node: Ray's id of the node that has this executable.
+        num_gpus: GPUs it takes from its bundle.
+    """
+
+    python: str
+    variables: Mapping[str, str]
+    node: str = ""
+    num_gpus: float = 0
+
+
+class VirtualCluster:
+    """Ray as this run sees it: some nodes with some devices each.
+
+    Args:
+        device: what models run on. A logical one has its nodes started here, unless RAY_ADDRESS names some.
+        num_nodes: nodes to use.
+        ranks_per_node: devices (GPUs, or CPU ranks) to use on each.
+        patience: how long to wait for them.
+    """
+
+    def __init__(self, *, device: Device, num_nodes: int, ranks_per_node: int, patience: Patience = PATIENCE) -> None:
+        self._owns_ray = not ray.is_initialized()
+        self._logical: LogicalNodes | None = None
+        address = os.environ.get("RAY_ADDRESS")
+        if self._owns_ray and address:
+            connect(address)
+        elif self._owns_ray and device.is_logical:
+            self._logical = LogicalNodes(num_nodes, ranks_per_node)
+            connect(self._logical.address)
+        elif self._owns_ray:
+            start_on_this_machine(ranks_per_node)
+        self.device = device
+        self.num_nodes = num_nodes
+        self.ranks_per_node = ranks_per_node
+        self._patience = patience
+        self._groups: dict[PlacementGroup, Resources] = {}
+        if device.has_gpus and not patience.absent_s and not gpus_of_cluster():
+            self.close()
+            raise ConfigError(
+                f"cluster.device is {device.name}, but the cluster has no GPU; set cluster.device to cpu or auto, or "
+                "cluster.autoscaling=true if the cluster adds nodes by itself"
+            )
+
+    @classmethod
+    def of(cls, config: Any, device: Device, *, after_a_loss: bool = False) -> VirtualCluster:
+        """The cluster that a `cluster` section describes.
+
+        Args:
+            config: the section.
+            device: what models run on.
+            after_a_loss: whether the run lost a worker or a node and goes on: another node may come in its place.
+        """
+        absent_s = config.placement_timeout_s if config.autoscaling else 0.0
+        if after_a_loss:
+            absent_s = max(absent_s, config.replacement_timeout_s)
+        return cls(
+            device=device,
+            num_nodes=config.num_nodes,
+            ranks_per_node=device.ranks_per_node(config),
+            patience=Patience(busy_s=config.placement_timeout_s, absent_s=absent_s),
+        )
+
+    def __enter__(self) -> VirtualCluster:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def reserve(self, num_nodes: int, ranks_per_node: int) -> list[list[Bundle]]:
+        """Bundles by node, each node's on one machine.
+
+        Raises:
+            PlacementError: if the cluster does not have them, or not in time.
+        """
+        return self._reserve([[self.device.bundle(1)] * ranks_per_node] * num_nodes)
+
+    def reserve_replicas(self, num_replicas: int, ranks: int) -> list[list[Bundle]]:
+        """One bundle with the devices of all ranks for each replica; raises as `reserve`."""
+        return self._reserve([[self.device.bundle(ranks)]] * num_replicas)
+
+    def release(self, bundles: Sequence[Sequence[Bundle]]) -> None:
+        """Give reserved bundles back."""
+        for node in bundles:
+            group = node[0].group
+            del self._groups[group]
+            remove_placement_group(group)
+
+    def node_of(self, bundle: Bundle) -> str:
+        """Ray's id of the node that a bundle is on now: Ray places it anew if its node is lost.
+
+        Raises:
+            WorkerDied: if no living node has its devices free.
+        """
+        end = time.monotonic() + REPLACEMENT_S
+        alive = _living()
+        while (node := _placed(bundle.group).get(bundle.index, "")) not in alive:
+            if time.monotonic() >= end:
+                raise WorkerDied("the node of its devices is lost, and no other has such devices free")
+            time.sleep(_POLL_S)
+            alive = _living()
+        return node
+
+    @property
+    def network_variables(self) -> Mapping[str, str]:
+        """Environment variables that keep what workers listen on to this machine, if all of them are on it."""
+        if not is_on_this_machine_alone():
+            return {}
+        loopback = {NODE_ADDRESS: "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+        return {name: os.environ.get(name, value) for name, value in loopback.items()}
+
+    def _reserve(self, nodes: Sequence[Sequence[Resources]]) -> list[list[Bundle]]:
+        groups = [placement_group([dict(each) for each in bundles], strategy="STRICT_PACK") for bundles in nodes]
+        self._groups |= {group: _sum(bundles) for group, bundles in zip(groups, nodes, strict=True)}
+        wait = Wait(list(self._groups.values()), self._patience, keys=f"cluster.num_nodes and {self.device.ranks_key}")
+        pause_s = _POLL_S
+        while waiting := [group for group in groups if not _is_placed(group)]:
+            wait.check(list(_living().values()), len(self._groups) - len(waiting), time.monotonic())
+            time.sleep(pause_s)
+            pause_s = min(1.0, 1.5 * pause_s)
+        return [
+            [Bundle(group, index, _placed(group)[index]) for index in range(len(bundles))]
+            for group, bundles in zip(groups, nodes, strict=True)
+        ]
+
+    def start_worker(self, process: WorkerProcess, bundle: Bundle) -> ActorHandle:
+        """An empty `WorkerHost` on a bundle."""
+        options = _options(process, num_cpus=0) | {"scheduling_strategy": _on_bundle(bundle)}
+        return ray.remote(concurrency_groups={"health": 1})(WorkerHost).options(**options).remote()
+
+    def start_async_worker(self, process: WorkerProcess, *, bundle: Bundle | None = None) -> ActorHandle:
+        """An empty `AsyncWorkerHost` on a bundle, or on the node of the process."""
+        options = _options(process, num_cpus=0)
+        if bundle is not None:
+            options["scheduling_strategy"] = _on_bundle(bundle)
+        return ray.remote(AsyncWorkerHost).options(**options, max_concurrency=10_000).remote()
+
+    def start_restarting_worker(self, process: WorkerProcess, *recipe: Any, **named: Any) -> ActorHandle:
+        """A `RestartingHost` on the node of the process, started again by Ray if it dies, and its calls made again."""
+        options = _options(process, num_cpus=0) | {"max_restarts": MOST_RESTARTS, "max_task_retries": CALL_ATTEMPTS}
+        return ray.remote(RestartingHost).options(**options, max_concurrency=10_000).remote(*recipe, **named)
+
+    def close(self) -> None:
+        """Give back what is reserved, and end Ray where this object started it."""
+        for group in self._groups:
+            remove_placement_group(group)
+        self._groups.clear()
+        if self._owns_ray:
+            ray.shutdown()
+        if self._logical is not None:
+            self._logical.close()
+
+
+def gpus_of_cluster() -> float:
+    """GPUs of all nodes of the cluster that RAY_ADDRESS names."""
+    connects = not ray.is_initialized()
+    if connects:
+        connect(os.environ["RAY_ADDRESS"])
+    try:
+        return sum(node.total.get("GPU", 0) for node in _living().values())
+    finally:
+        if connects:
+            ray.shutdown()
+
+
+def _living() -> dict[str, NodeResources]:
+    """Living nodes by Ray's id, and what they have."""
+    return {
+        node["NodeID"]: NodeResources(node["NodeManagerAddress"], node["Resources"])
+        for node in ray.nodes()
+        if node["Alive"]
+    }
+
+
+def _is_placed(group: PlacementGroup) -> bool:
+    return bool(placement_group_table(group)["state"] == "CREATED")
+
+
+def _placed(group: PlacementGroup) -> dict[int, str]:
+    """Ray's id of the node of each bundle."""
+    return dict(placement_group_table(group)["bundles_to_node_id"])
+
+
+def _sum(bundles: Sequence[Resources]) -> Resources:
+    return {name: sum(bundle.get(name, 0) for bundle in bundles) for bundle in bundles for name in bundle}
+
+
+def _on_bundle(bundle: Bundle) -> PlacementGroupSchedulingStrategy:
+    return PlacementGroupSchedulingStrategy(bundle.group, placement_group_bundle_index=bundle.index)
+
+
+def _options(process: WorkerProcess, *, num_cpus: float) -> dict[str, Any]:
+    pin = NodeAffinitySchedulingStrategy(process.node, soft=False) if process.node else None
+    pinned = {"scheduling_strategy": pin} if pin else {}
+    return {
+        "num_cpus": num_cpus,
+        "num_gpus": process.num_gpus,
+        "runtime_env": {"py_executable": process.python, "env_vars": dict(process.variables)},
+        **pinned,
+    }

@@ -1,0 +1,197 @@
+"""`rl convert`: between the checkpoints of training backends and Hugging Face files."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl_core.config import to_yaml
+from rl_core.errors import ConfigError, RunDirectoryError
+from rl_core.model import ModelSpec
+from rl_core.model_config import ModelConfig, local_hf_config
+from rl_core.plugins import ALGORITHMS, POLICIES, AlgorithmPlugin, BackendPlugin, plugin
+from rl_launch.backends import Backends
+from rl_launch.cluster.device import check_devices, resolve_device
+from rl_launch.commands.train import with_local_model
+from rl_launch.model_folder import MODEL_FILES, folder_problems
+from rl_launch.root import backends_of, check_placement, read_model_config
+from rl_launch.session.checkpoints import newest_checkpoint
+from rl_launch.session.manifest import Manifest, sync_folder
+
+if TYPE_CHECKING:
+    from rl_core.ray.model import RemoteModel
+
+POLICY = "policy"
+"""Folder of a checkpoint that the policy's state is in."""
+
+CONFIG = "config.yaml"
+
+_log = logging.getLogger(__name__)
+
+
+def to_hugging_face(source: Path, target: Path, overrides: Sequence[str] = ()) -> None:
+    """Write the weights of a checkpoint as files that `transformers` and vLLM load, with the backend of its own config.
+
+    The model is built as for going on with the run, without a reference, so that what is written is bit for bit what
+    the run itself would export.
+
+    Args:
+        source: a checkpoint (`checkpoints/step_<n>` of a run, or what `to_checkpoint` wrote), or a run directory for
+            its newest one.
+        target: a folder that is not there yet.
+        overrides: keys of the config to set, such as the parallel sizes of the mesh to read it on.
+
+    Raises:
+        ConfigError, RunDirectoryError, WorkerEnvironmentError: before anything is started.
+        RLError: where it fails; nothing is left at `target` then.
+    """
+    _check_target(target)
+    checkpoint = checkpoint_of(source)
+    config = read_model_config(_config_file(checkpoint), overrides)
+    damage = _damage(checkpoint)
+    if damage:
+        raise RunDirectoryError(f"checkpoint {checkpoint} is damaged: {damage}; choose another one")
+    with _policy(config, _spec(config), target) as model, _made(target) as folder:
+        _log.info("reading %s", checkpoint)
+        files = Manifest.read(checkpoint).files_of(POLICY)
+        model.load(str((checkpoint / POLICY).absolute()), files=files)
+        _log.info("writing %s", target)
+        model.export(str(folder))
+
+
+def to_checkpoint(source: str, target: Path, backend: str, overrides: Sequence[str] = ()) -> None:
+    """Write the weights of a Hugging Face model as a checkpoint of a training backend, with the config to read it by.
+
+    Args:
+        source: a folder with Hugging Face files, or a hub name.
+        target: a folder that is not there yet.
+        backend: name of a training backend.
+        overrides: keys of `policy` and `cluster` to set. `policy.precision` follows the model's files.
+
+    Raises:
+        As `to_hugging_face`.
+    """
+    _check_target(target)
+    found: BackendPlugin = plugin(POLICIES, backend)
+    problems = [problem.message for problem in folder_problems("SOURCE", source, MODEL_FILES)]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    folder = Path(source).expanduser()
+    name = str(folder.absolute()) if folder.is_dir() else source
+    values = {"model_name": name, "precision": _precision(name), found.key: {"enabled": True}}
+    config = read_model_config({POLICY: values}, overrides)
+    chosen = backends_of(config).policy.plugin.name
+    if chosen != backend:
+        raise ConfigError(f"--to {backend}, but the overrides enable {chosen}; name one backend")
+    with _policy(config, _spec(config), target) as model, _made(target) as written:
+        _log.info("writing %s", target)
+        (written / POLICY).mkdir()
+        model.save(str(written / POLICY))
+        (written / CONFIG).write_text(to_yaml(config), encoding="utf-8")
+        Manifest.of(written, 0, {}, written={POLICY: model.finish_save() or ()}, own=[CONFIG]).write(written)
+
+
+def checkpoint_of(source: Path) -> Path:
+    """The checkpoint that a user means.
+
+    Raises:
+        ConfigError: where there is none, saying what a source may be.
+        RunDirectoryError: where a run directory has no whole one.
+    """
+    if not source.is_dir():
+        raise ConfigError(f"there is no folder {source}; SOURCE is a checkpoint, a run directory or a model's folder")
+    if (source / POLICY).is_dir():
+        return source
+    if (source / "checkpoints").is_dir():
+        return newest_checkpoint(source)
+    if (source / MODEL_FILES[0][0][0]).is_file():
+        raise ConfigError(
+            f"{source} holds Hugging Face files; say what to make of them: --to dtensor, or --to another backend"
+        )
+    held = ", ".join(sorted(entry.name for entry in source.iterdir())[:8]) or "nothing"
+    raise ConfigError(
+        f"{source} holds {held}, which is neither a checkpoint (with a folder {POLICY}), nor a run directory (with a "
+        "folder checkpoints), nor a model's folder (with config.json)"
+    )
+
+
+def _config_file(checkpoint: Path) -> Path:
+    """Of a checkpoint: beside it where it stands alone, else its run's."""
+    places = [checkpoint / CONFIG, checkpoint.absolute().parent.parent / CONFIG]
+    found = next((place for place in places if place.is_file()), None)
+    if found is None:
+        raise ConfigError(f"there is no {places[0]}, and no {places[1]} of a run; put the run's {CONFIG} in one place")
+    return found
+
+
+def _check_target(target: Path) -> None:
+    if target.exists() or target.is_symlink():
+        raise ConfigError(f"{target} is there already; choose a TARGET that is not")
+
+
+def _damage(checkpoint: Path) -> str:
+    try:
+        return Manifest.read(checkpoint).damage(checkpoint)
+    except ValueError as error:
+        return str(error)
+
+
+def _precision(name: str) -> str:
+    """That of the files, so that nothing is rounded; the default where they are not here, or do not say."""
+    fields = local_hf_config(ModelConfig(model_name=name))
+    return "float32" if "float32" in (fields.get("dtype"), fields.get("torch_dtype")) else "bfloat16"
+
+
+def _spec(config: Any) -> ModelSpec:
+    """Of the policy; a config without an algorithm is that of a model which was never trained here."""
+    if "algorithm" not in type(config).model_fields:
+        return ModelSpec(role="policy", trains=False)
+    algorithm: AlgorithmPlugin = plugin(ALGORITHMS, config.algorithm)
+    return replace(algorithm.spec(config), keeps_reference=False)
+
+
+@contextmanager
+def _policy(config: Any, spec: ModelSpec, target: Path) -> Iterator[RemoteModel]:
+    """The model of a config, alone on its cluster; its ranks' logs are kept beside the target, which all nodes see."""
+    check_devices(config.cluster)
+    config = with_local_model(config)
+
+    # Ray takes a second to import: only what will start may pay for it
+    from rl_launch.cluster.virtual_cluster import VirtualCluster
+    from rl_launch.runtime.runtime import Runtime, check_engines, provision_workers
+
+    backends = Backends(backends_of(config).policy, None)
+    device = resolve_device(config.cluster)
+    check_placement(config.cluster, backends, device)
+    envs = provision_workers(config, backends, None, device)
+    check_engines(config, backends, envs)
+    beside = target.absolute().parent
+    beside.mkdir(parents=True, exist_ok=True)
+    with (
+        tempfile.TemporaryDirectory(prefix=f".{target.name}.logs-", dir=beside) as logs,
+        VirtualCluster.of(config.cluster, device) as cluster,
+        Runtime(config, backends, envs, cluster, Path(logs)) as runtime,
+    ):
+        _log.info("starting %s on %d ranks", backends.policy.plugin.name, cluster.num_nodes * cluster.ranks_per_node)
+        yield runtime.policy(spec)
+
+
+@contextmanager
+def _made(target: Path) -> Iterator[Path]:
+    """A folder beside `target` to write into, which takes its place at the end; where that fails nothing is left."""
+    aside = target.absolute().with_name(f".{target.name}.converting")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    try:
+        yield aside
+        aside.rename(target.absolute())
+        sync_folder(target.absolute().parent)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise

@@ -1,0 +1,115 @@
+"""Before a run trains a family on a mesh that no test holds, it proves that one case by itself.
+
+A mesh that computes something slightly else trains all the same, and nobody sees it. The proof trains a tiny random
+model of the family on the run's own axes, two ranks on each, and compares it to one process. It takes seconds to a
+minute and is kept under `RL_HOME`, by family, mesh and the versions installed in the trainer's environment.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rl_core.errors import ConfigError, RLError
+from rl_core.plugins import BackendPlugin
+from rl_core.selfcheck import FamilyCase, MeshCase
+from rl_launch.doctor.family import cases, described
+from rl_launch.worker_envs.node_build import default_root
+from rl_launch.worker_envs.variables import worker_process_environment
+
+_log = logging.getLogger(__name__)
+
+KEY = "policy.family_check"
+
+_VERSIONS = """
+from importlib.metadata import distributions
+print("\\n".join(sorted({f"{each.name}=={each.version}" for each in distributions()})))
+"""
+
+
+def prove_family(config: Any, plugin: BackendPlugin, python: str) -> None:
+    """Check that the run's model family trains right on the run's mesh, unless tests or an earlier proof hold it.
+
+    Args:
+        config: resolved root; its model is a folder or a hub name.
+        plugin: of the training backend.
+        python: interpreter of the trainer's environment.
+
+    Raises:
+        ConfigError: if the family is off on this mesh, or cannot be checked.
+    """
+    if not plugin.selfcheck or plugin.mesh_case is None:
+        return
+    model = config.policy.model_name
+    fields = _fields_of(model)
+    family = str(fields.get("model_type", ""))
+    if family in plugin.held_families:
+        return
+    case = plugin.mesh_case(config)
+    if config.policy.family_check == "off":
+        _log.warning("nothing proves that %s trains right on %s: %s is off", family, case, KEY)
+        return
+    found = _proof(_path(plugin, family, fields, case, python), plugin, model, case, python)
+    if found.verdict != "exact":
+        raise ConfigError(
+            f"a tiny model of the family {family} does not train right with the {plugin.name} backend on this mesh: "
+            f"{' '.join(described(found).split())}. Choose another mesh or backend (rl doctor model {model} --backend "
+            f"{plugin.name} tries all of them), or set {KEY}=off to train all the same"
+        )
+
+
+def _fields_of(model: str) -> Mapping[str, Any]:
+    # the driver has transformers for tokenizers, without torch
+    from transformers import PreTrainedConfig
+
+    fields, _ = PreTrainedConfig.get_config_dict(model)
+    return fields
+
+
+def _path(plugin: BackendPlugin, family: str, fields: Mapping[str, Any], case: MeshCase, python: str) -> Path:
+    """Where the proof is kept. Sizes of the model do not matter; what it is made of does."""
+    made_of: dict[str, Any] = {name: value for name, value in fields.items() if isinstance(value, bool | str | None)}
+    made_of["layer_types"] = sorted(set(fields.get("layer_types") or ()))
+    text = json.dumps([plugin.name, made_of, asdict(case), _versions(python)], sort_keys=True)
+    return default_root().parent / "proofs" / f"{family}-{hashlib.sha256(text.encode()).hexdigest()[:20]}.json"
+
+
+def _versions(python: str) -> str:
+    done = subprocess.run(
+        [python, "-c", _VERSIONS],
+        env=worker_process_environment(python),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    if done.returncode:
+        raise RLError(f"{python} does not list its packages: {done.stderr.strip()}")
+    return done.stdout
+
+
+def _proof(path: Path, plugin: BackendPlugin, model: str, case: MeshCase, python: str) -> FamilyCase:
+    """The proof that is kept, or a new one, which is kept then."""
+    if path.is_file():
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        return FamilyCase(**{**kept, "names": tuple(kept["names"])})
+    started = time.monotonic()
+    _log.info("no test holds this model's family on %s: a tiny model of it is checked once", case)
+    try:
+        (found,) = cases(python, plugin.selfcheck, model, case)
+    except ConfigError as error:
+        raise ConfigError(f"{error}. Set {KEY}=off to train without this check") from None
+    _log.info("checked in %.0f s: %s", time.monotonic() - started, " ".join(described(found).split()))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_suffix(f".{os.getpid()}")
+    aside.write_text(json.dumps(asdict(found)), encoding="utf-8")
+    aside.rename(path)
+    return found

@@ -1,0 +1,133 @@
+"""`rl quickstart`: a tiny language model learns sums on this machine, by SFT and then by GRPO."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from rl_algos.tiny_model import make_tiny_model
+from rl_launch.commands.train import train
+from rl_launch.root import read_config
+from rl_launch.session.checkpoints import newest_checkpoint
+
+
+class Quickstart:
+    """The stages of a quickstart, each timed, in one folder.
+
+    Args:
+        folder: where everything is written.
+        console: where it tells what it is doing.
+        cluster: overrides of the `cluster` section.
+    """
+
+    def __init__(self, folder: Path, console: Console, cluster: Sequence[str]) -> None:
+        self._folder = folder
+        self._cluster = tuple(cluster)
+        self._console = console
+        self.seconds: dict[str, float] = {}
+        self.accuracy: dict[str, float] = {}
+
+    @contextmanager
+    def stage(self, name: str, what: str) -> Iterator[None]:
+        """Say what begins, and time it."""
+        self._console.print(f"\n[bold]{what}[/bold]")
+        started = time.monotonic()
+        yield
+        self.seconds[name] = round(time.monotonic() - started, 1)
+
+    def make_model(self) -> Path:
+        """A tiny Qwen3 with random weights, and its tokenizer."""
+        folder = self._folder / "model"
+        if not (folder / "model.safetensors").exists():
+            make_tiny_model(folder)
+        return folder
+
+    def score(self, model: Path) -> float:
+        """Greedy accuracy on held-out sums, sampled in the trainer's environment, which starts sooner than vLLM."""
+        from rl_launch.commands.evaluate import evaluate
+
+        settings = [f"policy.model_name={model}", "policy.generation.backend=hf", *self._cluster]
+        config = read_config("grpo-arithmetic", settings).config
+        return float(evaluate(config, logs=self._folder / "logs").rewards.mean())
+
+    def fine_tune(self, model: Path) -> Path:
+        """Supervised fine-tuning on generated sums; the folder of the model it ends with."""
+        run_dir = self._folder / "sft"
+        settings = [f"policy.model_name={model}", f"run_dir={run_dir}", *self._cluster]
+        config = read_config("sft-arithmetic", settings).config
+        train(config, run_dir=run_dir, title="sft")
+        return newest_checkpoint(run_dir) / "hf"
+
+    def reinforce(self, model: Path) -> Path:
+        """GRPO on further sums, validated before the first step and after the last."""
+        run_dir = self._folder / "grpo"
+        settings = [
+            f"policy.model_name={model}",
+            f"run_dir={run_dir}",
+            "grpo.val_at_start=true",
+            "grpo.val_at_end=true",
+            *self._cluster,
+        ]
+        train(read_config("grpo-arithmetic", settings).config, run_dir=run_dir, title="grpo")
+        lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        scores = [line["val/accuracy"] for line in lines if "val/accuracy" in line]
+        self.accuracy |= {"sft": scores[0], "grpo": scores[-1]}
+        return newest_checkpoint(run_dir) / "hf"
+
+    def close(self, model: Path, total_seconds: float) -> None:
+        """Show the table, write the summary, and name the next command."""
+        self.seconds["total"] = round(total_seconds, 1)
+        summary = {"accuracy": self.accuracy, "seconds": self.seconds, "model": str(model)}
+        path = self._folder / "summary.json"
+        path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        table = Table(title="Held-out sums answered right (greedy)")
+        table.add_column("model")
+        table.add_column("accuracy", justify="right")
+        for name, label in (("initial", "before SFT"), ("sft", "after SFT"), ("grpo", "after GRPO")):
+            table.add_row(label, f"{100 * self.accuracy[name]:.1f} %")
+        self._console.print()
+        self._console.print(table)
+        self._console.print(f"Model, in Hugging Face format:  {model}", soft_wrap=True)
+        self._console.print(f"Runs, metrics and rollouts:     {self._folder}/sft  {self._folder}/grpo", soft_wrap=True)
+        self._console.print(f"These figures:                  {path}", soft_wrap=True)
+        self._console.print(f"It took {total_seconds:.0f} s. Next, change something and train again:")
+        self._console.print(
+            f"  rl train grpo-arithmetic policy.model_name={model} grpo.normalize_rewards=false",
+            soft_wrap=True,
+        )
+
+
+def run(folder: Path, cluster: Sequence[str] = (), console: Console | None = None) -> None:
+    """Run all stages; one that is done already is not done again.
+
+    Args:
+        folder: where everything is written.
+        cluster: overrides of the `cluster` section, such as `cluster.device=rehearsal`.
+        console: where it tells what it is doing.
+    """
+    # one Ray for all stages; imported here so that help and errors in arguments answer at once
+    from rl_launch.cluster.device import resolve_device
+    from rl_launch.cluster.virtual_cluster import VirtualCluster
+
+    started = time.monotonic()
+    folder = folder.absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    stages = Quickstart(folder, console or Console(), cluster)
+    with stages.stage("model", "1/4  Making a tiny Qwen3 (about 0.7M parameters) and its tokenizer"):
+        model = stages.make_model()
+    config: Any = read_config("grpo-arithmetic", [f"policy.model_name={model}", *cluster]).config
+    with VirtualCluster.of(config.cluster, resolve_device(config.cluster)):
+        with stages.stage("initial", "2/4  Scoring it on held-out sums"):
+            stages.accuracy["initial"] = stages.score(model)
+        with stages.stage("sft", "3/4  Supervised fine-tuning on generated sums, FSDP2 on two ranks"):
+            model = stages.fine_tune(model)
+        with stages.stage("grpo", "4/4  GRPO: vLLM samples, the sums are checked, FSDP2 learns"):
+            model = stages.reinforce(model)
+    stages.close(model, time.monotonic() - started)

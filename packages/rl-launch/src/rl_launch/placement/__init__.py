@@ -1,0 +1,1 @@
+"""Which devices a run takes, and who has them when."""

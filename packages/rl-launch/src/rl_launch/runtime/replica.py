@@ -1,0 +1,144 @@
+"""A rollout worker with its replica, in a process that can be replaced, and the watch over its progress."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+
+from rl_algos.rollouts.worker import RolloutWorkerSpec
+from rl_core.errors import Origin, WorkerStalled
+from rl_core.generation import RolloutTask
+from rl_core.ray.calls import fetch, wait
+from rl_core.ray.environment import RemoteEnvironment
+from rl_core.ray.stacks import request_stacks
+from rl_launch.cluster.start_wait import gather_start
+from rl_launch.runtime.model_group import StartTimeouts
+
+ROLLOUT_WORKER = "rl_algos.rollouts.worker:RolloutWorker"
+ROLE = "rollout worker"
+
+
+class Replica:
+    """One rollout worker with its replica, in a process that can be replaced.
+
+    Args:
+        start: makes the empty host.
+        spec: the worker that it hosts.
+        environments: clients by environment name.
+        index: number of the replica, for messages.
+        logs: folder of its log.
+        timeouts: of starting.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[], ActorHandle],
+        spec: RolloutWorkerSpec,
+        environments: Mapping[str, RemoteEnvironment],
+        *,
+        index: int,
+        logs: str,
+        timeouts: StartTimeouts,
+    ) -> None:
+        self._start = start
+        self._spec = spec
+        self._environments = dict(environments)
+        self.index = index
+        self._timeouts = timeouts
+        self._actor: ActorHandle = None
+        self.log = f"{logs}/rollout-worker-{index}.log"
+        self.num_ranks = 0
+        self.node = ""
+
+    def begin_start(self) -> Callable[[], None]:
+        """Start process and engine; the returned function waits until it is ready."""
+        self._actor = self._start()
+        process = [self._actor.log_to.remote(self.log), self._actor.place.remote()]
+        started = self._actor.start.remote(ROLLOUT_WORKER, self._spec, self._environments)
+
+        def finish() -> None:
+            origins = [self.origin("start")] * len(process)
+            _, found = gather_start(process, origins, self._timeouts.process, f"the process of {ROLE} {self.index}")
+            self.node = found.address
+            awaited = f"loading the engine of {ROLE} {self.index}"
+            (self.num_ranks,) = gather_start([started], [self.origin("start")], self._timeouts.model, awaited)
+
+        return finish
+
+    def begin(self, tasks: Sequence[tuple[int, RolloutTask]]) -> dict[int, ray.ObjectRef]:
+        """Begin groups under these numbers; a call for each, answered when the group is finished."""
+        self.call("begin", list(tasks))
+        return {number: self.call("group", number) for number, _ in tasks}
+
+    def call(self, method: str, *args: Any) -> ray.ObjectRef:
+        """Call the rollout worker."""
+        return self._actor.call.remote(method, *args)
+
+    def generator(self, method: str, *args: Any) -> ray.ObjectRef:
+        """Call the replica itself."""
+        return self._actor.call.remote("generator", method, *args)
+
+    def origin(self, phase: str) -> Origin:
+        """For messages."""
+        return Origin(ROLE, self.index, self.node or "its node", phase)
+
+    def write_stacks(self) -> None:
+        """Have the process write the stacks of its threads to its log, even if it answers nothing."""
+        request_stacks([self._actor])
+
+    def kill(self) -> None:
+        """End the process and its engine at once."""
+        ray.kill(self._actor)
+
+
+class ProgressWatch:
+    """Sees whether a replica that has work gets on with it: its engine samples tokens, or answers that it has no
+    requests (rollouts then wait for their environments, which have deadlines of their own).
+
+    Args:
+        replica: with groups under way.
+        timeout_s: for which it may make no progress.
+        period_s: between two looks.
+        clock: seconds.
+    """
+
+    def __init__(
+        self, replica: Replica, *, timeout_s: float, period_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._replica = replica
+        self._timeout_s = timeout_s
+        self._period_s = period_s
+        self._clock = clock
+        self._asked: ray.ObjectRef | None = None
+        self._asked_at = self._moved_at = clock()
+        self._num_sampled: Any = None
+
+    def moved(self) -> None:
+        """Note progress: a group was finished."""
+        self._moved_at = self._clock()
+
+    def look(self) -> None:
+        """Ask for the replica's health, or read the answer; never waits.
+
+        Raises:
+            WorkerStalled: after `timeout_s` without progress.
+            RLError: if the engine or the process died.
+        """
+        now = self._clock()
+        if self._asked is not None and wait([self._asked], 0):
+            asked, self._asked = self._asked, None
+            health = fetch(asked, self._replica.origin("health"))
+            if health["num_requests"] == 0 or health["num_sampled"] != self._num_sampled:
+                self._moved_at = now
+            self._num_sampled = health["num_sampled"]
+        if self._asked is None and now - self._asked_at >= self._period_s:
+            self._asked, self._asked_at = self._replica.call("health"), now
+        if now - self._moved_at > self._timeout_s:
+            raise WorkerStalled(
+                f"no progress for {self._timeout_s:g} s; the stacks of its threads are in {self._replica.log}",
+                self._replica.origin("rollouts"),
+            )

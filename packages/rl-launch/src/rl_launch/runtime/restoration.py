@@ -1,0 +1,92 @@
+"""Going on from the newest checkpoint after a worker or a node was lost."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from rl_core.errors import ConfigError, DataError, RLError, WorkerDied
+from rl_launch.placement.bundles import PlacementError
+
+_log = logging.getLogger(__name__)
+
+MOST_DEATHS = 3
+"""Deaths without a new checkpoint between them, after which the run fails: it would die there again."""
+
+ROLLOUT_WORKER = "rollout worker"
+"""Role of workers that are replaced while the run goes on; a death that ends the run has come again and again."""
+
+
+class Session(Protocol):
+    """What is asked of a run session."""
+
+    @property
+    def saved(self) -> int:
+        """The step of the newest checkpoint; 0 before there is one."""
+        ...
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether steps could be made."""
+        ...
+
+
+class Restoration:
+    """Decides whether a run is started again.
+
+    Args:
+        saves: whether the run saves checkpoints; without them there is nothing to go on from.
+    """
+
+    def __init__(self, *, saves: bool) -> None:
+        self._saves = saves
+        self._num_deaths = 0
+        self._saved = -1
+        self._cause = ""
+        self.goes_on = False
+
+    @property
+    def follows_a_loss(self) -> bool:
+        """Whether the run has been started again."""
+        return bool(self._cause)
+
+    def judge(self, error: RLError, session: Session, lost_nodes: Callable[[], Sequence[str]]) -> None:
+        """Set `goes_on`, and say so in the log: something died after the first start of the run, which nothing else
+        replaces, and not always at the same step.
+
+        Args:
+            error: that ends the run.
+            session: of the run.
+            lost_nodes: addresses of the run's nodes that are lost; whatever the error says, it is because of them.
+        """
+        self.goes_on = False
+        # a run that is being restored may lose another node before its first step
+        has_begun = session.has_begun or self.follows_a_loss
+        if not (self._saves and has_begun) or isinstance(error, ConfigError | DataError):
+            return
+        lost = lost_nodes()
+        if not lost and not _is_final_death(error):
+            return
+        self._num_deaths = 1 if session.saved > self._saved else self._num_deaths + 1
+        self._saved = session.saved
+        self.goes_on = self._num_deaths < MOST_DEATHS
+        if self.goes_on:
+            where = f"checkpoint step_{session.saved}" if session.saved else "the beginning, as nothing was saved yet"
+            text = " ".join(str(error).split())
+            self._cause = f"node {', '.join(lost)} is lost ({text})" if lost else text
+            _log.warning("%s; starting again from %s", self._cause, where)
+
+    def failed(self, error: PlacementError) -> RLError:
+        """The error of a run that cannot be placed: its own at first, that of the run's loss later."""
+        if not self.follows_a_loss:
+            return error
+        return RLError(
+            f"{self._cause}; the run could not be restored: {error} The same command resumes it when the cluster has "
+            "the devices."
+        )
+
+
+def _is_final_death(error: RLError) -> bool:
+    """Whether a process that nothing replaces has died."""
+    return isinstance(error, WorkerDied) and (error.origin is None or error.origin.role != ROLLOUT_WORKER)

@@ -1,0 +1,37 @@
+"""Which environment each worker of a run needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from rl_core.devices import Device
+from rl_core.plugins import ENVIRONMENTS, Requirement, plugin
+from rl_launch.backends import Backend, Backends
+from rl_launch.worker_envs.spec import ROLLOUT_WORKER, TRAINER, WorkerEnvSpec, worker_env
+
+
+def role_specs(
+    backends: Backends, environments: Iterable[str], device: Device, *, trains: bool = True
+) -> dict[str, WorkerEnvSpec]:
+    """Specs of a run's workers by role: `policy`, `generation`, and `env.<name>` for each environment.
+
+    Args:
+        backends: the policy's and the generator's.
+        environments: names of those that score its prompts.
+        device: decides which extras bring their engines.
+        trains: whether there is a policy.
+    """
+    specs: dict[str, WorkerEnvSpec] = {}
+    if trains:
+        specs["policy"] = _engine_env(backends.policy, device, TRAINER)
+    if backends.generation is not None:
+        specs["generation"] = _engine_env(backends.generation, device, ROLLOUT_WORKER)
+    for name in sorted(environments):
+        specs[f"env.{name}"] = worker_env(plugin(ENVIRONMENTS, name).requirement, device.extras)
+    return specs
+
+
+def _engine_env(chosen: Backend[Any], device: Device, sent: Requirement) -> WorkerEnvSpec:
+    """Of a backend with its settings, and what is sent to it."""
+    return worker_env(chosen.plugin.requirement, device.extras, also=(*chosen.plugin.further(chosen.backend), sent))

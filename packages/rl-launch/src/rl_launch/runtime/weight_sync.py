@@ -1,0 +1,265 @@
+"""Weight sync: from the policy to the generators, verified before a version is served."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import ray
+
+from rl_core.batch import Batch
+from rl_core.errors import GeneratorError, Origin, RLError, WeightSyncError, WorkerDied, WorkerError, WorkerStalled
+from rl_core.generation import WeightUpdate
+from rl_core.model import LOGPROBS
+from rl_core.ragged import Ragged
+from rl_core.ray.calls import gather, settle
+from rl_core.ray.model import RemoteModel
+from rl_core.weights import Manifest, Transport, TransportKind, verify_receipt
+from rl_launch.placement.residency import Residency
+from rl_launch.placement.topology import GENERATION, POLICY
+
+_log = logging.getLogger(__name__)
+
+ATTEMPTS = 2
+"""A transfer that arrives broken is tried once more before the run stops."""
+
+
+GRACE_S = 30.0
+"""After a first failure in a transfer, how long the other side may take to end, so that both are heard."""
+
+
+class Receiver(Protocol):
+    """A replica, as weight sync calls it."""
+
+    num_ranks: int
+
+    def generator(self, method: str, *args: Any) -> ray.ObjectRef:
+        """Call the replica."""
+        ...
+
+    def origin(self, phase: str) -> Origin:
+        """For messages."""
+        ...
+
+
+@dataclass(frozen=True)
+class Canary:
+    """Token rows whose logprobs the generators must agree on with the policy.
+
+    Args:
+        rows: int32, fixed for the run.
+        tolerance: largest mean absolute difference of logprobs.
+    """
+
+    rows: Ragged
+    tolerance: float
+
+    @classmethod
+    def of(
+        cls, vocabulary: int, *, precision: str, tolerance: float | None = None, num_rows: int = 2, length: int = 24
+    ) -> Canary:
+        """Rows of random tokens: every part of the model moves them, and they are no one's data.
+
+        Args:
+            tolerance: that of the precision if unset.
+        """
+        draws = np.random.default_rng(0).integers(0, vocabulary, (num_rows, length), dtype=np.int32)
+        return cls(Ragged.from_rows(draws), tolerance or {"float32": 1e-3}.get(precision, 0.1))
+
+
+class WeightSync:
+    """The one sequence in which weights travel: pause, make room, transfer, verify, commit, make room, canary, resume.
+
+    A new version is served only when every receiver acknowledged every tensor's digest, the engine's own check of its
+    copies passed, and the canary's logprobs agree with the policy's. A version is sent for as long as the policy still
+    has its weights.
+
+    Args:
+        policy: the sender.
+        kind: of transport.
+        meet: makes the address at which one transfer's sender and receivers meet.
+        canary: what both sides must agree on.
+        residency: of the devices that policy and replicas share; None where they share none.
+        bucket_bytes: most bytes in flight at a time.
+        timeout_s: bound of each phase.
+    """
+
+    def __init__(
+        self,
+        policy: RemoteModel,
+        *,
+        kind: TransportKind,
+        meet: Callable[[], str],
+        canary: Canary,
+        residency: Residency | None,
+        bucket_bytes: int,
+        timeout_s: float = 600.0,
+    ) -> None:
+        self._policy = policy
+        self._kind: TransportKind = kind
+        self._meet = meet
+        self._canary = canary
+        self._residency = residency
+        self._bucket_bytes = bucket_bytes
+        self._timeout_s = timeout_s
+        self._version = 0
+        self._published = (0, -1)
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether policy and replicas share devices, so that every transfer goes to all replicas."""
+        return self._residency is not None
+
+    def publish(self) -> WeightUpdate:
+        """Give the policy's present weights the next version."""
+        self._version += 1
+        self._published = (self._version, self._policy.revision)
+        return WeightUpdate(self._version)
+
+    def state(self) -> Mapping[str, Any]:
+        """The version of the weights saved beside it."""
+        return {"version": self._version}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on so that the restored weights are published under the version they had."""
+        self._version = state["version"] - 1
+
+    def transfer(self, update: WeightUpdate, replicas: Sequence[Receiver]) -> None:
+        """Bring the replicas to the published version.
+
+        Raises:
+            WeightSyncError: naming the tensors that did not arrive or are not used, or if the policy has other weights
+                by now; the replicas then serve nothing.
+            WorkerDied, GeneratorError: if a process or an engine ended meanwhile.
+        """
+        if (update.version, self._policy.revision) != self._published:
+            raise WeightSyncError(
+                f"weight version {update.version} cannot be sent any more: the policy has other weights since; publish "
+                "them and adopt that version"
+            )
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                self._transfer(update, replicas)
+                return
+            except WeightSyncError as error:
+                if attempt == ATTEMPTS:
+                    raise
+                _log.warning("%s; sending version %d again", error, update.version)
+
+    def _transfer(self, update: WeightUpdate, replicas: Sequence[Receiver]) -> None:
+        with self._residency.hold(POLICY) if self._residency else nullcontext():
+            expected = self._policy.infer(Batch({"tokens": self._canary.rows}), [LOGPROBS]).ragged("logprobs")
+            if self._residency:
+                self._policy.offload(["optimizer"])
+            manifest = self._policy.manifest(update.version)
+        self._all(replicas, "pause")
+        if self._residency:
+            self._all(replicas, "wake", ("weights",))
+        self._all(replicas, "begin", manifest)
+        self._exchange(manifest, replicas)
+        self._all(replicas, "commit", update.version)
+        if self._residency:
+            self._policy.offload(["parameters"])
+            self._residency.hand_over(GENERATION)
+            self._all(replicas, "wake", ("kv_cache",))
+        self._check_canary(update, expected, replicas)
+        self._all(replicas, "resume")
+
+    def _exchange(self, manifest: Manifest, replicas: Sequence[Receiver]) -> None:
+        """Have the policy send and the replicas receive, both watched at once, and compare what they say.
+
+        Raises:
+            RLError: the cause of the failure, followed by what the other side said.
+        """
+        transport = self._transport(sum(replica.num_ranks for replica in replicas))
+        sending, senders = self._policy.start_send(manifest, transport)
+        first_ranks = np.cumsum([1] + [replica.num_ranks for replica in replicas])
+        receiving = [
+            replica.generator("receive", transport, int(first))
+            for replica, first in zip(replicas, first_ranks, strict=False)
+        ]
+
+        def give_up(error: RLError) -> None:
+            stacks = f"; {self._policy.write_stacks()}" if isinstance(error, WorkerStalled) else ""
+            _log.warning("weight version %d: %s%s", manifest.version, error, stacks)
+            self._policy.interrupt_send(transport, f"another part of the transfer failed: {error}")
+
+        answers, failures = settle(
+            [*receiving, *sending],
+            [*(replica.origin("weight sync (receive)") for replica in replicas), *senders],
+            2 * self._timeout_s,
+            grace_s=GRACE_S,
+            on_failure=give_up,
+        )
+        if failures:
+            raise joined(failures)
+        digests = {name: digest for sent in answers[len(receiving) :] for name, digest in sent.items()}
+        for replica, ranks in zip(replicas, answers[: len(receiving)], strict=True):
+            for rank, received in enumerate(ranks):
+                verify_receipt(manifest, digests, received, f"{replica.origin('weight sync')}, engine rank {rank}")
+
+    def _transport(self, num_receivers: int) -> Transport:
+        """Memory of one GPU is reached from that GPU alone, so there every rank of the policy sends to the engine rank
+        beside it.
+        """
+        per_gpu = self._kind == "ipc" and self._residency is not None
+        return Transport(
+            self._kind,
+            self._meet(),
+            1 if per_gpu else num_receivers,
+            bucket_bytes=self._bucket_bytes,
+            every_rank_sends=per_gpu,
+            timeout_s=self._timeout_s,
+        )
+
+    def _check_canary(self, update: WeightUpdate, expected: Ragged, replicas: Sequence[Receiver]) -> None:
+        refs = [replica.generator("score", row) for replica in replicas for row in self._canary.rows]
+        origins = [replica.origin("weight sync canary") for replica in replicas for _ in self._canary.rows]
+        scores = gather(refs, origins, self._timeout_s)
+        for i, (score, origin) in enumerate(zip(scores, origins, strict=True)):
+            difference = float(np.abs(score - expected[i % len(expected)]).mean())
+            if not difference <= self._canary.tolerance:
+                raise WeightSyncError(
+                    f"{origin}: logprobs with weight version {update.version} differ from the policy's by "
+                    f"{difference:.3g} on average, more than {self._canary.tolerance:g}; "
+                    "the engine does not compute what the policy does. If it quantises weights or caches, raise "
+                    "policy.generation.canary_tolerance"
+                )
+
+    def _all(self, replicas: Sequence[Receiver], method: str, *args: Any) -> None:
+        refs = [replica.generator(method, *args) for replica in replicas]
+        gather(refs, [replica.origin(f"weight sync ({method})") for replica in replicas], self._timeout_s)
+
+
+def joined(failures: Sequence[RLError]) -> RLError:
+    """One error for the failures of a transfer, in the order in which they happened: the cause, then the others.
+
+    A process or an engine that ended is the cause, whoever noticed first.
+    """
+    cause = min(failures, key=_rank)
+    others = [str(error) for error in failures if str(cause) not in str(error)]
+    if not others:
+        return cause
+    besides = f"; besides: {'; '.join(dict.fromkeys(others))}"
+    match cause:
+        case WorkerDied():
+            return type(cause)(f"{cause.args[0]}{besides}", cause.origin)
+        case WeightSyncError():
+            return WeightSyncError(f"{cause}{besides}", cause.tensors)
+        case WorkerError():
+            return WorkerError(cause.kind, f"{cause.message}{besides}", cause.traceback, cause.origin)
+        case GeneratorError():
+            return GeneratorError(f"{cause}{besides}")
+        case _:
+            return RLError(f"{cause}{besides}")
+
+
+def _rank(error: RLError) -> int:
+    if isinstance(error, WorkerDied) and not isinstance(error, WorkerStalled):
+        return 0
+    # ranks that only repeat another's failure come last
+    return {GeneratorError: 1, WeightSyncError: 2, WorkerError: 2, WorkerStalled: 3}.get(type(error), 4)

@@ -1,0 +1,393 @@
+"""Groups shared out among replicas, and replicas that die, hang, refuse or forget; Ray's calls are plain ones."""
+
+import functools
+import itertools
+
+import numpy as np
+import pytest
+
+from rl_core.errors import GeneratorError, Origin, WeightSyncError, WorkerDied, WorkerError, WorkerStalled
+from rl_core.generation import RolloutTask, SamplingParams, WeightUpdate
+from rl_core.rollout import Prompt
+from rl_launch.placement.residency import Residency, Tenant
+from rl_launch.runtime import replica as replica_module
+from rl_launch.runtime import rollout_pool
+from rl_launch.runtime.replica import ProgressWatch
+from rl_launch.runtime.rollout_pool import MOST_DEATHS, RolloutPool
+
+SAMPLING = SamplingParams(4)
+
+
+def tasks(count, *, num_rollouts=2):
+    prompts = [Prompt(f"p{i}", (), np.array([i], np.int32), "game") for i in range(count)]
+    return [RolloutTask(prompt, SAMPLING, tuple(range(num_rollouts))) for prompt in prompts]
+
+
+class Call:
+    """A call under way; `answer` is run when its result is asked for."""
+
+    def __init__(self, answer):
+        self.answer = answer
+
+
+class Replica:
+    """Finishes groups one at a time; `fails` maps how many groups it has finished to the error that ends it then."""
+
+    names = itertools.count()
+
+    def __init__(self, index=0, *, fails=(), starts=(), keeps_weights=True, hangs=False):
+        self.index, self.fails, self.starts = index, list(fails), list(starts)
+        self.keeps_weights, self.hangs = keeps_weights, hangs
+        self.failure = None
+        self.shares, self.finished, self.events = [], [], []
+        self.num_sampled = 0
+        self.log = f"rollout-worker-{index}.log"
+
+    def origin(self, phase):
+        return Origin("rollout worker", self.index, "here", phase)
+
+    def begin(self, numbered):
+        self.shares.append([task.prompt.id for _, task in numbered])
+        return {number: Call(lambda task=task: self._group(task)) for number, task in numbered}
+
+    def _group(self, task):
+        if self.failure is None and self.fails and len(self.finished) == self.fails[0][0]:
+            _, self.failure = self.fails.pop(0)
+        if self.failure is not None:
+            raise self.failure
+        self.finished.append(task.prompt.id)
+        return f"group of {task.prompt.id}"
+
+    def call(self, method, *args):
+        def answer():
+            if self.failure is not None:
+                raise self.failure
+            return {"num_requests": 1, "num_sampled": self.num_sampled}
+
+        return Call(answer)
+
+    def generator(self, method, *args):
+        def answer():
+            if self.failure is not None:
+                raise self.failure
+            self.events.append(method)
+            return self.keeps_weights if method == "sleep" else None
+
+        return Call(answer)
+
+    def write_stacks(self):
+        self.events.append("stacks")
+
+    def kill(self):
+        self.hangs = False
+        self.failure = self.failure or WorkerDied("the process ended: killed", self.origin("rollouts"))
+
+    def begin_start(self):
+        def finish():
+            self.events.append("start")
+            if self.starts and (failure := self.starts.pop(0)):
+                raise failure
+            self.failure = None
+
+        return finish
+
+
+class Sync:
+    def __init__(self, residency=None, *, fails=()):
+        self.residency, self.fails, self.transfers = residency, list(fails), []
+
+    def transfer(self, update, replicas):
+        if self.residency:
+            with self.residency.hold("policy"):
+                pass
+        self.transfers.append((update.version, [replica.index for replica in replicas]))
+        failure = self.fails.pop(0) if self.fails else None
+        failure = failure or next((replica.failure for replica in replicas if replica.failure), None)
+        if failure:
+            raise failure
+        if self.residency:
+            self.residency.hand_over("generation")
+
+
+@pytest.fixture(autouse=True)
+def plain_calls(monkeypatch):
+    """Calls are answered one at a time, the oldest first; those of a replica that hangs never."""
+
+    def wait(refs, timeout_s=None):
+        able = [ref for ref in refs if not getattr(ref, "late", lambda: False)()]
+        return able[:1]
+
+    for module in (rollout_pool, replica_module):
+        monkeypatch.setattr(module, "wait", wait)
+        monkeypatch.setattr(module, "fetch", lambda ref, origin, timeout_s=None: ref.answer())
+
+
+def make_pool(replicas, sync=None, residency=None):
+    return RolloutPool(replicas, sync, residency, stall_timeout_s=600)
+
+
+def groups(count):
+    return [f"group of p{i}" for i in range(count)]
+
+
+def test_one_replica_gets_all_groups_at_once_and_in_order():
+    replica = Replica()
+    assert make_pool([replica]).run(tasks(6)) == groups(6)
+    assert replica.shares == [["p0", "p1", "p2", "p3", "p4", "p5"]]
+
+
+def test_several_replicas_share_evenly_and_answers_keep_the_order_of_the_tasks():
+    replicas = [Replica(0), Replica(1), Replica(2)]
+    assert make_pool(replicas).run(tasks(7)) == groups(7)
+    assert [replica.shares for replica in replicas] == [[["p0", "p3", "p6"]], [["p1", "p4"]], [["p2", "p5"]]]
+
+
+def test_what_is_too_much_at_a_time_goes_to_whoever_is_free(monkeypatch):
+    monkeypatch.setattr(rollout_pool, "MOST_ROLLOUTS", 4)
+    replicas = [Replica(0), Replica(1)]
+    assert make_pool(replicas).run(tasks(10)) == groups(10)
+    assert [replica.shares[0] for replica in replicas] == [["p0", "p2"], ["p1", "p3"]]
+    assert all(len(share) == 1 for replica in replicas for share in replica.shares[1:])
+
+
+def test_nothing_to_do_asks_nobody():
+    assert make_pool([Replica()]).run([]) == []
+
+
+@pytest.mark.parametrize(
+    "failure", [GeneratorError("the engine's process died"), WorkerDied("the process ended")], ids=["engine", "actor"]
+)
+def test_a_dead_replica_is_restarted_and_runs_what_is_missing_alone(failure):
+    replica = Replica(fails=[(2, failure)])
+    assert make_pool([replica]).run(tasks(5)) == groups(5)
+    assert replica.shares == [["p0", "p1", "p2", "p3", "p4"], ["p2", "p3", "p4"]]
+    assert replica.finished == ["p0", "p1", "p2", "p3", "p4"]
+    assert replica.events == ["start"]
+
+
+def test_the_others_finish_what_they_have_before_the_dead_are_replaced_together():
+    failure = GeneratorError("the engine's process died")
+    replicas = [Replica(0, fails=[(1, failure)]), Replica(1), Replica(2, fails=[(0, failure)])]
+    sync = Sync()
+    pool = make_pool(replicas, sync)
+    pool.adopt(WeightUpdate(3))
+    assert pool.run(tasks(6)) == groups(6)
+    assert replicas[1].finished[:2] == ["p1", "p4"]
+    assert [replica.events for replica in replicas] == [["start"], [], ["start"]]
+    assert sync.transfers == [(3, [0, 1, 2]), (3, [0, 1, 2])]
+
+
+@pytest.fixture
+def shared():
+    """Devices that a policy shares with the pool, and who came and went."""
+    events = []
+    residency = Residency()
+    residency.join("policy", Tenant(lambda: events.append("policy leaves"), lambda: events.append("policy enters")))
+    return residency, events
+
+
+def test_on_shared_devices_a_restart_brings_weights_to_all(shared):
+    residency, _ = shared
+    replicas = [Replica(0, fails=[(1, WorkerDied("the process ended"))]), Replica(1)]
+    sync = Sync(residency)
+    pool = make_pool(replicas, sync, residency)
+    assert [replica.events for replica in replicas] == [["sleep"], ["sleep"]]
+    pool.adopt(WeightUpdate(1))
+    assert pool.run(tasks(4)) == groups(4)
+    assert residency.resident == "generation"
+    assert sync.transfers == [(1, [0, 1]), (1, [0, 1])]
+    # the living one sleeps while the other starts, and neither is on the device when the policy sends
+    assert [replica.events for replica in replicas] == [["sleep", "start", "sleep"], ["sleep", "sleep"]]
+
+
+def test_weights_that_are_dropped_in_sleep_are_sent_again_before_anything_is_served(shared):
+    residency, _ = shared
+    replica = Replica(keeps_weights=False)
+    sync = Sync(residency)
+    pool = make_pool([replica], sync, residency)
+    pool.adopt(WeightUpdate(4))
+    with residency.hold("policy"):  # a save takes the device
+        pass
+    assert pool.run(tasks(2)) == groups(2)
+    assert sync.transfers == [(4, [0]), (4, [0])]
+    pool.run(tasks(2))
+    assert len(sync.transfers) == 2
+
+
+def test_weights_that_are_kept_in_sleep_are_not_sent_again(shared):
+    residency, _ = shared
+    sync = Sync(residency)
+    pool = make_pool([Replica()], sync, residency)
+    pool.adopt(WeightUpdate(4))
+    with residency.hold("policy"):
+        pass
+    pool.run(tasks(2))
+    assert len(sync.transfers) == 1
+
+
+def test_one_that_died_while_another_had_the_device_is_replaced_before_it_is_needed(shared):
+    residency, _ = shared
+    replicas = [Replica(0), Replica(1)]
+    sync = Sync(residency)
+    pool = make_pool(replicas, sync, residency)
+    pool.adopt(WeightUpdate(1))
+    replicas[1].failure = WorkerDied("the process ended", replicas[1].origin("sleep"))
+    with residency.hold("policy"):
+        pass
+    assert pool.run(tasks(2)) == groups(2)
+    assert replicas[1].events.count("start") == 1
+
+
+def test_one_that_is_well_and_refuses_is_not_restarted():
+    class Refusing(Replica):
+        def _group(self, task):
+            raise GeneratorError("the generator serves nothing")
+
+    replica = Refusing()
+    with pytest.raises(GeneratorError, match=r"rollout worker rank 0 on here .*serves nothing"):
+        make_pool([replica]).run(tasks(2))
+    assert replica.events == []
+
+
+def test_a_foreign_error_of_a_group_is_raised_as_it_is():
+    class Broken(Replica):
+        def _group(self, task):
+            raise WorkerError("KeyError", "no such environment", "", self.origin("rollouts"))
+
+    with pytest.raises(WorkerError, match="no such environment"):
+        make_pool([Broken()]).run(tasks(2))
+
+
+def test_an_engine_that_dies_twice_in_the_same_way_before_it_finished_anything_ends_the_run_with_the_cause():
+    failure = GeneratorError("Unsupported CPU attention configuration: head_dim=16")
+    replica = Replica(fails=[(0, failure)] * 99)
+    with pytest.raises(GeneratorError, match=r"rollout worker rank 0 on here .*: Unsupported .* head_dim=16$"):
+        make_pool([replica]).run(tasks(2))
+    assert replica.events == ["start"]
+
+
+def test_a_process_that_dies_again_and_again_ends_the_run_with_its_last_cause():
+    replica = Replica(fails=[(0, WorkerDied("the process ended: out of memory"))] * 99)
+    with pytest.raises(WorkerDied, match=rf"died {MOST_DEATHS} times in a row .*the last time: .*out of memory"):
+        make_pool([replica]).run(tasks(2))
+    assert replica.events == ["start"] * (MOST_DEATHS - 1)
+
+
+def test_deaths_with_finished_groups_between_them_do_not_add_up():
+    count = 3 * MOST_DEATHS
+    replica = Replica(fails=[(i, GeneratorError("an unlucky prompt")) for i in range(1, count)])
+    assert make_pool([replica]).run(tasks(count)) == groups(count)
+
+
+def test_replicas_that_die_together_count_as_one_death():
+    replicas = [Replica(i, fails=[(0, WorkerDied("its node died"))]) for i in range(2 * MOST_DEATHS)]
+    assert make_pool(replicas).run(tasks(40)) == groups(40)
+
+
+def test_a_restart_that_fails_is_tried_again_and_one_that_fails_alike_ends_the_run():
+    died, memory = WorkerDied("the process ended"), GeneratorError("no memory")
+    replica = Replica(fails=[(0, died)], starts=[memory, None])
+    assert make_pool([replica]).run(tasks(2)) == groups(2)
+    replica = Replica(fails=[(0, died)], starts=[memory] * 99)
+    with pytest.raises(GeneratorError, match="no memory"):
+        make_pool([replica]).run(tasks(2))
+    assert replica.events == ["start"] * 2
+
+
+def test_a_death_during_weight_sync_is_mended_and_the_version_sent_to_all():
+    replicas = [Replica(0), Replica(1)]
+    replicas[1].failure = WorkerDied("the process ended", replicas[1].origin("weight sync"))
+    sync = Sync()
+    pool = make_pool(replicas, sync)
+    pool.adopt(WeightUpdate(5))
+    assert sync.transfers == [(5, [0, 1])] * 2
+    assert [replica.events for replica in replicas] == [[], ["start"]]
+
+
+def test_a_death_of_the_policy_during_weight_sync_is_not_taken_for_a_replicas():
+    died = WorkerDied("the process ended", Origin("policy", 0, "here", "weight sync"))
+    replica = Replica()
+    with pytest.raises(WorkerDied, match="policy rank 0"):
+        make_pool([replica], Sync(fails=[died])).adopt(WeightUpdate(1))
+    assert replica.events == []
+
+
+def test_weights_that_do_not_arrive_end_the_run():
+    sync = Sync(fails=[WeightSyncError("missing: norm", ("norm",))])
+    with pytest.raises(WeightSyncError, match="missing: norm"):
+        make_pool([Replica()], sync).adopt(WeightUpdate(1))
+
+
+class Hanging(Replica):
+    """Answers no group until it is restarted."""
+
+    def begin(self, numbered):
+        calls = super().begin(numbered)
+        for call in calls.values():
+            call.late = lambda: self.hangs
+        return calls
+
+
+def test_a_replica_that_hangs_leaves_its_stacks_and_is_replaced(monkeypatch):
+    clock = itertools.count(0, 100)
+    monkeypatch.setattr(rollout_pool, "ProgressWatch", functools.partial(ProgressWatch, clock=clock.__next__))
+    replica = Hanging(hangs=True)
+    assert make_pool([replica]).run(tasks(3)) == groups(3)
+    assert replica.events == ["stacks", "start"]
+
+
+def watch_of(replica):
+    now = [0.0]
+    return now, ProgressWatch(replica, timeout_s=100, period_s=10, clock=lambda: now[0])
+
+
+def look_until(now, watch, end, *, every=5, each=lambda: None):
+    while now[0] < end:
+        now[0] += every
+        each()
+        watch.look()
+
+
+def test_an_engine_that_samples_nothing_is_stalled():
+    now, watch = watch_of(Replica())
+    with pytest.raises(WorkerStalled, match=r"rollout worker rank 0 .*no progress for 100 s.*rollout-worker-0\.log"):
+        look_until(now, watch, 1000)
+    assert 100 < now[0] <= 130
+
+
+def test_an_engine_that_samples_is_not():
+    replica = Replica()
+    now, watch = watch_of(replica)
+
+    def step():
+        replica.num_sampled += 1
+
+    look_until(now, watch, 1000, each=step)
+
+
+def test_one_whose_rollouts_wait_for_their_environments_is_not():
+    replica = Replica()
+    replica.call = lambda method: Call(lambda: {"num_requests": 0, "num_sampled": 7})
+    now, watch = watch_of(replica)
+    look_until(now, watch, 1000)
+
+
+def test_one_that_finishes_groups_is_not():
+    now, watch = watch_of(Replica())
+    look_until(now, watch, 1000, each=watch.moved)
+
+
+def test_one_that_does_not_answer_is(monkeypatch):
+    monkeypatch.setattr(replica_module, "wait", lambda refs, timeout_s: [])
+    now, watch = watch_of(Replica())
+    with pytest.raises(WorkerStalled):
+        look_until(now, watch, 1000)
+    assert now[0] <= 130
+
+
+def test_a_dead_engine_is_found_by_its_health():
+    replica = Replica()
+    replica.failure = GeneratorError("the engine died")
+    now, watch = watch_of(replica)
+    with pytest.raises(GeneratorError, match="the engine died"):
+        look_until(now, watch, 1000)

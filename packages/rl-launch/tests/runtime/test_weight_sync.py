@@ -1,0 +1,231 @@
+"""The order of a weight sync and what makes it refuse, with a policy and replicas that only remember tensors."""
+
+import numpy as np
+import pytest
+
+from rl_core.batch import Batch
+from rl_core.errors import GeneratorError, Origin, RLError, WeightSyncError, WorkerDied, WorkerError, WorkerStalled
+from rl_core.weights import Manifest, TensorSpec
+from rl_launch.placement.residency import Residency, Tenant
+from rl_launch.runtime import weight_sync
+from rl_launch.runtime.weight_sync import Canary, WeightSync, joined
+
+MANIFEST = (TensorSpec("embed", (2,), "float32"), TensorSpec("norm", (1,), "float32"))
+
+
+class Policy:
+    def __init__(self, events):
+        self.events, self.digests, self.revision = events, {"embed": "a", "norm": "b"}, 0
+        self.failure = None
+
+    def infer(self, batch, reads, **_):
+        return Batch(
+            {"logprobs": batch.ragged("tokens").like(np.full(len(batch.ragged("tokens").values), -1.0, np.float32))}
+        )
+
+    def manifest(self, version):
+        return Manifest(version, MANIFEST)
+
+    def start_send(self, manifest, transport):
+        self.events.append(f"send to {transport.num_receivers}")
+        return [self.failure or self.digests, {}], [Origin("policy", rank, "here", "send") for rank in (0, 1)]
+
+    def interrupt_send(self, transport, reason):
+        self.events.append(f"interrupt: {reason}")
+
+    def write_stacks(self):
+        self.events.append("stacks")
+        return "2 of 2 ranks wrote their stacks"
+
+    def offload(self, parts):
+        self.events.append(f"offload {parts[0]}")
+
+
+class Replica:
+    num_ranks = 2
+
+    def __init__(self, events, *, loses=None, score=-1.0, broken_attempts=99):
+        self.events, self.loses, self.score, self.broken_attempts = events, loses, score, broken_attempts
+        self.first_ranks = []
+        self.failure = None
+
+    def generator(self, method, *args):
+        self.events.append(method if method != "wake" else f"wake {args[0][0]}")
+        if method == "receive":
+            self.first_ranks.append(args[1])
+            if self.failure:
+                return self.failure
+            received = {"embed": "a", "norm": "b"}
+            if self.loses and self.broken_attempts > 0:
+                self.broken_attempts -= 1
+                received |= self.loses
+                received = {name: digest for name, digest in received.items() if digest}
+            return [received, {"embed": "a", "norm": "b"}]
+        if method == "score":
+            return np.full(len(args[0]), self.score, np.float32)
+        return None
+
+    def origin(self, phase):
+        return Origin("rollout worker", 0, "here", phase)
+
+
+@pytest.fixture
+def events(monkeypatch):
+    """Calls are answered at once: an error that is returned is one that was raised."""
+
+    def settle(refs, origins, timeout_s, *, grace_s, on_failure):
+        failures = [ref for ref in refs if isinstance(ref, RLError)]
+        if failures:
+            on_failure(failures[0])
+        return ([], failures) if failures else (list(refs), [])
+
+    monkeypatch.setattr(weight_sync, "gather", lambda refs, origins, timeout=None: list(refs))
+    monkeypatch.setattr(weight_sync, "settle", settle)
+    return []
+
+
+def make_sync(events, residency=None):
+    return WeightSync(
+        Policy(events),
+        kind="ipc",
+        meet=lambda: "here:1",
+        canary=Canary.of(50, precision="float32"),
+        residency=residency,
+        bucket_bytes=2**20,
+    )
+
+
+def test_a_version_is_served_only_after_transfer_and_commit(events):
+    sync, replica = make_sync(events), Replica(events)
+    sync.transfer(sync.publish(), [replica])
+    assert events == ["pause", "begin", "send to 2", "receive", "commit", "score", "score", "resume"]
+
+
+def test_on_shared_devices_memory_is_freed_before_it_is_taken(events):
+    residency = Residency()
+    residency.join("policy", Tenant(lambda: None, lambda: None), present=True)
+    sync = make_sync(events, residency)
+    sync.transfer(sync.publish(), [Replica(events)])
+    order = [event for event in events if event.startswith(("offload", "wake", "send", "commit"))]
+    assert order == ["offload optimizer", "wake weights", "send to 1", "commit", "offload parameters", "wake kv_cache"]
+    assert residency.resident == "generation"
+
+
+def test_a_policy_that_is_away_is_brought_in_before_anything_is_sent(events):
+    residency = Residency()
+    residency.join("policy", Tenant(lambda: events.append("leave"), lambda: events.append("enter")))
+    sync = make_sync(events, residency)
+    sync.transfer(sync.publish(), [Replica(events)])
+    assert events[:2] == ["enter", "offload optimizer"]
+
+
+def test_every_engine_rank_of_every_replica_is_a_receiver_of_its_own(events):
+    replicas = [Replica(events), Replica(events)]
+    sync = make_sync(events)
+    sync.transfer(sync.publish(), replicas)
+    assert [replica.first_ranks for replica in replicas] == [[1], [3]]
+
+
+@pytest.mark.parametrize(
+    ("loses", "said"),
+    [({"norm": ""}, "missing: norm"), ({"norm": "wrong"}, "corrupt: norm"), ({"extra": "c"}, "extra: extra")],
+)
+def test_what_arrives_broken_twice_is_refused_by_name_and_never_committed(events, loses, said):
+    sync = make_sync(events)
+    with pytest.raises(WeightSyncError, match=said):
+        sync.transfer(sync.publish(), [Replica(events, loses=loses)])
+    assert "commit" not in events
+
+
+def test_what_arrives_broken_once_is_sent_again(events):
+    sync = make_sync(events)
+    sync.transfer(sync.publish(), [Replica(events, loses={"norm": "wrong"}, broken_attempts=1)])
+    assert events.count("receive") == 2
+    assert events.count("commit") == 1
+
+
+def test_an_engine_that_computes_something_else_is_refused(events):
+    sync = make_sync(events)
+    with pytest.raises(WeightSyncError, match=r"weight version 1 differ from the policy's by 0.1"):
+        sync.transfer(sync.publish(), [Replica(events, score=-1.1)])
+    assert "resume" not in events
+
+
+def test_logprobs_that_are_no_numbers_are_refused(events):
+    sync = make_sync(events)
+    with pytest.raises(WeightSyncError, match="differ from the policy's by nan"):
+        sync.transfer(sync.publish(), [Replica(events, score=np.nan)])
+
+
+def test_restored_weights_are_published_under_the_version_they_had(events):
+    sync = make_sync(events)
+    sync.publish()
+    last = sync.publish()
+    resumed = make_sync(events)
+    resumed.restore(sync.state())
+    assert resumed.publish() == last
+
+
+def test_weights_that_the_policy_no_longer_has_are_not_sent(events):
+    sync = make_sync(events)
+    update = sync.publish()
+    sync._policy.revision += 1
+    with pytest.raises(WeightSyncError, match="version 1 cannot be sent any more"):
+        sync.transfer(update, [Replica(events)])
+    assert events == []
+    sync.transfer(sync.publish(), [Replica(events)])
+
+
+def test_an_earlier_version_is_not_sent_in_the_place_of_a_later_one(events):
+    sync = make_sync(events)
+    update = sync.publish()
+    sync.publish()
+    with pytest.raises(WeightSyncError, match="version 1 cannot be sent any more"):
+        sync.transfer(update, [Replica(events)])
+
+
+def test_when_a_receiver_fails_the_sender_is_interrupted_and_both_are_reported(events):
+    sync, replica = make_sync(events), Replica(events)
+    replica.failure = GeneratorError("the engine died: out of memory")
+    sync._policy.failure = WeightSyncError("lost receiver rank 1 during bucket 3")
+    with pytest.raises(GeneratorError, match=r"^the engine died: out of memory; besides: lost receiver rank 1"):
+        sync.transfer(sync.publish(), [replica])
+    (interruption,) = [event for event in events if event.startswith("interrupt")]
+    assert "the engine died: out of memory" in interruption
+    assert "commit" not in events
+
+
+def test_a_transfer_that_stalls_leaves_the_stacks_of_the_sender(events):
+    sync, replica = make_sync(events), Replica(events)
+    replica.failure = WorkerStalled("no answer within 1200 s", replica.origin("weight sync (receive)"))
+    with pytest.raises(WorkerStalled, match=r"rollout worker rank 0 .*no answer"):
+        sync.transfer(sync.publish(), [replica])
+    assert "stacks" in events
+
+
+ORIGIN = Origin("policy", 1, "here", "weight sync (send)")
+
+
+def test_a_death_is_the_cause_whoever_noticed_it_first():
+    noticed, died = WeightSyncError("lost receiver rank 2"), WorkerDied("the process ended: killed", ORIGIN)
+    error = joined([noticed, died])
+    assert type(error) is WorkerDied
+    assert error.origin == ORIGIN
+    assert str(error).endswith("the process ended: killed; besides: lost receiver rank 2")
+
+
+def test_a_failure_is_named_before_those_that_repeat_it():
+    repeated = RLError("rank 0 failed: WeightSyncError: missing norm")
+    error = joined([repeated, WeightSyncError("missing norm", ("norm",))])
+    assert type(error) is WeightSyncError
+    assert (str(error), error.tensors) == ("missing norm", ("norm",))
+    first, second = WorkerError("KeyError", "norm", "its traceback", ORIGIN), WeightSyncError("lost the sender")
+    error = joined([first, second])
+    assert (type(error), error.traceback) == (WorkerError, "its traceback")
+    assert str(error).endswith("KeyError: norm; besides: lost the sender")
+
+
+def test_the_canarys_tolerance_is_that_of_the_precision_unless_it_is_set():
+    assert Canary.of(10, precision="float32").tolerance == 1e-3
+    assert Canary.of(10, precision="bfloat16").tolerance == 0.1
+    assert Canary.of(10, precision="bfloat16", tolerance=0.3).tolerance == 0.3
