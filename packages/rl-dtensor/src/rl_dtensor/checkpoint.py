@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from rl_core.model import SavedFile
-from rl_core.torch.teamwork import lead
+from rl_core.torch.collective_errors import on_rank0
 from rl_core.torch.training.background_save import BackgroundSave
 from rl_core.torch.training.checkpoint_files import SHARDS, read_tensors, write_checkpoint
 from rl_dtensor.model import ShardedModel
@@ -55,7 +55,7 @@ class Checkpoint:
             RLError: if a rank's files cannot be written, also those of an earlier save.
         """
         self.finish_save()
-        lead(self._mesh.control, lambda: (path / SHARDS).mkdir(parents=True, exist_ok=True))
+        on_rank0(self._mesh.control, lambda: (path / SHARDS).mkdir(parents=True, exist_ok=True))
         tensors = self._model_state() | self._optimizer_state()
         if not wait:
             tensors = _host_copies(tensors)

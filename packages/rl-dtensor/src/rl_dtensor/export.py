@@ -9,8 +9,8 @@ from pathlib import Path
 from torch import Tensor
 
 from rl_core.model_config import TokenizerConfig
+from rl_core.torch.collective_errors import on_all_ranks, on_rank0
 from rl_core.torch.files.model_files import copy_side_files
-from rl_core.torch.teamwork import lead, together
 from rl_core.torch.training.export import ExportPlan
 from rl_dtensor.model import ShardedModel
 from rl_dtensor.parallel.mesh import Mesh
@@ -38,8 +38,8 @@ def export_model(
         dtype: of floating weights on disk.
     """
     plan = ExportPlan.of(path, model.weights.specs(dtype))
-    lead(mesh.control, lambda: _write_settings(model, path, dtype=dtype))
-    lead(mesh.control, lambda: copy_side_files(path, source=source, tokenizer=tokenizer, settings=settings))
+    on_rank0(mesh.control, lambda: _write_settings(model, path, dtype=dtype))
+    on_rank0(mesh.control, lambda: copy_side_files(path, source=source, tokenizer=tokenizer, settings=settings))
     with ThreadPoolExecutor(1) as writer:
         writes: list[Future[None]] = []
         files = enumerate(plan.files)
@@ -57,8 +57,8 @@ def export_model(
                     writes.append(writer.submit(plan.write, index, gathered))
                 gathered, count = {}, 0
                 index, bucket = next(files, (index, bucket))
-        together(mesh.control, lambda: _finish(writes))
-    lead(mesh.control, plan.write_index)
+        on_all_ranks(mesh.control, lambda: _finish(writes))
+    on_rank0(mesh.control, plan.write_index)
 
 
 def _finish(writes: Sequence[Future[None]]) -> None:

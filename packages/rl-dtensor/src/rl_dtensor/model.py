@@ -26,13 +26,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from rl_core.batch import TOKENS
 from rl_core.model import LOGPROBS, ModelSpec, Read, Role
 from rl_core.model_config import ModelConfig
+from rl_core.torch.collective_errors import on_all_ranks
 from rl_core.torch.files.model_files import WeightFiles
 from rl_core.torch.heads.logprobs import Head, LogitTransform
 from rl_core.torch.heads.reads import score_reads, value_reads
 from rl_core.torch.heads.split_reads import join_tokens, split_language_reads
 from rl_core.torch.heads.vocab_parallel import VocabShard
 from rl_core.torch.loss import Rows
-from rl_core.torch.teamwork import together
 from rl_core.torch.training.flops import ModelShape
 from rl_dtensor.attention import ROWS, attention_for, body_of, takes_rows
 from rl_dtensor.compilation import compile_layers
@@ -330,8 +330,8 @@ def build_model(
     model = builder.build()
     _load(model, WeightFiles.of(folder), role=spec.role, seed=spec.seed)
     if spec.role not in HEADLESS_ROLES:
-        together(mesh.control, lambda: _check_logits(model, mesh))
-        together(mesh.control, lambda: _check_packing(model, mesh))
+        on_all_ranks(mesh.control, lambda: _check_logits(model, mesh))
+        on_all_ranks(mesh.control, lambda: _check_packing(model, mesh))
     return model
 
 

@@ -85,7 +85,7 @@ def test_nodes_that_share_the_drivers_folders_and_environment_are_used_as_they_a
     nodes.prepare(on(*pair))
     found = [nodes[node.node_id] for node in pair]
     assert [node.address for node in found] == [node.node_ip_address for node in pair]
-    assert [dict(node.pythons) for node in found] == [{"env.math": sys.executable}] * 2
+    assert [dict(node.interpreters) for node in found] == [{"env.math": sys.executable}] * 2
     assert all(node.facts.cores >= 1 for node in found)
     assert [node.facts.interface for node in found] == ["lo", "lo"]
     assert [dict(node.facts.variables) for node in found] == [{}, {"GLOO_SOCKET_IFNAME": "eth7"}]
@@ -134,10 +134,10 @@ def test_nodes_without_the_drivers_environment_build_it_for_themselves(machines,
         caplog.clear()
         nodes = nodes_of(envs, folder=tmp_path)
         nodes.prepare(on(*pair))
-        pythons = [nodes[node.node_id].pythons["env.math"] for node in pair]
+        interpreters = [nodes[node.node_id].interpreters["env.math"] for node in pair]
         assert [
             Path(python).is_relative_to(machines.home_of(node) / "envs")
-            for python, node in zip(pythons, pair, strict=True)
+            for python, node in zip(interpreters, pair, strict=True)
         ] == [True, True]
         for node in pair:
             assert (
@@ -146,7 +146,7 @@ def test_nodes_without_the_drivers_environment_build_it_for_themselves(machines,
             )
             assert f"node {node.node_ip_address}: environment rl-envs: {how}" in caplog.text
     seen = subprocess.run(
-        [pythons[1], "-I", "-c", "import rl_envs; print(rl_envs.__file__)"], capture_output=True, text=True
+        [interpreters[1], "-I", "-c", "import rl_envs; print(rl_envs.__file__)"], capture_output=True, text=True
     )
     assert Path(seen.stdout.strip()).is_relative_to(machines.home_of(pair[1]))
 

@@ -9,16 +9,16 @@ from pathlib import Path
 from rl_core.devices import CPU
 from rl_launch.doctor.machine import Gpu, GpuDriver, Space, Tool
 from rl_launch.doctor.needs import Needs
-from rl_launch.worker_envs import Outlook
-from rl_launch.worker_envs.outlook import TorchBuild
+from rl_launch.worker_envs import Availability
+from rl_launch.worker_envs.availability import TorchBuild
 from rl_launch.worker_envs.spec import Wanted, WorkerEnvSpec
 
 GIB = 2**30
 TRAINER = WorkerEnvSpec((Wanted("trainer", ("worker",)),), ())
 ENGINE = WorkerEnvSpec((Wanted("engine", ("cpu",)),), ())
-HERE = Outlook("driver", {"torch": "2.13.0"}, TorchBuild("2.13.0", "13.0"))
-TO_BUILD = Outlook("to build", {"torch": "2.13.0"}, TorchBuild("2.13.0"))
-NO_UV = Outlook("unavailable", problem="uv is not installed on this node: pip install uv")
+HERE = Availability("driver", {"torch": "2.13.0"}, TorchBuild("2.13.0", "13.0"))
+TO_BUILD = Availability("to build", {"torch": "2.13.0"}, TorchBuild("2.13.0"))
+NO_UV = Availability("unavailable", problem="uv is not installed on this node: pip install uv")
 H200 = Gpu("NVIDIA H200", 140 * GIB, 0)
 
 
@@ -59,7 +59,7 @@ class FakeMachine:
     uv: Tool | None = UV
     num_gpus: int = 0
     gpu_driver: GpuDriver | None = None
-    environments: Mapping[WorkerEnvSpec, Outlook] = field(default_factory=lambda: {TRAINER: HERE, ENGINE: HERE})
+    environments: Mapping[WorkerEnvSpec, Availability] = field(default_factory=lambda: {TRAINER: HERE, ENGINE: HERE})
     shared_memory: Space | None = ROOMY
     disks: Mapping[str, Space] = field(default_factory=dict)
     home: Path = Path("/home/me/.cache/rl")
@@ -75,7 +75,7 @@ class FakeMachine:
     def answers(self, address):
         return address in self.listening
 
-    def outlooks(self, specs, mode):
+    def availability(self, specs, mode):
         return {spec: self.environments[spec] for spec in specs}
 
     def space(self, folder):

@@ -8,8 +8,8 @@ from machines import ENGINE, H200, HERE, NO_UV, TO_BUILD, TRAINER, FakeMachine, 
 from rl_core.devices import CUDA
 from rl_launch.doctor import CHECKS, Check, examine
 from rl_launch.doctor.machine import GpuDriver
-from rl_launch.worker_envs import Outlook
-from rl_launch.worker_envs.outlook import TorchBuild
+from rl_launch.worker_envs import Availability
+from rl_launch.worker_envs.availability import TorchBuild
 
 ON_GPUS = {"device": CUDA, "ranks_per_node": 2}
 DRIVEN = FakeMachine(num_gpus=2, gpu_driver=GpuDriver("580.65", "13.0", (H200, H200)))
@@ -92,7 +92,7 @@ def test_building_environments_needs_more_disk_and_a_cache():
 
 
 def test_a_shared_environment_that_lacks_something_is_to_be_completed():
-    lacking = Outlook("unavailable", problem="engine needs vllm, which is not installed")
+    lacking = Availability("unavailable", problem="engine needs vllm, which is not installed")
     machine = FakeMachine(environments={TRAINER: HERE, ENGINE: lacking})
     assert "cluster.worker_envs=auto" in finding("packages of generation", machine, worker_envs="shared").remedy
 
@@ -146,7 +146,7 @@ def test_gpus_in_use_are_a_warning():
 
 
 def test_torch_must_fit_the_device_and_its_driver():
-    without = Outlook("driver", torch=TorchBuild("2.13.0+cpu", ""))
+    without = Availability("driver", torch=TorchBuild("2.13.0+cpu", ""))
     machine = FakeMachine(num_gpus=2, gpu_driver=DRIVEN.gpu_driver, environments={TRAINER: without, ENGINE: HERE})
     assert finding("torch of policy", machine, **ON_GPUS).status == "missing"
     assert finding("torch of generation", machine, **ON_GPUS).status == "ok"

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler
 
 from rl_core.model import SavedFile
-from rl_core.torch.teamwork import lead
+from rl_core.torch.collective_errors import on_rank0
 from rl_core.torch.training.background_save import BackgroundSave
 from rl_core.torch.training.checkpoint_files import SHARDS, write_checkpoint
 from rl_megatron.extra_state import extra_state, restore_extra_state
@@ -63,7 +63,7 @@ class Checkpoint:
             RLError: if a rank cannot write, also what an earlier save put off.
         """
         self.finish_save()
-        lead(self._mesh.control, lambda: (path / SHARDS).mkdir(parents=True, exist_ok=True))
+        on_rank0(self._mesh.control, lambda: (path / SHARDS).mkdir(parents=True, exist_ok=True))
         tensors: dict[str, Any] = dict(self._state.tensors(copies=not wait))
         files = {f"rng_{self._mesh.rank}.pt": _as_bytes({**random_state(), LAYERS: extra_state(self._model)})}
         trainer = self._trainer(self._state.scalars())

@@ -14,8 +14,8 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from rl_core.model_config import TokenizerConfig
+from rl_core.torch.collective_errors import on_rank0
 from rl_core.torch.files.model_files import copy_side_files
-from rl_core.torch.teamwork import lead
 from rl_core.torch.training.export import ExportPlan
 from rl_megatron.model import ReadingModel
 from rl_megatron.parallel.mesh import Mesh
@@ -44,8 +44,8 @@ def export_model(
         dtype: of floating weights on disk.
     """
     plan = ExportPlan.of(path, weights.specs(dtype))
-    lead(mesh.control, lambda: _write_settings(model, path, dtype=dtype))
-    lead(mesh.control, lambda: copy_side_files(path, source=source, tokenizer=tokenizer, settings=settings))
+    on_rank0(mesh.control, lambda: _write_settings(model, path, dtype=dtype))
+    on_rank0(mesh.control, lambda: copy_side_files(path, source=source, tokenizer=tokenizer, settings=settings))
     stream = chain.from_iterable(weights.stream(dtype))
     for index, bucket in enumerate(plan.files):
         gathered: dict[str, Tensor] = {}
@@ -53,8 +53,8 @@ def export_model(
             name, tensor = next(stream)
             if tensor is not None:
                 gathered[name] = tensor.cpu().contiguous()
-        lead(mesh.control, partial(plan.write, index, gathered))
-    lead(mesh.control, plan.write_index)
+        on_rank0(mesh.control, partial(plan.write, index, gathered))
+    on_rank0(mesh.control, plan.write_index)
 
 
 def _write_settings(model: ReadingModel, path: Path, *, dtype: str) -> None:

@@ -5,8 +5,8 @@ import torch
 
 from rl_core.devices import CPU
 from rl_core.torch.residency import host_slabs
+from rl_core.torch.residency.host_offload import HostOffload
 from rl_core.torch.residency.host_slabs import SMALLEST_BYTES, HostSlabs, bytes_of, slab_sizes
-from rl_core.torch.residency.parked import Parked
 from rl_core.torch.training.reference import Reference
 
 
@@ -40,14 +40,14 @@ def test_what_was_written_is_read_across_slabs(small_slabs):
         assert torch.equal(found, tensor)
 
 
-def test_parts_that_are_parked_share_their_allocations(monkeypatch):
+def test_parts_that_are_offloaded_share_their_allocations(monkeypatch):
     made = []
     monkeypatch.setattr(host_slabs, "slab_sizes", lambda num_bytes: made.append(num_bytes) or slab_sizes(num_bytes))
     tensors = [torch.randn(100) for _ in range(50)]
     copies = [tensor.clone() for tensor in tensors]
-    parked = Parked(tensors, CPU)
+    offloaded = HostOffload(tensors, CPU)
     assert made == [50 * 400]
-    parked.restore()
+    offloaded.restore()
     assert all(torch.equal(*pair) for pair in zip(tensors, copies, strict=True))
 
 

@@ -52,12 +52,12 @@ class PreparedNode:
     Args:
         address: as others reach it.
         facts: of its machine.
-        pythons: interpreter by role, on this node.
+        interpreters: interpreter by role, on this node.
     """
 
     address: str
     facts: NodeFacts
-    pythons: Mapping[str, str]
+    interpreters: Mapping[str, str]
 
     @property
     def network_variables(self) -> Mapping[str, str]:
@@ -117,14 +117,14 @@ class Nodes:
         self._addresses |= {node: addresses[node] for node in wanted}
         if self._home in wanted and self._home not in self._prepared:
             address = addresses[self._home]
-            self._prepared[self._home] = PreparedNode(address, facts_of_this_node(address), self._envs.pythons)
+            self._prepared[self._home] = PreparedNode(address, facts_of_this_node(address), self._envs.interpreters)
         others = {node: addresses[node] for node in wanted if node != self._home}
         unseen = {node: address for node, address in others.items() if node not in self._prepared}
         if unseen:
             self._check_folders(unseen)
             facts = self._on_each(unseen, "what the node is", facts_of_this_node, lambda node: (unseen[node],))
             self._prepared |= {node: PreparedNode(unseen[node], facts[node], {}) for node in unseen}
-        lacking = {node: wanted[node] - set(self._prepared[node].pythons) for node in others}
+        lacking = {node: wanted[node] - set(self._prepared[node].interpreters) for node in others}
         self._provide({node: found for node, found in lacking.items() if found})
 
     def lost(self) -> list[str]:
@@ -201,21 +201,21 @@ class Nodes:
         addresses = {node: self._prepared[node].address for node in roles}
         home = homes(self._envs.specs.values())
         specs = {node: list({home[self._envs.specs[role]]: None for role in found}) for node, found in roles.items()}
-        pythons = {(node, spec): self._python_of(spec) for node, found in specs.items() for spec in found}
+        interpreters = {(node, spec): self._python_of(spec) for node, found in specs.items() for spec in found}
         unlike = self._unlike_the_drivers(specs, addresses)
         if unlike and self._envs.mode == "shared":
             raise WorkerEnvironmentError(self._unshared(unlike, addresses))
         if unlike:
-            pythons |= self._build(unlike, addresses)
+            interpreters |= self._build(unlike, addresses)
         for node, found in roles.items():
             before = self._prepared[node]
-            own = {role: pythons[node, home[self._envs.specs[role]]] for role in found}
-            self._prepared[node] = PreparedNode(before.address, before.facts, {**before.pythons, **own})
+            own = {role: interpreters[node, home[self._envs.specs[role]]] for role in found}
+            self._prepared[node] = PreparedNode(before.address, before.facts, {**before.interpreters, **own})
 
     def _python_of(self, spec: WorkerEnvSpec) -> str:
         """The driver's interpreter of an environment."""
         role = next(role for role, other in self._envs.specs.items() if other == spec)
-        return self._envs.pythons[role]
+        return self._envs.interpreters[role]
 
     def _unlike_the_drivers(
         self, specs: Mapping[str, Sequence[WorkerEnvSpec]], addresses: Mapping[str, str]

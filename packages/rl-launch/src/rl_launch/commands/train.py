@@ -86,7 +86,7 @@ def _run(config: Any, loaded: Any, session: RunSession, restoration: Restoration
     check_placement(config.cluster, backends, device)
     envs = provision_workers(config, backends, needs, device)
     check_engines(config, backends, envs)
-    prove_family(config, backends.policy.plugin, envs.pythons[POLICY])
+    prove_family(config, backends.policy.plugin, envs.interpreters[POLICY])
     # the run directory is taken when nothing is left to refuse, so that another config may have it after a refusal
     with (
         session,

@@ -9,7 +9,7 @@ from packaging.specifiers import SpecifierSet
 from rl_launch.doctor.findings import Check, Finding
 from rl_launch.doctor.machine import GpuDriver, Machine, Space
 from rl_launch.doctor.needs import Needs
-from rl_launch.worker_envs import Outlook
+from rl_launch.worker_envs import Availability
 
 GIB = 2**30
 NUM_PORTS = 32
@@ -99,31 +99,31 @@ def uv(machine: Machine, needs: Needs) -> Iterator[Finding]:
     if tool is not None:
         yield Finding("uv", "ok", f"{tool.version} ({tool.path})")
         return
-    found = machine.outlooks(needs.workers.values(), needs.worker_envs).values()
-    is_needed = any(outlook.origin == "unavailable" for outlook in found)
+    found = machine.availability(needs.workers.values(), needs.worker_envs).values()
+    is_needed = any(offer.origin == "unavailable" for offer in found)
     text = "not there" if is_needed else "not there; no environment of this recipe is still to be built"
     yield Finding("uv", "missing" if is_needed else "warning", text, "Install it: pip install uv.")
 
 
 def environments(machine: Machine, needs: Needs) -> Iterator[Finding]:
     """Where each worker's packages come from, and which builds of the engines they are."""
-    found = machine.outlooks(needs.workers.values(), needs.worker_envs)
+    found = machine.availability(needs.workers.values(), needs.worker_envs)
     for role, spec in needs.workers.items():
-        outlook, engine = found[spec], str(spec.wanted[0])
-        if outlook.origin == "unavailable":
-            yield Finding(f"packages of {role}", "missing", f"{engine}: {outlook.problem}", _obtain(needs, engine))
+        offer, engine = found[spec], str(spec.wanted[0])
+        if offer.origin == "unavailable":
+            yield Finding(f"packages of {role}", "missing", f"{engine}: {offer.problem}", _obtain(needs, engine))
         else:
-            yield Finding(f"packages of {role}", "ok", f"{engine}: {_described(outlook)}")
+            yield Finding(f"packages of {role}", "ok", f"{engine}: {_described(offer)}")
 
 
-def _described(outlook: Outlook) -> str:
+def _described(offer: Availability) -> str:
     origins = {
         "driver": "in the driver's environment",
         "built": "built",
         "to build": "is built on first use, from uv's cache or package indexes",
     }
-    packages = ", ".join(f"{name} {version}" for name, version in outlook.packages.items())
-    return f"{origins[outlook.origin]} ({packages})" if packages else origins[outlook.origin]
+    packages = ", ".join(f"{name} {version}" for name, version in offer.packages.items())
+    return f"{origins[offer.origin]} ({packages})" if packages else origins[offer.origin]
 
 
 def _obtain(needs: Needs, engine: str) -> str:
@@ -136,7 +136,7 @@ def _obtain(needs: Needs, engine: str) -> str:
 def torch(machine: Machine, needs: Needs) -> Iterator[Finding]:
     """The builds of torch that train and generate, against the device and its driver."""
     specs = {role: spec for role, spec in needs.workers.items() if role in _ENGINES}
-    found = machine.outlooks(needs.workers.values(), needs.worker_envs)
+    found = machine.availability(needs.workers.values(), needs.worker_envs)
     driver = machine.gpu_driver if needs.device.runs_on_gpus else None
     for role, spec in specs.items():
         build = found[spec].torch
@@ -219,8 +219,8 @@ def ports(machine: Machine, needs: Needs) -> Iterator[Finding]:
 
 def disk(machine: Machine, needs: Needs) -> Iterator[Finding]:
     """Room for environments, packages, runs and Ray's own files."""
-    found = machine.outlooks(needs.workers.values(), needs.worker_envs).values()
-    builds = any(outlook.origin == "to build" for outlook in found)
+    found = machine.availability(needs.workers.values(), needs.worker_envs).values()
+    builds = any(offer.origin == "to build" for offer in found)
     home, cache = machine.home, machine.uv_cache
     least, ample = (8.0, 20.0) if builds else (0.25, 2.0)
     remedy = "Free some, or set RL_HOME to a folder with space that you may write to."

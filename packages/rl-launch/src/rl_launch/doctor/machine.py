@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from rl_launch.worker_envs import Mode, Outlook, WorkerEnvSpec
+from rl_launch.worker_envs import Availability, Mode, WorkerEnvSpec
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Machine(Protocol):
     def gpu_driver(self) -> GpuDriver | None:
         """None where there is no driver to ask."""
 
-    def outlooks(self, specs: Iterable[WorkerEnvSpec], mode: Mode) -> Mapping[WorkerEnvSpec, Outlook]:
+    def availability(self, specs: Iterable[WorkerEnvSpec], mode: Mode) -> Mapping[WorkerEnvSpec, Availability]:
         """Where each environment would come from."""
 
     @property

@@ -21,7 +21,7 @@ from rl_launch.cluster.device import local_gpus
 from rl_launch.cluster.ray_address import is_answered
 from rl_launch.doctor.gpus import ask_driver
 from rl_launch.doctor.machine import GpuDriver, Space, Tool
-from rl_launch.worker_envs import Mode, Outlook, Wanted, WorkerEnvSpec, default_root, missing, outlooks
+from rl_launch.worker_envs import Availability, Mode, Wanted, WorkerEnvSpec, availability_of, default_root, missing
 from rl_launch.worker_envs.node_build import EnvBuildError, clean_environment, find_uv
 
 _TIMEOUT_S = 5.0
@@ -32,7 +32,7 @@ class ThisMachine:
     """A `Machine`; each thing is looked at when it is asked for."""
 
     def __init__(self) -> None:
-        self._outlooks: dict[tuple[tuple[WorkerEnvSpec, ...], Mode], Mapping[WorkerEnvSpec, Outlook]] = {}
+        self._availability: dict[tuple[tuple[WorkerEnvSpec, ...], Mode], Mapping[WorkerEnvSpec, Availability]] = {}
 
     @property
     def python(self) -> str:
@@ -84,11 +84,11 @@ class ThisMachine:
     def gpu_driver(self) -> GpuDriver | None:
         return ask_driver()
 
-    def outlooks(self, specs: Iterable[WorkerEnvSpec], mode: Mode) -> Mapping[WorkerEnvSpec, Outlook]:
+    def availability(self, specs: Iterable[WorkerEnvSpec], mode: Mode) -> Mapping[WorkerEnvSpec, Availability]:
         asked = (tuple(specs), mode)
-        if asked not in self._outlooks:
-            self._outlooks[asked] = outlooks(*asked)
-        return self._outlooks[asked]
+        if asked not in self._availability:
+            self._availability[asked] = availability_of(*asked)
+        return self._availability[asked]
 
     @property
     def shared_memory(self) -> Space | None:

@@ -70,9 +70,9 @@ def check_engines(config: Any, backends: Backends, envs: DriverEnvs) -> None:
     Raises:
         ConfigError: listing every problem.
     """
-    chosen = [(envs.pythons.get(POLICY, ""), backends.policy.plugin)]
+    chosen = [(envs.interpreters.get(POLICY, ""), backends.policy.plugin)]
     if backends.generation is not None:
-        chosen.append((envs.pythons.get(GENERATION, ""), backends.generation.plugin))
+        chosen.append((envs.interpreters.get(GENERATION, ""), backends.generation.plugin))
     checks = [(python, found.preflight) for python, found in chosen if python and found.preflight]
     with ThreadPoolExecutor(max_workers=2) as threads:
         found = list(threads.map(lambda check: engine_problems(check[0], check[1], config), checks))
@@ -347,7 +347,7 @@ class Runtime:
     def _process(self, role: str, node: str, *, num_gpus: float, ranks: int) -> WorkerProcess:
         """A process on a prepared node, where as many ranks share the cores."""
         found = self._nodes[node]
-        python = found.pythons[role]
+        python = found.interpreters[role]
         variables = {
             **worker_variables(python),
             **(self._cluster.network_variables or found.network_variables),

@@ -1,9 +1,9 @@
 """Worker environments: what each worker needs installed, and an interpreter that has it."""
 
+from rl_launch.worker_envs.availability import Availability, availability_of
 from rl_launch.worker_envs.driver import missing
 from rl_launch.worker_envs.engine_checks import engine_problems
 from rl_launch.worker_envs.node_build import BuiltEnv, EnvPlan, build, default_root
-from rl_launch.worker_envs.outlook import Outlook, outlooks
 from rl_launch.worker_envs.plan import local_plan, portable_plan
 from rl_launch.worker_envs.provision import Mode, homes, provision
 from rl_launch.worker_envs.spec import ROLLOUT_WORKER, TRAINER, Wanted, WorkerEnvSpec, worker_env
@@ -12,12 +12,13 @@ from rl_launch.worker_envs.variables import chosen_variables, worker_variables
 __all__ = [
     "ROLLOUT_WORKER",
     "TRAINER",
+    "Availability",
     "BuiltEnv",
     "EnvPlan",
     "Mode",
-    "Outlook",
     "Wanted",
     "WorkerEnvSpec",
+    "availability_of",
     "build",
     "chosen_variables",
     "default_root",
@@ -25,7 +26,6 @@ __all__ = [
     "homes",
     "local_plan",
     "missing",
-    "outlooks",
     "portable_plan",
     "provision",
     "worker_env",

@@ -16,12 +16,12 @@ class DriverEnvs:
     Args:
         mode: `cluster.worker_envs`.
         specs: by role: `policy`, `generation`, `env.<name>`.
-        pythons: interpreter by role.
+        interpreters: interpreter by role.
     """
 
     mode: Mode
     specs: Mapping[str, WorkerEnvSpec]
-    pythons: Mapping[str, str]
+    interpreters: Mapping[str, str]
 
     @classmethod
     def provided(cls, specs: Mapping[str, WorkerEnvSpec], mode: Mode) -> DriverEnvs:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from rl_core.devices import Device
 from rl_core.model import Part
-from rl_core.torch.residency.parked import Parked
+from rl_core.torch.residency.host_offload import HostOffload
 
 
 class Residency(ABC):
@@ -21,7 +21,7 @@ class Residency(ABC):
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._away: dict[Part, list[Parked]] = {}
+        self._away: dict[Part, list[HostOffload]] = {}
 
     @abstractmethod
     def kept(self, part: Part) -> Iterable[Tensor]:
@@ -36,16 +36,16 @@ class Residency(ABC):
         for part in parts:
             if part not in self._away:
                 self._away[part] = [
-                    Parked(self._held(self.kept(part)), self._device),
-                    Parked(self._held(self.lost(part)), self._device, keeps=False),
+                    HostOffload(self._held(self.kept(part)), self._device),
+                    HostOffload(self._held(self.lost(part)), self._device, keeps=False),
                 ]
         self._device.release_memory()
 
     def onload(self, parts: Sequence[Part]) -> None:
         """Bring these parts back, bit for bit."""
         for part in parts:
-            for parked in self._away.pop(part, []):
-                parked.restore()
+            for offloaded in self._away.pop(part, []):
+                offloaded.restore()
 
     def require(self, *parts: Part) -> None:
         """Raise a `RuntimeError` naming the parts that are needed and away."""

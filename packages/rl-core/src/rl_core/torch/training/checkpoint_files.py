@@ -22,7 +22,7 @@ from torch.futures import Future
 
 from rl_core.errors import CheckpointDamaged
 from rl_core.model import SavedFile
-from rl_core.torch.teamwork import together
+from rl_core.torch.collective_errors import on_all_ranks
 from rl_core.torch.training.background_save import plain_errors
 
 SHARDS = "shards"
@@ -58,7 +58,7 @@ def write_checkpoint(
     small: list[SavedFile] = []
     with plain_errors(path, "written"):
         dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group)
-        together(group, lambda: small.extend(_write_file(path, name, files[name], rank) for name in files))
+        on_all_ranks(group, lambda: small.extend(_write_file(path, name, files[name], rank) for name in files))
     shards = (SavedFile(f"{SHARDS}/{name}", size, digest, rank) for name, (size, digest) in writer.written.items())
     return (*shards, *small)
 

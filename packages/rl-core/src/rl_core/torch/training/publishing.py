@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from rl_core.torch.teamwork import together
+from rl_core.torch.collective_errors import on_all_ranks
 from rl_core.torch.training.worker import RankMesh
 from rl_core.torch.transport import open_sender
 from rl_core.torch.transport.sender import Sender
@@ -63,17 +63,17 @@ def send_weights(
             for sender in senders:
                 digests.update(sender.finish())
 
-        together(mesh.control, meet)
+        on_all_ranks(mesh.control, meet)
         gathered: list[tuple[str, Tensor | None]] = []
         size = 0
         for tensors in stream:
             size += sum(sizes.get(name, 0) for name, _ in tensors)
             gathered += tensors if sends else []
             if size >= transport.bucket_bytes:
-                together(mesh.control, partial(_put, senders, gathered))
+                on_all_ranks(mesh.control, partial(_put, senders, gathered))
                 gathered, size = [], 0
-        together(mesh.control, partial(_put, senders, gathered))
-        together(mesh.control, finish)
+        on_all_ranks(mesh.control, partial(_put, senders, gathered))
+        on_all_ranks(mesh.control, finish)
     return digests
 
 

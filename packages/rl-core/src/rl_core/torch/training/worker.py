@@ -16,10 +16,10 @@ from rl_core.devices import Device
 from rl_core.mesh import Coordinates
 from rl_core.model import Loss, ModelSpec, Part, Read, SavedFile
 from rl_core.model_config import ModelConfig
+from rl_core.torch.collective_errors import on_rank0
 from rl_core.torch.files.model_files import model_folder
 from rl_core.torch.heads.reads import check_reads
 from rl_core.torch.residency.module_residency import Residency
-from rl_core.torch.teamwork import lead
 from rl_core.torch.training.checkpoint_files import exported_files, verify_files
 from rl_core.torch.training.reference import Reference
 from rl_core.torch.transport import interrupt
@@ -178,5 +178,5 @@ class RankWorker(ABC):
     def _fetch(self, name: str) -> Path:
         """A folder or hub name as a folder; one rank downloads, the others find it in the cache."""
         folders: list[Path] = []
-        lead(self._mesh.control, lambda: folders.append(model_folder(name)))
+        on_rank0(self._mesh.control, lambda: folders.append(model_folder(name)))
         return folders[0] if folders else model_folder(name)

@@ -1,10 +1,10 @@
-"""Ranks that work together, and what the others hear where one fails."""
+"""A failure on one rank reaches the others."""
 
 import logging
 from pathlib import Path
 
 import pytest
-from team_cases import FILE, wait, work, write
+from collective_error_cases import FILE, wait, work, write
 
 from rl_core.errors import RLError
 from rl_core.testing.rank_pool import RankPool
@@ -22,11 +22,15 @@ def pool():
 @pytest.mark.parametrize(
     ("run", "failing", "expected"),
     [
-        ("lead", None, [(["worked"], ""), ([], "")]),
-        ("lead", 0, [([], f"FileNotFoundError: {LOST}"), ([], f"RLError: rank 0 failed: FileNotFoundError: {LOST}")]),
-        ("together", None, [(["worked"], ""), (["worked"], "")]),
+        ("on_rank0", None, [(["worked"], ""), ([], "")]),
         (
-            "together",
+            "on_rank0",
+            0,
+            [([], f"FileNotFoundError: {LOST}"), ([], f"RLError: rank 0 failed: FileNotFoundError: {LOST}")],
+        ),
+        ("on_all_ranks", None, [(["worked"], ""), (["worked"], "")]),
+        (
+            "on_all_ranks",
             1,
             [(["worked"], f"RLError: rank 1 failed: FileNotFoundError: {LOST}"), ([], f"FileNotFoundError: {LOST}")],
         ),

@@ -1,4 +1,4 @@
-"""Tensors that leave the device to others for a while."""
+"""Tensors whose storage is moved to host memory while others use the device."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from rl_core.devices import Device
 from rl_core.torch.residency.host_slabs import HostSlabs
 
 
-class Parked:
+class HostOffload:
     """Storages whose bytes lie in host memory while the tensors on them keep their identity.
 
     Emptying the storage rather than moving the tensors keeps every alias valid: buffers' views, the optimizer's keys.
 
     Args:
-        tensors: what to park; tensors on one storage are parked once.
+        tensors: tensors to offload; those on one storage are offloaded once.
         device: what they lie on.
-        keeps: whether the bytes come back; where not, zeros do.
+        keeps: whether the bytes come back; otherwise zeros do.
     """
 
     def __init__(self, tensors: Iterable[Tensor], device: Device, *, keeps: bool = True) -> None:
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
-        self._parked = [(storage, storage.nbytes()) for storage in storages.values() if storage.nbytes()]
+        self._offloaded = [(storage, storage.nbytes()) for storage in storages.values() if storage.nbytes()]
         self._host: HostSlabs | None = None
         if keeps:
-            num_bytes = sum(num_bytes for _, num_bytes in self._parked)
+            num_bytes = sum(num_bytes for _, num_bytes in self._offloaded)
             self._host = HostSlabs(num_bytes, is_pinned=device.pins_host_memory)
             for start, storage, _ in self._places():
                 self._host.write(start, _as_bytes(storage))
-        for storage, _ in self._parked:
+        for storage, _ in self._offloaded:
             storage.resize_(0)
 
     def restore(self) -> None:
@@ -42,12 +42,12 @@ class Parked:
                 _as_bytes(storage).zero_()
             else:
                 self._host.read(start, _as_bytes(storage))
-        self._parked, self._host = [], None
+        self._offloaded, self._host = [], None
 
     def _places(self) -> Iterator[tuple[int, torch.UntypedStorage, int]]:
         """Where each storage's bytes start on the host, the storage, and their number."""
         start = 0
-        for storage, num_bytes in self._parked:
+        for storage, num_bytes in self._offloaded:
             yield start, storage, num_bytes
             start += num_bytes
 

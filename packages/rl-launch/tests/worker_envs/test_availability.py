@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 
 from rl_core.plugins import Requirement
-from rl_launch.worker_envs import local_plan, outlooks, worker_env
-from rl_launch.worker_envs.outlook import TorchBuild
+from rl_launch.worker_envs import availability_of, local_plan, worker_env
+from rl_launch.worker_envs.availability import TorchBuild
 
 LIGHT = worker_env(Requirement("rl-envs", imports=("math_verify",)), "cpu")
 TRAINER = worker_env(Requirement("rl-dtensor", {"cpu": ("worker",)}, ("torch",)), "cpu")
 
 
-def outlook(spec, mode, root):
-    return outlooks([spec], mode, root=str(root))[spec]
+def found_for(spec, mode, root):
+    return availability_of([spec], mode, root=str(root))[spec]
 
 
 def as_if_built(spec, root, cuda):
@@ -30,13 +30,13 @@ def as_if_built(spec, root, cuda):
 
 
 def test_what_the_driver_has_is_its_own(tmp_path):
-    found = outlook(LIGHT, "auto", tmp_path)
+    found = found_for(LIGHT, "auto", tmp_path)
     assert found.origin == "driver"
     assert "math-verify" in found.packages
 
 
 def test_what_is_still_to_be_built_is_told_by_its_pins_and_stays_so(tmp_path):
-    found = outlook(TRAINER, "isolated", tmp_path)
+    found = found_for(TRAINER, "isolated", tmp_path)
     assert found.origin == "to build"
     assert found.packages["torch"] == found.torch.version
     assert found.torch == TorchBuild(found.packages["torch"], None)
@@ -46,7 +46,7 @@ def test_what_is_still_to_be_built_is_told_by_its_pins_and_stays_so(tmp_path):
 @pytest.mark.parametrize(("cuda", "told"), [("13.0", "13.0"), (None, "")])
 def test_what_is_built_is_read_from_its_own_files(tmp_path, cuda, told):
     as_if_built(TRAINER, tmp_path, cuda)
-    found = outlook(TRAINER, "isolated", tmp_path)
+    found = found_for(TRAINER, "isolated", tmp_path)
     assert found.origin == "built"
     assert found.packages == {"torch": "9.9"}
     assert found.torch == TorchBuild("9.9", told)
@@ -54,7 +54,7 @@ def test_what_is_built_is_read_from_its_own_files(tmp_path, cuda, told):
 
 def test_what_cannot_be_had_says_why(tmp_path):
     nowhere = worker_env(Requirement("no-such-engine"), "cpu")
-    shared, built = outlook(nowhere, "shared", tmp_path), outlook(nowhere, "auto", tmp_path)
+    shared, built = found_for(nowhere, "shared", tmp_path), found_for(nowhere, "auto", tmp_path)
     assert shared.origin == built.origin == "unavailable"
     assert shared.problem == "no-such-engine is not installed"
     assert "no-such-engine is not installed in the driver's environment" in built.problem
@@ -64,7 +64,7 @@ def test_without_uv_only_what_is_built_can_be_had(tmp_path, monkeypatch):
     as_if_built(TRAINER, tmp_path, None)
     monkeypatch.setitem(sys.modules, "uv", None)
     monkeypatch.setenv("PATH", "/nowhere")
-    found = outlooks([TRAINER, LIGHT], "isolated", root=str(tmp_path))
+    found = availability_of([TRAINER, LIGHT], "isolated", root=str(tmp_path))
     assert found[TRAINER].origin == "built"
     assert found[LIGHT].origin == "unavailable"
     assert "uv is not installed" in found[LIGHT].problem

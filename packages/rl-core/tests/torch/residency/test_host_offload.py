@@ -1,18 +1,18 @@
-"""What is parked frees its storage and comes back as it was, under every alias."""
+"""An offloaded tensor frees its storage and comes back as it was, under every alias."""
 
 import torch
 
 from rl_core.devices import CPU
-from rl_core.torch.residency.parked import Parked
+from rl_core.torch.residency.host_offload import HostOffload
 
 
 def test_values_come_back_under_every_alias():
     whole = torch.arange(12, dtype=torch.float32)
     rows, other = whole.view(3, 4)[1:], torch.ones(2, dtype=torch.bfloat16)
-    parked = Parked([rows, whole, other], CPU)
+    offloaded = HostOffload([rows, whole, other], CPU)
     assert whole.untyped_storage().nbytes() == 0
     assert other.untyped_storage().nbytes() == 0
-    parked.restore()
+    offloaded.restore()
     assert torch.equal(whole, torch.arange(12, dtype=torch.float32))
     assert torch.equal(rows, whole.view(3, 4)[1:])
     assert torch.equal(other, torch.ones(2, dtype=torch.bfloat16))
@@ -22,15 +22,15 @@ def test_values_come_back_under_every_alias():
 
 def test_what_is_not_kept_comes_back_as_zeros():
     buffer = torch.full((5,), 3.0)
-    parked = Parked([buffer], CPU, keeps=False)
+    offloaded = HostOffload([buffer], CPU, keeps=False)
     assert buffer.untyped_storage().nbytes() == 0
-    parked.restore()
+    offloaded.restore()
     assert torch.equal(buffer, torch.zeros(5))
 
 
-def test_nothing_is_parked_twice():
+def test_nothing_is_offloaded_twice():
     tensor = torch.ones(3)
-    first, second = Parked([tensor], CPU), Parked([tensor], CPU)
+    first, second = HostOffload([tensor], CPU), HostOffload([tensor], CPU)
     second.restore()
     assert tensor.untyped_storage().nbytes() == 0
     first.restore()

@@ -1,4 +1,4 @@
-"""Where workers' environments would come from, told without building one."""
+"""Availability of worker environments, found without building one."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class TorchBuild:
     """A build of torch.
 
     Args:
-        version: installed, or pinned where it is to be built.
-        cuda: CUDA version it was made for, empty for one without CUDA; None where it is not here to be asked.
+        version: installed, or pinned if it is to be built.
+        cuda: CUDA version it was built for, empty for a build without CUDA; None if it is not installed yet.
     """
 
     version: str
@@ -39,15 +39,15 @@ class TorchBuild:
 
 
 @dataclass(frozen=True)
-class Outlook:
-    """Where a worker's environment would come from.
+class Availability:
+    """Source of a worker's environment, and the versions it would have.
 
     Args:
-        origin: the driver's own, built before, to be built, or not to be had.
-        packages: what the worker's engine stands on, versions by name: those installed, or pinned where it is to be
-            built.
-        torch: that the worker would find; None where it finds none.
-        problem: why it is not to be had.
+        origin: the driver's own environment, one built earlier, one still to be built, or unavailable.
+        packages: what the worker's engine stands on, versions by name: installed, or pinned if it is to
+            be built.
+        torch: the build that the worker would import; None if it would not find one.
+        problem: why it is unavailable.
     """
 
     origin: Origin
@@ -56,40 +56,40 @@ class Outlook:
     problem: str = ""
 
 
-def outlooks(
+def availability_of(
     specs: Iterable[WorkerEnvSpec], mode: Mode = "auto", *, root: str | None = None
-) -> dict[WorkerEnvSpec, Outlook]:
-    """What `provision` with the same arguments would find or do for each spec."""
+) -> dict[WorkerEnvSpec, Availability]:
+    """Return what `provision` with the same arguments would find or build for each spec."""
     wanted = list(dict.fromkeys(specs))
     lacking = {spec: missing(spec) if mode != "isolated" else ["cluster.worker_envs is isolated"] for spec in wanted}
     found = {spec: _installed(spec, "driver", sys.path) for spec in wanted if not lacking[spec]}
     rest = [spec for spec in wanted if lacking[spec]]
     if mode == "shared":
-        return found | {spec: Outlook("unavailable", problem="; ".join(lacking[spec])) for spec in rest}
+        return found | {spec: Availability("unavailable", problem="; ".join(lacking[spec])) for spec in rest}
     home = homes(rest)
     apart = {spec: _apart(spec, root) for spec in dict.fromkeys(home.values())}
     return found | {spec: apart[home[spec]] for spec in rest}
 
 
-def _apart(spec: WorkerEnvSpec, root: str | None) -> Outlook:
+def _apart(spec: WorkerEnvSpec, root: str | None) -> Availability:
     try:
         plan = local_plan(spec)
         python = find_built(plan, root)
         if python is None:
             find_uv()
     except (WorkerEnvironmentError, EnvBuildError, OSError) as error:
-        return Outlook("unavailable", problem=str(error))
+        return Availability("unavailable", problem=str(error))
     if python is not None:
         return _installed(spec, "built", [str(Path(python).parents[1] / f"lib/python{plan.python}/site-packages")])
     pins = by_name(shipped_pins(spec.wanted) or "")
     packages = {name: _pinned(pins[name]) for name in _engine(spec) if name in pins}
-    return Outlook("to build", packages, TorchBuild(_pinned(pins["torch"])) if "torch" in pins else None)
+    return Availability("to build", packages, TorchBuild(_pinned(pins["torch"])) if "torch" in pins else None)
 
 
-def _installed(spec: WorkerEnvSpec, origin: Origin, path: list[str]) -> Outlook:
+def _installed(spec: WorkerEnvSpec, origin: Origin, path: list[str]) -> Availability:
     found = {name: _distribution(name, path) for name in _engine(spec)}
     packages = {name: each.version for name, each in found.items() if each is not None}
-    return Outlook(origin, packages, _torch(_distribution("torch", path)))
+    return Availability(origin, packages, _torch(_distribution("torch", path)))
 
 
 def _engine(spec: WorkerEnvSpec) -> list[str]:

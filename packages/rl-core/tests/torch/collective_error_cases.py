@@ -11,7 +11,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from rl_core.errors import RLError
 from rl_core.model import SavedFile
 from rl_core.testing.rank_pool import Rank
-from rl_core.torch.teamwork import lead, together
+from rl_core.torch.collective_errors import on_all_ranks, on_rank0
 from rl_core.torch.training.background_save import BackgroundSave
 
 FILE = SavedFile("weights", 8, None, 0)
@@ -28,7 +28,7 @@ def work(rank: Rank, run: str, failing: int | None) -> tuple[list[str], str]:
 
     with joined(rank) as group:
         try:
-            {"lead": lead, "together": together}[run](group, action)
+            {"on_rank0": on_rank0, "on_all_ranks": on_all_ranks}[run](group, action)
         except (RLError, FileNotFoundError) as error:
             return done, f"{type(error).__name__}: {error}"
     return done, ""
@@ -44,8 +44,8 @@ def wait(rank: Rank) -> list[str]:
 
     with joined(rank) as group:
         _set_pg_timeout(timedelta(milliseconds=100), group)
-        lead(group, action)
-        together(group, action if rank.rendezvous.rank == 0 else lambda: None)
+        on_rank0(group, action)
+        on_all_ranks(group, action if rank.rendezvous.rank == 0 else lambda: None)
     return done
 
 

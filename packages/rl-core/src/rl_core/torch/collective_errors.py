@@ -1,4 +1,4 @@
-"""Work of one rank, or of each, whose failure must not leave the others waiting."""
+"""Run work on one rank, or on each, so that its failure reaches the others at once."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch.distributed as dist
 from rl_core.errors import RLError
 
 PATIENCE = timedelta(days=1)
-"""Bound of the wait for a rank that works: a leader downloads a model of any size, or writes it to a slow disk, for
+"""Bound of the wait for a rank that works: rank 0 downloads a model of any size, or writes it to a slow disk, for
 longer than a collective may take. Whoever called the ranks has a bound of its own for the whole call, which ends first;
 the end of a rank's process is noticed at once."""
 
 
-def lead(group: dist.ProcessGroup, action: Callable[[], None]) -> None:
+def on_rank0(group: dist.ProcessGroup, action: Callable[[], None]) -> None:
     """Run `action` on rank 0; its failure is raised there, and as an `RLError` that repeats it elsewhere.
 
     Without it the others would sit in their next collective until its time-out.
@@ -24,10 +24,10 @@ def lead(group: dist.ProcessGroup, action: Callable[[], None]) -> None:
     Args:
         group: all ranks, on gloo; its own time-out does not bound the action.
     """
-    together(group, action if dist.get_rank(group) == 0 else _nothing)
+    on_all_ranks(group, action if dist.get_rank(group) == 0 else _nothing)
 
 
-def together(group: dist.ProcessGroup, action: Callable[[], None]) -> None:
+def on_all_ranks(group: dist.ProcessGroup, action: Callable[[], None]) -> None:
     """Run `action` on every rank; a failure is raised where it was, and as an `RLError` that repeats it elsewhere.
 
     Args:
