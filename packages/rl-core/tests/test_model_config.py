@@ -29,3 +29,34 @@ def test_a_models_config_is_read_with_its_overrides_where_it_is_on_this_machine(
     assert local_hf_config(model) == {}
     (tmp_path / "config.json").write_text('{"num_hidden_layers": 4, "hidden_size": 8}')
     assert local_hf_config(model) == {"num_hidden_layers": 2, "hidden_size": 8}
+
+
+LINEAR = {"name": "torch.optim.lr_scheduler.LinearLR"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dynamic_batching": {"enabled": True}}, "dynamic_batching.enabled: .* are both enabled"),
+        ({"scheduler": [LINEAR, LINEAR]}, "scheduler: 2 schedules need 1 milestones .* got 0"),
+        ({"scheduler": [LINEAR, {"milestones": [2]}]}, r"scheduler: milestones \[\[2\]\] separate schedules"),
+        ({"lora_cfg": {"enabled": True, "target_modules": ["q_proj"]}}, "lora_cfg.match_all_linear: puts an adapter"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_named(settings, message):
+    with pytest.raises(ValueError, match=message):
+        ModelConfig(model_name="m", **settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"scheduler": [LINEAR, LINEAR, {"milestones": [3]}]},
+        {"scheduler": [LINEAR]},
+        {"dynamic_batching": {"enabled": True}, "sequence_packing": {"enabled": False}},
+        {"lora_cfg": {"enabled": True, "target_modules": ["q_proj"], "match_all_linear": False}},
+        {"lora_cfg": {"enabled": False, "target_modules": ["q_proj"]}},
+    ],
+)
+def test_settings_that_agree_are_taken(settings):
+    assert ModelConfig(model_name="m", **settings)

@@ -28,19 +28,6 @@ def test_it_is_found_by_name_and_names_its_worker():
     assert PLUGIN.ranks(DTensorConfig(dp_replicate_size=4)) == 4
 
 
-def test_a_sound_policy_has_no_problems():
-    two = [{"name": "torch.optim.lr_scheduler.LinearLR"}, {"name": "torch.optim.lr_scheduler.ConstantLR"}]
-    assert not problems()
-    assert not problems(scheduler=[*two, {"milestones": [3]}])
-
-
-def test_problems_name_their_keys():
-    linear = {"name": "torch.optim.lr_scheduler.LinearLR"}
-    assert "policy.dynamic_batching.enabled" in problems(dynamic_batching={"enabled": True})
-    assert "need 1 milestones" in problems(scheduler=[linear, linear])["policy.scheduler"]
-    assert "milestones" in problems(scheduler=[linear, {"milestones": [2]}])["policy.scheduler"]
-
-
 @pytest.mark.parametrize("settings", [{"tensor_parallel_siz": 2}, {"dp_replicate_size": 0}, {"cpu_offload": "yes"}])
 def test_settings_that_would_do_nothing_are_refused(settings):
     with pytest.raises(ValidationError):
@@ -123,12 +110,6 @@ def test_layers_with_experts_are_not_compiled(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 2, "num_experts": 4}))
     assert "set compile=false" in problems(str(tmp_path), {"compile": True})["policy.dtensor_cfg.compile"]
     assert not problems(str(tmp_path))
-
-
-def test_adapters_go_by_name_or_everywhere():
-    lora = {"enabled": True, "target_modules": ["q_proj"]}
-    assert "match_all_linear" in "".join(problems(lora_cfg=lora))
-    assert not problems(lora_cfg={**lora, "match_all_linear": False})
 
 
 def test_attention_that_a_device_or_a_precision_cannot_run_is_refused():

@@ -497,18 +497,11 @@ _TOGETHER = (
         says=r"spreads tokens .* of which there is one; set policy\.megatron_cfg\.tensor_model_parallel_size",
     ),
     _case(
-        "whole logits on Megatron",
-        SFT,
-        MEGATRON,
-        "policy.megatron_cfg.use_fused_linear_logprobs=false",
-        says="policy.logprob_chunk_size for more at a time",
-    ),
-    _case(
         "packing and dynamic batching",
         SFT,
         "policy.sequence_packing.enabled=true",
         "policy.dynamic_batching.enabled=true",
-        says="are both enabled; set policy.sequence_packing.enabled=false",
+        says="are both enabled; set sequence_packing.enabled=false in the same section",
     ),
     _case("an optimizer by its short name", SFT, "policy.optimizer.name=AdamW", says=r"such as torch\.optim\.AdamW"),
     _case(

@@ -34,22 +34,9 @@ def test_defaults_have_no_problems():
         ({"moe_aux_loss_coeff": 0.1}, "moe_aux_loss_coeff", "set both or neither"),
         ({"recompute_granularity": "selective"}, "recompute_granularity", "no effect without"),
         ({"fp8_cfg": {"enabled": True}}, "fp8_cfg.enabled", "cluster.device is cpu"),
-        ({"fp8_cfg": {"fp8_param": True}}, "fp8_cfg.fp8_param", "set it to false"),
-        ({"use_fused_linear_logprobs": False}, "use_fused_linear_logprobs", "policy.logprob_chunk_size"),
-        ({"moe_token_dispatcher_type": "allgather"}, "moe_token_dispatcher_type", "set alltoall"),
         ({"transformer_engine": True}, "transformer_engine", "cluster.device is cpu"),
         ({"moe_router_replay": True}, "moe_router_replay", "no generator reports"),
         ({"moe_per_layer_logging": True}, "moe_per_layer_logging", "moe_router_load_balancing_type"),
-        (
-            {"distributed_data_parallel_config": {"overlap_param_gather": True}},
-            "distributed_data_parallel_config.overlap_param_gather",
-            "weight sync",
-        ),
-        (
-            {"distributed_data_parallel_config": {"average_in_collective": True}},
-            "distributed_data_parallel_config.average_in_collective",
-            "summed",
-        ),
         ({"activation_checkpointing": True, "recompute_modules": ["mlp"]}, "recompute_modules", "is full"),
     ],
 )
@@ -76,18 +63,20 @@ def test_8_bit_needs_its_engine_and_scales_that_a_resumed_run_finds():
     assert "transformer_engine is false" in without["policy.megatron_cfg.fp8_cfg.enabled"]
 
 
+def test_layers_of_transformer_engine_take_no_adapters():
+    model = ModelConfig(model_name="model", lora_cfg=LoraConfig(enabled=True))
+    assert (
+        "adapters need"
+        in problems(model, device="cuda", fp8_cfg={"enabled": True})["policy.megatron_cfg.fp8_cfg.enabled"]
+    )
+    assert problems(model) == {}
+
+
 def test_environments_of_workers_on_gpus_get_transformer_engine():
     for wanted in (None, True):
         (requirement,) = PLUGIN.further(MegatronConfig(transformer_engine=wanted))
         assert dict(requirement.extras) == {"cuda": ("te",)}
     assert PLUGIN.further(MegatronConfig(transformer_engine=False)) == ()
-
-
-def test_adapters_go_by_name_or_everywhere():
-    lora = {"enabled": True, "target_modules": ["q_proj"]}
-    model = ModelConfig(model_name="model", lora_cfg=LoraConfig(**lora))
-    assert "whatever target_modules says" in problems(model)["policy.lora_cfg.match_all_linear"]
-    assert problems(ModelConfig(model_name="model", lora_cfg=LoraConfig(**lora, match_all_linear=False))) == {}
 
 
 @pytest.mark.parametrize(

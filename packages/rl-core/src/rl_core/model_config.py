@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
-from rl_core.config import Config, EnvVars
+from rl_core.config import Config, EnvVars, Problem, ProblemError
 
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
@@ -162,6 +162,49 @@ class ModelConfig(Config):
     dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig()
     env_vars: EnvVars = {}
     """Environment variables of the model's workers, over those of `cluster.env_vars`."""
+
+    @model_validator(mode="after")
+    def _refuse_contradictions(self) -> Self:
+        problems = (*_batching_problems(self), *_adapter_problems(self.lora_cfg), *_schedule_problems(self.scheduler))
+        if problems:
+            raise ProblemError(*problems)
+        return self
+
+
+def _batching_problems(model: ModelConfig) -> Iterator[Problem]:
+    if model.sequence_packing.enabled and model.dynamic_batching.enabled:
+        yield Problem(
+            "dynamic_batching.enabled",
+            "sequence_packing and dynamic_batching are both enabled; set sequence_packing.enabled=false in the same "
+            "section to pad instead",
+        )
+
+
+def _adapter_problems(lora: LoraConfig) -> Iterator[Problem]:
+    if lora.enabled and lora.target_modules and lora.match_all_linear:
+        yield Problem(
+            "lora_cfg.match_all_linear",
+            "puts an adapter on every linear layer, whatever target_modules says; set it to false, or leave "
+            "target_modules empty",
+        )
+
+
+def _schedule_problems(scheduler: list[SchedulerConfig]) -> Iterator[Problem]:
+    num_schedules = sum(entry.name is not None for entry in scheduler)
+    milestones = [entry.milestones for entry in scheduler if entry.milestones is not None]
+    num_milestones = sum(len(steps) for steps in milestones)
+    if num_schedules > 1 and num_milestones != num_schedules - 1:
+        yield Problem(
+            "scheduler",
+            f"{num_schedules} schedules need {num_schedules - 1} milestones in an entry of their own, "
+            f"got {num_milestones}",
+        )
+    if num_schedules <= 1 and milestones:
+        yield Problem(
+            "scheduler",
+            f"milestones {milestones} separate schedules, and there are {num_schedules}; add a schedule, or remove the "
+            "milestones",
+        )
 
 
 def local_hf_config(policy: ModelConfig) -> dict[str, Any]:

@@ -34,37 +34,6 @@ SHAPING = (
 FLASH = Requirement("rl-dtensor", extras={"cuda": ("flash",)})
 
 
-def check_policy(config: Any) -> Iterable[Problem]:
-    """Problems of the resolved config's `policy` section that this backend would meet."""
-    policy = config.policy
-    if policy.sequence_packing.enabled and policy.dynamic_batching.enabled:
-        yield Problem(
-            "policy.dynamic_batching.enabled",
-            "sequence packing and dynamic batching are both enabled; "
-            "set policy.sequence_packing.enabled=false to pad instead",
-        )
-    if policy.lora_cfg.enabled and policy.lora_cfg.target_modules and policy.lora_cfg.match_all_linear:
-        yield Problem(
-            "policy.lora_cfg.match_all_linear",
-            "puts an adapter on every linear layer, whatever target_modules says; set it to false, or leave "
-            "target_modules empty",
-        )
-    schedules = [entry for entry in policy.scheduler if entry.name is not None]
-    milestones = [entry.milestones for entry in policy.scheduler if entry.milestones is not None]
-    num_milestones = sum(len(steps) for steps in milestones)
-    if len(schedules) > 1 and num_milestones != len(schedules) - 1:
-        yield Problem(
-            "policy.scheduler",
-            f"{len(schedules)} schedules need {len(schedules) - 1} milestones in an entry of their own, "
-            f"got {num_milestones}",
-        )
-    if len(schedules) <= 1 and milestones:
-        yield Problem(
-            "policy.scheduler",
-            f"milestones {milestones} go between schedules, and there are {len(schedules)} of those",
-        )
-
-
 def check_mesh(config: Any) -> Iterable[Problem]:
     """Problems of the mesh, by itself and, if the model's config is on this machine, with the model."""
     backend = config.policy.dtensor_cfg
@@ -120,7 +89,7 @@ PLUGIN = BackendPlugin(
     ),
     further=kernels,
     ranks=num_ranks,
-    checks=(check_policy, check_mesh, check_device),
+    checks=(check_mesh, check_device),
     preflight="rl_dtensor.preflight:check",
     selfcheck="rl_dtensor.selfcheck:cases_of",
     mesh_case=mesh_case,

@@ -16,8 +16,6 @@ class Fp8Config(Config):
     """Formats: e4m3 throughout, or e5m2 for gradients."""
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "tensorwise"
     """How scales are found, as Transformer Engine names it."""
-    fp8_param: bool = False
-    """Refused where true: weights are kept, published and saved in the compute dtype."""
 
 
 class DistributedDataParallelConfig(Config):
@@ -26,10 +24,6 @@ class DistributedDataParallelConfig(Config):
     and traffic, and rounds."""
     overlap_grad_reduce: bool = False
     """Reduce gradients over the data-parallel ranks bucket by bucket while the backward pass goes on."""
-    overlap_param_gather: bool = False
-    """Refused where true: weights are read by others right after a step, so it ends with whole parameters."""
-    average_in_collective: bool = False
-    """Refused where true: losses come divided by counts over all ranks, so gradients are summed, never averaged."""
 
 
 class MegatronConfig(Config):
@@ -73,15 +67,12 @@ class MegatronConfig(Config):
     """Weight of that loss."""
     moe_per_layer_logging: bool = False
     """Report that loss for each layer beside its mean over layers."""
-    moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"
+    moe_token_dispatcher_type: Literal["alltoall", "flex"] = "alltoall"
     """How tokens travel to their experts' ranks: `alltoall` by NCCL, `flex` by DeepEP, which has to be installed and
-    runs on GPUs alone. `allgather` needs as many tokens on every rank, which rows of different lengths do not give, and
-    is refused."""
+    runs on GPUs alone. Megatron's `allgather` needs as many tokens on every rank, which rows of different lengths do
+    not give."""
     moe_router_bias_update_rate: float = Field(default=0.0, ge=0)
     """How far a step moves the biases by which routers of some models (DeepSeek-V3) balance experts; 0 leaves them."""
-    use_fused_linear_logprobs: bool = True
-    """Compute logprobs from hidden states without logits of all tokens; `policy.logprob_chunk_size` bounds those that
-    exist at one time. It is never done otherwise: false is refused."""
     transformer_engine: bool | None = None
     """Build layers of Transformer Engine on GPUs. If unset, wherever it is installed, as it is in environments that are
     built for workers (compiling it takes a CUDA toolkit). false neither installs nor uses it; true demands it."""

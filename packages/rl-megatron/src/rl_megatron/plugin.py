@@ -26,25 +26,6 @@ def num_ranks(config: MegatronConfig) -> int:
     return config.pipeline_model_parallel_size * lcm(dense, config.expert_model_parallel_size * expert_tensor)
 
 
-def check_batching(config: Any) -> Iterable[Problem]:
-    """Microbatches and schedules that contradict each other."""
-    policy = config.policy
-    if policy.sequence_packing.enabled and policy.dynamic_batching.enabled:
-        yield Problem(
-            "policy.dynamic_batching.enabled",
-            "sequence packing and dynamic batching are both enabled; set policy.sequence_packing.enabled=false to pad "
-            "instead",
-        )
-    schedules = [entry for entry in policy.scheduler if entry.name is not None]
-    num_milestones = sum(len(entry.milestones) for entry in policy.scheduler if entry.milestones is not None)
-    if num_milestones != max(len(schedules) - 1, 0):
-        yield Problem(
-            "policy.scheduler",
-            f"{len(schedules)} schedules need {max(len(schedules) - 1, 0)} milestones in an entry of their own, got "
-            f"{num_milestones}",
-        )
-
-
 def check_layout(config: Any) -> Iterable[Problem]:
     """Settings of the layout that do nothing, or that Megatron does not run together."""
     backend: MegatronConfig = config.policy.megatron_cfg
@@ -139,17 +120,8 @@ def check_8_bit(config: Any) -> Iterable[Problem]:
 
 
 def check_lora(config: Any) -> Iterable[Problem]:
-    """Adapters whose settings contradict each other, or that the layers they need do not take."""
-    lora = config.policy.lora_cfg
-    if not lora.enabled:
-        return
-    if lora.target_modules and lora.match_all_linear:
-        yield Problem(
-            "policy.lora_cfg.match_all_linear",
-            "puts an adapter on every linear layer, whatever target_modules says; set it to false, or leave "
-            "target_modules empty",
-        )
-    if config.policy.megatron_cfg.fp8_cfg.enabled:
+    """Adapters on layers that do not take them."""
+    if config.policy.lora_cfg.enabled and config.policy.megatron_cfg.fp8_cfg.enabled:
         yield Problem(
             f"{KEY}.fp8_cfg.enabled",
             "needs layers of Transformer Engine, and adapters need those of megatron-core; set this to false, or "
@@ -157,39 +129,12 @@ def check_lora(config: Any) -> Iterable[Problem]:
         )
 
 
-def check_fixed(config: Any) -> Iterable[Problem]:
-    """Settings that Megatron has and this backend decides."""
-    backend: MegatronConfig = config.policy.megatron_cfg
-    reduction = backend.distributed_data_parallel_config
-    if reduction.overlap_param_gather:
-        yield Problem(
-            f"{KEY}.distributed_data_parallel_config.overlap_param_gather",
-            "a step ends with whole parameters, as weight sync reads them next; set it to false",
-        )
-    if reduction.average_in_collective:
-        yield Problem(
-            f"{KEY}.distributed_data_parallel_config.average_in_collective",
-            "losses come divided by counts over all ranks, so gradients are summed; set it to false",
-        )
-    if backend.fp8_cfg.fp8_param:
-        yield Problem(
-            f"{KEY}.fp8_cfg.fp8_param",
-            "parameters are kept in policy.precision, in which they are published and saved; set it to false",
-        )
-    if not backend.use_fused_linear_logprobs:
-        yield Problem(
-            f"{KEY}.use_fused_linear_logprobs",
-            "logits of all tokens are never made; set it to true, and policy.logprob_chunk_size for more at a time",
-        )
-    if backend.moe_router_replay:
+def check_replay(config: Any) -> Iterable[Problem]:
+    """Replay of routing that no generator reports."""
+    if config.policy.megatron_cfg.moe_router_replay:
         yield Problem(
             f"{KEY}.moe_router_replay",
             "needs the experts that the generator chose, which no generator reports; set it to false",
-        )
-    if backend.moe_token_dispatcher_type == "allgather":
-        yield Problem(
-            f"{KEY}.moe_token_dispatcher_type",
-            "'allgather' needs as many tokens on every rank, which rows of different lengths do not give; set alltoall",
         )
 
 
@@ -288,12 +233,11 @@ PLUGIN = BackendPlugin(
     further=engine,
     ranks=num_ranks,
     checks=(
-        check_batching,
         check_layout,
         check_shape,
         check_recompute,
         check_lora,
-        check_fixed,
+        check_replay,
         check_8_bit,
         check_device,
     ),
