@@ -195,9 +195,8 @@ class GeneratorSuite(WeightSinkSuite):
 
         async def asking() -> None:
             requests = [GenerationRequest(prompt(5), SamplingParams(200), seed) for seed in range(8)]
-            tasks = [asyncio.create_task(bench.generator.generate(request)) for request in requests]
-            await asyncio.sleep(0)
             before = await num_sampled()
+            tasks = [asyncio.create_task(bench.generator.generate(request)) for request in requests]
             seen = set()
             while not all(task.done() for task in tasks):
                 seen.add(await num_sampled() - before)
