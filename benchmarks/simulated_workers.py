@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from rl_core.batch import Batch
-from rl_core.generation import RolloutTask, WeightUpdate
+from rl_core.generation import RolloutTask
 from rl_core.metrics import Metric
 from rl_core.model import Loss, Read
 from rl_core.rollout import Prompt, RolloutGroup
-from rl_core.testing.fakes import FakeModel, FakeRolloutSource
+from rl_core.testing.fakes import FakeModel, FakeRolloutSource, FakeUpdate
 
 
 class SimulatedRanks:
@@ -46,7 +46,7 @@ class SimulatedReplica:
 
     def __init__(self, completion_length: int) -> None:
         self._rollouts = FakeRolloutSource((), _even_share, completion_length=completion_length, vocab_size=50_000)
-        self._rollouts.adopt(WeightUpdate(1))
+        self._rollouts.adopt(FakeUpdate(1))
 
     async def start(self) -> None:
         """Ready at once."""

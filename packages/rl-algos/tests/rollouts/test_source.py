@@ -4,8 +4,9 @@ import pytest
 from rl_algos.data.stream import Stream
 from rl_algos.rollouts.source import SyncRolloutSource
 from rl_core.errors import RolloutsFailed
-from rl_core.generation import SamplingParams, WeightUpdate
+from rl_core.generation import SamplingParams
 from rl_core.rollout import Prompt, Rollout, RolloutGroup
+from rl_core.testing.fakes import FakeUpdate
 
 PROMPTS = [Prompt(f"p{i}", (), np.array([i], np.int32), "math") for i in range(10)]
 SAMPLING = SamplingParams(max_new_tokens=3)
@@ -41,7 +42,7 @@ def test_a_source_restored_from_its_state_goes_on_with_the_same_tasks():
     pool, again = RecordingPool(), RecordingPool()
     source, resumed = make_source(pool), make_source(again)
     source.collect(3)
-    source.adopt(WeightUpdate(1))
+    source.adopt(FakeUpdate(1))
     resumed.restore(source.state())
     source.collect(4)
     resumed.collect(4)
@@ -52,7 +53,7 @@ def test_what_was_collected_counts_once_an_update_has_been_adopted():
     pool, again = RecordingPool(), RecordingPool()
     source, resumed = make_source(pool), make_source(again)
     source.collect(3)
-    source.adopt(WeightUpdate(1))
+    source.adopt(FakeUpdate(1))
     source.collect(2)
     resumed.restore(source.state())
     assert resumed.state() == source.state()
@@ -78,8 +79,8 @@ def test_an_evaluation_moves_no_position_and_repeats_its_seeds():
 
 def test_adopting_reaches_the_pool():
     pool = RecordingPool()
-    make_source(pool).adopt(WeightUpdate(3))
-    assert pool.updates == [WeightUpdate(3)]
+    make_source(pool).adopt(FakeUpdate(3))
+    assert pool.updates == [FakeUpdate(3)]
 
 
 def test_groups_of_which_too_many_failed_are_refused():

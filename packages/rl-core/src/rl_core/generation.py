@@ -188,11 +188,27 @@ class GenerationClient(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class WeightUpdate:
-    """Weights the policy has published under a version and the generators may adopt."""
+class WeightUpdate(Protocol):
+    """Weights that the policy has published under a version, and the way in which they travel to the generators.
 
-    version: int
+    It goes stale with the policy's next step: what is sent under a version is what was published under it.
+    """
+
+    @property
+    def version(self) -> int:
+        """Of the weights; versions grow."""
+        ...
+
+    def send(self, receivers: Sequence[Any]) -> None:
+        """Bring all receivers to this version, verified; called by the pool that adopts the update.
+
+        Args:
+            receivers: replicas, as the pool and the publisher of the update know them.
+
+        Raises:
+            WeightSyncError: if the update is stale, or naming what did not arrive; the receivers then serve nothing.
+        """
+        ...
 
 
 @dataclass(frozen=True)

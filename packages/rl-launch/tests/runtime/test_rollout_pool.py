@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rl_core.errors import GeneratorError, Origin, WeightSyncError, WorkerDied, WorkerError, WorkerStalled
-from rl_core.generation import RolloutTask, SamplingParams, WeightUpdate
+from rl_core.generation import RolloutTask, SamplingParams
 from rl_core.rollout import Prompt
 from rl_launch.placement.residency import Residency, Tenant
 from rl_launch.runtime import replica as replica_module
@@ -92,15 +92,15 @@ class Replica:
         return finish
 
 
-class Sync:
-    def __init__(self, residency=None, *, fails=()):
-        self.residency, self.fails, self.transfers = residency, list(fails), []
+class Update:
+    def __init__(self, version, residency=None, *, fails=()):
+        self.version, self.residency, self.fails, self.receivers = version, residency, list(fails), []
 
-    def transfer(self, update, replicas):
+    def send(self, replicas):
         if self.residency:
             with self.residency.hold("policy"):
                 pass
-        self.transfers.append((update.version, [replica.index for replica in replicas]))
+        self.receivers.append([replica.index for replica in replicas])
         failure = self.fails.pop(0) if self.fails else None
         failure = failure or next((replica.failure for replica in replicas if replica.failure), None)
         if failure:
@@ -122,8 +122,8 @@ def plain_calls(monkeypatch):
         monkeypatch.setattr(module, "fetch", lambda ref, origin, timeout_s=None: ref.answer())
 
 
-def make_pool(replicas, sync=None, residency=None):
-    return RolloutPool(replicas, sync, residency, stall_timeout_s=600)
+def make_pool(replicas, residency=None):
+    return RolloutPool(replicas, residency, stall_timeout_s=600)
 
 
 def groups(count):
@@ -168,13 +168,13 @@ def test_a_dead_replica_is_restarted_and_runs_what_is_missing_alone(failure):
 def test_the_others_finish_what_they_have_before_the_dead_are_replaced_together():
     failure = GeneratorError("the engine's process died")
     replicas = [Replica(0, fails=[(1, failure)]), Replica(1), Replica(2, fails=[(0, failure)])]
-    sync = Sync()
-    pool = make_pool(replicas, sync)
-    pool.adopt(WeightUpdate(3))
+    update = Update(3)
+    pool = make_pool(replicas)
+    pool.adopt(update)
     assert pool.run(tasks(6)) == groups(6)
     assert replicas[1].finished[:2] == ["p1", "p4"]
     assert [replica.events for replica in replicas] == [["start"], [], ["start"]]
-    assert sync.transfers == [(3, [0, 1, 2]), (3, [0, 1, 2])]
+    assert update.receivers == [[0, 1, 2], [0, 1, 2]]
 
 
 @pytest.fixture
@@ -189,13 +189,13 @@ def shared():
 def test_on_shared_devices_a_restart_brings_weights_to_all(shared):
     residency, _ = shared
     replicas = [Replica(0, fails=[(1, WorkerDied("the process ended"))]), Replica(1)]
-    sync = Sync(residency)
-    pool = make_pool(replicas, sync, residency)
+    update = Update(1, residency)
+    pool = make_pool(replicas, residency)
     assert [replica.events for replica in replicas] == [["sleep"], ["sleep"]]
-    pool.adopt(WeightUpdate(1))
+    pool.adopt(update)
     assert pool.run(tasks(4)) == groups(4)
     assert residency.resident == "generation"
-    assert sync.transfers == [(1, [0, 1]), (1, [0, 1])]
+    assert update.receivers == [[0, 1], [0, 1]]
     # the living one sleeps while the other starts, and neither is on the device when the policy sends
     assert [replica.events for replica in replicas] == [["sleep", "start", "sleep"], ["sleep", "sleep"]]
 
@@ -203,34 +203,34 @@ def test_on_shared_devices_a_restart_brings_weights_to_all(shared):
 def test_weights_that_are_dropped_in_sleep_are_sent_again_before_anything_is_served(shared):
     residency, _ = shared
     replica = Replica(keeps_weights=False)
-    sync = Sync(residency)
-    pool = make_pool([replica], sync, residency)
-    pool.adopt(WeightUpdate(4))
+    update = Update(4, residency)
+    pool = make_pool([replica], residency)
+    pool.adopt(update)
     with residency.hold("policy"):  # a save takes the device
         pass
     assert pool.run(tasks(2)) == groups(2)
-    assert sync.transfers == [(4, [0]), (4, [0])]
+    assert update.receivers == [[0], [0]]
     pool.run(tasks(2))
-    assert len(sync.transfers) == 2
+    assert len(update.receivers) == 2
 
 
 def test_weights_that_are_kept_in_sleep_are_not_sent_again(shared):
     residency, _ = shared
-    sync = Sync(residency)
-    pool = make_pool([Replica()], sync, residency)
-    pool.adopt(WeightUpdate(4))
+    update = Update(4, residency)
+    pool = make_pool([Replica()], residency)
+    pool.adopt(update)
     with residency.hold("policy"):
         pass
     pool.run(tasks(2))
-    assert len(sync.transfers) == 1
+    assert len(update.receivers) == 1
 
 
 def test_one_that_died_while_another_had_the_device_is_replaced_before_it_is_needed(shared):
     residency, _ = shared
     replicas = [Replica(0), Replica(1)]
-    sync = Sync(residency)
-    pool = make_pool(replicas, sync, residency)
-    pool.adopt(WeightUpdate(1))
+    update = Update(1, residency)
+    pool = make_pool(replicas, residency)
+    pool.adopt(update)
     replicas[1].failure = WorkerDied("the process ended", replicas[1].origin("sleep"))
     with residency.hold("policy"):
         pass
@@ -297,10 +297,10 @@ def test_a_restart_that_fails_is_tried_again_and_one_that_fails_alike_ends_the_r
 def test_a_death_during_weight_sync_is_mended_and_the_version_sent_to_all():
     replicas = [Replica(0), Replica(1)]
     replicas[1].failure = WorkerDied("the process ended", replicas[1].origin("weight sync"))
-    sync = Sync()
-    pool = make_pool(replicas, sync)
-    pool.adopt(WeightUpdate(5))
-    assert sync.transfers == [(5, [0, 1])] * 2
+    update = Update(5)
+    pool = make_pool(replicas)
+    pool.adopt(update)
+    assert update.receivers == [[0, 1]] * 2
     assert [replica.events for replica in replicas] == [[], ["start"]]
 
 
@@ -308,14 +308,25 @@ def test_a_death_of_the_policy_during_weight_sync_is_not_taken_for_a_replicas():
     died = WorkerDied("the process ended", Origin("policy", 0, "here", "weight sync"))
     replica = Replica()
     with pytest.raises(WorkerDied, match="policy rank 0"):
-        make_pool([replica], Sync(fails=[died])).adopt(WeightUpdate(1))
+        make_pool([replica]).adopt(Update(1, fails=[died]))
     assert replica.events == []
 
 
 def test_weights_that_do_not_arrive_end_the_run():
-    sync = Sync(fails=[WeightSyncError("missing: norm", ("norm",))])
+    update = Update(1, fails=[WeightSyncError("missing: norm", ("norm",))])
     with pytest.raises(WeightSyncError, match="missing: norm"):
-        make_pool([Replica()], sync).adopt(WeightUpdate(1))
+        make_pool([Replica()]).adopt(update)
+
+
+def test_a_restarted_replica_is_not_given_weights_that_are_stale():
+    replica = Replica(fails=[(1, WorkerDied("the process ended"))])
+    update = Update(1)
+    pool = make_pool([replica])
+    pool.adopt(update)
+    update.fails = [WeightSyncError("weight version 1 is stale")]
+    with pytest.raises(WeightSyncError, match="version 1 is stale"):
+        pool.run(tasks(3))
+    assert "start" in replica.events
 
 
 class Hanging(Replica):

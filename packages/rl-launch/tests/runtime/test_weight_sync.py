@@ -97,7 +97,7 @@ def make_sync(events, residency=None):
 
 def test_a_version_is_served_only_after_transfer_and_commit(events):
     sync, replica = make_sync(events), Replica(events)
-    sync.transfer(sync.publish(), [replica])
+    sync.publish().send([replica])
     assert events == ["pause", "begin", "send to 2", "receive", "commit", "score", "score", "resume"]
 
 
@@ -105,7 +105,7 @@ def test_on_shared_devices_memory_is_freed_before_it_is_taken(events):
     residency = Residency()
     residency.join("policy", Tenant(lambda: None, lambda: None), present=True)
     sync = make_sync(events, residency)
-    sync.transfer(sync.publish(), [Replica(events)])
+    sync.publish().send([Replica(events)])
     order = [event for event in events if event.startswith(("offload", "wake", "send", "commit"))]
     assert order == ["offload optimizer", "wake weights", "send to 1", "commit", "offload parameters", "wake kv_cache"]
     assert residency.resident == "generation"
@@ -115,14 +115,14 @@ def test_a_policy_that_is_away_is_brought_in_before_anything_is_sent(events):
     residency = Residency()
     residency.join("policy", Tenant(lambda: events.append("leave"), lambda: events.append("enter")))
     sync = make_sync(events, residency)
-    sync.transfer(sync.publish(), [Replica(events)])
+    sync.publish().send([Replica(events)])
     assert events[:2] == ["enter", "offload optimizer"]
 
 
 def test_every_engine_rank_of_every_replica_is_a_receiver_of_its_own(events):
     replicas = [Replica(events), Replica(events)]
     sync = make_sync(events)
-    sync.transfer(sync.publish(), replicas)
+    sync.publish().send(replicas)
     assert [replica.first_ranks for replica in replicas] == [[1], [3]]
 
 
@@ -133,13 +133,13 @@ def test_every_engine_rank_of_every_replica_is_a_receiver_of_its_own(events):
 def test_what_arrives_broken_twice_is_refused_by_name_and_never_committed(events, loses, said):
     sync = make_sync(events)
     with pytest.raises(WeightSyncError, match=said):
-        sync.transfer(sync.publish(), [Replica(events, loses=loses)])
+        sync.publish().send([Replica(events, loses=loses)])
     assert "commit" not in events
 
 
 def test_what_arrives_broken_once_is_sent_again(events):
     sync = make_sync(events)
-    sync.transfer(sync.publish(), [Replica(events, loses={"norm": "wrong"}, broken_attempts=1)])
+    sync.publish().send([Replica(events, loses={"norm": "wrong"}, broken_attempts=1)])
     assert events.count("receive") == 2
     assert events.count("commit") == 1
 
@@ -147,14 +147,14 @@ def test_what_arrives_broken_once_is_sent_again(events):
 def test_an_engine_that_computes_something_else_is_refused(events):
     sync = make_sync(events)
     with pytest.raises(WeightSyncError, match=r"weight version 1 differ from the policy's by 0.1"):
-        sync.transfer(sync.publish(), [Replica(events, score=-1.1)])
+        sync.publish().send([Replica(events, score=-1.1)])
     assert "resume" not in events
 
 
 def test_logprobs_that_are_no_numbers_are_refused(events):
     sync = make_sync(events)
     with pytest.raises(WeightSyncError, match="differ from the policy's by nan"):
-        sync.transfer(sync.publish(), [Replica(events, score=np.nan)])
+        sync.publish().send([Replica(events, score=np.nan)])
 
 
 def test_restored_weights_are_published_under_the_version_they_had(events):
@@ -170,18 +170,18 @@ def test_weights_that_the_policy_no_longer_has_are_not_sent(events):
     sync = make_sync(events)
     update = sync.publish()
     sync._policy.revision += 1
-    with pytest.raises(WeightSyncError, match="version 1 cannot be sent any more"):
-        sync.transfer(update, [Replica(events)])
+    with pytest.raises(WeightSyncError, match="version 1 is stale"):
+        update.send([Replica(events)])
     assert events == []
-    sync.transfer(sync.publish(), [Replica(events)])
+    sync.publish().send([Replica(events)])
 
 
 def test_an_earlier_version_is_not_sent_in_the_place_of_a_later_one(events):
     sync = make_sync(events)
     update = sync.publish()
     sync.publish()
-    with pytest.raises(WeightSyncError, match="version 1 cannot be sent any more"):
-        sync.transfer(update, [Replica(events)])
+    with pytest.raises(WeightSyncError, match="version 1 is stale"):
+        update.send([Replica(events)])
 
 
 def test_when_a_receiver_fails_the_sender_is_interrupted_and_both_are_reported(events):
@@ -189,7 +189,7 @@ def test_when_a_receiver_fails_the_sender_is_interrupted_and_both_are_reported(e
     replica.failure = GeneratorError("the engine died: out of memory")
     sync._policy.failure = WeightSyncError("lost receiver rank 1 during bucket 3")
     with pytest.raises(GeneratorError, match=r"^the engine died: out of memory; besides: lost receiver rank 1"):
-        sync.transfer(sync.publish(), [replica])
+        sync.publish().send([replica])
     (interruption,) = [event for event in events if event.startswith("interrupt")]
     assert "the engine died: out of memory" in interruption
     assert "commit" not in events
@@ -199,7 +199,7 @@ def test_a_transfer_that_stalls_leaves_the_stacks_of_the_sender(events):
     sync, replica = make_sync(events), Replica(events)
     replica.failure = WorkerStalled("no answer within 1200 s", replica.origin("weight sync (receive)"))
     with pytest.raises(WorkerStalled, match=r"rollout worker rank 0 .*no answer"):
-        sync.transfer(sync.publish(), [replica])
+        sync.publish().send([replica])
     assert "stacks" in events
 
 

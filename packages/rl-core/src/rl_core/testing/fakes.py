@@ -91,6 +91,16 @@ class FakeModel:
         return {"loss": float(tokens.mean()) / (1 + self.num_steps), "num_tokens": float(len(tokens))}
 
 
+@dataclass(frozen=True)
+class FakeUpdate:
+    """A `WeightUpdate` that is never stale and sends nothing."""
+
+    version: int
+
+    def send(self, receivers: Sequence[Any]) -> None:
+        """Leave the receivers as they are."""
+
+
 class FakeWeights:
     """`Weights` that count versions; `published` holds, by version, the number of steps of the model then."""
 
@@ -103,7 +113,7 @@ class FakeWeights:
         """The next version."""
         self._version += 1
         self.published[self._version] = self._model.num_steps
-        return WeightUpdate(self._version)
+        return FakeUpdate(self._version)
 
     def state(self) -> Mapping[str, Any]:
         """The last version given."""

@@ -18,7 +18,6 @@ from rl_core.rollout import RolloutGroup
 from rl_launch.placement.residency import Residency, Tenant
 from rl_launch.placement.topology import GENERATION
 from rl_launch.runtime.replica import ROLE, ProgressWatch, Replica
-from rl_launch.runtime.weight_sync import WeightSync
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +47,6 @@ class RolloutPool:
 
     Args:
         replicas: started, and on their devices.
-        sync: brings weights to replicas; None if they keep serving those they loaded.
         residency: of devices that the replicas share with others; None if they share none.
         stall_timeout_s: for which a replica that has work may make no progress.
     """
@@ -56,13 +54,11 @@ class RolloutPool:
     def __init__(
         self,
         replicas: Sequence[Replica],
-        sync: WeightSync | None,
         residency: Residency | None,
         *,
         stall_timeout_s: float,
     ) -> None:
         self._replicas = list(replicas)
-        self._sync = sync
         self._residency = residency
         self._stall_timeout_s = stall_timeout_s
         self._update: WeightUpdate | None = None
@@ -92,8 +88,10 @@ class RolloutPool:
         return [groups[index] for index in range(len(tasks))]
 
     def adopt(self, update: WeightUpdate) -> None:
-        """Bring every replica to this version, verified."""
-        assert self._sync is not None, "these replicas adopt no weights"
+        """Bring every replica to this version, verified.
+
+        Those that are restarted later get the same update, which must not be stale then.
+        """
         self._bring(update)
 
     def sleep(self) -> None:
@@ -194,8 +192,8 @@ class RolloutPool:
                 self._deaths.note(next(iter(self._lost.values())))
             try:
                 self._replace_lost()
-                if self._sync is not None and update is not None:
-                    self._sync.transfer(update, self._replicas)
+                if update is not None:
+                    update.send(self._replicas)
                     self._update = update
                 self._has_weights = True
                 return

@@ -164,7 +164,7 @@ class Runtime:
         sync = self._weight_sync(policy, group, vocabulary)
         if self._topology.shares_devices:
             self._residency.join(POLICY, Tenant(policy.offload, policy.onload))
-        pool = self._pool(replicas, sync)
+        pool = self._pool(replicas, self._residency if self._topology.shares_devices else None)
         return Components(policy=policy, data=data, weights=sync, pool=pool)
 
     def policy(self, spec: ModelSpec) -> RemoteModel:
@@ -202,12 +202,11 @@ class Runtime:
                 roles.setdefault(bundles[0].node, []).extend(_rollout_roles(needs))
         self._nodes.prepare(roles)
 
-    def _pool(self, replicas: list[Replica], sync: WeightSync | None) -> RolloutPool:
+    def _pool(self, replicas: list[Replica], residency: Residency | None) -> RolloutPool:
         assert self._backends.generation is not None, "rollouts need generation"
         pool = RolloutPool(
             replicas,
-            sync,
-            self._residency if sync is not None and self._topology.shares_devices else None,
+            residency,
             stall_timeout_s=self._backends.generation.config.stall_timeout_s,
         )
         self._exit.callback(pool.close)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,7 +13,6 @@ import ray
 
 from rl_core.batch import Batch
 from rl_core.errors import GeneratorError, Origin, RLError, WeightSyncError, WorkerDied, WorkerError, WorkerStalled
-from rl_core.generation import WeightUpdate
 from rl_core.model import LOGPROBS
 from rl_core.ragged import Ragged
 from rl_core.ray.calls import gather, settle
@@ -71,12 +70,34 @@ class Canary:
         return cls(Ragged.from_rows(draws), tolerance or {"float32": 1e-3}.get(precision, 0.1))
 
 
+@dataclass(frozen=True)
+class PublishedWeights:
+    """The weights that the policy had when they were published (`rl_core.generation.WeightUpdate`).
+
+    Args:
+        version: given to them.
+        revision: of the policy's weights at that moment.
+        sync: by which they travel.
+    """
+
+    version: int
+    revision: int
+    sync: WeightSync = field(repr=False, compare=False)
+
+    def send(self, receivers: Sequence[Receiver]) -> None:
+        """As `WeightUpdate.send`.
+
+        Raises:
+            WorkerDied, GeneratorError: if a process or an engine ended meanwhile.
+        """
+        self.sync.send(self, receivers)
+
+
 class WeightSync:
     """The one sequence in which weights travel: pause, make room, transfer, verify, commit, make room, canary, resume.
 
     A new version is served only when every receiver acknowledged every tensor's digest, the engine's own check of its
-    copies passed, and the canary's logprobs agree with the policy's. A version is sent for as long as the policy still
-    has its weights.
+    copies passed, and the canary's logprobs agree with the policy's. A version can be sent until the policy steps.
 
     Args:
         policy: the sender.
@@ -107,18 +128,11 @@ class WeightSync:
         self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
         self._version = 0
-        self._published = (0, -1)
 
-    @property
-    def takes_turns(self) -> bool:
-        """Whether policy and replicas share devices, so that every transfer goes to all replicas."""
-        return self._residency is not None
-
-    def publish(self) -> WeightUpdate:
+    def publish(self) -> PublishedWeights:
         """Give the policy's present weights the next version."""
         self._version += 1
-        self._published = (self._version, self._policy.revision)
-        return WeightUpdate(self._version)
+        return PublishedWeights(self._version, self._policy.revision, self)
 
     def state(self) -> Mapping[str, Any]:
         """The version of the weights saved beside it."""
@@ -128,18 +142,12 @@ class WeightSync:
         """Go on so that the restored weights are published under the version they had."""
         self._version = state["version"] - 1
 
-    def transfer(self, update: WeightUpdate, replicas: Sequence[Receiver]) -> None:
-        """Bring the replicas to the published version.
-
-        Raises:
-            WeightSyncError: naming the tensors that did not arrive or are not used, or if the policy has other weights
-                by now; the replicas then serve nothing.
-            WorkerDied, GeneratorError: if a process or an engine ended meanwhile.
-        """
-        if (update.version, self._policy.revision) != self._published:
+    def send(self, update: PublishedWeights, replicas: Sequence[Receiver]) -> None:
+        """Bring the replicas to the published version; see `PublishedWeights.send`."""
+        if (update.version, update.revision) != (self._version, self._policy.revision):
             raise WeightSyncError(
-                f"weight version {update.version} cannot be sent any more: the policy has other weights since; publish "
-                "them and adopt that version"
+                f"weight version {update.version} is stale: the policy has stepped, loaded a checkpoint or published "
+                "again since; publish its present weights and adopt that version"
             )
         for attempt in range(1, ATTEMPTS + 1):
             try:
@@ -150,7 +158,7 @@ class WeightSync:
                     raise
                 _log.warning("%s; sending version %d again", error, update.version)
 
-    def _transfer(self, update: WeightUpdate, replicas: Sequence[Receiver]) -> None:
+    def _transfer(self, update: PublishedWeights, replicas: Sequence[Receiver]) -> None:
         with self._residency.hold(POLICY) if self._residency else nullcontext():
             expected = self._policy.infer(Batch({"tokens": self._canary.rows}), [LOGPROBS]).ragged("logprobs")
             if self._residency:
@@ -216,7 +224,7 @@ class WeightSync:
             timeout_s=self._timeout_s,
         )
 
-    def _check_canary(self, update: WeightUpdate, expected: Ragged, replicas: Sequence[Receiver]) -> None:
+    def _check_canary(self, update: PublishedWeights, expected: Ragged, replicas: Sequence[Receiver]) -> None:
         refs = [replica.generator("score", row) for replica in replicas for row in self._canary.rows]
         origins = [replica.origin("weight sync canary") for replica in replicas for _ in self._canary.rows]
         scores = gather(refs, origins, self._timeout_s)
