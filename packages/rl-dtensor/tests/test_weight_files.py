@@ -88,7 +88,7 @@ def test_overrides_reach_the_model_and_its_export(ranks, tmp_path):
 
 
 def test_overrides_of_no_field_are_named(ranks, tmp_path):
-    with pytest.raises(WorkerError, match=r"\['rope_tehta'\] are no fields of a Qwen3Config"):
+    with pytest.raises(WorkerError, match=r"\['rope_tehta'\] are not fields of a Qwen3Config"):
         open_model(ranks, write_tiny_model(tmp_path), hf_config_overrides={"rope_tehta": 1.0})
 
 
@@ -101,6 +101,16 @@ def test_an_export_has_the_dtype_of_its_source_unless_all_is_float32(ranks, tmp_
     assert {tensor.dtype for tensor in exported.values()} == {expected}
     assert all(exported[name].to(tensor.dtype).equal(tensor) for name, tensor in source.items())
     assert json.loads((tmp_path / "export" / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
+
+
+def test_an_export_does_not_repeat_how_its_source_is_quantised(ranks, tmp_path):
+    folder = write_tiny_model(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    quantised = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantised}))
+    with open_model(ranks, folder) as model:
+        model.export(str(tmp_path / "export"))
+    assert "quantization_config" not in json.loads((tmp_path / "export" / "config.json").read_text())
 
 
 def test_tokenizer_files_come_from_the_tokenizer(ranks, tmp_path):

@@ -15,6 +15,9 @@ from rl_core.weights import WeightSource
 Role = Literal["policy", "critic", "teacher", "reward_model"]
 """What a model is for: `critic` has a value head, `reward_model` a score head, the others a language-model head."""
 
+HEADLESS_ROLES: tuple[Role, ...] = ("critic", "reward_model")
+"""Roles with a head of one output instead of a language-model head."""
+
 Metrics = Mapping[str, float]
 """Metrics of a step, reduced over all ranks."""
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     PreTrainedConfig,
@@ -24,10 +23,10 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from rl_core.batch import TOKENS
-from rl_core.model import LOGPROBS, ModelSpec, Read, Role
+from rl_core.model import HEADLESS_ROLES, LOGPROBS, ModelSpec, Read, Role
 from rl_core.model_config import ModelConfig
 from rl_core.torch.collective_errors import on_all_ranks
-from rl_core.torch.files.model_files import WeightFiles
+from rl_core.torch.files.model_files import WeightFiles, read_hf_config
 from rl_core.torch.heads.logprobs import Head, LogitTransform
 from rl_core.torch.heads.reads import score_reads, value_reads
 from rl_core.torch.heads.split_reads import join_tokens, split_language_reads
@@ -52,9 +51,6 @@ from rl_dtensor.recompute import checkpoint_activations
 from rl_dtensor.settings import device_problems, head_problems
 from rl_dtensor.shape import shape_of
 from rl_dtensor.weights import Catalog, Weights, persistent
-
-HEADLESS_ROLES: tuple[Role, ...] = ("critic", "reward_model")
-"""Roles with a head of one output instead of a language-model head."""
 
 SCORE = "score.weight"
 LM_HEAD = "lm_head.weight"
@@ -288,19 +284,6 @@ def logit_transform(config: PreTrainedConfig) -> LogitTransform:
     return LogitTransform(scale / divisor, settings.get("final_logit_softcapping"))
 
 
-def read_config(folder: Path, overrides: Mapping[str, Any]) -> PreTrainedConfig:
-    """The model's config with overrides.
-
-    Raises:
-        ValueError: naming overrides that are no fields of this config.
-    """
-    config = AutoConfig.from_pretrained(folder)
-    unknown = sorted(set(overrides) - set(config.to_dict()))
-    if unknown:
-        raise ValueError(f"hf_config_overrides {unknown} are no fields of a {type(config).__name__}")
-    return AutoConfig.from_pretrained(folder, **overrides)
-
-
 def _fields(config: PreTrainedConfig) -> dict[str, Any]:
     """Fields of a config, also by the names that most families have for them."""
     text = config.get_text_config()
@@ -318,7 +301,7 @@ def build_model(
     Raises:
         ValueError: where the files, the config, the mesh and the role do not fit together.
     """
-    hf_config = read_config(folder, config.hf_config_overrides)
+    hf_config = read_hf_config(folder, config.hf_config_overrides)
     problems = (
         *device_problems(backend, precision=config.precision, device=mesh.kind),
         *shape_problems(backend, _fields(hf_config)),

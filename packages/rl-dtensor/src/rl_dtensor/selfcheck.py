@@ -3,7 +3,7 @@
 The usage loop::
 
     with RankPool(4) as pool:
-        for outcome in check_family(pool, read_config(folder, {}), workspace, all_cases()):
+        for outcome in check_family(pool, AutoConfig.from_pretrained(folder), workspace, all_cases()):
             ...                                   # outcome.is_off(TOLERANCE) where the family is not right yet
 
 Every case trains three steps in float32 and is held against `transformers` (and peft) in float64, row by row, in one

@@ -4,32 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from rl_megatron.config import MegatronConfig
 from rl_megatron.families.family import family_of
-
-
-def read_config(folder: Path, overrides: Mapping[str, Any]) -> PreTrainedConfig:
-    """The model's Hugging Face config with overrides.
-
-    Raises:
-        ValueError: naming overrides that are no fields of this config.
-    """
-    config = AutoConfig.from_pretrained(folder)
-    unknown = sorted(set(overrides) - set(config.to_dict()))
-    if unknown:
-        raise ValueError(f"hf_config_overrides {unknown} are no fields of a {type(config).__name__}")
-    config = AutoConfig.from_pretrained(folder, **overrides)
-    # weights are read into the compute dtype, and exported in it
-    vars(config).pop("quantization_config", None)
-    return config
 
 
 def transformer_config(

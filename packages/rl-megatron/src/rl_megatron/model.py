@@ -17,14 +17,15 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from rl_core.model import ModelSpec, Read, Role
+from rl_core.model import HEADLESS_ROLES, ModelSpec, Read, Role
 from rl_core.model_config import ModelConfig
+from rl_core.torch.files.model_files import read_hf_config
 from rl_core.torch.heads.logprobs import Head
 from rl_core.torch.heads.reads import score_reads, value_reads
 from rl_core.torch.heads.split_reads import join_tokens, split_language_reads
 from rl_core.torch.heads.vocab_parallel import VocabShard
 from rl_core.torch.loss import Rows
-from rl_megatron.architecture import read_config, transformer_config
+from rl_megatron.architecture import transformer_config
 from rl_megatron.config import MegatronConfig
 from rl_megatron.conversion.splits import padded_vocab
 from rl_megatron.conversion.weight_map import AdapterMap
@@ -37,9 +38,6 @@ from rl_megatron.padding_token import freeze_padding_token
 from rl_megatron.parallel.mesh import Mesh
 from rl_megatron.replay import Replay
 from rl_megatron.routing import Routing
-
-HEADLESS_ROLES: tuple[Role, ...] = ("critic", "reward_model")
-"""Roles with a head of one output instead of a language-model head."""
 
 
 def token_multiple(config: TransformerConfig) -> int:
@@ -187,7 +185,7 @@ def build_model(
     Raises:
         ValueError: where the files, the config, the layout and the role do not fit together.
     """
-    hf = read_config(folder, config.hf_config_overrides)
+    hf = read_hf_config(folder, config.hf_config_overrides)
     is_cuda = mesh.kind.kernels == "cuda"
     has_adapters = config.lora_cfg.enabled
     # the norm within a layer of Transformer Engine's hides the input that an adapter needs

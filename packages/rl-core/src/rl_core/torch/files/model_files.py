@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,6 +73,25 @@ def model_folder(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(name, allow_patterns=PATTERNS))
+
+
+def read_hf_config(folder: Path, overrides: Mapping[str, Any]) -> Any:
+    """Return the model's `transformers` config with overrides.
+
+    It does not say how weights are quantised on disk: they are dequantised when they are read, and exported so.
+
+    Raises:
+        ValueError: naming overrides that are not fields of this config.
+    """
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder)
+    unknown = sorted(set(overrides) - set(config.to_dict()))
+    if unknown:
+        raise ValueError(f"hf_config_overrides {unknown} are not fields of a {type(config).__name__}")
+    config = AutoConfig.from_pretrained(folder, **overrides)
+    vars(config).pop("quantization_config", None)
+    return config
 
 
 @dataclass(frozen=True)
