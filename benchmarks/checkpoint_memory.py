@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from rl_core.batch import TOKENS, Batch
 from rl_core.model import ModelSpec
 from rl_core.ragged import Ragged
 from rl_core.ray.model import RemoteModel
-from rl_launch.backends import Backends
+from rl_launch.backends import POLICY, Backends
 from rl_launch.root import backends_of, read_model_config
 from rl_launch.session.checkpoints import Checkpoints
 from rl_launch.session.config import CheckpointingConfig
@@ -192,7 +192,7 @@ def model_of(folder: Path, backend: str) -> Iterator[RemoteModel]:
     from rl_launch.cluster.virtual_cluster import VirtualCluster
     from rl_launch.runtime.runtime import Runtime, provision_workers
 
-    backends = Backends(backends_of(config).policy, None)
+    backends = Backends({POLICY: replace(backends_of(config).models[POLICY], spec=ModelSpec())})
     device = resolve_device(config.cluster)
     envs = provision_workers(config, backends, None, device)
     logs = folder / f"{backend}-logs"
@@ -201,7 +201,7 @@ def model_of(folder: Path, backend: str) -> Iterator[RemoteModel]:
         VirtualCluster.of(config.cluster, device) as cluster,
         Runtime(config, backends, envs, cluster, logs) as runtime,
     ):
-        yield runtime.policy(ModelSpec())
+        yield runtime.policy()
 
 
 def batch() -> Batch:

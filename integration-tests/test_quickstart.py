@@ -6,12 +6,13 @@ import sys
 
 import pytest
 
+from rl_algos.requirement import LOSSES
 from rl_core.plugins import GENERATORS, POLICIES, plugin
-from rl_launch.worker_envs import ROLLOUT_WORKER, TRAINER, provision, worker_env
+from rl_launch.worker_envs import ROLLOUT_WORKER, provision, worker_env
 
 
 def python_of(group: str, name: str) -> str:
-    also = TRAINER if group == POLICIES else ROLLOUT_WORKER
+    also = LOSSES if group == POLICIES else ROLLOUT_WORKER
     spec = worker_env(plugin(group, name).requirement, "cpu", also=(also,))
     return provision([spec])[spec]
 

@@ -5,6 +5,7 @@ import pytest
 from rl_core.config import resolve, to_yaml
 from rl_core.errors import ConfigError
 from rl_core.model_config import GenerationConfig, ModelConfig
+from rl_launch.backends import POLICY
 from rl_launch.root import RECIPES, backends_of, read_config, read_raw, type_of
 
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
@@ -44,7 +45,7 @@ def test_an_inherited_recipe_keeps_what_it_does_not_say():
         (["policy.train_global_batch_size=100"], "does not divide the 512 rollouts"),
         (["policy.generation.backend=vlm"], "did you mean 'vllm'"),
         (["policy.generation.vllm_cfg.max_model_len=6"], "leave no room for a prompt"),
-        (["policy.dtensor_cfg.enabled=true", "policy.megatron_cfg.enabled=true"], "a policy has one backend"),
+        (["policy.dtensor_cfg.enabled=true", "policy.megatron_cfg.enabled=true"], "a model has one backend"),
         (["policy.dtensor_cfg.enabled=false"], "no training backend is enabled"),
         (["policy.generation.colocated.enabled=false", "cluster.cpu_ranks_per_node=1"], "no device"),
         (["checkpointing.checkpoint_must_save_by=4h"], "DD:HH:MM:SS"),
@@ -70,7 +71,7 @@ def test_what_cannot_run_is_refused(overrides, message):
 def test_the_training_backend(overrides, chosen):
     raw = read_raw("sft-arithmetic", overrides)
     backends = backends_of(resolve(raw, type_of(raw)).config)
-    assert backends.policy.plugin.name == chosen
+    assert backends.models[POLICY].plugin.name == chosen
     assert backends.generation is None
 
 
@@ -78,14 +79,15 @@ def test_settings_for_workers_are_of_types_that_every_worker_has():
     config = read_config("grpo-arithmetic", [*ON_CPU, "policy.generation.max_new_tokens=7"]).config
     backends = backends_of(config)
     assert backends.generation is not None
-    assert type(backends.policy.config) is ModelConfig
+    policy = backends.models[POLICY]
+    assert type(policy.config) is ModelConfig
     assert type(backends.generation.config) is GenerationConfig
     assert type(backends.generation.backend) is backends.generation.plugin.config
     assert backends.generation.config.max_new_tokens == 7
-    assert ModelConfig.model_validate(backends.policy.config.model_dump()) == backends.policy.config
-    sent = pickle.dumps((backends.policy.config, backends.policy.backend))
+    assert ModelConfig.model_validate(policy.config.model_dump()) == policy.config
+    sent = pickle.dumps((policy.config, policy.backend))
     assert b"vllm" not in sent
-    assert pickle.loads(sent) == (backends.policy.config, backends.policy.backend)
+    assert pickle.loads(sent) == (policy.config, policy.backend)
 
 
 def test_an_algorithm_that_generates_nothing_has_no_settings_for_it():

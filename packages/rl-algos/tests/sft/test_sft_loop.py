@@ -126,5 +126,5 @@ def test_a_resumed_run_sees_the_same_batches_and_records_the_same_metrics(tmp_pa
 def test_the_algorithm_is_run_as_configured():
     policy = FakeModel()
     config = SimpleNamespace(sft=SFTConfig(max_num_steps=2), policy=SimpleNamespace(train_global_batch_size=3))
-    run_algorithm(config, Components(policy=policy, data=data()), FakeRun())
+    run_algorithm(config, Components(models={"policy": policy}, data=data()), FakeRun())
     assert [len(step) for step in trained(policy)] == [3, 3]

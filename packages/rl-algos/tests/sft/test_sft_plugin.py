@@ -30,8 +30,9 @@ def test_the_entry_point_leads_to_the_loop():
 def test_a_plain_config_is_fine(tmp_path):
     plain = config(tmp_path, TRAIN)
     assert problems(plain) == {}
-    assert PLUGIN.spec(plain).trains
-    assert not PLUGIN.spec(plain).keeps_reference
+    spec = PLUGIN.models(plain)["policy"].spec
+    assert spec.trains
+    assert not spec.keeps_reference
 
 
 @pytest.mark.parametrize(

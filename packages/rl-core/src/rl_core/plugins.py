@@ -116,6 +116,19 @@ class DatasetPlugin:
 
 
 @dataclass(frozen=True)
+class ModelNeed:
+    """A model that an algorithm works with.
+
+    Args:
+        section: config section that holds it, one of `AlgorithmPlugin.model_sections`.
+        spec: its head, and whether it trains.
+    """
+
+    section: str
+    spec: ModelSpec
+
+
+@dataclass(frozen=True)
 class AlgorithmPlugin:
     """An algorithm.
 
@@ -132,7 +145,11 @@ class AlgorithmPlugin:
             it generates.
         validation_metrics: from the resolved config to the names of the `val/` metrics that its run records; None where
             they are not known before it.
-        spec: from the resolved config to the policy's `rl_core.model.ModelSpec`.
+        models: from the resolved config to the models that the run needs, by role. The role `policy` is the model whose
+            weights are published and exported.
+        model_sections: config sections that hold a model, as dotted keys from the root: `policy`, `value`,
+            `teachers.math`. The root gets one of each.
+        requirements: what its losses and rollout programs need installed; the extras only where models run.
         checks: static checks on the whole resolved config.
     """
 
@@ -142,7 +159,9 @@ class AlgorithmPlugin:
     prepare: str
     run: str
     generates: bool
-    spec: Callable[[Any], ModelSpec]
+    models: Callable[[Any], Mapping[str, ModelNeed]]
+    model_sections: tuple[str, ...] = ("policy",)
+    requirements: tuple[Requirement, ...] = ()
     rollouts: str = ""
     validation_metrics: Callable[[Any], Iterable[str]] | None = None
     checks: tuple[Callable[[Any], Iterable[Problem]], ...] = ()

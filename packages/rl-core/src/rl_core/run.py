@@ -77,13 +77,13 @@ class Components:
     """What an algorithm is handed; what it does not need is None.
 
     Args:
-        policy: the model to train.
+        models: by role, as the algorithm's plugin names them.
         data: what the algorithm's `prepare` returned.
         weights: publishes the policy's weights.
         pool: runs rollouts.
     """
 
-    policy: Model
+    models: Mapping[str, Model]
     data: Any
     weights: Weights | None = None
     pool: RolloutPool | None = None

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from rl_core.config import Config
+from rl_core.model import ModelSpec
 from rl_core.model_config import GenerationConfig, ModelConfig
-from rl_core.plugins import BackendPlugin
+from rl_core.plugins import BackendPlugin, Requirement
+
+POLICY = "policy"
+"""Role of the model whose weights are published and exported, and config section of the model that generates."""
 
 C = TypeVar("C", bound=Config)
 
@@ -28,8 +33,39 @@ class Backend(Generic[C]):
 
 
 @dataclass(frozen=True)
-class Backends:
-    """The backends of a run; `generation` is None where nothing is generated."""
+class ModelBackend(Backend[ModelConfig]):
+    """The training backend of one model.
 
-    policy: Backend[ModelConfig]
-    generation: Backend[GenerationConfig] | None
+    Args:
+        section: dotted key of its config section.
+        spec: the model's head, and whether it trains.
+    """
+
+    section: str
+    spec: ModelSpec
+
+
+@dataclass(frozen=True)
+class GenerationBackend(Backend[GenerationConfig]):
+    """The generation engine.
+
+    Args:
+        model: that it serves.
+    """
+
+    model: ModelConfig
+
+
+@dataclass(frozen=True)
+class Backends:
+    """The backends of a run.
+
+    Args:
+        models: by role.
+        generation: None if nothing is generated.
+        requirements: what the algorithm sends to workers.
+    """
+
+    models: Mapping[str, ModelBackend]
+    generation: GenerationBackend | None = None
+    requirements: tuple[Requirement, ...] = ()

@@ -6,14 +6,17 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from pydantic import Field
 
+from rl_algos.requirement import LOSSES
 from rl_core.config import Config, EnvVars, Problem, RawConfig, Resolved, assemble, did_you_mean, load, resolve
 from rl_core.devices import Device
 from rl_core.errors import ConfigError
+from rl_core.model import ModelSpec
 from rl_core.model_config import GenerationConfig, ModelConfig
 from rl_core.plugins import (
     ALGORITHMS,
@@ -22,10 +25,11 @@ from rl_core.plugins import (
     POLICIES,
     AlgorithmPlugin,
     BackendPlugin,
+    ModelNeed,
     names,
     plugin,
 )
-from rl_launch.backends import Backend, Backends
+from rl_launch.backends import POLICY, Backends, GenerationBackend, ModelBackend
 from rl_launch.cluster.device import AUTO, resolve_device
 from rl_launch.local_models import MADE_HERE
 from rl_launch.model_folder import MODEL_FILES, TOKENIZER_FILES, folder_problems
@@ -156,19 +160,31 @@ def root_type(algorithm: AlgorithmPlugin) -> type[RootConfig]:
 
 
 def backends_of(config: Any) -> Backends:
-    """The chosen backends of a resolved root, with their settings.
+    """The chosen backends of a resolved root, with their settings; of a model apart from a run, that model's.
 
     Raises:
-        ConfigError: where two training backends are enabled, or none.
+        ConfigError: if two training backends of a model are enabled, or none.
     """
-    policy = config.policy
-    found = _chosen_policy(policy)
-    chosen = Backend(found, _plain(policy, ModelConfig), getattr(policy, found.key))
-    if "generation" not in type(policy).model_fields:
-        return Backends(chosen, None)
-    generation = policy.generation
-    engine: BackendPlugin = plugin(GENERATORS, generation.backend)
-    return Backends(chosen, Backend(engine, _plain(generation, GenerationConfig), getattr(generation, engine.key)))
+    if "algorithm" not in type(config).model_fields:
+        model = _model_backend(config, ModelNeed(POLICY, ModelSpec(trains=False)))
+        # in the environment that runs train it in, so that none is built for it
+        return Backends({POLICY: model}, requirements=(LOSSES,))
+    algorithm: AlgorithmPlugin = plugin(ALGORITHMS, config.algorithm)
+    models = {role: _model_backend(config, need) for role, need in algorithm.models(config).items()}
+    return Backends(models, _generation_backend(config) if algorithm.generates else None, algorithm.requirements)
+
+
+def _model_backend(config: Any, need: ModelNeed) -> ModelBackend:
+    section = attrgetter(need.section)(config)
+    found = _enabled_backend(need.section, section)
+    return ModelBackend(found, _plain(section, ModelConfig), getattr(section, found.key), need.section, need.spec)
+
+
+def _generation_backend(config: Any) -> GenerationBackend:
+    generation = config.policy.generation
+    found: BackendPlugin = plugin(GENERATORS, generation.backend)
+    served = _plain(config.policy, ModelConfig)
+    return GenerationBackend(found, _plain(generation, GenerationConfig), getattr(generation, found.key), served)
 
 
 def _algorithm(raw: RawConfig) -> AlgorithmPlugin:
@@ -199,18 +215,18 @@ def _installed(group: str) -> dict[str, Any]:
     return found
 
 
-def _chosen_policy(policy: Any) -> BackendPlugin:
+def _enabled_backend(key: str, section: Any) -> BackendPlugin:
     installed: dict[str, BackendPlugin] = _installed(POLICIES)
-    states = {name: getattr(policy, found.key).enabled for name, found in installed.items()}
+    states = {name: getattr(section, found.key).enabled for name, found in installed.items()}
     enabled = [name for name, state in states.items() if state]
     if len(enabled) > 1:
-        keys = " and ".join(f"policy.{installed[name].key}.enabled" for name in enabled)
-        raise ConfigError(f"{keys} are both true; a policy has one backend: set one of them only")
+        keys = " and ".join(f"{key}.{installed[name].key}.enabled" for name in enabled)
+        raise ConfigError(f"{keys} are both true; a model has one backend: set one of them only")
     if enabled:
         return installed[enabled[0]]
     if states.get(_DEFAULT_POLICY, False) is None:
         return installed[_DEFAULT_POLICY]
-    choices = ", ".join(f"policy.{found.key}.enabled=true" for found in installed.values())
+    choices = ", ".join(f"{key}.{found.key}.enabled=true" for found in installed.values())
     raise ConfigError(f"no training backend is enabled; set one: {choices}")
 
 
@@ -254,7 +270,9 @@ def _backend_checks(config: Any) -> Iterable[Problem]:
         backends = backends_of(config)
     except ConfigError as error:
         return [Problem("policy", str(error))]
-    chosen = [backends.policy.plugin, *([backends.generation.plugin] if backends.generation else [])]
+    chosen = [model.plugin for model in backends.models.values()]
+    if backends.generation is not None:
+        chosen.append(backends.generation.plugin)
     return [problem for found in chosen for check in found.checks for problem in check(config)]
 
 
@@ -270,15 +288,15 @@ def _topology_checks(config: Any) -> Iterator[Problem]:
 
 def _model_checks(config: Any) -> Iterator[Problem]:
     try:
-        policy = backends_of(config).policy
+        models = backends_of(config).models
     except ConfigError as error:
         yield Problem("policy", str(error))
         return
     if config.policy.model_name not in MADE_HERE:
         yield from folder_problems("policy.model_name", config.policy.model_name, MODEL_FILES)
-    for check in policy.plugin.checks:
+    for check in models[POLICY].plugin.checks:
         yield from check(config)
-    yield from _placement_problems(config.cluster, Backends(policy, None))
+    yield from _placement_problems(config.cluster, Backends({POLICY: models[POLICY]}))
 
 
 def check_placement(cluster: Any, backends: Backends, device: Device) -> None:
@@ -307,4 +325,5 @@ def _placement_problems_on(device: Device, cluster: Any, backends: Backends) -> 
         colocated=generation.config.colocated if generation else None,
         replica_ranks=generation.plugin.ranks(generation.backend) if generation else 1,
     )
-    yield from topology_problems(topology, backends.policy.plugin.ranks(backends.policy.backend))
+    for model in backends.models.values():
+        yield from topology_problems(topology, model.plugin.ranks(model.backend))

@@ -4,8 +4,9 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement as Pin
 
+from rl_algos.requirement import LOSSES
 from rl_core.plugins import Requirement
-from rl_launch.worker_envs import ROLLOUT_WORKER, TRAINER, worker_env
+from rl_launch.worker_envs import ROLLOUT_WORKER, worker_env
 from rl_launch.worker_envs.pins import by_name, export, shipped_pins
 from rl_launch.worker_envs.plan import portable_plan
 
@@ -14,9 +15,9 @@ ROOT = Path(__file__).parents[4]
 pytestmark = pytest.mark.skipif(not (ROOT / "uv.lock").exists(), reason="needs the workspace's lock")
 
 WORKERS = {
-    "dtensor": (Requirement("rl-dtensor", {"cpu": ("worker",)}), TRAINER),
+    "dtensor": (Requirement("rl-dtensor", {"cpu": ("worker",)}), LOSSES),
     "hf": (Requirement("rl-dtensor", {"cpu": ("worker",)}), ROLLOUT_WORKER),
-    "megatron": (Requirement("rl-megatron", {"cpu": ("worker",)}), TRAINER),
+    "megatron": (Requirement("rl-megatron", {"cpu": ("worker",)}), LOSSES),
     "vllm-cpu": (Requirement("rl-vllm", {"cpu": ("cpu",)}), ROLLOUT_WORKER),
     "vllm-cuda": (Requirement("rl-vllm", {"cpu": ("cuda",)}), ROLLOUT_WORKER),
     "math": (Requirement("rl-envs"),),
@@ -65,7 +66,7 @@ def test_no_pins_are_made_up_for_what_is_not_ours():
 
 
 def test_what_is_compiled_against_torch_is_installed_after_it():
-    spec = worker_env(Requirement("rl-dtensor", {"cuda": ("worker", "flash")}), "cuda", also=[TRAINER])
+    spec = worker_env(Requirement("rl-dtensor", {"cuda": ("worker", "flash")}), "cuda", also=[LOSSES])
     plan = portable_plan(spec)
     pins, compiled = (dict(plan.files)[name].decode() for name in ("pins.txt", "compiled.txt"))
     assert set(by_name(compiled)) == {"flash-attn"}

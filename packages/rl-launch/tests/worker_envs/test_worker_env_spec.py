@@ -1,17 +1,20 @@
 import pytest
 
-from rl_core.devices import CUDA
-from rl_core.model_config import ModelConfig
-from rl_core.plugins import POLICIES, Requirement, plugin
-from rl_launch.backends import Backend, Backends
+from rl_algos.requirement import LOSSES
+from rl_core.devices import CPU, CUDA
+from rl_core.model import ModelSpec
+from rl_core.model_config import GenerationConfig, ModelConfig
+from rl_core.plugins import GENERATORS, POLICIES, Requirement, plugin
+from rl_launch.backends import Backends, GenerationBackend, ModelBackend
 from rl_launch.runtime.role_envs import role_specs
-from rl_launch.worker_envs import ROLLOUT_WORKER, TRAINER, Wanted, homes, worker_env
+from rl_launch.worker_envs import ROLLOUT_WORKER, Wanted, homes, worker_env
 
 ENGINE = Requirement("rl_Dtensor", {"cpu": ("worker",), "cuda": ("worker", "flash")}, ("torch",))
+MODEL = ModelConfig(model_name="any")
 
 
 def test_a_worker_needs_its_engine_ray_and_what_is_sent_to_it():
-    spec = worker_env(ENGINE, "cpu", also=[TRAINER])
+    spec = worker_env(ENGINE, "cpu", also=[LOSSES])
     assert spec.wanted == (
         Wanted("rl-dtensor", ("worker",)),
         Wanted("rl-algos", ("torch",)),
@@ -26,18 +29,18 @@ def test_extras_follow_the_device():
 
 
 def test_requirements_of_one_distribution_are_merged():
-    both = worker_env(ENGINE, "cpu", also=[ROLLOUT_WORKER, TRAINER])
-    assert both.wanted == worker_env(ENGINE, "cpu", also=[TRAINER]).wanted
+    both = worker_env(ENGINE, "cpu", also=[ROLLOUT_WORKER, LOSSES])
+    assert both.wanted == worker_env(ENGINE, "cpu", also=[LOSSES]).wanted
 
 
 def test_an_environment_serves_those_that_need_less_of_the_same_engine():
-    trainer, generator = worker_env(ENGINE, "cpu", also=[TRAINER]), worker_env(ENGINE, "cpu", also=[ROLLOUT_WORKER])
+    trainer, generator = worker_env(ENGINE, "cpu", also=[LOSSES]), worker_env(ENGINE, "cpu", also=[ROLLOUT_WORKER])
     other = worker_env(Requirement("rl-envs"), "cpu")
     assert homes([generator, trainer, other]) == {generator: trainer, trainer: trainer, other: other}
 
 
 def test_an_engine_never_moves_into_the_environment_of_another():
-    vllm = worker_env(Requirement("rl-vllm", {"cpu": ("cpu",)}), "cpu", also=[TRAINER])
+    vllm = worker_env(Requirement("rl-vllm", {"cpu": ("cpu",)}), "cpu", also=[LOSSES])
     plain = worker_env(Requirement("rl-algos"), "cpu")
     assert not vllm.covers(plain)
 
@@ -47,7 +50,25 @@ def test_an_engine_never_moves_into_the_environment_of_another():
 )
 def test_a_kernel_that_the_config_chooses_is_in_the_policys_environment(attention, extras):
     dtensor = plugin(POLICIES, "dtensor")
-    policy = Backend(dtensor, ModelConfig(model_name="any"), dtensor.config(attention_backend=attention))
-    specs = role_specs(Backends(policy, None), (), CUDA)
+    policy = ModelBackend(dtensor, MODEL, dtensor.config(attention_backend=attention), "policy", ModelSpec())
+    specs = role_specs(Backends({"policy": policy}, requirements=(LOSSES,)), (), CUDA)
     assert specs["policy"].wanted[0] == Wanted("rl-dtensor", extras)
     assert "rl-algos" in {wanted.distribution for wanted in specs["policy"].wanted}
+
+
+def test_an_algorithms_own_distribution_reaches_every_model_and_the_rollouts():
+    theirs = Requirement("their-losses", {"cpu": ("torch",)}, ("their_losses", "torch"))
+    dtensor, megatron = plugin(POLICIES, "dtensor"), plugin(POLICIES, "megatron")
+    models = {
+        "policy": ModelBackend(dtensor, MODEL, dtensor.config(), "policy", ModelSpec()),
+        "teacher": ModelBackend(megatron, MODEL, megatron.config(), "teacher", ModelSpec(trains=False)),
+    }
+    hf = plugin(GENERATORS, "hf")
+    generation = GenerationBackend(hf, GenerationConfig(), hf.config(), MODEL)
+    specs = role_specs(Backends(models, generation, (theirs,)), (), CPU)
+    assert [specs[role].wanted[0].distribution for role in models] == ["rl-dtensor", "rl-megatron"]
+    for role in models:
+        assert Wanted("their-losses", ("torch",)) in specs[role].wanted
+        assert "their_losses" in specs[role].imports
+    assert Wanted("their-losses") in specs["generation"].wanted
+    assert Wanted("rl-algos") in specs["generation"].wanted

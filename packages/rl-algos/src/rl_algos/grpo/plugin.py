@@ -7,18 +7,15 @@ from typing import Any
 from rl_algos.data.config import DataConfig, dataset_names
 from rl_algos.grpo.checks import check
 from rl_algos.grpo.config import GRPOConfig, LossConfig
+from rl_algos.requirement import LOSSES
 from rl_core.model import ModelSpec
-from rl_core.plugins import AlgorithmPlugin
+from rl_core.plugins import AlgorithmPlugin, ModelNeed
 
 
-def policy_spec(config: Any) -> ModelSpec:
-    """What the policy is for: it trains, and keeps its reference where the loss compares with it."""
-    return ModelSpec(
-        role="policy",
-        trains=True,
-        keeps_reference=config.loss_fn.reference_policy_kl_penalty > 0,
-        seed=config.grpo.seed,
-    )
+def models(config: Any) -> dict[str, ModelNeed]:
+    """The policy trains, and keeps its reference if the loss compares with it."""
+    compares = config.loss_fn.reference_policy_kl_penalty > 0
+    return {"policy": ModelNeed("policy", ModelSpec(keeps_reference=compares, seed=config.grpo.seed))}
 
 
 def validation_metrics(config: Any) -> list[str]:
@@ -38,7 +35,8 @@ PLUGIN = AlgorithmPlugin(
     prepare="rl_algos.grpo.setup:prepare",
     run="rl_algos.grpo.setup:run",
     generates=True,
-    spec=policy_spec,
+    models=models,
+    requirements=(LOSSES,),
     validation_metrics=validation_metrics,
     rollouts="rl_algos.grpo.setup:rollouts",
     checks=(check,),

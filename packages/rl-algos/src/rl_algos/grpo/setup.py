@@ -82,7 +82,7 @@ def run(config: Any, components: Components, run: Run) -> None:
     train(
         config.grpo,
         policy_loss(config),
-        policy=components.policy,
+        policy=components.models["policy"],
         rollouts=source,
         weights=components.weights,
         validation=Validation(data.validation, validation_sampling(generation, data.end_of_sequence), config.grpo),

@@ -16,9 +16,8 @@ from rl_core.run import Components, Run
 
 def run(config: Any, components: Components, run: Run) -> None:
     """Fine-tune the policy as configured; `components.data` is what `prepare` returned."""
-    train(
-        config.sft, NLLLoss(), components.policy, components.data, run, batch_size=config.policy.train_global_batch_size
-    )
+    policy = components.models["policy"]
+    train(config.sft, NLLLoss(), policy, components.data, run, batch_size=config.policy.train_global_batch_size)
 
 
 def train(config: SFTConfig, loss: Loss, policy: Model, data: SFTData, run: Run, *, batch_size: int) -> None:

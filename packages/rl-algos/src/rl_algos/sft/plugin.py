@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from rl_algos.data.config import DataConfig
+from rl_algos.requirement import LOSSES
 from rl_algos.sft.config import SFTConfig
 from rl_core.config import Problem
 from rl_core.model import ModelSpec
-from rl_core.plugins import AlgorithmPlugin
+from rl_core.plugins import AlgorithmPlugin, ModelNeed
 
 _OF_VALIDATION = (
     "val_period",
@@ -54,9 +55,9 @@ def validation_metrics(config: Any) -> list[str]:
     return ["val/loss", "val/num_tokens"] if validates else []
 
 
-def spec(config: Any) -> ModelSpec:
+def models(config: Any) -> dict[str, ModelNeed]:
     """The policy trains and needs no reference."""
-    return ModelSpec(role="policy", trains=True, keeps_reference=False, seed=config.sft.seed)
+    return {"policy": ModelNeed("policy", ModelSpec(seed=config.sft.seed))}
 
 
 PLUGIN = AlgorithmPlugin(
@@ -66,7 +67,8 @@ PLUGIN = AlgorithmPlugin(
     prepare="rl_algos.sft.data:prepare",
     run="rl_algos.sft.loop:run",
     generates=False,
-    spec=spec,
+    models=models,
+    requirements=(LOSSES,),
     validation_metrics=validation_metrics,
     checks=(check_validation, check_environments, check_lengths),
 )

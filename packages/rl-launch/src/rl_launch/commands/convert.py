@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from rl_core.config import to_yaml
 from rl_core.errors import ConfigError, RunDirectoryError
-from rl_core.model import ModelSpec
 from rl_core.model_config import ModelConfig, local_hf_config
-from rl_core.plugins import ALGORITHMS, POLICIES, AlgorithmPlugin, BackendPlugin, plugin
-from rl_launch.backends import Backends
+from rl_core.plugins import POLICIES, BackendPlugin, plugin
+from rl_launch.backends import POLICY
 from rl_launch.cluster.device import check_devices, resolve_device
 from rl_launch.commands.train import with_local_model
 from rl_launch.model_folder import MODEL_FILES, folder_problems
@@ -26,9 +25,6 @@ from rl_launch.session.manifest import Manifest, sync_folder
 
 if TYPE_CHECKING:
     from rl_core.ray.model import RemoteModel
-
-POLICY = "policy"
-"""Folder of a checkpoint that the policy's state is in."""
 
 CONFIG = "config.yaml"
 
@@ -57,7 +53,7 @@ def to_hugging_face(source: Path, target: Path, overrides: Sequence[str] = ()) -
     damage = _damage(checkpoint)
     if damage:
         raise RunDirectoryError(f"checkpoint {checkpoint} is damaged: {damage}; choose another one")
-    with _policy(config, _spec(config), target) as model, _made(target) as folder:
+    with _policy(config, target) as model, _made(target) as folder:
         _log.info("reading %s", checkpoint)
         files = Manifest.read(checkpoint).files_of(POLICY)
         model.load(str((checkpoint / POLICY).absolute()), files=files)
@@ -86,10 +82,10 @@ def to_checkpoint(source: str, target: Path, backend: str, overrides: Sequence[s
     name = str(folder.absolute()) if folder.is_dir() else source
     values = {"model_name": name, "precision": _precision(name), found.key: {"enabled": True}}
     config = read_model_config({POLICY: values}, overrides)
-    chosen = backends_of(config).policy.plugin.name
+    chosen = backends_of(config).models[POLICY].plugin.name
     if chosen != backend:
         raise ConfigError(f"--to {backend}, but the overrides enable {chosen}; name one backend")
-    with _policy(config, _spec(config), target) as model, _made(target) as written:
+    with _policy(config, target) as model, _made(target) as written:
         _log.info("writing %s", target)
         (written / POLICY).mkdir()
         model.save(str(written / POLICY))
@@ -148,16 +144,8 @@ def _precision(name: str) -> str:
     return "float32" if "float32" in (fields.get("dtype"), fields.get("torch_dtype")) else "bfloat16"
 
 
-def _spec(config: Any) -> ModelSpec:
-    """Of the policy; a config without an algorithm is that of a model which was never trained here."""
-    if "algorithm" not in type(config).model_fields:
-        return ModelSpec(role="policy", trains=False)
-    algorithm: AlgorithmPlugin = plugin(ALGORITHMS, config.algorithm)
-    return replace(algorithm.spec(config), keeps_reference=False)
-
-
 @contextmanager
-def _policy(config: Any, spec: ModelSpec, target: Path) -> Iterator[RemoteModel]:
+def _policy(config: Any, target: Path) -> Iterator[RemoteModel]:
     """The model of a config, alone on its cluster; its ranks' logs are kept beside the target, which all nodes see."""
     check_devices(config.cluster)
     config = with_local_model(config)
@@ -166,7 +154,10 @@ def _policy(config: Any, spec: ModelSpec, target: Path) -> Iterator[RemoteModel]
     from rl_launch.cluster.virtual_cluster import VirtualCluster
     from rl_launch.runtime.runtime import Runtime, check_engines, provision_workers
 
-    backends = Backends(backends_of(config).policy, None)
+    backends = backends_of(config)
+    chosen = backends.models[POLICY]
+    alone = replace(chosen, spec=replace(chosen.spec, keeps_reference=False))
+    backends = replace(backends, models={POLICY: alone}, generation=None)
     device = resolve_device(config.cluster)
     check_placement(config.cluster, backends, device)
     envs = provision_workers(config, backends, None, device)
@@ -178,8 +169,8 @@ def _policy(config: Any, spec: ModelSpec, target: Path) -> Iterator[RemoteModel]
         VirtualCluster.of(config.cluster, device) as cluster,
         Runtime(config, backends, envs, cluster, Path(logs)) as runtime,
     ):
-        _log.info("starting %s on %d ranks", backends.policy.plugin.name, cluster.num_nodes * cluster.ranks_per_node)
-        yield runtime.policy(spec)
+        _log.info("starting %s on %d ranks", chosen.plugin.name, cluster.num_nodes * cluster.ranks_per_node)
+        yield runtime.policy()
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,10 @@ def evaluate(config: Any, *, logs: Path) -> Evaluation:
     from rl_launch.cluster.virtual_cluster import VirtualCluster
     from rl_launch.runtime.runtime import Runtime, provision_workers
 
-    backends = backends_of(config)
+    backends = replace(backends_of(config), models={})
     device = resolve_device(config.cluster)
     check_placement(config.cluster, backends, device)
-    envs = provision_workers(config, backends, needs, device, trains=False)
+    envs = provision_workers(config, backends, needs, device)
     logs.mkdir(parents=True, exist_ok=True)
     with (
         VirtualCluster.of(config.cluster, device) as cluster,

@@ -14,7 +14,6 @@ from rl_launch.cluster.device import check_devices, resolve_device
 from rl_launch.cluster.ray_address import check_ray_address
 from rl_launch.local_models import TINY, WARMED_UP, models_folder, tiny_model
 from rl_launch.placement.bundles import PlacementError
-from rl_launch.placement.topology import POLICY
 from rl_launch.root import backends_of, check_placement, read_config
 from rl_launch.runtime.restoration import Restoration
 from rl_launch.session import RunDirectory, RunSession
@@ -86,7 +85,8 @@ def _run(config: Any, loaded: Any, session: RunSession, restoration: Restoration
     check_placement(config.cluster, backends, device)
     envs = provision_workers(config, backends, needs, device)
     check_engines(config, backends, envs)
-    prove_family(config, backends.policy.plugin, envs.interpreters[POLICY])
+    for role, model in backends.models.items():
+        prove_family(config, model.plugin, envs.interpreters[role])
     # the run directory is taken when nothing is left to refuse, so that another config may have it after a refusal
     with (
         session,
@@ -95,7 +95,7 @@ def _run(config: Any, loaded: Any, session: RunSession, restoration: Restoration
     ):
         try:
             with session.phase("starting"):
-                components = runtime.components(algorithm, data, needs, vocabulary=len(tokenizer))
+                components = runtime.components(data, needs, vocabulary=len(tokenizer))
             with session.with_models():
                 resolve(algorithm.run)(config, components, session)
         except RLError as error:

@@ -11,11 +11,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rl_algos.requirement import LOSSES
 from rl_core.errors import ConfigError, RLError
 from rl_core.plugins import POLICIES, BackendPlugin, plugin
 from rl_core.selfcheck import FamilyCase, MeshCase
 from rl_launch.model_folder import MODEL_FILES, folder_problems
-from rl_launch.worker_envs import TRAINER, provision, worker_env
+from rl_launch.worker_envs import provision, worker_env
 from rl_launch.worker_envs.variables import worker_process_environment
 
 SCHEMA = 1
@@ -55,7 +56,7 @@ def check_model(model: str, backend: str) -> Iterator[FamilyCase]:
     found: BackendPlugin = plugin(POLICIES, backend)
     if not found.selfcheck:
         raise ConfigError(f"the backend {backend} has no self-check of model families")
-    spec = worker_env(found.requirement, "cpu", also=(TRAINER,))
+    spec = worker_env(found.requirement, "cpu", also=(LOSSES,))
     python = provision([spec])[spec]
     folder = Path(model).expanduser()
     return cases(python, found.selfcheck, str(folder.absolute()) if folder.is_dir() else model)

@@ -10,8 +10,8 @@ from rl_core.config import Problem
 from rl_core.devices import Device
 from rl_core.weights import TransportKind
 
-POLICY, GENERATION = "policy", "generation"
-"""Who has devices: roles in messages, and tenants of devices that are shared."""
+GENERATION = "generation"
+"""Tenant of shared devices beside the models, and role of its workers in messages."""
 
 
 @dataclass(frozen=True)

@@ -8,30 +8,27 @@ from typing import Any
 from rl_core.devices import Device
 from rl_core.plugins import ENVIRONMENTS, Requirement, plugin
 from rl_launch.backends import Backend, Backends
-from rl_launch.worker_envs.spec import ROLLOUT_WORKER, TRAINER, WorkerEnvSpec, worker_env
+from rl_launch.worker_envs.spec import ROLLOUT_WORKER, WorkerEnvSpec, worker_env
 
 
-def role_specs(
-    backends: Backends, environments: Iterable[str], device: Device, *, trains: bool = True
-) -> dict[str, WorkerEnvSpec]:
-    """Specs of a run's workers by role: `policy`, `generation`, and `env.<name>` for each environment.
+def role_specs(backends: Backends, environments: Iterable[str], device: Device) -> dict[str, WorkerEnvSpec]:
+    """Specs of a run's workers by role: each model's, `generation`, and `env.<name>` for each environment.
 
     Args:
-        backends: the policy's and the generator's.
+        backends: of the models and of generation.
         environments: names of those that score its prompts.
         device: decides which extras bring their engines.
-        trains: whether there is a policy.
     """
-    specs: dict[str, WorkerEnvSpec] = {}
-    if trains:
-        specs["policy"] = _engine_env(backends.policy, device, TRAINER)
+    specs = {role: _engine_env(model, device, backends.requirements) for role, model in backends.models.items()}
     if backends.generation is not None:
-        specs["generation"] = _engine_env(backends.generation, device, ROLLOUT_WORKER)
+        # rollout programs compute no losses, so the extras that losses need are left out
+        programs = [Requirement(each.distribution) for each in backends.requirements]
+        specs["generation"] = _engine_env(backends.generation, device, [ROLLOUT_WORKER, *programs])
     for name in sorted(environments):
         specs[f"env.{name}"] = worker_env(plugin(ENVIRONMENTS, name).requirement, device.extras)
     return specs
 
 
-def _engine_env(chosen: Backend[Any], device: Device, sent: Requirement) -> WorkerEnvSpec:
+def _engine_env(chosen: Backend[Any], device: Device, sent: Iterable[Requirement]) -> WorkerEnvSpec:
     """Of a backend with its settings, and what is sent to it."""
-    return worker_env(chosen.plugin.requirement, device.extras, also=(*chosen.plugin.further(chosen.backend), sent))
+    return worker_env(chosen.plugin.requirement, device.extras, also=(*chosen.plugin.further(chosen.backend), *sent))

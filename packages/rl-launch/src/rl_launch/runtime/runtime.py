@@ -18,19 +18,18 @@ from rl_algos.rollouts.worker import RolloutWorkerSpec
 from rl_core.devices import Device
 from rl_core.errors import ConfigError, Origin, RLError
 from rl_core.generation import Placement
-from rl_core.model import ModelSpec
-from rl_core.plugins import ENVIRONMENTS, AlgorithmPlugin, EnvironmentPlugin, RolloutNeeds, plugin
+from rl_core.plugins import ENVIRONMENTS, EnvironmentPlugin, RolloutNeeds, plugin
 from rl_core.ray.calls import gather
 from rl_core.ray.environment import RemoteEnvironment
 from rl_core.ray.model import RemoteModel
 from rl_core.run import Components
-from rl_launch.backends import Backends
+from rl_launch.backends import POLICY, Backends
 from rl_launch.cluster.nodes import Nodes
 from rl_launch.cluster.start_wait import gather_start
 from rl_launch.cluster.virtual_cluster import Bundle, VirtualCluster, WorkerProcess
 from rl_launch.local_models import model_folders
 from rl_launch.placement.residency import Residency, Tenant
-from rl_launch.placement.topology import GENERATION, POLICY, Topology, plan
+from rl_launch.placement.topology import GENERATION, Topology, plan
 from rl_launch.runtime.model_group import ModelGroup, StartTimeouts
 from rl_launch.runtime.replica import Replica
 from rl_launch.runtime.role_envs import role_specs
@@ -51,15 +50,13 @@ Start = tuple[Callable[[], ActorHandle], Placement]
 ENVIRONMENT_POOL = "rl_core.environments.pool:EnvironmentPool.of"
 
 
-def provision_workers(
-    config: Any, backends: Backends, needs: RolloutNeeds | None, device: Device, *, trains: bool = True
-) -> DriverEnvs:
-    """Environments on this node for every kind of worker the run has; no trainer's if nothing trains.
+def provision_workers(config: Any, backends: Backends, needs: RolloutNeeds | None, device: Device) -> DriverEnvs:
+    """Environments on this node for every kind of worker the run has.
 
     Raises:
         WorkerEnvironmentError: if one cannot be had.
     """
-    wanted = role_specs(backends, needs.environments if needs else (), device, trains=trains)
+    wanted = role_specs(backends, needs.environments if needs else (), device)
     return DriverEnvs.provided(wanted, config.cluster.worker_envs)
 
 
@@ -70,10 +67,10 @@ def check_engines(config: Any, backends: Backends, envs: DriverEnvs) -> None:
     Raises:
         ConfigError: listing every problem.
     """
-    chosen = [(envs.interpreters.get(POLICY, ""), backends.policy.plugin)]
+    chosen = {role: model.plugin for role, model in backends.models.items()}
     if backends.generation is not None:
-        chosen.append((envs.interpreters.get(GENERATION, ""), backends.generation.plugin))
-    checks = [(python, found.preflight) for python, found in chosen if python and found.preflight]
+        chosen[GENERATION] = backends.generation.plugin
+    checks = [(envs.interpreters[role], found.preflight) for role, found in chosen.items() if found.preflight]
     with ThreadPoolExecutor(max_workers=2) as threads:
         found = list(threads.map(lambda check: engine_problems(check[0], check[1], config), checks))
     problems = [problem for several in found for problem in several]
@@ -135,24 +132,21 @@ class Runtime:
         """Addresses of the run's nodes that are lost, once Ray knows it too."""
         return self._nodes.lost()
 
-    def components(
-        self, algorithm: AlgorithmPlugin, data: Any, needs: RolloutNeeds | None, vocabulary: int
-    ) -> Components:
+    def components(self, data: Any, needs: RolloutNeeds | None, vocabulary: int) -> Components:
         """Start everything the algorithm needs.
 
         Args:
-            algorithm: decides what is started.
             data: what its `prepare` returned.
             needs: what its rollout workers run, where it generates.
             vocabulary: number of tokens the canary may draw from.
         """
         if needs is None:
-            return Components(policy=self.policy(algorithm.spec(self._config)), data=data)
+            return Components(models={POLICY: self.policy()}, data=data)
         self._reserve_policy()
         if not self._topology.colocated:
             self._reserve_replicas()
         self._prepare_nodes(needs)
-        group = self._begin_policy(algorithm.spec(self._config))
+        group = self._begin_policy()
         if self._topology.shares_devices:
             policy = self._finish_policy(group, self._hold(POLICY))
             policy.offload()
@@ -165,13 +159,13 @@ class Runtime:
         if self._topology.shares_devices:
             self._residency.join(POLICY, Tenant(policy.offload, policy.onload))
         pool = self._pool(replicas, self._residency if self._topology.shares_devices else None)
-        return Components(policy=policy, data=data, weights=sync, pool=pool)
+        return Components(models={POLICY: policy}, data=data, weights=sync, pool=pool)
 
-    def policy(self, spec: ModelSpec) -> RemoteModel:
-        """The policy alone, built for what the spec says; it shares its devices with nobody."""
+    def policy(self) -> RemoteModel:
+        """The policy alone; it shares its devices with nobody."""
         self._reserve_policy()
         self._prepare_nodes(None)
-        return self._finish_policy(self._begin_policy(spec), nullcontext)
+        return self._finish_policy(self._begin_policy(), nullcontext)
 
     def evaluation_pool(self, needs: RolloutNeeds) -> RolloutPool:
         """Replicas alone, serving the weights at `policy.model_name`."""
@@ -224,10 +218,10 @@ class Runtime:
             timeouts=self._timeouts,
         )
 
-    def _begin_policy(self, spec: ModelSpec) -> ModelGroup:
-        backend = self._backends.policy
+    def _begin_policy(self) -> ModelGroup:
+        backend = self._backends.models[POLICY]
         group = self._place_policy()
-        group.begin(backend.plugin, backend.config, backend.backend, spec)
+        group.begin(backend.plugin, backend.config, backend.backend, backend.spec)
         return group
 
     def _finish_policy(self, group: ModelGroup, hold: Hold) -> RemoteModel:
@@ -245,7 +239,7 @@ class Runtime:
             meet=group.meeting_point,
             canary=Canary.of(
                 vocabulary,
-                precision=self._backends.policy.config.precision,
+                precision=self._backends.models[POLICY].config.precision,
                 tolerance=self._backends.generation.config.canary_tolerance if self._backends.generation else None,
             ),
             residency=self._residency if self._topology.shares_devices else None,
@@ -262,8 +256,9 @@ class Runtime:
 
     def _begin_replicas(self, starts: list[Start], needs: RolloutNeeds) -> Callable[[], list[Replica]]:
         """Begin to start replicas and environments; the returned function waits until they are ready."""
-        backend, model = self._backends.generation, self._backends.policy.config
+        backend = self._backends.generation
         assert backend is not None, "rollouts need generation"
+        model = backend.model
         host = (self._replica_bundles or self._policy_bundles)[0][0].node
         environments = {name: self._start_environment(name, host) for name in sorted(needs.environments)}
         replicas = []
@@ -356,8 +351,8 @@ class Runtime:
         return WorkerProcess(python, variables, node, num_gpus)
 
     def _env_vars_of(self, role: str) -> Mapping[str, str]:
-        if role == POLICY:
-            return self._backends.policy.config.env_vars
+        if role in self._backends.models:
+            return self._backends.models[role].config.env_vars
         generation = self._backends.generation
         return generation.config.env_vars if role == GENERATION and generation else {}
 

@@ -18,8 +18,9 @@ from rl_core.ragged import Ragged
 from rl_core.ray.calls import gather, settle
 from rl_core.ray.model import RemoteModel
 from rl_core.weights import Manifest, Transport, TransportKind, verify_receipt
+from rl_launch.backends import POLICY
 from rl_launch.placement.residency import Residency
-from rl_launch.placement.topology import GENERATION, POLICY
+from rl_launch.placement.topology import GENERATION
 
 _log = logging.getLogger(__name__)
 

@@ -6,12 +6,11 @@ from rl_launch.worker_envs.engine_checks import engine_problems
 from rl_launch.worker_envs.node_build import BuiltEnv, EnvPlan, build, default_root
 from rl_launch.worker_envs.plan import local_plan, portable_plan
 from rl_launch.worker_envs.provision import Mode, homes, provision
-from rl_launch.worker_envs.spec import ROLLOUT_WORKER, TRAINER, Wanted, WorkerEnvSpec, worker_env
+from rl_launch.worker_envs.spec import ROLLOUT_WORKER, Wanted, WorkerEnvSpec, worker_env
 from rl_launch.worker_envs.variables import chosen_variables, worker_variables
 
 __all__ = [
     "ROLLOUT_WORKER",
-    "TRAINER",
     "Availability",
     "BuiltEnv",
     "EnvPlan",

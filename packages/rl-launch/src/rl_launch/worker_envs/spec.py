@@ -8,11 +8,8 @@ from dataclasses import dataclass
 
 from rl_core.plugins import Requirement
 
-TRAINER = Requirement("rl-algos", {"cpu": ("torch",), "cuda": ("torch",)}, ("rl_algos", "torch"))
-"""What is sent to a model worker: losses and their implementations."""
-
 ROLLOUT_WORKER = Requirement("rl-algos", {}, ("rl_algos",))
-"""What is sent to a rollout worker: rollout programs."""
+"""The rollout worker itself."""
 
 _HOST = Requirement("rl-core", {"cpu": ("ray",), "cuda": ("ray",)}, ("ray",))
 
@@ -68,7 +65,7 @@ def worker_env(requirement: Requirement, extras_for: str, *, also: Iterable[Requ
     Args:
         requirement: of the worker class.
         extras_for: `Device.extras` of the run's device.
-        also: requirements of the classes sent to it: `TRAINER`, `ROLLOUT_WORKER`, those of environments.
+        also: requirements of what is sent to it: losses, rollout programs.
     """
     extras: dict[str, set[str]] = {}
     imports: set[str] = set()

@@ -1,0 +1,6 @@
+"""What the algorithms of this package need where their models run."""
+
+from rl_core.plugins import Requirement
+
+LOSSES = Requirement("rl-algos", {"cpu": ("torch",), "cuda": ("torch",)}, ("rl_algos", "torch"))
+"""Losses and their implementations."""
