@@ -31,6 +31,7 @@ from rl_algos.grpo.metrics import rollout_metrics
 from rl_algos.grpo.validation import Validation
 from rl_algos.losses.policy import PolicyLoss
 from rl_algos.rollouts.source import SyncRolloutSource
+from rl_core.devices import device_named
 from rl_core.errors import Origin
 from rl_core.generation import RolloutTask, SamplingParams, WeightUpdate
 from rl_core.mesh import Coordinates
@@ -73,7 +74,7 @@ def main() -> None:
     )
     with (
         tempfile.TemporaryDirectory(prefix="rl-benchmark-") as scratch,
-        VirtualCluster(device="cpu", num_nodes=1, ranks_per_node=1) as cluster,
+        VirtualCluster(device=device_named("cpu"), num_nodes=1, ranks_per_node=1) as cluster,
     ):
         run = measured_steps(cluster, Path(scratch) / "run", chosen)
     print(breakdown(run))

@@ -13,12 +13,22 @@ SAMPLING = SamplingParams(max_new_tokens=3)
 
 
 class RecordingPool:
-    def __init__(self):
-        self.tasks, self.updates = [], []
+    """Ends groups in another order than they were submitted in."""
 
-    def run(self, tasks):
+    def __init__(self):
+        self.tasks, self.updates, self.taken = [], [], []
+
+    def submit(self, tasks):
+        tickets = list(range(len(self.tasks), len(self.tasks) + len(tasks)))
         self.tasks += tasks
-        return [RolloutGroup(t.prompt, tuple(Rollout.failed(t.prompt, "no engine") for _ in t.seeds)) for t in tasks]
+        self.taken += tickets
+        return tickets
+
+    def next_done(self):
+        ticket = self.taken.pop()
+        task = self.tasks[ticket]
+        failed = tuple(Rollout.failed(task.prompt, "no engine") for _ in task.seeds)
+        return ticket, RolloutGroup(task.prompt, failed)
 
     def adopt(self, update):
         self.updates.append(update)
@@ -59,6 +69,12 @@ def test_what_was_collected_counts_once_an_update_has_been_adopted():
     assert resumed.state() == source.state()
     resumed.collect(2)
     assert again.tasks == pool.tasks[3:]
+
+
+def test_groups_come_in_the_order_of_the_prompts_whichever_ends_first():
+    pool = RecordingPool()
+    groups = make_source(pool).collect(4)
+    assert [group.prompt.id for group in groups] == [task.prompt.id for task in pool.tasks]
 
 
 def test_the_end_of_the_data_gives_fewer_groups():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NewType, Protocol
 
 import numpy as np
 
@@ -226,13 +226,36 @@ class RolloutTask:
     seeds: tuple[int, ...]
 
 
+Ticket = NewType("Ticket", int)
+"""What a group is called by from `RolloutPool.submit` until it is finished; later ones are larger."""
+
+
 class RolloutPool(Protocol):
-    """All rollout workers of a run, called as one; dead ones are restarted, given the current weights, and their tasks
-    run again.
+    """All rollout workers of a run, called as one, by one thread.
+
+    Each group goes to the replica that has the least to do. A replica that dies is restarted and given the current
+    weights; the groups that it had under way run again, and no others.
+
+    The usage loop::
+
+        tickets = pool.submit(tasks)
+        for _ in tickets:
+            ticket, group = pool.next_done()
     """
 
-    def run(self, tasks: Sequence[RolloutTask]) -> list[RolloutGroup]:
-        """One group per task, in order."""
+    def submit(self, tasks: Sequence[RolloutTask]) -> list[Ticket]:
+        """Have groups rolled out, begun in this order as the replicas have room; a ticket for each.
+
+        Groups that are submitted together and begin on an idle replica reach its engine together and in order. More
+        may be submitted while others are under way.
+        """
+        ...
+
+    def next_done(self) -> tuple[Ticket, RolloutGroup]:
+        """Wait for the next group that is finished, in the order in which they end.
+
+        Called at most as often as there are groups that were submitted and not taken.
+        """
         ...
 
     def adopt(self, update: WeightUpdate) -> None:

@@ -10,10 +10,11 @@ from rl_core.errors import GeneratorError, Origin, WeightSyncError, WorkerDied, 
 from rl_core.generation import RolloutTask, SamplingParams
 from rl_core.rollout import Prompt
 from rl_launch.placement.residency import Residency, Tenant
+from rl_launch.runtime import dispatch, replica_group, rollout_pool
 from rl_launch.runtime import replica as replica_module
-from rl_launch.runtime import rollout_pool
+from rl_launch.runtime.deaths import MOST_DEATHS
 from rl_launch.runtime.replica import ProgressWatch
-from rl_launch.runtime.rollout_pool import MOST_DEATHS, RolloutPool
+from rl_launch.runtime.rollout_pool import RolloutPool
 
 SAMPLING = SamplingParams(4)
 
@@ -92,6 +93,20 @@ class Replica:
         return finish
 
 
+class Late(Replica):
+    """Ends a group once its prompt is not `held` any more."""
+
+    def __init__(self, index=0):
+        super().__init__(index)
+        self.held = set()
+
+    def begin(self, numbered):
+        calls = super().begin(numbered)
+        for number, task in numbered:
+            calls[number].late = lambda prompt=task.prompt.id: prompt in self.held
+        return calls
+
+
 class Update:
     def __init__(self, version, residency=None, *, fails=()):
         self.version, self.residency, self.fails, self.receivers = version, residency, list(fails), []
@@ -119,11 +134,19 @@ def plain_calls(monkeypatch):
 
     for module in (rollout_pool, replica_module):
         monkeypatch.setattr(module, "wait", wait)
+    for module in (rollout_pool, replica_group, replica_module):
         monkeypatch.setattr(module, "fetch", lambda ref, origin, timeout_s=None: ref.answer())
 
 
 def make_pool(replicas, residency=None):
     return RolloutPool(replicas, residency, stall_timeout_s=600)
+
+
+def run(pool, submitted):
+    """Groups in the order of their tasks."""
+    tickets = pool.submit(submitted)
+    done = dict(pool.next_done() for _ in tickets)
+    return [done[ticket] for ticket in tickets]
 
 
 def groups(count):
@@ -132,26 +155,60 @@ def groups(count):
 
 def test_one_replica_gets_all_groups_at_once_and_in_order():
     replica = Replica()
-    assert make_pool([replica]).run(tasks(6)) == groups(6)
+    assert run(make_pool([replica]), tasks(6)) == groups(6)
     assert replica.shares == [["p0", "p1", "p2", "p3", "p4", "p5"]]
 
 
 def test_several_replicas_share_evenly_and_answers_keep_the_order_of_the_tasks():
     replicas = [Replica(0), Replica(1), Replica(2)]
-    assert make_pool(replicas).run(tasks(7)) == groups(7)
+    assert run(make_pool(replicas), tasks(7)) == groups(7)
     assert [replica.shares for replica in replicas] == [[["p0", "p3", "p6"]], [["p1", "p4"]], [["p2", "p5"]]]
 
 
 def test_what_is_too_much_at_a_time_goes_to_whoever_is_free(monkeypatch):
-    monkeypatch.setattr(rollout_pool, "MOST_ROLLOUTS", 4)
+    monkeypatch.setattr(dispatch, "MOST_ROLLOUTS", 4)
     replicas = [Replica(0), Replica(1)]
-    assert make_pool(replicas).run(tasks(10)) == groups(10)
+    assert run(make_pool(replicas), tasks(10)) == groups(10)
     assert [replica.shares[0] for replica in replicas] == [["p0", "p2"], ["p1", "p3"]]
     assert all(len(share) == 1 for replica in replicas for share in replica.shares[1:])
 
 
 def test_nothing_to_do_asks_nobody():
-    assert make_pool([Replica()]).run([]) == []
+    assert run(make_pool([Replica()]), []) == []
+
+
+def test_groups_come_in_the_order_in_which_they_end_with_the_tickets_they_were_given():
+    late = Late()
+    pool = make_pool([late])
+    first, second, third = pool.submit(tasks(3))
+    late.held.add("p0")
+    assert [pool.next_done(), pool.next_done()] == [(second, "group of p1"), (third, "group of p2")]
+    late.held.clear()
+    assert pool.next_done() == (first, "group of p0")
+    assert first < second < third
+
+
+def test_what_is_submitted_later_begins_at_once_on_the_replica_that_has_the_least_to_do():
+    replicas = [Late(0), Late(1)]
+    pool = make_pool(replicas)
+    first, second, third = pool.submit(tasks(3))
+    replicas[0].held |= {"p0", "p2"}
+    assert pool.next_done() == (second, "group of p1")
+    (later,) = pool.submit(tasks(4)[3:])
+    assert [replica.shares for replica in replicas] == [[["p0", "p2"]], [["p1"], ["p3"]]]
+    assert pool.next_done() == (later, "group of p3")
+    replicas[0].held.clear()
+    assert [pool.next_done()[0] for _ in range(2)] == [first, third]
+
+
+def test_a_group_that_fails_runs_again_before_groups_that_were_submitted_later():
+    replica = Replica(fails=[(1, WorkerDied("the process ended"))])
+    pool = make_pool([replica])
+    pool.submit(tasks(2))
+    assert pool.next_done()[1] == "group of p0"
+    pool.submit(tasks(3)[2:])
+    assert [pool.next_done()[1] for _ in range(2)] == ["group of p1", "group of p2"]
+    assert replica.shares == [["p0", "p1"], ["p2"], ["p1", "p2"]]
 
 
 @pytest.mark.parametrize(
@@ -159,7 +216,7 @@ def test_nothing_to_do_asks_nobody():
 )
 def test_a_dead_replica_is_restarted_and_runs_what_is_missing_alone(failure):
     replica = Replica(fails=[(2, failure)])
-    assert make_pool([replica]).run(tasks(5)) == groups(5)
+    assert run(make_pool([replica]), tasks(5)) == groups(5)
     assert replica.shares == [["p0", "p1", "p2", "p3", "p4"], ["p2", "p3", "p4"]]
     assert replica.finished == ["p0", "p1", "p2", "p3", "p4"]
     assert replica.events == ["start"]
@@ -171,7 +228,7 @@ def test_the_others_finish_what_they_have_before_the_dead_are_replaced_together(
     update = Update(3)
     pool = make_pool(replicas)
     pool.adopt(update)
-    assert pool.run(tasks(6)) == groups(6)
+    assert run(pool, tasks(6)) == groups(6)
     assert replicas[1].finished[:2] == ["p1", "p4"]
     assert [replica.events for replica in replicas] == [["start"], [], ["start"]]
     assert update.receivers == [[0, 1, 2], [0, 1, 2]]
@@ -193,7 +250,7 @@ def test_on_shared_devices_a_restart_brings_weights_to_all(shared):
     pool = make_pool(replicas, residency)
     assert [replica.events for replica in replicas] == [["sleep"], ["sleep"]]
     pool.adopt(update)
-    assert pool.run(tasks(4)) == groups(4)
+    assert run(pool, tasks(4)) == groups(4)
     assert residency.resident == "generation"
     assert update.receivers == [[0, 1], [0, 1]]
     # the living one sleeps while the other starts, and neither is on the device when the policy sends
@@ -208,9 +265,9 @@ def test_weights_that_are_dropped_in_sleep_are_sent_again_before_anything_is_ser
     pool.adopt(update)
     with residency.hold("policy"):  # a save takes the device
         pass
-    assert pool.run(tasks(2)) == groups(2)
+    assert run(pool, tasks(2)) == groups(2)
     assert update.receivers == [[0], [0]]
-    pool.run(tasks(2))
+    run(pool, tasks(2))
     assert len(update.receivers) == 2
 
 
@@ -221,7 +278,7 @@ def test_weights_that_are_kept_in_sleep_are_not_sent_again(shared):
     pool.adopt(update)
     with residency.hold("policy"):
         pass
-    pool.run(tasks(2))
+    run(pool, tasks(2))
     assert len(update.receivers) == 1
 
 
@@ -234,7 +291,7 @@ def test_one_that_died_while_another_had_the_device_is_replaced_before_it_is_nee
     replicas[1].failure = WorkerDied("the process ended", replicas[1].origin("sleep"))
     with residency.hold("policy"):
         pass
-    assert pool.run(tasks(2)) == groups(2)
+    assert run(pool, tasks(2)) == groups(2)
     assert replicas[1].events.count("start") == 1
 
 
@@ -245,7 +302,7 @@ def test_one_that_is_well_and_refuses_is_not_restarted():
 
     replica = Refusing()
     with pytest.raises(GeneratorError, match=r"rollout worker rank 0 on here .*serves nothing"):
-        make_pool([replica]).run(tasks(2))
+        run(make_pool([replica]), tasks(2))
     assert replica.events == []
 
 
@@ -255,42 +312,42 @@ def test_a_foreign_error_of_a_group_is_raised_as_it_is():
             raise WorkerError("KeyError", "no such environment", "", self.origin("rollouts"))
 
     with pytest.raises(WorkerError, match="no such environment"):
-        make_pool([Broken()]).run(tasks(2))
+        run(make_pool([Broken()]), tasks(2))
 
 
 def test_an_engine_that_dies_twice_in_the_same_way_before_it_finished_anything_ends_the_run_with_the_cause():
     failure = GeneratorError("Unsupported CPU attention configuration: head_dim=16")
     replica = Replica(fails=[(0, failure)] * 99)
     with pytest.raises(GeneratorError, match=r"rollout worker rank 0 on here .*: Unsupported .* head_dim=16$"):
-        make_pool([replica]).run(tasks(2))
+        run(make_pool([replica]), tasks(2))
     assert replica.events == ["start"]
 
 
 def test_a_process_that_dies_again_and_again_ends_the_run_with_its_last_cause():
     replica = Replica(fails=[(0, WorkerDied("the process ended: out of memory"))] * 99)
     with pytest.raises(WorkerDied, match=rf"died {MOST_DEATHS} times in a row .*the last time: .*out of memory"):
-        make_pool([replica]).run(tasks(2))
+        run(make_pool([replica]), tasks(2))
     assert replica.events == ["start"] * (MOST_DEATHS - 1)
 
 
 def test_deaths_with_finished_groups_between_them_do_not_add_up():
     count = 3 * MOST_DEATHS
     replica = Replica(fails=[(i, GeneratorError("an unlucky prompt")) for i in range(1, count)])
-    assert make_pool([replica]).run(tasks(count)) == groups(count)
+    assert run(make_pool([replica]), tasks(count)) == groups(count)
 
 
 def test_replicas_that_die_together_count_as_one_death():
     replicas = [Replica(i, fails=[(0, WorkerDied("its node died"))]) for i in range(2 * MOST_DEATHS)]
-    assert make_pool(replicas).run(tasks(40)) == groups(40)
+    assert run(make_pool(replicas), tasks(40)) == groups(40)
 
 
 def test_a_restart_that_fails_is_tried_again_and_one_that_fails_alike_ends_the_run():
     died, memory = WorkerDied("the process ended"), GeneratorError("no memory")
     replica = Replica(fails=[(0, died)], starts=[memory, None])
-    assert make_pool([replica]).run(tasks(2)) == groups(2)
+    assert run(make_pool([replica]), tasks(2)) == groups(2)
     replica = Replica(fails=[(0, died)], starts=[memory] * 99)
     with pytest.raises(GeneratorError, match="no memory"):
-        make_pool([replica]).run(tasks(2))
+        run(make_pool([replica]), tasks(2))
     assert replica.events == ["start"] * 2
 
 
@@ -325,7 +382,7 @@ def test_a_restarted_replica_is_not_given_weights_that_are_stale():
     pool.adopt(update)
     update.fails = [WeightSyncError("weight version 1 is stale")]
     with pytest.raises(WeightSyncError, match="version 1 is stale"):
-        pool.run(tasks(3))
+        run(pool, tasks(3))
     assert "start" in replica.events
 
 
@@ -343,7 +400,7 @@ def test_a_replica_that_hangs_leaves_its_stacks_and_is_replaced(monkeypatch):
     clock = itertools.count(0, 100)
     monkeypatch.setattr(rollout_pool, "ProgressWatch", functools.partial(ProgressWatch, clock=clock.__next__))
     replica = Hanging(hangs=True)
-    assert make_pool([replica]).run(tasks(3)) == groups(3)
+    assert run(make_pool([replica]), tasks(3)) == groups(3)
     assert replica.events == ["stacks", "start"]
 
 
@@ -386,6 +443,15 @@ def test_one_whose_rollouts_wait_for_their_environments_is_not():
 def test_one_that_finishes_groups_is_not():
     now, watch = watch_of(Replica())
     look_until(now, watch, 1000, each=watch.moved)
+
+
+def test_time_in_which_nobody_looks_does_not_count():
+    now, watch = watch_of(Replica())
+    look_until(now, watch, 50)
+    now[0] += 1000
+    look_until(now, watch, 1090)
+    with pytest.raises(WorkerStalled):
+        look_until(now, watch, 2000)
 
 
 def test_one_that_does_not_answer_is(monkeypatch):

@@ -384,12 +384,17 @@ class EchoPool:
 
     def __init__(self):
         self.asked = []
+        self.tasks = []
 
-    def run(self, tasks):
+    def submit(self, tasks):
         self.asked += [task.prompt.id for task in tasks]
-        return [
-            RolloutGroup(task.prompt, tuple(self._rollout(task.prompt, seed) for seed in task.seeds)) for task in tasks
-        ]
+        self.tasks += tasks
+        return list(range(len(self.asked) - len(tasks), len(self.asked)))
+
+    def next_done(self):
+        task = self.tasks.pop(0)
+        ticket = len(self.asked) - len(self.tasks) - 1
+        return ticket, RolloutGroup(task.prompt, tuple(self._rollout(task.prompt, seed) for seed in task.seeds))
 
     def adopt(self, update):
         self.version = update.version

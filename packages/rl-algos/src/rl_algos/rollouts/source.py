@@ -99,7 +99,9 @@ class SyncRolloutSource:
         self._trained = self._position()
 
     def _run(self, tasks: Sequence[RolloutTask]) -> list[RolloutGroup]:
-        groups = self._pool.run(tasks)
+        tickets = self._pool.submit(tasks)
+        done = dict(self._pool.next_done() for _ in tickets)
+        groups = [done[ticket] for ticket in tickets]
         check_failures(groups, self._max_failed_share)
         return groups
 

@@ -114,7 +114,7 @@ class ProgressWatch:
         self._period_s = period_s
         self._clock = clock
         self._asked: ray.ObjectRef | None = None
-        self._asked_at = self._moved_at = clock()
+        self._asked_at = self._moved_at = self._looked_at = clock()
         self._num_sampled: Any = None
 
     def moved(self) -> None:
@@ -122,13 +122,16 @@ class ProgressWatch:
         self._moved_at = self._clock()
 
     def look(self) -> None:
-        """Ask for the replica's health, or read the answer; never waits.
+        """Ask for the replica's health, or read the answer; never waits. Time in which nobody looks does not count.
 
         Raises:
             WorkerStalled: after `timeout_s` without progress.
             RLError: if the engine or the process died.
         """
         now = self._clock()
+        away = now - self._looked_at - self._period_s
+        self._moved_at += max(0.0, away)
+        self._looked_at = now
         if self._asked is not None and wait([self._asked], 0):
             asked, self._asked = self._asked, None
             health = fetch(asked, self._replica.origin("health"))

@@ -1,0 +1,190 @@
+"""All replicas of a run: replaced when they die, and brought to the run's weights."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+from rl_core.errors import GeneratorError, RLError, WorkerDied, WorkerStalled
+from rl_core.generation import WeightUpdate
+from rl_core.ray.calls import fetch
+from rl_launch.placement.residency import Residency, Tenant
+from rl_launch.placement.topology import GENERATION
+from rl_launch.runtime.deaths import Deaths
+from rl_launch.runtime.replica import ROLE, Replica
+
+_log = logging.getLogger(__name__)
+
+HEALTH_TIMEOUT_S = 30.0
+TURN_TIMEOUT_S = 600.0
+"""Bound of leaving a device and of coming back."""
+
+
+class ReplicaGroup:
+    """Replicas that serve the same weights; one that died is lost until `mend` has replaced it.
+
+    Args:
+        replicas: started, and on their devices.
+        residency: of devices that the replicas share with others; None if they share none.
+    """
+
+    def __init__(self, replicas: Sequence[Replica], residency: Residency | None) -> None:
+        self.replicas = list(replicas)
+        self._residency = residency
+        self._update: WeightUpdate | None = None
+        self._lost: dict[Replica, RLError] = {}
+        self._has_weights = True
+        self.deaths = Deaths()
+        if residency is not None:
+            self.sleep()
+            residency.join(GENERATION, Tenant(self.sleep, self.wake))
+
+    @property
+    def lost(self) -> frozenset[Replica]:
+        """Replicas that have died and are not replaced yet."""
+        return frozenset(self._lost)
+
+    def hold(self) -> AbstractContextManager[None]:
+        """Context in which the replicas are on their devices; entering it may lose some."""
+        return self._residency.hold(GENERATION) if self._residency else nullcontext()
+
+    def adopt(self, update: WeightUpdate) -> None:
+        """Bring every replica to this version, verified.
+
+        Those that are restarted later get the same update, which must not be stale then.
+        """
+        self._bring(update)
+
+    def mend(self) -> None:
+        """Replace what was lost, and send the weights again if some replica has none.
+
+        Raises:
+            GeneratorError, WorkerDied: with the cause, if replicas have died too often.
+        """
+        if self._lost or not self._has_weights:
+            self._bring(self._update)
+
+    def fail(self, replica: Replica, error: RLError, *, num_groups: int) -> None:
+        """Lose a replica one of whose calls failed, unless that is known already.
+
+        Args:
+            num_groups: that it had under way, for the message.
+
+        Raises:
+            GeneratorError: if the replica is well and will not do what it was asked: it would refuse again.
+        """
+        if replica in self._lost:
+            return
+        located = _located(error, replica, "rollouts")
+        if isinstance(error, GeneratorError) and not self._ill([replica]):
+            raise located
+        _log.warning("%s; restarting it and running what it had under way again (%d groups)", located, num_groups)
+        if isinstance(error, WorkerStalled):
+            replica.write_stacks()
+        self._lose(replica, located)
+
+    def sleep(self) -> None:
+        """Have the replicas leave their devices; one that died meanwhile is replaced before it is needed."""
+        kept = self._on_living("sleep")
+        self._has_weights = self._has_weights and all(kept)
+
+    def wake(self) -> None:
+        """Have the replicas come back to their devices."""
+        self._on_living("wake")
+
+    def close(self) -> None:
+        """End all engines, then their processes."""
+        closing = [(replica, replica.call("close")) for replica in self.replicas]
+        for replica, ref in closing:
+            try:
+                fetch(ref, replica.origin("close"), HEALTH_TIMEOUT_S)
+            except RLError as error:
+                _log.warning("%s", error)
+        for replica in self.replicas:
+            replica.kill()
+
+    def _living(self) -> list[Replica]:
+        return [replica for replica in self.replicas if replica not in self._lost]
+
+    def _on_living(self, method: str) -> list[bool]:
+        calls = [(replica, replica.generator(method)) for replica in self._living()]
+        answers = []
+        for replica, ref in calls:
+            try:
+                answers.append(fetch(ref, replica.origin(method), TURN_TIMEOUT_S))
+            except (GeneratorError, WorkerDied) as error:
+                self._lose(replica, _located(error, replica, method))
+        return answers
+
+    def _lose(self, replica: Replica, error: RLError) -> None:
+        """Give a replica up until it is replaced."""
+        replica.kill()
+        self._lost[replica] = error
+
+    def _bring(self, update: WeightUpdate | None) -> None:
+        """Replace what was lost, and bring every replica to this version, if there is one."""
+        while True:
+            if self._lost:
+                # once for all that were lost together
+                self.deaths.note(next(iter(self._lost.values())))
+            try:
+                self._replace_lost()
+                if update is not None:
+                    update.send(self.replicas)
+                    self._update = update
+                self._has_weights = True
+                return
+            except (GeneratorError, WorkerDied) as error:
+                living = self._living()
+                ill = self._ill(living)
+                dead = [replica for replica in living if replica in ill or _is_at(error, replica)]
+                if not dead and not self._lost:
+                    raise
+                version = "" if update is None else f" of version {update.version}"
+                _log.warning("weight sync%s broke off: %s", version, error)
+                for replica in dead:
+                    self._lose(replica, error)
+
+    def _replace_lost(self) -> None:
+        """Start lost replicas anew, all at once; on shared devices nobody else is there meanwhile."""
+        if not self._lost:
+            return
+        if self._residency is not None:
+            self._residency.vacate()
+        for replica in self._lost:
+            replica.kill()
+        starts = [(replica, replica.begin_start()) for replica in self._lost]
+        failures: dict[Replica, RLError] = {}
+        for replica, finish in starts:
+            try:
+                finish()
+                if self._residency is not None:
+                    fetch(replica.generator("sleep"), replica.origin("sleep"), TURN_TIMEOUT_S)
+            except (GeneratorError, WorkerDied) as error:
+                failures[replica] = _located(error, replica, "start")
+        self._lost = failures
+        if failures:
+            raise next(iter(failures.values()))
+
+    def _ill(self, replicas: Sequence[Replica]) -> list[Replica]:
+        """Those that do not answer, or whose engine is dead."""
+        ill = []
+        for replica, ref in [(replica, replica.call("health")) for replica in replicas]:
+            try:
+                fetch(ref, replica.origin("health"), HEALTH_TIMEOUT_S)
+            except RLError:
+                ill.append(replica)
+        return ill
+
+
+def _located(error: RLError, replica: Replica, phase: str) -> RLError:
+    """The error with its origin, which a `GeneratorError` does not carry."""
+    return GeneratorError(f"{replica.origin(phase)}: {error}") if type(error) is GeneratorError else error
+
+
+def _is_at(error: RLError, replica: Replica) -> bool:
+    """Whether the error names this replica's process."""
+    if not isinstance(error, WorkerDied) or error.origin is None:
+        return False
+    return (error.origin.role, error.origin.rank) == (ROLE, replica.index)
