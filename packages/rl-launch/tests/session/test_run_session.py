@@ -211,7 +211,7 @@ def test_a_handler_that_a_library_sets_meanwhile_does_not_win(tmp_path):
         signal.signal(signal.SIGTERM, lambda number, frame: pytest.fail("killed without saving"))
         for _ in session.steps(6, models={"policy": counting.CountingModel()}, state={}):
             os.kill(os.getpid(), signal.SIGTERM)
-    assert (session.completed, session.stop_reason) == (1, "SIGTERM")
+    assert (session.completed, session.stop_reason, session.stop_signal) == (1, "SIGTERM", signal.SIGTERM)
     assert newest_checkpoint(tmp_path).name == "step_1"
     assert signal.getsignal(signal.SIGTERM) is before
 

@@ -62,7 +62,7 @@ class Quickstart:
         run_dir = self._folder / "sft"
         settings = [f"policy.model_name={model}", f"run_dir={run_dir}", *self._cluster]
         config = read_config("sft-arithmetic", settings).config
-        train(config, run_dir=run_dir, title="sft")
+        train(config, run_dir=run_dir, title="sft").exit_if_stopped()
         return newest_checkpoint(run_dir) / "hf"
 
     def reinforce(self, model: Path) -> Path:
@@ -75,7 +75,7 @@ class Quickstart:
             "grpo.val_at_end=true",
             *self._cluster,
         ]
-        train(read_config("grpo-arithmetic", settings).config, run_dir=run_dir, title="grpo")
+        train(read_config("grpo-arithmetic", settings).config, run_dir=run_dir, title="grpo").exit_if_stopped()
         lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
         scores = [line["val/accuracy"] for line in lines if "val/accuracy" in line]
         self.accuracy |= {"sft": scores[0], "grpo": scores[-1]}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import signal
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,32 @@ from rl_launch.session.writers import check_writers
 _log = logging.getLogger(__name__)
 
 
-def train(config: Any, *, run_dir: str | Path, title: str = "", fresh: bool = False) -> Mapping[str, float]:
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
+
+    Args:
+        metrics: of its last step.
+        stop_signal: the signal that ended it, saved, before its last step; None if none did.
+    """
+
+    metrics: Mapping[str, float]
+    stop_signal: signal.Signals | None = None
+
+    def exit_if_stopped(self) -> None:
+        """End this process as the signal would have, if one ended the run: what follows needs a run that is finished.
+
+        Raises:
+            SystemExit: with 128 and the number of the signal.
+        """
+        if self.stop_signal is not None:
+            _log.warning(
+                "%s ended the run before its last step; the same command goes on from there", self.stop_signal.name
+            )
+            raise SystemExit(128 + self.stop_signal)
+
+
+def train(config: Any, *, run_dir: str | Path, title: str = "", fresh: bool = False) -> Outcome:
     """Run the configured algorithm in a run directory, resuming what is there; a run that lost a model worker or a node
     goes on from its newest checkpoint, on what is left.
 
@@ -35,9 +62,6 @@ def train(config: Any, *, run_dir: str | Path, title: str = "", fresh: bool = Fa
         run_dir: made, or resumed.
         title: shown with the progress.
         fresh: refuse to go on with an earlier run.
-
-    Returns:
-        The metrics of the last step.
 
     Raises:
         ConfigError, DataError, RunDirectoryError, WorkerEnvironmentError: before anything is started.
@@ -55,7 +79,7 @@ def train(config: Any, *, run_dir: str | Path, title: str = "", fresh: bool = Fa
     while True:
         try:
             _run(config, loaded, session, restoration)
-            return session.last_metrics
+            return Outcome(session.last_metrics, session.stop_signal)
         except PlacementError as error:
             raise restoration.failed(error) from None
         except RLError:
@@ -147,6 +171,6 @@ def _warmed_up_model() -> Path:
     run_dir, finished = models / "sft-arithmetic", models / WARMED_UP
     if not finished.is_symlink():
         _log.info("warming up %s by SFT in %s; this is done once", TINY, run_dir)
-        train(read_config("sft-arithmetic").config, run_dir=run_dir, title="warm-up")
+        train(read_config("sft-arithmetic").config, run_dir=run_dir, title="warm-up").exit_if_stopped()
         finished.symlink_to((newest_checkpoint(run_dir) / "hf").relative_to(models), target_is_directory=True)
     return finished

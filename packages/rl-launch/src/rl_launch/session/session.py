@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -154,6 +155,11 @@ class RunSession:
     def stop_reason(self) -> str:
         """Why the run ended before its last step; empty where it did not."""
         return self._stop.reason
+
+    @property
+    def stop_signal(self) -> signal.Signals | None:
+        """The signal that ended the run before its last step, if one did."""
+        return self._stop.signal
 
     @property
     def doing(self) -> str:

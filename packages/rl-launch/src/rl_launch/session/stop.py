@@ -26,6 +26,7 @@ class StopRequest:
 
     def __init__(self, limit_s: float | None = None, since: float | None = None) -> None:
         self.reason = ""
+        self.signal: signal.Signals | None = None
         self._limit_s = limit_s
         self._started = time.monotonic() if since is None else since
         self._longest_step_s = 0.0
@@ -78,5 +79,6 @@ class StopRequest:
             if number == signal.SIGINT:
                 raise KeyboardInterrupt
             raise SystemExit(128 + number)
+        self.signal = signal.Signals(number)
         self.ask(name)
         _logger.warning("%s: ending after this step; again to end at once", name)
