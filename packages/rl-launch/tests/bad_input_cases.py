@@ -172,7 +172,7 @@ _TEXT = (
         "grpo.max_num_steps=${grpo.val_period}",
         says="leads back to itself",
     ),
-    _case("interpolation left open", GRPO, "logger.wandb.project=${grpo.seed", says="no well-formed interpolation"),
+    _case("interpolation left open", GRPO, "logger.wandb.project=${grpo.seed", says="not a valid interpolation"),
     _case(
         "unknown defaults", "recipe.yaml", says="there is no recipe 'grpo-maths'", files=_text("defaults: grpo-maths")
     ),

@@ -1,6 +1,7 @@
-"""A dumped config loads back to an equal one, whatever is in it."""
+"""A dumped config loads back to an equal one, holds no value of an environment variable, and is compared by keys."""
 
 import math
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rl_core.config import Config, Resolved, assemble, load, resolve, to_yaml
+from rl_core.config import ABSENT, Change, Config, Resolved, assemble, diff, explain, load, resolve, to_yaml
 
 AWKWARD = ["1e5", "no", "null", "~", "", "???", "true", "007", "0x1", "12:30:00", "2026-01-01", "${a}", r"\${a}", "$"]
 AWKWARD += [
@@ -92,3 +93,109 @@ def test_the_dump_holds_every_default_in_order(run: Callable[..., Resolved[Any]]
 def test_every_yaml_reader_takes_dumped_text_for_text(text: str) -> None:
     dumped = yaml.safe_load(to_yaml(ROOT(values=Values(text=text))))["values"]["text"]
     assert dumped.replace("\\", "") == text.replace("\\", "")
+
+
+def test_equal_configs_have_no_changes(run: Callable[..., Resolved[Any]]) -> None:
+    assert diff(run().config, run(overrides=["grpo.seed=42"]).config) == []
+
+
+def test_each_changed_key_is_listed_with_both_values(run: Callable[..., Resolved[Any]]) -> None:
+    changes = diff(
+        run().config, run(overrides=["grpo.seed=7", "env.math.num_workers=2", "policy.overrides.a=1"]).config
+    )
+    assert changes == [
+        Change("grpo.seed", 42, 7),
+        Change("policy.overrides.a", ABSENT, 1),
+        Change("env.math", ABSENT, {"num_workers": 2, "timeout": 10.0}),
+    ]
+    assert [str(change) for change in changes[:2]] == ["grpo.seed: 42 -> 7", "policy.overrides.a: (not there) -> 1"]
+
+
+def test_lists_of_sections_differ_by_key_and_other_lists_as_a_whole(run: Callable[..., Resolved[Any]]) -> None:
+    old = run(overrides=["data.train=[{dataset_name: a}]", "policy.generation.stop_strings=[x]"]).config
+    new = run(overrides=["data.train=[{dataset_name: b}]", "policy.generation.stop_strings=[y]"]).config
+    assert diff(old, new) == [
+        Change("policy.generation.stop_strings", ["x"], ["y"]),
+        Change("data.train[0].dataset_name", "a", "b"),
+    ]
+
+
+def test_a_change_of_type_alone_is_a_change(run: Callable[..., Resolved[Any]]) -> None:
+    old, new = (run(overrides=[f"policy.overrides.a={value}"]).config for value in ("1", "true"))
+    assert diff(old, new) == [Change("policy.overrides.a", 1, True)]
+
+
+SECRET = "hunter2-of-the-test"
+
+
+class Server(Config):
+    url: str = ""
+    token: str = ""
+    port: int = 80
+
+
+class Served(Config):
+    server: Server = Server()
+    copy_of: Server = Server()
+    tokens: list[str] = []
+    free: dict[str, Any] = {}
+    plain: str = ""
+
+
+SERVED = assemble("Root", {"values": Served})
+WRITTEN = {
+    "values": {
+        "server": {"url": "https://${oc.env:TEST_SECRET}@host", "token": "${oc.env:TEST_SECRET}", "port": 8080},
+        "copy_of": "${values.server}",
+        "tokens": ["a", "${values.server.token}", "${..server.token}", "${oc.env:TEST_ABSENT,${values.tokens[1]}}"],
+        "free": {"nested": {"key": "${oc.decode:${oc.env:TEST_SECRET}}"}, "number": "${values.server.port}"},
+        "plain": "costs \\${price}",
+    }
+}
+
+
+@pytest.fixture
+def resolved(monkeypatch):
+    monkeypatch.setenv("TEST_SECRET", SECRET)
+    monkeypatch.delenv("TEST_ABSENT", raising=False)
+    return resolve(load(WRITTEN), SERVED)
+
+
+def test_values_are_there_and_what_is_written_holds_none_of_them(resolved):
+    values = resolved.config.values
+    assert values.server.token == values.copy_of.token == SECRET
+    assert values.tokens == ["a", SECRET, SECRET, SECRET]
+    assert values.free == {"nested": {"key": SECRET}, "number": 8080}
+    text = to_yaml(resolved.config)
+    assert SECRET not in text
+    assert "url: https://${oc.env:TEST_SECRET}@host" in text
+    assert "number: 8080" in text
+
+
+def test_what_is_written_reads_back_to_the_same_config(resolved, tmp_path):
+    (tmp_path / "config.yaml").write_text(to_yaml(resolved.config))
+    again = resolve(load(tmp_path / "config.yaml"), SERVED).config
+    assert again.values == resolved.config.values
+    assert to_yaml(again) == to_yaml(resolved.config)
+
+
+def test_another_value_of_the_variable_is_not_another_config(resolved, monkeypatch):
+    monkeypatch.setenv("TEST_SECRET", "another")
+    later = resolve(load(WRITTEN), SERVED).config
+    assert later.values.server.token == "another"
+    assert diff(resolved.config, later) == []
+    literal = resolve(load(WRITTEN, ["values.server.token=x"]), SERVED).config
+    changes = {change.key: (change.old, change.new) for change in diff(resolved.config, literal)}
+    assert changes["values.server.token"] == ("${oc.env:TEST_SECRET}", "x")
+
+
+def test_an_explanation_shows_where_the_value_comes_from(resolved):
+    for key in ("values.server.token", "values.copy_of.token", "values.tokens[1]", "values.free.nested.key"):
+        assert SECRET not in repr(explain(SERVED, key, resolved)), key
+    assert explain(SERVED, "values.server.token", resolved).value == "${oc.env:TEST_SECRET}"
+    assert explain(SERVED, "values.server.port", resolved).value == 8080
+
+
+def test_references_pass_to_copies_and_other_processes(resolved):
+    for copy in (resolved.config.model_copy(), pickle.loads(pickle.dumps(resolved.config))):
+        assert to_yaml(copy) == to_yaml(resolved.config)

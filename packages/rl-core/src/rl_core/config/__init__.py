@@ -18,17 +18,14 @@ is replaced as a whole. Unquoted scalars follow YAML 1.2 (`no` is text, `1e-5` a
 typed.
 """
 
-from rl_core.config.diff import ABSENT, Change, diff
-from rl_core.config.dump import to_yaml
-from rl_core.config.env_vars import EnvVars
+from rl_core.config.dump import ABSENT, Change, as_written, diff, to_yaml
 from rl_core.config.explain import Explanation, explain
 from rl_core.config.keys import all_keys
-from rl_core.config.loader import RawConfig, load
-from rl_core.config.nearest import did_you_mean, nearest
-from rl_core.config.origin import COMMAND_LINE, DEFAULT, Origin
-from rl_core.config.problem import Problem, ProblemError
-from rl_core.config.schema import Config, assemble
-from rl_core.config.validate import Resolved, resolve
+from rl_core.config.load import RawConfig, load
+from rl_core.config.messages import did_you_mean, nearest, show
+from rl_core.config.resolve import Resolved, resolve
+from rl_core.config.schema import Config, EnvVars, Problem, ProblemError, assemble, plain
+from rl_core.config.tree import COMMAND_LINE, DEFAULT, Origin
 
 __all__ = [
     "ABSENT",
@@ -44,12 +41,15 @@ __all__ = [
     "RawConfig",
     "Resolved",
     "all_keys",
+    "as_written",
     "assemble",
     "did_you_mean",
     "diff",
     "explain",
     "load",
     "nearest",
+    "plain",
     "resolve",
+    "show",
     "to_yaml",
 ]

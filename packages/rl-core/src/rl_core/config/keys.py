@@ -1,17 +1,35 @@
-"""The keys that a config type has."""
+"""The keys of a config type: one walk over annotations, which values guide."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import types
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any
+from enum import Enum
+from functools import cached_property
+from pathlib import PurePath
+from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin
 
+from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen, MultipleOf
 from pydantic.fields import FieldInfo
-from pydantic_core import to_jsonable_python
 
-from rl_core.config.annotation import alternatives, describe, is_config, item_type, section_type, value_type
-from rl_core.config.key_path import KeyPath, format_path
-from rl_core.config.schema import Config
+from rl_core.config.schema import Config, plain
+from rl_core.config.tree import KeyPath, format_path, natural
+
+_LISTS = (list, tuple, set, frozenset, Sequence, Iterable, AbstractSet)
+_MAPPINGS = (dict, Mapping)
+# a section that holds itself is listed as deep as anyone uses it
+_DEEPEST = 12
+_BOUNDS = {
+    Gt: ("gt", "> {}"),
+    Ge: ("ge", ">= {}"),
+    Lt: ("lt", "< {}"),
+    Le: ("le", "<= {}"),
+    MultipleOf: ("multiple_of", "a multiple of {}"),
+    MinLen: ("min_length", "at least {} long"),
+    MaxLen: ("max_length", "at most {} long"),
+}
 
 
 @dataclass(frozen=True)
@@ -28,10 +46,15 @@ class Key:
     annotation: Any
     field: FieldInfo | None = None
 
+    @cached_property
+    def kinds(self) -> list[Any]:
+        """Its type, or the members if that is a union."""
+        return [kind for kind, _ in _members(self.annotation)]
+
     @property
     def allowed(self) -> str:
-        """What may be written here, in words."""
-        return describe(self.annotation, self.field.metadata if self.field else ())
+        """The values that may be written here, in words: `int > 0`, `one of: float32, bfloat16`."""
+        return _described(self.annotation, self.field.metadata if self.field else ())
 
     @property
     def required(self) -> bool:
@@ -40,33 +63,75 @@ class Key:
 
     @property
     def default(self) -> Any:
-        """Its default as nested plain values; None where it has none."""
-        return None if self.field is None or self.field.is_required() else plain_default(self.field)
+        """Its default as nested plain values; None if it has none."""
+        return plain(self.typed_default)
+
+    @property
+    def typed_default(self) -> Any:
+        """Its default; None if it has none."""
+        if self.field is None or self.field.is_required():
+            return None
+        return self.field.get_default(call_default_factory=True, validated_data={})
 
     def section(self, value: Any) -> type[Config] | None:
-        """The section type that `value` is read as, None where it is no section."""
-        return section_type(self.annotation, value)
+        """The section type that `value` is read as: of several, the one with its fixed values and keys."""
+        sections = [kind for kind in self.kinds if _is_section(kind)]
+        if not isinstance(value, Mapping) or len(sections) < 2:
+            return sections[0] if sections else None
 
+        def fit(kind: type[Config]) -> tuple[bool, int]:
+            fields = kind.model_fields
+            fixed = (name for name in value if name in fields and get_origin(fields[name].annotation) is Literal)
+            fits = all(natural(value[name]) in get_args(fields[name].annotation) for name in fixed)
+            return fits, sum(name in fields for name in value)
 
-def plain_default(field: FieldInfo) -> Any:
-    """The default of a field as nested plain values."""
-    return plain(field.get_default(call_default_factory=True, validated_data={}))
+        return max(sections, key=fit)
 
+    def children(self, value: Any) -> list[Key]:
+        """The keys directly below: the fields of a section, the entries of a list or mapping."""
+        section = None if isinstance(value, list) else self.section(value)
+        segments: Iterable[str | int] = ()
+        if section is not None:
+            segments = section.model_fields
+        elif isinstance(value, Mapping):
+            segments = value
+        elif isinstance(value, list):
+            segments = range(len(value))
+        return [child for segment in segments if (child := self.child(segment, value)) is not None]
 
-def plain(value: Any) -> Any:
-    """A value of a config as nested dicts, lists and scalars, as YAML can hold it."""
-    return to_jsonable_python(value, inf_nan_mode="constants")
+    def child(self, segment: str | int, value: Any) -> Key | None:
+        """The key one step below, None if there is no such key; `value` decides among the members of a union."""
+        path = (*self.path, segment)
+        section = self.section(value) if isinstance(segment, str) else None
+        if section is not None and segment in section.model_fields:
+            field = section.model_fields[segment]
+            return Key(path, field.annotation, field)
+        length = len(value) if isinstance(value, list) else 0
+        # tuples of another length come last
+        kinds = sorted(self.kinds, key=lambda kind: _is_fixed(kind) and len(get_args(kind)) != length)
+        found = [entry for kind in kinds if (entry := _entry_type(kind, segment)) is not None]
+        return Key(path, found[0]) if found else Key(path, Any) if Any in kinds else None
 
 
 def key_at(root: type[Config], path: KeyPath, tree: Any) -> Key | None:
-    """The key at a path; `tree` (plain nested values) decides among alternatives of a union."""
-    key, value = Key((), root), tree
+    """The key at a path; `tree` (plain nested values) decides among the members of a union."""
+    key = Key((), root)
     for segment in path:
-        found = _step(key, segment, value)
-        if found is None:
+        below = key.child(segment, tree)
+        if below is None:
             return None
-        key, value = found, _child(value, segment)
+        key, tree = below, value_at(tree, (segment,))
     return key
+
+
+def value_at(tree: Any, path: KeyPath) -> Any:
+    """The value at a path of plain nested values, None if there is none."""
+    for segment in path:
+        try:
+            tree = tree[segment]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return tree
 
 
 def all_keys(root: type[Config], tree: Any) -> Iterator[str]:
@@ -75,46 +140,86 @@ def all_keys(root: type[Config], tree: Any) -> Iterator[str]:
 
 
 def _below(key: Key, value: Any) -> Iterator[Key]:
-    for segment in child_segments(key, value):
-        found = _step(key, segment, value)
-        # a section inside itself is listed as deep as it is used
-        if found is None or (isinstance(segment, str) and len(found.path) > 12):
-            continue
-        yield found
-        yield from _below(found, _child(value, segment))
+    for child in key.children(value):
+        if isinstance(child.path[-1], int) or len(child.path) <= _DEEPEST:
+            yield child
+            yield from _below(child, value_at(value, child.path[-1:]))
 
 
-def child_segments(key: Key, value: Any) -> list[str | int]:
-    """What stands directly below a key: the fields of a section, the entries of a list or mapping."""
-    section = None if isinstance(value, list) else key.section(value)
-    if section is not None:
-        return list(section.model_fields)
-    match value:
-        case Mapping():
-            return list(value)
-        case list():
-            return list(range(len(value)))
-        case _:
-            return []
+def _members(annotation: Any, constraints: Sequence[Any] = ()) -> list[tuple[Any, tuple[Any, ...]]]:
+    """The members of a union, each with the constraints that bind it; one for any other type."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        inner, *more = get_args(annotation)
+        for item in more:
+            constraints = (*constraints, *(item.metadata if isinstance(item, FieldInfo) else (item,)))
+        return _members(inner, constraints)
+    if origin in (Union, types.UnionType):
+        return [found for member in get_args(annotation) for found in _members(member, constraints)]
+    return [(annotation, tuple(constraints))]
 
 
-def _step(key: Key, segment: str | int, value: Any) -> Key | None:
-    path = (*key.path, segment)
-    kinds = [kind for kind, _ in alternatives(key.annotation)]
-    if isinstance(segment, int):
-        items = [found for kind in kinds if (found := item_type(kind)) is not None]
-        return Key(path, items[0]) if items else Key(path, Any) if Any in kinds else None
-    section = section_type(key.annotation, value)
-    if section is not None and segment in section.model_fields:
-        field = section.model_fields[segment]
-        return Key(path, field.annotation, field)
-    values = [found for kind in kinds if not is_config(kind) and (found := value_type(kind)) is not None]
-    return Key(path, values[0]) if values else Key(path, Any) if Any in kinds else None
+def _is_section(kind: Any) -> TypeGuard[type[Config]]:
+    return isinstance(kind, type) and issubclass(kind, Config)
 
 
-def _child(value: Any, segment: str | int) -> Any:
-    if isinstance(value, Mapping):
-        return value.get(segment)
-    if isinstance(value, list) and isinstance(segment, int) and segment < len(value):
-        return value[segment]
-    return None
+def _is_fixed(kind: Any) -> bool:
+    """Whether the type is a tuple that says the type of each entry."""
+    return get_origin(kind) is tuple and ... not in get_args(kind)
+
+
+def _entry_type(kind: Any, segment: str | int) -> Any:
+    """The type of an entry of a list (by position) or of a mapping with free keys; None if the type is neither."""
+    origin, arguments = get_origin(kind) or kind, get_args(kind)
+    if isinstance(segment, str):
+        return (arguments[1] if arguments else Any) if origin in _MAPPINGS else None
+    if origin not in _LISTS:
+        return None
+    if _is_fixed(kind) and segment < len(arguments):
+        return arguments[segment]
+    return arguments[0] if arguments else Any
+
+
+def _described(annotation: Any, constraints: Sequence[Any] = ()) -> str:
+    members = _members(annotation, constraints)
+    texts = [_in_words(kind, bound) for kind, bound in members if kind is not types.NoneType]
+    if len(texts) < len(members):
+        texts.append("null")
+    return " or ".join(dict.fromkeys(texts))
+
+
+def _in_words(kind: Any, constraints: Sequence[Any]) -> str:
+    if get_origin(kind) is Literal:
+        return _choices(get_args(kind))
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return _choices(member.value for member in kind)
+    if _is_section(kind):
+        return "section"
+    if kind is Any:
+        return "anything"
+    if kind is bool:
+        return "true or false"
+    if (values := _entry_type(kind, "")) is not None:
+        return "mapping" if values is Any else f"mapping of {_inner(values)}"
+    if (items := _entry_type(kind, 0)) is not None:
+        name = "list of " + " and ".join(map(_inner, get_args(kind) if _is_fixed(kind) else (items,)))
+    elif isinstance(kind, type):
+        name = "path" if issubclass(kind, PurePath) else kind.__name__
+    else:
+        return str(kind)
+    return f"{name} {_bounds(constraints)}".strip()
+
+
+def _bounds(constraints: Sequence[Any]) -> str:
+    known = [(item, *_BOUNDS[type(item)]) for item in constraints if type(item) in _BOUNDS]
+    return " and ".join(form.format(getattr(item, name)) for item, name, form in known)
+
+
+def _inner(annotation: Any) -> str:
+    text = _described(annotation)
+    return f"({text})" if " or " in text or text.startswith("one of") else text
+
+
+def _choices(values: Iterable[Any]) -> str:
+    shown = ["true" if value is True else "false" if value is False else str(value) for value in values]
+    return shown[0] if len(shown) == 1 else f"one of: {', '.join(shown)}"

@@ -1,20 +1,66 @@
-"""The base of every config type, and types put together from the sections of plugins."""
+"""The base of every config type, the problems that its validators raise, and types assembled from plugins' sections."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 from uuid import uuid4
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, create_model
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, create_model
+from pydantic_core import to_jsonable_python
+
+from rl_core.config.tree import KeyPath
+
+_VARIABLE_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+
+SET_BY_THE_LAUNCHER = {
+    "CUDA_VISIBLE_DEVICES": "each worker sees the devices that it was placed on; choose them by the keys of `cluster`",
+    "LOCAL_RANK": "ranks are numbered by placement",
+    "MASTER_ADDR": "ranks meet at an address that is reserved for each start",
+    "MASTER_PORT": "ranks meet at a port that is reserved for each start",
+    "PYTHONHOME": "each worker has the interpreter of its own environment",
+    "RANK": "ranks are numbered by placement",
+    "VIRTUAL_ENV": "each worker has the interpreter of its own environment",
+    "WORLD_SIZE": "ranks are numbered by placement",
+}
+"""Environment variables that no config may set, and why."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something wrong with one key, as found by a static check; its origin is added when it is reported.
+
+    Args:
+        key: dotted key from the root (in `ProblemError`: from the section that raises it); empty for the whole.
+        message: what was given, what is allowed, what to do.
+    """
+
+    key: str
+    message: str
+
+
+class ProblemError(ValueError):
+    """Raised in a section's validator to blame keys of that section rather than the section as a whole.
+
+    Args:
+        problems: with keys relative to the section.
+    """
+
+    def __init__(self, *problems: Problem) -> None:
+        super().__init__(*problems)
+        self.problems = problems
+
+    def __str__(self) -> str:
+        return "; ".join(f"{problem.key}: {problem.message}" for problem in self.problems)
 
 
 class Config(BaseModel):
     """A frozen, strictly typed group of settings; the text under a field is its documentation.
 
-    Unknown keys are refused, and no value changes its type on the way in, but for an int where a float is due.
+    Unknown keys are refused, and no value changes its type on the way in, except that a float field takes an int.
     """
 
     model_config = ConfigDict(
@@ -25,19 +71,44 @@ class Config(BaseModel):
         ser_json_inf_nan="constants",
     )
 
-    _references: dict[tuple[str | int, ...], str] = PrivateAttr(default_factory=dict)
+    _references: dict[KeyPath, str] = PrivateAttr(default_factory=dict)
 
     @property
-    def references(self) -> Mapping[tuple[str | int, ...], str]:
+    def references(self) -> Mapping[KeyPath, str]:
         """Interpolations of environment variables by key path, as they were written; `resolve` sets them on a root."""
         return self._references
 
-    def with_references(self, references: Mapping[tuple[str | int, ...], str]) -> Self:
+    def with_references(self, references: Mapping[KeyPath, str]) -> Self:
         """The same config with these references."""
         config = self.model_copy()
         config._references = dict(references)
         return config
 
+
+def plain(value: Any) -> Any:
+    """A value of a config as nested dicts, lists and scalars, as YAML can hold it."""
+    return to_jsonable_python(value, inf_nan_mode="constants")
+
+
+def _check_variables(variables: dict[str, str]) -> dict[str, str]:
+    problems = [Problem(name, reason) for name in variables if (reason := _refusal(name))]
+    if problems:
+        raise ProblemError(*problems)
+    return variables
+
+
+def _refusal(name: str) -> str:
+    if not _VARIABLE_NAME.fullmatch(name):
+        return "not the name of an environment variable; use letters, digits and underscores"
+    if name in SET_BY_THE_LAUNCHER:
+        return f"the launcher sets it: {SET_BY_THE_LAUNCHER[name]}; remove it here"
+    if name.startswith("RAY_"):
+        return "Ray's own variables are read when Ray starts; set it where you start Ray, and remove it here"
+    return ""
+
+
+EnvVars = Annotated[dict[str, str], AfterValidator(_check_variables)]
+"""Environment variables by name, for workers; an empty text empties a variable."""
 
 Section = type[Config] | tuple[Any, Any]
 """A section's type, or a type and its default: a value, `...` for none, or pydantic's `Field(...)`."""
@@ -46,7 +117,7 @@ Section = type[Config] | tuple[Any, Any]
 class Default(Enum):
     """A default that is not a value."""
 
-    OF_TYPE = "what the section's type makes of no keys at all"
+    OF_TYPE = "the section's type, given no keys"
 
 
 @dataclass(frozen=True)
@@ -89,7 +160,7 @@ def assemble(name: str, sections: Mapping[str, Section], *, base: type[Config] =
         sections: key to type, or to (type, default).
 
     Raises:
-        ValueError: where `base` has one of the keys already.
+        ValueError: if `base` has one of the keys already.
     """
     taken = sorted(set(sections) & set(base.model_fields))
     if taken:

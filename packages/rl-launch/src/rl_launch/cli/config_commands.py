@@ -86,6 +86,6 @@ def described(explanation: Explanation) -> str:
 
 
 def _short(value: Any) -> str:
-    from rl_core.config.verdict import show as shown
+    from rl_core.config import show as shown
 
     return shown(value)

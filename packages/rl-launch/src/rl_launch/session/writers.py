@@ -11,8 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from rl_core.config import Config
-from rl_core.config.references import as_written
+from rl_core.config import Config, as_written
 from rl_core.errors import ConfigError
 from rl_launch.session.config import LoggerConfig
 

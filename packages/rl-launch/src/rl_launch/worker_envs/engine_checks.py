@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 
-from rl_core.config import Config
-from rl_core.config.keys import plain
+from rl_core.config import Config, plain
 from rl_core.errors import WorkerEnvironmentError
 from rl_launch.worker_envs.variables import worker_process_environment
 

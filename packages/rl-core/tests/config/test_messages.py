@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rl_core.config import Config, Problem, Resolved, load, resolve
+from rl_core.config import Config, Problem, Resolved, all_keys, load, nearest, resolve
 from rl_core.errors import ConfigError
 
 HEAD = "algorithm: grpo\npolicy:\n  model_name: m\n"
@@ -52,7 +52,7 @@ CASES: dict[str, tuple[str, list[str], list[str]]] = {
     "marked as missing": ("grpo:\n  seed: ???\n", [], ["grpo.seed (recipe.yaml:5)", "set it: grpo.seed=VALUE"]),
     "interpolation to nothing": ("", ["grpo.seed=${policy.max_total_sequence_lenght}"], ["grpo.seed (command line)", "did you mean policy.max_total_sequence_length?"]),
     "interpolation in a circle": ("grpo:\n  seed: ${grpo.max_num_steps}\n  max_num_steps: ${grpo.seed}\n", [], ["grpo.seed (recipe.yaml:5)", "grpo.max_num_steps (recipe.yaml:6)", "leads back to itself"]),
-    "interpolation of no key": ("grpo:\n  seed: ${\n", [], ["grpo.seed (recipe.yaml:5)", "no well-formed interpolation"]),
+    "interpolation of no key": ("grpo:\n  seed: ${\n", [], ["grpo.seed (recipe.yaml:5)", "not a valid interpolation"]),
     "interpolation by nobody": ("grpo:\n  seed: ${times:2}\n", [], ["grpo.seed (recipe.yaml:5)", "'times', which computes nothing here"]),
     "variable not set": ("grpo:\n  seed: ${oc.env:NOT_SET_ANYWHERE}\n", [], ["grpo.seed (recipe.yaml:5)", "environment variable NOT_SET_ANYWHERE"]),
     "interpolation of wrong type": ("grpo:\n  seed: ${policy.model_name}\n", [], ["grpo.seed (recipe.yaml:5, written as ${policy.model_name})", 'got "m"']),
@@ -153,3 +153,59 @@ def test_a_file_that_cannot_be_used_is_named(folder: Path, source: str, parts: l
     with pytest.raises(ConfigError) as caught:
         load(source, search=[recipes])
     assert not [part for part in parts if part not in str(caught.value)], str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def keys(root: type[Config]) -> list[str]:
+    return list(all_keys(root, {"env": {"math": {}}, "data": {"train": [{}]}}))
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("grpo.num_promts_per_step", "grpo.num_prompts_per_step"),
+        ("grpo.nun_generations_per_prompt", "grpo.num_generations_per_prompt"),
+        ("grpo.num_generation_per_prompts", "grpo.num_generations_per_prompt"),
+        ("grpo.num_prompts", "grpo.num_prompts_per_step"),
+        ("grpo.prompts_per_step", "grpo.num_prompts_per_step"),
+        ("grpo.num-prompts-per-step", "grpo.num_prompts_per_step"),
+        ("grpo.max_steps", "grpo.max_num_steps"),
+        ("grpo.NUM_PROMPTS_PER_STEP", "grpo.num_prompts_per_step"),
+        ("policy.num_prompts_per_step", "grpo.num_prompts_per_step"),
+        ("num_prompts_per_step", "grpo.num_prompts_per_step"),
+        ("grop", "grpo"),
+        ("grop.seed", "grpo.seed"),
+        ("polcy", "policy"),
+        ("loss", "loss_fn"),
+        ("loss_fn.clip_ratio_min", "loss_fn.ratio_clip_min"),
+        ("loss_fn.kl_penalty", "loss_fn.reference_policy_kl_penalty"),
+        ("grpo.kl_penalty", "loss_fn.reference_policy_kl_penalty"),
+        ("policy.model", "policy.model_name"),
+        ("policy.modelname", "policy.model_name"),
+        ("policy.max_sequence_length", "policy.max_total_sequence_length"),
+        ("policy.temperature", "policy.generation.temperature"),
+        ("generation.temperature", "policy.generation.temperature"),
+        ("policy.generation.temprature", "policy.generation.temperature"),
+        ("dtensor_cfg", "policy.dtensor_cfg"),
+        ("policy.vllm_cfg", "policy.generation.vllm_cfg"),
+        ("policy.dtensor_cfg.tensor_parallel", "policy.dtensor_cfg.tensor_parallel_size"),
+        ("policy.generation.vllm_cfg.tensor_parallell_size", "policy.generation.vllm_cfg.tensor_parallel_size"),
+        ("env.math.num_worker", "env.math.num_workers"),
+        ("data.train[0].spilt", "data.train[0].split"),
+        ("data.dataset_name", "data.train[0].dataset_name"),
+    ],
+)
+def test_the_key_that_was_meant_is_named_first(keys: list[str], typed: str, meant: str) -> None:
+    assert nearest(typed, keys)[:1] == [meant]
+
+
+@pytest.mark.parametrize("typed", ["grpo.zzz", "foo", "policy.qlora", "x.y.z"])
+def test_what_is_like_nothing_names_nothing(keys: list[str], typed: str) -> None:
+    assert nearest(typed, keys) == []
+
+
+def test_a_name_that_several_sections_have_names_them(keys: list[Any]) -> None:
+    assert set(nearest("policy.tensor_parallel_size", keys)) == {
+        "policy.dtensor_cfg.tensor_parallel_size",
+        "policy.generation.vllm_cfg.tensor_parallel_size",
+    }

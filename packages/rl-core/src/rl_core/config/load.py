@@ -1,0 +1,273 @@
+"""From recipe files and command-line overrides to one tree of values, each with its origin."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_core.config.keys import value_at
+from rl_core.config.messages import did_you_mean
+from rl_core.config.tree import (
+    COMMAND_LINE,
+    MISSING,
+    Entry,
+    KeyPath,
+    Origin,
+    Unset,
+    format_path,
+    leaves,
+    mapped,
+    natural,
+    parse_path,
+    read_file,
+    read_value,
+)
+from rl_core.errors import ConfigError
+
+Search = Callable[[str], Path | None] | Sequence[Path]
+"""How a recipe name becomes a file: folders that hold `NAME.yaml`, or a function that returns the file or None."""
+
+_SUFFIXES = (".yaml", ".yml")
+_NOT_FOUND = re.compile(r"Interpolation key '(.+?)' not found")
+_VARIABLE = re.compile(r"Environment variable '(.+?)' not found")
+
+
+@dataclass(frozen=True)
+class RawConfig:
+    """The merged values that the user wrote, before a schema has read them.
+
+    Args:
+        name: of the recipe or file, for messages.
+        entry: the tree.
+        files: every file read, the ones inherited from first.
+    """
+
+    name: str
+    entry: Entry
+    files: tuple[Path, ...] = ()
+
+    def select(self, key: str, default: Any = None) -> Any:
+        """The value that the user wrote at a key, interpolated among what was written; `default` if there is none.
+
+        Raises:
+            ConfigError: if an interpolation in it is wrong.
+        """
+        path = parse_path(key)
+        if self.entry.get(path) is None:
+            return default
+        written = self.entry.plain()
+        tree, wrong = interpolate(written, written)
+        for at, message in wrong.items():
+            if at[: len(path)] == path:
+                raise ConfigError(f"{format_path(at)} ({self.entry.origin_at(at)}): {message}")
+        return natural(value_at(tree, path))
+
+    def origin(self, key: str) -> Origin:
+        """Where a key was written; `default` if it was not."""
+        return self.entry.origin_at(parse_path(key))
+
+    def with_values(self, values: Mapping[str, Any], source: str) -> RawConfig:
+        """The same with plain nested values laid over it, whose origin is named `source`."""
+        return RawConfig(self.name, self.entry.under(Entry.of(dict(values), Origin(source))), self.files)
+
+
+def load(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), *, search: Search = ()) -> RawConfig:
+    """Read a recipe and what it inherits from, and lay overrides over it.
+
+    `defaults:` in a file names one or several others (a recipe name, or a file relative to it); later ones win, the
+    file itself wins over them. Mappings merge, lists and scalars are replaced.
+
+    Args:
+        source: a recipe name, a YAML file, or plain nested values.
+        overrides: `key.path=value` with the value as in YAML; text needs no quotes. `key=null` clears,
+            `data.train[0].split=x` changes a list entry.
+        search: where recipes are.
+
+    Raises:
+        ConfigError: if a file does not exist or is not valid, `defaults:` form a circle, or an override cannot be read.
+    """
+    reader = _Reader(search)
+    if isinstance(source, Mapping):
+        name, entry = "config", Entry.of(dict(source), Origin("config"))
+    else:
+        path = reader.find(str(source), None, None)
+        name, entry = shown(path), reader.read(path, ())
+    problems = []
+    for text in overrides:
+        try:
+            entry = _override(entry, text)
+        except ConfigError as error:
+            problems.append(f"{text!r} (command line): {error}")
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return RawConfig(name, entry, tuple(reader.files))
+
+
+def shown(path: Path) -> str:
+    """A file as the user would type it: relative if it lies below the current folder."""
+    try:
+        return str(path.resolve().relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
+
+
+def _override(entry: Entry, text: str) -> Entry:
+    key, equals, value = text.partition("=")
+    key = key.strip()
+    if not equals:
+        raise ConfigError("an override is written key=value, for example grpo.seed=1")
+    if key[:1] in ("+", "~", "-"):
+        raise ConfigError(f"write key=value without {key[0]!r}: new keys need no mark, and key=null clears one")
+    path = parse_path(key)
+    if path == ("defaults",):
+        raise ConfigError("`defaults` belongs in a file: name another recipe instead")
+    return entry.with_entry(path, read_value(value, COMMAND_LINE))
+
+
+class _Reader:
+    """Finds and reads files, each laid over those it inherits from."""
+
+    def __init__(self, search: Search) -> None:
+        self._search = search
+        self.files: list[Path] = []
+
+    def read(self, path: Path, chain: tuple[Path, ...]) -> Entry:
+        resolved = path.resolve()
+        if resolved in chain:
+            circle = " -> ".join(shown(file) for file in (*chain[chain.index(resolved) :], resolved))
+            raise ConfigError(f"`defaults` go in a circle: {circle}; take one of them out")
+        entry = read_file(path, shown(path))
+        values = dict(entry.value)
+        merged = Entry({}, entry.origin)
+        for parent in _names(values.pop("defaults", None)):
+            found = self.find(parent.value, path, parent.origin)
+            merged = merged.under(self.read(found, (*chain, resolved)))
+        if resolved not in self.files:
+            self.files.append(resolved)
+        return merged.under(Entry(values, entry.origin))
+
+    def find(self, name: str, beside: Path | None, origin: Origin | None) -> Path:
+        place = f"{origin}: " if origin else ""
+        if name.endswith(_SUFFIXES) or "/" in name:
+            path = beside.parent / name if beside else Path(name)
+            if path.is_file():
+                return path
+            others = [str(path.with_name(file.name)) for s in _SUFFIXES for file in path.parent.glob(f"*{s}")]
+            raise ConfigError(f"{place}there is no file {shown(path)}{did_you_mean(str(path), others)}")
+        sibling = beside.with_name(f"{name}.yaml") if beside else None
+        found = sibling if sibling and sibling.is_file() else self._recipe(name)
+        if found is None:
+            folders = () if callable(self._search) else self._search
+            known = sorted({file.stem for folder in folders for file in folder.glob("*.yaml")})
+            listing = f"; recipes: {', '.join(known)}" if known else ""
+            raise ConfigError(
+                f"{place}there is no recipe {name!r}{did_you_mean(name, known)}{listing}"
+                "; a file is named with its .yaml ending"
+            )
+        return found
+
+    def _recipe(self, name: str) -> Path | None:
+        if callable(self._search):
+            return self._search(name)
+        return next((path for folder in self._search if (path := folder / f"{name}.yaml").is_file()), None)
+
+
+def _names(parents: Entry | None) -> list[Entry]:
+    if parents is None or parents.value is None:
+        return []
+    names = parents.value if isinstance(parents.value, list) else [parents]
+    for name in names:
+        if not isinstance(name.value, str) or name.value == "_self_":
+            raise ConfigError(
+                f"defaults ({name.origin}): got {name.plain()!r}; allowed: a recipe name or file, or a list of them "
+                "(the file itself always comes last)"
+            )
+    return names
+
+
+def interpolations(tree: Any) -> dict[KeyPath, str]:
+    """Every text in nested values that holds `${`, by path."""
+    return {path: value for path, value in leaves(tree).items() if isinstance(value, str) and "${" in value}
+
+
+def interpolate(tree: dict[str, Any], everything: dict[str, Any]) -> tuple[dict[str, Any], dict[KeyPath, str]]:
+    """The tree with every `${...}` replaced by its value, or by None if it is wrong.
+
+    OmegaConf resolves one value at a time, so that every wrong one is reported with its own key.
+
+    Args:
+        tree: plain nested values as the user wrote them.
+        everything: the same over the defaults of keys that the user did not write; interpolations may name both.
+
+    Returns:
+        The tree, and the problems by path.
+    """
+    written = interpolations(tree)
+    if not written:
+        return tree, {}
+    # OmegaConf and its grammar take 60 ms to import, which a config without interpolations need not wait for
+    from omegaconf import OmegaConf
+
+    wrong = {path: message for path, text in written.items() if (message := _malformed(text))}
+    resolvable = mapped(
+        everything, lambda path, value: None if path in wrong else MISSING if isinstance(value, Unset) else value
+    )
+    container = OmegaConf.create(resolvable, flags={"allow_objects": True})
+    values: dict[KeyPath, Any] = {}
+    for path in written.keys() - wrong.keys():
+        found, problem = _resolved(container, path)
+        if problem is None:
+            values[path] = found
+        else:
+            wrong[path] = _message(written[path], problem, map(format_path, leaves(everything)))
+    return mapped(tree, lambda path, value: values.get(path) if path in written else value), wrong
+
+
+def _malformed(text: str) -> str | None:
+    from omegaconf.errors import GrammarParseError
+    from omegaconf.grammar_parser import parse
+
+    try:
+        parse(text)
+    except GrammarParseError:
+        return f"{text!r} is not a valid interpolation; write ${{section.key}}, or \\${{ for the characters themselves"
+    return None
+
+
+def _resolved(container: Any, path: KeyPath) -> tuple[Any, Exception | None]:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    found = container
+    try:
+        for segment in path:
+            found = found[segment]
+        if OmegaConf.is_config(found):
+            found = OmegaConf.to_container(found, resolve=True, throw_on_missing=True)
+    except (OmegaConfBaseException, RecursionError) as error:
+        return None, error
+    return found, None
+
+
+def _message(text: str, error: Exception, known: Iterable[str]) -> str:
+    said = str(error).partition("\n")[0]
+    if isinstance(error, RecursionError) or "Recursive interpolation" in said:
+        return f"{text!r} leads back to itself; give one of the keys in the circle a value"
+    if match := _NOT_FOUND.search(said):
+        return f"{text!r} names {match[1]}, which is not a key here{did_you_mean(match[1].lstrip('.'), known)}"
+    if match := _VARIABLE.search(said):
+        name = match[1]
+        return (
+            f"{text!r} needs the environment variable {name}: set it, or write ${{oc.env:{name},VALUE}} for a default"
+        )
+    if "Unsupported interpolation type" in said:
+        name = said.rpartition(" ")[2]
+        return (
+            f"{text!r} asks for {name!r}, which computes nothing here; keys are written with dots, as ${{section.key}}"
+        )
+    if "MissingMandatoryValue" in said or "MissingValue" in type(error).__name__:
+        return f"{text!r} names a key marked {MISSING}: set that key"
+    return f"{text!r} cannot be worked out: {said}"

@@ -1,0 +1,181 @@
+"""Messages about values that a config type refuses, and the keys that a mistyped one most likely means."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from difflib import SequenceMatcher
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from rl_core.config.keys import Key, all_keys, key_at, value_at
+from rl_core.config.schema import Config, Problem, ProblemError
+from rl_core.config.tree import Entry, KeyPath, format_path, parse_path
+
+_GOOD = 0.7
+_TIE = 0.04
+_SHORT = 60
+_STATED = {"literal_error", "enum", "greater_than", "greater_than_equal", "less_than", "less_than_equal", "multiple_of"}
+_STATED |= {"too_short", "too_long", "string_too_short", "string_too_long", "none_required"}
+_BOOLS = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
+
+
+def nearest(key: str, candidates: Iterable[str], *, most: int = 3) -> list[str]:
+    """Candidates close to a dotted key, best first: by its last name foremost, then by the whole path.
+
+    So a typo (`grpo.num_promts_per_step`), a wrong section (`policy.num_prompts_per_step`), a missing prefix
+    (`num_prompts_per_step`) and a name cut short or with its words in another order (`policy.max_sequence_length`) are
+    all found. Candidates that are as good as the best come along, `most` in all.
+    """
+    scored = sorted(((_score(key, candidate), candidate) for candidate in set(candidates)), key=lambda s: (-s[0], s[1]))
+    if not scored or scored[0][0] < _GOOD:
+        return []
+    best = scored[0][0]
+    return [candidate for score, candidate in scored[:most] if score >= max(_GOOD, best - _TIE)]
+
+
+def did_you_mean(key: str, candidates: Iterable[str]) -> str:
+    """`; did you mean X?`, or nothing if no candidate is close."""
+    near = nearest(key, candidates)
+    return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
+def show(value: Any) -> str:
+    """A value as YAML would write it on one line, cut if it is long."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _SHORT else f"{text[: _SHORT - 3]}..."
+
+
+def located(problem: Problem, below: KeyPath = ()) -> tuple[KeyPath, str]:
+    """The path from the root and the message of a problem that was found in the section `below`."""
+    return (*below, *(parse_path(problem.key) if problem.key else ())), problem.message
+
+
+def problems_in(error: ValidationError, root: type[Config], values: Any) -> Iterator[tuple[KeyPath, str]]:
+    """One path and message per key that pydantic refuses in `values`."""
+    by_path: dict[KeyPath, list[ErrorDetails]] = {}
+    for details in error.errors(include_url=False):
+        by_path.setdefault(_path_in(values, details), []).append(details)
+    for path, group in by_path.items():
+        deeper = any(len(other) > len(path) and other[: len(path)] == path for other in by_path)
+        if deeper and all(details["type"].endswith("_type") for details in group):
+            continue  # another member of the union took the value in and found fault inside
+        raised = group[0].get("ctx", {}).get("error")
+        if isinstance(raised, ProblemError):
+            yield from (located(problem, path) for problem in raised.problems)
+        elif group[0]["type"] == "extra_forbidden":
+            yield path, _unknown(path, list(all_keys(root, values)), values)
+        else:
+            yield path, _verdict(group, key_at(root, path, values), format_path(path))
+
+
+def report(problems: Sequence[tuple[KeyPath, str]], name: str, written: Entry) -> str:
+    """All problems of the config `name`, each with the origin of its key, as one text."""
+    lines = [_line(path, message, written) for path, message in problems]
+    if len(lines) == 1:
+        return lines[0]
+    return "\n".join([f"{len(lines)} problems in {name}:", *(f"  {line}" for line in lines)])
+
+
+def _line(path: KeyPath, message: str, written: Entry) -> str:
+    entry, origin = written.get(path), written.nearest_origin(path)
+    via = entry.value if entry is not None and isinstance(entry.value, str) and "${" in entry.value else ""
+    place = f"{origin}, written as {via}" if via and via not in message else str(origin)
+    return f"{format_path(path) or 'config'} ({place}): {message}"
+
+
+def _path_in(values: Any, details: ErrorDetails) -> KeyPath:
+    """The location of an error without the names of union members that pydantic puts into it."""
+    path: list[str | int] = []
+    last = len(details["loc"]) - 1
+    for position, segment in enumerate(details["loc"]):
+        named = isinstance(values, dict) and segment in values
+        indexed = isinstance(values, list) and isinstance(segment, int) and segment < len(values)
+        if named or indexed:
+            values = values[segment]
+            path.append(segment)
+        elif position == last and details["type"] == "missing":
+            path.append(segment)
+    return tuple(path)
+
+
+def _unknown(path: KeyPath, keys: list[str], values: Any) -> str:
+    key = format_path(path)
+    nested = format_path((*path[:-1], *str(path[-1]).split(".")))
+    if key in keys or ("." in str(path[-1]) and nested in keys):
+        return f"a key with dots is one name in YAML; nest it, or pass {key}=VALUE on the command line"
+    inside = value_at(values, path)
+    names = [key, *(f"{key}.{name}" for name in inside)] if isinstance(inside, dict) else [key]
+    if hint := next((found for name in names if (found := did_you_mean(name, keys))), ""):
+        return f"no such key{hint}"
+    section = format_path(path[:-1])
+    prefix = f"{section}." if section else ""
+    known = sorted({known.removeprefix(prefix).partition(".")[0] for known in keys if known.startswith(prefix)})
+    return f"no such key; {section or 'the config'} has {', '.join(known)}"
+
+
+def _verdict(errors: Sequence[ErrorDetails], key: Key | None, name: str) -> str:
+    """What was given, what is allowed and what to do, in one line.
+
+    Args:
+        errors: pydantic's errors about one key, one per member of a union.
+        key: the key, None if the type has none there.
+        name: its dotted name.
+    """
+    first = errors[0]
+    allowed = key.allowed if key is not None else ""
+    if first["type"] == "missing":
+        return f"must be set; allowed: {allowed}" if allowed != "section" else "this section must be there"
+    if first["type"] in ("value_error", "assertion_error"):
+        return str(first["ctx"]["error"]) or first["msg"]
+    given = f"got {show(first['input'])}"
+    if key is None or not all(e["type"].endswith(("_type", "_parsing")) or e["type"] in _STATED for e in errors):
+        return f"{given}: " + "; ".join(dict.fromkeys(e["msg"][:1].lower() + e["msg"][1:] for e in errors))
+    return f"{given}; allowed: {allowed}{_remedy(first['input'], key, name)}"
+
+
+def _remedy(value: Any, key: Key, name: str) -> str:
+    kinds = key.kinds
+    if key.allowed == "section":
+        if value is None:
+            return "; the section is empty: take its line out, or put keys below it"
+        return f"; set the keys below it, {name}.KEY"
+    if value is None and not key.required:
+        return f"; leave the key out for its default, {show(key.default)}"
+    if isinstance(value, float) and int in kinds and value.is_integer():
+        return f"; write {int(value)}"
+    if isinstance(value, str) and bool in kinds:
+        wanted = _BOOLS.get(value.lower(), value.lower())
+        return f"; write {wanted} without quotes" if wanted in ("true", "false") else ""
+    if isinstance(value, str) and {int, float} & set(kinds) and re.fullmatch(r"[-+]?[\d._]+(e[-+]?\d+)?", value, re.I):
+        return "; write the number without quotes or leading zeros"
+    if isinstance(value, list | dict) and str in kinds:
+        return f"; to pass it as text, quote it: {name}: '...'"
+    if not isinstance(value, list) and key.allowed.startswith("list of"):
+        return f"; a list is written [{show(value)}]"
+    return ""
+
+
+def _score(key: str, candidate: str) -> float:
+    name, other = key.rpartition(".")[2], candidate.rpartition(".")[2]
+    last = max(_ratio(name, other), _words(name, other))
+    if last < 0.5:
+        return 0.0
+    return 0.8 * last + 0.2 * _ratio(key, candidate)
+
+
+def _ratio(a: str, b: str) -> float:
+    matcher = SequenceMatcher(None, a.lower(), b.lower(), autojunk=False)
+    return matcher.ratio() if matcher.real_quick_ratio() > 0.5 else 0.0
+
+
+def _words(name: str, other: str) -> float:
+    """Likeness of names by their words: the same words in any order 0.95, less if some are left out or added."""
+    mine, theirs = (set(re.split(r"[_\W]+", text.lower())) - {""} for text in (name, other))
+    shared = len(mine & theirs)
+    if not shared or shared < min(len(mine), len(theirs)):
+        return 0.0
+    return 0.75 + 0.2 * shared / max(len(mine), len(theirs))

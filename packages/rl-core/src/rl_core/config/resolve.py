@@ -1,0 +1,153 @@
+"""From what the user wrote to a typed config, or to one error that lists everything wrong with it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
+
+from pydantic import ValidationError
+
+from rl_core.config.dump import escaped
+from rl_core.config.keys import Key, key_at
+from rl_core.config.load import RawConfig, interpolate, interpolations
+from rl_core.config.messages import located, problems_in, report
+from rl_core.config.schema import Config, Problem, plain
+from rl_core.config.tree import MISSING, KeyPath, Origin, Unquoted, Unset, format_path, leaves, mapped, parse_path
+from rl_core.errors import ConfigError
+
+C = TypeVar("C", bound=Config)
+
+_VARIABLE = "oc.env"
+_KEY = re.compile(r"\$\{\s*(\.*)([^${}:]+?)\s*\}")
+_COMPUTED = re.compile(r"\$\{[^{}]*[:$]")
+"""A resolver other than a key, or an interpolation inside another."""
+
+
+@dataclass(frozen=True)
+class Resolved(Generic[C]):
+    """A valid config and the origins of its values.
+
+    Args:
+        config: the typed values.
+        raw: what the user wrote.
+    """
+
+    config: C
+    raw: RawConfig
+
+    def origin(self, key: str) -> Origin:
+        """The origin of a key's value: a file and line, the command line, or the default."""
+        return self.raw.origin(key)
+
+
+def resolve(raw: RawConfig, root: type[C], *, checks: Sequence[Callable[[C], Iterable[Problem]]] = ()) -> Resolved[C]:
+    """Interpolate and validate what the user wrote, over the defaults of a config type.
+
+    Args:
+        raw: what `load` returned.
+        root: the config type, mostly from `assemble`.
+        checks: run on the valid config; each yields a `Problem` per key that does not go with the rest.
+
+    Raises:
+        ConfigError: listing every problem: key, origin, what was given, what is allowed, the nearest key.
+    """
+    written = raw.entry.plain()
+    tree, wrong = interpolate(*_over_defaults(Key((), root), written, None))
+    for path, value in leaves(written).items():
+        if isinstance(value, Unset):
+            wrong[path] = f"is marked {MISSING}; set it: {format_path(path)}=VALUE"
+    values = mapped(tree, lambda path, value: _read(key_at(root, path, tree), value))
+    try:
+        config = root.model_validate_json(json.dumps(values))
+    except ValidationError as error:
+        blamed = [each for each in problems_in(error, root, values) if not any(_is_below(each[0], at) for at in wrong)]
+        raise ConfigError(report([*wrong.items(), *blamed], raw.name, raw.entry)) from None
+    problems = list(wrong.items()) or [located(problem) for check in checks for problem in check(config)]
+    if problems:
+        raise ConfigError(report(problems, raw.name, raw.entry))
+    return Resolved(config.with_references(_environment_references(written)), raw)
+
+
+def _is_below(path: KeyPath, section: KeyPath) -> bool:
+    return path[: len(section)] == section
+
+
+def _over_defaults(key: Key, written: Any, default: Any) -> tuple[Any, Any]:
+    """Lay what the user wrote at a key over its default.
+
+    If a field says `policy: Policy = Policy(precision="float32")`, a user who writes another key of `policy` keeps that
+    precision, which `Policy` itself does not have.
+
+    Returns:
+        What was written, with what the defaults of sections set beyond those of their types; and the same with every
+        default, for interpolations to name.
+    """
+    if not isinstance(written, dict | list):
+        return written, written
+    given: Any = written.copy()
+    everything: Any = written.copy()
+    # exactly the type: another member of a union has other keys
+    default = default if type(default) is key.section(written) else None
+    for child in key.children(written):
+        name = child.path[-1]
+        value = child.typed_default if default is None else getattr(default, str(name))
+        if isinstance(written, list) or name in written:
+            given[name], everything[name] = _over_defaults(child, given[name], value)
+        elif default is not None or not child.required:
+            everything[name] = escaped(plain(value))
+            if default is not None and name in default.model_fields_set:
+                given[name] = everything[name]
+    return given, everything
+
+
+def _read(key: Key | None, value: Any) -> Any:
+    """A scalar as its key reads it: unquoted text if text is due, a number or truth value if one is."""
+    if isinstance(value, Unset):
+        return None
+    if not isinstance(value, Unquoted):
+        return value
+    kinds = key.kinds if key is not None else [Any]
+    choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
+    natural = value.value
+    if any(type(choice) is type(natural) and choice == natural for choice in choices):
+        return natural
+    wanted = {float, int} if type(natural) is int else {type(natural)}
+    is_text = str(value) in choices or (str in kinds and Any not in kinds and not wanted & set(kinds))
+    return str(value) if is_text else natural
+
+
+def _environment_references(tree: Any) -> dict[KeyPath, str]:
+    """The interpolations at keys whose values come from environment variables, also by way of other keys.
+
+    An interpolation whose keys cannot be told without resolving it counts as one of them, if there are any: as it was
+    written, it is as good.
+    """
+    written = interpolations(tree)
+    found = {path for path, text in written.items() if _VARIABLE in text}
+    if found:
+        found |= {path for path, text in written.items() if _COMPUTED.search(text)}
+    named = {path: _keys(path, text) for path, text in written.items()}
+    while more := {path for path in named.keys() - found if any(_meets(key, found) for key in named[path])}:
+        found |= more
+    return {path: text for path, text in written.items() if path in found}
+
+
+def _keys(path: KeyPath, text: str) -> list[KeyPath]:
+    """Absolute paths of the keys that an interpolation names."""
+    keys = []
+    for dots, name in _KEY.findall(text):
+        base = path[: len(path) - len(dots)] if dots else ()
+        try:
+            keys.append((*base, *parse_path(name)))
+        except ConfigError:
+            continue
+    return keys
+
+
+def _meets(key: KeyPath, paths: set[KeyPath]) -> bool:
+    """Whether a key is one of the paths, or around or below one."""
+    texts = [str(segment) for segment in key]
+    return any(all(one == str(other) for one, other in zip(texts, path, strict=False)) for path in paths)
