@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rl_core.testing.rank_pool import RankPool
+from rl_core.testing.rank_pool import RankPool, preload
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -13,5 +13,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
+    preload("rl_dtensor.worker")
     with RankPool(4) as pool:
         yield pool

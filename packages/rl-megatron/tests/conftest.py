@@ -2,10 +2,11 @@
 
 import pytest
 
-from rl_core.testing.rank_pool import RankPool
+from rl_core.testing.rank_pool import RankPool, preload
 
 
 @pytest.fixture(scope="session")
 def ranks():
+    preload("rl_megatron.worker")
     with RankPool(4) as pool:
         yield pool

@@ -1,4 +1,4 @@
-"""Spawned processes that tests share: starting one and importing torch takes longer than most tests do."""
+"""Processes that tests share: starting one and importing torch takes longer than most tests do."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -24,6 +25,18 @@ alive; each polls all the time."""
 
 GRACE_S = 10.0
 """How long the other ranks may take to answer after one has failed."""
+
+
+_context = multiprocessing.get_context("forkserver")
+
+
+def preload(*modules: str) -> None:
+    """Import modules once, in the process that ranks are forks of, rather than in every rank.
+
+    Holds for all pools of this process; call it before the first of them starts. The modules must leave no thread and
+    no CUDA context behind.
+    """
+    _context.set_forkserver_preload(list(modules))
 
 
 @dataclass
@@ -107,11 +120,11 @@ class RankPool:
         if self._ranks:
             return
         self.generation += 1
-        context = multiprocessing.get_context("spawn")
         for rank in range(self.num_ranks):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), name=f"rank{rank}", daemon=True)
-            process.start()
+            ours, theirs = _context.Pipe()
+            process = _context.Process(target=_serve, args=(theirs,), name=f"rank{rank}", daemon=True)
+            with _one_thread():
+                process.start()
             theirs.close()
             self._ranks.append((process, ours))
 
@@ -140,6 +153,18 @@ class RankPool:
         return results
 
 
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Have libraries of processes that start compute in one thread, unless the variable says otherwise."""
+    is_ours = "OMP_NUM_THREADS" not in os.environ
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    try:
+        yield
+    finally:
+        if is_ours:
+            del os.environ["OMP_NUM_THREADS"]
+
+
 def _hold_port() -> socket.socket:
     """A socket that keeps a port from other processes: bound, reusing addresses as the listeners do at which ranks
     meet, and never listening."""
@@ -166,7 +191,6 @@ def _received(connection: Connection, rank: int) -> tuple[Any, Exception | None]
 
 
 def _serve(connection: Connection) -> None:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     held: dict[str, Any] = {}
     is_frozen = False
     num_threads = _num_threads()
