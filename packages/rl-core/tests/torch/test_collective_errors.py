@@ -7,16 +7,9 @@ import pytest
 from collective_error_cases import FILE, wait, work, write
 
 from rl_core.errors import RLError
-from rl_core.testing.rank_pool import RankPool
 from rl_core.torch.training.background_save import BackgroundSave, plain_errors
 
 LOST = "no such shelf"
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(2) as pool:
-        yield pool
 
 
 @pytest.mark.parametrize(

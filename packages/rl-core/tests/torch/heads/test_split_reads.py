@@ -4,7 +4,6 @@ import pytest
 import split_cases
 from split_cases import Case
 
-from rl_core.testing.rank_pool import RankPool
 from rl_core.torch.heads.logprobs import LogitTransform
 
 CASES = {
@@ -17,12 +16,6 @@ CASES = {
     "one chunk": Case(chunk_size=100),
     "the caller sums the gradient": Case(sums_hidden_grad=False),
 }
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(2) as pool:
-        yield pool
 
 
 @pytest.mark.parametrize("name", CASES)

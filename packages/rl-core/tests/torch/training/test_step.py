@@ -8,15 +8,8 @@ from rl_core.batch import Batch
 from rl_core.errors import WorkerError
 from rl_core.metrics import reduce_metrics
 from rl_core.ragged import Ragged
-from rl_core.testing.rank_pool import RankPool
 
 ROWS = [[3, 1, 4], [1, 5], [9, 2, 6, 5], [3]]
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(2) as pool:
-        yield pool
 
 
 def make_batch() -> Batch:
