@@ -51,15 +51,16 @@ def machines(tmp_path_factory) -> Iterator[Machines]:
     import ray
     from ray.cluster_utils import Cluster
 
+    from rl_launch.cluster.ray_start import retried
+
     before = {name: os.environ.get(name) for name in (*QUICK_TO_NOTICE, "RAY_ADDRESS")}
     os.environ.update(QUICK_TO_NOTICE)
     os.environ.pop("RAY_ADDRESS", None)
-    cluster = Cluster(
-        initialize_head=True,
-        head_node_args={"num_cpus": 4, "object_store_memory": 80 * 2**20, "include_dashboard": False},
-    )
+    cluster = Cluster(initialize_head=False)
+    head = {"num_cpus": 4, "object_store_memory": 80 * 2**20, "include_dashboard": False}
     try:
-        ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+        retried(lambda: cluster.add_node(**head), lambda: None)
+        retried(lambda: ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR"), ray.shutdown)
         yield Machines(cluster, tmp_path_factory.mktemp("machines"))
     finally:
         ray.shutdown()

@@ -22,7 +22,6 @@ PLAN = EnvPlan(
 def test_it_is_built_once_and_then_found(tmp_path):
     first, second = build(PLAN, str(tmp_path)), build(PLAN, str(tmp_path))
     assert (first.cached, second.cached) == (False, True)
-    assert second.seconds < 0.1
     prefix = subprocess.run(
         [first.python, "-c", "import sys; print(sys.prefix)"], capture_output=True, text=True
     ).stdout
