@@ -20,7 +20,7 @@ from gpu_check.workers import (
     packed,
 )
 from rl_core.plugins import BackendPlugin
-from rl_core.torch.training.worker import RankWorker
+from rl_core.torch.training.worker import TrainingWorker
 
 ROUNDS = 50
 LEAST_FREED = 0.9
@@ -59,7 +59,7 @@ def check_rounds(plugin: BackendPlugin, setup: Setup, report: Report, rounds: in
         report.holds(f"{kind}training goes on", "the loss before", last < first, f"{first:.3f} to {last:.3f}")
 
 
-def _rounds(setup: Setup, report: Report, worker: RankWorker, num_bytes: int, rounds: int, kind: str) -> None:
+def _rounds(setup: Setup, report: Report, worker: TrainingWorker, num_bytes: int, rounds: int, kind: str) -> None:
     accelerator = setup.accelerator
     started_with = accelerator.used_bytes()
     away, back, host, taken = [], [], [], []

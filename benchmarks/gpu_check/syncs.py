@@ -9,7 +9,7 @@ from gpu_check.setup import Setup
 from gpu_check.workers import NextToken, batch_of, config_of, open_worker, packed
 from rl_core.batch import Batch
 from rl_core.model import LOGPROBS
-from rl_core.torch.training.worker import RankWorker
+from rl_core.torch.training.worker import TrainingWorker
 
 MOST_PER_MICROBATCH = 8
 """Copies of a microbatch's columns and bounds to the device wait on pageable memory; more than these tell of an
@@ -35,15 +35,15 @@ def check(setup: Setup, report: Report) -> None:
                 _compare(setup, report, what, {num: _waits(setup, run, worker, batches[num]) for num in (FEW, MANY)})
 
 
-def _train(worker: RankWorker, batch: Batch) -> None:
+def _train(worker: TrainingWorker, batch: Batch) -> None:
     worker.train_step(batch, NextToken())
 
 
-def _infer(worker: RankWorker, batch: Batch) -> None:
+def _infer(worker: TrainingWorker, batch: Batch) -> None:
     worker.infer(batch, [LOGPROBS])
 
 
-def _waits(setup, run, worker: RankWorker, batch: Batch) -> Counter[str]:  # type: ignore[no-untyped-def]
+def _waits(setup, run, worker: TrainingWorker, batch: Batch) -> Counter[str]:  # type: ignore[no-untyped-def]
     setup.accelerator.synchronize()
     with setup.accelerator.waits() as found:
         run(worker, batch)

@@ -19,7 +19,7 @@ from rl_core.batch import Batch
 from rl_core.model import LOGPROBS
 from rl_core.plugins import BackendPlugin
 from rl_core.torch.training.flops import AttentionShape, ModelShape, peak_flops
-from rl_core.torch.training.worker import RankWorker
+from rl_core.torch.training.worker import TrainingWorker
 
 ORACLE = "transformers in float32, row by row"
 LENGTHS = (9, 3, 64, 1, 33, 2, 17)
@@ -166,7 +166,7 @@ def _measured(
     )
 
 
-def _timed_step(worker: RankWorker, setup: Setup, batch: Batch) -> tuple[dict[str, float], float]:
+def _timed_step(worker: TrainingWorker, setup: Setup, batch: Batch) -> tuple[dict[str, float], float]:
     started = time.perf_counter()
     metrics = numbers(worker.train_step(batch, NextToken()))
     setup.accelerator.synchronize()

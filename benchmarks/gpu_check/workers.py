@@ -21,7 +21,7 @@ from rl_core.plugins import BackendPlugin, resolve
 from rl_core.ragged import Ragged
 from rl_core.testing.rank_pool import free_port
 from rl_core.torch.loss import LossSums, Rows
-from rl_core.torch.training.worker import RankWorker
+from rl_core.torch.training.worker import TrainingWorker
 from rl_core.torch.transport.digest import digest
 
 PARTS = ("parameters", "optimizer")
@@ -76,7 +76,7 @@ def config_of(folder: Path, max_tokens: int, **settings: Any) -> ModelConfig:
 
 
 @contextmanager
-def open_worker(plugin: BackendPlugin, config: ModelConfig, setup: Setup, **backend: Any) -> Iterator[RankWorker]:
+def open_worker(plugin: BackendPlugin, config: ModelConfig, setup: Setup, **backend: Any) -> Iterator[TrainingWorker]:
     """A backend's worker in this process, as a world of its own."""
     rendezvous = Rendezvous(0, 1, 0, "127.0.0.1", free_port(), setup.device)
     worker = resolve(plugin.worker)(config, plugin.config(**backend), ModelSpec(), rendezvous)
@@ -92,12 +92,12 @@ def numbers(metrics: Mapping[str, Metric]) -> dict[str, float]:
     return {name: metric.result() for name, metric in metrics.items()}
 
 
-def kept_tensors(worker: RankWorker) -> list[Tensor]:
+def kept_tensors(worker: TrainingWorker) -> list[Tensor]:
     """Everything that a checkpoint or an offload must bring back bit for bit."""
     return [tensor for part in PARTS for tensor in worker._residency.kept(part)]  # type: ignore[arg-type]
 
 
-def kept_digests(worker: RankWorker) -> list[str]:
+def kept_digests(worker: TrainingWorker) -> list[str]:
     """Digests of `kept_tensors`."""
     return [digest(tensor) for tensor in kept_tensors(worker)]
 

@@ -80,7 +80,7 @@ def recall_places(rank: Rank) -> None:
 
 def optimizer_settings(rank: Rank) -> list[dict[str, object]]:
     """Settings of this process's optimizer, by parameter group."""
-    groups = rank.held[HELD]._optimizer.param_groups
+    groups = rank.held[HELD]._optimizer.inner.param_groups
     return [{name: value for name, value in group.items() if name != "params"} for group in groups]
 
 

@@ -55,7 +55,7 @@ def count_row_attention(rank: Rank, window: int | None, context_size: int) -> in
 
 def count_8_bit_copies(rank: Rank, adds: bool = True) -> int:
     """Copies that a layer keeps as those of Transformer Engine do, one more first."""
-    (chunk,) = rank.held[HELD]._model.chunks
+    (chunk,) = rank.held[HELD]._model.reading.chunks
     kept = vars(chunk.decoder.layers[0].mlp.linear_fc1).setdefault("_fp8_workspaces", {})
     if adds:
         kept["weight"] = object()

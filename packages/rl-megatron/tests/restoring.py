@@ -45,7 +45,7 @@ def load_counted(rank: Rank, path: str) -> tuple[int, int, int]:
     with Created() as created:
         worker.load(path)
     state = sum(tensor.nbytes for tensor in worker._optimizer.state_tensors())
-    return created.num_bytes, state, sum(parameter.nbytes for parameter in worker._model.parameters())
+    return created.num_bytes, state, sum(parameter.nbytes for parameter in worker._model.reading.parameters())
 
 
 class History(nn.Module):
@@ -64,12 +64,12 @@ class History(nn.Module):
 
 def add_history(rank: Rank) -> None:
     """Give the first layers a history."""
-    rank.held[HELD]._model.chunks[0].add_module("history", History())
+    rank.held[HELD]._model.reading.chunks[0].add_module("history", History())
 
 
 def history(rank: Rank, value: float | None = None) -> list[float]:
     """The history, set to a value where one is given."""
-    module = rank.held[HELD]._model.chunks[0].history
+    module = rank.held[HELD]._model.reading.chunks[0].history
     if value is not None:
         module.numbers = torch.full((4,), value + rank.rendezvous.rank)
     return list(module.numbers.tolist())

@@ -10,16 +10,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from rl_core.model_config import OptimizerConfig
-from rl_core.torch.optim.optimizer import build_optimizer
+from rl_core.torch.optim.optimizer import WAYS_TO_STEP, build_optimizer
 
 FUSED = ("torch.optim.Adam", "torch.optim.AdamW")
 """Optimizers whose fused step takes DTensors; without it every operation on every parameter is dispatched to them on
 its own, which takes longer than the arithmetic of small models.
 """
-
-WAYS_TO_STEP = {"fused", "foreach", "differentiable"}
-"""Arguments by which a config chooses for itself how an optimizer steps. They follow from the config of the process at
-hand, so a checkpoint does not hold them."""
 
 
 def build_sharded_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter]) -> Optimizer:

@@ -1,129 +1,140 @@
-"""Forward passes and the optimizer step over this rank's microbatches."""
+"""Passes of a sharded model over this rank's microbatches, and the step on their gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedConfig
 
-from rl_core.batch import TOKENS, Batch
+from rl_core.batch import Batch
 from rl_core.metrics import Metric
-from rl_core.microbatch import PAIR, Batching
-from rl_core.model import Loss, Read
-from rl_core.torch.rows import idle_rows, to_rows
-from rl_core.torch.training.skipped_steps import SkippedSteps
-from rl_core.torch.training.step import LossPass, idle, in_row_order, plan_together
+from rl_core.model import Read
+from rl_core.ragged import Ragged
+from rl_core.torch.training.backend import Microbatch, Microbatches, OnReads
+from rl_core.torch.training.flops import ModelShape
 from rl_dtensor.gradients import clip, grad_norm, sum_tied
 from rl_dtensor.model import ShardedModel
 from rl_dtensor.parallel.mesh import Mesh
-from rl_dtensor.parallel.pipeline import Microbatch, run_pipeline
+from rl_dtensor.parallel.pipeline import run_pipeline
 
 
-def run_reads(
-    model: ShardedModel, batch: Batch, reads: Sequence[Read], *, temperature: float, batching: Batching, mesh: Mesh
-) -> Batch | None:
-    """Columns of the reads for this rank's rows, in their order, on ranks that lead their shard; collective."""
-    batch = batch.only([name for name in batch if name in (TOKENS, PAIR)]).local()
-    plan = plan_alike(model, batch, batching, mesh)
-    tokens = batch.only([TOKENS])
+class DTensorModel:
+    """The `rl_core.torch.training.backend.RankModel` of a sharded model.
 
-    def collect(microbatch: Microbatch, columns: Mapping[str, Tensor]) -> dict[str, np.ndarray] | None:
-        return {name: column.cpu().numpy() for name, column in columns.items()} if microbatch[1] else None
-
-    model.train(False)
-    with torch.no_grad():
-        made = _on_device(tokens, plan, mesh)
-        results = run_pipeline(model, made, reads, temperature, collect, mesh=mesh, backward=False)
-    model.reshard_all()
-    if not mesh.coordinates.leads:
-        return None
-    parts = [results[index] for index in sorted(results) if results[index] is not None]
-    return in_row_order(reads, parts, tokens, plan)
-
-
-def run_evaluation(
-    model: ShardedModel, batch: Batch, loss: Loss, *, batching: Batching, mesh: Mesh
-) -> dict[str, Metric]:
-    """This rank's metrics of the loss without a step, where it leads its shard; collective."""
-    loss_pass = LossPass(loss, batch, mesh.group("dp"))
-    made = _on_device(loss_pass.columns, plan_alike(model, loss_pass.columns, batching, mesh), mesh)
-
-    def measure(microbatch: Microbatch, columns: Mapping[str, Tensor]) -> None:
-        if microbatch[1]:
-            loss_pass.microbatch(microbatch[0], columns)
-
-    model.train(False)
-    with torch.no_grad():
-        run_pipeline(model, made, loss.reads, loss.temperature, measure, mesh=mesh, backward=False)
-    model.reshard_all()
-    return loss_pass.metrics() if mesh.coordinates.leads else {}
-
-
-def run_train_step(
-    model: ShardedModel,
-    batch: Batch,
-    loss: Loss,
-    *,
-    optimizer: Optimizer,
-    schedule: LRScheduler | None,
-    max_grad_norm: float | None,
-    skipped: SkippedSteps,
-    batching: Batching,
-    mesh: Mesh,
-) -> dict[str, Metric]:
-    """Gradients over all microbatches, then one optimizer and schedule step; collective.
-
-    The optimizer step is skipped if the gradient is not finite; the schedule advances nonetheless.
-
-    Raises:
-        RLError: if more steps in a row were skipped than `skipped` allows; nothing is stepped then.
+    Args:
+        sharded: this rank's part.
     """
-    loss_pass = LossPass(loss, batch, mesh.group("dp"))
-    made = _on_device(loss_pass.columns, plan_alike(model, loss_pass.columns, batching, mesh), mesh)
 
-    def share(microbatch: Microbatch, columns: Mapping[str, Tensor]) -> Tensor:
-        part = loss_pass.microbatch(microbatch[0], columns) if microbatch[1] else idle(columns)
-        return part * mesh.num_gradients  # FSDP averages over them
+    def __init__(self, sharded: ShardedModel, mesh: Mesh) -> None:
+        self.sharded = sharded
+        self._mesh = mesh
 
-    model.train(True)
-    run_pipeline(model, made, loss.reads, loss.temperature, share, mesh=mesh, backward=True)
-    sum_tied(model, mesh)
-    norm = grad_norm(model, mesh)
-    lr = optimizer.param_groups[0]["lr"]
-    try:
-        steps = skipped.admits(norm)
-        if steps and max_grad_norm is not None:
-            clip(model, norm, max_grad_norm)
-        if steps:
-            optimizer.step()
-    finally:
-        optimizer.zero_grad(set_to_none=True)
-    if schedule is not None:
-        schedule.step()
-    if not mesh.coordinates.leads:
+    @property
+    def multiple(self) -> int:
+        """Interleaved stages pass microbatches on in rounds of as many as there are pipeline ranks."""
+        return self._mesh.sizes.pp if len(self.sharded.chunks) > 1 else 1
+
+    @property
+    def shape(self) -> ModelShape:
+        """Of the whole model."""
+        return self.sharded.shape
+
+    @property
+    def hf_config(self) -> PreTrainedConfig:
+        """Of the whole model."""
+        return self.sharded.hf.config
+
+    @property
+    def architecture(self) -> str:
+        """Name of the class that the layers are built from."""
+        return type(self.sharded.hf).__name__
+
+    def extra_columns(self, batch: Batch) -> Mapping[str, Ragged]:
+        """None: passes need tokens alone."""
         return {}
-    return {
-        **loss_pass.metrics(),
-        "grad_norm": Metric(norm, reduction="max"),
-        "lr": Metric(float(lr), reduction="max"),
-        "skipped_steps": Metric(float(not steps), reduction="max"),
-    }
+
+    def read(
+        self, microbatches: Microbatches, reads: Sequence[Read], temperature: float, on_reads: OnReads
+    ) -> list[Any]:
+        """Forward through all stages."""
+        self.sharded.train(False)
+        with torch.no_grad():
+            results = self._run(microbatches, reads, temperature, on_reads, backward=False)
+        self.sharded.reshard_all()
+        return [results[index] for index in sorted(results)]
+
+    def accumulate(
+        self,
+        microbatches: Microbatches,
+        reads: Sequence[Read],
+        temperature: float,
+        on_reads: OnReads,
+        *,
+        num_tokens: int,
+    ) -> Mapping[str, Metric]:
+        """Forward and backward through all stages; FSDP scatters each rank its part of the gradient."""
+
+        def share(microbatch: Microbatch, columns: Mapping[str, Tensor]) -> Tensor:
+            part: Tensor = on_reads(microbatch, columns)
+            return part * self._mesh.num_gradients  # FSDP averages over them
+
+        self.sharded.train(True)
+        self._run(microbatches, reads, temperature, share, backward=True)
+        sum_tied(self.sharded, self._mesh)
+        return {}
+
+    def discard(self) -> None:
+        """Do nothing: a backward pass changes gradients alone."""
+
+    def trained_parts(self) -> list[Tensor]:
+        """This rank's shards."""
+        return self.sharded.trained_parts()
+
+    def close(self) -> None:
+        """Do nothing: garbage collection finds all of the model."""
+
+    def _run(
+        self,
+        microbatches: Microbatches,
+        reads: Sequence[Read],
+        temperature: float,
+        on_reads: OnReads,
+        *,
+        backward: bool,
+    ) -> dict[int, Any]:
+        return run_pipeline(
+            self.sharded, microbatches, reads, temperature, on_reads, mesh=self._mesh, backward=backward
+        )
 
 
-def plan_alike(model: ShardedModel, batch: Batch, batching: Batching, mesh: Mesh) -> list[np.ndarray]:
-    """Microbatches of this rank's shard, as many as on every other rank, and as interleaved stages want them."""
-    return plan_together(batch, batching, mesh.control, multiple=mesh.sizes.pp if len(model.chunks) > 1 else 1)
+class ShardedOptimizer:
+    """The `rl_core.torch.training.backend.RankOptimizer` over a sharded model's parameters.
 
+    Args:
+        inner: steps this rank's shards.
+    """
 
-def _on_device(batch: Batch, plan: Sequence[np.ndarray], mesh: Mesh) -> list[Callable[[], Microbatch]]:
-    def make(rows: np.ndarray) -> Microbatch:
-        if not len(rows):
-            return idle_rows(mesh.device), False
-        return to_rows(batch.select(rows), mesh.device), True
+    def __init__(self, inner: Optimizer, model: ShardedModel, mesh: Mesh) -> None:
+        self.inner = inner
+        self._model = model
+        self._mesh = mesh
 
-    return [partial(make, rows) for rows in plan]
+    def grad_norm(self) -> float:
+        """Norm of the whole gradient; collective."""
+        return grad_norm(self._model, self._mesh)
+
+    def clip(self, norm: float, max_norm: float) -> None:
+        """Scale a gradient of this norm down to `max_norm`."""
+        clip(self._model, norm, max_norm)
+
+    def step(self) -> None:
+        """Step this rank's shards; others see them when FSDP gathers them."""
+        self.inner.step()
+
+    def zero_grad(self) -> None:
+        """Free the gradients."""
+        self.inner.zero_grad(set_to_none=True)

@@ -128,9 +128,16 @@ class Weights:
             for piece in entry.pieces
         ]
 
-    def stream(self, dtype: str) -> Iterator[list[tuple[str, Tensor]]]:
-        """Parameter by parameter its whole tensors, adapters merged, in the order of `specs`; collective, on all
-        ranks."""
+    @property
+    def num_holders(self) -> int:
+        """All ranks."""
+        return self._mesh.world_size
+
+    def stream(
+        self, dtype: str, *, everywhere: bool = True, bucket_bytes: int = 0
+    ) -> Iterator[Sequence[tuple[str, Tensor]]]:
+        """Parameter by parameter its whole tensors, adapters merged, in the order of `specs`; collective. They are
+        gathered one at a time and reach all ranks, whatever is asked for."""
         for entry in self.catalog.entries:
             tensor = self._whole(entry, getattr(torch, _dtype_of(entry, dtype)))
             yield [(piece.name, tensor[piece.region] if piece.region else tensor) for piece in entry.pieces]

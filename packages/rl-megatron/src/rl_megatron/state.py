@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from rl_core.torch.training.checkpoint_files import read_tensors
 from rl_megatron.conversion.splits import Vocabulary
 from rl_megatron.conversion.weight_map import WeightMap
+from rl_megatron.extra_state import extra_state, restore_extra_state
+from rl_megatron.model import ReadingModel
 from rl_megatron.parallel.mesh import Mesh
-from rl_megatron.pieces import Pieces, PiecesLoadPlanner, rectangles
+from rl_megatron.pieces import Pieces, PiecesLoadPlanner, PiecesSavePlanner, rectangles
 from rl_megatron.sharded_optimizer import Shard, ShardedOptimizer
 from rl_megatron.weights import Weights
 
@@ -35,19 +37,20 @@ class TrainingState:
         optimizer: None if the model does not train.
     """
 
-    def __init__(self, weights: Weights, optimizer: ShardedOptimizer | None, mesh: Mesh) -> None:
+    def __init__(self, model: ReadingModel, weights: Weights, optimizer: ShardedOptimizer | None, mesh: Mesh) -> None:
+        self._model = model
         self._weights = weights
         self._optimizer = optimizer
         self._mesh = mesh
-        self.dtypes: dict[str, str] = {}
+        self._dtypes: dict[str, str] = {}
 
     def tensors(self, *, copies: bool) -> dict[str, Pieces]:
-        """What this rank writes; collective. Also sets `dtypes`, those of the optimizer's state by its key.
+        """What this rank writes; collective.
 
         Args:
             copies: whether no tensor shares its memory with the model or the optimizer, so that both may change.
         """
-        self.dtypes = self._state_dtypes()
+        self._dtypes = self._state_dtypes()
         found: dict[str, Pieces] = {}
         trained = dict(self._trained_by_target)
         for entry, held in self._held:
@@ -59,13 +62,14 @@ class TrainingState:
             for shard, inner in self._runs(parameter):
                 held = parameter.detach().view(-1)[shard.start : shard.stop]
                 self._add(found, MODEL, entry, parameter.shape, shard.start, _flat(held, copied=copies))
-                for key, dtype in self.dtypes.items():
+                for key, dtype in self._dtypes.items():
                     run = self._run(shard, inner, key, getattr(torch, dtype))
                     self._add(found, key, entry, parameter.shape, shard.start, _flat(run, copied=copies))
         return found
 
-    def scalars(self) -> dict[str, dict[str, Any]]:
-        """State that is one number per parameter (a step count), by parameter; collective."""
+    def description(self) -> dict[str, Any]:
+        """dtypes of the optimizer's state by its key, and state that is one number per parameter (a step count), by
+        parameter; collective, after `tensors`."""
         mine: dict[str, dict[str, Any]] = {}
         for entry, parameter in self._trained:
             for _, state in self._states(parameter):
@@ -73,16 +77,28 @@ class TrainingState:
                 mine[entry.stored] = {key: _number(value) for key, value in numbers.items()}
         everyone: list[dict[str, dict[str, Any]]] = [{}] * self._mesh.world_size
         dist.all_gather_object(everyone, mine, group=self._mesh.control)
-        return {target: numbers for theirs in everyone for target, numbers in theirs.items()}
+        scalars = {target: numbers for theirs in everyone for target, numbers in theirs.items()}
+        return {"dtypes": self._dtypes, "scalars": scalars}
+
+    def layers(self) -> dict[str, Any]:
+        """The history of 8-bit recipes."""
+        return extra_state(self._model)
+
+    def restore_layers(self, state: Mapping[str, Any]) -> None:
+        """Go on with the history of 8-bit recipes, which another layout begins anew."""
+        restore_extra_state(self._model, state)
+
+    def save_planner(self) -> PiecesSavePlanner:
+        """Writes rectangles of tensors."""
+        return PiecesSavePlanner()
 
     @torch.no_grad()
-    def restore(self, path: Path, dtypes: Mapping[str, str], scalars: Mapping[str, Mapping[str, Any]]) -> None:
+    def restore(self, path: Path, description: Mapping[str, Any]) -> None:
         """Read parameters and optimizer state; collective.
 
         Args:
             path: of the model's checkpoint.
-            dtypes: of the saved optimizer state by its key.
-            scalars: as `scalars` returned.
+            description: as `description` returned.
         """
         wanted: dict[str, Pieces] = {}
         for entry, held in self._held:
@@ -95,9 +111,9 @@ class TrainingState:
         wanted = {}
         for entry, parameter in self._trained:
             for shard, inner in self._runs(parameter):
-                state = {key: _restored(value) for key, value in scalars.get(entry.stored, {}).items()}
+                state = {key: _restored(value) for key, value in description["scalars"].get(entry.stored, {}).items()}
                 self._optimizer.inner.state[inner] = state
-                for key, dtype in dtypes.items():
+                for key, dtype in description["dtypes"].items():
                     run = shard.main
                     if key != MAIN:
                         run = state[key] = torch.zeros_like(shard.main, dtype=getattr(torch, dtype))

@@ -87,6 +87,11 @@ class Weights:
         is_tied = self._model.hf.tie_word_embeddings and not self._model.is_headless
         return {LM_HEAD: EMBEDDING} if is_tied else {}
 
+    @property
+    def num_holders(self) -> int:
+        """Rank 0 alone."""
+        return 1
+
     def specs(self, dtype: str) -> list[TensorSpec]:
         """All tensors by Hugging Face name, in the order of `stream`."""
         return [spec for entry in self._sent for spec in _specs_of(entry, dtype)]

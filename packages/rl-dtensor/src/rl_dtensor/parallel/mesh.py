@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,8 +17,6 @@ from rl_core.model import Rendezvous
 from rl_core.torch.process_group import join_process_group
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.parallel.sizes import AxisSizes, combination_problems
-
-CLOSE_TIMEOUT = timedelta(seconds=30)
 
 Direction = Literal["forward", "backward"]
 """Which way tensors go through a pipeline: activations forward, their gradients backward."""
@@ -118,16 +116,31 @@ class Mesh:
         """Gradients that FSDP2 averages: those of ranks with different tokens."""
         return self.sizes.dp_replicate * self.sizes.fsdp
 
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        dist.barrier(group=self.control)
+    @property
+    def data(self) -> dist.ProcessGroup:
+        """The ranks that hold the same part of the model and other rows."""
+        return self.group("dp")
+
+    @property
+    def layout(self) -> Mapping[str, int]:
+        """Ranks along each axis."""
+        return asdict(self.sizes)
+
+    def seed(self, seed: int) -> None:
+        """Seed torch's generators, alike on the ranks that share rows."""
+        torch.manual_seed(seed + self.on("dp"))
+
+    def rng_state(self) -> dict[str, Any]:
+        """State of torch's generators."""
+        return self.kind.rng_state()
+
+    def set_rng_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `rng_state` returned."""
+        self.kind.set_rng_state(state)
 
     def leave(self) -> None:
-        """Wait a while for the others, then leave the groups: leaving while another still talks aborts its process."""
-        try:
-            dist.monitored_barrier(group=self.control, timeout=CLOSE_TIMEOUT)
-        finally:
-            dist.destroy_process_group()
+        """Leave the groups."""
+        dist.destroy_process_group()
 
 
 def _device_mesh(rendezvous: Rendezvous, sizes: Mapping[str, int]) -> DeviceMesh:

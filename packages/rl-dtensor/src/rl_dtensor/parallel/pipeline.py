@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,25 +11,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_core.model import Read
-from rl_core.torch.loss import Rows
+from rl_core.torch.training.backend import Microbatch, Microbatches, OnReads
 from rl_dtensor.layout import Layout
 from rl_dtensor.model import ShardedModel
 from rl_dtensor.parallel.mesh import Direction, Mesh
 from rl_dtensor.parallel.schedule import forward_only, one_forward_one_backward
 
-Microbatch = tuple[Rows, bool]
-"""Rows on the device, and whether they are the rank's own rather than company for other ranks."""
-
-OnLastStage = Callable[[Microbatch, Mapping[str, Tensor]], Any]
-"""From the reads of a microbatch to what its pass returns: its scaled loss, where there is a backward pass."""
-
 
 def run_pipeline(
     model: ShardedModel,
-    microbatches: Sequence[Callable[[], Microbatch]],
+    microbatches: Microbatches,
     reads: Sequence[Read],
     temperature: float,
-    on_last_stage: OnLastStage,
+    on_last_stage: OnReads,
     *,
     mesh: Mesh,
     backward: bool,
@@ -37,7 +31,7 @@ def run_pipeline(
     """Pass all microbatches through all pipeline ranks; on the last, what `on_last_stage` returned for each.
 
     Args:
-        microbatches: made when their turn comes; as many on every rank.
+        on_last_stage: returns the scaled loss of a microbatch if there is a backward pass.
         backward: whether to run backwards too.
     """
     run = _Run(model, microbatches, reads, temperature, on_last_stage, mesh, backward)
@@ -62,10 +56,10 @@ class _Passed:
 @dataclass
 class _Run:
     model: ShardedModel
-    microbatches: Sequence[Callable[[], Microbatch]]
+    microbatches: Microbatches
     reads: Sequence[Read]
     temperature: float
-    on_last_stage: OnLastStage
+    on_last_stage: OnReads
     mesh: Mesh
     has_backward: bool
     results: dict[int, Any] = field(default_factory=dict)
@@ -116,7 +110,7 @@ class _Run:
         """A microbatch and its layout, kept until its last pass."""
         if index not in self._laid_out:
             microbatch = self.microbatches[index]()
-            self._laid_out[index] = microbatch, self.model.lay_out(microbatch[0])
+            self._laid_out[index] = microbatch, self.model.lay_out(microbatch.rows)
         return self._laid_out[index]
 
     def _send(self, direction: Direction, tensor: Tensor) -> None:

@@ -15,6 +15,7 @@ from rl_core.model import LOGPROBS
 from rl_core.model_config import ModelConfig
 from rl_core.ragged import Ragged
 from rl_core.torch.generation.row import Row
+from rl_core.torch.training.step import run_reads
 from rl_core.weights import Manifest
 from rl_megatron.generation.batch import StaticBatch
 from rl_megatron.generation.config import MegatronGenerationConfig
@@ -23,7 +24,7 @@ from rl_megatron.generation.weights import WeightAdoption
 from rl_megatron.model import forget_embeddings
 from rl_megatron.parallel.mesh import leave_groups
 from rl_megatron.residency import ModelResidency
-from rl_megatron.step import run_reads
+from rl_megatron.step import MegatronModel
 
 ONE_ROW = Batching(packed=False, max_tokens=None, max_rows=1)
 
@@ -83,7 +84,8 @@ class MegatronDecoder:
     def score(self, token_ids: np.ndarray) -> np.ndarray:
         """float32 `[tokens]`, logprobs of given tokens at temperature 1; the first is 0."""
         batch = Batch({TOKENS: Ragged.from_rows([token_ids])})
-        found = run_reads(self.model, batch, [LOGPROBS], temperature=1.0, batching=ONE_ROW, mesh=self._mesh)
+        model = MegatronModel(self.model, [], self._weights, self._mesh, reports_layers=False)
+        found = run_reads(model, batch, [LOGPROBS], temperature=1.0, batching=ONE_ROW, mesh=self._mesh)
         assert found is not None
         return np.asarray(found.ragged(LOGPROBS.name).values, dtype=np.float32)
 

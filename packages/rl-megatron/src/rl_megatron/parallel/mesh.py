@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from rl_core.devices import Device
 from rl_core.mesh import Coordinates
 from rl_core.model import Rendezvous
 from rl_core.torch.process_group import join_process_group
 from rl_megatron.config import MegatronConfig
-
-CLOSE_TIMEOUT = timedelta(seconds=30)
+from rl_megatron.random import seed_all
 
 
 @dataclass(frozen=True)
@@ -85,12 +87,27 @@ class Mesh:
         }
         return Coordinates(index, size)
 
+    @property
+    def layout(self) -> Mapping[str, int]:
+        """Ranks along each axis, and all of them."""
+        return {"world": self.world_size, **self.coordinates.size}
+
+    def seed(self, seed: int) -> None:
+        """Seed all generators: ranks that hold parts of one model on one shard's rows agree if they must."""
+        seed_all(seed)
+
+    def rng_state(self) -> dict[str, Any]:
+        """State of torch's generators, and of those that Megatron keeps for regions of the model."""
+        return {**self.kind.rng_state(), "regions": get_cuda_rng_tracker().get_states()}
+
+    def set_rng_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `rng_state` returned."""
+        self.kind.set_rng_state(state)
+        get_cuda_rng_tracker().set_states(state["regions"])
+
     def leave(self) -> None:
-        """Wait a while for the others, then leave the groups: leaving while another still talks aborts its process."""
-        try:
-            dist.monitored_barrier(group=self.control, timeout=CLOSE_TIMEOUT)
-        finally:
-            leave_groups()
+        """Leave the groups."""
+        leave_groups()
 
 
 def leave_groups() -> None:

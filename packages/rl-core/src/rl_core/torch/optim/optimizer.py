@@ -12,6 +12,10 @@ from torch.optim.lr_scheduler import LRScheduler, SequentialLR
 
 from rl_core.model_config import OptimizerConfig, SchedulerConfig
 
+WAYS_TO_STEP = frozenset({"fused", "foreach", "differentiable"})
+"""Arguments by which a config chooses for itself how an optimizer steps. They follow from the config of the process at
+hand, so a checkpoint does not hold them."""
+
 
 def build_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter]) -> Optimizer:
     """The optimizer over the parameters.

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rl_core.model import HEADLESS_ROLES, Role
+from rl_core.torch.collective_errors import on_all_ranks, on_rank0
 from rl_core.torch.files.model_files import CONFIG, INDEX, SINGLE
+from rl_core.torch.training.backend import RankMesh, RankModel, RankWeights
 from rl_core.weights import TensorSpec, buckets, num_bytes
 
 FILE_BYTES = 2 * 2**30
@@ -30,6 +34,51 @@ def export_dtype(folder: Path, precision: str) -> str:
     config = json.loads((folder / CONFIG).read_text())
     source = config.get("dtype") or config.get("torch_dtype")
     return precision if source is None else str(source).removeprefix("torch.")
+
+
+def write_hf_config(model: RankModel, path: Path, *, role: Role, dtype: str) -> None:
+    """Write the config by which `transformers` loads an export.
+
+    Raises:
+        ValueError: if `transformers` has no class for this family and role.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    config = type(model.hf_config).from_dict(model.hf_config.to_dict())
+    config.dtype = dtype
+    config.architectures = [model.architecture]
+    if role in HEADLESS_ROLES:
+        config.num_labels = 1
+    config.save_pretrained(path)
+
+
+def export_weights(weights: RankWeights, path: Path, *, dtype: str, mesh: RankMesh) -> None:
+    """Write the weights of the whole model into a folder; collective.
+
+    They are brought together one file at a time. The ranks that get them take turns to write, each while the next file
+    is brought together, and hold two files at most. A shared parameter is written once, adapters are merged.
+    """
+    plan = ExportPlan.of(path, weights.specs(dtype))
+    stream = (named for tensors in weights.stream(dtype) for named in tensors)
+    with ThreadPoolExecutor(1) as writer:
+        writes: list[Future[None]] = []
+        for index, bucket in enumerate(plan.files):
+            is_writer = index % weights.num_holders == mesh.rank
+            gathered: dict[str, Tensor] = {}
+            for _ in bucket:
+                name, tensor = next(stream)
+                if is_writer:
+                    assert tensor is not None, f"{name} did not reach the rank that writes it"
+                    gathered[name] = tensor.cpu().contiguous()
+            if is_writer:
+                wait(writes[-1:])  # which has failed or not: this rank still takes part in bringing the rest together
+                writes.append(writer.submit(plan.write, index, gathered))
+        on_all_ranks(mesh.control, lambda: _finish(writes))
+    on_rank0(mesh.control, plan.write_index)
+
+
+def _finish(writes: Sequence[Future[None]]) -> None:
+    for write in writes:
+        write.result()
 
 
 @dataclass(frozen=True)

@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Protocol
 
 from torch import Tensor
 
 from rl_core.torch.collective_errors import on_all_ranks
-from rl_core.torch.training.worker import RankMesh
+from rl_core.torch.training.backend import RankMesh, RankWeights
 from rl_core.torch.transport import open_sender
 from rl_core.torch.transport.sender import Sender
-from rl_core.weights import Digests, Manifest, TensorSpec, Transport, num_bytes
+from rl_core.weights import Digests, Manifest, Transport, num_bytes
 
 
-class NamedWeights(Protocol):
-    """The weights of a whole model by their Hugging Face names."""
-
-    @property
-    def tied(self) -> Mapping[str, str]:
-        """Each name that is not sent, to the name of the tensor that it equals."""
-        ...
-
-    def specs(self, dtype: str) -> list[TensorSpec]:
-        """All tensors, floating ones in a dtype."""
-        ...
-
-
-def manifest_of(weights: NamedWeights, version: int, dtype: str) -> Manifest:
+def manifest_of(weights: RankWeights, version: int, dtype: str) -> Manifest:
     """Every weight by Hugging Face name in the compute dtype; a tied head is named, not sent."""
     return Manifest(version, tuple(weights.specs(dtype)), weights.tied)
 

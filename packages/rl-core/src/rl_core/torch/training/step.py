@@ -1,78 +1,111 @@
-"""The backend-neutral part of a training step: totals, the loss of each microbatch, metrics."""
+"""Forward passes and the optimizer step over this rank's microbatches, the same on every backend."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from rl_core.batch import TOKENS, Batch
-from rl_core.metrics import Metric, Reduction
+from rl_core.metrics import Metric
 from rl_core.microbatch import PAIR, Batching
 from rl_core.model import Loss, Read
-from rl_core.plugins import resolve
 from rl_core.ragged import Ragged
 from rl_core.torch.heads.reads import ROW_READS
-from rl_core.torch.loss import LossSums, MetricSum, Rows
+from rl_core.torch.rows import idle_rows, to_rows
+from rl_core.torch.training.backend import Microbatch, Microbatches, RankMesh, RankModel, RankOptimizer
+from rl_core.torch.training.loss_pass import LossPass, idle
+from rl_core.torch.training.skipped_steps import SkippedSteps
 
-Compute = Callable[[Loss, Mapping[str, Tensor], Rows], LossSums]
-"""A loss implementation: the loss, the columns of its reads, and the rows with the loss's columns."""
+
+def run_reads(
+    model: RankModel, batch: Batch, reads: Sequence[Read], *, temperature: float, batching: Batching, mesh: RankMesh
+) -> Batch | None:
+    """Columns of the reads for this rank's rows, in their order, on ranks that lead their shard; collective."""
+    extra = model.extra_columns(batch)
+    batch = batch.only([name for name in batch if name in (TOKENS, PAIR)]).local()
+    plan = plan_together(batch, batching, mesh.control, multiple=model.multiple)
+    tokens = batch.only([TOKENS])
+
+    def collect(microbatch: Microbatch, columns: Mapping[str, Tensor]) -> dict[str, np.ndarray] | None:
+        return {name: column.cpu().numpy() for name, column in columns.items()} if microbatch.is_own else None
+
+    results = model.read(_on_device(tokens.with_columns(extra), plan, mesh), reads, temperature, collect)
+    if not mesh.coordinates.leads:
+        return None
+    return in_row_order(reads, [part for part in results if part is not None], tokens, plan)
 
 
-class LossPass:
-    """One loss over a batch that is spread over data-parallel ranks and microbatches.
+def run_evaluation(
+    model: RankModel, batch: Batch, loss: Loss, *, batching: Batching, mesh: RankMesh
+) -> dict[str, Metric]:
+    """This rank's metrics of the loss without a step, if it leads its shard; collective."""
+    loss_pass = LossPass(loss, batch, mesh.data)
 
-    The usage loop, the same on every rank::
+    def measure(microbatch: Microbatch, columns: Mapping[str, Tensor]) -> None:
+        if microbatch.is_own:
+            loss_pass.microbatch(microbatch.rows, columns)
 
-        loss_pass = LossPass(loss, batch, group)
-        for rows in microbatches:                    # rl_core.torch.rows.to_rows(loss_pass.columns.select(...))
-            reads = forward(rows, loss.reads, loss.temperature)
-            share = loss_pass.microbatch(rows, reads)
-            (share * scale).backward()
-        metrics = loss_pass.metrics()
+    model.read(_microbatches(model, loss_pass, batch, batching, mesh), loss.reads, loss.temperature, measure)
+    return loss_pass.metrics() if mesh.coordinates.leads else {}
 
-    Args:
-        loss: what to compute.
-        batch: this rank's shard; it may have no rows.
-        group: the data-parallel group, on a backend that reduces CPU tensors; the totals are summed over it.
+
+def run_train_step(
+    model: RankModel,
+    optimizer: RankOptimizer,
+    batch: Batch,
+    loss: Loss,
+    *,
+    schedule: LRScheduler | None,
+    max_grad_norm: float | None,
+    skipped: SkippedSteps,
+    batching: Batching,
+    mesh: RankMesh,
+) -> dict[str, Metric]:
+    """Gradients over all microbatches, then one optimizer and schedule step; collective.
+
+    The optimizer step is skipped if the gradient is not finite; the schedule advances nonetheless.
 
     Raises:
-        ValueError: where the batch lacks a column that the loss names.
+        RLError: if more steps in a row were skipped than `skipped` allows; nothing is stepped then.
     """
+    loss_pass = LossPass(loss, batch, mesh.data)
+    num_tokens = int(loss_pass.columns.ragged(TOKENS).offsets[-1])
+    microbatches = _microbatches(model, loss_pass, batch, batching, mesh)
 
-    def __init__(self, loss: Loss, batch: Batch, group: dist.ProcessGroup | None) -> None:
-        self.loss = loss
-        batch.require(TOKENS, *loss.columns)
-        self.columns = batch.only([name for name in batch if name in {TOKENS, PAIR, *loss.columns}]).local()
-        self._compute: Compute = resolve(loss.implementation)
-        self._local_totals = {name: float(total) for name, total in loss.totals(self.columns).items()}
-        self.totals = _summed(self._local_totals, group)
-        self._parts = _MetricParts()
+    def share(microbatch: Microbatch, columns: Mapping[str, Tensor]) -> Tensor:
+        return loss_pass.microbatch(microbatch.rows, columns) if microbatch.is_own else idle(columns)
 
-    def microbatch(self, rows: Rows, reads: Mapping[str, Tensor]) -> Tensor:
-        """This microbatch's share of the loss, a scalar with gradients; over all microbatches and ranks the shares
-        add up to the loss."""
-        sums = self._compute(self.loss, reads, rows)
-        unknown = sorted(set(sums.objective) - set(self.totals))
-        if unknown:
-            raise ValueError(
-                f"{self.loss.implementation} returned sums over {unknown}, but Loss.totals counts {sorted(self.totals)}"
-            )
-        share = sums.loss(self.totals)
-        self._parts.add("loss", MetricSum(share, reduction="sum"))
-        for name, metric in sums.metrics.items():
-            self._parts.add(name, metric)
-        return share if share.requires_grad or not torch.is_grad_enabled() else share + idle(reads)
-
-    def metrics(self) -> dict[str, Metric]:
-        """This rank's parts: `loss`, `num_tokens` (all tokens of the rows) and what the implementation reports."""
-        parts = self._parts.collect(self._local_totals)
-        num_tokens = Metric(float(self.columns.ragged(TOKENS).offsets[-1]), reduction="sum")
-        return {"loss": Metric(0.0, reduction="sum"), **parts, "num_tokens": num_tokens}
+    lr = optimizer.inner.param_groups[0]["lr"]
+    steps = False
+    try:
+        own = model.accumulate(microbatches, loss.reads, loss.temperature, share, num_tokens=num_tokens)
+        norm = optimizer.grad_norm()
+        steps = skipped.admits(norm)
+        if steps and max_grad_norm is not None:
+            optimizer.clip(norm, max_grad_norm)
+        if steps:
+            optimizer.step()
+        else:
+            model.discard()
+    finally:
+        optimizer.zero_grad()
+    if schedule is not None:
+        schedule.step()
+    if not mesh.coordinates.leads:
+        return {}
+    return {
+        **loss_pass.metrics(),
+        **own,
+        "grad_norm": Metric(norm, reduction="max"),
+        "lr": Metric(float(lr), reduction="max"),
+        "skipped_steps": Metric(float(not steps), reduction="max"),
+    }
 
 
 def plan_together(
@@ -112,50 +145,18 @@ def in_row_order(
     return Batch(columns)
 
 
-def idle(reads: Mapping[str, Tensor]) -> Tensor:
-    """A zero that still sends (zero) gradients to all parameters, for a rank that has no rows where others have."""
-    return torch.stack([read.float().mean() * 0.0 for read in reads.values() if read.requires_grad]).sum()
+def _microbatches(
+    model: RankModel, loss_pass: LossPass, batch: Batch, batching: Batching, mesh: RankMesh
+) -> Microbatches:
+    """Microbatches with the columns of a loss and those of the model's own."""
+    columns = loss_pass.columns.with_columns(model.extra_columns(batch))
+    return _on_device(columns, plan_together(columns, batching, mesh.control, multiple=model.multiple), mesh)
 
 
-def _summed(totals: Mapping[str, float], group: dist.ProcessGroup | None) -> dict[str, float]:
-    values = torch.tensor(list(totals.values()), dtype=torch.float64)
-    if len(values):
-        dist.all_reduce(values, group=group)
-    return dict(zip(totals, values.tolist(), strict=True))
+def _on_device(batch: Batch, plan: Sequence[np.ndarray], mesh: RankMesh) -> Microbatches:
+    def make(rows: np.ndarray) -> Microbatch:
+        if not len(rows):
+            return Microbatch(idle_rows(mesh.device), is_own=False)
+        return Microbatch(to_rows(batch.select(rows), mesh.device), is_own=True)
 
-
-@dataclass
-class _MetricParts:
-    """Sums over microbatches, left on the device until they are collected."""
-
-    values: dict[str, list[Tensor]] = field(default_factory=dict)
-    weights: dict[str, list[Tensor]] = field(default_factory=dict)
-    total_of: dict[str, str] = field(default_factory=dict)
-    reductions: dict[str, Reduction] = field(default_factory=dict)
-
-    def add(self, name: str, part: MetricSum) -> None:
-        if part.reduction == "mean" and part.denominator is None:
-            raise ValueError(f"metric {name!r} is a mean and needs a denominator: the name of a total, or a scalar")
-        self.reductions[name] = part.reduction
-        self.values.setdefault(name, []).append(part.value.detach())
-        if isinstance(part.denominator, str):
-            self.total_of[name] = part.denominator
-        elif part.denominator is not None:
-            self.weights.setdefault(name, []).append(part.denominator.detach())
-
-    def collect(self, totals: Mapping[str, float]) -> dict[str, Metric]:
-        return {name: self._metric(name, reduction, totals) for name, reduction in self.reductions.items()}
-
-    def _metric(self, name: str, reduction: Reduction, totals: Mapping[str, float]) -> Metric:
-        values = torch.stack([value.double() for value in self.values[name]])
-        if reduction == "max":
-            return Metric(values.max().item(), reduction=reduction)
-        if reduction == "min":
-            return Metric(values.min().item(), reduction=reduction)
-        if reduction == "sum":
-            return Metric(values.sum().item(), reduction=reduction)
-        if name in self.total_of:
-            weight = totals[self.total_of[name]]
-        else:
-            weight = torch.stack([weight.double() for weight in self.weights[name]]).sum().item()
-        return Metric(values.sum().item(), weight, reduction)
+    return [partial(make, rows) for rows in plan]

@@ -1,104 +1,83 @@
-"""What every rank of a model does alike, whatever it computes with."""
+"""One rank of a model, on whatever backend builds its parts."""
 
 from __future__ import annotations
 
+import gc
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from rl_core.batch import Batch
-from rl_core.devices import Device
+from rl_core.batch import TOKENS, Batch
 from rl_core.mesh import Coordinates
+from rl_core.metrics import Metric
+from rl_core.microbatch import Batching
 from rl_core.model import Loss, ModelSpec, Part, Read, SavedFile
 from rl_core.model_config import ModelConfig
 from rl_core.torch.collective_errors import on_rank0
-from rl_core.torch.files.model_files import model_folder
+from rl_core.torch.files.model_files import copy_side_files, model_folder
 from rl_core.torch.heads.reads import check_reads
-from rl_core.torch.residency.module_residency import Residency
+from rl_core.torch.optim.optimizer import build_schedule
+from rl_core.torch.training.backend import RankMesh, TrainingParts
+from rl_core.torch.training.checkpoint import Checkpoint
 from rl_core.torch.training.checkpoint_files import exported_files, verify_files
+from rl_core.torch.training.export import export_dtype, export_weights, write_hf_config
+from rl_core.torch.training.flops import peak_flops, speed_metrics
+from rl_core.torch.training.publishing import manifest_of, send_weights
 from rl_core.torch.training.reference import Reference
+from rl_core.torch.training.skipped_steps import SkippedSteps
+from rl_core.torch.training.step import run_evaluation, run_reads, run_train_step
 from rl_core.torch.transport import interrupt
-from rl_core.weights import Transport
+from rl_core.weights import Digests, Manifest, Transport
+
+CLOSE_TIMEOUT = timedelta(seconds=30)
 
 
-class RankMesh(Protocol):
-    """The ranks of a model, as one of them sees them."""
+class TrainingWorker:
+    """A `rl_core.model.ModelWorker` on the parts that a backend builds (`rl_core.torch.training.backend`).
 
-    @property
-    def rank(self) -> int:
-        """Of this process, among all ranks."""
-        ...
+    Args:
+        config: the model.
+        spec: its purpose. The reference are the weights at `config.model_name`, also after a `load`.
+        mesh: joined; it is left if building fails, and by `close`.
+        build: from the folder of the model's files to its parts; collective.
 
-    @property
-    def kind(self) -> Device:
-        """The device of this rank."""
-        ...
-
-    @property
-    def device(self) -> torch.device:
-        """The same, as torch names it."""
-        ...
-
-    @property
-    def control(self) -> dist.ProcessGroup:
-        """All ranks, on gloo: scalars that decide what every rank does next."""
-        ...
-
-    @property
-    def coordinates(self) -> Coordinates:
-        """This rank's place on the mesh."""
-        ...
-
-
-class Checkpoint(Protocol):
-    """What a rank saves and restores of a run."""
-
-    def save(self, path: Path, *, wait: bool = True) -> None:
-        """Write under `path`; collective."""
-        ...
-
-    def finish_save(self, *, wait: bool = True) -> tuple[SavedFile, ...] | None:
-        """The files that this rank wrote for the last save; None while they are being written."""
-        ...
-
-    def load(self, path: Path) -> None:
-        """Restore what `save` wrote; collective."""
-        ...
-
-    def close(self) -> None:
-        """Wait for what is being written."""
-        ...
-
-
-class RankWorker(ABC):
-    """The part of a `rl_core.model.ModelWorker` that is the same on every backend.
-
-    A backend's worker sets what is declared here when it is built.
+    Raises:
+        ValueError: if files, config, role and settings do not fit together.
     """
 
-    _config: ModelConfig
-    _spec: ModelSpec
-    _mesh: RankMesh
-    _reference: Reference | None
-    _residency: Residency
-    _checkpoint: Checkpoint
+    def __init__(
+        self, config: ModelConfig, spec: ModelSpec, mesh: RankMesh, build: Callable[[Path], TrainingParts]
+    ) -> None:
+        self._config = config
+        self._spec = spec
+        self._mesh = mesh
+        try:
+            self._build(build)
+        except BaseException:
+            mesh.leave()
+            raise
 
-    @abstractmethod
-    def _read(self, batch: Batch, reads: Sequence[Read], temperature: float) -> Batch | None:
-        """Results for this rank's shard, with the weights that are in place."""
-
-    @abstractmethod
-    def _load(self, path: Path) -> None:
-        """Restore what `save` wrote; collective."""
-
-    @abstractmethod
-    def _export(self, path: Path) -> None:
-        """Write Hugging Face files; collective."""
+    def _build(self, build: Callable[[Path], TrainingParts]) -> None:
+        config = self._config
+        self._training = Batching.of(config, training=True)
+        self._reading = Batching.of(config, training=False)
+        self._mesh.seed(self._spec.seed)
+        self._folder = self._fetch(config.model_name)
+        self._tokenizer = self._folder if config.tokenizer.name is None else self._fetch(config.tokenizer.name)
+        parts = build(self._folder)
+        self._model, self._weights, self._optimizer = parts.model, parts.weights, parts.optimizer
+        self._residency = parts.residency
+        self._reference = Reference(self._model.trained_parts) if self._spec.keeps_reference else None
+        inner = None if self._optimizer is None else self._optimizer.inner
+        self._schedule = None if inner is None else build_schedule(config.scheduler, inner)
+        self._skipped = SkippedSteps(config.max_skipped_steps)
+        self._peak = self._peak_of_shard()
+        self._checkpoint = Checkpoint(parts.state, inner, self._schedule, self._mesh, self._spec.seed)
 
     def coordinates(self) -> Coordinates:
         """This rank's place on the mesh."""
@@ -121,6 +100,36 @@ class RankWorker(ABC):
         with self._reference.in_place():
             return self._read(batch, reads, temperature)
 
+    def evaluate(self, batch: Batch, loss: Loss) -> Mapping[str, Metric]:
+        """This rank's part of the loss's metrics."""
+        self._require_for(loss, trains=False)
+        return run_evaluation(self._model, batch, loss, batching=self._training, mesh=self._mesh)
+
+    def train_step(self, batch: Batch, loss: Loss) -> Mapping[str, Metric]:
+        """One optimizer and schedule step on all ranks' shards; this rank's part of the metrics.
+
+        A model that knows its shape also reports `flops`, `flops_per_second` and, on GPUs whose peak is known, in half
+        precision, `mfu`.
+        """
+        start = time.perf_counter()
+        self._require_for(loss, trains=True)
+        assert self._optimizer is not None
+        metrics = run_train_step(
+            self._model,
+            self._optimizer,
+            batch,
+            loss,
+            schedule=self._schedule,
+            max_grad_norm=self._config.max_grad_norm,
+            skipped=self._skipped,
+            batching=self._training,
+            mesh=self._mesh,
+        )
+        if self._model.shape is None or not self._mesh.coordinates.leads:
+            return metrics
+        flops = self._model.shape.training_flops(batch.ragged(TOKENS).lengths)
+        return {**metrics, **speed_metrics(flops, time.perf_counter() - start, self._peak)}
+
     def save(self, path: str, *, wait: bool = True) -> None:
         """Write parameters, optimizer, schedule and RNG under `path`; the reference is not written. Without `wait` they
         are copied to host memory, which must have room for them, and written in the background."""
@@ -139,13 +148,28 @@ class RankWorker(ABC):
         """
         self._residency.require("parameters", "optimizer")
         verify_files(Path(path), files, self._mesh.control)
-        self._load(Path(path))
+        self._checkpoint.load(Path(path))
 
     def export(self, path: str) -> tuple[SavedFile, ...]:
-        """Write Hugging Face files; weights in the dtype that the source has on disk, float32 where `precision` is."""
+        """Write config, generation config, tokenizer files and weights that `transformers` loads; weights in the dtype
+        that the source has on disk, float32 if `precision` is."""
         self._residency.require("parameters")
-        self._export(Path(path))
-        return exported_files(Path(path), self._mesh.control)
+        folder, dtype = Path(path), export_dtype(self._folder, self._config.precision)
+        on_rank0(self._mesh.control, lambda: self._write_side_files(folder, dtype))
+        export_weights(self._weights, folder, dtype=dtype, mesh=self._mesh)
+        return exported_files(folder, self._mesh.control)
+
+    def manifest(self, version: int) -> Manifest:
+        """All weights in the compute dtype, by Hugging Face name."""
+        return manifest_of(self._weights, version, self._config.precision)
+
+    def send(self, manifest: Manifest, transport: Transport) -> Digests:
+        """Bring the weights together bucket by bucket and send them, from rank 0 or from every rank."""
+        self._residency.require("parameters")
+        stream = self._weights.stream(
+            self._config.precision, everywhere=transport.every_rank_sends, bucket_bytes=transport.bucket_bytes
+        )
+        return send_weights(stream, manifest, transport, self._mesh)
 
     def offload(self, parts: Sequence[Part] = ("parameters", "optimizer")) -> None:
         """Move these parts to host memory; on `cpu` they are there already, and only later use is refused."""
@@ -162,6 +186,39 @@ class RankWorker(ABC):
     def health(self) -> Mapping[str, Any]:
         """Rank, process id, and bytes in use: of the process on `cpu`, of torch's allocator on `cuda`."""
         return {"rank": self._mesh.rank, "pid": os.getpid(), "memory_bytes": self._mesh.kind.memory_bytes()}
+
+    def close(self) -> None:
+        """Leave the process groups and free the device, once what is being written has been.
+
+        It waits a while for the others: leaving while another still talks aborts its process.
+        """
+        self._checkpoint.close()
+        try:
+            dist.monitored_barrier(group=self._mesh.control, timeout=CLOSE_TIMEOUT)
+        finally:
+            self._mesh.leave()
+        self._model.close()
+        del self._model, self._weights, self._optimizer, self._schedule
+        del self._reference, self._residency, self._checkpoint
+        # modules and wrappers form cycles, which keep memory and the sockets of groups until they are collected
+        gc.collect()
+        self._mesh.kind.release_memory()
+
+    def _read(self, batch: Batch, reads: Sequence[Read], temperature: float) -> Batch | None:
+        """Results for this rank's shard, with the weights that are in place."""
+        return run_reads(self._model, batch, reads, temperature=temperature, batching=self._reading, mesh=self._mesh)
+
+    def _write_side_files(self, path: Path, dtype: str) -> None:
+        """Write what an export has beside weights."""
+        write_hf_config(self._model, path, role=self._spec.role, dtype=dtype)
+        copy_side_files(path, source=self._folder, tokenizer=self._tokenizer, settings=self._config.tokenizer)
+
+    def _peak_of_shard(self) -> float | None:
+        """Operations per second of the ranks that share a data-parallel shard; None if not known."""
+        if self._config.precision != "bfloat16":
+            return None
+        peak = peak_flops(self._mesh.kind.chip)
+        return None if peak is None else peak * self._mesh.world_size / self._mesh.coordinates.along("dp")
 
     def _require_for(self, loss: Loss, *, trains: bool) -> None:
         """Refuse a loss that this model cannot compute, or not now.

@@ -1,0 +1,302 @@
+"""What a training backend supplies; `TrainingWorker` makes a model worker of it.
+
+A backend is a mesh, a function that builds the five parts of a model on it, and a worker class whose constructor hands
+both to `TrainingWorker`::
+
+    class MyWorker(TrainingWorker):
+        def __init__(self, config, backend, spec, rendezvous):
+            super().__init__(config, spec, MyMesh.join(rendezvous, backend), partial(build, config, backend, spec))
+
+    def build(config, backend, spec, mesh, folder) -> TrainingParts:
+        ...
+
+- `RankMesh`: the ranks, their process groups and their random generators.
+- `RankModel`: forward and backward passes over microbatches.
+- `RankWeights`: weights by their Hugging Face names, for generators and exports.
+- `RankOptimizer`: a step on the gradients that a backward pass left.
+- `RankState`: what a checkpoint holds, as tensors of the whole model.
+- `rl_core.torch.residency.module_residency.Residency`: which tensors leave the device when others need it.
+
+Sharding over data-parallel ranks, microbatches, losses and metrics, skipped steps, schedules, the reference, checkpoint
+files, exports, publishing and the order of all this are written once, in the other modules of this folder. A tiny
+backend is in `rl_core.testing.torch.plain_backend`; `rl_core.testing.model_worker.ModelWorkerSuite` holds a backend to
+the contract of `rl_core.model.ModelWorker`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.planner import SavePlanner
+from torch.optim import Optimizer
+
+from rl_core.batch import Batch
+from rl_core.devices import Device
+from rl_core.mesh import Coordinates
+from rl_core.metrics import Metric
+from rl_core.model import Read
+from rl_core.ragged import Ragged
+from rl_core.torch.loss import Rows
+from rl_core.torch.residency.module_residency import Residency
+from rl_core.torch.training.flops import ModelShape
+from rl_core.weights import TensorSpec
+
+
+class RankMesh(Protocol):
+    """The ranks of a model, as one of them sees them; joined when it is made."""
+
+    @property
+    def rank(self) -> int:
+        """Of this process, among all ranks."""
+        ...
+
+    @property
+    def world_size(self) -> int:
+        """Number of all ranks."""
+        ...
+
+    @property
+    def kind(self) -> Device:
+        """The device of this rank."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """The same, as torch names it."""
+        ...
+
+    @property
+    def control(self) -> dist.ProcessGroup:
+        """All ranks, on gloo: scalars that decide what every rank does next."""
+        ...
+
+    @property
+    def data(self) -> dist.ProcessGroup:
+        """The ranks that hold the same part of the model and other rows, on a backend that reduces CPU tensors."""
+        ...
+
+    @property
+    def coordinates(self) -> Coordinates:
+        """This rank's place on the mesh."""
+        ...
+
+    @property
+    def layout(self) -> Mapping[str, int]:
+        """Sizes that say which part of the model each rank holds: on equal ones a run resumes bit for bit."""
+        ...
+
+    def seed(self, seed: int) -> None:
+        """Seed this rank's random generators for its place: ranks that compute one thing together draw alike."""
+        ...
+
+    def rng_state(self) -> dict[str, Any]:
+        """State of this rank's random generators, in tensors and plain data."""
+        ...
+
+    def set_rng_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `rng_state` returned."""
+        ...
+
+    def leave(self) -> None:
+        """Leave all process groups."""
+        ...
+
+
+class Microbatch(NamedTuple):
+    """Rows of one forward pass.
+
+    Args:
+        rows: on the device.
+        is_own: False for a row that only lets the rank join in a pass of others.
+    """
+
+    rows: Rows
+    is_own: bool
+
+
+Microbatches = Sequence[Callable[[], Microbatch]]
+"""Made when their turn comes; as many on every rank."""
+
+OnReads = Callable[[Microbatch, Mapping[str, Tensor]], Any]
+"""Called with each microbatch and the columns of its reads, on the ranks that have the model's output."""
+
+
+class RankModel(Protocol):
+    """This rank's part of a model: passes over microbatches, in which all ranks take part."""
+
+    @property
+    def multiple(self) -> int:
+        """Of how many microbatches a pass takes a multiple."""
+        ...
+
+    @property
+    def shape(self) -> ModelShape | None:
+        """Of the whole model, to count the operations of a step; None if they are not counted."""
+        ...
+
+    @property
+    def hf_config(self) -> Any:
+        """The `transformers` config of the whole model."""
+        ...
+
+    @property
+    def architecture(self) -> str:
+        """Name of the `transformers` class that loads an export.
+
+        Raises:
+            ValueError: if `transformers` has none for this family and role.
+        """
+        ...
+
+    def extra_columns(self, batch: Batch) -> Mapping[str, Ragged]:
+        """Columns, beside tokens and those of the loss, that passes need of a batch; often none.
+
+        Raises:
+            ValueError: if the batch lacks one.
+        """
+        ...
+
+    def read(
+        self, microbatches: Microbatches, reads: Sequence[Read], temperature: float, on_reads: OnReads
+    ) -> list[Any]:
+        """Forward without gradients and without dropout; what `on_reads` returned, in the order of the microbatches,
+        and an empty list on ranks without the model's output."""
+        ...
+
+    def accumulate(
+        self,
+        microbatches: Microbatches,
+        reads: Sequence[Read],
+        temperature: float,
+        on_reads: OnReads,
+        *,
+        num_tokens: int,
+    ) -> Mapping[str, Metric]:
+        """Forward and backward, until each rank has its part of the gradient of the sum over all microbatches and
+        data-parallel ranks; this rank's part of metrics of the model's own.
+
+        Args:
+            on_reads: returns a microbatch's share of the loss, a scalar.
+            num_tokens: of this rank's rows.
+        """
+        ...
+
+    def discard(self) -> None:
+        """Undo what the last backward pass changed beside gradients, as its step is skipped."""
+        ...
+
+    def trained_parts(self) -> list[Tensor]:
+        """This rank's part of every tensor that trains, the same ones on each call."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what would keep the model's memory or process groups alive."""
+        ...
+
+
+class RankWeights(Protocol):
+    """The weights of a whole model by their Hugging Face names, of which a rank holds parts."""
+
+    @property
+    def tied(self) -> Mapping[str, str]:
+        """Each name that is not sent, to the name of the tensor that it equals."""
+        ...
+
+    @property
+    def num_holders(self) -> int:
+        """How many ranks, counted from rank 0, get whole tensors from a `stream` that is not `everywhere`."""
+        ...
+
+    def specs(self, dtype: str) -> list[TensorSpec]:
+        """All tensors, floating ones in a dtype, in the order of `stream`."""
+        ...
+
+    def stream(
+        self, dtype: str, *, everywhere: bool = ..., bucket_bytes: int = ...
+    ) -> Iterator[Sequence[tuple[str, Tensor | None]]]:
+        """Parameter by parameter its tensors by name, adapters merged; collective. Each is whole or, on a rank that
+        does not get it, None.
+
+        Args:
+            everywhere: whether every rank gets them whole.
+            bucket_bytes: about how many bytes are brought together at one time.
+        """
+        ...
+
+
+class RankOptimizer(Protocol):
+    """A torch optimizer over this rank's part of what trains."""
+
+    @property
+    def inner(self) -> Optimizer:
+        """The torch optimizer, whose parameter groups a schedule sets."""
+        ...
+
+    def grad_norm(self) -> float:
+        """Norm of the whole gradient, the same on every rank; collective."""
+        ...
+
+    def clip(self, norm: float, max_norm: float) -> None:
+        """Scale a gradient of this norm down to `max_norm`."""
+        ...
+
+    def step(self) -> None:
+        """Step this rank's part, and have every rank see what the others stepped; collective."""
+        ...
+
+    def zero_grad(self) -> None:
+        """Free or empty gradients, so that the next pass begins with none."""
+        ...
+
+
+class RankState(Protocol):
+    """Parameters and optimizer state of one rank, for checkpoints."""
+
+    def tensors(self, *, copies: bool) -> dict[str, Any]:
+        """What this rank writes, by names that do not depend on the mesh; collective.
+
+        Args:
+            copies: whether the values share no memory with the model or the optimizer, so that both may change.
+        """
+        ...
+
+    def description(self) -> dict[str, Any]:
+        """What `restore` needs to know beside tensors, as plain data and small tensors; collective, after `tensors`."""
+        ...
+
+    def restore(self, path: Path, description: Mapping[str, Any]) -> None:
+        """Read parameters and optimizer state of the checkpoint at `path`, saved on whatever mesh; collective."""
+        ...
+
+    def layers(self) -> dict[str, Any]:
+        """State of this rank's layers that exists on this layout alone; often empty."""
+        ...
+
+    def restore_layers(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `layers` returned on the same layout."""
+        ...
+
+    def save_planner(self) -> SavePlanner | None:
+        """How torch's distributed checkpoint takes the values of `tensors`; None for plain and distributed tensors."""
+        ...
+
+
+@dataclass(frozen=True)
+class TrainingParts:
+    """A model as a backend builds it.
+
+    Args:
+        optimizer: None if the model does not train.
+    """
+
+    model: RankModel
+    weights: RankWeights
+    optimizer: RankOptimizer | None
+    state: RankState
+    residency: Residency

@@ -1,0 +1,131 @@
+"""Checkpoints of one rank that resume on any number of ranks."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from rl_core.model import SavedFile
+from rl_core.torch.collective_errors import on_rank0
+from rl_core.torch.optim.optimizer import WAYS_TO_STEP
+from rl_core.torch.training.backend import RankMesh, RankState
+from rl_core.torch.training.background_save import BackgroundSave
+from rl_core.torch.training.checkpoint_files import SHARDS, write_checkpoint
+
+TRAINER = "trainer.pt"
+
+
+class Checkpoint:
+    """Training state of one rank: parameters, optimizer, schedule and random generators.
+
+    Under a path: `shards/` (parameters and optimizer state by name, torch's distributed checkpoint format),
+    `trainer.pt` (hyperparameters, schedule and what the backend says of its state) and `rng_<rank>.pt` (generators, and
+    what layers keep). Each rank writes what it holds, tensor by tensor. On the layout that it was saved on, a run
+    resumes bit for bit. A model with adapters saves those alone, not the weights that they sit on.
+
+    Args:
+        optimizer: None if the model does not train.
+        seed: of the generators of a run that resumes on another layout.
+    """
+
+    def __init__(
+        self,
+        state: RankState,
+        optimizer: Optimizer | None,
+        schedule: LRScheduler | None,
+        mesh: RankMesh,
+        seed: int,
+    ) -> None:
+        self._state = state
+        self._optimizer = optimizer
+        self._schedule = schedule
+        self._mesh = mesh
+        self._seed = seed
+        self._background = BackgroundSave()
+
+    def save(self, path: Path, *, wait: bool = True) -> None:
+        """Write under `path`, or copy what is to be written aside and write it in the background; collective.
+
+        Raises:
+            RLError: if a rank's files cannot be written, also those of an earlier save.
+        """
+        self.finish_save()
+        on_rank0(self._mesh.control, lambda: (path / SHARDS).mkdir(parents=True, exist_ok=True))
+        tensors = self._state.tensors(copies=not wait)
+        own = {"generators": self._mesh.rng_state(), "layers": self._state.layers()}
+        files = {f"rng_{self._mesh.rank}.pt": _as_bytes(own)}
+        trainer = self._trainer()
+        if self._mesh.rank == 0:
+            files[TRAINER] = _as_bytes(trainer)
+        group = self._background.group  # ranks wait in it for the slowest one's disk
+        planner = self._state.save_planner()
+        self._background.begin(
+            path, lambda: write_checkpoint(path, tensors, files, group=group, planner=planner), wait=wait
+        )
+
+    def finish_save(self, *, wait: bool = True) -> tuple[SavedFile, ...] | None:
+        """The files that this rank wrote for the last save; None while they are being written. Without `wait` it takes
+        part in no collective.
+
+        Raises:
+            RLError: if a rank's files could not be written, once.
+        """
+        return self._background.finish(wait=wait)
+
+    def close(self) -> None:
+        """Wait for what is being written."""
+        self._background.close()
+
+    def load(self, path: Path) -> None:
+        """Restore what `save` wrote; collective.
+
+        Raises:
+            ValueError: if there is no checkpoint at `path`.
+            RLError: if a save that was under way has failed.
+        """
+        self.finish_save()
+        if not (path / TRAINER).is_file():
+            raise ValueError(f"there is no checkpoint of a model at {path}: {TRAINER} is missing")
+        trainer = torch.load(path / TRAINER, weights_only=True)
+        self._state.restore(path, trainer["state"])
+        if self._optimizer is not None:
+            for group, saved in zip(self._optimizer.param_groups, trainer["param_groups"], strict=True):
+                group.update(_without(saved, *WAYS_TO_STEP))
+        if self._schedule is not None:
+            self._schedule.load_state_dict(trainer["schedule"])
+        self._restore_own(path, trainer["layout"])
+
+    def _trainer(self) -> dict[str, Any]:
+        groups = [] if self._optimizer is None else self._optimizer.param_groups
+        return {
+            "layout": dict(self._mesh.layout),
+            "state": self._state.description(),
+            "param_groups": [_without(group, "params", *WAYS_TO_STEP) for group in groups],
+            "schedule": None if self._schedule is None else self._schedule.state_dict(),
+        }
+
+    def _restore_own(self, path: Path, layout: Mapping[str, int]) -> None:
+        """Each rank's own generators and its layers' state. On another layout neither exists: fresh generators are
+        seeded, and layers begin anew."""
+        if layout != dict(self._mesh.layout):
+            self._mesh.seed(self._seed)
+            return
+        own = torch.load(path / f"rng_{self._mesh.rank}.pt", weights_only=True)
+        self._state.restore_layers(own["layers"])
+        self._mesh.set_rng_state(own["generators"])
+
+
+def _without(group: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name not in names}
+
+
+def _as_bytes(content: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer.getvalue()

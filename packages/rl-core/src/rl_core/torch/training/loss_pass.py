@@ -1,0 +1,121 @@
+"""One loss over microbatches and ranks: totals, the share of each microbatch, metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl_core.batch import TOKENS, Batch
+from rl_core.metrics import Metric, Reduction
+from rl_core.microbatch import PAIR
+from rl_core.model import Loss
+from rl_core.plugins import resolve
+from rl_core.torch.loss import LossSums, MetricSum, Rows
+
+Compute = Callable[[Loss, Mapping[str, Tensor], Rows], LossSums]
+"""A loss implementation: the loss, the columns of its reads, and the rows with the loss's columns."""
+
+
+class LossPass:
+    """One loss over a batch that is spread over data-parallel ranks and microbatches.
+
+    The usage loop, the same on every rank::
+
+        loss_pass = LossPass(loss, batch, group)
+        for rows in microbatches:                    # rl_core.torch.rows.to_rows(loss_pass.columns.select(...))
+            reads = forward(rows, loss.reads, loss.temperature)
+            share = loss_pass.microbatch(rows, reads)
+            (share * scale).backward()
+        metrics = loss_pass.metrics()
+
+    Args:
+        loss: what to compute.
+        batch: this rank's shard; it may have no rows.
+        group: the data-parallel group, on a backend that reduces CPU tensors; the totals are summed over it.
+
+    Raises:
+        ValueError: where the batch lacks a column that the loss names.
+    """
+
+    def __init__(self, loss: Loss, batch: Batch, group: dist.ProcessGroup | None) -> None:
+        self.loss = loss
+        batch.require(TOKENS, *loss.columns)
+        self.columns = batch.only([name for name in batch if name in {TOKENS, PAIR, *loss.columns}]).local()
+        self._compute: Compute = resolve(loss.implementation)
+        self._local_totals = {name: float(total) for name, total in loss.totals(self.columns).items()}
+        self.totals = _summed(self._local_totals, group)
+        self._parts = _MetricParts()
+
+    def microbatch(self, rows: Rows, reads: Mapping[str, Tensor]) -> Tensor:
+        """This microbatch's share of the loss, a scalar with gradients; over all microbatches and ranks the shares
+        add up to the loss."""
+        sums = self._compute(self.loss, reads, rows)
+        unknown = sorted(set(sums.objective) - set(self.totals))
+        if unknown:
+            raise ValueError(
+                f"{self.loss.implementation} returned sums over {unknown}, but Loss.totals counts {sorted(self.totals)}"
+            )
+        share = sums.loss(self.totals)
+        self._parts.add("loss", MetricSum(share, reduction="sum"))
+        for name, metric in sums.metrics.items():
+            self._parts.add(name, metric)
+        return share if share.requires_grad or not torch.is_grad_enabled() else share + idle(reads)
+
+    def metrics(self) -> dict[str, Metric]:
+        """This rank's parts: `loss`, `num_tokens` (all tokens of the rows) and what the implementation reports."""
+        parts = self._parts.collect(self._local_totals)
+        num_tokens = Metric(float(self.columns.ragged(TOKENS).offsets[-1]), reduction="sum")
+        return {"loss": Metric(0.0, reduction="sum"), **parts, "num_tokens": num_tokens}
+
+
+def idle(reads: Mapping[str, Tensor]) -> Tensor:
+    """A zero that still sends (zero) gradients to all parameters, for a rank that has no rows where others have."""
+    return torch.stack([read.float().mean() * 0.0 for read in reads.values() if read.requires_grad]).sum()
+
+
+def _summed(totals: Mapping[str, float], group: dist.ProcessGroup | None) -> dict[str, float]:
+    values = torch.tensor(list(totals.values()), dtype=torch.float64)
+    if len(values):
+        dist.all_reduce(values, group=group)
+    return dict(zip(totals, values.tolist(), strict=True))
+
+
+@dataclass
+class _MetricParts:
+    """Sums over microbatches, left on the device until they are collected."""
+
+    values: dict[str, list[Tensor]] = field(default_factory=dict)
+    weights: dict[str, list[Tensor]] = field(default_factory=dict)
+    total_of: dict[str, str] = field(default_factory=dict)
+    reductions: dict[str, Reduction] = field(default_factory=dict)
+
+    def add(self, name: str, part: MetricSum) -> None:
+        if part.reduction == "mean" and part.denominator is None:
+            raise ValueError(f"metric {name!r} is a mean and needs a denominator: the name of a total, or a scalar")
+        self.reductions[name] = part.reduction
+        self.values.setdefault(name, []).append(part.value.detach())
+        if isinstance(part.denominator, str):
+            self.total_of[name] = part.denominator
+        elif part.denominator is not None:
+            self.weights.setdefault(name, []).append(part.denominator.detach())
+
+    def collect(self, totals: Mapping[str, float]) -> dict[str, Metric]:
+        return {name: self._metric(name, reduction, totals) for name, reduction in self.reductions.items()}
+
+    def _metric(self, name: str, reduction: Reduction, totals: Mapping[str, float]) -> Metric:
+        values = torch.stack([value.double() for value in self.values[name]])
+        if reduction == "max":
+            return Metric(values.max().item(), reduction=reduction)
+        if reduction == "min":
+            return Metric(values.min().item(), reduction=reduction)
+        if reduction == "sum":
+            return Metric(values.sum().item(), reduction=reduction)
+        if name in self.total_of:
+            weight = totals[self.total_of[name]]
+        else:
+            weight = torch.stack([weight.double() for weight in self.weights[name]]).sum().item()
+        return Metric(values.sum().item(), weight, reduction)

@@ -1,0 +1,123 @@
+"""Parameters and optimizer state of a rank, by their names in the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from rl_core.torch.training.checkpoint_files import SHARDS, read_tensors
+from rl_dtensor.model import ShardedModel
+from rl_dtensor.parallel.fsdp import local
+from rl_dtensor.parallel.mesh import Mesh
+
+MODEL_PREFIX = "model/"
+OPTIMIZER_PREFIX = "optimizer/"
+
+
+class TrainingState:
+    """The `rl_core.torch.training.backend.RankState` of a sharded model: parameters that train, persistent buffers and
+    the optimizer's state, as DTensors where they are sharded.
+
+    Args:
+        optimizer: None if the model does not train.
+    """
+
+    def __init__(self, model: ShardedModel, optimizer: Optimizer | None, mesh: Mesh) -> None:
+        self._model = model
+        self._weights = model.state()
+        self._optimizer = optimizer
+        self._mesh = mesh
+
+    def tensors(self, *, copies: bool) -> dict[str, Any]:
+        """Parameters and optimizer state by name; copies are in host memory."""
+        tensors = self._model_state() | self._optimizer_state()
+        return _host_copies(tensors) if copies else tensors
+
+    def description(self) -> dict[str, Any]:
+        """Empty: the shards say themselves what they hold."""
+        return {}
+
+    def restore(self, path: Path, description: Mapping[str, Any]) -> None:
+        """Read parameters and optimizer state into place; collective."""
+        self._model.reshard_all()
+        saved = {} if self._optimizer is None else self._saved_optimizer_state(path / SHARDS)
+        state = self._model_state() | saved
+        read_tensors(path, state, group=self._mesh.control)
+        if self._optimizer is not None:
+            self._restore_optimizer(self._optimizer, {key: state[key] for key in saved})
+
+    def layers(self) -> dict[str, Any]:
+        """Empty: layers keep nothing beside parameters and buffers."""
+        return {}
+
+    def restore_layers(self, state: Mapping[str, Any]) -> None:
+        """Do nothing."""
+
+    def save_planner(self) -> None:
+        """torch's own takes DTensors."""
+
+    def _model_state(self) -> dict[str, Any]:
+        return {MODEL_PREFIX + name: tensor.detach() for name, tensor in self._weights.items()}
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        if self._optimizer is None:
+            return {}
+        return {
+            f"{OPTIMIZER_PREFIX}{name}/{key}": value
+            for name, parameter in self._weights.items()
+            for key, value in self._optimizer.state.get(parameter, {}).items()
+        }
+
+    def _saved_optimizer_state(self, shards: Path) -> dict[str, Any]:
+        """Empty tensors for exactly the state that was saved: an optimizer that has not stepped has none."""
+        metadata = dcp.FileSystemReader(shards).read_metadata().state_dict_metadata
+        state: dict[str, Any] = {}
+        for key, saved in metadata.items():
+            if not key.startswith(OPTIMIZER_PREFIX):
+                continue
+            parameter = self._weights.get(key.removeprefix(OPTIMIZER_PREFIX).rpartition("/")[0])
+            if parameter is None:  # of another pipeline rank
+                continue
+            if not isinstance(saved, TensorStorageMetadata):
+                state[key] = None
+            elif isinstance(parameter, DTensor) and saved.size == parameter.shape:
+                state[key] = torch.zeros_like(parameter, dtype=saved.properties.dtype)
+            else:
+                device = local(parameter).device if self._counts_on_device() else torch.device("cpu")
+                state[key] = torch.zeros(saved.size, dtype=saved.properties.dtype, device=device)
+        return state
+
+    def _counts_on_device(self) -> bool:
+        """Whether the optimizer wants its step counts where the parameters are."""
+        assert self._optimizer is not None
+        settings = self._optimizer.defaults
+        return bool(settings.get("fused") or settings.get("capturable"))
+
+    def _restore_optimizer(self, optimizer: Optimizer, flat: Mapping[str, Any]) -> None:
+        optimizer.state.clear()
+        for key, value in flat.items():
+            name, _, state_key = key.removeprefix(OPTIMIZER_PREFIX).rpartition("/")
+            optimizer.state[self._weights[name]][state_key] = value
+
+
+def _host_copies(tensors: dict[str, Any]) -> dict[str, Any]:
+    """The same in host memory, so that training may go on; of a sharded tensor this rank's shard."""
+    stager = DefaultStager(
+        StagingOptions(
+            use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
+        )
+    )
+    try:
+        copies = stager.stage(tensors)
+        assert isinstance(copies, dict)
+        return copies
+    finally:
+        stager.close()
