@@ -224,7 +224,8 @@ class TestTensorParallelWeights(WeightSinkSuite):
             if "VLLM" in p.name() or "VLLM" in " ".join(p.cmdline())
         ]
         assert len(ours) >= 2
-        before = set(os.listdir("/dev/shm"))
+        shared = {path for process in ours for path in _shared_memory(process)}
+        assert shared
         waiting = GenerationRequest(prompt(5), SamplingParams(4), 0)
 
         async def closing() -> BaseException | None:
@@ -236,9 +237,15 @@ class TestTensorParallelWeights(WeightSinkSuite):
 
         assert isinstance(bench.runner.run(closing()), GeneratorError)
         assert not [p for p in ours if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-        assert set(os.listdir("/dev/shm")) <= before
+        assert not [path for path in shared if path.exists()]
         with pytest.raises(GeneratorError):
             bench.runner.run(bench.generator.health())
+
+
+def _shared_memory(process: psutil.Process) -> list[Path]:
+    """Files of shared memory that a process has mapped and that still have a name."""
+    mapped = (Path(found.path) for found in process.memory_maps() if found.path.startswith("/dev/shm/"))
+    return [path for path in mapped if path.exists()]
 
 
 def test_a_tensor_parallel_replica_takes_turns_in_a_rehearsal(

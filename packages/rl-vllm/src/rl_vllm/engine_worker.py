@@ -16,7 +16,7 @@ from rl_core.devices import Device
 from rl_core.errors import WeightSyncError
 from rl_core.weights import Manifest, Transport
 from rl_vllm.load_plan import LoadPlan, plan_load
-from rl_vllm.parent_watch import end_with, forget_semaphores
+from rl_vllm.parent_watch import end_with, forget_cpu_groups, forget_semaphores
 from rl_vllm.weight_receiver import WeightReceiver
 
 Report = dict[str, Any]
@@ -39,6 +39,7 @@ class EngineWorker:
     def end_with_parent(self, pid: int) -> Report:
         """End the engine's processes as soon as process `pid` ends, with nothing left in shared memory."""
         forget_semaphores()
+        forget_cpu_groups()
         return self._reported(end_with, pid)
 
     def begin_receiving(self, manifest: bytes) -> Report:

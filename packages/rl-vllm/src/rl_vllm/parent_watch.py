@@ -7,7 +7,11 @@ import select
 import signal
 from multiprocessing import util
 from multiprocessing.synchronize import SemLock
+from pathlib import Path
 from threading import Thread
+
+CPU_GROUPS = "/dev/shm/vllm_dist_"
+"""How the files begin through which tensor-parallel ranks on CPU reduce."""
 
 
 def end_with(pid: int) -> None:
@@ -37,3 +41,14 @@ def forget_semaphores() -> None:
     for finalizer in list(util._finalizer_registry.values()):  # type: ignore[attr-defined]  # of Python's own use
         if finalizer._callback is SemLock._cleanup:  # type: ignore[attr-defined]
             finalizer()
+
+
+def forget_cpu_groups() -> None:
+    """Remove the names of the memory that this rank shares with those of its tensor-parallel group.
+
+    vLLM leaves them, however its engine ends. Every rank of the group has mapped the memory by now.
+    """
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line[line.find("/") :]
+        if path.startswith(CPU_GROUPS):
+            Path(path).unlink(missing_ok=True)
