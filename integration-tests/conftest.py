@@ -1,8 +1,10 @@
 """What tests share: one quickstart, the product's main command, and one undisturbed run of each kind."""
 
+import fcntl
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,14 +56,35 @@ def metrics():
 
 
 @pytest.fixture(scope="session")
-def quickstart(tmp_path_factory, pytestconfig) -> Path:
+def once(tmp_path_factory) -> Callable[[str, Callable[[Path], None]], Path]:
+    """Makes a folder that all processes of these tests share: the first that needs it makes it, others wait."""
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+
+    def made(name: str, make: Callable[[Path], None]) -> Path:
+        folder, done = shared / name, shared / f"{name}.done"
+        with (shared / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not done.exists():
+                make(folder)
+                done.touch()
+        return folder
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def quickstart(once, pytestconfig) -> Path:
     """Folder of a finished quickstart."""
     if pytestconfig.getoption("quickstart"):
         return Path(pytestconfig.getoption("quickstart")).absolute()
-    folder = tmp_path_factory.mktemp("quickstart") / "run"
-    result = run_rl("quickstart", f"run_dir={folder}")
-    assert result.code == 0, result.output
-    return folder
+
+    def make(folder: Path) -> None:
+        result = run_rl("quickstart", f"run_dir={folder}")
+        assert result.code == 0, result.output
+
+    return once("quickstart", make)
 
 
 @pytest.fixture(scope="session")
@@ -91,16 +114,12 @@ def grpo(warm_model) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="session")
-def whole_sft(tmp_path_factory, sft) -> Path:
+def whole_sft(once, sft) -> Path:
     """Folder of the SFT run that nothing happened to."""
-    run = Run.start(tmp_path_factory.mktemp("whole") / "sft", *sft)
-    run.finish()
-    return run.folder
+    return once("whole-sft", lambda folder: Run.start(folder, *sft).finish())
 
 
 @pytest.fixture(scope="session")
-def whole_grpo(tmp_path_factory, grpo) -> Path:
+def whole_grpo(once, grpo) -> Path:
     """Folder of the GRPO run that nothing happened to."""
-    run = Run.start(tmp_path_factory.mktemp("whole") / "grpo", *grpo)
-    run.finish()
-    return run.folder
+    return once("whole-grpo", lambda folder: Run.start(folder, *grpo).finish())

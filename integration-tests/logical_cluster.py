@@ -21,6 +21,9 @@ SETTINGS = {
 }
 """Has Ray's head notice a dead node in seconds, and let every process of the machine in."""
 
+START_ATTEMPTS = 3
+"""Ray misses its own fixed deadline for the start of a node on a busy machine."""
+
 
 @dataclass
 class LogicalNode:
@@ -99,14 +102,17 @@ class LogicalCluster:
                 *command,
             ]
         self._folder.mkdir(exist_ok=True)
-        log = self._exit.enter_context((self._folder / f"node-{number}.log").open("w"))
         environment = {**os.environ, **SETTINGS, "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", **variables}
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
-        node = LogicalNode(address, process)
-        self.nodes.append(node)
-        self._exit.callback(node.kill)
-        self._await(node, Path(log.name))
-        return node
+        for attempt in range(START_ATTEMPTS):
+            path = self._folder / f"node-{number}-{attempt}.log"
+            with path.open("w") as log:
+                process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+            node = LogicalNode(address, process)
+            self._exit.callback(node.kill)
+            if self._runs(node, path):
+                self.nodes.append(node)
+                return node
+        raise AssertionError(path.read_text())
 
     def __enter__(self):
         return self
@@ -115,9 +121,12 @@ class LogicalCluster:
         self._exit.close()
 
     @staticmethod
-    def _await(node, log, timeout=180):
+    def _runs(node, log, timeout=180):
+        """Whether it has started; Ray itself gives up after 30 s."""
         deadline = time.monotonic() + timeout
         while "--block" not in log.read_text():
-            assert node.process.poll() is None, log.read_text()
+            if node.process.poll() is not None:
+                return False
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.1)
+        return True

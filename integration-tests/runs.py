@@ -48,7 +48,7 @@ class Run:
             assert time.monotonic() < deadline, self.output
             time.sleep(0.01)
 
-    def await_log(self, words, timeout=120):
+    def await_log(self, words, timeout=400):
         """Wait until the driver or a worker has logged that."""
         deadline = time.monotonic() + timeout
         while words not in logs_of(self.folder):
@@ -119,6 +119,31 @@ def logs_of(folder):
     return "".join(path.read_text() for path in sorted((folder / "logs").glob("*.log")))
 
 
+def assert_no_shared_memory_is_left(before, timeout=60):
+    """That nothing is in shared memory which no process has, but for what was there before.
+
+    Args:
+        before: files that were there.
+        timeout: for processes that make or remove some, as runs beside this one do.
+    """
+    deadline = time.monotonic() + timeout
+    while left := shared_memory() - before - _in_use():
+        assert time.monotonic() < deadline, left
+        time.sleep(0.5)
+
+
 def shared_memory():
-    """Names in shared memory."""
-    return set(os.listdir("/dev/shm"))
+    """Files in shared memory."""
+    return {str(path) for path in Path("/dev/shm").rglob("*") if not path.is_dir()}
+
+
+def _in_use():
+    """Files that a process has open or mapped."""
+    found = set()
+    for process in psutil.process_iter():
+        try:
+            found.update(each.path for each in process.memory_maps())
+            found.update(each.path for each in process.open_files())
+        except psutil.Error:
+            continue
+    return found

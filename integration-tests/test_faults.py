@@ -13,7 +13,7 @@ import time
 import psutil
 import pytest
 import tellable_environment
-from runs import Run, figures, logs_of, rollouts_of, shared_memory, steps_of
+from runs import Run, assert_no_shared_memory_is_left, figures, logs_of, rollouts_of, shared_memory, steps_of
 
 
 def kill_and_resume(run, num_kills, steps, *arguments, **variables):
@@ -51,13 +51,13 @@ def test_an_sft_run_outlives_a_dead_rank_and_the_kill_of_all_it_started(num_kill
     run = Run.start(tmp_path / "run", *sft)
     run.await_step(10)
     run.kill_one("ray::WorkerHost")
-    run.await_log("starting again from checkpoint step_8")
+    run.await_log("starting again from checkpoint step_")
     run = kill_and_resume(run, num_kills, (1, 29), *sft)
-    assert shared_memory() <= before
+    assert_no_shared_memory_is_left(before)
     run.finish()
     assert figures(run.folder) == figures(whole_sft)
     assert logs_of(run.folder).count("starting again from") == 1
-    assert shared_memory() <= before
+    assert_no_shared_memory_is_left(before)
 
 
 def test_a_grpo_run_outlives_the_death_of_everything_it_started(num_kills, grpo, whole_grpo, tmp_path):
@@ -82,16 +82,17 @@ def test_a_grpo_run_outlives_the_death_of_everything_it_started(num_kills, grpo,
     run.await_step(4)
     run.kill_one("ray::AsyncWorkerHost")
     run = kill_and_resume(run, num_kills, (4, 6), *told, **variables)
-    assert shared_memory() <= before
+    assert_no_shared_memory_is_left(before)
 
-    run.await_step(8)
+    # early enough that a step is left for the crash, whichever of the next two hangs
+    run.await_step(7)
     (orders / "hang").touch()
     run.await_log("no answer within its deadline of 20 s")
     (orders / "crash").touch()
     run.finish()
 
     undisturbed = min(step for step, rows in rollouts_of(run.folder).items() if any(row["failure"] for row in rows)) - 1
-    assert undisturbed >= 8
+    assert undisturbed >= 7
     assert figures(run.folder, until=undisturbed) == figures(whole_grpo, until=undisturbed)
     assert completions_of(run.folder, until=undisturbed) == completions_of(whole_grpo, until=undisturbed)
     prompts = prompts_of(run.folder)
@@ -111,7 +112,7 @@ def test_a_grpo_run_outlives_the_death_of_everything_it_started(num_kills, grpo,
     assert len(re.findall("environment process restarts .*signal SIGKILL", log)) == 1
     for row in failed:
         assert log.count(f"rollout of prompt {row['prompt_id']} failed: {row['failure']}") == 1
-    assert shared_memory() <= before
+    assert_no_shared_memory_is_left(before)
 
 
 def test_a_grpo_run_outlives_an_engine_that_dies_beside_its_replica(grpo, whole_grpo, tmp_path):
@@ -123,7 +124,7 @@ def test_a_grpo_run_outlives_an_engine_that_dies_beside_its_replica(grpo, whole_
     assert figures(run.folder) == figures(whole_grpo, until=4)
     log = logs_of(run.folder)
     assert log.count("restarting it") + log.count("broke off") == 1
-    assert shared_memory() <= before
+    assert_no_shared_memory_is_left(before)
 
 
 @pytest.fixture

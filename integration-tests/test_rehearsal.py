@@ -21,11 +21,10 @@ SAME = ("reward/mean", "train/loss", "train/grad_norm")
 
 
 @pytest.fixture(scope="session")
-def whole_hf(tmp_path_factory, grpo):
+def whole_hf(once, grpo):
     """Steps of the same run on the CPU that nothing happened to."""
-    run = Run.start(tmp_path_factory.mktemp("whole") / "hf", *grpo, STEPS, HF, "cluster.device=cpu")
-    run.finish()
-    return steps_of(run.folder)
+    run = (*grpo, STEPS, HF, "cluster.device=cpu")
+    return steps_of(once("whole-hf", lambda folder: Run.start(folder, *run).finish()))
 
 
 @pytest.fixture

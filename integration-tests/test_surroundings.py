@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from logical_cluster import START_ATTEMPTS
 from runs import Run, figures
 
 NOWHERE = "http://127.0.0.1:9"
@@ -40,14 +41,16 @@ def others_ray(tmp_path_factory):
     log = tmp_path_factory.mktemp("others") / "ray.log"
     ray = str(Path(sys.executable).with_name("ray"))
     options = ["--port=6379", "--num-cpus=4", "--include-dashboard=false", "--disable-usage-stats", "--block"]
-    with log.open("w") as output:
-        started = subprocess.Popen(
-            [ray, "start", "--head", f"--temp-dir={folder}", *options], stdout=output, stderr=output
-        )
-    try:
-        while "Ray runtime started" not in log.read_text():
-            assert started.poll() is None, log.read_text()
+    command = [ray, "start", "--head", f"--temp-dir={folder}", *options]
+    for _ in range(START_ATTEMPTS):
+        with log.open("w") as output:
+            started = subprocess.Popen(command, stdout=output, stderr=output)
+        while "Ray runtime started" not in log.read_text() and started.poll() is None:
             time.sleep(0.2)
+        if started.poll() is None:
+            break
+    try:
+        assert started.poll() is None, log.read_text()
         processes = psutil.Process(started.pid).children(recursive=True)
         yield OthersRay("127.0.0.1:6379", processes, folder)
     finally:
@@ -75,7 +78,7 @@ def test_a_run_beside_somebody_elses_ray_keeps_to_itself_unless_it_is_sent_there
 def test_a_cluster_that_is_gone_is_named_at_once(rl, tmp_path):
     started = time.monotonic()
     result = rl("train", "sft-arithmetic", f"run_dir={tmp_path / 'run'}", RAY_ADDRESS="127.0.0.1:9")
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 60
     assert result.code == 2
     (message, remedy) = result.output.splitlines()[-2:]
     assert message == "error: RAY_ADDRESS is 127.0.0.1:9, but no Ray cluster answers there"
