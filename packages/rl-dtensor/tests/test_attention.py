@@ -5,11 +5,12 @@ import sys
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from rl_core.batch import TOKENS
 from rl_core.torch.loss import Rows
-from rl_dtensor.attention import ROWS, attention_for, row_attention
+from rl_dtensor import compilation
+from rl_dtensor.attention import ROWS, attention_for, body_of, row_attention, rows_problem
 from rl_dtensor.kernels import Softmax, kernel_of, varlen
 from rl_dtensor.layout import Alignment, Segment, Segments, lay_out
 from rl_dtensor.preflight import check
@@ -183,3 +184,33 @@ def test_a_backend_that_cannot_compute_a_model_is_refused():
     assert attention_for(dropping, "flash_attention_2", **whole, supports_sdpa=True) == ROWS
     with pytest.raises(ValueError, match=r"flex has no dropout.*attention_dropout is 0.1"):
         attention_for(dropping, "flex", **whole, supports_sdpa=True)
+
+
+def on_meta(family):
+    config = AutoConfig.for_model(family, num_hidden_layers=1, hidden_size=32, num_attention_heads=4, vocab_size=11)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, attn_implementation=ROWS)
+
+
+def test_a_model_that_does_not_tell_attention_of_rows_says_why():
+    assert rows_problem(on_meta("llama")) == ""
+    assert "calls attention without the layout of rows" in rows_problem(on_meta("stablelm"))
+    assert "takes no position_ids" in rows_problem(on_meta("bloom"))
+
+
+def test_a_failure_that_data_would_not_mend_is_not_taken_for_an_answer(monkeypatch):
+    hf = on_meta("llama")
+
+    def broken(position_ids, **_):
+        raise KeyError("layout")
+
+    monkeypatch.setattr(body_of(hf), "forward", broken)
+    with pytest.raises(KeyError, match="layout"):
+        rows_problem(hf)
+
+
+def test_compiling_one_model_leaves_the_attention_of_others_as_it_is(monkeypatch):
+    monkeypatch.setattr(compilation, "compiler_problem", lambda: "")
+    before = AttentionInterface()[ROWS]
+    compilation.compile_layers([torch.nn.Linear(2, 2)])
+    assert AttentionInterface()[ROWS] is before

@@ -169,8 +169,8 @@ def test_dropout_of_adapters_drops_alike_on_ranks_that_share_inputs(ranks, folde
     [
         ("qwen3_moe", ["q_proj", "down_proj"], "'down_proj' is a router or an expert, which get no adapters"),
         ("qwen3_moe", ["mlp.gate"], "'mlp.gate' is a router or an expert"),
-        ("llama", ["linear_qkv"], "'linear_qkv' is no linear layer of this llama model; it has down_proj"),
-        ("llama", [], "leave no linear layer"),
+        ("llama", ["linear_qkv"], "'linear_qkv' is not a linear layer of this llama model; it has down_proj"),
+        ("llama", [], "match no linear layer of a llama model"),
     ],
 )
 def test_what_gets_no_adapter_is_refused_by_name(ranks, folders, model, targets, message):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from typing import Any
 
 import torch
@@ -17,14 +16,16 @@ from rl_dtensor.kernels import Attend, Softmax
 from rl_dtensor.layout import Context, Layout
 from rl_dtensor.parallel.collectives import exchange, gather
 
-_log = logging.getLogger(__name__)
-
 ROWS = "rl_rows"
 """Name under which `transformers` models find this attention."""
 
 ROW_LAYERS = {"full_attention", "sliding_attention"}
 
 WITHOUT_DROPOUT: tuple[AttentionBackend, ...] = ("flash_attention_3", "flex")
+
+
+class RowsUnknown(TypeError):
+    """Attention was called without the layout of rows."""
 
 
 def row_attention(
@@ -34,8 +35,8 @@ def row_attention(
     value: Tensor,
     attention_mask: Tensor | None,  # the rows' bounds say it all
     *,
-    layout: Layout,
-    attend: Attend,
+    layout: Layout | None = None,
+    attend: Attend | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -53,7 +54,12 @@ def row_attention(
 
     Returns:
         `[batch, tokens, heads, head_dim]`.
+
+    Raises:
+        RowsUnknown: if the model did not pass on the layout and the kernel that its forward pass was given.
     """
+    if layout is None or attend is None:
+        raise RowsUnknown(f"{type(module).__name__} calls attention without the layout of rows")
     context, softmax = layout.context, Softmax(scaling, dropout, sliding_window)
     if context is None:
         out = attend(query, key, value, layout.segments, softmax)
@@ -102,15 +108,15 @@ class _Told(Exception):
     """Rows have reached attention."""
 
 
-def takes_rows(hf: PreTrainedModel) -> bool:
-    """Whether a model on `meta`, built with this attention, is seen to hand on to it what its forward pass is told
-    about rows, and takes the places of tokens in them.
+def rows_problem(hf: PreTrainedModel) -> str:
+    """Why rows cannot be packed or split with a model on `meta` that was built with this attention; empty if they can.
 
-    A model that cannot be computed on `meta` as far as its first attention does not show it, as those do not that carry
-    state from token to token before it: its rows are not packed, nor split.
+    They can if its forward pass takes the places of tokens and is seen to hand on to attention the layout of rows. A
+    model that cannot be computed on `meta` as far as its first attention does not show that: models that carry state
+    from token to token before it are among those.
     """
     if "position_ids" not in inspect.signature(body_of(hf).forward).parameters:
-        return False
+        return "its forward pass takes no position_ids"
     place = torch.arange(2, device="meta")[None]
     rows = Rows(place[0], {TOKENS: place[0]})
     layout = Layout(rows, place, place, place[0], None, bounds=((0, 2),), length=2, context=None)
@@ -119,10 +125,12 @@ def takes_rows(hf: PreTrainedModel) -> bool:
     try:
         body_of(hf)(**inputs, use_cache=False, layout=layout, attend=_tell)
     except _Told:
-        return True
-    except Exception as error:  # noqa: BLE001  # of any kind, from code that is not ours
-        _log.info("a %s model is not seen to tell attention of rows: %s", hf.config.model_type, error)
-    return False
+        return ""
+    except RowsUnknown as error:
+        return str(error)
+    except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:  # of the family's code, on `meta`
+        return f"its forward pass fails without data before it reaches attention: {type(error).__name__}: {error}"
+    return "its forward pass never calls this attention"
 
 
 def _tell(*_: Any) -> Tensor:
@@ -136,7 +144,7 @@ def attention_for(
     packed: bool,
     split: bool,
     supports_sdpa: bool,
-    takes_rows: bool = True,
+    rows_problem: str = "",
 ) -> str:
     """The attention implementation to ask `transformers` for.
 
@@ -144,7 +152,7 @@ def attention_for(
         packed: whether rows lie end to end.
         split: whether rows are split over ranks, by context or sequence parallelism.
         supports_sdpa: whether the model's attention is a plain softmax of products (`_supports_sdpa` of its class).
-        takes_rows: whether it can be told where rows start and end.
+        rows_problem: why its attention cannot be told where rows start and end; empty if it can.
 
     Raises:
         ValueError: where rows of this model cannot be packed or split without one seeing another, or without changing
@@ -159,14 +167,14 @@ def attention_for(
         )
     plain = supports_sdpa and settings.get("attn_logit_softcapping") is None
     foreign = sorted(set(settings.get("layer_types") or []) - ROW_LAYERS)
-    if plain and not foreign and takes_rows:
+    if plain and not foreign and not rows_problem:
         return ROWS
     if foreign:
         why = f"layers of type {', '.join(foreign)}"
     elif plain:
-        why = "attention that cannot be told where rows start and end"
+        why = f"attention that cannot be told where rows start and end ({rows_problem})"
     else:
-        why = "attention that is no plain softmax of products"
+        why = "attention that is not a plain softmax of products"
     if packed or split:
         advice = "sequence_packing.enabled=false" if packed else "context_parallel_size=1 and sequence_parallel=false"
         raise ValueError(
@@ -182,5 +190,6 @@ def attention_for(
     return own if backend == "auto" else backend
 
 
-AttentionInterface.register(ROWS, row_attention)
+# the bounds of rows are numbers that change with every microbatch, which compiled code must not hold
+AttentionInterface.register(ROWS, torch.compiler.disable(row_attention))
 AttentionMaskInterface.register(ROWS, lambda *_, **__: None)

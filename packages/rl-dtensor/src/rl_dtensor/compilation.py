@@ -7,9 +7,6 @@ from functools import cache
 
 import torch
 from torch import nn
-from transformers import AttentionInterface
-
-from rl_dtensor.attention import ROWS, row_attention
 
 MOST_VARIANTS = 64
 """Of the code of one kind of layer: with and without gradients and dropout, for each kind of attention in it."""
@@ -29,7 +26,6 @@ def compile_layers(layers: Sequence[nn.Module]) -> None:
     if problem:
         raise ValueError(problem)
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_VARIANTS)
-    AttentionInterface.register(ROWS, torch.compiler.disable(row_attention))
     for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=True)
 

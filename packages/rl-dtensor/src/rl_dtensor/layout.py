@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rl_core.torch.loss import Rows
 from rl_core.torch.rows import packed, padded
+from rl_core.torch.training.zigzag import zigzag_order, zigzag_slices, zigzag_tokens
 
 
 @dataclass(frozen=True)
@@ -29,18 +30,12 @@ class Context:
     method: str
 
     def chunks(self, length: int) -> tuple[tuple[int, int], ...]:
-        """Where this rank's chunks lie in a sequence."""
-        return tuple(_chunk(index, length // (2 * self.size)) for index in (self.rank, 2 * self.size - 1 - self.rank))
+        """Start and end of this rank's chunks of a sequence."""
+        return zigzag_slices(length, self.size, self.rank)
 
     def places(self, length: int) -> Tensor:
         """int64 `[length]` on the host, the place in the sequence of each token in the order of ranks."""
-        width = length // (2 * self.size)
-        order = [index for rank in range(self.size) for index in (rank, 2 * self.size - 1 - rank)]
-        return torch.cat([torch.arange(*_chunk(index, width)) for index in order])
-
-
-def _chunk(index: int, width: int) -> tuple[int, int]:
-    return index * width, (index + 1) * width
+        return zigzag_order(length, self.size)
 
 
 @dataclass(frozen=True)
@@ -180,7 +175,7 @@ def lay_out(rows: Rows, alignment: Alignment, *, is_packed: bool) -> Layout:
     mask = None if is_packed else (places >= 0).long()
     length = input_ids.shape[1]
     if alignment.context is not None:
-        own = torch.cat([torch.arange(*chunk) for chunk in alignment.context.chunks(length)]).to(places.device)
+        own = zigzag_tokens(length, alignment.context.size, alignment.context.rank).to(places.device)
         input_ids, position_ids, places = (part[:, own] for part in (input_ids, position_ids, places))
         mask = None if mask is None else mask[:, own]
     return Layout(

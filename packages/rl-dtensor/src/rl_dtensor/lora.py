@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rl_core.model_config import LoraConfig
+from rl_core.torch.training.lora import initial_down, is_adapted, nothing_adapted
 from rl_dtensor.parallel.fsdp import local, local_slices, whole
 
 ADAPTER = "default"
@@ -55,10 +53,7 @@ def add_adapters(hf: PreTrainedModel, config: LoraConfig) -> None:
     """
     targets = adapted_modules(hf, config)
     if not targets:
-        raise ValueError(
-            f"policy.lora_cfg: target_modules {config.target_modules} less exclude_modules {config.exclude_modules} "
-            f"are no linear layers of {type(hf).__name__}; name some, such as q_proj, or set match_all_linear=true"
-        )
+        raise nothing_adapted(config, type(hf).__name__)
     # where peft knows the family, it takes any `gate_proj` in a model with experts for theirs
     shell = nn.ModuleDict({"hf": hf})
     peft = PeftConfig(
@@ -79,15 +74,8 @@ def adapted_modules(hf: PreTrainedModel, config: LoraConfig) -> list[str]:
     return [
         name
         for name, module in hf.named_modules()
-        if type(module).forward in LINEAR
-        and not any(module is head for head in heads)
-        and (config.match_all_linear or _ends_with(name, config.target_modules))
-        and not _ends_with(name, config.exclude_modules)
+        if type(module).forward in LINEAR and not any(module is head for head in heads) and is_adapted(name, config)
     ]
-
-
-def _ends_with(name: str, endings: Sequence[str]) -> bool:
-    return any(f".{name}".endswith(f".{ending}") for ending in endings)
 
 
 def adapters_of(hf: PreTrainedModel) -> dict[str, Adapter]:
@@ -108,8 +96,6 @@ def init_adapters(hf: PreTrainedModel, seed: int) -> None:
     """Fill new adapters as peft does, the same on any mesh: what goes down uniform, what comes up zero."""
     with torch.no_grad():
         for name, adapter in adapters_of(hf).items():
-            generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
-            bound = 1.0 / math.sqrt(adapter.down.shape[1])
-            full = torch.empty(adapter.down.shape).uniform_(-bound, bound, generator=generator)
-            local(adapter.down).copy_(full[local_slices(adapter.down)])
+            down = initial_down(name, adapter.down.shape, seed)
+            local(adapter.down).copy_(down[local_slices(adapter.down)])
             local(adapter.up).zero_()

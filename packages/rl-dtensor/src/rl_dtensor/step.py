@@ -19,7 +19,7 @@ from rl_core.torch.training.flops import ModelShape
 from rl_dtensor.gradients import clip, grad_norm, sum_tied
 from rl_dtensor.model import ShardedModel
 from rl_dtensor.parallel.mesh import Mesh
-from rl_dtensor.parallel.pipeline import run_pipeline
+from rl_dtensor.pipeline import run_pipeline
 
 
 class DTensorModel:

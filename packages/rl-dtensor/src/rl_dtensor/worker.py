@@ -10,8 +10,8 @@ from rl_core.model import ModelSpec, Rendezvous
 from rl_core.model_config import ModelConfig
 from rl_core.torch.training.backend import TrainingParts
 from rl_core.torch.training.worker import TrainingWorker
+from rl_dtensor.build import build_model
 from rl_dtensor.config import DTensorConfig
-from rl_dtensor.model import build_model
 from rl_dtensor.optimizer import build_sharded_optimizer
 from rl_dtensor.parallel.mesh import Mesh
 from rl_dtensor.residency import ModelResidency

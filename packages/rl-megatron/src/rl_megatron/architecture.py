@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from transformers import PreTrainedConfig
 
 from rl_megatron.config import MegatronConfig
-from rl_megatron.families.family import family_of
+from rl_megatron.families.catalog import family_of
 
 
 def transformer_config(

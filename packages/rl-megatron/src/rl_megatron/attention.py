@@ -14,15 +14,15 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
-from rl_megatron.context import zigzag
+from rl_core.torch.training.zigzag import zigzag_order, zigzag_slices
 
 
 class RowAttention(nn.Module):
     """Megatron's core attention where Transformer Engine is not installed; its own knows neither packed rows nor
     context parallelism.
 
-    Under context parallelism each rank has two slices of each row (`rl_megatron.context`) as queries, and gathers the
-    keys and values of all.
+    Under context parallelism each rank has two slices of each row (`rl_core.torch.training.zigzag`) as queries, and
+    gathers the keys and values of all.
     """
 
     def __init__(
@@ -101,9 +101,9 @@ class RowAttention(nn.Module):
             return self._attend(query, key, value)
         parts = []
         half = query.shape[2] // 2
-        starts = zigzag(key.shape[2], self.group.size(), self.group.rank())[::half].tolist()
-        for start, part in zip(starts, query.split(half, 2), strict=True):
-            parts.append(self._attend(part, key[:, :, : start + half], value[:, :, : start + half]))
+        slices = zigzag_slices(key.shape[2], self.group.size(), self.group.rank())
+        for (_, end), part in zip(slices, query.split(half, 2), strict=True):
+            parts.append(self._attend(part, key[:, :, :end], value[:, :, :end]))
         return torch.cat(parts, 2)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -143,8 +143,7 @@ def _gathered(tensor: Tensor, lengths: tuple[int, ...], group: dist.ProcessGroup
     parts: Tensor = _AllGather.apply(tensor, group)
     rows = []
     for row in parts.split(lengths, 3):
-        whole = row.shape[3] * group.size()
-        order = torch.cat([zigzag(whole, group.size(), rank) for rank in range(group.size())])
+        order = zigzag_order(row.shape[3] * group.size(), group.size())
         ends = row.movedim(0, 2).flatten(2, 3)
         rows.append(ends.index_select(2, order.argsort().to(ends.device)))
     return torch.cat(rows, 2)

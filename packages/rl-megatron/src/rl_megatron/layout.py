@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rl_core.batch import TOKENS
 from rl_core.torch.loss import Rows
-from rl_megatron.context import zigzag
+from rl_core.torch.training.zigzag import zigzag_tokens
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def lay_out(rows: Rows, alignment: Alignment, *, packed: bool) -> Layout:
     else:
         width = _up(max(lengths), alignment.total)
         places = [_row_places(start, length, width) for start, length in zip(starts, lengths, strict=True)]
-    own = [(place, zigzag(len(place), alignment.context_size, alignment.context_rank)) for place in places]
+    own = [(place, zigzag_tokens(len(place), alignment.context_size, alignment.context_rank)) for place in places]
     device = rows.offsets.device
     join = torch.cat if packed else torch.stack
     place = join([place[index] for place, index in own]).to(device)

@@ -6,8 +6,6 @@ An adapter belongs to one Hugging Face weight (`q_proj`), of which Megatron may 
 
 from __future__ import annotations
 
-import math
-import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -27,11 +25,12 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from rl_core.model_config import LoraConfig
+from rl_core.torch.training.lora import ends_with, is_adapted, nothing_adapted
 from rl_megatron.conversion.names import global_name
 from rl_megatron.conversion.splits import Chunks, Vocabulary, Whole
 from rl_megatron.conversion.weight_map import AdapterMap, HFTensor, WeightMap
-from rl_megatron.families.family import family_of
-from rl_megatron.latent import WholeProjection
+from rl_megatron.families.catalog import family_of
+from rl_megatron.mla import WholeProjection
 from rl_megatron.model import ReadingModel
 
 WEIGHT = ".weight"
@@ -72,16 +71,8 @@ def adapter_maps(maps: Sequence[WeightMap], config: LoraConfig) -> dict[str, Ada
         for entry in maps
         if _is_linear(entry)
         for source in entry.sources
-        if _is_chosen(source, config)
+        if is_adapted(_layer(source.name), config)
     }
-
-
-def drawn_down(name: str, adapter: AdapterMap, seed: int) -> Tensor:
-    """What the adapter of a weight starts from, as peft draws it, the same on any layout; `up` starts from zero."""
-    shape = adapter.down.sources[0].shape
-    generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
-    bound = 1.0 / math.sqrt(shape[1])
-    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
 class Adapter(nn.Module):
@@ -194,7 +185,7 @@ def _require_grad(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tens
 def _adapter_map(entry: WeightMap, source: HFTensor, config: LoraConfig) -> AdapterMap:
     outputs, inputs = source.shape
     target = f"{entry.target.removesuffix(WEIGHT)}.adapters.{_short(source.name)}"
-    theirs = source.name.removesuffix(WEIGHT)
+    theirs = _layer(source.name)
     down = WeightMap(
         f"{target}.down",
         (HFTensor(f"{theirs}.lora_A{WEIGHT}", (config.dim, inputs)),),
@@ -239,32 +230,24 @@ def _is_of_experts(entry: WeightMap) -> bool:
     return entry.over == "etp" or ".router." in entry.target
 
 
-def _is_chosen(source: HFTensor, config: LoraConfig) -> bool:
-    is_target = config.match_all_linear or _ends_with(source.name, config.target_modules)
-    return is_target and not _ends_with(source.name, config.exclude_modules)
-
-
 def _check_targets(maps: Sequence[WeightMap], kind: str, config: LoraConfig) -> None:
     linear = [source.name for entry in maps if _is_linear(entry) for source in entry.sources]
     experts = [source.name for entry in maps if _is_of_experts(entry) for source in entry.sources]
     for ending in () if config.match_all_linear else config.target_modules:
-        if not any(_ends_with(name, [ending]) for name in linear):
-            is_of_experts = any(_ends_with(name, [ending]) for name in experts)
-            what = "is a router or an expert, which get no adapters" if is_of_experts else "is no linear layer"
+        if not any(ends_with(_layer(name), [ending]) for name in linear):
+            is_of_experts = any(ends_with(_layer(name), [ending]) for name in experts)
+            what = "is a router or an expert, which get no adapters" if is_of_experts else "is not a linear layer"
             raise ValueError(
                 f"policy.lora_cfg.target_modules: {ending!r} {what} of this {kind} model; it has "
                 f"{', '.join(sorted({_short(name) for name in linear}))}"
             )
     if not adapter_maps(maps, config):
-        raise ValueError(
-            f"policy.lora_cfg: target_modules {config.target_modules} less exclude_modules {config.exclude_modules} "
-            f"leave no linear layer of a {kind} model; name some, such as q_proj, or set match_all_linear=true"
-        )
+        raise nothing_adapted(config, f"a {kind} model")
 
 
-def _ends_with(name: str, endings: Sequence[str]) -> bool:
-    return any(f".{name.removesuffix(WEIGHT)}".endswith(f".{ending}") for ending in endings)
+def _layer(name: str) -> str:
+    return name.removesuffix(WEIGHT)
 
 
 def _short(name: str) -> str:
-    return name.removesuffix(WEIGHT).rpartition(".")[2]
+    return _layer(name).rpartition(".")[2]

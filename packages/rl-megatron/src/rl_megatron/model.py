@@ -29,11 +29,11 @@ from rl_megatron.architecture import transformer_config
 from rl_megatron.config import MegatronConfig
 from rl_megatron.conversion.splits import padded_vocab
 from rl_megatron.conversion.weight_map import AdapterMap
-from rl_megatron.families.family import family_of
+from rl_megatron.families.catalog import family_of
 from rl_megatron.families.rotary import inverse_frequencies
-from rl_megatron.latent import deny_transformer_engine, mend_down_projections
 from rl_megatron.layers import block_spec, has_transformer_engine
 from rl_megatron.layout import Alignment, Layout, lay_out
+from rl_megatron.mla import disable_transformer_engine, patch_down_projections
 from rl_megatron.padding_token import freeze_padding_token
 from rl_megatron.parallel.mesh import Mesh
 from rl_megatron.replay import Replay
@@ -221,9 +221,9 @@ def _chunk(
 ) -> Chunk:
     place: dict[str, Any] = {} if virtual_stage is None else {"ignore_virtual": False, "vp_stage": virtual_stage}
     is_last = parallel_state.is_pipeline_last_stage(**place)
-    is_latent = config.multi_latent_attention
-    if is_latent and not has_te:
-        deny_transformer_engine()
+    is_mla = config.multi_latent_attention
+    if is_mla and not has_te:
+        disable_transformer_engine()
     chunk = Chunk(
         config,
         block_spec(config, has_te=has_te, virtual_stage=virtual_stage),
@@ -231,15 +231,15 @@ def _chunk(
         max_sequence_length=hf.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(**place),
         post_process=is_last,
-        position_embedding_type="none" if is_latent else "rope",
+        position_embedding_type="none" if is_mla else "rope",
         share_embeddings_and_output_weights=bool(hf.tie_word_embeddings) and not is_headless,
         vp_stage=virtual_stage,
     )
     if chunk.pre_process and hf.pad_token_id is not None:
         freeze_padding_token(chunk.embedding.word_embeddings, hf.pad_token_id, is_scattered=config.sequence_parallel)
-    if is_latent and not has_te:
-        mend_down_projections(chunk)
-    if not is_latent:
+    if is_mla and not has_te:
+        patch_down_projections(chunk)
+    if not is_mla:
         frequencies = inverse_frequencies(hf, family_of(hf).rotary_dim(hf))
         chunk.rotary_pos_emb.inv_freq = frequencies.to(chunk.rotary_pos_emb.inv_freq.device)
     if is_last and is_headless:

@@ -32,7 +32,7 @@ from rl_core.testing.torch.oracle import Oracle
 from rl_core.testing.torch.tiny_model import SIZES
 from rl_core.torch.files.model_files import WeightFiles
 from rl_megatron.config import MegatronConfig
-from rl_megatron.families.family import family_of
+from rl_megatron.families.catalog import family_of
 from rl_megatron.worker import MegatronWorker
 
 TOLERANCE = 1e-5

@@ -13,13 +13,13 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from rl_core.torch.files.model_files import OpenWeights, WeightFiles
+from rl_core.torch.training.lora import initial_down
 from rl_core.weights import TensorSpec, num_bytes
 from rl_megatron.conversion.names import held_weights
 from rl_megatron.conversion.splits import Vocabulary, Whole
 from rl_megatron.conversion.weight_map import HFTensor, WeightMap
-from rl_megatron.families.family import family_of
+from rl_megatron.families.catalog import family_of
 from rl_megatron.gathering import Gathering, Holding
-from rl_megatron.lora import drawn_down
 from rl_megatron.model import ReadingModel
 from rl_megatron.parallel.mesh import Mesh
 
@@ -178,7 +178,7 @@ class Weights:
             down, up = self.held.get(adapter.down.target), self.held.get(adapter.up.target)
             if down is None or up is None:
                 continue
-            whole = drawn_down(name, adapter, seed)
+            whole = initial_down(name, adapter.down.sources[0].shape, seed)
             down.copy_(adapter.down.split.part(partial(_part_of, whole), *self._place.of(adapter.down)))
             up.zero_()
 

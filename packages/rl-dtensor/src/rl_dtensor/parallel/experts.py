@@ -13,6 +13,7 @@ from torch.distributed.tensor import Shard
 from transformers import PreTrainedModel
 
 from rl_dtensor.parallel.collectives import exchange
+from rl_dtensor.parallel.local_parameters import distribute, localize
 
 NUM_ARGUMENTS = 3
 """Of stacked experts: hidden states `[tokens, hidden]`, ids of the chosen experts and their weights `[tokens, k]`."""
@@ -110,8 +111,6 @@ def split_experts(hf: PreTrainedModel, mesh: DeviceMesh) -> list[nn.Module]:
     Raises:
         ValueError: if a module's experts cannot be split.
     """
-    from rl_dtensor.parallel.tensor import distribute, localize
-
     modules = expert_modules(hf)
     for module in modules:
         check_stacked(module, hf.config.model_type)

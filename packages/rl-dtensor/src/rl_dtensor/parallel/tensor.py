@@ -13,12 +13,13 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from transformers import PreTrainedModel
 
 from rl_dtensor.config import Style
-from rl_dtensor.parallel.collectives import enter, gather, leave, scale_grad, scatter_sum
+from rl_dtensor.parallel.collectives import enter, gather, leave, scatter_sum
 from rl_dtensor.parallel.experts import check_stacked, mask_foreign_experts
+from rl_dtensor.parallel.local_parameters import distribute, localize
 from rl_dtensor.parallel.plan import blocks_of
 
 SEQUENCE = -2
@@ -53,43 +54,6 @@ def split_tensors(
             return gather(output, SEQUENCE, group, sums_grad=has_split_head)
 
         hf.get_submodule(final_norm).register_forward_hook(whole)
-
-
-def localize(module: nn.Module, placements: Mapping[str, Placement], grad_scale: float = 1.0) -> None:
-    """Have a module without children compute on the local parts of its DTensor parameters.
-
-    Args:
-        placements: parameter name to the placement of the gradient that its computation gives.
-        grad_scale: multiplies gradients.
-    """
-    original = module.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        held = module.__dict__["_parameters"]
-        module.__dict__["_parameters"] = {
-            name: None if parameter is None else to_local(parameter, placements[name], grad_scale)
-            for name, parameter in held.items()
-        }
-        try:
-            return original(*args, **kwargs)
-        finally:
-            module.__dict__["_parameters"] = held
-
-    module.forward = forward
-
-
-def to_local(parameter: Tensor, grad: Placement, grad_scale: float = 1.0) -> Tensor:
-    """This rank's part of a parameter, with gradients."""
-    part = parameter.to_local(grad_placements=[grad]) if isinstance(parameter, DTensor) else parameter
-    return part if grad_scale == 1.0 else scale_grad(part, grad_scale)
-
-
-def distribute(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
-    """Replace a parameter on `meta` by a DTensor."""
-    parameter = module._parameters[name]
-    assert parameter is not None
-    split = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
-    module.register_parameter(name, nn.Parameter(split, requires_grad=parameter.requires_grad))
 
 
 class _Splitter:

@@ -46,13 +46,13 @@ class WholeProjection(nn.Module):
         return torch.cat([own, shared], -1)
 
 
-def deny_transformer_engine() -> None:
+def disable_transformer_engine() -> None:
     """Tell the module that Transformer Engine is missing: it looks for the names of its imports, which Megatron sets to
     None without it, and then asks whether a layer is an instance of None."""
     multi_latent_attention.HAVE_TE = False
 
 
-def mend_down_projections(chunk: nn.Module) -> None:
+def patch_down_projections(chunk: nn.Module) -> None:
     """Replace the down-projections of all latent attention of a model."""
     for module in chunk.modules():
         if isinstance(module, MLASelfAttention):

@@ -1,0 +1,287 @@
+"""A model built from its files: on `meta`, split, sharded, then loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from rl_core.model import HEADLESS_ROLES, ModelSpec, Role
+from rl_core.model_config import ModelConfig
+from rl_core.torch.collective_errors import on_all_ranks
+from rl_core.torch.files.model_files import WeightFiles, read_hf_config
+from rl_core.torch.heads.vocab_parallel import VocabShard
+from rl_dtensor.attention import ROWS, attention_for, rows_problem
+from rl_dtensor.compilation import compile_layers
+from rl_dtensor.config import AttentionBackend, DTensorConfig
+from rl_dtensor.kernels import kernel_of
+from rl_dtensor.layout import Alignment, Context, lay_out
+from rl_dtensor.loading import init_head, rebuild_buffers
+from rl_dtensor.lora import add_adapters, init_adapters
+from rl_dtensor.model import HeadShard, ReadingModel, ShardedModel
+from rl_dtensor.parallel.experts import expert_modules, split_experts
+from rl_dtensor.parallel.fsdp import shard_model
+from rl_dtensor.parallel.mesh import Mesh
+from rl_dtensor.parallel.plan import check_token_split, plan_of
+from rl_dtensor.parallel.sizes import shape_problems
+from rl_dtensor.parallel.stages import Stages
+from rl_dtensor.parallel.tensor import part_of, split_tensors
+from rl_dtensor.probes import check_logits, check_packing, probe_row
+from rl_dtensor.recompute import checkpoint_activations
+from rl_dtensor.settings import device_problems, head_problems
+from rl_dtensor.shape import shape_of
+from rl_dtensor.weights import Catalog, Weights
+
+SCORE = "score.weight"
+LM_HEAD = "lm_head.weight"
+
+
+def build_model(
+    config: ModelConfig, backend: DTensorConfig, spec: ModelSpec, *, folder: Path, is_packed: bool, mesh: Mesh
+) -> ShardedModel:
+    """Build on `meta`, split, shard, then load this rank's slices; collective.
+
+    Parameters are float32 where they train, and of the compute dtype where they don't.
+
+    Raises:
+        ValueError: where the files, the config, the mesh and the role do not fit together.
+    """
+    hf_config = read_hf_config(folder, config.hf_config_overrides)
+    problems = (
+        *device_problems(backend, precision=config.precision, device=mesh.kind),
+        *shape_problems(backend, _fields(hf_config)),
+        *head_problems(backend, _fields(hf_config)),
+    )
+    for problem in problems:
+        raise ValueError(f"{problem.key} {problem.message}")
+    builder = _Builder(config, backend, spec, hf_config, is_packed, mesh)
+    model = builder.build()
+    _load(model, WeightFiles.of(folder), role=spec.role, seed=spec.seed)
+    if spec.role not in HEADLESS_ROLES:
+        on_all_ranks(mesh.control, lambda: check_logits(model, mesh))
+        on_all_ranks(mesh.control, lambda: check_packing(model, mesh))
+    return model
+
+
+@dataclass
+class _Builder:
+    config: ModelConfig
+    backend: DTensorConfig
+    spec: ModelSpec
+    hf_config: PreTrainedConfig
+    is_packed: bool
+    mesh: Mesh
+
+    def build(self) -> ShardedModel:
+        """All chunks of this rank, sharded and without weights."""
+        sizes, backend = self.mesh.sizes, self.backend
+        whole = self._on_meta()
+        if sizes.ep > 1 and not expert_modules(whole):
+            raise ValueError(
+                f"policy.dtensor_cfg.expert_parallel_size is {sizes.ep} and {whole.config.model_type} models have no "
+                "stacked experts, which alone can be split over ranks; set it to 1"
+            )
+        num_stages = sizes.pp * backend.pipeline_chunks_per_rank
+        stages = Stages.of(whole, num_stages) if num_stages > 1 else None
+        catalog = Catalog.of(whole, (lambda name: 0) if stages is None else stages.stage_of)
+        self._adapt(whole)
+        shape = shape_of(whole)
+        here = [chunk * sizes.pp + self.mesh.on("pp") for chunk in range(backend.pipeline_chunks_per_rank)]
+        wholes = [whole, *(self._adapt(self._on_meta()) for _ in here[1:])]
+        chunks = [self._chunk(hf, stages, stage) for hf, stage in zip(wholes, here, strict=True)]
+        compute: torch.dtype = getattr(torch, self.config.precision)
+        weights = Weights(catalog, [chunk.hf for chunk in chunks], self.mesh)
+        return ShardedModel(chunks, here, num_stages, compute=compute, weights=weights, shape=shape, mesh=self.mesh)
+
+    def _on_meta(self) -> PreTrainedModel:
+        trains_all = self.spec.trains and not self.config.lora_cfg.enabled
+        return _on_meta(
+            self.hf_config,
+            self.spec.role,
+            self.backend.attention_backend,
+            dtype=torch.float32 if trains_all else getattr(torch, self.config.precision),
+            is_packed=self.is_packed,
+            is_split=self.mesh.sizes.cp > 1 or self.backend.sequence_parallel,
+        )
+
+    def _adapt(self, hf: PreTrainedModel) -> PreTrainedModel:
+        """The same model, with adapters where they are asked for."""
+        if self.config.lora_cfg.enabled:
+            with torch.device("meta"):
+                add_adapters(hf, self.config.lora_cfg)
+            if self.spec.trains:
+                _widen_trained(hf)
+        return hf
+
+    def _chunk(self, hf: PreTrainedModel, stages: Stages | None, stage: int) -> ReadingModel:
+        backend, mesh, role = self.backend, self.mesh, self.spec.role
+        is_last = stages is None or stage == stages.count - 1
+        is_headless = role in HEADLESS_ROLES
+        vocab, final_norm = None, None
+        plan = {}
+        if mesh.sizes.tp > 1:
+            plan = plan_of(hf, backend.custom_parallel_plan)
+            if backend.sequence_parallel:
+                check_token_split(hf, plan, decoder_layers(hf))
+            final_norm = Stages.of(hf, 1).final_norm if backend.sequence_parallel and is_last else None
+            if not is_headless:
+                vocab = self._vocab_shard(hf)
+        if stages is not None:
+            stages.cut(hf, stage)
+        if mesh.sizes.tp > 1:
+            split_tensors(
+                hf,
+                plan,
+                mesh.dense["tp"],
+                sequence_parallel=backend.sequence_parallel,
+                final_norm=final_norm,
+                has_split_head=not is_headless,
+            )
+        experts = [] if mesh.experts is None else split_experts(hf, mesh.experts["ep"])
+        if backend.activation_checkpointing:
+            checkpoint_activations(hf, backend.recompute_granularity)
+        if backend.compile:
+            compile_layers(decoder_layers(hf))
+        model = ReadingModel(
+            hf,
+            role,
+            attend=kernel_of(backend.attention_backend),
+            chunk_size=self.config.logprob_chunk_size,
+            alignment=self._alignment(),
+            is_packed=self.is_packed,
+            is_last=is_last,
+            head=HeadShard(vocab, backend.sequence_parallel),
+        )
+        self._shard(model, experts)
+        if stages is not None:
+            layout = lay_out(probe_row(hf.config, mesh.device), Alignment(), is_packed=self.is_packed)
+            stages.check_cut(hf, stage, model.rows_of(layout), len(layout.places), mesh.device)
+        return model
+
+    def _shard(self, model: ReadingModel, experts: list[nn.Module]) -> None:
+        mesh, offloads = self.mesh, self.backend.cpu_offload
+        shard_model(
+            model,
+            decoder_layers(model.hf),
+            [model.hf.score] if self.spec.role in HEADLESS_ROLES and model.is_last else [],
+            experts,
+            mesh=mesh,
+            compute=getattr(torch, self.config.precision),
+            cpu_offload=offloads,
+        )
+        model.to_empty(device=torch.device("cpu") if offloads else mesh.device)
+        rebuild_buffers(model.hf)
+        if offloads:
+            for module in model.modules():
+                for name, buffer in module.named_buffers(recurse=False):
+                    setattr(module, name, buffer.to(mesh.device))
+
+    def _alignment(self) -> Alignment:
+        sizes = self.mesh.sizes
+        tokens = sizes.tp if self.backend.sequence_parallel else 1
+        if sizes.cp == 1:
+            return Alignment(tokens)
+        context = Context(self.mesh.group("cp"), self.mesh.on("cp"), sizes.cp, self.backend.context_parallel_method)
+        return Alignment(2 * sizes.cp * tokens, context)
+
+    def _vocab_shard(self, hf: PreTrainedModel) -> VocabShard:
+        vocab = hf.get_output_embeddings().weight.shape[0]
+        start, _ = part_of(vocab, self.mesh.sizes.tp, self.mesh.on("tp"))
+        return VocabShard(start, vocab, self.mesh.group("tp"))
+
+
+def _fields(config: PreTrainedConfig) -> dict[str, Any]:
+    """Fields of a config, also by the names that most families have for them."""
+    text = config.get_text_config()
+    fields = text.to_dict()
+    return {**fields, **{name: fields[own] for name, own in text.attribute_map.items() if own in fields}}
+
+
+def decoder_layers(hf: PreTrainedModel) -> list[nn.Module]:
+    """The repeated layers, which are gathered one at a time: those that the family names, or else its largest list of
+    modules of one kind."""
+    names = set(hf._no_split_modules or ())
+    layers = [module for module in hf.modules() if type(module).__name__ in names]
+    if not layers:
+        lists = [module for module in hf.modules() if isinstance(module, nn.ModuleList)]
+        alike = [module for module in lists if len({type(layer) for layer in module}) == 1]
+        layers = list(max(alike, key=lambda module: sum(part.numel() for part in module.parameters()), default=()))
+    inner = {id(module) for layer in layers for module in layer.modules() if module is not layer}
+    layers = [layer for layer in layers if id(layer) not in inner]
+    if not layers:
+        raise ValueError(f"{type(hf).__name__} has no list of layers; it cannot be sharded layer by layer")
+    return layers
+
+
+def _on_meta(
+    config: PreTrainedConfig,
+    role: Role,
+    backend: AttentionBackend,
+    *,
+    dtype: torch.dtype,
+    is_packed: bool,
+    is_split: bool,
+) -> PreTrainedModel:
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(f"{config.model_type} models are not causal language models")
+    auto = AutoModelForCausalLM
+    if role in HEADLESS_ROLES:
+        config.num_labels = 1
+        auto = AutoModelForSequenceClassification
+
+    def built(attention: str) -> PreTrainedModel:
+        with torch.device("meta"):
+            return auto.from_config(config, dtype=dtype, attn_implementation=attention)
+
+    choose = partial(
+        attention_for,
+        config,
+        backend,
+        packed=is_packed,
+        split=is_split,
+        supports_sdpa=MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa,
+    )
+    attention = choose()
+    if attention != ROWS:
+        return built(attention)
+    try:
+        hf = built(ROWS)
+    except KeyError as error:
+        if error.args != (ROWS,):
+            raise
+        problem = "its code has a table of attentions of its own"
+    else:
+        problem = rows_problem(hf)
+        if not problem:
+            return hf
+    return built(choose(rows_problem=problem))
+
+
+def _widen_trained(hf: PreTrainedModel) -> None:
+    """What trains is float32, also where the frozen rest is of the compute dtype."""
+    for module in hf.modules():
+        for parameter in module.parameters(recurse=False):
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
+
+
+def _load(model: ShardedModel, files: WeightFiles, *, role: Role, seed: int) -> None:
+    if role not in HEADLESS_ROLES:
+        model.weights.load(files)
+    else:
+        model.weights.load(files, new=[SCORE], foreign=[LM_HEAD])
+    for chunk in model.chunks:
+        init_adapters(chunk.hf, seed)
+        if role in HEADLESS_ROLES and chunk.is_last and SCORE not in files.file_of:
+            init_head(chunk.hf.score, chunk.hf.config.get_text_config().initializer_range, seed)

@@ -1,0 +1,49 @@
+"""Parameters that are DTensors, and modules that compute on this rank's part of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, distribute_tensor
+
+from rl_dtensor.parallel.collectives import scale_grad
+
+
+def localize(module: nn.Module, placements: Mapping[str, Placement], grad_scale: float = 1.0) -> None:
+    """Have a module without children compute on the local parts of its DTensor parameters.
+
+    Args:
+        placements: parameter name to the placement of the gradient that its computation gives.
+        grad_scale: multiplies gradients.
+    """
+    original = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        held = module.__dict__["_parameters"]
+        module.__dict__["_parameters"] = {
+            name: None if parameter is None else to_local(parameter, placements[name], grad_scale)
+            for name, parameter in held.items()
+        }
+        try:
+            return original(*args, **kwargs)
+        finally:
+            module.__dict__["_parameters"] = held
+
+    module.forward = forward
+
+
+def to_local(parameter: Tensor, grad: Placement, grad_scale: float = 1.0) -> Tensor:
+    """This rank's part of a parameter, with gradients."""
+    part = parameter.to_local(grad_placements=[grad]) if isinstance(parameter, DTensor) else parameter
+    return part if grad_scale == 1.0 else scale_grad(part, grad_scale)
+
+
+def distribute(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
+    """Replace a parameter on `meta` by a DTensor."""
+    parameter = module._parameters[name]
+    assert parameter is not None
+    split = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
+    module.register_parameter(name, nn.Parameter(split, requires_grad=parameter.requires_grad))
