@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from rl_core.environment import Conversation, Environment, EnvironmentFailure, StepResult
-from rl_core.environments.function import as_environment
+from rl_core.environment import Conversation, Environment, EnvironmentFailure, StepResult, as_environment
 from rl_core.environments.process import EnvironmentProcess
 from rl_core.testing.environment import EnvironmentSuite
 

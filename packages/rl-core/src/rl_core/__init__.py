@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from rl_core.environment import Conversation as Conversation
     from rl_core.environment import Environment as Environment
     from rl_core.environment import StepResult as StepResult
-    from rl_core.environments.function import as_environment as as_environment
+    from rl_core.environment import as_environment as as_environment
     from rl_core.errors import ConfigError as ConfigError
     from rl_core.errors import RLError as RLError
     from rl_core.errors import WeightSyncError as WeightSyncError
@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "batch": ("Batch",),
-    "environment": ("Conversation", "Environment", "StepResult"),
-    "environments.function": ("as_environment",),
+    "environment": ("Conversation", "Environment", "StepResult", "as_environment"),
     "errors": ("ConfigError", "RLError", "WeightSyncError"),
     "generation": ("Generator", "RolloutProgram", "RolloutSource", "SamplingParams"),
     "model": ("Loss", "Model", "ModelWorker"),

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 
-from rl_core.environments.leases import Leases
+from rl_core.environments.pool import Leases
 
 
 class Clock(asyncio.SelectorEventLoop):

@@ -1,4 +1,4 @@
-"""A running environment process, as the pool that started it sees it."""
+"""The near side of an environment process: its start, its requests and answers, and what it prints."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import contextlib
 import logging
 import os
 import pickle
+import re
 import signal
 import socket
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from rl_core.environments.messages import LENGTH, STACKS, Build, Close, MalformedAnswer, Message
-from rl_core.environments.output import Output
-from rl_core.environments.variables import process_variables
 from rl_core.errors import EnvironmentTimeout, WorkerDied
 
 logger = logging.getLogger(__name__)
@@ -30,8 +30,42 @@ END_TIMEOUT_S = 5.0
 """Most seconds that a process whose stream has closed is waited for, and then its last output."""
 STACKS_TIMEOUT_S = 2.0
 """Most seconds that a process which hangs has to write its stacks to the log before it is killed."""
+MAX_LINE = 2000
+"""Most characters of a line that are logged."""
+MAX_BYTES = 2**20
+"""Most bytes of one process that are logged; the rest is read and dropped."""
+TAIL_LINES = 200
+"""Lines kept to explain the end of a process, its stacks among them."""
 
 _OUT_OF_MEMORY = ("MemoryError", "bad_alloc", "Cannot allocate memory", "out of memory", "OutOfMemory")
+_FRAME = re.compile(r'\s*File "([^"]*)", line (\d+) in (.*)')
+
+_PATHS_LOCALE_AND_CACHES = """
+    PATH HOME USER LOGNAME SHELL LANG LANGUAGE TZ TMPDIR TEMP TMP TERM
+    VIRTUAL_ENV CONDA_PREFIX LD_LIBRARY_PATH LD_PRELOAD
+    XDG_CACHE_HOME XDG_CONFIG_HOME XDG_DATA_HOME
+    HF_HOME HF_HUB_CACHE HUGGINGFACE_HUB_CACHE HF_ASSETS_CACHE HF_DATASETS_CACHE HF_MODULES_CACHE
+    HF_HUB_OFFLINE HF_DATASETS_OFFLINE TRANSFORMERS_OFFLINE TRANSFORMERS_CACHE TOKENIZERS_PARALLELISM
+    NLTK_DATA MPLCONFIGDIR RL_HOME
+    SSL_CERT_FILE SSL_CERT_DIR REQUESTS_CA_BUNDLE CURL_CA_BUNDLE
+"""
+PASSED = frozenset(_PATHS_LOCALE_AND_CACHES.split())
+"""Names that an environment's process sees as its parent does."""
+
+PASSED_PREFIXES = ("LC_", "PYTHON")
+"""Beginnings of further such names."""
+
+DEFAULTS = {
+    # every process computes with one thread, as there is a process per core
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    # devices belong to the models
+    "CUDA_VISIBLE_DEVICES": "",
+    # a print is in the log even if the process is killed right after it
+    "PYTHONUNBUFFERED": "1",
+}
+"""Variables of every environment's process."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +110,7 @@ class Child:
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     output: Output
-    lifeline: int
+    parent_pipe: int
     num_calls: int = 0
     closed: bool = False
 
@@ -108,7 +142,7 @@ class Child:
     @classmethod
     async def _open(cls, spec: ChildSpec) -> Child:
         near, far = socket.socketpair()
-        watched, lifeline = os.pipe()
+        watched, parent_pipe = os.pipe()
         printed, out = os.pipe()
         # a plain child rather than multiprocessing's: nothing of this process's main module is imported there
         code = (
@@ -129,7 +163,7 @@ class Child:
         os.close(out)
         reader, writer = await asyncio.open_connection(sock=near, limit=2**20)
         output = await Output.read_from(printed, popen.pid)
-        return cls(spec, popen, reader, writer, output, lifeline)
+        return cls(spec, popen, reader, writer, output, parent_pipe)
 
     @property
     def returncode(self) -> int | None:
@@ -175,7 +209,7 @@ class Child:
             return
         self.closed = True
         self.writer.close()
-        os.close(self.lifeline)
+        os.close(self.parent_pipe)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.popen.pid, signal.SIGKILL)
         await asyncio.to_thread(self.popen.wait)
@@ -214,3 +248,97 @@ class Child:
         if size > most:
             raise MalformedAnswer(f"{size} bytes; an answer has at most {most}")
         return await self.reader.readexactly(size)
+
+
+class Output(asyncio.Protocol):
+    """Logs each line that a process writes to its standard output or error, up to a bound.
+
+    Args:
+        pid: of the process, which begins each line in the log.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._rest = b""
+        self._num_bytes = 0
+        self._lines: deque[str] = deque(maxlen=TAIL_LINES)
+        self._closed = asyncio.get_running_loop().create_future()
+        self._transport: asyncio.BaseTransport | None = None
+
+    @classmethod
+    async def read_from(cls, descriptor: int, pid: int) -> Output:
+        """Read a pipe's end until the process closes the other, or `close`."""
+        loop = asyncio.get_running_loop()
+        _, output = await loop.connect_read_pipe(lambda: cls(pid), os.fdopen(descriptor, "rb", buffering=0))
+        return output
+
+    @property
+    def last_line(self) -> str:
+        """The last line that says something, shortened."""
+        return next((line.strip()[:200] for line in reversed(self._lines) if line.strip()), "")
+
+    @property
+    def tail(self) -> str:
+        """The last lines."""
+        return "\n".join(self._lines)
+
+    @property
+    def innermost_frame(self) -> str:
+        """Where the process was when it wrote its stacks; empty if it did not."""
+        innermost = ""
+        begins = False
+        for line in self._lines:
+            found = _FRAME.match(line)
+            if begins and found:
+                innermost = f"{found[3]} ({os.path.basename(found[1])}:{found[2]})"
+            begins = "most recent call first" in line
+        return innermost
+
+    async def ended(self, timeout_s: float) -> None:
+        """Wait until everything has been read; what the process started may keep the pipe open for longer."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await asyncio.shield(self._closed)
+
+    def close(self) -> None:
+        """Read no more."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > MAX_LINE:
+            lines, self._rest = [*lines, self._rest], b""
+        for line in lines:
+            self._log(line)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._rest:
+            self._log(self._rest)
+        if not self._closed.done():
+            self._closed.set_result(None)
+
+    def _log(self, line: bytes) -> None:
+        text = line[: 4 * MAX_LINE].decode(errors="replace")[:MAX_LINE].rstrip()
+        self._lines.append(text)
+        if self._num_bytes > MAX_BYTES:
+            return
+        self._num_bytes += len(line)
+        if self._num_bytes > MAX_BYTES:
+            logger.warning("process %d has printed more than %d MiB; the rest is dropped", self._pid, MAX_BYTES >> 20)
+        elif text:
+            logger.info("process %d: %s", self._pid, text)
+
+
+def process_variables(inherited: Mapping[str, str], settings: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that an environment's process starts with.
+
+    Args:
+        inherited: variables of the process that starts it; only those on the allow-list are kept.
+        settings: `env.<name>.env_vars`, which win over everything else.
+    """
+    kept = {name: value for name, value in inherited.items() if name in PASSED or name.startswith(PASSED_PREFIXES)}
+    return kept | DEFAULTS | dict(settings)

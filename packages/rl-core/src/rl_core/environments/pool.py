@@ -6,20 +6,24 @@ import asyncio
 import logging
 import os
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rl_core.environment import Conversation, EnvironmentFailure, StepResult
 from rl_core.environments.child import ChildSpec
 from rl_core.environments.config import EnvironmentConfig
-from rl_core.environments.leases import LEASE_S, Leases
-from rl_core.environments.turns import Backlog, Call, Home, Turn, fail_all
-from rl_core.environments.worker import Worker
+from rl_core.environments.worker import Backlog, Call, Home, Turn, Worker, fail_all
 
 logger = logging.getLogger(__name__)
 
 MAX_DEFAULT_WORKERS = 8
 """Most processes of an environment whose settings name no number."""
+LEASE_S = 600.0
+"""How long a client need not be heard of; its process may be busy with loading an engine."""
+RENEW_S = LEASE_S / 10
+"""How often a client renews its lease."""
+
+_UNKNOWN = "its state is lost: its environment was started again, or closed it as nothing was heard of its rollout"
 
 
 class EnvironmentPool:
@@ -34,7 +38,7 @@ class EnvironmentPool:
     deadline, those without a state are tried again one by one, so that only those to blame fail; those with a state
     fail, as their state may be half stepped or lost.
 
-    The processes see a few environment variables of this one (`variables`) and end with it, however it ends. Nothing
+    The processes see a few environment variables of this one (`child.PASSED`) and end with it, however it ends. Nothing
     that they send is unpickled (`messages`).
 
     Args:
@@ -255,7 +259,36 @@ class EnvironmentPool:
             raise RuntimeError("the environment pool is closed")
 
 
-_UNKNOWN = "its state is lost: its environment was started again, or closed it as nothing was heard of its rollout"
+class Leases:
+    """Tells when a client was last heard of too long ago; to be used from one event loop.
+
+    Args:
+        lease_s: how long a lease lasts.
+        expire: called with a client whose lease ran out.
+    """
+
+    def __init__(self, lease_s: float, expire: Callable[[str], None]) -> None:
+        self._lease_s = lease_s
+        self._expire = expire
+        self._ends: dict[str, asyncio.TimerHandle] = {}
+
+    def renew(self, client: str) -> None:
+        """Begin a client's lease anew; no client (an empty name) has none."""
+        if not client:
+            return
+        if (end := self._ends.pop(client, None)) is not None:
+            end.cancel()
+        self._ends[client] = asyncio.get_running_loop().call_later(self._lease_s, self._end, client)
+
+    def close(self) -> None:
+        """End every lease without a word."""
+        for end in self._ends.values():
+            end.cancel()
+        self._ends.clear()
+
+    def _end(self, client: str) -> None:
+        del self._ends[client]
+        self._expire(client)
 
 
 def default_num_workers() -> int:

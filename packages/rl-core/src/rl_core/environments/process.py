@@ -16,8 +16,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, BinaryIO
 
-from rl_core.environment import Conversation, Environment, EnvironmentFailure, StepResult
-from rl_core.environments.function import as_environment
+from rl_core.environment import Conversation, Environment, EnvironmentFailure, StepResult, as_environment
 from rl_core.environments.messages import (
     LENGTH,
     STACKS,
@@ -158,17 +157,17 @@ def receive(incoming: BinaryIO) -> Any:
     return pickle.loads(incoming.read(*LENGTH.unpack(header)))
 
 
-def die_with(lifeline: int) -> None:
+def end_with_parent(parent_pipe: int) -> None:
     """End this process as soon as nobody holds the other end of a pipe.
 
     The kernel ends it by SIGIO, so neither a hanging environment nor one that holds the interpreter's lock outlives its
     parent (PR_SET_PDEATHSIG would follow the thread that started the process instead).
     """
     signal.signal(signal.SIGIO, signal.SIG_DFL)
-    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+    fcntl.fcntl(parent_pipe, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(parent_pipe, fcntl.F_SETFL, fcntl.fcntl(parent_pipe, fcntl.F_GETFL) | os.O_ASYNC)
     poll = select.poll()
-    poll.register(lifeline, 0)
+    poll.register(parent_pipe, 0)
     if poll.poll(0):
         sys.exit(1)
 
@@ -188,9 +187,9 @@ def limit(memory_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
 
 
-def main(connection: int, lifeline: int, memory_bytes: int) -> None:
-    """Entry point of the process: descriptors of its stream and of its parent's lifeline, and its memory limit."""
-    die_with(lifeline)
+def main(connection: int, parent_pipe: int, memory_bytes: int) -> None:
+    """Entry point of the process: descriptors of its stream and of its parent's pipe, and its memory limit."""
+    end_with_parent(parent_pipe)
     limit(memory_bytes)
     faulthandler.enable()
     # the pool's question for where this process hangs: it writes its stacks and ends

@@ -12,7 +12,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from rl_core.environment import Conversation, EnvironmentFailure, StepResult
-from rl_core.environments.leases import RENEW_S
+from rl_core.environments.pool import RENEW_S
 from rl_core.errors import Origin
 from rl_core.ray.calls import translate
 

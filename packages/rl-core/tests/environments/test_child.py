@@ -1,4 +1,4 @@
-from rl_core.environments.variables import process_variables
+from rl_core.environments.child import process_variables
 
 
 def test_only_what_is_on_the_list_is_passed_on() -> None:
