@@ -24,11 +24,12 @@ import numpy as np
 from measurement import median, seconds, surroundings, table
 
 from rl_algos.data.stream import Stream
-from rl_algos.grpo.batch import advantages_of, build_batch
+from rl_algos.grpo.batch import build_batch
+from rl_algos.grpo.collect import Validation
 from rl_algos.grpo.config import GRPOConfig
+from rl_algos.grpo.estimators import advantages_of
 from rl_algos.grpo.loop import train
 from rl_algos.grpo.metrics import rollout_metrics
-from rl_algos.grpo.validation import Validation
 from rl_algos.losses.policy import PolicyLoss
 from rl_algos.rollouts.source import SyncRolloutSource
 from rl_core.devices import device_named

@@ -3,10 +3,11 @@ import dataclasses
 import numpy as np
 import pytest
 
-from rl_algos.grpo.batch import advantages_of, build_batch
+from rl_algos.grpo.batch import build_batch
+from rl_algos.grpo.collect import Validation
 from rl_algos.grpo.config import GRPOConfig
+from rl_algos.grpo.estimators import advantages_of
 from rl_algos.grpo.loop import train
-from rl_algos.grpo.validation import Validation
 from rl_algos.losses.policy import KLPenalty, PolicyLoss
 from rl_core.errors import DataError
 from rl_core.generation import SamplingParams

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -11,6 +10,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import ConfigError
+from rl_core.user_code import load_module
 
 if TYPE_CHECKING:
     from rl_core.config import Config, Problem
@@ -133,7 +133,9 @@ class AlgorithmPlugin:
     """An algorithm.
 
     Args:
-        sections: config sections it adds to the root, by key (`grpo`, `loss_fn`, `data`, ...).
+        sections: config sections it adds to the root, by key (`grpo`, `loss_fn`, `data`, ...): the type of each, or a
+            function from what is written there, as plain values, to the type; it raises a `ProblemError` if that
+            chooses what does not exist.
         load: `"package.module:function"`, called on the driver as `load(config)` before anything else: reads the data
             and checks what can be checked without a tokenizer, which takes seconds to load.
         prepare: `"package.module:function"`, called on the driver as `prepare(config, tokenizer, loaded)` with what
@@ -143,6 +145,9 @@ class AlgorithmPlugin:
         generates: whether it needs rollouts; the config then has `policy.generation`.
         rollouts: `"package.module:function"`, called as `rollouts(config, data)` and returning `RolloutNeeds`; where
             it generates.
+        evaluate: `"package.module:function"`, called as `evaluate(config, data, pool)` with a `RolloutPool` that serves
+            the weights of `policy.model_name`, and returning an `Evaluation` of the validation data; empty if it does
+            not evaluate by rollouts.
         validation_metrics: from the resolved config to the names of the `val/` metrics that its run records; None where
             they are not known before it.
         models: from the resolved config to the models that the run needs, by role. The role `policy` is the model whose
@@ -154,7 +159,7 @@ class AlgorithmPlugin:
     """
 
     name: str
-    sections: Mapping[str, type[Config]]
+    sections: Mapping[str, type[Config] | Callable[[Any], type[Config]]]
     load: str
     prepare: str
     run: str
@@ -163,6 +168,7 @@ class AlgorithmPlugin:
     model_sections: tuple[str, ...] = ("policy",)
     requirements: tuple[Requirement, ...] = ()
     rollouts: str = ""
+    evaluate: str = ""
     validation_metrics: Callable[[Any], Iterable[str]] | None = None
     checks: tuple[Callable[[Any], Iterable[Problem]], ...] = ()
 
@@ -226,19 +232,19 @@ def plugins(group: str) -> dict[str, Any]:
 
 
 def resolve(path: str) -> Any:
-    """The object named by `"package.module:Name"`.
+    """The object named by `"package.module:Name"`, or by `"file.py:Name"` in a file of the user's own.
 
     Raises:
-        ValueError: where the text is not of that form or the module has no such name.
-        ModuleNotFoundError: where the module, or something it imports, is not installed.
+        ValueError: if the text is not of that form, the module has no such name, or the file cannot be read or run.
+        ModuleNotFoundError: if the module, or something it imports, is not installed.
     """
-    module, _, attribute = path.partition(":")
+    module, _, attribute = path.rpartition(":")
     if not module or not attribute:
-        raise ValueError(f"expected 'package.module:Name', got {path!r}")
-    target = importlib.import_module(module)
+        raise ValueError(f"expected 'package.module:Name' or 'file.py:Name', got {path!r}")
+    target: Any = load_module(module)
     try:
         for part in attribute.split("."):
             target = getattr(target, part)
     except AttributeError:
-        raise ValueError(f"module {module!r} has no {attribute!r}") from None
+        raise ValueError(f"{module!r} has no {attribute!r}") from None
     return target

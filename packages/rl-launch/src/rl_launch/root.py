@@ -13,7 +13,18 @@ from typing import Any, Literal, TypeVar
 from pydantic import Field
 
 from rl_algos.requirement import LOSSES
-from rl_core.config import Config, EnvVars, Problem, RawConfig, Resolved, assemble, did_you_mean, load, resolve
+from rl_core.config import (
+    Config,
+    EnvVars,
+    Problem,
+    ProblemError,
+    RawConfig,
+    Resolved,
+    assemble,
+    did_you_mean,
+    load,
+    resolve,
+)
 from rl_core.devices import Device
 from rl_core.errors import ConfigError
 from rl_core.model import ModelSpec
@@ -101,7 +112,7 @@ def read_config(source: str | Path, overrides: Sequence[str] = ()) -> Resolved[R
     algorithm = _algorithm(raw)
     return resolve(
         raw,
-        root_type(algorithm),
+        root_type(algorithm, raw),
         checks=(_folder_checks, *algorithm.checks, _checkpointing_checks, _backend_checks, _topology_checks),
     )
 
@@ -141,14 +152,18 @@ def recipe_with(key: str) -> str:
 
 def type_of(raw: RawConfig) -> type[RootConfig]:
     """The root type that a config asks for by its `algorithm`."""
-    return root_type(_algorithm(raw))
+    return root_type(_algorithm(raw), raw)
 
 
-def root_type(algorithm: AlgorithmPlugin) -> type[RootConfig]:
-    """The root of a run: the algorithm's sections, those of installed backends and environments, and the runtime's."""
+def root_type(algorithm: AlgorithmPlugin, raw: RawConfig) -> type[RootConfig]:
+    """The root of a run: the algorithm's sections, those of installed backends and environments, and the runtime's.
+
+    Raises:
+        ConfigError: if a section chooses what does not exist.
+    """
     environments = {name: found.config for name, found in _installed(ENVIRONMENTS).items()}
     sections: dict[str, Any] = {
-        **algorithm.sections,
+        **{key: _section(key, kind, raw) for key, kind in algorithm.sections.items()},
         "policy": _policy_type(generates=algorithm.generates),
         "checkpointing": CheckpointingConfig,
         "logger": LoggerConfig,
@@ -157,6 +172,17 @@ def root_type(algorithm: AlgorithmPlugin) -> type[RootConfig]:
     if algorithm.generates:
         sections["env"] = assemble("Environments", environments)
     return assemble("Root", sections, base=RootConfig)  # type: ignore[return-value]  # a subclass of its base
+
+
+def _section(key: str, kind: Any, raw: RawConfig) -> type[Config]:
+    if isinstance(kind, type):
+        return kind
+    try:
+        chosen: type[Config] = kind(raw.select(key))
+    except ProblemError as error:
+        at = [(f"{key}.{problem.key}", problem.message) for problem in error.problems]
+        raise ConfigError("\n".join(f"{path} ({raw.origin(path)}): {message}" for path, message in at)) from None
+    return chosen
 
 
 def backends_of(config: Any) -> Backends:

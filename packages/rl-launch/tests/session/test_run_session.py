@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from rl_algos.data.stream import Stream
+from rl_algos.grpo.collect import Validation
 from rl_algos.grpo.config import GRPOConfig
 from rl_algos.grpo.loop import train
-from rl_algos.grpo.validation import Validation
 from rl_algos.losses.policy import PolicyLoss
 from rl_algos.rollouts.source import SyncRolloutSource
 from rl_core.errors import RunDirectoryError, WorkerDied

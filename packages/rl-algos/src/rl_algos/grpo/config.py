@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal, Protocol
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from rl_algos.data.config import DataConfig
 from rl_core.config import Config
+from rl_core.model_config import GenerationConfig
+
+
+class NamedConfig(Config):
+    """A section that chooses a function or class by `name`; its other keys are the settings of that."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _a_name_alone(cls, written: Any) -> Any:
+        return {"name": written} if isinstance(written, str) else written
+
+
+class EstimatorConfig(NamedConfig):
+    """How rewards become advantages; the keys beside `name` are the settings of that estimator."""
+
+    name: str | None = None
+    """`grpo`, `rloo`, `package.module:function` or `file.py:function`; if unset, `rloo` with
+    `use_leave_one_out_baseline` and `grpo` without it."""
 
 
 class RewardScalingConfig(Config):
@@ -51,6 +70,7 @@ class GRPOConfig(Config):
     """Divide advantages by the standard deviation of their group."""
     use_leave_one_out_baseline: bool = False
     """Compare each reward with the mean of the others in its group instead of the mean of all."""
+    adv_estimator: EstimatorConfig = EstimatorConfig()
     advantage_clip_low: float | None = None
     """Smallest advantage."""
     advantage_clip_high: float | None = None
@@ -88,7 +108,11 @@ class GRPOConfig(Config):
         return self.num_prompts_per_step * self.num_generations_per_prompt
 
 
-class LossConfig(Config):
+class LossConfig(NamedConfig):
+    """The clipped policy loss."""
+
+    name: Literal["policy"] = "policy"
+    """`policy`, or the class of another loss: `package.module:Class` or `file.py:Class`."""
     reference_policy_kl_penalty: float = Field(default=0.01, ge=0)
     """Weight of the KL term; 0 keeps no reference policy."""
     reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
@@ -123,3 +147,53 @@ class LossConfig(Config):
     """Upper bound of the importance weight; not truncated where unset."""
     truncated_importance_sampling_ratio_min: float | None = Field(default=None, ge=0)
     """Lower bound of the importance weight, for `icepop` and `seq-mask-tis`."""
+
+
+class CustomLossConfig(NamedConfig):
+    """A loss other than `policy`; the keys beside `name` are the fields of its class."""
+
+    name: str
+    """`package.module:Class` or `file.py:Class`."""
+
+
+class GeneratingPolicy(Protocol):
+    """The keys of `policy` that GRPO reads."""
+
+    @property
+    def train_global_batch_size(self) -> int:
+        """Rollouts of one optimizer step."""
+        ...
+
+    @property
+    def max_total_sequence_length(self) -> int:
+        """Most tokens of a rollout."""
+        ...
+
+    @property
+    def generation(self) -> GenerationConfig:
+        """How completions are sampled."""
+        ...
+
+
+class GRPORoot(Protocol):
+    """The resolved config of a GRPO run, as far as GRPO reads it."""
+
+    @property
+    def grpo(self) -> GRPOConfig:
+        """Settings of the loop."""
+        ...
+
+    @property
+    def loss_fn(self) -> LossConfig | CustomLossConfig:
+        """Settings of the loss."""
+        ...
+
+    @property
+    def data(self) -> DataConfig:
+        """What is trained and validated on."""
+        ...
+
+    @property
+    def policy(self) -> GeneratingPolicy:
+        """The model that is trained."""
+        ...

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from rl_algos.grpo.batch import advantages_of, build_batch, minibatches, with_logprobs
+from rl_algos.grpo.batch import build_batch, minibatches, with_logprobs
+from rl_algos.grpo.collect import Validation, collect_groups
 from rl_algos.grpo.config import GRPOConfig
+from rl_algos.grpo.estimators import advantages_of, by_rollout
 from rl_algos.grpo.metrics import rollout_metrics, training_metrics
-from rl_algos.grpo.sampling import collect_groups
-from rl_algos.grpo.validation import Validation
 from rl_core.generation import RolloutSource, Weights
 from rl_core.model import Loss, Model
 from rl_core.run import Run
@@ -49,6 +49,6 @@ def train(
             rollouts.adopt(update)
         run.record(step, {"weight_version": update.version, **training_metrics(updates)})
         run.record(step, rollout_metrics(groups, aside, advantages))
-        run.record_rollouts(step, [*groups, *aside], advantages)
+        run.record_rollouts(step, [*groups, *aside], by_rollout(advantages, groups))
         if run.due(config.val_period, step, at_end=config.val_at_end):
             validation(rollouts, run, step=step)

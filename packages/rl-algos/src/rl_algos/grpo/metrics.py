@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from rl_algos.grpo.advantages import Advantages
 from rl_core.generation import Evaluation
 from rl_core.model import Metrics
+from rl_core.ragged import Ragged
 from rl_core.rollout import RolloutGroup
 
 _OF_LAST = {"train/lr"}
@@ -35,17 +37,18 @@ def training_metrics(updates: Sequence[Metrics]) -> dict[str, float]:
 
 
 def rollout_metrics(
-    groups: Sequence[RolloutGroup], aside: Sequence[RolloutGroup], advantages: np.ndarray
+    groups: Sequence[RolloutGroup], aside: Sequence[RolloutGroup], advantages: Advantages
 ) -> dict[str, float]:
     """Rewards, lengths and endings of the rollouts trained on."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     usable = [rollout for rollout in rollouts if rollout.status != "failed"]
+    values = advantages.values if isinstance(advantages, Ragged) else advantages
     metrics = {
         "rollout/failed": float(len(rollouts) - len(usable)),
         "rollout/groups_without_signal": float(
             len(aside) + sum(np.nanstd(group.rewards()) == 0 for group in groups if np.isfinite(group.rewards()).any())
         ),
-        "advantage/max": float(np.abs(advantages).max()),
+        "advantage/max": float(np.abs(values).max()),
     }
     if not usable:
         return metrics

@@ -7,16 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_algos.data.examples import Datasets
-from rl_algos.data.prompts import prompt_stream, validation_prompts
+from rl_algos.data.examples import load as load_all
 from rl_algos.data.stream import Stream
-from rl_algos.grpo.config import LossConfig
+from rl_algos.grpo.collect import Validation
+from rl_algos.grpo.config import GRPORoot
 from rl_algos.grpo.loop import train
-from rl_algos.grpo.validation import Validation
-from rl_algos.losses.policy import ImportanceCorrection, KLPenalty, PolicyLoss
+from rl_algos.grpo.loss import loss_of
 from rl_algos.rollouts.source import SyncRolloutSource
-from rl_core.generation import SamplingParams
+from rl_core.config import did_you_mean
+from rl_core.errors import DataError
+from rl_core.generation import Evaluation, RolloutPool, SamplingParams
 from rl_core.model_config import GenerationConfig
-from rl_core.plugins import RolloutNeeds
+from rl_core.plugins import ENVIRONMENTS, RolloutNeeds, names
 from rl_core.rollout import Prompt
 from rl_core.run import Components, Run
 
@@ -36,8 +38,31 @@ class GRPOData:
     end_of_sequence: int
 
 
-def prepare(config: Any, tokenizer: Any, datasets: Datasets) -> GRPOData:
+def load(config: GRPORoot) -> Datasets:
+    """All data of the config, before it is tokenised, every row with an environment that scores it.
+
+    Raises:
+        DataError: naming dataset and row, and the remedy.
+        ConfigError: if a file or a processor that a dataset names is not there.
+    """
+    datasets = load_all(config)
+    known = names(ENVIRONMENTS)
+    for dataset in (*datasets.train, *datasets.validation):
+        for row_id in dataset.examples:
+            name = dataset.environment(row_id)
+            if name not in known:
+                raise DataError(
+                    f"row {row_id} names the environment {name!r}, which is not installed{did_you_mean(name, known)}; "
+                    f"installed are {', '.join(known) or 'none'}"
+                )
+    return datasets
+
+
+def prepare(config: GRPORoot, tokenizer: Any, datasets: Datasets) -> GRPOData:
     """Tokenise and check the prompts; each leaves room for a whole completion."""
+    # imports transformers, which takes a second that `load` need not pay
+    from rl_algos.data.prompts import prompt_stream, validation_prompts
+
     room = config.policy.max_total_sequence_length - config.policy.generation.max_new_tokens
     train = prompt_stream(
         datasets.train,
@@ -51,7 +76,7 @@ def prepare(config: Any, tokenizer: Any, datasets: Datasets) -> GRPOData:
     return GRPOData(train, held_out, tokenizer.eos_token_id)
 
 
-def rollouts(config: Any, data: GRPOData) -> RolloutNeeds:
+def rollouts(config: GRPORoot, data: GRPOData) -> RolloutNeeds:
     """The multi-turn program, over the environments that the prompts name."""
     return RolloutNeeds(
         program="rl_algos.rollouts.program:MultiTurnProgram",
@@ -65,30 +90,28 @@ def rollouts(config: Any, data: GRPOData) -> RolloutNeeds:
     )
 
 
-def run(config: Any, components: Components, run: Run) -> None:
+def run(config: GRPORoot, components: Components, run: Run) -> None:
     """Train as the config says."""
     data: GRPOData = components.data
     assert components.pool is not None, "GRPO generates"
     assert components.weights is not None, "GRPO generates"
-    generation = config.policy.generation
-    source = SyncRolloutSource(
-        components.pool,
-        data.train,
-        sampling=training_sampling(generation, data.end_of_sequence),
-        num_generations=config.grpo.num_generations_per_prompt,
-        seed=config.grpo.seed,
-        max_failed_share=config.grpo.max_failed_share,
-    )
+    sampling = validation_sampling(config.policy.generation, data.end_of_sequence)
     train(
         config.grpo,
-        policy_loss(config),
+        loss_of(config),
         policy=components.models["policy"],
-        rollouts=source,
+        rollouts=_source(config, data, components.pool),
         weights=components.weights,
-        validation=Validation(data.validation, validation_sampling(generation, data.end_of_sequence), config.grpo),
+        validation=Validation(data.validation, sampling, config.grpo),
         run=run,
         rows_per_minibatch=config.policy.train_global_batch_size,
     )
+
+
+def evaluate(config: GRPORoot, data: GRPOData, pool: RolloutPool) -> Evaluation:
+    """Roll out the validation prompts, as a validation of the run would, once each."""
+    sampling = validation_sampling(config.policy.generation, data.end_of_sequence)
+    return _source(config, data, pool).evaluate(data.validation[: config.grpo.max_val_samples], sampling)
 
 
 def training_sampling(generation: GenerationConfig, end_of_sequence: int) -> SamplingParams:
@@ -113,32 +136,12 @@ def validation_sampling(generation: GenerationConfig, end_of_sequence: int) -> S
     )
 
 
-def policy_loss(config: Any) -> PolicyLoss:
-    """The loss a config describes."""
-    loss: LossConfig = config.loss_fn
-    kl = KLPenalty(
-        weight=loss.reference_policy_kl_penalty,
-        estimator=loss.reference_policy_kl_type,
-        input_clamp=loss.kl_input_clamp_value,
-        output_clamp=loss.kl_output_clamp_value,
-    )
-    importance = ImportanceCorrection(
-        truncation=loss.truncated_importance_sampling_type,
-        low=loss.truncated_importance_sampling_ratio_min,
-        high=loss.truncated_importance_sampling_ratio,
-    )
-    has_one_minibatch = config.policy.train_global_batch_size == config.grpo.rollouts_per_step
-    on_policy = has_one_minibatch if loss.force_on_policy_ratio is None else loss.force_on_policy_ratio
-    return PolicyLoss(
-        clip_low=loss.ratio_clip_min,
-        clip_high=loss.ratio_clip_max,
-        dual_clip=loss.ratio_clip_c,
-        level="token" if loss.token_level_loss else "sequence",
-        sequence_ratio=loss.sequence_level_importance_ratios,
-        cispo=loss.use_cispo,
-        on_policy=on_policy,
-        kl=kl if kl.weight > 0 else None,
-        importance=importance if loss.use_importance_sampling_correction else None,
-        mismatch_threshold=config.grpo.seq_logprob_error_threshold,
-        temperature=config.policy.generation.temperature,
+def _source(config: GRPORoot, data: GRPOData, pool: RolloutPool) -> SyncRolloutSource:
+    return SyncRolloutSource(
+        pool,
+        data.train,
+        sampling=training_sampling(config.policy.generation, data.end_of_sequence),
+        num_generations=config.grpo.num_generations_per_prompt,
+        seed=config.grpo.seed,
+        max_failed_share=config.grpo.max_failed_share,
     )

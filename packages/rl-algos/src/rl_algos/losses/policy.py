@@ -78,8 +78,8 @@ class PolicyLoss:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """`loss_mask`, `generation_logprobs` `[tokens]`, `advantages` `[rows]`, and what the terms in use compare
-        with.
+        """`loss_mask`, `generation_logprobs` `[tokens]`, `advantages` `[rows]` or `[tokens]`, and what the terms in use
+        compare with.
         """
         prev = () if self.on_policy else ("prev_logprobs",)
         ref = ("ref_logprobs",) if self.kl else ()

@@ -27,7 +27,7 @@ def compute(loss: PolicyLoss, reads: Mapping[str, Tensor], rows: Rows) -> LossSu
 
     mismatch = mask * (prev - generation)
     kept = _below_threshold(loss, rows, mismatch, mask, lengths)
-    advantages = rows.spread(rows["advantages"].to(logprobs.dtype))
+    advantages = rows.per_token("advantages").to(logprobs.dtype)
     ratio = _ratio(loss, rows, mask * (logprobs - prev), lengths)
     clipped = ratio.clamp(1 - loss.clip_low, 1 + loss.clip_high)
     per_token = _surrogate(loss, ratio, clipped, logprobs, advantages)

@@ -25,6 +25,7 @@ from rl_core.config.load import RawConfig, load
 from rl_core.config.messages import did_you_mean, nearest, show
 from rl_core.config.resolve import Resolved, resolve
 from rl_core.config.schema import Config, EnvVars, Problem, ProblemError, assemble, plain
+from rl_core.config.signature import section_of, settings_of
 from rl_core.config.tree import COMMAND_LINE, DEFAULT, Origin
 
 __all__ = [
@@ -50,6 +51,8 @@ __all__ = [
     "nearest",
     "plain",
     "resolve",
+    "section_of",
+    "settings_of",
     "show",
     "to_yaml",
 ]

@@ -26,6 +26,7 @@ from rl_core.config.tree import (
     read_value,
 )
 from rl_core.errors import ConfigError
+from rl_core.user_code import beside
 
 Search = Callable[[str], Path | None] | Sequence[Path]
 """How a recipe name becomes a file: folders that hold `NAME.yaml`, or a function that returns the file or None."""
@@ -78,7 +79,8 @@ def load(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), 
     """Read a recipe and what it inherits from, and lay overrides over it.
 
     `defaults:` in a file names one or several others (a recipe name, or a file relative to it); later ones win, the
-    file itself wins over them. Mappings merge, lists and scalars are replaced.
+    file itself wins over them. Mappings merge, lists and scalars are replaced. `file.py:Name` is relative to the folder
+    of the file in which it is written.
 
     Args:
         source: a recipe name, a YAML file, or plain nested values.
@@ -103,7 +105,21 @@ def load(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), 
             problems.append(f"{text!r} (command line): {error}")
     if problems:
         raise ConfigError("\n".join(problems))
-    return RawConfig(name, entry, tuple(reader.files))
+    return RawConfig(name, _with_file_paths(entry), tuple(reader.files))
+
+
+def _with_file_paths(entry: Entry) -> Entry:
+    """The tree with every `file.py:Name` made absolute, from the folder of the file in which it is written."""
+    match entry.value:
+        case dict():
+            return Entry({key: _with_file_paths(item) for key, item in entry.value.items()}, entry.origin)
+        case list():
+            return Entry([_with_file_paths(item) for item in entry.value], entry.origin)
+        case str():
+            folder = Path() if entry.origin.line is None else Path(entry.origin.source).parent
+            return Entry(beside(entry.value, folder), entry.origin)
+        case _:
+            return entry
 
 
 def shown(path: Path) -> str:

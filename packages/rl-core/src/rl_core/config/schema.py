@@ -160,14 +160,19 @@ def assemble(name: str, sections: Mapping[str, Section], *, base: type[Config] =
         sections: key to type, or to (type, default).
 
     Raises:
-        ValueError: if `base` has one of the keys already.
+        ValueError: if `base` has one of the keys already, unless as a section whose type this one extends.
     """
-    taken = sorted(set(sections) & set(base.model_fields))
+    taken = sorted(key for key, part in sections.items() if key in base.model_fields and not _narrows(part, base, key))
     if taken:
         raise ValueError(f"{base.__name__} has {', '.join(taken)} already: two parties claim the same config key")
     pairs = {key: part if isinstance(part, tuple) else (part, Default.OF_TYPE) for key, part in sections.items()}
     portable = tuple((key, _portable(kind), default) for key, (kind, default) in pairs.items())
     return _build(Assembly(uuid4().hex, name, _portable(base), portable))
+
+
+def _narrows(part: Section, base: type[Config], key: str) -> bool:
+    inherited = base.model_fields[key].annotation
+    return isinstance(part, type) and isinstance(inherited, type) and issubclass(part, inherited)
 
 
 def _portable(kind: Any) -> Any:

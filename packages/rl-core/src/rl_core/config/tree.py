@@ -161,8 +161,10 @@ class Entry:
                 return self.value
 
     def under(self, over: Entry) -> Entry:
-        """This tree with another laid over it: mappings merge, everything else is replaced."""
-        if not (isinstance(self.value, dict) and isinstance(over.value, dict)):
+        """This tree with another laid over it: mappings merge, everything else is replaced; so is a mapping whose
+        `name` chooses another function or class, to which the settings below it do not belong.
+        """
+        if not (isinstance(self.value, dict) and isinstance(over.value, dict)) or _chooses_another(self, over):
             return over
         merged = dict(self.value)
         for key, entry in over.value.items():
@@ -223,6 +225,12 @@ class _Composer(yaml.SafeLoader):
     """Composes nodes without giving scalars a type: `read_scalar` does, by YAML 1.2's rules."""
 
     yaml_implicit_resolvers = {}
+
+
+def _chooses_another(below: Entry, over: Entry) -> bool:
+    """Whether two mappings name different things, one of them by `module:name`."""
+    names = [mapping.value["name"].value if "name" in mapping.value else None for mapping in (over, below)]
+    return names[0] not in (None, names[1]) and any(isinstance(name, str) and ":" in name for name in names)
 
 
 def read_file(path: Path, name: str) -> Entry:

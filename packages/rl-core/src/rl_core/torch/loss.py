@@ -9,6 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from rl_core.batch import TOKENS
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -45,6 +47,12 @@ class Rows:
     def spread(self, values: Tensor) -> Tensor:
         """`[tokens]`, each row's value at all its tokens."""
         return values[self.row_of_token]
+
+    def per_token(self, name: str) -> Tensor:
+        """`[tokens]`, a column at every token: that of a row column is the row's value."""
+        values = self.columns[name]
+        # every row has at least one token, so that equal counts mean one token in each
+        return values if len(values) == len(self.columns[TOKENS]) else self.spread(values)
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rl_algos.grpo.setup import GRPOData, validation_sampling
-from rl_algos.rollouts.source import SyncRolloutSource
 from rl_algos.tokenizer import load_tokenizer
+from rl_core.errors import ConfigError
 from rl_core.generation import Evaluation
 from rl_core.plugins import ALGORITHMS, AlgorithmPlugin, plugin, resolve
 from rl_launch.cluster.device import check_devices, resolve_device
@@ -16,20 +15,26 @@ from rl_launch.root import backends_of, check_placement
 
 
 def evaluate(config: Any, *, logs: Path) -> Evaluation:
-    """Roll out the validation prompts of a GRPO config with the weights at `policy.model_name`.
+    """Roll out the validation prompts of a config with the weights at `policy.model_name`.
 
     Args:
         config: resolved root.
         logs: folder for the workers' logs.
 
     Raises:
-        ConfigError: naming devices or nodes that this machine has not, before anything is loaded.
+        ConfigError: if the algorithm does not evaluate by rollouts, or naming devices or nodes that this machine does
+            not have, before anything is loaded.
     """
     check_devices(config.cluster)
     algorithm: AlgorithmPlugin = plugin(ALGORITHMS, config.algorithm)
+    if not algorithm.evaluate:
+        raise ConfigError(
+            f"algorithm: {algorithm.name} has no evaluation by rollouts; use a config of another algorithm"
+        )
+    check_devices(config.cluster)
     loaded = resolve(algorithm.load)(config)
     tokenizer = load_tokenizer(config.policy.tokenizer, config.policy.model_name)
-    data: GRPOData = resolve(algorithm.prepare)(config, tokenizer, loaded)
+    data = resolve(algorithm.prepare)(config, tokenizer, loaded)
     needs = resolve(algorithm.rollouts)(config, data)
 
     # Ray takes a second to import: only what will start may pay for it
@@ -45,13 +50,5 @@ def evaluate(config: Any, *, logs: Path) -> Evaluation:
         VirtualCluster.of(config.cluster, device) as cluster,
         Runtime(config, backends, envs, cluster, logs) as runtime,
     ):
-        sampling = validation_sampling(config.policy.generation, data.end_of_sequence)
-        source = SyncRolloutSource(
-            runtime.evaluation_pool(needs),
-            data.train,
-            sampling=sampling,
-            num_generations=1,
-            seed=config.grpo.seed,
-            max_failed_share=config.grpo.max_failed_share,
-        )
-        return source.evaluate(data.validation[: config.grpo.max_val_samples], sampling)
+        evaluation: Evaluation = resolve(algorithm.evaluate)(config, data, runtime.evaluation_pool(needs))
+        return evaluation

@@ -16,6 +16,7 @@ from rl_core.model_config import OptimizerConfig
 from rl_core.plugins import resolve
 from rl_core.torch.loss import Rows
 from rl_core.torch.rows import to_rows
+from rl_core.user_code import implementation_name
 
 
 class Oracle:
@@ -45,7 +46,8 @@ class Oracle:
         """The loss over the whole batch, with gradients."""
         rows = to_rows(batch.only([TOKENS, *loss.columns]), torch.device("cpu"))
         rows = Rows(rows.offsets, {name: _widened(column) for name, column in rows.columns.items()})
-        sums = resolve(loss.implementation)(loss, self._reads(batch, loss.reads, loss.temperature), rows)
+        compute = resolve(implementation_name(loss, loss.implementation))
+        sums = compute(loss, self._reads(batch, loss.reads, loss.temperature), rows)
         return sums.loss(loss.totals(batch))
 
     def train_step(

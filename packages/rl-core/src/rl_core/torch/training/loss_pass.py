@@ -15,6 +15,7 @@ from rl_core.microbatch import PAIR
 from rl_core.model import Loss
 from rl_core.plugins import resolve
 from rl_core.torch.loss import LossSums, MetricSum, Rows
+from rl_core.user_code import implementation_name
 
 Compute = Callable[[Loss, Mapping[str, Tensor], Rows], LossSums]
 """A loss implementation: the loss, the columns of its reads, and the rows with the loss's columns."""
@@ -45,7 +46,7 @@ class LossPass:
         self.loss = loss
         batch.require(TOKENS, *loss.columns)
         self.columns = batch.only([name for name in batch if name in {TOKENS, PAIR, *loss.columns}]).local()
-        self._compute: Compute = resolve(loss.implementation)
+        self._compute: Compute = resolve(implementation_name(loss, loss.implementation))
         self._local_totals = {name: float(total) for name, total in loss.totals(self.columns).items()}
         self.totals = _summed(self._local_totals, group)
         self._parts = _MetricParts()

@@ -1,0 +1,156 @@
+"""Advantage estimators: chosen by name, given what their parameters ask for, and held to what they return."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rl_algos.grpo.advantages import Advantages, clip_advantages, grpo, rloo, scale_rewards, shape_rewards
+from rl_algos.grpo.config import EstimatorConfig, GRPOConfig
+from rl_core.config import Config, section_of, settings_of
+from rl_core.plugins import resolve
+from rl_core.ragged import Ragged
+from rl_core.rollout import RolloutGroup
+
+Estimator = Callable[..., Advantages]
+"""A function whose positional parameters name what it reads, of `INPUTS`, and whose keyword-only parameters are its
+settings. It returns float64 `[rollouts]`, or a `Ragged` with a value at every token of `loss_mask`.
+"""
+
+ESTIMATORS: Mapping[str, Estimator] = {"grpo": grpo, "rloo": rloo}
+"""Estimators by the name that `grpo.adv_estimator` gives."""
+
+
+def _rewards(groups: Sequence[RolloutGroup], config: GRPOConfig) -> np.ndarray:
+    rewards = scale_rewards(np.concatenate([group.rewards() for group in groups]), config.reward_scaling)
+    return shape_rewards(rewards, _lengths(groups, config), config.reward_shaping)
+
+
+def _groups(groups: Sequence[RolloutGroup], _config: GRPOConfig) -> np.ndarray:
+    return np.repeat(np.arange(len(groups)), [len(group.rollouts) for group in groups])
+
+
+def _lengths(groups: Sequence[RolloutGroup], _config: GRPOConfig) -> np.ndarray:
+    return np.array([rollout.num_sampled for group in groups for rollout in group.rollouts])
+
+
+def _loss_mask(groups: Sequence[RolloutGroup], _config: GRPOConfig) -> Ragged:
+    return _masks(groups)
+
+
+def _masks(groups: Sequence[RolloutGroup]) -> Ragged:
+    return Ragged.from_rows([rollout.loss_mask for group in groups for rollout in group.rollouts], np.uint8)
+
+
+def _normalize(_groups: Sequence[RolloutGroup], config: GRPOConfig) -> bool:
+    return config.normalize_rewards
+
+
+INPUTS: Mapping[str, Callable[[Sequence[RolloutGroup], GRPOConfig], Any]] = {
+    "rewards": _rewards,
+    "groups": _groups,
+    "lengths": _lengths,
+    "loss_mask": _loss_mask,
+    "normalize": _normalize,
+}
+"""What an estimator may read, by the name of its parameter: `rewards` float64 `[rollouts]`, scaled and shaped, NaN for
+failed rollouts; `groups` int64 `[rollouts]`, the group of each; `lengths` int64 `[rollouts]`, sampled tokens;
+`loss_mask` uint8 `[tokens]` (a `Ragged`), 1 on sampled tokens; `normalize`, the setting `grpo.normalize_rewards`.
+"""
+
+
+def estimator_section(name: str | None) -> type[Config]:
+    """The type of `grpo.adv_estimator`: the name of an estimator and its settings.
+
+    Raises:
+        ValueError: if there is no such estimator, or it asks for what is not there.
+        ModuleNotFoundError: if its package is not installed.
+    """
+    function = _function(name or "grpo")
+    unknown = [wanted for wanted in inputs_of(function) if wanted not in INPUTS]
+    if unknown:
+        raise ValueError(
+            f"{name} asks for {', '.join(unknown)}; an estimator may ask for {', '.join(INPUTS)} by position, and its "
+            "own settings are keyword-only parameters (after `*`)"
+        )
+    return section_of(function, EstimatorConfig)
+
+
+def chosen(config: GRPOConfig) -> str:
+    """Name of the estimator in force."""
+    return config.adv_estimator.name or ("rloo" if config.use_leave_one_out_baseline else "grpo")
+
+
+def inputs_of(function: Estimator) -> list[str]:
+    """Names of what an estimator reads: its positional parameters."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [each.name for each in inspect.signature(function).parameters.values() if each.kind in kinds]
+
+
+def normalizes(config: GRPOConfig) -> bool:
+    """Whether the estimator in force reads `grpo.normalize_rewards`."""
+    return "normalize" in inputs_of(_function(chosen(config)))
+
+
+def advantages_of(groups: Sequence[RolloutGroup], config: GRPOConfig) -> Advantages:
+    """Advantages of all rollouts, in the order of groups and of rollouts within them.
+
+    Raises:
+        ValueError: if the estimator returns something else, or numbers that are not finite.
+    """
+    name = chosen(config)
+    function = _function(name)
+    inputs = [INPUTS[wanted](groups, config) for wanted in inputs_of(function)]
+    advantages = function(*inputs, **settings_of(config.adv_estimator))
+    _check(advantages, name, groups)
+    return clip_advantages(advantages, config.advantage_clip_low, config.advantage_clip_high)
+
+
+def by_rollout(advantages: Advantages, groups: Sequence[RolloutGroup]) -> np.ndarray:
+    """`[rollouts]`: those of tokens as the mean over each rollout's sampled tokens, 0 without any."""
+    if not isinstance(advantages, Ragged):
+        return advantages
+    mask = _masks(groups)
+    sums = mask.like(np.where(mask.values > 0, advantages.values, 0.0)).sums()
+    means: np.ndarray = sums / np.maximum(mask.sums(), 1)
+    return means
+
+
+def _function(name: str) -> Estimator:
+    if name in ESTIMATORS:
+        return ESTIMATORS[name]
+    if ":" not in name:
+        raise ValueError(
+            f"got {name!r}; allowed: {', '.join(ESTIMATORS)}, or a function of yours as package.module:function or "
+            "file.py:function"
+        )
+    found: Estimator = resolve(name)
+    if not callable(found):
+        raise ValueError(f"{name} is not a function")
+    return found
+
+
+def _check(advantages: Any, name: str, groups: Sequence[RolloutGroup]) -> None:
+    """Refuse what is not an advantage for each rollout or token."""
+    if isinstance(advantages, Ragged):
+        wanted = _masks(groups)
+        if advantages.values.ndim != 1 or not np.array_equal(advantages.offsets, wanted.offsets):
+            raise ValueError(f"the estimator {name} must return a value at every token of `loss_mask`")
+        values = advantages.values
+    else:
+        num_rollouts = sum(len(group.rollouts) for group in groups)
+        if not isinstance(advantages, np.ndarray) or advantages.shape != (num_rollouts,):
+            got = f"shape {advantages.shape}" if isinstance(advantages, np.ndarray) else type(advantages).__name__
+            raise ValueError(
+                f"the estimator {name} must return an array [{num_rollouts}], a value for every rollout, or a Ragged "
+                f"with one at every token of `loss_mask`; got {got}"
+            )
+        values = advantages
+    if not np.isfinite(values).all():
+        raise ValueError(
+            f"the estimator {name} returned {int((~np.isfinite(values)).sum())} values that are not finite; a failed "
+            "rollout has the reward NaN and must get 0"
+        )
