@@ -1,11 +1,15 @@
 """What a config's sections become."""
 
 from types import SimpleNamespace
+from unittest.mock import ANY
 
 import pytest
 
+from rl_algos.data.config import DataConfig, DatasetConfig
 from rl_algos.grpo.config import GRPOConfig, LossConfig
-from rl_algos.grpo.loss import loss_of
+from rl_algos.grpo.loss import columns_of, loss_of, loss_section
+from rl_algos.grpo.plugin import check, models
+from rl_core.model_config import GenerationConfig
 
 
 def make_config(minibatch, **loss):
@@ -25,3 +29,93 @@ def test_one_minibatch_a_step_needs_no_logprobs_from_before_it_unless_they_are_a
 
 def test_the_loss_divides_by_the_temperature_that_rollouts_are_sampled_at():
     assert loss_of(make_config(8)).temperature == 0.7
+
+
+LOSS = """
+from dataclasses import dataclass
+from rl_core.model import LOGPROBS
+
+@dataclass(frozen=True)
+class Loss:
+    temperature: float
+    beta: float = 0.5
+    implementation: str = "mine.py:compute"
+    columns = ("loss_mask", "advantages", COLUMN)
+    reads = (LOGPROBS,)
+
+    def __post_init__(self):
+        if self.beta < 0:
+            raise ValueError(f"beta must not be negative, got {self.beta}")
+
+    def totals(self, batch):
+        return {"tokens": 1.0}
+
+@dataclass(frozen=True)
+class Fixed:
+    columns = ("loss_mask",)
+    reads = (LOGPROBS,)
+    temperature = 1.0
+    implementation = "mine.py:compute"
+    totals = None
+
+@dataclass(frozen=True)
+class Half:
+    columns = ()
+
+class Plain:
+    pass
+"""
+
+
+@pytest.fixture
+def custom(tmp_path):
+    def make(column="generation_logprobs", kind="Loss", **settings):
+        path = tmp_path / "mine.py"
+        path.write_text(LOSS.replace("COLUMN", repr(column)))
+        config = make_config(8)
+        name = f"{path}:{kind}"
+        config.loss_fn = loss_section(name)(name=name, **settings)
+        return config
+
+    return make
+
+
+def problems(config):
+    config.policy.max_total_sequence_length = 64
+    config.policy.generation = GenerationConfig(backend="none", temperature=0.7, max_new_tokens=8)
+    config.data = DataConfig(train=DatasetConfig(dataset_name="arithmetic"))
+    return [(problem.key, problem.message) for problem in check(config)]
+
+
+def test_a_class_of_a_file_is_the_loss_with_its_settings_and_the_temperature_of_sampling(custom):
+    loss = loss_of(custom(beta=0.25))
+    assert (loss.beta, loss.temperature, loss.implementation) == (0.25, 0.7, "mine.py:compute")
+    assert problems(custom(beta=0.25)) == []
+
+
+@pytest.mark.parametrize(("column", "keeps"), [("ref_logprobs", True), ("prev_logprobs", False)])
+def test_a_policy_keeps_its_reference_if_the_loss_reads_it(custom, column, keeps):
+    assert models(custom(column))["policy"].spec.keeps_reference is keeps
+
+
+def test_what_does_not_go_with_a_loss_is_found_before_anything_starts(custom):
+    assert problems(custom("values")) == [("loss_fn.name", ANY)]
+    assert "needs values; a batch has loss_mask, advantages" in problems(custom("values"))[0][1]
+    ((key, message),) = problems(custom(beta=-1.0))
+    assert key == "loss_fn"
+    assert message.endswith("beta must not be negative, got -1.0")
+    assert columns_of(custom(beta=-1.0)) == ()
+    ((key, message),) = problems(custom(kind="Fixed"))
+    assert key == "policy.generation.temperature"
+    assert "give the class a field `temperature`" in message
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [("Half", "lacks reads, temperature, implementation, totals"), ("Plain", "is not a dataclass")],
+)
+def test_what_cannot_be_a_loss_is_refused(custom, kind, says):
+    with pytest.raises(ValueError, match=says):
+        custom(kind=kind)
+    with pytest.raises(ValueError, match=r"got 'polcy'; allowed: policy, or a class of yours"):
+        loss_section("polcy")

@@ -78,7 +78,8 @@ def oracle(loss: PolicyLoss, batch: Batch) -> float:
 
 
 def token_loss(loss: PolicyLoss, column, t: int, sampled, prev) -> float:
-    logp, gen, advantage = column["logprobs"], column["generation_logprobs"], column["advantages"]
+    logp, gen = column["logprobs"], column["generation_logprobs"]
+    advantage = np.broadcast_to(column["advantages"], column["tokens"].shape)[t]
     log_ratio = np.mean([logp[i] - prev[i] for i in sampled]) if loss.sequence_ratio else logp[t] - prev[t]
     ratio = math.exp(log_ratio)
     clipped = min(max(ratio, 1 - loss.clip_low), 1 + loss.clip_high)
@@ -130,6 +131,15 @@ def loss_and_gradient(loss: PolicyLoss, batch: Batch, parts) -> tuple[float, np.
 def test_the_loss_equals_the_formula(name):
     batch = make_batch()
     value, _ = loss_and_gradient(LOSSES[name], batch, [range(len(batch))])
+    assert value == pytest.approx(oracle(LOSSES[name], batch), rel=1e-12, abs=1e-14)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_advantages_may_differ_by_token(name):
+    batch = make_batch()
+    advantages = np.random.default_rng(1).normal(size=len(batch.ragged("tokens").values))
+    batch = batch.with_columns({"advantages": batch.ragged("tokens").like(advantages)})
+    value, _ = loss_and_gradient(LOSSES[name], batch, [[3], [0, 4], [2], [1]])
     assert value == pytest.approx(oracle(LOSSES[name], batch), rel=1e-12, abs=1e-14)
 
 

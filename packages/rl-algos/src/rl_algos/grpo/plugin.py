@@ -103,8 +103,8 @@ def _estimator(config: GRPORoot) -> Iterator[Problem]:
             "grpo.use_leave_one_out_baseline",
             f"chooses the estimator rloo, but adv_estimator.name is {grpo.adv_estimator.name}; set one of them only",
         )
-    if "normalize_rewards" in grpo.model_fields_set and not normalizes(grpo):
-        yield Problem("grpo.normalize_rewards", f"the estimator {chosen(grpo)} does not read it; remove this key")
+    if not grpo.normalize_rewards and not normalizes(grpo):
+        yield Problem("grpo.normalize_rewards", f"has no effect with the estimator {chosen(grpo)}; remove this key")
 
 
 def _loss(config: GRPORoot) -> Iterator[Problem]:

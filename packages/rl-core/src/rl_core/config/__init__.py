@@ -14,8 +14,8 @@
 
 Of several layers the later wins: defaults of the types, `defaults:` of a file in order, the file, the command line.
 Sections and mappings of files merge key by key; a list, and the default of a field with free keys (`dict[str, Any]`),
-is replaced as a whole. Unquoted scalars follow YAML 1.2 (`no` is text, `1e-5` a number) and reach a text field as
-typed.
+is replaced as a whole, and so is a section whose `name` chooses another `module:function`. Unquoted scalars follow
+YAML 1.2 (`no` is text, `1e-5` a number) and reach a text field as typed.
 """
 
 from rl_core.config.dump import ABSENT, Change, as_written, diff, to_yaml

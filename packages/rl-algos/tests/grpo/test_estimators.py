@@ -1,0 +1,120 @@
+"""Estimators by name, of packages and of files, and what they may return."""
+
+import numpy as np
+import pytest
+from rollouts_builder import make_group, make_prompt, make_rollout
+
+from rl_algos.grpo.advantages import grpo, rloo
+from rl_algos.grpo.batch import build_batch
+from rl_algos.grpo.config import EstimatorConfig, GRPOConfig
+from rl_algos.grpo.estimators import advantages_of, by_rollout, estimator_section
+from rl_core.ragged import Ragged
+from rl_core.rollout import RolloutGroup
+
+GROUPS = [make_group("a", [1.0, 0.0, 0.0]), make_group("b", [0.5, 2.0, 1.0])]
+REWARDS = np.array([1.0, 0.0, 0.0, 0.5, 2.0, 1.0])
+IDS = np.array([0, 0, 0, 1, 1, 1])
+
+FILE = """
+import numpy as np
+from rl_core.ragged import Ragged
+
+def scaled(rewards, groups, lengths, *, factor: float = 2.0):
+    return rewards * factor + groups + lengths
+
+def by_token(rewards, loss_mask):
+    rows = [mask * (reward + np.arange(len(mask))) for mask, reward in zip(loss_mask, rewards)]
+    return Ragged.from_rows(rows, np.float64)
+
+def too_few(rewards):
+    return rewards[:-1]
+
+def as_list(rewards):
+    return list(rewards)
+
+def not_finite(rewards):
+    return np.log(rewards)
+
+def other_rows(rewards, loss_mask):
+    return Ragged.from_rows([mask[:-1] * 1.0 for mask in loss_mask], np.float64)
+
+def greedy(rewards, values):
+    return rewards
+"""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("user") / "mine.py"
+    path.write_text(FILE)
+    return path
+
+
+def configured(name, **settings):
+    return GRPOConfig(adv_estimator=estimator_section(name)(name=name, **settings))
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, grpo),
+        ({"use_leave_one_out_baseline": True}, rloo),
+        ({"adv_estimator": EstimatorConfig(name="rloo")}, rloo),
+        ({"adv_estimator": EstimatorConfig(name="grpo")}, grpo),
+    ],
+)
+def test_the_two_switches_and_the_names_choose_the_same_estimators(settings, expected, normalize):
+    found = advantages_of(GROUPS, GRPOConfig(normalize_rewards=normalize, **settings))
+    assert np.array_equal(found, expected(REWARDS, IDS, normalize))
+
+
+def test_an_estimator_of_a_file_gets_what_its_parameters_name(file):
+    found = advantages_of(GROUPS, configured(f"{file}:scaled", factor=3.0))
+    np.testing.assert_array_equal(found, REWARDS * 3.0 + IDS + 2)
+
+
+def test_advantages_of_tokens_reach_the_batch_and_are_clipped_and_averaged_over_sampled_tokens(file):
+    config = configured(f"{file}:by_token").model_copy(update={"advantage_clip_high": 4.5})
+    found = advantages_of(GROUPS, config)
+    assert isinstance(found, Ragged)
+    # prompts of three tokens, two sampled after them
+    assert found[4].tolist() == [0, 0, 0, 4.5, 4.5]
+    column = build_batch(GROUPS, found, config).ragged("advantages")
+    assert (column.values.dtype, column[0].tolist()) == (np.float32, [0, 0, 0, 4.0, 4.5])
+    assert by_rollout(found, GROUPS).tolist() == [4.25, 3.5, 3.5, 4.0, 4.5, 4.25]
+
+
+def test_a_rollout_without_sampled_tokens_has_the_mean_advantage_zero():
+    prompt = make_prompt()
+    groups = [RolloutGroup(prompt, (make_rollout(prompt, 1.0, sampled=()),))]
+    assert by_rollout(Ragged.from_rows([[1.0, 2.0, 3.0]]), groups).tolist() == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("too_few", r"a value for every rollout.*got shape \(5,\)"),
+        ("as_list", r"must return an array \[6\].*got list"),
+        ("not_finite", r"returned 2 values that are not finite"),
+        ("other_rows", r"a value at every token of `loss_mask`"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:divide by zero")
+def test_what_is_no_advantage_is_refused(file, name, says):
+    with pytest.raises(ValueError, match=rf"mine\.py:{name} .*{says}"):
+        advantages_of(GROUPS, configured(f"{file}:{name}"))
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("grop", r"got 'grop'; allowed: grpo, rloo, or a function of yours"),
+        ("{file}:greedy", r"asks for values; an estimator may ask for rewards, groups, lengths, loss_mask, normalize"),
+        ("{file}:missing", r"has no 'missing'"),
+        ("{file}:np", r"is not a function"),
+    ],
+)
+def test_what_cannot_be_an_estimator_is_refused(file, name, says):
+    with pytest.raises(ValueError, match=says):
+        estimator_section(name.format(file=file))
