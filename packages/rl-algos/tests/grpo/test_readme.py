@@ -1,0 +1,52 @@
+"""The estimator and the loss that the README shows, as printed."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rollouts_builder import make_group
+
+from rl_algos.grpo.batch import build_batch
+from rl_algos.grpo.config import CustomLossConfig, GRPOConfig
+from rl_algos.grpo.estimators import advantages_of
+from rl_algos.grpo.plugin import grpo_section, loss_fn_section
+from rl_core.config import assemble, load, resolve, settings_of
+from rl_core.plugins import resolve as resolve_name
+from rl_core.torch.rows import to_rows
+from rl_core.user_code import implementation_name
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    """The two files in a folder, and the recipe between them read."""
+    folder = tmp_path_factory.mktemp("user")
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    for name in ("mine.py", "run.yaml"):
+        (folder / name).write_text(re.search(rf"^# {name}\n.*?(?=^```)", readme, re.DOTALL | re.MULTILINE)[0])
+    (folder / "grpo-arithmetic.yaml").write_text("loss_fn: {reference_policy_kl_penalty: 0.0}\n")
+    raw = load(folder / "run.yaml")
+    sections = {"grpo": grpo_section(raw.select("grpo")), "loss_fn": loss_fn_section(raw.select("loss_fn"))}
+    return resolve(raw, assemble("Root", sections)).config
+
+
+def test_its_estimator_gives_the_last_token_the_whole_advantage(config):
+    assert isinstance(config.grpo, GRPOConfig)
+    found = advantages_of([make_group("a", [1.0, 0.0])], config.grpo)
+    np.testing.assert_allclose(found[0], [0, 0, 0, 0.4, 0.5])
+    np.testing.assert_allclose(found[1], [0, 0, 0, -0.4, -0.5])
+
+
+def test_its_loss_is_the_formula(config):
+    assert isinstance(config.loss_fn, CustomLossConfig)
+    groups = [make_group("a", [1.0, 0.0])]
+    batch = build_batch(groups, advantages_of(groups, config.grpo), config.grpo)
+    loss = resolve_name(config.loss_fn.name)(temperature=1.0, **settings_of(config.loss_fn))
+    compute = resolve_name(implementation_name(loss, loss.implementation))
+    logprobs = torch.linspace(-2.0, -0.1, 10)
+    rows = to_rows(batch.only(["tokens", *loss.columns]), torch.device("cpu"))
+    found = compute(loss, {"logprobs": logprobs}, rows).loss(loss.totals(batch)).item()
+    sampled, advantages = [3, 4, 8, 9], [0.4, 0.5, -0.4, -0.5]
+    terms = [-(advantage + 0.01) * logprobs[at].item() for at, advantage in zip(sampled, advantages, strict=True)]
+    assert found == pytest.approx(np.mean(terms), rel=1e-6)
