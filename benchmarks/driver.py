@@ -36,6 +36,7 @@ from rl_core.devices import device_named
 from rl_core.errors import Origin
 from rl_core.generation import RolloutTask, SamplingParams, WeightUpdate
 from rl_core.mesh import Coordinates
+from rl_core.metrics import Metric
 from rl_core.model import Model
 from rl_core.rollout import Prompt, RolloutGroup
 from rl_core.run import Checkpointable, Run
@@ -103,7 +104,7 @@ class MeasuredRun:
         with self._timed(name), self._session.phase(name):
             yield
 
-    def record(self, step: int, metrics: Mapping[str, float]) -> None:
+    def record(self, step: int, metrics: Mapping[str, float | Metric]) -> None:
         """As the session's."""
         self._session.record(step, metrics)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_core.metrics import Metric, reduce_metrics
+from rl_core.metrics import Metric, combine, over_updates, reduce_metrics, results
 
 # multiples of a power of two add without rounding, so that order cannot matter
 exact = st.integers(-(2**20), 2**20).map(lambda n: n / 8)
@@ -54,3 +54,32 @@ def test_a_metric_that_only_some_ranks_report_is_reduced_over_those() -> None:
 def test_reductions_do_not_mix() -> None:
     with pytest.raises(ValueError, match="both mean and max"):
         Metric(1.0) + Metric(1.0, 1.0, "max")
+
+
+def test_each_update_of_a_step_counts_alike_however_many_tokens_it_has():
+    updates = [
+        combine([{"ratio": Metric(3.0, 2.0), "loss": Metric(value, reduction="sum", over_updates="mean")}])
+        for value in (1.0, 3.0, 4.0)
+    ]
+    updates[1]["ratio"] = Metric(90.0, 30.0)
+    assert results(over_updates(updates)) == {"ratio": (1.5 + 3.0 + 1.5) / 3, "loss": 8.0 / 3}
+
+
+@pytest.mark.parametrize(
+    ("metric", "expected"),
+    [
+        (lambda value: Metric(value, reduction="sum"), 6.0),
+        (lambda value: Metric(value, reduction="max"), 3.0),
+        (lambda value: Metric(value, reduction="min"), 1.0),
+        (lambda value: Metric(value, reduction="max", over_updates="last"), 2.0),
+        (lambda value: Metric(value, reduction="max", over_updates="sum"), 6.0),
+        (lambda value: Metric(value, reduction="max", over_updates="mean"), 2.0),
+    ],
+)
+def test_a_metric_says_how_updates_of_it_combine(metric, expected):
+    updates = [{"m": metric(value)} for value in (1.0, 3.0, 2.0)]
+    assert results(over_updates(updates)) == {"m": expected}
+
+
+def test_recorded_numbers_and_metrics_may_be_mixed():
+    assert results({"a": 1.5, "b": Metric(4.0, 2.0)}) == {"a": 1.5, "b": 2.0}

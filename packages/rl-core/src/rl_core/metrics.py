@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 Reduction = Literal["mean", "sum", "max", "min"]
+
+OverUpdates = Literal["mean", "sum", "max", "min", "last"]
+"""How one metric of several optimizer updates becomes one: each update counts alike."""
 
 CLOCKED = frozenset({"flops_per_second", "mfu"})
 """Metrics of a training step that depend on the clock: two runs of the same steps agree on all others."""
@@ -20,12 +25,14 @@ class Metric:
     Args:
         value: for a mean the numerator, else the part's own value.
         weight: for a mean the denominator; not used otherwise.
-        reduction: how parts combine.
+        reduction: how the parts of one update (those of ranks and microbatches) combine.
+        over_updates: how the results of several updates combine; as their parts do if not given.
     """
 
     value: float
     weight: float = 1.0
     reduction: Reduction = "mean"
+    over_updates: OverUpdates | None = None
 
     def __add__(self, other: Metric) -> Metric:
         if self.reduction != other.reduction:
@@ -34,7 +41,7 @@ class Metric:
         # a NaN comes through whichever part has it, which max and min alone would leave to the order
         pick = {"max": max, "min": min}.get(self.reduction, sum)
         combined = sum(values) if any(map(math.isnan, values)) else pick(values)
-        return Metric(combined, self.weight + other.weight, self.reduction)
+        return Metric(combined, self.weight + other.weight, self.reduction, self.over_updates)
 
     def result(self) -> float:
         """The number to report; a mean over nothing is 0."""
@@ -43,10 +50,34 @@ class Metric:
         return self.value / self.weight if self.weight else 0.0
 
 
-def reduce_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, float]:
-    """Combine the parts of every rank and report each metric once."""
+def combine(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
+    """The metrics of one update, from the parts of every rank."""
     combined: dict[str, Metric] = {}
     for part in parts:
         for name, metric in part.items():
             combined[name] = combined[name] + metric if name in combined else metric
-    return {name: metric.result() for name, metric in combined.items()}
+    return combined
+
+
+def results(metrics: Mapping[str, Metric | float]) -> dict[str, float]:
+    """The numbers to report."""
+    return {name: metric.result() if isinstance(metric, Metric) else metric for name, metric in metrics.items()}
+
+
+def reduce_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, float]:
+    """The numbers to report of one update, from the parts of every rank."""
+    return results(combine(parts))
+
+
+def over_updates(updates: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
+    """The metrics of a step of several optimizer updates; those that the first one reports."""
+    return {name: _over_updates([update[name] for update in updates]) for name in updates[0]}
+
+
+def _over_updates(metrics: Sequence[Metric]) -> Metric:
+    values = [metric.result() for metric in metrics]
+    how = metrics[0].over_updates or metrics[0].reduction
+    if how == "mean":
+        return Metric(float(np.sum(values)), len(values))
+    picks: Mapping[str, Callable[[Sequence[float]], float]] = {"sum": np.sum, "max": np.max, "min": np.min}
+    return Metric(values[-1] if how == "last" else float(picks[how](values)), reduction="sum")

@@ -18,8 +18,8 @@ Role = Literal["policy", "critic", "teacher", "reward_model"]
 HEADLESS_ROLES: tuple[Role, ...] = ("critic", "reward_model")
 """Roles with a head of one output instead of a language-model head."""
 
-Metrics = Mapping[str, float]
-"""Metrics of a step, reduced over all ranks."""
+Metrics = Mapping[str, Metric]
+"""Metrics of one update, combined over all ranks: sums and counts until they are recorded."""
 
 Part = Literal["parameters", "optimizer"]
 """What a resident keeps on the device, beside the activations of the moment."""

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rl_core.generation import RolloutPool, Weights
+from rl_core.metrics import Metric
 from rl_core.model import Model
 from rl_core.rollout import RolloutGroup
 
@@ -53,8 +54,8 @@ class Run(Protocol):
         """Time what is inside as `time/<name>` and show it as what the run is doing."""
         ...
 
-    def record(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Metrics of a step; several calls for one step are merged into one line."""
+    def record(self, step: int, metrics: Mapping[str, float | Metric]) -> None:
+        """Metrics of a step, each as its result; several calls for one step are merged into one line."""
         ...
 
     def record_rollouts(self, step: int, groups: Sequence[RolloutGroup], advantages: np.ndarray) -> None:

@@ -42,8 +42,8 @@ def test_reads_have_the_promised_shapes_and_follow_from_the_row_alone():
 def test_a_step_changes_the_policy_and_not_the_reference():
     model = FakeModel()
     before = model.infer(batch([1, 2, 3]), [LOGPROBS]).ragged("logprobs")
-    assert model.train_step(batch([1, 2, 3]), CountRows())["loss"] == 2.0
-    assert model.evaluate(batch([1, 2, 3]), CountRows())["loss"] == 1.0
+    assert model.train_step(batch([1, 2, 3]), CountRows())["loss"].result() == 2.0
+    assert model.evaluate(batch([1, 2, 3]), CountRows())["loss"].result() == 1.0
     assert not model.infer(batch([1, 2, 3]), [LOGPROBS]).ragged("logprobs").equals(before)
     assert model.infer(batch([1, 2, 3]), [LOGPROBS], reference=True).ragged("logprobs").equals(before)
     assert [name for name, _ in model.calls] == ["infer", "train_step", "evaluate", "infer", "infer_reference"]

@@ -8,32 +8,15 @@ import numpy as np
 
 from rl_algos.grpo.advantages import Advantages
 from rl_core.generation import Evaluation
+from rl_core.metrics import Metric, over_updates
 from rl_core.model import Metrics
 from rl_core.ragged import Ragged
 from rl_core.rollout import RolloutGroup
 
-_OF_LAST = {"train/lr"}
-_SUMMED = {"train/num_tokens", "train/flops", "train/skipped_steps", "mismatch/masked_sequences"}
-_LARGEST = {"mismatch/max", "train/grad_norm_max"}
 
-
-def training_metrics(updates: Sequence[Metrics]) -> dict[str, float]:
-    """Metrics of a step's optimizer updates: means, but tokens add up, the largest mismatch counts, and the last
-    learning rate.
-    """
-    named = [{_key(name): value for name, value in update.items()} for update in updates]
-    merged = {}
-    for name in named[0]:
-        values = [update[name] for update in named]
-        if name in _OF_LAST:
-            merged[name] = values[-1]
-        elif name in _SUMMED:
-            merged[name] = float(np.sum(values))
-        elif name in _LARGEST:
-            merged[name] = float(np.max(values))
-        else:
-            merged[name] = float(np.mean(values))
-    return merged
+def training_metrics(updates: Sequence[Metrics]) -> dict[str, Metric]:
+    """Metrics of a step's optimizer updates, each combined as it says itself."""
+    return {_key(name): metric for name, metric in over_updates(updates).items()}
 
 
 def rollout_metrics(

@@ -47,7 +47,7 @@ def validate(policy: Model, batches: Sequence[Batch], loss: Loss, run: Run, *, s
         return math.inf
     with run.phase("validation"):
         tokens = [loss.totals(batch)["tokens"] for batch in batches]
-        losses = [policy.evaluate(batch, loss)["loss"] for batch in batches]
+        losses = [policy.evaluate(batch, loss)["loss"].result() for batch in batches]
     total = sum(tokens)
     mean = sum(value * count for value, count in zip(losses, tokens, strict=True)) / total
     run.record(step, {"val/loss": mean, "val/num_tokens": total})

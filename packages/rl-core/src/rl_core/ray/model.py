@@ -14,7 +14,7 @@ from ray.actor import ActorHandle
 from rl_core.batch import Batch
 from rl_core.errors import Origin, RLError, WorkerDied, WorkerError, WorkerStalled
 from rl_core.mesh import Coordinates
-from rl_core.metrics import reduce_metrics
+from rl_core.metrics import combine
 from rl_core.microbatch import PAIR, shard
 from rl_core.model import Loss, Metrics, Part, Read, SavedFile
 from rl_core.ray.calls import fetch, gather
@@ -167,7 +167,7 @@ class RemoteModel:
         inputs = batch.only([name for name in ("tokens", PAIR, *loss.columns) if name in batch])
         inputs.require("tokens", *loss.columns)
         answers = self._call_shards(method, inputs, self._rows_per_shard(batch), loss)
-        return reduce_metrics(answers)
+        return combine(answers)
 
     def _rows_per_shard(self, batch: Batch) -> list[np.ndarray]:
         batch.require("tokens")

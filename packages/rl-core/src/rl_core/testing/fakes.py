@@ -15,6 +15,7 @@ import numpy as np
 
 from rl_core.batch import TOKENS, Batch
 from rl_core.generation import Evaluation, SamplingParams, WeightUpdate
+from rl_core.metrics import Metric, results
 from rl_core.model import Loss, Metrics, Model, Read, SavedFile
 from rl_core.ragged import Ragged
 from rl_core.rollout import Prompt, Rollout, RolloutGroup, Turn, WeightSpan
@@ -60,7 +61,8 @@ class FakeModel:
         self.calls.append(("train_step", batch))
         metrics = self._metrics(batch, loss)
         self.num_steps += 1
-        return {**metrics, "grad_norm": 1.0, "lr": 1e-3, "skipped_steps": 0.0}
+        counts = {"skipped_steps": Metric(0.0, reduction="sum")}
+        return {**metrics, "grad_norm": Metric(1.0), "lr": Metric(1e-3, over_updates="last"), **counts}
 
     def save(self, path: str, *, wait: bool = True) -> None:
         """Write the number of steps, at once."""
@@ -82,13 +84,14 @@ class FakeModel:
         (folder / "model.json").write_bytes(content)
         return (SavedFile("model.json", len(content), hashlib.sha256(content).hexdigest(), 0),)
 
-    def _metrics(self, batch: Batch, loss: Loss) -> dict[str, float]:
+    def _metrics(self, batch: Batch, loss: Loss) -> dict[str, Metric]:
         batch.require(TOKENS, *loss.columns)
         totals = loss.totals(batch)
         if not all(np.isfinite(total) and total >= 0 for total in totals.values()):
             raise ValueError(f"totals of a loss are finite and not negative, got {dict(totals)}")
         tokens = batch.ragged(TOKENS).values
-        return {"loss": float(tokens.mean()) / (1 + self.num_steps), "num_tokens": float(len(tokens))}
+        mean = float(tokens.mean()) / (1 + self.num_steps)
+        return {"loss": Metric(mean), "num_tokens": Metric(float(len(tokens)), reduction="sum")}
 
 
 @dataclass(frozen=True)
@@ -160,13 +163,13 @@ class FakeRun:
         self.phases.append(name)
         yield
 
-    def record(self, step: int, metrics: Mapping[str, float]) -> None:
+    def record(self, step: int, metrics: Mapping[str, float | Metric]) -> None:
         """Merge into the metrics of the step; a metric is recorded once."""
         line = self.metrics.setdefault(step, {})
         twice = sorted(set(line) & set(metrics))
         if twice:
             raise ValueError(f"step {step}: {twice} recorded twice")
-        line.update(metrics)
+        line.update(results(metrics))
 
     def record_rollouts(self, step: int, groups: Sequence[RolloutGroup], advantages: np.ndarray) -> None:
         """Keep the groups; the first rollouts have the advantages, those set aside none."""

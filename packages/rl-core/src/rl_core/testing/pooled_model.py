@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from rl_core.batch import Batch
 from rl_core.metrics import reduce_metrics
 from rl_core.microbatch import PAIR, shard
-from rl_core.model import Loss, Metrics, ModelSpec, Part, Read, SavedFile
+from rl_core.model import Loss, ModelSpec, Part, Read, SavedFile
 from rl_core.model_config import ModelConfig
 from rl_core.plugins import resolve
 from rl_core.testing.rank_pool import Rank, RankPool
@@ -20,7 +20,8 @@ HELD = "model_worker"
 
 
 class PooledModel:
-    """A `rl_core.model.Model` over workers in a `RankPool`; close it before the next one is built there.
+    """A `rl_core.model.Model` over workers in a `RankPool`, but for its metrics, which are the numbers to report; close
+    it before the next one is built there.
 
     Args:
         factory: `"package.module:function"`, called as `function(config, spec, rendezvous, **settings)` on every rank.
@@ -60,11 +61,11 @@ class PooledModel:
         joined = Batch.concat([parts[place] for place in sorted(parts)])
         return joined.select(np.argsort(np.concatenate(rows)))
 
-    def evaluate(self, batch: Batch, loss: Loss) -> Metrics:
+    def evaluate(self, batch: Batch, loss: Loss) -> Mapping[str, float]:
         """As `Model.evaluate`."""
         return reduce_metrics(self._call_shards("evaluate", batch, self._rows_per_shard(batch), loss))
 
-    def train_step(self, batch: Batch, loss: Loss) -> Metrics:
+    def train_step(self, batch: Batch, loss: Loss) -> Mapping[str, float]:
         """As `Model.train_step`."""
         return reduce_metrics(self._call_shards("train_step", batch, self._rows_per_shard(batch), loss))
 

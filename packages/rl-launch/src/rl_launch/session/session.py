@@ -14,6 +14,7 @@ import numpy as np
 from rich.console import Console
 
 from rl_core.errors import CheckpointDamaged, RunDirectoryError, WorkerDied, WorkerError
+from rl_core.metrics import Metric, results
 from rl_core.model import Model
 from rl_core.rollout import RolloutGroup
 from rl_core.run import Checkpointable
@@ -216,9 +217,9 @@ class RunSession:
             else:
                 self._times[name] = self._times.get(name, 0.0) + seconds
 
-    def record(self, step: int, metrics: Mapping[str, float]) -> None:
+    def record(self, step: int, metrics: Mapping[str, float | Metric]) -> None:
         """Metrics of a step, merged into its line; the line is written when the step is done."""
-        self._pending.setdefault(step, {}).update(metrics)
+        self._pending.setdefault(step, {}).update(results(metrics))
 
     def record_rollouts(self, step: int, groups: Sequence[RolloutGroup], advantages: np.ndarray) -> None:
         """Write a step's rollouts, one line each; those beyond the advantages have null."""

@@ -105,5 +105,8 @@ def speed_metrics(flops: float, seconds: float, peak: float | None) -> dict[str,
         peak: operations per second of the ranks that share the shard, together.
     """
     rate = flops / seconds
-    metrics = {"flops": Metric(flops, reduction="sum"), "flops_per_second": Metric(rate, reduction="sum")}
+    metrics = {
+        "flops": Metric(flops, reduction="sum"),
+        "flops_per_second": Metric(rate, reduction="sum", over_updates="mean"),
+    }
     return metrics if peak is None else {**metrics, "mfu": Metric(rate, weight=peak)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -68,9 +68,10 @@ class LossPass:
 
     def metrics(self) -> dict[str, Metric]:
         """This rank's parts: `loss`, `num_tokens` (all tokens of the rows) and what the implementation reports."""
-        parts = self._parts.collect(self._local_totals)
+        parts = {"loss": Metric(0.0, reduction="sum"), **self._parts.collect(self._local_totals)}
+        parts["loss"] = replace(parts["loss"], over_updates="mean")
         num_tokens = Metric(float(self.columns.ragged(TOKENS).offsets[-1]), reduction="sum")
-        return {"loss": Metric(0.0, reduction="sum"), **parts, "num_tokens": num_tokens}
+        return {**parts, "num_tokens": num_tokens}
 
 
 def idle(reads: Mapping[str, Tensor]) -> Tensor:

@@ -102,9 +102,9 @@ def run_train_step(
     return {
         **loss_pass.metrics(),
         **own,
-        "grad_norm": Metric(norm, reduction="max"),
-        "lr": Metric(float(lr), reduction="max"),
-        "skipped_steps": Metric(float(not steps), reduction="max"),
+        "grad_norm": Metric(norm, reduction="max", over_updates="mean"),
+        "lr": Metric(float(lr), reduction="max", over_updates="last"),
+        "skipped_steps": Metric(float(not steps), reduction="max", over_updates="sum"),
     }
 
 
