@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from pydantic import Field, model_validator
 
@@ -122,6 +122,15 @@ class DataConfig(Config):
             )
             for dataset in _several(datasets)
         ]
+
+
+class DataRoot(Protocol):
+    """A resolved config with data."""
+
+    @property
+    def data(self) -> DataConfig:
+        """What is trained and validated on."""
+        ...
 
 
 def dataset_names(settings: Sequence[DatasetConfig], purpose: Purpose) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 
 from jinja2 import TemplateError
 
-from rl_algos.data.config import DataConfig, DatasetConfig, Purpose, dataset_names
+from rl_algos.data.config import DataConfig, DataRoot, DatasetConfig, Purpose, dataset_names
 from rl_algos.data.example import Example, Processor, processor
 from rl_algos.data.load import load_rows
 from rl_algos.data.template import Surround
@@ -55,7 +55,7 @@ class Datasets:
     validation: list[Dataset]
 
 
-def load(config: Any) -> Datasets:
+def load(config: DataRoot) -> Datasets:
     """All data that the `data` section of a root names: what an algorithm plugin's `load` does; raises as
     `load_datasets`."""
     return Datasets(load_datasets(config.data, "train"), load_datasets(config.data, "validation"))

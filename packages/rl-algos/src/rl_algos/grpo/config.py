@@ -6,7 +6,7 @@ from typing import Any, Literal, Protocol
 
 from pydantic import Field, model_validator
 
-from rl_algos.data.config import DataConfig
+from rl_algos.data.config import DataRoot
 from rl_core.config import Config
 from rl_core.model_config import GenerationConfig
 
@@ -175,7 +175,7 @@ class GeneratingPolicy(Protocol):
         ...
 
 
-class GRPORoot(Protocol):
+class GRPORoot(DataRoot, Protocol):
     """The resolved config of a GRPO run, as far as GRPO reads it."""
 
     @property
@@ -186,11 +186,6 @@ class GRPORoot(Protocol):
     @property
     def loss_fn(self) -> LossConfig | CustomLossConfig:
         """Settings of the loss."""
-        ...
-
-    @property
-    def data(self) -> DataConfig:
-        """What is trained and validated on."""
         ...
 
     @property

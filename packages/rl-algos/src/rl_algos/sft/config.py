@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from pydantic import Field
 
+from rl_algos.data.config import DataRoot
 from rl_core.config import Config
+from rl_core.model_config import ModelConfig
 
 
 class SFTConfig(Config):
@@ -31,3 +35,17 @@ class SFTConfig(Config):
     def num_epochs(self) -> int | None:
         """Epochs in force, None where steps alone bound the run."""
         return 1 if self.max_num_epochs is None and self.max_num_steps is None else self.max_num_epochs
+
+
+class SFTRoot(DataRoot, Protocol):
+    """The resolved config of supervised fine-tuning, as far as it reads it."""
+
+    @property
+    def sft(self) -> SFTConfig:
+        """Settings of the loop."""
+        ...
+
+    @property
+    def policy(self) -> ModelConfig:
+        """The model that is trained."""
+        ...

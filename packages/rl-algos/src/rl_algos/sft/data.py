@@ -13,6 +13,7 @@ from rl_algos.data.example import Example
 from rl_algos.data.examples import Dataset, Datasets, encode_rows, within_limit
 from rl_algos.data.prompts import weights_of
 from rl_algos.data.stream import Stream
+from rl_algos.sft.config import SFTRoot
 from rl_algos.sft.conversation import encode_conversation
 from rl_algos.tokenizer import require_chat_template
 from rl_core.batch import TOKENS, Batch
@@ -48,7 +49,7 @@ class SFTData:
     validation: Sequence[Batch]
 
 
-def prepare(config: Any, tokenizer: Any, datasets: Datasets) -> SFTData:
+def prepare(config: SFTRoot, tokenizer: Any, datasets: Datasets) -> SFTData:
     """Tokenise the data and check what came out; called on the driver before anything is started.
 
     Args:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from rl_algos.losses.nll import NLLLoss
-from rl_algos.sft.config import SFTConfig
+from rl_algos.sft.config import SFTConfig, SFTRoot
 from rl_algos.sft.data import SFTData, to_batch
 from rl_core.batch import Batch
 from rl_core.model import Loss, Model
 from rl_core.run import Components, Run
 
 
-def run(config: Any, components: Components, run: Run) -> None:
+def run(config: SFTRoot, components: Components, run: Run) -> None:
     """Fine-tune the policy as configured; `components.data` is what `prepare` returned."""
     policy = components.models["policy"]
     train(config.sft, NLLLoss(), policy, components.data, run, batch_size=config.policy.train_global_batch_size)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from rl_algos.data.config import DataConfig
 from rl_algos.requirement import LOSSES
-from rl_algos.sft.config import SFTConfig
+from rl_algos.sft.config import SFTConfig, SFTRoot
 from rl_core.config import Problem
 from rl_core.model import ModelSpec
 from rl_core.plugins import AlgorithmPlugin, ModelNeed
@@ -22,7 +21,7 @@ _OF_VALIDATION = (
 )
 
 
-def check_validation(config: Any) -> Iterator[Problem]:
+def check_validation(config: SFTRoot) -> Iterator[Problem]:
     """Settings of a validation that has no data."""
     if config.data.validation is not None:
         return
@@ -31,14 +30,14 @@ def check_validation(config: Any) -> Iterator[Problem]:
             yield Problem(f"sft.{key}", "there is nothing to validate on; set data.validation, or remove this key")
 
 
-def check_environments(config: Any) -> Iterator[Problem]:
+def check_environments(config: SFTRoot) -> Iterator[Problem]:
     """Environments, which supervised fine-tuning has none of."""
     for key, dataset in config.data.sections():
         if dataset.env_name is not None:
             yield Problem(f"{key}.env_name", "supervised fine-tuning scores nothing; remove this key")
 
 
-def check_lengths(config: Any) -> Iterator[Problem]:
+def check_lengths(config: SFTRoot) -> Iterator[Problem]:
     """Rows longer than the model may see."""
     limit, most = config.data.max_input_seq_length, config.policy.max_total_sequence_length
     if limit is not None and limit > most:
@@ -48,14 +47,14 @@ def check_lengths(config: Any) -> Iterator[Problem]:
         )
 
 
-def validation_metrics(config: Any) -> list[str]:
+def validation_metrics(config: SFTRoot) -> list[str]:
     """What a validation records; nothing where there is none."""
     sft = config.sft
     validates = config.data.validation is not None and (sft.val_period or sft.val_at_start or sft.val_at_end)
     return ["val/loss", "val/num_tokens"] if validates else []
 
 
-def models(config: Any) -> dict[str, ModelNeed]:
+def models(config: SFTRoot) -> dict[str, ModelNeed]:
     """The policy trains and needs no reference."""
     return {"policy": ModelNeed("policy", ModelSpec(seed=config.sft.seed))}
 
