@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,9 +13,8 @@ from transformers import PreTrainedConfig
 
 from rl_core.batch import Batch
 from rl_core.metrics import Metric
-from rl_core.model import Read
 from rl_core.ragged import Ragged
-from rl_core.torch.training.backend import Microbatch, Microbatches, OnReads
+from rl_core.torch.training.backend import Microbatch, Pass
 from rl_core.torch.training.flops import ModelShape
 from rl_dtensor.gradients import clip, grad_norm, sum_tied
 from rl_dtensor.model import ShardedModel
@@ -57,33 +57,23 @@ class DTensorModel:
         """None: passes need tokens alone."""
         return {}
 
-    def read(
-        self, microbatches: Microbatches, reads: Sequence[Read], temperature: float, on_reads: OnReads
-    ) -> list[Any]:
+    def read(self, run: Pass) -> list[Any]:
         """Forward through all stages."""
         self.sharded.train(False)
         with torch.no_grad():
-            results = self._run(microbatches, reads, temperature, on_reads, backward=False)
+            results = self._run(run, backward=False)
         self.sharded.reshard_all()
         return [results[index] for index in sorted(results)]
 
-    def accumulate(
-        self,
-        microbatches: Microbatches,
-        reads: Sequence[Read],
-        temperature: float,
-        on_reads: OnReads,
-        *,
-        num_tokens: int,
-    ) -> Mapping[str, Metric]:
+    def accumulate(self, run: Pass) -> Mapping[str, Metric]:
         """Forward and backward through all stages; FSDP scatters each rank its part of the gradient."""
 
         def share(microbatch: Microbatch, columns: Mapping[str, Tensor]) -> Tensor:
-            part: Tensor = on_reads(microbatch, columns)
+            part: Tensor = run.on_reads(microbatch, columns)
             return part * self._mesh.num_gradients  # FSDP averages over them
 
         self.sharded.train(True)
-        self._run(microbatches, reads, temperature, share, backward=True)
+        self._run(replace(run, on_reads=share), backward=True)
         sum_tied(self.sharded, self._mesh)
         return {}
 
@@ -97,17 +87,15 @@ class DTensorModel:
     def close(self) -> None:
         """Do nothing: garbage collection finds all of the model."""
 
-    def _run(
-        self,
-        microbatches: Microbatches,
-        reads: Sequence[Read],
-        temperature: float,
-        on_reads: OnReads,
-        *,
-        backward: bool,
-    ) -> dict[int, Any]:
+    def _run(self, run: Pass, *, backward: bool) -> dict[int, Any]:
         return run_pipeline(
-            self.sharded, microbatches, reads, temperature, on_reads, mesh=self._mesh, backward=backward
+            self.sharded,
+            run.microbatches,
+            run.reads,
+            run.temperature,
+            run.on_reads,
+            mesh=self._mesh,
+            backward=backward,
         )
 
 

@@ -20,9 +20,8 @@ from transformers.models.auto.modeling_auto import (
 
 from rl_core.batch import Batch
 from rl_core.metrics import Metric
-from rl_core.model import Read
 from rl_core.ragged import Ragged
-from rl_core.torch.training.backend import Microbatch, Microbatches, OnReads
+from rl_core.torch.training.backend import Microbatch, Pass
 from rl_megatron.balance import balance_metrics
 from rl_megatron.model import ReadingModel, forget_embeddings, forget_tokens
 from rl_megatron.parallel.mesh import Mesh
@@ -86,34 +85,23 @@ class MegatronModel:
         """The experts that tokens were sent to, if routing is replayed."""
         return {} if self.reading.replay is None else self.reading.replay.columns_of(batch)
 
-    def read(
-        self, microbatches: Microbatches, reads: Sequence[Read], temperature: float, on_reads: OnReads
-    ) -> list[Any]:
+    def read(self, run: Pass) -> list[Any]:
         """Forward through all stages."""
         self.reading.train(False)
         with torch.no_grad():
-            return _pass(self.reading, microbatches, reads, temperature, on_reads)
+            return _run(self.reading, run)
 
-    def accumulate(
-        self,
-        microbatches: Microbatches,
-        reads: Sequence[Read],
-        temperature: float,
-        on_reads: OnReads,
-        *,
-        num_tokens: int,
-    ) -> Mapping[str, Metric]:
+    def accumulate(self, run: Pass) -> Mapping[str, Metric]:
         """Forward and backward through all stages; each rank is left with the gradients that it steps, and with metrics
         of the loss that balances experts."""
         model, routing = self.reading, self.reading.routing
         model.train(True)
-        scale = _auxiliary_scale(model, num_tokens, self._mesh)
-        _pass(model, microbatches, reads, temperature, on_reads, chunks=self._chunks, scale=scale)
+        _run(model, run, chunks=self._chunks, scale=_auxiliary_scale(model, run.num_tokens, self._mesh))
         self._biases = [] if routing is None else routing.biases()
         finalize_model_grads(self._chunks)
         if routing is None:
             return {}
-        return balance_metrics(routing, model.config, num_tokens, by_layer=self._reports_layers)
+        return balance_metrics(routing, model.config, run.num_tokens, by_layer=self._reports_layers)
 
     def discard(self) -> None:
         """Put back the biases of routers, which follow the tokens of each pass."""
@@ -130,20 +118,13 @@ class MegatronModel:
         forget_embeddings()
 
 
-def _pass(
-    model: ReadingModel,
-    microbatches: Microbatches,
-    reads: Sequence[Read],
-    temperature: float,
-    on_last_stage: OnReads,
-    *,
-    chunks: list[DistributedDataParallel] | None = None,
-    scale: float = 1.0,
+def _run(
+    model: ReadingModel, run: Pass, *, chunks: list[DistributedDataParallel] | None = None, scale: float = 1.0
 ) -> list[Any]:
-    """Run all microbatches through all pipeline ranks; what `on_last_stage` returned for each, on the last one.
+    """Pass all microbatches through all pipeline ranks; what `on_reads` returned for each, on the last one.
 
     Args:
-        chunks: to run backwards too; `on_last_stage` then returns a share of the loss.
+        chunks: to run backwards too.
         scale: divides gradients of losses that Megatron adds on its own.
     """
 
@@ -158,8 +139,8 @@ def _pass(
         output = chunk(layout.input_ids, layout.position_ids, None, packed_seq_params=layout.packing)
 
         def finish(hidden: Tensor, non_loss_data: bool = False) -> Any:
-            columns = model.reads(hidden, layout, microbatch.rows, reads, temperature)
-            result = on_last_stage(microbatch, columns)
+            columns = model.reads(hidden, layout, microbatch.rows, run.reads, run.temperature)
+            result = run.on_reads(microbatch, columns)
             if chunks is None:
                 return result
             return result * scale, torch.zeros((), dtype=torch.int, device=hidden.device), result.detach()
@@ -172,15 +153,15 @@ def _pass(
         model.routing.start(trains=chunks is not None)
     if model.replay is not None:
         model.replay.start(trains=chunks is not None)
-    if not microbatches:
+    if not run.microbatches:
         return []
-    made = [make() for make in microbatches]
+    made = [make() for make in run.microbatches]
     iterators = [iter(made) for _ in running]
     results: list[Any] = get_forward_backward_func()(
         forward_step_func=forward,
         data_iterator=iterators if len(running) > 1 else iterators[0],
         model=list(running) if len(running) > 1 else running[0],
-        num_microbatches=len(microbatches),
+        num_microbatches=len(run.microbatches),
         seq_length=model.alignment.total,  # shapes travel with the tensors
         micro_batch_size=1,
         forward_only=chunks is None,

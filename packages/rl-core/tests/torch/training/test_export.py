@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from export_cases import numbered, write
 
 from rl_core.torch.files.model_files import WeightFiles
 from rl_core.torch.training import export
@@ -39,3 +40,19 @@ def test_what_is_written_reads_back(tmp_path, monkeypatch, limit, num_files):
 def test_weights_keep_the_dtype_of_their_source_unless_they_are_computed_in_float32(tmp_path, config, precision, dtype):
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert export_dtype(tmp_path, precision) == dtype
+
+
+@pytest.mark.parametrize(("num_holders", "num_written"), [(1, [3, 0]), (2, [2, 1])])
+def test_the_ranks_that_get_weights_take_turns_to_write_them(pool, tmp_path, num_holders, num_written):
+    outcomes = pool.run(write, [(str(tmp_path), num_holders, None)] * 2)
+    assert [len(written) for written, _ in outcomes] == num_written
+    assert [error for _, error in outcomes] == ["", ""]
+    with WeightFiles.of(tmp_path).open() as weights:
+        assert all(torch.equal(weights.read(name, ()), tensor) for name, tensor in numbered().items())
+
+
+def test_a_file_that_cannot_be_written_is_told_on_every_rank(pool, tmp_path):
+    (_, first), (_, second) = pool.run(write, [(str(tmp_path), 2, 1)] * 2)
+    assert first == "RLError: rank 1 failed: OSError: [Errno 28] No space left on device"
+    assert second == "OSError: [Errno 28] No space left on device"
+    assert not (tmp_path / "model.safetensors.index.json").exists()

@@ -127,6 +127,24 @@ OnReads = Callable[[Microbatch, Mapping[str, Tensor]], Any]
 """Called with each microbatch and the columns of its reads, on the ranks that have the model's output."""
 
 
+@dataclass(frozen=True)
+class Pass:
+    """Microbatches on their way through the model.
+
+    Args:
+        reads: to compute of each.
+        temperature: divides logits.
+        on_reads: returns what is kept of a microbatch or, in a backward pass, its share of the loss, a scalar.
+        num_tokens: of this rank's rows, in all microbatches.
+    """
+
+    microbatches: Microbatches
+    reads: Sequence[Read]
+    temperature: float
+    on_reads: OnReads
+    num_tokens: int
+
+
 class RankModel(Protocol):
     """This rank's part of a model: passes over microbatches, in which all ranks take part."""
 
@@ -162,29 +180,14 @@ class RankModel(Protocol):
         """
         ...
 
-    def read(
-        self, microbatches: Microbatches, reads: Sequence[Read], temperature: float, on_reads: OnReads
-    ) -> list[Any]:
+    def read(self, run: Pass) -> list[Any]:
         """Forward without gradients and without dropout; what `on_reads` returned, in the order of the microbatches,
         and an empty list on ranks without the model's output."""
         ...
 
-    def accumulate(
-        self,
-        microbatches: Microbatches,
-        reads: Sequence[Read],
-        temperature: float,
-        on_reads: OnReads,
-        *,
-        num_tokens: int,
-    ) -> Mapping[str, Metric]:
+    def accumulate(self, run: Pass) -> Mapping[str, Metric]:
         """Forward and backward, until each rank has its part of the gradient of the sum over all microbatches and
-        data-parallel ranks; this rank's part of metrics of the model's own.
-
-        Args:
-            on_reads: returns a microbatch's share of the loss, a scalar.
-            num_tokens: of this rank's rows.
-        """
+        data-parallel ranks; this rank's part of metrics of the model's own."""
         ...
 
     def discard(self) -> None:

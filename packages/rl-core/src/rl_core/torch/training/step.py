@@ -18,7 +18,15 @@ from rl_core.model import Loss, Read
 from rl_core.ragged import Ragged
 from rl_core.torch.heads.reads import ROW_READS
 from rl_core.torch.rows import idle_rows, to_rows
-from rl_core.torch.training.backend import Microbatch, Microbatches, RankMesh, RankModel, RankOptimizer
+from rl_core.torch.training.backend import (
+    Microbatch,
+    Microbatches,
+    OnReads,
+    Pass,
+    RankMesh,
+    RankModel,
+    RankOptimizer,
+)
 from rl_core.torch.training.loss_pass import LossPass, idle
 from rl_core.torch.training.skipped_steps import SkippedSteps
 
@@ -35,7 +43,8 @@ def run_reads(
     def collect(microbatch: Microbatch, columns: Mapping[str, Tensor]) -> dict[str, np.ndarray] | None:
         return {name: column.cpu().numpy() for name, column in columns.items()} if microbatch.is_own else None
 
-    results = model.read(_on_device(tokens.with_columns(extra), plan, mesh), reads, temperature, collect)
+    run = Pass(_on_device(tokens.with_columns(extra), plan, mesh), reads, temperature, collect, _num_tokens(tokens))
+    results = model.read(run)
     if not mesh.coordinates.leads:
         return None
     return in_row_order(reads, [part for part in results if part is not None], tokens, plan)
@@ -51,7 +60,7 @@ def run_evaluation(
         if microbatch.is_own:
             loss_pass.microbatch(microbatch.rows, columns)
 
-    model.read(_microbatches(model, loss_pass, batch, batching, mesh), loss.reads, loss.temperature, measure)
+    model.read(_pass(model, loss_pass, batch, measure, batching=batching, mesh=mesh))
     return loss_pass.metrics() if mesh.coordinates.leads else {}
 
 
@@ -75,8 +84,6 @@ def run_train_step(
         RLError: if more steps in a row were skipped than `skipped` allows; nothing is stepped then.
     """
     loss_pass = LossPass(loss, batch, mesh.data)
-    num_tokens = int(loss_pass.columns.ragged(TOKENS).offsets[-1])
-    microbatches = _microbatches(model, loss_pass, batch, batching, mesh)
 
     def share(microbatch: Microbatch, columns: Mapping[str, Tensor]) -> Tensor:
         return loss_pass.microbatch(microbatch.rows, columns) if microbatch.is_own else idle(columns)
@@ -84,7 +91,7 @@ def run_train_step(
     lr = optimizer.inner.param_groups[0]["lr"]
     steps = False
     try:
-        own = model.accumulate(microbatches, loss.reads, loss.temperature, share, num_tokens=num_tokens)
+        own = model.accumulate(_pass(model, loss_pass, batch, share, batching=batching, mesh=mesh))
         norm = optimizer.grad_norm()
         steps = skipped.admits(norm)
         if steps and max_grad_norm is not None:
@@ -145,12 +152,18 @@ def in_row_order(
     return Batch(columns)
 
 
-def _microbatches(
-    model: RankModel, loss_pass: LossPass, batch: Batch, batching: Batching, mesh: RankMesh
-) -> Microbatches:
-    """Microbatches with the columns of a loss and those of the model's own."""
+def _pass(
+    model: RankModel, loss_pass: LossPass, batch: Batch, on_reads: OnReads, *, batching: Batching, mesh: RankMesh
+) -> Pass:
+    """The pass of a loss, whose rows also have the columns that the model itself needs; collective."""
     columns = loss_pass.columns.with_columns(model.extra_columns(batch))
-    return _on_device(columns, plan_together(columns, batching, mesh.control, multiple=model.multiple), mesh)
+    plan = plan_together(columns, batching, mesh.control, multiple=model.multiple)
+    loss = loss_pass.loss
+    return Pass(_on_device(columns, plan, mesh), loss.reads, loss.temperature, on_reads, _num_tokens(columns))
+
+
+def _num_tokens(batch: Batch) -> int:
+    return int(batch.ragged(TOKENS).offsets[-1])
 
 
 def _on_device(batch: Batch, plan: Sequence[np.ndarray], mesh: RankMesh) -> Microbatches:

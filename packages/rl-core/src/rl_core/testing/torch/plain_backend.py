@@ -1,0 +1,318 @@
+"""The smallest training backend: every rank holds a whole model of `transformers`, and gradients are summed.
+
+It shows what a backend has to supply, and lets the parts that all backends share be tested by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+
+from rl_core.batch import Batch
+from rl_core.devices import Device
+from rl_core.mesh import Coordinates
+from rl_core.metrics import Metric
+from rl_core.model import HEADLESS_ROLES, ModelSpec, Part, Rendezvous, Role
+from rl_core.model_config import ModelConfig
+from rl_core.ragged import Ragged
+from rl_core.torch.files.model_files import read_hf_config
+from rl_core.torch.heads.logprobs import Head
+from rl_core.torch.heads.reads import language_reads, score_reads, value_reads
+from rl_core.torch.loss import Rows
+from rl_core.torch.optim.optimizer import build_optimizer
+from rl_core.torch.process_group import join_process_group
+from rl_core.torch.residency.module_residency import Residency
+from rl_core.torch.rows import padded
+from rl_core.torch.training.backend import Microbatch, Pass, TrainingParts
+from rl_core.torch.training.checkpoint_files import read_tensors
+from rl_core.torch.training.worker import TrainingWorker
+from rl_core.weights import TensorSpec
+
+
+class PlainWorker(TrainingWorker):
+    """A `ModelWorker` that is data parallel alone, and pads rows whatever the config says."""
+
+    def __init__(self, config: ModelConfig, backend: object, spec: ModelSpec, rendezvous: Rendezvous) -> None:
+        mesh = PlainMesh.join(rendezvous)
+        super().__init__(config, spec, mesh, partial(build_parts, config, spec, mesh))
+
+
+def build_parts(config: ModelConfig, spec: ModelSpec, mesh: PlainMesh, folder: Path) -> TrainingParts:
+    """Load the model on every rank; collective.
+
+    Raises:
+        ValueError: if adapters are asked for.
+    """
+    if config.lora_cfg.enabled:
+        raise ValueError("this backend has no adapters; set policy.lora_cfg.enabled=false")
+    auto = AutoModelForSequenceClassification if spec.role in HEADLESS_ROLES else AutoModelForCausalLM
+    hf_config = read_hf_config(folder, config.hf_config_overrides)
+    hf_config.num_labels = 1
+    hf = auto.from_pretrained(folder, config=hf_config, dtype=torch.float32)
+    for parameter in hf.parameters():
+        dist.broadcast(parameter.detach(), src=0)  # a new head is drawn by each rank
+    optimizer = PlainOptimizer(build_optimizer(config.optimizer, hf.parameters()), hf) if spec.trains else None
+    inner = None if optimizer is None else optimizer.inner
+    model = PlainModel(hf, spec.role, getattr(torch, config.precision), config.logprob_chunk_size)
+    return TrainingParts(
+        model, PlainWeights(hf), optimizer, PlainState(hf, inner, mesh), PlainResidency(hf, inner, mesh.kind)
+    )
+
+
+@dataclass(frozen=True)
+class PlainMesh:
+    """Data-parallel ranks."""
+
+    rank: int
+    world_size: int
+    kind: Device
+
+    @classmethod
+    def join(cls, rendezvous: Rendezvous) -> PlainMesh:
+        """Meet the other ranks; collective."""
+        join_process_group(rendezvous)
+        return cls(rendezvous.rank, rendezvous.world_size, rendezvous.kind)
+
+    @property
+    def device(self) -> torch.device:
+        """As torch names it."""
+        return self.kind.torch_device
+
+    @property
+    def control(self) -> dist.ProcessGroup:
+        """All ranks."""
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+
+    @property
+    def data(self) -> dist.ProcessGroup:
+        """All ranks."""
+        return self.control
+
+    @property
+    def coordinates(self) -> Coordinates:
+        """This rank's place."""
+        return Coordinates({"dp": self.rank}, {"dp": self.world_size})
+
+    @property
+    def layout(self) -> Mapping[str, int]:
+        """Number of ranks."""
+        return {"dp": self.world_size}
+
+    def seed(self, seed: int) -> None:
+        """Every rank draws for its own rows."""
+        torch.manual_seed(seed + self.rank)
+
+    def rng_state(self) -> dict[str, Any]:
+        """State of torch's generators."""
+        return self.kind.rng_state()
+
+    def set_rng_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `rng_state` returned."""
+        self.kind.set_rng_state(state)
+
+    def leave(self) -> None:
+        """Leave the group."""
+        dist.destroy_process_group()
+
+
+class PlainModel:
+    """Passes of a whole model.
+
+    Args:
+        compute: dtype of matrix products.
+        chunk_size: tokens whose logits exist at one time.
+    """
+
+    multiple = 1
+    shape = None
+
+    def __init__(self, hf: PreTrainedModel, role: Role, compute: torch.dtype, chunk_size: int) -> None:
+        self.hf = hf
+        self._role = role
+        self._compute = compute
+        self._chunk_size = chunk_size
+
+    @property
+    def hf_config(self) -> Any:
+        """The model's."""
+        return self.hf.config
+
+    @property
+    def architecture(self) -> str:
+        """Name of the model's class."""
+        return type(self.hf).__name__
+
+    def extra_columns(self, batch: Batch) -> Mapping[str, Ragged]:
+        """None."""
+        return {}
+
+    def read(self, run: Pass) -> list[Any]:
+        """One microbatch after another."""
+        self.hf.train(False)
+        with torch.no_grad():
+            return [self._run(make(), run) for make in run.microbatches]
+
+    def accumulate(self, run: Pass) -> Mapping[str, Metric]:
+        """One microbatch after another, then the sum over all ranks."""
+        self.hf.train(True)
+        for make in run.microbatches:
+            self._run(make(), run).backward()
+        for parameter in self.hf.parameters():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+        return {}
+
+    def discard(self) -> None:
+        """Do nothing: a backward pass changes gradients alone."""
+
+    def trained_parts(self) -> list[Tensor]:
+        """All parameters."""
+        return [parameter.detach() for parameter in self.hf.parameters()]
+
+    def close(self) -> None:
+        """Do nothing."""
+
+    def _run(self, microbatch: Microbatch, run: Pass) -> Any:
+        return run.on_reads(microbatch, self._reads(microbatch.rows, run))
+
+    def _reads(self, rows: Rows, run: Pass) -> Mapping[str, Tensor]:
+        inputs = padded(rows)
+        with torch.autocast(rows.offsets.device.type, self._compute, enabled=self._compute != torch.float32):
+            body = self.hf.base_model
+            hidden = inputs.flatten(body(inputs.input_ids, attention_mask=inputs.attention_mask).last_hidden_state)
+            if self._role in HEADLESS_ROLES:
+                outputs = self.hf.get_submodule("score")(hidden)[:, 0].float()
+                return value_reads(outputs, rows) if self._role == "critic" else score_reads(outputs, rows)
+            head = Head(self.hf.get_output_embeddings().weight)
+            return language_reads(
+                hidden, rows, head, run.reads, temperature=run.temperature, chunk_size=self._chunk_size
+            )
+
+
+class PlainOptimizer:
+    """Steps all parameters on every rank, whose gradients are equal."""
+
+    def __init__(self, inner: Optimizer, hf: nn.Module) -> None:
+        self.inner = inner
+        self._hf = hf
+
+    def grad_norm(self) -> float:
+        """Norm of the whole gradient."""
+        return float(nn.utils.get_total_norm(self._grads()))
+
+    def clip(self, norm: float, max_norm: float) -> None:
+        """Scale a gradient of this norm down to `max_norm`."""
+        for grad in self._grads():
+            grad.mul_(min(1.0, max_norm / (norm + 1e-6)))
+
+    def step(self) -> None:
+        """Step."""
+        self.inner.step()
+
+    def zero_grad(self) -> None:
+        """Free the gradients."""
+        self.inner.zero_grad(set_to_none=True)
+
+    def _grads(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self._hf.parameters() if parameter.grad is not None]
+
+
+class PlainWeights:
+    """The parameters, which every rank holds whole."""
+
+    def __init__(self, hf: nn.Module) -> None:
+        self._named = dict(hf.named_parameters())
+        first = {id(parameter): name for name, parameter in self._named.items()}
+        every = hf.named_parameters(remove_duplicate=False)
+        self.tied = {name: first[id(parameter)] for name, parameter in every if name not in self._named}
+        self.num_holders = dist.get_world_size()
+
+    def specs(self, dtype: str) -> list[TensorSpec]:
+        """All parameters, in order."""
+        return [TensorSpec(name, tuple(parameter.shape), dtype) for name, parameter in self._named.items()]
+
+    def stream(
+        self, dtype: str, *, everywhere: bool = True, bucket_bytes: int = 0
+    ) -> Iterator[Sequence[tuple[str, Tensor]]]:
+        """All parameters, one by one, on every rank."""
+        for name, parameter in self._named.items():
+            yield [(name, parameter.detach().to(getattr(torch, dtype)))]
+
+
+class PlainState:
+    """Parameters and optimizer state, of which torch's distributed checkpoint writes one copy."""
+
+    def __init__(self, hf: nn.Module, optimizer: Optimizer | None, mesh: PlainMesh) -> None:
+        self._named = dict(hf.named_parameters())
+        self._optimizer = optimizer
+        self._mesh = mesh
+
+    def tensors(self, *, copies: bool) -> dict[str, Any]:
+        """By parameter and key of the optimizer's state."""
+        found = {f"model/{name}": parameter.detach() for name, parameter in self._named.items()} | self._states()
+        return {name: tensor.clone() for name, tensor in found.items()} if copies else found
+
+    def description(self) -> dict[str, Any]:
+        """Shapes and dtypes of the optimizer's state, of which there is none before the first step."""
+        return {name: torch.empty_like(tensor, device="meta") for name, tensor in self._states().items()}
+
+    def restore(self, path: Path, description: Mapping[str, Any]) -> None:
+        """Read parameters and optimizer state into place; collective."""
+        states = {name: torch.empty_like(tensor, device=self._mesh.device) for name, tensor in description.items()}
+        parameters = {f"model/{name}": parameter.detach() for name, parameter in self._named.items()}
+        read_tensors(path, {**parameters, **states}, group=self._mesh.control)
+        if self._optimizer is None:
+            return
+        self._optimizer.state.clear()
+        for name, tensor in states.items():
+            parameter, _, key = name.removeprefix("optimizer/").rpartition("/")
+            self._optimizer.state[self._named[parameter]][key] = tensor
+
+    def layers(self) -> dict[str, Any]:
+        """Empty."""
+        return {}
+
+    def restore_layers(self, state: Mapping[str, Any]) -> None:
+        """Do nothing."""
+
+    def save_planner(self) -> None:
+        """torch's own."""
+
+    def _states(self) -> dict[str, Tensor]:
+        if self._optimizer is None:
+            return {}
+        return {
+            f"optimizer/{name}/{key}": value
+            for name, parameter in self._named.items()
+            for key, value in self._optimizer.state.get(parameter, {}).items()
+        }
+
+
+class PlainResidency(Residency):
+    """Parameters, and the optimizer's state."""
+
+    def __init__(self, hf: nn.Module, optimizer: Optimizer | None, device: Device) -> None:
+        super().__init__(device)
+        self._hf = hf
+        self._optimizer = optimizer
+
+    def kept(self, part: Part) -> list[Tensor]:
+        if part == "parameters":
+            return list(self._hf.parameters())
+        states = {} if self._optimizer is None else self._optimizer.state
+        return [value for state in states.values() for value in state.values() if isinstance(value, Tensor)]
+
+
+def build(config: ModelConfig, spec: ModelSpec, rendezvous: Rendezvous) -> PlainWorker:
+    """A worker in a process of a rank pool."""
+    return PlainWorker(config, None, spec, rendezvous)
