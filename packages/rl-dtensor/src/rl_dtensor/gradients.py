@@ -31,12 +31,9 @@ def grad_norm(model: ShardedModel, mesh: Mesh) -> float:
     return math.sqrt(total.item()) if total.item() >= 0 else math.nan
 
 
-def clip(model: ShardedModel, norm: float, max_norm: float) -> None:
-    """Scale the gradients down to a norm, as `torch.nn.utils.clip_grad_norm_` does."""
-    factor = max_norm / (norm + 1e-6)
-    if factor < 1.0:
-        grads = [local(parameter.grad) for parameter in model.trained() if parameter.grad is not None]
-        torch._foreach_mul_(grads, factor)
+def local_grads(model: ShardedModel) -> list[Tensor]:
+    """This rank's part of the gradient of every parameter that has one."""
+    return [local(parameter.grad) for parameter in model.trained() if parameter.grad is not None]
 
 
 def sum_tied(model: ShardedModel, mesh: Mesh) -> None:

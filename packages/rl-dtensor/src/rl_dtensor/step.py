@@ -16,7 +16,7 @@ from rl_core.metrics import Metric
 from rl_core.ragged import Ragged
 from rl_core.torch.training.backend import Microbatch, Pass
 from rl_core.torch.training.flops import ModelShape
-from rl_dtensor.gradients import clip, grad_norm, sum_tied
+from rl_dtensor.gradients import grad_norm, local_grads, sum_tied
 from rl_dtensor.model import ShardedModel
 from rl_dtensor.parallel.mesh import Mesh
 from rl_dtensor.pipeline import run_pipeline
@@ -115,9 +115,9 @@ class ShardedOptimizer:
         """Norm of the whole gradient; collective."""
         return grad_norm(self._model, self._mesh)
 
-    def clip(self, norm: float, max_norm: float) -> None:
-        """Scale a gradient of this norm down to `max_norm`."""
-        clip(self._model, norm, max_norm)
+    def scale_grads(self, factor: float) -> None:
+        """Multiply this rank's shards of the gradient."""
+        torch._foreach_mul_(local_grads(self._model), factor)
 
     def step(self) -> None:
         """Step this rank's shards; others see them when FSDP gathers them."""

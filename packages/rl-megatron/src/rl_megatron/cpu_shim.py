@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import megatron.core.tensor_parallel.random as megatron_random
+import megatron.core.transformer.moe.moe_utils as moe_utils
 import torch
+import torch.distributed as dist
 
 CPU = torch.device("cpu")
 FACTORIES = ("arange", "empty", "full", "ones", "rand", "randn", "tensor", "zeros")
@@ -35,12 +37,7 @@ def install() -> None:
         return
     _installed = True
     warnings.warn("Megatron Core runs on CPU behind a shim, which is for development and tests only", stacklevel=2)
-    os.environ.setdefault(
-        "TORCH_COMPILE_DISABLE", "1"
-    )  # Megatron compiles its fused functions, which pays on CUDA only
-    import megatron.core.tensor_parallel.random as megatron_random
-
-    torch._dynamo.config.disable = True  # for where it is imported already and has read the variable
+    torch._dynamo.config.disable = True  # Megatron compiles its fused functions, which pays on CUDA only
     # dynamo maps names in torch.cuda to its rules by object, and must see the originals
     torch._dynamo.trace_rules.get_torch_obj_rule_map()
     # so must `with torch.device(...)`, which `transformers` loads models in: its list is made at first use, and kept
@@ -122,16 +119,12 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 def _disable_engine_products() -> None:
     """Routers multiply with Transformer Engine wherever it is installed, which no tensor of the CPU takes."""
-    import megatron.core.transformer.moe.moe_utils as moe_utils
-
     if moe_utils.HAVE_TE:
         moe_utils.te_general_gemm = None
 
 
 def _patch_all_to_all() -> None:
     """Split sizes stay tensors where nothing is on CUDA, which torch does not take."""
-    import torch.distributed as dist
-
     all_to_all_single = dist.all_to_all_single
 
     @functools.wraps(all_to_all_single)
@@ -146,8 +139,6 @@ def _patch_all_to_all() -> None:
 
 def _patch_gloo() -> None:
     """Parts of different sizes, which experts spread over tensor-parallel ranks exchange, and which gloo refuses."""
-    import torch.distributed as dist
-
     all_gather, reduce_scatter = dist.all_gather, dist.reduce_scatter
 
     @functools.wraps(all_gather)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -88,12 +89,10 @@ class ShardedOptimizer:
         dist.all_reduce(total)
         return float(total.sqrt().item())
 
-    def clip(self, norm: float, max_norm: float) -> None:
-        """Scale the gradients so that their norm is `max_norm` at most; as torch does it."""
-        scale = min(1.0, max_norm / (norm + 1e-6))
-        if scale < 1.0:
-            for shard in self.shards:
-                shard.grad.mul_(scale)
+    def scale_grads(self, factor: float) -> None:
+        """Multiply this rank's runs of the gradient."""
+        for shard in self.shards:
+            shard.grad.mul_(factor)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -149,8 +148,6 @@ def _shards(chunks: list[DistributedDataParallel]) -> Iterable[Shard]:
 
 def _shard(buffer: object, parameter: nn.Parameter, begin: int, end: int, group: dist.ProcessGroup) -> Iterable[Shard]:
     """The run of a parameter between two places of a buffer, if there is one."""
-    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
-
     assert isinstance(buffer, _ParamAndGradBuffer)
     first, last, _ = buffer.param_index_map[parameter]
     low, high = max(first, begin), min(last, end)

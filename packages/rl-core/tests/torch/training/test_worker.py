@@ -1,15 +1,48 @@
 """The parts that all training backends share make a model worker of the smallest backend."""
 
+from pathlib import Path
+
 import pytest
 
-from rl_core.testing.model_worker import ModelWorkerSuite
+from rl_core.errors import WorkerError
+from rl_core.model import ModelSpec
+from rl_core.model_config import LoraConfig, ModelConfig
+from rl_core.testing.losses import TokenLoss
+from rl_core.testing.model_worker import LAYOUTS, SGD, ModelWorkerSuite, make_batch
+from rl_core.testing.pooled_model import PooledModel
 from rl_core.testing.rank_pool import RankPool
+from rl_core.testing.torch.tiny_model import write_tiny_model
+
+FACTORY = "rl_core.testing.torch.plain_backend:build"
 
 
 class TestTrainingWorker(ModelWorkerSuite):
-    factory = "rl_core.testing.torch.plain_backend:build"
+    factory = FACTORY
 
     @pytest.fixture(scope="session")
     @classmethod
     def pool(cls, pool: RankPool) -> RankPool:
         return pool
+
+
+def open_model(pool: RankPool, folder: Path, **settings: object) -> PooledModel:
+    config = ModelConfig(model_name=str(folder), precision="float32", optimizer=SGD, **LAYOUTS["padded-1"], **settings)
+    return PooledModel(pool, FACTORY, config, ModelSpec(), 1)
+
+
+def test_a_pass_that_fails_leaves_no_gradient_behind(pool, tmp_path):
+    folder = write_tiny_model(tmp_path)
+    with open_model(pool, folder) as model:
+        expected = model.train_step(make_batch(), TokenLoss())["grad_norm"]
+    with open_model(pool, folder) as model:
+        with pytest.raises(WorkerError, match="row 0 has no tokens"):
+            model.train_step(make_batch((6, 0)), TokenLoss())
+        assert model.train_step(make_batch(), TokenLoss())["grad_norm"] == expected
+
+
+def test_a_model_that_cannot_be_built_leaves_its_groups(pool, tmp_path):
+    folder = write_tiny_model(tmp_path)
+    with pytest.raises(WorkerError, match="no adapters"):
+        open_model(pool, folder, lora_cfg=LoraConfig(enabled=True))
+    with open_model(pool, folder) as model:
+        assert model.train_step(make_batch(), TokenLoss())["skipped_steps"] == 0

@@ -210,10 +210,10 @@ class PlainOptimizer:
         """Norm of the whole gradient."""
         return float(nn.utils.get_total_norm(self._grads()))
 
-    def clip(self, norm: float, max_norm: float) -> None:
-        """Scale a gradient of this norm down to `max_norm`."""
+    def scale_grads(self, factor: float) -> None:
+        """Multiply the gradient."""
         for grad in self._grads():
-            grad.mul_(min(1.0, max_norm / (norm + 1e-6)))
+            grad.mul_(factor)
 
     def step(self) -> None:
         """Step."""

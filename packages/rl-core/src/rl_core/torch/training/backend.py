@@ -245,8 +245,8 @@ class RankOptimizer(Protocol):
         """Norm of the whole gradient, the same on every rank; collective."""
         ...
 
-    def clip(self, norm: float, max_norm: float) -> None:
-        """Scale a gradient of this norm down to `max_norm`."""
+    def scale_grads(self, factor: float) -> None:
+        """Multiply this rank's part of the gradient."""
         ...
 
     def step(self) -> None:

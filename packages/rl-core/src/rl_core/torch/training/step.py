@@ -89,14 +89,12 @@ def run_train_step(
         return loss_pass.microbatch(microbatch.rows, columns) if microbatch.is_own else idle(columns)
 
     lr = optimizer.inner.param_groups[0]["lr"]
-    steps = False
     try:
         own = model.accumulate(_pass(model, loss_pass, batch, share, batching=batching, mesh=mesh))
         norm = optimizer.grad_norm()
         steps = skipped.admits(norm)
-        if steps and max_grad_norm is not None:
-            optimizer.clip(norm, max_grad_norm)
         if steps:
+            _clip(optimizer, norm, max_grad_norm)
             optimizer.step()
         else:
             model.discard()
@@ -113,6 +111,12 @@ def run_train_step(
         "lr": Metric(float(lr), reduction="max", over_updates="last"),
         "skipped_steps": Metric(float(not steps), reduction="max", over_updates="sum"),
     }
+
+
+def _clip(optimizer: RankOptimizer, norm: float, max_norm: float | None) -> None:
+    """Scale a gradient of this norm down to `max_norm`, as `torch.nn.utils.clip_grad_norm_` does."""
+    if max_norm is not None and (factor := max_norm / (norm + 1e-6)) < 1.0:
+        optimizer.scale_grads(factor)
 
 
 def plan_together(
