@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rl_core.devices import CPU
-from rl_launch.doctor.machine import Gpu, GpuDriver, Space, Tool
+from rl_launch.doctor.gpus import Gpu, GpuDriver
+from rl_launch.doctor.machine import Space, Tool
 from rl_launch.doctor.needs import Needs
 from rl_launch.worker_envs import Availability
 from rl_launch.worker_envs.availability import TorchBuild

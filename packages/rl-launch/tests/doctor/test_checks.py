@@ -7,7 +7,7 @@ from machines import ENGINE, H200, HERE, NO_UV, TO_BUILD, TRAINER, FakeMachine, 
 
 from rl_core.devices import CUDA
 from rl_launch.doctor import CHECKS, Check, examine
-from rl_launch.doctor.machine import GpuDriver
+from rl_launch.doctor.gpus import GpuDriver
 from rl_launch.worker_envs import Availability
 from rl_launch.worker_envs.availability import TorchBuild
 

@@ -42,11 +42,11 @@ def machine(
     "status": "ok"|"warning"|"missing", "found", "remedy"}, ...]}.
     """
     with reported():
-        from rl_launch.doctor import CHECKS, ThisMachine, examine, needs_of
+        from rl_launch.doctor import CHECKS, Machine, examine, needs_of
 
         if "=" in recipe:
             recipe, overrides = "grpo-arithmetic", [recipe, *(overrides or ())]
-        here = ThisMachine()
+        here = Machine()
         report = examine(here, needs_of(recipe, overrides or (), num_gpus=here.num_gpus), CHECKS)
         if as_json:
             sys.stdout.write(json.dumps(report.as_json(), indent=2) + "\n")

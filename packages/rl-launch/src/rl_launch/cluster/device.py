@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 from rl_core.devices import CPU, CUDA, Device, device_named
 from rl_core.errors import ConfigError
+from rl_launch.cluster.local_gpus import local_gpus
 from rl_launch.cluster.ray_address import check_ray_address
 
 AUTO = "auto"
@@ -58,15 +58,6 @@ def check_devices(cluster: Any) -> None:
             f"cluster.gpus_per_node is {cluster.gpus_per_node}, but this machine has {num_gpus} that may be used; "
             "lower it, or see CUDA_VISIBLE_DEVICES"
         )
-
-
-def local_gpus() -> int:
-    """GPUs of this machine that this process may use, without importing an engine."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([gpu for gpu in visible.split(",") if gpu.strip() and gpu.strip() != "-1"])
-    devices = Path("/dev").glob("nvidia[0-9]*")
-    return len([device for device in devices if device.name.removeprefix("nvidia").isdigit()])
 
 
 def _is_connected() -> bool:

@@ -31,8 +31,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from rl_core.devices import NODE_ADDRESS, Device
 from rl_core.errors import ConfigError, WorkerDied
 from rl_core.ray.host import AsyncWorkerHost, RestartingHost, WorkerHost
-from rl_launch.cluster.logical_nodes import LogicalNodes
-from rl_launch.cluster.ray_start import connect, is_on_this_machine_alone, start_on_this_machine
+from rl_launch.cluster.ray_nodes import RayNodes, is_on_this_machine_alone, logical_nodes, one_node
+from rl_launch.cluster.ray_start import connect
 from rl_launch.placement.bundles import NodeResources, Patience, Resources, Wait
 
 REPLACEMENT_S = 10.0
@@ -94,20 +94,23 @@ class VirtualCluster:
 
     def __init__(self, *, device: Device, num_nodes: int, ranks_per_node: int, patience: Patience = PATIENCE) -> None:
         self._owns_ray = not ray.is_initialized()
-        self._logical: LogicalNodes | None = None
+        self._nodes: RayNodes | None = None
+        self._groups: dict[PlacementGroup, Resources] = {}
         address = os.environ.get("RAY_ADDRESS")
+        if self._owns_ray and not address:
+            nodes = logical_nodes(num_nodes, ranks_per_node) if device.is_logical else one_node(ranks_per_node)
+            self._nodes = RayNodes(nodes)
+            address = self._nodes.address
         if self._owns_ray and address:
-            connect(address)
-        elif self._owns_ray and device.is_logical:
-            self._logical = LogicalNodes(num_nodes, ranks_per_node)
-            connect(self._logical.address)
-        elif self._owns_ray:
-            start_on_this_machine(ranks_per_node)
+            try:
+                connect(address)
+            except BaseException:
+                self.close()
+                raise
         self.device = device
         self.num_nodes = num_nodes
         self.ranks_per_node = ranks_per_node
         self._patience = patience
-        self._groups: dict[PlacementGroup, Resources] = {}
         if device.has_gpus and not patience.absent_s and not gpus_of_cluster():
             self.close()
             raise ConfigError(
@@ -222,8 +225,8 @@ class VirtualCluster:
         self._groups.clear()
         if self._owns_ray:
             ray.shutdown()
-        if self._logical is not None:
-            self._logical.close()
+        if self._nodes is not None:
+            self._nodes.close()
 
 
 def gpus_of_cluster() -> float:

@@ -4,6 +4,5 @@ from rl_launch.doctor.checks import CHECKS
 from rl_launch.doctor.findings import Check, Finding, Report, examine
 from rl_launch.doctor.machine import Machine
 from rl_launch.doctor.needs import Needs, needs_of
-from rl_launch.doctor.this_machine import ThisMachine
 
-__all__ = ["CHECKS", "Check", "Finding", "Machine", "Needs", "Report", "ThisMachine", "examine", "needs_of"]
+__all__ = ["CHECKS", "Check", "Finding", "Machine", "Needs", "Report", "examine", "needs_of"]

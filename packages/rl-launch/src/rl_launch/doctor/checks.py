@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from packaging.specifiers import SpecifierSet
 
 from rl_launch.doctor.findings import Check, Finding
-from rl_launch.doctor.machine import GpuDriver, Machine, Space
+from rl_launch.doctor.gpus import GpuDriver
+from rl_launch.doctor.machine import Machine, Space
 from rl_launch.doctor.needs import Needs
 from rl_launch.worker_envs import Availability
 

@@ -4,18 +4,47 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from dataclasses import dataclass
 from xml.etree import ElementTree
-
-from rl_launch.doctor.machine import Gpu, GpuDriver
 
 _TIMEOUT_S = 20.0
 
 
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU as its driver sees it.
+
+    Args:
+        name: of the product.
+        memory_bytes: of the device; None if the driver does not tell.
+        used_bytes: taken by whoever runs on it; None likewise.
+    """
+
+    name: str
+    memory_bytes: int | None
+    used_bytes: int | None
+
+
+@dataclass(frozen=True)
+class GpuDriver:
+    """NVIDIA's driver.
+
+    Args:
+        version: of the driver.
+        cuda: newest CUDA version it runs, `13.0`.
+        gpus: every GPU of the machine.
+    """
+
+    version: str
+    cuda: str
+    gpus: tuple[Gpu, ...]
+
+
 def ask_driver() -> GpuDriver | None:
-    """What nvidia-smi tells; None where it is not there.
+    """What nvidia-smi tells; None if it is not installed.
 
     Raises:
-        OSError: where it does not answer, with what it says.
+        OSError: if it does not answer, with what it says.
     """
     program = shutil.which("nvidia-smi")
     if program is None:

@@ -1,18 +1,36 @@
-"""What the checks may ask of a machine."""
+"""The machine that this process runs on."""
 
 from __future__ import annotations
 
+import importlib.metadata
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Protocol
 
-from rl_launch.worker_envs import Availability, Mode, WorkerEnvSpec
+import psutil
+
+from rl_launch.cluster.local_gpus import local_gpus
+from rl_launch.cluster.ray_address import is_answered
+from rl_launch.doctor.gpus import GpuDriver, ask_driver
+from rl_launch.worker_envs import Availability, Mode, Wanted, WorkerEnvSpec, availability_of, default_root, missing
+from rl_launch.worker_envs.node_build import EnvBuildError, clean_environment, find_uv
+
+_TIMEOUT_S = 5.0
+_CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
 class Tool:
-    """A program that is there.
+    """An installed program.
 
     Args:
         path: of its executable.
@@ -24,38 +42,8 @@ class Tool:
 
 
 @dataclass(frozen=True)
-class Gpu:
-    """A GPU as its driver sees it.
-
-    Args:
-        name: of the product.
-        memory_bytes: of the device; None where the driver does not tell.
-        used_bytes: taken by whoever runs on it; None likewise.
-    """
-
-    name: str
-    memory_bytes: int | None
-    used_bytes: int | None
-
-
-@dataclass(frozen=True)
-class GpuDriver:
-    """NVIDIA's driver.
-
-    Args:
-        version: of the driver.
-        cuda: newest CUDA version it runs, `13.0`.
-        gpus: every GPU of the machine.
-    """
-
-    version: str
-    cuda: str
-    gpus: tuple[Gpu, ...]
-
-
-@dataclass(frozen=True)
 class Space:
-    """Room in a folder, or where it would be made.
+    """Room in a folder, or in the one that it would be made in.
 
     Args:
         folder: that was asked about.
@@ -69,92 +57,166 @@ class Space:
     is_writable: bool
 
 
-class Machine(Protocol):
-    """A machine: reading a property looks, and may raise whatever the machine raises."""
+class Machine:
+    """The machine that this process runs on; reading a property looks, and may raise whatever the machine raises."""
+
+    def __init__(self) -> None:
+        self._availability: dict[tuple[tuple[WorkerEnvSpec, ...], Mode], Mapping[WorkerEnvSpec, Availability]] = {}
 
     @property
     def python(self) -> str:
         """Version of the interpreter."""
+        return platform.python_version()
 
     @property
     def supported_python(self) -> str:
         """Versions that rl-launch runs on, as its metadata says: `>=3.11,<3.14`."""
+        return str(importlib.metadata.metadata("rl-launch")["Requires-Python"])
 
     @property
     def unmet(self) -> Sequence[str]:
-        """What rl-launch asks for and does not find in its own environment, in words."""
+        """Requirements of rl-launch that its own environment does not meet, in words."""
+        return missing(WorkerEnvSpec((Wanted("rl-launch"),), ()))
 
     @property
     def ray(self) -> str | None:
-        """Version of ray; None where it is not installed."""
+        """Version of ray; None if it is not installed."""
+        try:
+            return importlib.metadata.version("ray")
+        except importlib.metadata.PackageNotFoundError:
+            return None
 
     @property
     def ray_address(self) -> str:
-        """The cluster that RAY_ADDRESS names; empty where it names none."""
+        """The cluster that RAY_ADDRESS names; empty if it names none."""
+        return os.environ.get("RAY_ADDRESS", "")
 
     def answers(self, address: str) -> bool:
         """Whether something listens at `host:port`."""
+        return is_answered(address, timeout_s=1.0)
 
     @property
     def ray_processes(self) -> Sequence[int]:
         """Ids of processes in which a Ray cluster is kept on this machine, whoever started it."""
+        return [process.pid for process in psutil.process_iter(["name"]) if process.info["name"] == "gcs_server"]
 
     @property
     def ray_folder(self) -> Path:
-        """Where Ray puts its sockets, logs and spilled objects."""
+        """Folder in which Ray puts its sockets, logs and spilled objects."""
+        return Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp") / "ray"
 
-    @property
+    @cached_property
     def uv(self) -> Tool | None:
-        """What builds environments; None where it is not there."""
+        """The program that builds environments; None if it is not installed."""
+        try:
+            path = find_uv()
+        except (EnvBuildError, FileNotFoundError):
+            return None
+        return Tool(path, _said(path, "--version").removeprefix("uv ").partition(" ")[0])
 
     @property
     def num_gpus(self) -> int:
         """GPUs that this process may use."""
+        return local_gpus()
 
-    @property
+    @cached_property
     def gpu_driver(self) -> GpuDriver | None:
-        """None where there is no driver to ask."""
+        """NVIDIA's driver; None if there is no driver to ask."""
+        return ask_driver()
 
     def availability(self, specs: Iterable[WorkerEnvSpec], mode: Mode) -> Mapping[WorkerEnvSpec, Availability]:
-        """Where each environment would come from."""
+        """Availability of each environment."""
+        asked = (tuple(specs), mode)
+        if asked not in self._availability:
+            self._availability[asked] = availability_of(*asked)
+        return self._availability[asked]
 
     @property
     def shared_memory(self) -> Space | None:
-        """/dev/shm; None where there is none."""
+        """/dev/shm; None if there is none."""
+        folder = Path("/dev/shm")
+        return self.space(folder) if folder.is_dir() else None
 
     def space(self, folder: Path) -> Space:
         """Room in a folder."""
+        folder = folder.absolute()
+        there = next(each for each in (folder, *folder.parents) if each.exists())
+        system = os.statvfs(there)
+        return Space(
+            folder,
+            system.f_blocks * system.f_frsize,
+            system.f_bavail * system.f_frsize,
+            there.is_dir() and os.access(there, os.W_OK | os.X_OK),
+        )
 
     @property
     def home(self) -> Path:
-        """RL_HOME, or where its contents go where that is unset."""
+        """RL_HOME, or the folder that stands in for it."""
+        return default_root().parent
 
     @property
     def uv_cache(self) -> Path | None:
-        """uv's cache folder; None where there is no uv."""
+        """uv's cache folder; None if there is no uv."""
+        return Path(_said(self.uv.path, "cache", "dir")) if self.uv else None
 
     def open_ports(self, count: int) -> None:
-        """Listen on so many free loopback ports at one time, and connect to one; raises `OSError` where that fails."""
+        """Listen on so many free loopback ports at one time, and connect to one; raises `OSError` if that fails."""
+        with ExitStack() as opened:
+            listening = [opened.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+            opened.enter_context(socket.create_connection(listening[-1].getsockname(), timeout=_TIMEOUT_S))
 
-    @property
+    @cached_property
     def sandbox(self) -> Tool | None:
-        """bubblewrap, where it is there."""
+        """bubblewrap, if it is installed."""
+        path = shutil.which("bwrap")
+        return Tool(path, _said(path, "--version").removeprefix("bubblewrap ")) if path else None
 
     def sandbox_problem(self) -> str:
-        """What bubblewrap says of starting a program in namespaces of its own; empty where it does."""
+        """The reason that bubblewrap gives for starting no program in namespaces of its own; empty if it starts one."""
+        assert self.sandbox is not None
+        command = [self.sandbox.path, "--unshare-all", "--die-with-parent", "--ro-bind", "/", "/", "true"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+        return (done.stderr.strip() or f"it ended with {done.returncode}") if done.returncode else ""
 
     @property
     def open_files(self) -> tuple[int, int]:
-        """How many files a process may open, and how many it may raise that to."""
+        """Most files that a process may open, and the bound to which it may raise that."""
+        soft, hard = (
+            sys.maxsize if limit == resource.RLIM_INFINITY else limit
+            for limit in resource.getrlimit(resource.RLIMIT_NOFILE)
+        )
+        return soft, hard
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of the machine, or of the container where that is less."""
+        """Memory of the machine, or of the container if that is less."""
+        limit = _control("memory.max") or _control("memory/memory.limit_in_bytes")
+        total = psutil.virtual_memory().total
+        return min(total, int(limit)) if limit.isdigit() else total
 
     @property
     def available_bytes(self) -> int:
         """Memory that is not in use."""
+        return min(psutil.virtual_memory().available, self.memory_bytes)
 
     @property
     def cores(self) -> float:
         """Cores that this process may use, a container's share in fractions."""
+        quota, _, period = _control("cpu.max").partition(" ")
+        if not quota:
+            quota, period = _control("cpu/cpu.cfs_quota_us"), _control("cpu/cpu.cfs_period_us")
+        usable = float(len(os.sched_getaffinity(0)))
+        return min(usable, int(quota) / int(period)) if quota.isdigit() and period.isdigit() else usable
+
+
+def _said(*command: str) -> str:
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=clean_environment(), timeout=_TIMEOUT_S, check=True
+    )
+    return done.stdout.strip()
+
+
+def _control(name: str) -> str:
+    """A limit of the control group, of version 2 or 1, as its file says; empty where there is none."""
+    path = _CONTROL_GROUP / name
+    return path.read_text().strip() if path.is_file() else ""

@@ -7,9 +7,8 @@ import sys
 import psutil
 import pytest
 
-from rl_launch.doctor import CHECKS, ThisMachine, examine, needs_of
-from rl_launch.doctor.gpus import ask_driver, read_log
-from rl_launch.doctor.machine import Gpu
+from rl_launch.doctor import CHECKS, Machine, examine, needs_of
+from rl_launch.doctor.gpus import Gpu, ask_driver, read_log
 
 LOG = """<?xml version="1.0" ?>
 <!DOCTYPE nvidia_smi_log SYSTEM "nvsmi_device_v12.dtd">
@@ -43,13 +42,13 @@ def program(tmp_path, monkeypatch):
 
 
 def test_no_check_fails_on_this_machine():
-    here = ThisMachine()
+    here = Machine()
     findings = examine(here, needs_of("grpo-arithmetic", [], num_gpus=0), CHECKS).findings
     assert not [each for each in findings if each.found.startswith("could not be checked")]
 
 
 def test_figures_are_those_of_the_system(tmp_path):
-    here = ThisMachine()
+    here = Machine()
     assert 0 < here.available_bytes <= here.memory_bytes <= psutil.virtual_memory().total
     assert 0 < here.cores <= psutil.cpu_count()
     space = here.space(tmp_path / "not" / "there" / "yet")
@@ -60,28 +59,28 @@ def test_figures_are_those_of_the_system(tmp_path):
 
 def test_ports_are_opened_and_given_back():
     before = len(psutil.Process().net_connections())
-    ThisMachine().open_ports(8)
+    Machine().open_ports(8)
     assert len(psutil.Process().net_connections()) == before
 
 
 def test_an_address_answers_where_something_listens():
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        assert ThisMachine().answers(address)
-    assert not ThisMachine().answers(address)
-    assert not ThisMachine().answers("nonsense")
+        assert Machine().answers(address)
+    assert not Machine().answers(address)
+    assert not Machine().answers("nonsense")
 
 
 def test_ray_is_looked_for_where_it_would_be(monkeypatch):
     monkeypatch.setenv("RAY_TMPDIR", "/short")
-    assert str(ThisMachine().ray_folder) == "/short/ray"
+    assert str(Machine().ray_folder) == "/short/ray"
 
 
 def test_a_sandbox_that_starts_nothing_says_why(program):
     program(
         "bwrap", 'test "$1" = --version && echo "bubblewrap 0.11.0" && exit 0\necho "bwrap: no namespaces" >&2; exit 1'
     )
-    here = ThisMachine()
+    here = Machine()
     assert here.sandbox.version == "0.11.0"
     assert here.sandbox_problem() == "bwrap: no namespaces"
 
@@ -108,7 +107,7 @@ def test_without_a_driver_there_is_nothing_to_ask(monkeypatch):
 
 def test_without_uv_a_machine_has_none(tmp_path):
     """In a process that cannot import uv and finds none on its PATH."""
-    script = "import sys; sys.modules['uv'] = None; from rl_launch.doctor import ThisMachine; print(ThisMachine().uv)"
+    script = "import sys; sys.modules['uv'] = None; from rl_launch.doctor import Machine; print(Machine().uv)"
     done = subprocess.run(
         [sys.executable, "-c", script], env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=True
     )

@@ -1,0 +1,54 @@
+"""Keeper of the Ray nodes that a run starts for itself: `python -m rl_launch.cluster.node_keeper NODES`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from ray.cluster_utils import Cluster
+
+from rl_core.errors import RLError
+from rl_launch.cluster.ray_start import retried
+
+_POLL_S = 1.0
+
+
+def keep(nodes: Sequence[Mapping[str, Any]]) -> None:
+    """Start nodes, write their address or what went wrong to standard output, and end them with the driver."""
+    driver = os.getppid()
+    # nothing else may write to the pipe that the answer goes through
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    cluster = Cluster(shutdown_at_exit=True)
+    answer = {}
+    try:
+        for settings in nodes:
+            retried(partial(cluster.add_node, **settings), partial(_remove_others, cluster, cluster.list_all_nodes()))
+        answer["address"] = cluster.address
+    except RLError as error:
+        answer["problem"] = str(error)
+    try:
+        with answers:
+            json.dump(answer, answers)
+        # a process that the driver forked may hold the pipe open for longer than the driver lives
+        while not select.select([sys.stdin], [], [], _POLL_S)[0] and os.getppid() == driver:
+            pass
+    finally:
+        cluster.shutdown()
+
+
+def _remove_others(cluster: Cluster, known: Sequence[Any]) -> None:
+    for node in cluster.list_all_nodes():
+        if node not in known:
+            cluster.remove_node(node)
+
+
+if __name__ == "__main__":
+    keep(json.loads(sys.argv[1]))

@@ -1,0 +1,138 @@
+"""Ray nodes that a run starts for itself on this machine."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+from ray._private.authentication.authentication_token_setup import (
+    enable_token_auth_by_default,
+    ensure_token_if_auth_enabled,
+)
+
+from rl_core.errors import ConfigError, RLError
+from rl_launch.cluster.local_gpus import local_gpus
+
+_log = logging.getLogger(__name__)
+
+FIRST_ADDRESS = 2
+"""Of the loopback network 127.0.0.0/8; Ray replaces 127.0.0.1 by an address of the machine."""
+
+MOST_NODES = 32
+"""Ray's own processes take about 0.2 GiB for each node."""
+
+LEAST_OBJECT_STORE_BYTES = 80 * 2**20
+
+CLOSE_TIMEOUT_S = 60.0
+"""Most seconds that nodes have to end before they are killed."""
+
+_started: set[str] = set()
+"""Addresses of the Rays of one node that this process started."""
+
+
+class RayNodes:
+    """Ray nodes on this machine, which end with this object and with the process that made it.
+
+    Their keeper (`node_keeper`) and they are in a session of their own: a signal to the driver's process group
+    (`timeout`, Slurm, Ctrl-C in a terminal) reaches the driver alone, which ends Ray when it has saved. If the driver
+    dies, its keeper ends, and the kernel ends Ray's processes with the keeper.
+
+    Args:
+        nodes: settings of each, as `ray.cluster_utils.Cluster.add_node` takes them; the first is the head.
+
+    Raises:
+        RLError: if one does not start.
+    """
+
+    def __init__(self, nodes: Sequence[Mapping[str, Any]]) -> None:
+        logging.getLogger("ray").setLevel(logging.ERROR)
+        # as `ray.init` does for a cluster that it starts: only who has this user's token may connect
+        enable_token_auth_by_default()
+        ensure_token_if_auth_enabled(create_token_if_missing=True)
+        self._keeper = subprocess.Popen(
+            [sys.executable, "-P", "-m", "rl_launch.cluster.node_keeper", json.dumps(list(nodes))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        try:
+            self.address = self._answer()
+        except BaseException:
+            self.close()
+            raise
+        if len(nodes) == 1:
+            _started.add(self.address)
+
+    def close(self) -> None:
+        """End all nodes. May be called again."""
+        assert self._keeper.stdin is not None
+        self._keeper.stdin.close()
+        try:
+            self._keeper.wait(CLOSE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._keeper.kill()
+            self._keeper.wait()
+
+    def _answer(self) -> str:
+        """The address at which the nodes meet."""
+        assert self._keeper.stdout is not None
+        with self._keeper.stdout as answers:
+            text = answers.read()
+        if not text:
+            raise RLError(f"Ray did not start: the process that starts it ended with exit code {self._keeper.wait()}")
+        answer = json.loads(text)
+        if "problem" in answer:
+            raise RLError(answer["problem"])
+        return str(answer["address"])
+
+
+def one_node(num_cpus: int) -> list[dict[str, Any]]:
+    """Settings of a Ray on this machine, with so many CPUs at least."""
+    return [
+        {
+            "num_cpus": max(os.cpu_count() or 1, num_cpus),
+            "num_gpus": local_gpus(),
+            "include_dashboard": False,
+            "object_store_memory": object_store_bytes(),
+        }
+    ]
+
+
+def logical_nodes(num_nodes: int, gpus_per_node: int) -> list[dict[str, Any]]:
+    """Settings of nodes that each have an address and a number of logical GPUs of their own.
+
+    Raises:
+        ConfigError: for more nodes than a machine bears.
+    """
+    if num_nodes > MOST_NODES:
+        raise ConfigError(
+            f"cluster.num_nodes is {num_nodes}, but a rehearsal has at most {MOST_NODES} nodes on one machine; "
+            "lower it, or set RAY_ADDRESS to a cluster whose nodes have logical GPUs"
+        )
+    _log.info("starting %d Ray nodes with %d logical GPUs each", num_nodes, gpus_per_node)
+    settings = {
+        # bundles take a CPU for each GPU; environments and tasks take further ones
+        "num_cpus": 2 * gpus_per_node + (os.cpu_count() or 1),
+        "num_gpus": gpus_per_node,
+        "object_store_memory": max(LEAST_OBJECT_STORE_BYTES, object_store_bytes() // num_nodes),
+    }
+    nodes = [{**settings, "node_ip_address": f"127.0.0.{FIRST_ADDRESS + node}"} for node in range(num_nodes)]
+    return [{**nodes[0], "include_dashboard": False}, *nodes[1:]]
+
+
+def is_on_this_machine_alone() -> bool:
+    """Whether the Ray that this process is connected to was started by it, and has no other node."""
+    return ray.get_runtime_context().gcs_address in _started
+
+
+def object_store_bytes() -> int:
+    """Memory for the object stores of this machine, together."""
+    shared = os.statvfs("/dev/shm")
+    free = shared.f_bavail * shared.f_frsize
+    return int(max(80 * 2**20, min(0.3 * free, 64 * 2**30)))

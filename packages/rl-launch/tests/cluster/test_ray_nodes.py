@@ -1,0 +1,61 @@
+"""Ray nodes that a run starts for itself end with it, and take no signal that was meant for it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from rl_core.errors import ConfigError, RLError
+from rl_launch.cluster import virtual_cluster  # noqa: F401  # sets what Ray reads when it is imported
+from rl_launch.cluster.ray_nodes import MOST_NODES, RayNodes, logical_nodes, one_node
+
+DRIVER = """
+import json, os, signal, sys
+from rl_launch.cluster import virtual_cluster
+from rl_launch.cluster.ray_nodes import RayNodes
+nodes = RayNodes([{"num_cpus": 1, "include_dashboard": False, "object_store_memory": 80 * 2**20}])
+import psutil
+print(json.dumps([each.pid for each in psutil.Process().children(recursive=True)]), flush=True)
+signal.pause()
+"""
+
+
+def test_a_signal_to_the_drivers_group_spares_ray_which_ends_with_the_driver():
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, start_new_session=True)
+    try:
+        pids = json.loads(driver.stdout.readline())
+        started = [psutil.Process(pid) for pid in pids]
+        names = {process.name() for process in started}
+        assert {"gcs_server", "raylet"} <= names
+        assert driver.pid not in {os.getpgid(pid) for pid in pids}
+        assert driver.pid not in {os.getsid(pid) for pid in pids}
+        driver.send_signal(signal.SIGKILL)
+        _, alive = psutil.wait_procs(started, timeout=120)
+        assert not alive
+    finally:
+        driver.kill()
+        driver.wait()
+        driver.stdout.close()
+
+
+def test_nodes_that_do_not_start_say_why():
+    with pytest.raises(RLError, match=r"Ray did not start in 3 attempts; the last said: .*no_such_setting"):
+        RayNodes([{"no_such_setting": 1}])
+
+
+def test_a_rehearsal_has_an_address_and_gpus_for_each_node_up_to_a_bound():
+    nodes = logical_nodes(3, 2)
+    assert [node["node_ip_address"] for node in nodes] == ["127.0.0.2", "127.0.0.3", "127.0.0.4"]
+    assert {node["num_gpus"] for node in nodes} == {2}
+    with pytest.raises(ConfigError, match=f"at most {MOST_NODES} nodes on one machine"):
+        logical_nodes(MOST_NODES + 1, 1)
+
+
+def test_a_ray_of_one_node_has_a_cpu_for_each_rank_and_the_gpus_that_are_visible(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    [node] = one_node(1000)
+    assert (node["num_cpus"], node["num_gpus"]) == (1000, 3)
