@@ -31,13 +31,13 @@ def as_if_built(spec, root, cuda):
 
 def test_what_the_driver_has_is_its_own(tmp_path):
     found = found_for(LIGHT, "auto", tmp_path)
-    assert found.origin == "driver"
+    assert found.status == "driver"
     assert "math-verify" in found.packages
 
 
 def test_what_is_still_to_be_built_is_told_by_its_pins_and_stays_so(tmp_path):
     found = found_for(TRAINER, "isolated", tmp_path)
-    assert found.origin == "to build"
+    assert found.status == "to build"
     assert found.packages["torch"] == found.torch.version
     assert found.torch == TorchBuild(found.packages["torch"], None)
     assert not list(tmp_path.iterdir())
@@ -47,7 +47,7 @@ def test_what_is_still_to_be_built_is_told_by_its_pins_and_stays_so(tmp_path):
 def test_what_is_built_is_read_from_its_own_files(tmp_path, cuda, told):
     as_if_built(TRAINER, tmp_path, cuda)
     found = found_for(TRAINER, "isolated", tmp_path)
-    assert found.origin == "built"
+    assert found.status == "built"
     assert found.packages == {"torch": "9.9"}
     assert found.torch == TorchBuild("9.9", told)
 
@@ -55,7 +55,7 @@ def test_what_is_built_is_read_from_its_own_files(tmp_path, cuda, told):
 def test_what_cannot_be_had_says_why(tmp_path):
     nowhere = worker_env(Requirement("no-such-engine"), "cpu")
     shared, built = found_for(nowhere, "shared", tmp_path), found_for(nowhere, "auto", tmp_path)
-    assert shared.origin == built.origin == "unavailable"
+    assert shared.status == built.status == "unavailable"
     assert shared.problem == "no-such-engine is not installed"
     assert "no-such-engine is not installed in the driver's environment" in built.problem
 
@@ -65,6 +65,6 @@ def test_without_uv_only_what_is_built_can_be_had(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "uv", None)
     monkeypatch.setenv("PATH", "/nowhere")
     found = availability_of([TRAINER, LIGHT], "isolated", root=str(tmp_path))
-    assert found[TRAINER].origin == "built"
-    assert found[LIGHT].origin == "unavailable"
+    assert found[TRAINER].status == "built"
+    assert found[LIGHT].status == "unavailable"
     assert "uv is not installed" in found[LIGHT].problem

@@ -101,7 +101,7 @@ def uv(machine: Machine, needs: Needs) -> Iterator[Finding]:
         yield Finding("uv", "ok", f"{tool.version} ({tool.path})")
         return
     found = machine.availability(needs.workers.values(), needs.worker_envs).values()
-    is_needed = any(offer.origin == "unavailable" for offer in found)
+    is_needed = any(offer.status == "unavailable" for offer in found)
     text = "not there" if is_needed else "not there; no environment of this recipe is still to be built"
     yield Finding("uv", "missing" if is_needed else "warning", text, "Install it: pip install uv.")
 
@@ -111,20 +111,20 @@ def environments(machine: Machine, needs: Needs) -> Iterator[Finding]:
     found = machine.availability(needs.workers.values(), needs.worker_envs)
     for role, spec in needs.workers.items():
         offer, engine = found[spec], str(spec.wanted[0])
-        if offer.origin == "unavailable":
+        if offer.status == "unavailable":
             yield Finding(f"packages of {role}", "missing", f"{engine}: {offer.problem}", _obtain(needs, engine))
         else:
             yield Finding(f"packages of {role}", "ok", f"{engine}: {_described(offer)}")
 
 
 def _described(offer: Availability) -> str:
-    origins = {
+    sources = {
         "driver": "in the driver's environment",
         "built": "built",
         "to build": "is built on first use, from uv's cache or package indexes",
     }
     packages = ", ".join(f"{name} {version}" for name, version in offer.packages.items())
-    return f"{origins[offer.origin]} ({packages})" if packages else origins[offer.origin]
+    return f"{sources[offer.status]} ({packages})" if packages else sources[offer.status]
 
 
 def _obtain(needs: Needs, engine: str) -> str:
@@ -221,7 +221,7 @@ def ports(machine: Machine, needs: Needs) -> Iterator[Finding]:
 def disk(machine: Machine, needs: Needs) -> Iterator[Finding]:
     """Room for environments, packages, runs and Ray's own files."""
     found = machine.availability(needs.workers.values(), needs.worker_envs).values()
-    builds = any(offer.origin == "to build" for offer in found)
+    builds = any(offer.status == "to build" for offer in found)
     home, cache = machine.home, machine.uv_cache
     least, ample = (8.0, 20.0) if builds else (0.25, 2.0)
     remedy = "Free some, or set RL_HOME to a folder with space that you may write to."

@@ -20,7 +20,7 @@ from rl_launch.worker_envs.plan import local_plan
 from rl_launch.worker_envs.provision import Mode, homes
 from rl_launch.worker_envs.spec import WorkerEnvSpec, normalised
 
-Origin = Literal["driver", "built", "to build", "unavailable"]
+Status = Literal["driver", "built", "to build", "unavailable"]
 
 _CUDA = re.compile(r"^cuda\b.*?=\s*(?:'([^']*)'|None)", re.MULTILINE)
 
@@ -43,14 +43,14 @@ class Availability:
     """Source of a worker's environment, and the versions it would have.
 
     Args:
-        origin: the driver's own environment, one built earlier, one still to be built, or unavailable.
+        status: the driver's own environment, one built earlier, one still to be built, or unavailable.
         packages: what the worker's engine stands on, versions by name: installed, or pinned if it is to
             be built.
         torch: the build that the worker would import; None if it would not find one.
         problem: why it is unavailable.
     """
 
-    origin: Origin
+    status: Status
     packages: Mapping[str, str] = field(default_factory=dict)
     torch: TorchBuild | None = None
     problem: str = ""
@@ -86,10 +86,10 @@ def _apart(spec: WorkerEnvSpec, root: str | None) -> Availability:
     return Availability("to build", packages, TorchBuild(_pinned(pins["torch"])) if "torch" in pins else None)
 
 
-def _installed(spec: WorkerEnvSpec, origin: Origin, path: list[str]) -> Availability:
+def _installed(spec: WorkerEnvSpec, status: Status, path: list[str]) -> Availability:
     found = {name: _distribution(name, path) for name in _engine(spec)}
     packages = {name: each.version for name, each in found.items() if each is not None}
-    return Availability(origin, packages, _torch(_distribution("torch", path)))
+    return Availability(status, packages, _torch(_distribution("torch", path)))
 
 
 def _engine(spec: WorkerEnvSpec) -> list[str]:
