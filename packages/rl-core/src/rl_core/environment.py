@@ -36,7 +36,7 @@ class StepResult:
     """An environment's answer to one turn.
 
     Args:
-        reward: a float, or rewards by name, of which `reward` is trained on (their sum where it is absent).
+        reward: a float, or rewards by name, of which `reward` is trained on (their sum if it is absent).
         done: whether the rollout ends here.
         observation: messages to append before the next turn; needed unless done.
         state: handed back at the next turn; any object, as it stays in the environment's process.

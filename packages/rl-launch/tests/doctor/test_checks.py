@@ -35,7 +35,7 @@ def test_a_machine_with_everything_can_run():
     [
         ("python", {"python": "3.10.2"}, "3.10.2", "Python >=3.11,<3.14"),
         ("ray", {"ray": None}, "not installed", "pip install rl-launch"),
-        ("ray", {"ray_address": "far:6379"}, "RAY_ADDRESS is far:6379, where nothing answers", "unset RAY_ADDRESS"),
+        ("ray", {"ray_address": "far:6379"}, "RAY_ADDRESS is far:6379, and nothing answers there", "unset RAY_ADDRESS"),
         ("ray", {"ray_address": "auto"}, "nothing answers", "unset RAY_ADDRESS"),
         ("ray folder", {"ray_folder": Path("/a" * 30)}, "too long", "RAY_TMPDIR"),
         ("uv", {"uv": None, "environments": {TRAINER: HERE, ENGINE: NO_UV}}, "not there", "pip install uv"),

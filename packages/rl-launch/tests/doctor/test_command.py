@@ -71,7 +71,7 @@ def test_a_cluster_that_is_not_there_is_missing():
     answer = doctor(RAY_ADDRESS="127.0.0.1:1")
     assert answer.returncode == 1
     assert "missing  ray: " in answer.stdout
-    assert "RAY_ADDRESS is 127.0.0.1:1, where nothing answers" in answer.stdout
+    assert "RAY_ADDRESS is 127.0.0.1:1, and nothing answers there" in answer.stdout
 
 
 @pytest.mark.parametrize(

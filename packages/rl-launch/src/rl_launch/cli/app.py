@@ -113,10 +113,10 @@ def quickstart(
 
 
 def recipe_name(recipe: str) -> str:
-    """What a run of a recipe is called: the recipe's name, or the file's without its ending.
+    """Name of a recipe's runs: the recipe's name, or the file's without its ending.
 
     Raises:
-        ConfigError: where an override stands in the recipe's place.
+        ConfigError: if an override stands in the recipe's place.
     """
     if "=" in recipe:
         from rl_core.errors import ConfigError

@@ -1,4 +1,4 @@
-"""`rl config`: what a config says, where it says so, and how two differ."""
+"""`rl config`: the values of a config, their origins, and the differences between two."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def explain(
     key: Annotated[str, typer.Argument(metavar="[KEY]", help="A dotted key; the root if left out.")] = "",
     overrides: Overrides = None,
 ) -> None:
-    """Say what a key means, what it may be, and where its value comes from: in a recipe, or in the smallest one."""
+    """Explain a key: meaning, allowed values, and the origin of its value in a recipe (the smallest by default)."""
     with reported():
         from rl_core.config import explain as explained
         from rl_launch.root import read_config, recipe_with

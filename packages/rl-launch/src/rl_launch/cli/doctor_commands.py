@@ -1,4 +1,4 @@
-"""`rl doctor`: what this machine can run, and whether a model family trains right."""
+"""`rl doctor`: what this machine can run, and whether a model family trains correctly."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ app = typer.Typer(cls=_MachineByDefault)
 @app.command()
 def machine(
     recipe: Annotated[
-        str, typer.Argument(metavar="RECIPE|FILE.yaml", help="What to run; the smallest GRPO where left out.")
+        str,
+        typer.Argument(metavar="RECIPE|FILE.yaml", help="The recipe to check; the smallest GRPO if left out."),
     ] = "grpo-arithmetic",
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Config keys to set.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Say what this machine has, and exit with 1 where the recipe cannot run here: what `rl doctor RECIPE` does.
+    """Report what this machine has, and exit with 1 if the recipe cannot run here. `rl doctor RECIPE` does the same.
 
     With --json: {"schema": 1, "recipe", "device": "cpu"|"cuda"|"rehearsal", "can_run": bool, "checks": [{"name",
     "status": "ok"|"warning"|"missing", "found", "remedy"}, ...]}.
@@ -68,7 +69,7 @@ def model(
     backend: Annotated[str, typer.Option("--backend", help="The training backend to check.")] = "dtensor",
     as_json: Json = False,
 ) -> None:
-    """Train a tiny model of the family on every mesh, against one process; exit with 1 where one is off. Minutes.
+    """Train a tiny model of the family on every mesh, against one process; exit with 1 if one is off. Takes minutes.
 
     With --json: {"schema": 1, "model", "backend", "is_right": bool, "cases": [{"mesh", "layout", "verdict":
     "exact"|"off"|"refused", "differences": {NAME: NUMBER|null}, "names": [TENSOR, ...], "reason"}, ...]}.

@@ -56,7 +56,7 @@ def _is_full_disk(error: BaseException) -> bool:
 
 
 def describe(error: BaseException) -> str:
-    """What failed, first the worker it failed in, where it did so in one."""
+    """What failed, after the worker in which it failed, if there is one."""
     from rl_core.errors import RLError
 
     text = str(error) if isinstance(error, RLError) else f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""Which device a run is on."""
+"""The device of a run."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What a node says of itself.
+    """Facts that a node reports about itself.
 
     Args:
         cores: that a process may use.
@@ -49,7 +49,7 @@ class NodeFacts:
 
 @dataclass(frozen=True)
 class Sight:
-    """What a node sees of the driver's folders.
+    """The driver's folders as a node sees them.
 
     Args:
         problem: why the shared folder is not the driver's, empty if it is.

@@ -219,7 +219,7 @@ class VirtualCluster:
         return ray.remote(RestartingHost).options(**options, max_concurrency=10_000).remote(*recipe, **named)
 
     def close(self) -> None:
-        """Give back what is reserved, and end Ray where this object started it."""
+        """Give back what is reserved, and end Ray if this object started it."""
         for group in self._groups:
             remove_placement_group(group)
         self._groups.clear()

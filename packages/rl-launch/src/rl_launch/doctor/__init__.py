@@ -1,4 +1,4 @@
-"""What a machine can run: checks of it against what a recipe needs."""
+"""`rl doctor`: checks of a machine against the needs of a recipe."""
 
 from rl_launch.doctor.checks import CHECKS
 from rl_launch.doctor.findings import Check, Finding, Report, examine

@@ -20,7 +20,7 @@ _LONGEST_SOCKET = 107
 _SOCKET_IN_RAY_FOLDER = len("/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store")
 _ENGINES = ("policy", "generation")
 _IN_USE = 0.1
-# the weights of the smallest models; Ray puts its own objects on disk where they find no room
+# the weights of the smallest models; Ray puts its own objects on disk if they do not fit
 _LEAST_SHARED = 1 / 32
 
 
@@ -34,7 +34,7 @@ def python(machine: Machine, needs: Needs) -> Iterator[Finding]:
 
 
 def packages(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    """What the driver itself asks for."""
+    """Requirements of the driver itself."""
     unmet = machine.unmet
     if unmet:
         yield Finding(
@@ -81,7 +81,7 @@ def _cluster(machine: Machine, needs: Needs, version: str, address: str) -> Find
         return Finding(
             "ray",
             "missing",
-            f"{version}; RAY_ADDRESS is {address}, where nothing answers",
+            f"{version}; RAY_ADDRESS is {address}, and nothing answers there",
             "Start that cluster, or unset RAY_ADDRESS so that runs start a Ray of their own.",
         )
     if processes:
@@ -160,7 +160,7 @@ def _major(version: str) -> int:
 
 
 def gpus(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    """GPUs and their driver, where the recipe runs on them."""
+    """GPUs and their driver, if the recipe runs on them."""
     usable, wanted = machine.num_gpus, needs.ranks_per_node
     if not needs.device.runs_on_gpus:
         yield Finding("gpus", "ok", f"{usable} to be used; the recipe runs on the CPU" if usable else "none: CPU")
@@ -168,7 +168,7 @@ def gpus(machine: Machine, needs: Needs) -> Iterator[Finding]:
         found = f"{usable} of {wanted} on this machine; the run's are those of the cluster at RAY_ADDRESS"
         yield Finding("gpus", "warning", found, "Run this on a machine of that cluster to see what it has.")
     elif usable < wanted:
-        remedy = "Run where there are GPUs, or set cluster.device=cpu."
+        remedy = "Run on a machine with GPUs, or set cluster.device=cpu."
         if usable:
             remedy = f"Set cluster.gpus_per_node={usable}, or free more (CUDA_VISIBLE_DEVICES says which may be used)."
         yield Finding("gpus", "missing", f"{usable} to be used, {wanted} asked for on each machine", remedy)
@@ -262,12 +262,12 @@ def sandbox(machine: Machine, needs: Needs) -> Iterator[Finding]:
     """bubblewrap, for environments that execute code which a model wrote."""
     name, tool = "bubblewrap", machine.sandbox
     if tool is None:
-        remedy = "Install the package bubblewrap where model-written code is to be executed."
+        remedy = "Install the package bubblewrap if model-written code is to be executed."
         yield Finding(name, "warning", "not there; only environments that execute code need it", remedy)
         return
     problem = machine.sandbox_problem()
     if problem:
-        remedy = "Allow unprivileged user namespaces where model-written code is to be executed."
+        remedy = "Allow unprivileged user namespaces if model-written code is to be executed."
         yield Finding(name, "warning", f"{tool.version}, but it starts nothing here: {problem}", remedy)
     else:
         yield Finding(name, "ok", f"{tool.version} ({tool.path})")
@@ -296,7 +296,7 @@ def memory(machine: Machine, needs: Needs) -> Iterator[Finding]:
 
 
 def cores(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    """Cores, which the ranks share where they run on the CPU."""
+    """Cores, which the ranks share if they run on the CPU."""
     usable, ranks = machine.cores, needs.ranks_per_node
     if not needs.device.runs_on_gpus and usable < ranks:
         remedy = f"Set {needs.device.ranks_key}={max(1, int(usable))}, or expect it to be slow."
@@ -326,4 +326,4 @@ CHECKS = (
     Check("open files", open_files),
     Check("bubblewrap", sandbox),
 )
-"""What `rl doctor` looks at, in its order."""
+"""The checks of `rl doctor`, in its order."""

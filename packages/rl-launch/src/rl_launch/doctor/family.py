@@ -20,7 +20,7 @@ from rl_launch.worker_envs import provision, worker_env
 from rl_launch.worker_envs.variables import worker_process_environment
 
 SCHEMA = 1
-"""Of `as_json`; raised where a key of it changes its meaning or goes."""
+"""Of `as_json`; raised when a key of it changes its meaning or is removed."""
 
 _CHECK = """
 import json, sys
@@ -46,9 +46,9 @@ def check_model(model: str, backend: str) -> Iterator[FamilyCase]:
         backend: name of a training backend.
 
     Raises:
-        ConfigError: where there is no such folder, family or backend, or the backend has no self-check.
-        WorkerEnvironmentError: where the backend's environment cannot be had.
-        RLError: where the check itself does not run.
+        ConfigError: if there is no such folder, family or backend, or the backend has no self-check.
+        WorkerEnvironmentError: if the backend's environment is unavailable.
+        RLError: if the check itself does not run.
     """
     problems = [problem.message for problem in folder_problems("model", model, _CONFIG_FILE)]
     if problems:
@@ -73,7 +73,7 @@ def cases(python: str, check: str, model: str, only: MeshCase | None = None) -> 
 
     Raises:
         ConfigError: of the check.
-        RLError: where it does not get to its end.
+        RLError: if it does not finish.
     """
     with tempfile.TemporaryFile("w+") as complaints:
         process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""What checks find, and what that means for the recipe."""
+"""Findings of the checks, and the report on a recipe that they make."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from rl_launch.doctor.needs import Needs
 Status = Literal["ok", "warning", "missing"]
 
 SCHEMA = 1
-"""Of `Report.as_json`; raised where a key of it changes its meaning or goes."""
+"""Of `Report.as_json`; raised when a key of it changes its meaning or is removed."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check says.
+    """Result of one check.
 
     Args:
         name: of what was looked at.
-        status: `ok`; `warning` where the recipe runs all the same; `missing` where it does not.
+        status: `ok`; `warning` if the recipe runs all the same; `missing` if it does not.
         found: what is there.
-        remedy: what to do, in one sentence; empty where nothing is to be done.
+        remedy: what to do, in one sentence; empty if nothing is to be done.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Check:
     """A check.
 
     Args:
-        name: of its findings, where it fails itself.
+        name: of the finding that says that the check itself failed.
         look: from a machine and what a recipe needs to findings.
     """
 
@@ -47,7 +47,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Report:
-    """What a machine can run.
+    """Report on whether a machine can run a recipe.
 
     Args:
         recipe: that it was held against.
@@ -66,7 +66,7 @@ class Report:
 
     @property
     def missing(self) -> tuple[Finding, ...]:
-        """What keeps the recipe from running here."""
+        """Findings that keep the recipe from running here."""
         return tuple(finding for finding in self.findings if finding.status == "missing")
 
     def as_json(self) -> dict[str, Any]:

@@ -41,7 +41,7 @@ class GpuDriver:
 
 
 def ask_driver() -> GpuDriver | None:
-    """What nvidia-smi tells; None if it is not installed.
+    """Return what nvidia-smi tells; None if it is not installed.
 
     Raises:
         OSError: if it does not answer, with what it says.
@@ -60,7 +60,7 @@ def ask_driver() -> GpuDriver | None:
 
 
 def read_log(text: str) -> GpuDriver:
-    """What is in the XML of `nvidia-smi -q -x`."""
+    """Read the XML of `nvidia-smi -q -x`."""
     log = ElementTree.fromstring(text)
     gpus = [
         Gpu(

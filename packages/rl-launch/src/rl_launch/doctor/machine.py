@@ -217,6 +217,6 @@ def _said(*command: str) -> str:
 
 
 def _control(name: str) -> str:
-    """A limit of the control group, of version 2 or 1, as its file says; empty where there is none."""
+    """A limit of the control group, of version 2 or 1, as its file says; empty if there is none."""
     path = _CONTROL_GROUP / name
     return path.read_text().strip() if path.is_file() else ""

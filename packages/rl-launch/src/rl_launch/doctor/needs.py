@@ -1,4 +1,4 @@
-"""What a recipe needs of a machine, read from its config."""
+"""Needs of a recipe, read from its config."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from rl_launch.worker_envs import Mode, WorkerEnvSpec
 
 @dataclass(frozen=True)
 class Needs:
-    """What a recipe needs of a machine.
+    """Needs of a recipe.
 
     Args:
         recipe: its name.
         device: what it runs on.
         num_nodes: machines.
         ranks_per_node: GPUs of each, or ranks on the CPU.
-        worker_envs: where workers find their packages.
+        worker_envs: `cluster.worker_envs`.
         workers: environments of its workers by role.
         runs: folder of its runs.
     """
@@ -40,15 +40,15 @@ class Needs:
 
 
 def needs_of(recipe: str, overrides: Sequence[str], *, num_gpus: int) -> Needs:
-    """What a recipe needs on a machine with so many GPUs.
+    """Return the needs of a recipe on a machine with so many GPUs.
 
     Args:
         recipe: its name, a YAML file, or a run directory.
         overrides: `key=value`.
-        num_gpus: decides where `cluster.device` is `auto`; a cluster elsewhere is not asked, for that starts Ray.
+        num_gpus: decides the device if `cluster.device` is `auto`; to ask a cluster elsewhere would start Ray.
 
     Raises:
-        ConfigError: where the config is wrong.
+        ConfigError: if the config is wrong.
     """
     resolved = read_config(recipe, overrides)
     config: Any = resolved.config

@@ -45,7 +45,7 @@ def lines(report: Report) -> Iterator[str]:
 
 
 def verdict(report: Report) -> str:
-    """What it comes to."""
+    """The verdict in one sentence."""
     if report.can_run:
         return f"{report.recipe} can run here, on {'GPUs' if device_named(report.device).runs_on_gpus else 'the CPU'}."
     return f"{report.recipe} cannot run here: {', '.join(finding.name for finding in report.missing)}."
