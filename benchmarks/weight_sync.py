@@ -2,9 +2,10 @@
 
     python benchmarks/weight_sync.py [MB:TENSORS ...]
 
-Needs rl-core with its extra `torch`; runs on a GPU where there is one, else on the CPU. A transfer is timed from the
-meeting of sender and receiver to the last acknowledged digest, as a run has one after every step: buffers are made, the
-tensors copied into them and out of them again, and their digests taken at both ends.
+Needs rl-core with its extra `torch`; runs on a GPU if there is one, else on the CPU. A transfer is timed from its
+beginning to the last acknowledged digest, as a run has one after every step: tensors are copied into buckets and out of
+them again, and digests taken at both ends. The first, in which the ends meet and make their buffers, does not count.
+Through files, which the sender writes before they are read, it lasts until the receiver has read them.
 """
 
 from __future__ import annotations
@@ -12,17 +13,18 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from multiprocessing.synchronize import Event
+from multiprocessing.connection import Connection
 from typing import get_args
 
 import torch
 from measurement import seconds, surroundings, table
 
 from rl_core.devices import CPU, CUDA, Device
-from rl_core.torch.transport import open_receiver, open_sender
+from rl_core.torch.transport import ReceivingEnd, SendingEnd
 from rl_core.torch.transport.digest import digest
 from rl_core.weights import Manifest, TensorSpec, Transport, TransportKind
 
@@ -81,8 +83,7 @@ def measured(case: Case, device: Device, repeats: int, threads: int) -> str:
         "digests, at one end": best(lambda: [digest(tensor) for tensor in tensors.values()], device, repeats),
     }
     for kind in get_args(TransportKind):
-        if kind != "disk":
-            taken[kind] = transfer(kind, manifest, tensors, device, repeats, threads)
+        taken[kind] = transfer(kind, manifest, tensors, device, repeats, threads)
     copied = taken["memory copy"]
     rows = [
         (name, seconds(took), f"{num_bytes / took / 1e9:.2f}", f"{copied / took:.2f}") for name, took in taken.items()
@@ -98,38 +99,48 @@ def transfer(
     repeats: int,
     threads: int,
 ) -> float:
-    """Seconds of the fastest of several transfers to a process that copies what arrives into tensors of its own."""
+    """Seconds of the fastest of several transfers, after one that does not count, to a process that copies what arrives
+    into tensors of its own.
+    """
     context = multiprocessing.get_context("spawn")
-    transports = [
-        Transport(kind, f"127.0.0.1:{free_port()}", num_receivers=1, bucket_bytes=device.bucket_bytes)
-        for _ in range(repeats)
-    ]
-    ready = context.Event()
-    receiver = context.Process(target=receive, args=(manifest, transports, ready, threads), daemon=True)
-    receiver.start()
-    taken = []
-    for transport in transports:
-        ready.wait()
-        ready.clear()
-        started = time.perf_counter()
-        with open_sender(manifest, transport, device) as sending:
-            for name, tensor in tensors.items():
-                sending.put(name, tensor)
-            sending.finish()
+    with tempfile.TemporaryDirectory(prefix="rl-benchmark-") as folder:
+        address = f"{folder}/weights" if kind == "disk" else f"127.0.0.1:{free_port()}"
+        transport = Transport(kind, address, num_receivers=1, bucket_bytes=device.bucket_bytes)
+        ours, theirs = context.Pipe()
+        receiver = context.Process(target=receive, args=(manifest, transport, theirs, threads), daemon=True)
+        receiver.start()
+        sending, taken = SendingEnd(device), []
+        for _ in range(repeats + 1):
+            ours.send("begin")
+            ours.recv()
+            started = time.perf_counter()
+            with sending.transfer(manifest, transport) as sender:
+                for name, tensor in tensors.items():
+                    sender.put(name, tensor)
+                sender.finish()
+            ours.recv()
             taken.append(time.perf_counter() - started)
-    receiver.join()
-    return min(taken)
+        ours.close()
+        receiver.join()
+        sending.close()
+    return min(taken[1:])
 
 
-def receive(manifest: Manifest, transports: list[Transport], ready: Event, threads: int) -> None:
+def receive(manifest: Manifest, transport: Transport, pipe: Connection, threads: int) -> None:
     """The other process."""
     torch.set_num_threads(threads)
     device = CUDA if torch.cuda.is_available() else CPU
     targets = {spec.name: torch.zeros(spec.shape, device=device.torch_device) for spec in manifest.tensors}
-    for transport in transports:
-        ready.set()
-        with open_receiver(manifest, transport, 1, device) as arriving:
+    receiving = ReceivingEnd(device)
+    while True:
+        try:
+            pipe.recv()
+        except EOFError:
+            return receiving.close()
+        pipe.send("ready")
+        with receiving.transfer(manifest, transport, 1) as arriving:
             copy(arriving, targets)
+        pipe.send("done")
 
 
 def copy(tensors: Iterable[tuple[str, torch.Tensor]], targets: Mapping[str, torch.Tensor]) -> None:

@@ -65,3 +65,18 @@ def test_receivers_that_do_not_come_leave_no_rank_waiting(ranks, tmp_path):
             model.send(model.manifest(1), transport)
         model.infer(make_batch(), [LOGPROBS])
         assert ranks.generation == generation
+
+
+def test_weights_of_several_ranks_travel_through_files_that_are_gone_afterwards(ranks, tmp_path):
+    folder, weights = write_tiny_model(tmp_path), tmp_path / "weights"
+    transport = Transport("disk", str(weights), 1, bucket_bytes=4096, timeout_s=60)
+    with open_model(ranks, folder) as model:
+        for version in (1, 2):
+            manifest = model.manifest(version)
+            digest = model.send(manifest, transport)
+            tensors, received = receive(manifest, transport)
+            assert received == digest
+            assert len(list(weights.iterdir())) == 1
+    source = read_weights(folder)
+    assert all(tensors[spec.name].equal(source[spec.name]) for spec in manifest.tensors)
+    assert not weights.exists()

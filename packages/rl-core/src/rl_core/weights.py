@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from rl_core.devices import CUDA
-from rl_core.errors import WeightSyncError
 
 TransportKind = Literal["ipc", "collective", "disk"]
+WeightSyncChoice = Literal["auto", "ipc", "collective", "disk"]
+"""A kind of transport, or the one that fits where policy and generators run."""
 
 
 @dataclass(frozen=True)
@@ -36,28 +37,12 @@ class Manifest:
     tied: Mapping[str, str] = field(default_factory=dict)
 
 
-Digests = Mapping[str, str]
-"""Tensor name to digest, taken on the device by `rl_core.torch.transport.digest`."""
-
-
-@dataclass(frozen=True)
-class Peer:
-    """One receiving process of a transport: a rank of a replica's engine.
-
-    Args:
-        rank: 1-based among all receivers (rank 0 is the sender).
-        node: node id, to tell which sender shares its memory.
-        device: GPU UUID, or `cpu`.
-    """
-
-    rank: int
-    node: str
-    device: str
-
-
 @dataclass(frozen=True)
 class Transport:
-    """How one transfer runs; the same value goes to all senders and receivers.
+    """How weights travel; the same value goes to all senders and receivers.
+
+    Both ends keep their connection and their buffers from one transfer to the next for as long as the transport is
+    equal: after a failure, or with other receivers, whoever plans the next transfer gives it another address.
 
     Args:
         kind: `ipc` (shared memory, CUDA IPC), `collective` (gloo, NCCL) or `disk` (safetensors in `address`).
@@ -76,16 +61,23 @@ class Transport:
     timeout_s: float = 300.0
     every_rank_sends: bool = False
 
+    @property
+    def ends_meet(self) -> bool:
+        """Whether senders and receivers work at the same time; if not, the sender is done before receivers begin."""
+        return self.kind != "disk"
+
 
 class WeightSource(Protocol):
     """One rank of the policy, as the sender of its weights. `manifest` and `send` are collective over its ranks."""
 
-    def manifest(self, version: int) -> Manifest:
-        """What `send` will send."""
+    def manifest(self, version: int) -> Manifest | None:
+        """Return what `send` will send, on rank 0; None on the others."""
         ...
 
-    def send(self, manifest: Manifest, transport: Transport) -> Digests:
-        """Send all tensors in the manifest's order; the digests of what was sent (empty on ranks that send nothing)."""
+    def send(self, manifest: Manifest, transport: Transport) -> str:
+        """Send all tensors in the manifest's order; returns the digest of all of them, empty on ranks that send
+        nothing.
+        """
         ...
 
     def interrupt(self, transport: Transport, reason: str) -> None:
@@ -102,9 +94,11 @@ class WeightSink(Protocol):
         """
         ...
 
-    async def receive(self, transport: Transport, first_rank: int) -> Sequence[Digests]:
-        """Take all tensors in as receivers `first_rank`, `first_rank + 1`, ...; digests as received, per engine
-        rank.
+    async def receive(self, transport: Transport, first_rank: int) -> Sequence[str]:
+        """Take all tensors in as receivers `first_rank`, `first_rank + 1`, ...; the digest of all of them as received,
+        per engine rank.
+
+        Raises `WeightSyncError` naming tensors that differ from what was sent: those of one bucket, or of several.
         """
         ...
 
@@ -114,23 +108,6 @@ class WeightSink(Protocol):
         Raises `WeightSyncError` naming the stale tensor; the replica then serves nothing until a transfer succeeds.
         """
         ...
-
-
-def verify_receipt(sent: Manifest, digests: Digests, received: Digests, receiver: str) -> None:
-    """Raise a `WeightSyncError` that names every tensor not sent, or missing, extra or corrupt at a receiver."""
-    expected = [spec.name for spec in sent.tensors]
-    sent_names = set(expected)
-    problems = {
-        "not sent": [name for name in expected if name not in digests],
-        "missing": [name for name in expected if name in digests and name not in received],
-        "extra": [name for name in received if name not in sent_names],
-        "corrupt": [n for n in expected if n in digests and n in received and received[n] != digests[n]],
-    }
-    found = {problem: names for problem, names in problems.items() if names}
-    if found:
-        what = "; ".join(f"{problem}: {', '.join(names)}" for problem, names in found.items())
-        names = tuple(name for names in found.values() for name in names)
-        raise WeightSyncError(f"weight version {sent.version} arrived broken at {receiver}: {what}", names)
 
 
 def buckets(tensors: Sequence[TensorSpec], bucket_bytes: int) -> Iterator[list[TensorSpec]]:

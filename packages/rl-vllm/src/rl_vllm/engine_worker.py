@@ -14,6 +14,7 @@ from vllm.config import set_current_vllm_config
 
 from rl_core.devices import Device
 from rl_core.errors import WeightSyncError
+from rl_core.torch.transport import ReceivingEnd
 from rl_core.weights import Manifest, Transport
 from rl_vllm.load_plan import LoadPlan, plan_load
 from rl_vllm.parent_watch import end_with, forget_cpu_groups, forget_semaphores
@@ -35,6 +36,7 @@ class EngineWorker:
 
     _receiver: WeightReceiver | None = None
     _planned: tuple[Manifest, LoadPlan] | None = None
+    _receiving: ReceivingEnd | None = None
 
     def end_with_parent(self, pid: int) -> Report:
         """End the engine's processes as soon as process `pid` ends, with nothing left in shared memory."""
@@ -47,7 +49,7 @@ class EngineWorker:
         return self._reported(self._begin, pickle.loads(manifest))
 
     def receive_weights(self, order: bytes, first_rank: int) -> Report:
-        """Take the announced tensors in; digests by name.
+        """Take the announced tensors in; the digest of all of them.
 
         Args:
             order: the transport, and the device of the engine's first rank.
@@ -76,8 +78,11 @@ class EngineWorker:
         self._receiver = self.make_receiver(manifest)
         return {"unknown": self._receiver.plan.unknown, "missing": self._receiver.plan.missing}
 
-    def _receive(self, transport: Transport, device: Device, rank: int) -> dict[str, str]:
-        return dict(self._announced().receive(transport, device, rank))
+    def _receive(self, transport: Transport, device: Device, rank: int) -> str:
+        if self._receiving is None:
+            # it ends with this process
+            self._receiving = ReceivingEnd(device)
+        return self._announced().receive(self._receiving, transport, rank)
 
     def _check(self) -> list[str]:
         stale = self._announced().stale()

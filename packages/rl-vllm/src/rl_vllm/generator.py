@@ -13,7 +13,7 @@ from rl_core.errors import GeneratorError, RequestRefused, WeightSyncError
 from rl_core.generation import GenerationRequest, Placement
 from rl_core.model_config import GenerationConfig, ModelConfig
 from rl_core.rollout import Completion, WeightSpan
-from rl_core.weights import Digests, Manifest, Transport
+from rl_core.weights import Manifest, Transport
 from rl_vllm import process_env
 from rl_vllm.admission import Admission
 from rl_vllm.config import VllmConfig
@@ -200,8 +200,8 @@ class VllmGenerator:
             )
         self._announced = manifest
 
-    async def receive(self, transport: Transport, first_rank: int) -> Sequence[Digests]:
-        """Take all tensors in as receivers `first_rank`, `first_rank + 1`, ...; digests as received, per engine rank.
+    async def receive(self, transport: Transport, first_rank: int) -> Sequence[str]:
+        """Take all tensors in as receivers `first_rank`, `first_rank + 1`, ...; their digest, per engine rank.
 
         Raises:
             WeightSyncError: naming rank and phase, or tensors.

@@ -10,10 +10,9 @@ from vllm.config import ModelConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from rl_core.devices import Device
 from rl_core.errors import WeightSyncError
-from rl_core.torch.transport import open_receiver
-from rl_core.weights import Digests, Manifest, Transport
+from rl_core.torch.transport import ReceivingEnd
+from rl_core.weights import Manifest, Transport
 from rl_vllm.load_plan import LoadPlan, fed_names
 from rl_vllm.probe import WeightProbe
 
@@ -35,12 +34,14 @@ class WeightReceiver:
         self.plan = plan
         self._probe: WeightProbe | None = None
 
-    def receive(self, transport: Transport, device: Device, rank: int) -> Digests:
-        """Take all tensors in on this rank's device as receiver `rank`; digests as received, before the engine casts or
-        packs anything.
+    def receive(self, end: ReceivingEnd, transport: Transport, rank: int) -> str:
+        """Take all tensors in as receiver `rank`; the digest of all of them, before the engine casts or packs anything.
+
+        Args:
+            end: this rank's, used again by the next transfer.
         """
         self._probe = WeightProbe(self._model, self.plan, self._manifest.version)
-        with open_receiver(self._manifest, transport, rank, device) as tensors:
+        with end.transfer(self._manifest, transport, rank) as tensors:
             initialize_layerwise_reload(self._model)
             try:
                 self.load(self._sampled(tensors))
@@ -48,7 +49,7 @@ class WeightReceiver:
                 # also after a failure: the engine must be able to load the next version
                 finalize_layerwise_reload(self._model, self._model_config)
             self.repack_tied()
-            return dict(tensors.digests)
+        return tensors.digest
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Hand tensors, under their Hugging Face names, to the engine's loaders."""

@@ -12,6 +12,7 @@ import numpy as np
 
 from rl_algos.rollouts.continuation import continuation_tokens
 from rl_algos.tokenizer import load_tokenizer
+from rl_core.delivery import Delivery, Taken, take_over, try_out
 from rl_core.environment import Conversation, EnvironmentFailure, StepResult
 from rl_core.errors import EnvironmentFailed, GeneratorError, RequestRefused
 from rl_core.generation import (
@@ -24,6 +25,7 @@ from rl_core.generation import (
 from rl_core.model_config import TokenizerConfig
 from rl_core.plugins import resolve
 from rl_core.rollout import Completion, Message, Prompt, Rollout, RolloutGroup
+from rl_core.weights import Manifest
 
 _log = logging.getLogger(__name__)
 
@@ -104,6 +106,14 @@ class RolloutWorker:
     async def generator(self, method: str, *args: Any) -> Any:
         """Call a method of the replica."""
         return await getattr(self._generator, method)(*args)
+
+    async def take_over(self, manifest: Manifest, delivery: Delivery) -> Taken:
+        """As `rl_core.delivery.take_over`."""
+        return await take_over(self._generator, manifest, delivery)
+
+    async def try_out(self, canary: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
+        """As `rl_core.delivery.try_out`."""
+        return await try_out(self._generator, canary)
 
     async def health(self) -> Mapping[str, Any]:
         """The replica's report."""

@@ -128,8 +128,14 @@ class RemoteModel:
         """What `start_send` will send under this version."""
         return self.call_all("manifest", version)[0]
 
-    def start_send(self, manifest: Manifest, transport: Transport) -> tuple[list[ray.ObjectRef], list[Origin]]:
-        """Begin sending on all ranks; each call answers with the digests of what that rank sent."""
+    def start_send(
+        self, manifest: Manifest | ray.ObjectRef, transport: Transport
+    ) -> tuple[list[ray.ObjectRef], list[Origin]]:
+        """Begin sending on all ranks; each call answers with the digest of what that rank sent.
+
+        Args:
+            manifest: itself, or a reference to where Ray keeps it.
+        """
         refs = [worker.call.remote("send", manifest, transport) for worker in self._workers]
         return refs, self._origins("weight sync (send)")
 

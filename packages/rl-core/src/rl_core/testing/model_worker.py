@@ -570,13 +570,13 @@ class ModelWorkerSuite:
         np.testing.assert_allclose(found, expected, rtol=self.tolerance, atol=self.tolerance, err_msg=name)
 
     def _transfer(self, model: PooledModel, manifest: Manifest, receive: Any) -> dict[str, Any]:
-        """What one receiver gets; the sender's digests and the receiver's must agree."""
+        """What one receiver gets; the sender's digest and the receiver's must agree."""
         transport = Transport("collective", f"127.0.0.1:{free_port()}", 1, bucket_bytes=4096, timeout_s=60)
         received: list[Any] = []
         receiver = threading.Thread(target=lambda: received.append(receive(manifest, transport)))
         receiver.start()
-        digests = model.send(manifest, transport)
+        digest = model.send(manifest, transport)
         receiver.join(60)
-        tensors, received_digests = received[0]
-        assert digests == received_digests
+        tensors, received_digest = received[0]
+        assert digest == received_digest
         return dict(tensors)

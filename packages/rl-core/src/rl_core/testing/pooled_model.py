@@ -14,7 +14,7 @@ from rl_core.model import Loss, ModelSpec, Part, Read, SavedFile
 from rl_core.model_config import ModelConfig
 from rl_core.plugins import resolve
 from rl_core.testing.rank_pool import Rank, RankPool
-from rl_core.weights import Digests, Manifest, Transport
+from rl_core.weights import Manifest, Transport
 
 HELD = "model_worker"
 
@@ -95,14 +95,15 @@ class PooledModel:
         self.call("onload", tuple(parts))
 
     def manifest(self, version: int) -> Manifest:
-        """The manifest, which every rank must state alike."""
+        """The manifest, which rank 0 alone states."""
         first, *others = self.call("manifest", version)
-        assert all(other == first for other in others), "ranks disagree on the manifest"
+        assert others == [None] * len(others), "only rank 0 answers with the manifest"
         return first
 
-    def send(self, manifest: Manifest, transport: Transport) -> Digests:
-        """As `WeightSource.send`; the digests of all ranks together."""
-        return {name: digest for part in self.call("send", manifest, transport) for name, digest in part.items()}
+    def send(self, manifest: Manifest, transport: Transport) -> str:
+        """As `WeightSource.send`; the digest that every rank that sent has."""
+        (digest,) = {digest for digest in self.call("send", manifest, transport) if digest}
+        return digest
 
     def close(self) -> None:
         """Close every worker, unless a failure has ended its process."""

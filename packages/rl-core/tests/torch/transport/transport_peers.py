@@ -18,6 +18,8 @@ from rl_core.torch.transport import open_receiver, open_sender
 from rl_core.weights import Manifest, TensorSpec, Transport, TransportKind
 
 KINDS: tuple[TransportKind, ...] = ("ipc", "collective", "disk")
+MEETING: tuple[TransportKind, ...] = ("ipc", "collective")
+"""Those whose ends work at the same time."""
 
 # forked from a server that has torch loaded: a process then starts in milliseconds
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -85,7 +87,7 @@ def _report(pipe: Connection, target: Any, *args: Any) -> None:
 
 
 def receive(seed: int, transport: Transport, rank: int, fault: str = "") -> Any:
-    """Names that did not arrive bit-equal, and the digests."""
+    """Names that did not arrive bit-equal, and the digest."""
     tensors = make_tensors(seed)
     wrong = []
     with open_receiver(manifest_of(tensors), transport, rank, CPU) as receiver:
@@ -93,7 +95,7 @@ def receive(seed: int, transport: Transport, rank: int, fault: str = "") -> Any:
             same = tensor.dtype == tensors[name].dtype and _bits(tensor) == _bits(tensors[name])
             wrong += [] if same else [name]
             _fail(fault, name)
-        return wrong, receiver.digests
+    return wrong, receiver.digest
 
 
 def _bits(tensor: torch.Tensor) -> tuple[tuple[int, ...], bytes]:
@@ -102,7 +104,7 @@ def _bits(tensor: torch.Tensor) -> tuple[tuple[int, ...], bytes]:
 
 
 def send(seed: int, transport: Transport, fault: str = "") -> Any:
-    """The digests."""
+    """The digest."""
     tensors = make_tensors(seed)
     with open_sender(manifest_of(tensors), transport, CPU) as sender:
         for name, tensor in tensors.items():

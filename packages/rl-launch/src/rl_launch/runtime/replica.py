@@ -52,11 +52,13 @@ class Replica:
         self._actor: ActorHandle = None
         self.log = f"{logs}/rollout-worker-{index}.log"
         self.num_ranks = 0
+        self.num_starts = 0
         self.node = ""
 
     def begin_start(self) -> Callable[[], None]:
         """Start process and engine; the returned function waits until it is ready."""
         self._actor = self._start()
+        self.num_starts += 1
         process = [self._actor.log_to.remote(self.log), self._actor.place.remote()]
         started = self._actor.start.remote(ROLLOUT_WORKER, self._spec, self._environments)
 

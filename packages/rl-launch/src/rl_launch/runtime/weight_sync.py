@@ -5,19 +5,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
 import ray
 
 from rl_core.batch import Batch
+from rl_core.delivery import Delivery, Taken
 from rl_core.errors import GeneratorError, Origin, RLError, WeightSyncError, WorkerDied, WorkerError, WorkerStalled
 from rl_core.model import LOGPROBS
 from rl_core.ragged import Ragged
 from rl_core.ray.calls import gather, settle
 from rl_core.ray.model import RemoteModel
-from rl_core.weights import Manifest, Transport, TransportKind, verify_receipt
+from rl_core.weights import Manifest, Transport, TransportKind
 from rl_launch.backends import POLICY
 from rl_launch.placement.residency import Residency
 from rl_launch.placement.topology import GENERATION
@@ -36,9 +37,14 @@ class Receiver(Protocol):
     """A replica, as weight sync calls it."""
 
     num_ranks: int
+    num_starts: int
+
+    def call(self, method: str, *args: Any) -> ray.ObjectRef:
+        """Call the replica's rollout worker."""
+        ...
 
     def generator(self, method: str, *args: Any) -> ray.ObjectRef:
-        """Call the replica."""
+        """Call the replica itself."""
         ...
 
     def origin(self, phase: str) -> Origin:
@@ -97,13 +103,16 @@ class PublishedWeights:
 class WeightSync:
     """The one sequence in which weights travel: pause, make room, transfer, verify, commit, make room, canary, resume.
 
+    A replica takes a version over in one call, up to its canary if it has devices of its own. All transfers use one
+    connection and its buffers; another one is opened after a failure, and once a replica has been started anew.
+
     A new version is served only when every receiver acknowledged every tensor's digest, the engine's own check of its
     copies passed, and the canary's logprobs agree with the policy's. A version can be sent until the policy steps.
 
     Args:
         policy: the sender.
         kind: of transport.
-        meet: makes the address at which one transfer's sender and receivers meet.
+        meet: makes the address at which sender and receivers meet, or the folder that they share.
         canary: what both sides must agree on.
         residency: of the devices that policy and replicas share; None where they share none.
         bucket_bytes: most bytes in flight at a time.
@@ -129,6 +138,9 @@ class WeightSync:
         self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
         self._version = 0
+        self._manifest: Manifest | None = None
+        self._transport: Transport | None = None
+        self._receivers: list[tuple[Receiver, int]] = []
 
     def publish(self) -> PublishedWeights:
         """Give the policy's present weights the next version."""
@@ -164,84 +176,106 @@ class WeightSync:
             expected = self._policy.infer(Batch({"tokens": self._canary.rows}), [LOGPROBS]).ragged("logprobs")
             if self._residency:
                 self._policy.offload(["optimizer"])
-            manifest = self._policy.manifest(update.version)
-        self._all(replicas, "pause")
-        if self._residency:
-            self._all(replicas, "wake", ("weights",))
-        self._all(replicas, "begin", manifest)
-        self._exchange(manifest, replicas)
-        self._all(replicas, "commit", update.version)
+            if self._manifest is None:
+                self._manifest = self._policy.manifest(update.version)
+        transport = self._connected(replicas)
+        self._transport = None  # until this transfer has succeeded
+        taken = self._exchange(replace(self._manifest, version=update.version), transport, replicas)
+        self._transport = transport
+        scores = [found.scores for found in taken]
         if self._residency:
             self._policy.offload(["parameters"])
             self._residency.hand_over(GENERATION)
-            self._all(replicas, "wake", ("kv_cache",))
-        self._check_canary(update, expected, replicas)
-        self._all(replicas, "resume")
+            scores = self._all(replicas, "try_out", tuple(self._canary.rows))
+        self._check_canary(update, expected, replicas, scores)
+        refs = [replica.generator("resume") for replica in replicas]
+        gather(refs, [replica.origin("weight sync (resume)") for replica in replicas], self._timeout_s)
 
-    def _exchange(self, manifest: Manifest, replicas: Sequence[Receiver]) -> None:
-        """Have the policy send and the replicas receive, both watched at once, and compare what they say.
+    def _exchange(self, manifest: Manifest, transport: Transport, replicas: Sequence[Receiver]) -> list[Taken]:
+        """Have the policy send and the replicas take over, both watched at once, and compare what they say.
 
         Raises:
             RLError: the cause of the failure, followed by what the other side said.
         """
-        transport = self._transport(sum(replica.num_ranks for replica in replicas))
-        sending, senders = self._policy.start_send(manifest, transport)
+        shared = ray.put(manifest)
+        sending, senders = self._policy.start_send(shared, transport)
+        if not transport.ends_meet:
+            self._settled(sending, senders, manifest, transport)
         first_ranks = np.cumsum([1] + [replica.num_ranks for replica in replicas])
-        receiving = [
-            replica.generator("receive", transport, int(first))
+        canary, takes_turns = tuple(self._canary.rows), self._residency is not None
+        taking = [
+            replica.call("take_over", shared, Delivery(transport, int(first), canary, takes_turns))
             for replica, first in zip(replicas, first_ranks, strict=False)
         ]
+        takers = [replica.origin("weight sync (take over)") for replica in replicas]
+        answers = self._settled([*taking, *sending], [*takers, *senders], manifest, transport)
+        taken: list[Taken] = answers[: len(taking)]
+        sent = {digest for digest in answers[len(taking) :] if digest}
+        for found, origin in zip(taken, takers, strict=True):
+            for rank, digest in enumerate(found.digests):
+                if {digest} != sent:
+                    raise WeightSyncError(
+                        f"{origin}: engine rank {rank} took in weights of digest {digest}; sent as version "
+                        f"{manifest.version} were {', '.join(sorted(sent)) or 'none'}"
+                    )
+        return taken
+
+    def _settled(
+        self, refs: Sequence[ray.ObjectRef], origins: Sequence[Origin], manifest: Manifest, transport: Transport
+    ) -> list[Any]:
+        """Answers of senders, of receivers or of both."""
 
         def give_up(error: RLError) -> None:
             stacks = f"; {self._policy.write_stacks()}" if isinstance(error, WorkerStalled) else ""
             _log.warning("weight version %d: %s%s", manifest.version, error, stacks)
             self._policy.interrupt_send(transport, f"another part of the transfer failed: {error}")
 
-        answers, failures = settle(
-            [*receiving, *sending],
-            [*(replica.origin("weight sync (receive)") for replica in replicas), *senders],
-            2 * self._timeout_s,
-            grace_s=GRACE_S,
-            on_failure=give_up,
-        )
+        answers, failures = settle(refs, origins, 2 * self._timeout_s, grace_s=GRACE_S, on_failure=give_up)
         if failures:
             raise joined(failures)
-        digests = {name: digest for sent in answers[len(receiving) :] for name, digest in sent.items()}
-        for replica, ranks in zip(replicas, answers[: len(receiving)], strict=True):
-            for rank, received in enumerate(ranks):
-                verify_receipt(manifest, digests, received, f"{replica.origin('weight sync')}, engine rank {rank}")
+        return answers
 
-    def _transport(self, num_receivers: int) -> Transport:
-        """Memory of one GPU is reached from that GPU alone, so there every rank of the policy sends to the engine rank
+    def _connected(self, replicas: Sequence[Receiver]) -> Transport:
+        """The transport of the last transfer if the same processes are at its ends, or another one.
+
+        Memory of one GPU is reached from that GPU alone, so there every rank of the policy sends to the engine rank
         beside it.
         """
+        receivers = [(replica, replica.num_starts) for replica in replicas]
+        if self._transport is not None and receivers == self._receivers:
+            return self._transport
+        self._receivers = receivers
         per_gpu = self._kind == "ipc" and self._residency is not None
         return Transport(
             self._kind,
             self._meet(),
-            1 if per_gpu else num_receivers,
+            1 if per_gpu else sum(replica.num_ranks for replica in replicas),
             bucket_bytes=self._bucket_bytes,
             every_rank_sends=per_gpu,
             timeout_s=self._timeout_s,
         )
 
-    def _check_canary(self, update: PublishedWeights, expected: Ragged, replicas: Sequence[Receiver]) -> None:
-        refs = [replica.generator("score", row) for replica in replicas for row in self._canary.rows]
-        origins = [replica.origin("weight sync canary") for replica in replicas for _ in self._canary.rows]
-        scores = gather(refs, origins, self._timeout_s)
-        for i, (score, origin) in enumerate(zip(scores, origins, strict=True)):
-            difference = float(np.abs(score - expected[i % len(expected)]).mean())
-            if not difference <= self._canary.tolerance:
-                raise WeightSyncError(
-                    f"{origin}: logprobs with weight version {update.version} differ from the policy's by "
-                    f"{difference:.3g} on average, more than {self._canary.tolerance:g}; "
-                    "the engine does not compute what the policy does. If it quantises weights or caches, raise "
-                    "policy.generation.canary_tolerance"
-                )
+    def _check_canary(
+        self,
+        update: PublishedWeights,
+        expected: Ragged,
+        replicas: Sequence[Receiver],
+        scores: Sequence[Sequence[np.ndarray]],
+    ) -> None:
+        for replica, rows in zip(replicas, scores, strict=True):
+            for score, wanted in zip(rows, expected, strict=True):
+                difference = float(np.abs(score - wanted).mean())
+                if not difference <= self._canary.tolerance:
+                    raise WeightSyncError(
+                        f"{replica.origin('weight sync canary')}: logprobs with weight version {update.version} differ "
+                        f"from the policy's by {difference:.3g} on average, more than {self._canary.tolerance:g}; "
+                        "the engine does not compute what the policy does. If it quantises weights or caches, raise "
+                        "policy.generation.canary_tolerance"
+                    )
 
-    def _all(self, replicas: Sequence[Receiver], method: str, *args: Any) -> None:
-        refs = [replica.generator(method, *args) for replica in replicas]
-        gather(refs, [replica.origin(f"weight sync ({method})") for replica in replicas], self._timeout_s)
+    def _all(self, replicas: Sequence[Receiver], method: str, *args: Any) -> list[Any]:
+        refs = [replica.call(method, *args) for replica in replicas]
+        return gather(refs, [replica.origin(f"weight sync ({method})") for replica in replicas], self._timeout_s)
 
 
 def joined(failures: Sequence[RLError]) -> RLError:

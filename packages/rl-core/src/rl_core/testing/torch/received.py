@@ -12,17 +12,17 @@ from torch import Tensor
 from rl_core.devices import CPU, Device
 from rl_core.testing.rank_pool import Rank, RankPool, free_port
 from rl_core.torch.transport import ipc, open_receiver
-from rl_core.weights import Digests, Manifest, Transport
+from rl_core.weights import Manifest, Transport
 
-Received = tuple[dict[str, Tensor], Digests]
-"""Tensors by name, and their digests as received."""
+Received = tuple[dict[str, Tensor], str]
+"""Tensors by name, and their digest as received."""
 
 
 def receive(manifest: Manifest, transport: Transport) -> Received:
-    """All tensors as the first receiver gets them, and their digests."""
+    """All tensors as the first receiver gets them, and their digest."""
     with open_receiver(manifest, transport, 1, CPU) as receiver:
         tensors = {name: tensor.clone() for name, tensor in receiver}
-        return tensors, receiver.digests
+    return tensors, receiver.digest
 
 
 def sent_by_every_rank(bucket_bytes: int = 4096, timeout_s: float = 60) -> Transport:

@@ -5,19 +5,24 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
 
 from rl_core.devices import CPU, Device
 from rl_core.errors import WeightSyncError
-from rl_core.torch.transport import open_sender
+from rl_core.torch.transport import SendingEnd
+from rl_core.torch.transport.bucket import Bucket, Layout, lay_out
 from rl_core.torch.transport.digest import digest
-from rl_core.weights import Digests, Manifest, TensorSpec, Transport
+from rl_core.torch.transport.link import SenderLink
+from rl_core.torch.transport.receipt import root_digest
+from rl_core.weights import Manifest, TensorSpec, Transport
 
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
@@ -46,10 +51,52 @@ def manifest_of(folder: Path, version: int) -> Manifest:
     return Manifest(version, tuple(spec for spec in specs if spec.name not in tied), tied)
 
 
-def digests_of(folder: Path, manifest: Manifest) -> Digests:
-    """Digests of the weights as they are in the folder."""
+def digest_of(folder: Path, manifest: Manifest, bucket_bytes: int) -> str:
+    """Digest of the weights as they are in the folder, sent in buckets of this size."""
     tensors = load_file(folder / "model.safetensors")
-    return {spec.name: digest(tensors[spec.name]) for spec in manifest.tensors}
+    digests = []
+    for bucket in lay_out(manifest, bucket_bytes).buckets:
+        buffer = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
+        for slot in bucket.slots:
+            slot.view(buffer).copy_(tensors[slot.spec.name])
+        digests.append(digest(buffer))
+    return root_digest(digests)
+
+
+class Corrupting:
+    """A `SenderLink` on which a tensor changes after its digest was taken.
+
+    Args:
+        link: that carries the buckets.
+        name: of the tensor.
+    """
+
+    def __init__(self, link: SenderLink, name: str) -> None:
+        self._link = link
+        self._name = name
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def begin(self, layout: Layout) -> None:
+        self._link.begin(layout)
+
+    def buffer(self, bucket: Bucket) -> torch.Tensor:
+        self._buffer = self._link.buffer(bucket)
+        return self._buffer
+
+    def send(self, bucket: Bucket) -> None:
+        for slot in bucket.slots:
+            if slot.spec.name == self._name:
+                slot.view(self._buffer).add_(1)
+        self._link.send(bucket)
+
+    def finish(self, digests: Sequence[str]) -> None:
+        self._link.finish(digests)
+
+    def abort(self, reason: str) -> None:
+        self._link.abort(reason)
+
+    def close(self) -> None:
+        self._link.close()
 
 
 class SenderProcess:
@@ -67,7 +114,7 @@ class SenderProcess:
         self._waiter = ThreadPoolExecutor(1)
         self._process: Any = None
 
-    def send(self, folder: Path, manifest: Manifest, transport: Transport, fault: Fault) -> Future[Digests]:
+    def send(self, folder: Path, manifest: Manifest, transport: Transport, fault: Fault) -> Future[str]:
         """Send; the future holds what the sender's `finish` returned or raised."""
         if self._process is None or not self._process.is_alive():
             self._pipe, theirs = self._context.Pipe()
@@ -77,7 +124,7 @@ class SenderProcess:
         self._pipe.send((folder, manifest, transport, fault))
         return self._waiter.submit(self._answer)
 
-    def _answer(self) -> Digests:
+    def _answer(self) -> str:
         try:
             answer = self._pipe.recv()
         except (EOFError, ConnectionError):
@@ -85,8 +132,8 @@ class SenderProcess:
             raise WeightSyncError("the sender's process is gone") from None
         if isinstance(answer, Exception):
             raise answer
-        digests: Digests = answer
-        return digests
+        digest: str = answer
+        return digest
 
     def close(self) -> None:
         """End the process."""
@@ -99,25 +146,27 @@ class SenderProcess:
 
 def _serve(pipe: Connection, device: Device, gpus: tuple[str, ...]) -> None:
     device.claim(gpus)
+    end = SendingEnd(device)
     while True:
         try:
             folder, manifest, transport, fault = pipe.recv()
         except EOFError:
+            end.close()
             return
         try:
-            pipe.send(_send(folder, manifest, transport, fault, device))
+            pipe.send(_send(end, folder, manifest, transport, fault))
         except WeightSyncError as error:
             pipe.send(error)
 
 
-def _send(folder: Path, manifest: Manifest, transport: Transport, fault: Fault, device: Device) -> Digests:
+def _send(end: SendingEnd, folder: Path, manifest: Manifest, transport: Transport, fault: Fault) -> str:
     tensors = load_file(folder / "model.safetensors")
-    with open_sender(manifest, transport, device) as sender:
+    with end.transfer(manifest, transport) as sender:
+        if fault.corrupt:
+            sender.link = Corrupting(sender.link, fault.corrupt)
         for spec in manifest.tensors:
-            tensor = tensors[spec.name]
             if spec.name == fault.die_at:
                 os._exit(1)
-            if spec.name == fault.omit:
-                continue
-            sender.put(spec.name, tensor + 1 if spec.name == fault.corrupt else tensor)
+            if spec.name != fault.omit:
+                sender.put(spec.name, tensors[spec.name])
         return sender.finish()

@@ -16,8 +16,8 @@ from rl_core.torch.generation.decoder import Adoption, Decoder
 from rl_core.torch.generation.engine import Engine
 from rl_core.torch.generation.row import Row
 from rl_core.torch.generation.stop_text import StopText, Tokenizer
-from rl_core.torch.transport import open_receiver
-from rl_core.weights import Digests, Manifest, Transport
+from rl_core.torch.transport import ReceivingEnd
+from rl_core.weights import Manifest, Transport
 
 Model = TypeVar("Model", bound=Decoder)
 Result = TypeVar("Result")
@@ -46,7 +46,7 @@ class LocalGenerator(Generic[Model]):
         placement: Placement,
     ) -> None:
         self._model_config = model
-        self._device = placement.claim(num_ranks=1)
+        self._receiving = ReceivingEnd(placement.claim(num_ranks=1))
         self._engine = Engine(load, placement.cpu_threads)
         self._load_tokenizer = load_tokenizer
         self._tokenizer: Tokenizer | None = None
@@ -137,17 +137,17 @@ class LocalGenerator(Generic[Model]):
         self._manifest = manifest
         self._adoption = await self._call(lambda: self._engine.model.adoption(manifest))
 
-    async def receive(self, transport: Transport, first_rank: int) -> Sequence[Digests]:
-        """Take all tensors in as receiver `first_rank`; the digests as received."""
+    async def receive(self, transport: Transport, first_rank: int) -> Sequence[str]:
+        """Take all tensors in as receiver `first_rank`; the digest of all of them."""
         adoption, manifest = self._adoption, self._manifest
         if adoption is None or manifest is None:
             raise WeightSyncError("receive before begin")
 
-        def receive() -> Digests:
-            with open_receiver(manifest, transport, first_rank, self._device) as receiver:
+        def receive() -> str:
+            with self._receiving.transfer(manifest, transport, first_rank) as receiver:
                 for name, tensor in receiver:
                     adoption.take(name, tensor)
-            return receiver.digests
+            return receiver.digest
 
         return [await self._call(receive)]
 
@@ -183,6 +183,7 @@ class LocalGenerator(Generic[Model]):
         """End the engine; requests in flight or held back fail."""
         self._failure = "the generator is closed"
         await asyncio.to_thread(self._engine.close)
+        self._receiving.close()
         self._serving.set()
 
     def _check_ready(self, parts: Sequence[str]) -> None:

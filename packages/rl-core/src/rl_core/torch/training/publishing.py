@@ -10,9 +10,8 @@ from torch import Tensor
 
 from rl_core.torch.collective_errors import on_all_ranks
 from rl_core.torch.training.backend import RankMesh, RankWeights
-from rl_core.torch.transport import open_sender
-from rl_core.torch.transport.sender import Sender
-from rl_core.weights import Digests, Manifest, Transport, num_bytes
+from rl_core.torch.transport import Sender, SendingEnd
+from rl_core.weights import Manifest, Transport, num_bytes
 
 
 def manifest_of(weights: RankWeights, version: int, dtype: str) -> Manifest:
@@ -21,12 +20,18 @@ def manifest_of(weights: RankWeights, version: int, dtype: str) -> Manifest:
 
 
 def send_weights(
-    stream: Iterable[Sequence[tuple[str, Tensor | None]]], manifest: Manifest, transport: Transport, mesh: RankMesh
-) -> Digests:
-    """Send from rank 0, or from every rank where each has receivers of its own; collective. Digests on ranks that send,
-    empty elsewhere.
+    end: SendingEnd,
+    stream: Iterable[Sequence[tuple[str, Tensor | None]]],
+    manifest: Manifest,
+    transport: Transport,
+    mesh: RankMesh,
+) -> str:
+    """Send from rank 0, or from every rank if each has receivers of its own; collective.
+
+    Returns the digest of all weights on ranks that send, an empty text elsewhere.
 
     Args:
+        end: this rank's, used again by the next transfer.
         stream: whole tensors in the manifest's order, parameter by parameter; as many items on every rank, with None
             allowed on ranks that do not send. Advancing it may be collective.
 
@@ -36,18 +41,18 @@ def send_weights(
     """
     sends = transport.every_rank_sends or mesh.rank == 0
     sizes = {spec.name: num_bytes(spec) for spec in manifest.tensors}
-    digests: dict[str, str] = {}
+    digest = ""
     with ExitStack() as stack:
         senders: list[Sender] = []
 
         def meet() -> None:
             if sends:
-                sender = open_sender(manifest, transport, mesh.kind, num_receivers=transport.num_receivers)
-                senders.append(stack.enter_context(sender))
+                senders.append(stack.enter_context(end.transfer(manifest, transport)))
 
         def finish() -> None:
+            nonlocal digest
             for sender in senders:
-                digests.update(sender.finish())
+                digest = sender.finish()
 
         on_all_ranks(mesh.control, meet)
         gathered: list[tuple[str, Tensor | None]] = []
@@ -60,7 +65,7 @@ def send_weights(
                 gathered, size = [], 0
         on_all_ranks(mesh.control, partial(_put, senders, gathered))
         on_all_ranks(mesh.control, finish)
-    return digests
+    return digest
 
 
 def _put(senders: Sequence[Sender], tensors: Sequence[tuple[str, Tensor | None]]) -> None:

@@ -31,8 +31,8 @@ from rl_core.torch.training.publishing import manifest_of, send_weights
 from rl_core.torch.training.reference import Reference
 from rl_core.torch.training.skipped_steps import SkippedSteps
 from rl_core.torch.training.step import run_evaluation, run_reads, run_train_step
-from rl_core.torch.transport import interrupt
-from rl_core.weights import Digests, Manifest, Transport
+from rl_core.torch.transport import SendingEnd, interrupt
+from rl_core.weights import Manifest, Transport
 
 CLOSE_TIMEOUT = timedelta(seconds=30)
 
@@ -56,6 +56,7 @@ class TrainingWorker:
         self._config = config
         self._spec = spec
         self._mesh = mesh
+        self._sending = SendingEnd(mesh.kind)
         try:
             self._build(build)
         except BaseException:
@@ -159,17 +160,18 @@ class TrainingWorker:
         export_weights(self._weights, folder, dtype=dtype, mesh=self._mesh)
         return exported_files(folder, self._mesh.control)
 
-    def manifest(self, version: int) -> Manifest:
-        """All weights in the compute dtype, by Hugging Face name."""
-        return manifest_of(self._weights, version, self._config.precision)
+    def manifest(self, version: int) -> Manifest | None:
+        """All weights in the compute dtype, by Hugging Face name; on rank 0, which speaks for all."""
+        manifest = manifest_of(self._weights, version, self._config.precision)
+        return manifest if self._mesh.rank == 0 else None
 
-    def send(self, manifest: Manifest, transport: Transport) -> Digests:
+    def send(self, manifest: Manifest, transport: Transport) -> str:
         """Bring the weights together bucket by bucket and send them, from rank 0 or from every rank."""
         self._residency.require("parameters")
         stream = self._weights.stream(
             self._config.precision, everywhere=transport.every_rank_sends, bucket_bytes=transport.bucket_bytes
         )
-        return send_weights(stream, manifest, transport, self._mesh)
+        return send_weights(self._sending, stream, manifest, transport, self._mesh)
 
     def offload(self, parts: Sequence[Part] = ("parameters", "optimizer")) -> None:
         """Move these parts to host memory; on `cpu` they are there already, and only later use is refused."""
@@ -193,6 +195,7 @@ class TrainingWorker:
         It waits a while for the others: leaving while another still talks aborts its process.
         """
         self._checkpoint.close()
+        self._sending.close()
         try:
             dist.monitored_barrier(group=self._mesh.control, timeout=CLOSE_TIMEOUT)
         finally:

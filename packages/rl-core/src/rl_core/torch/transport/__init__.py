@@ -2,21 +2,27 @@
 
 The sender::
 
-    with open_sender(manifest, transport, device) as sender:
-        for name, tensor in weights:
-            sender.put(name, tensor)
-        digests = sender.finish()
+    end = SendingEnd(device)
+    for manifest in versions:
+        with end.transfer(manifest, transport) as sender:
+            for name, tensor in weights:
+                sender.put(name, tensor)
+            digest = sender.finish()
+    end.close()
 
 A receiver, in another process::
 
-    with open_receiver(manifest, transport, rank, device) as receiver:
-        for name, tensor in receiver:
-            parameters[name].copy_(tensor)
-        digests = receiver.digests
+    end = ReceivingEnd(device)
+    for manifest in versions:
+        with end.transfer(manifest, transport, rank) as receiver:
+            for name, tensor in receiver:
+                parameters[name].copy_(tensor)
+        digest = receiver.digest
+    end.close()
 """
 
 from rl_core.torch.transport.deadline import interrupt
-from rl_core.torch.transport.receiver import Receiver, open_receiver
-from rl_core.torch.transport.sender import Sender, open_sender
+from rl_core.torch.transport.receiver import Receiver, ReceivingEnd, open_receiver
+from rl_core.torch.transport.sender import Sender, SendingEnd, open_sender
 
-__all__ = ["Receiver", "Sender", "interrupt", "open_receiver", "open_sender"]
+__all__ = ["Receiver", "ReceivingEnd", "Sender", "SendingEnd", "interrupt", "open_receiver", "open_sender"]

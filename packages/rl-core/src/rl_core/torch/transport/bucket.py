@@ -39,14 +39,42 @@ class Bucket:
     slots: tuple[Slot, ...]
     num_bytes: int
 
+    def clear_gaps(self, buffer: torch.Tensor) -> None:
+        """Zero the bytes between tensors, which the bucket's digest covers; most tensors leave none."""
+        for slot in self.slots:
+            if slot.num_bytes % ALIGNMENT:
+                end = slot.offset + slot.num_bytes
+                buffer[end : -(-end // ALIGNMENT) * ALIGNMENT].zero_()
 
-def lay_out(manifest: Manifest, bucket_bytes: int) -> list[Bucket]:
-    """The buckets of a manifest; raises `WeightSyncError` naming a tensor of a dtype that no transport carries."""
+
+@dataclass(frozen=True)
+class Layout:
+    """The buckets of one transfer.
+
+    Args:
+        buckets: in the order in which they travel.
+        fingerprint: tells two manifests apart in a handshake, their versions included.
+    """
+
+    buckets: tuple[Bucket, ...]
+    fingerprint: str
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of a buffer that holds any one of the buckets; at least 1, for no memory can be empty."""
+        return max([1, *(bucket.num_bytes for bucket in self.buckets)])
+
+
+def lay_out(manifest: Manifest, bucket_bytes: int) -> Layout:
+    """Lay a manifest out in buckets; raises `WeightSyncError` naming a tensor of a dtype that no transport carries."""
     for spec in manifest.tensors:
         if spec.dtype not in DTYPES:
             allowed = ", ".join(DTYPES)
             raise WeightSyncError(f"{spec.name} has dtype {spec.dtype}; transports carry {allowed}", (spec.name,))
-    return [_bucket(index, specs) for index, specs in enumerate(buckets(manifest.tensors, bucket_bytes))]
+    tensors = [(spec.name, spec.shape, spec.dtype) for spec in manifest.tensors]
+    fingerprint = hashlib.sha256(repr((manifest.version, tensors)).encode()).hexdigest()[:16]
+    laid_out = [_bucket(index, specs) for index, specs in enumerate(buckets(manifest.tensors, bucket_bytes))]
+    return Layout(tuple(laid_out), fingerprint)
 
 
 def _bucket(index: int, specs: list[TensorSpec]) -> Bucket:
@@ -57,14 +85,3 @@ def _bucket(index: int, specs: list[TensorSpec]) -> Bucket:
         slots.append(Slot(spec, offset, size))
         offset += -(-size // ALIGNMENT) * ALIGNMENT
     return Bucket(index, tuple(slots), offset)
-
-
-def capacity(layout: list[Bucket]) -> int:
-    """Bytes of a buffer that holds any one of the buckets; at least 1, for no memory can be empty."""
-    return max([1, *(bucket.num_bytes for bucket in layout)])
-
-
-def fingerprint(manifest: Manifest) -> str:
-    """Tells two manifests apart in a handshake."""
-    tensors = [(spec.name, spec.shape, spec.dtype) for spec in manifest.tensors]
-    return hashlib.sha256(repr((manifest.version, tensors)).encode()).hexdigest()[:16]

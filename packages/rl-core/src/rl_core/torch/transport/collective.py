@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -17,10 +17,11 @@ import torch.distributed as dist
 from rl_core.devices import Device
 from rl_core.errors import WeightSyncError
 from rl_core.torch.process_group import listen_at
-from rl_core.torch.transport.bucket import Bucket, capacity, fingerprint
+from rl_core.torch.transport.bucket import Bucket, Layout
 from rl_core.torch.transport.deadline import Deadline
-from rl_core.torch.transport.rendezvous import abort_all, accept_receivers, find_sender
-from rl_core.weights import Digests, Manifest, Transport
+from rl_core.torch.transport.receipt import confirm, verify
+from rl_core.torch.transport.rendezvous import abort_all, accept_receivers, await_ready, find_sender, say_ready
+from rl_core.weights import Transport
 
 NUM_BUFFERS = 2
 """One is filled, or read, while the other is under way."""
@@ -37,7 +38,6 @@ class _Broadcasts:
     def __init__(
         self,
         group: Any,
-        layout: list[Bucket],
         device: Device,
         *,
         timeout_s: float,
@@ -45,18 +45,24 @@ class _Broadcasts:
         check: Callable[[str], None],
     ) -> None:
         self._group = group
-        self._num_buckets = len(layout)
+        self._num_buckets = 0
         self._device = device
         self._timeout_s = timeout_s
         self._who = who
         self._check = check
         self._works: dict[int, Any] = {}
         self._deadlines: dict[int, Deadline] = {}
-        size = capacity(layout)
-        self._buffers = [
-            torch.empty(size, dtype=torch.uint8, device=device.torch_device)
-            for _ in range(min(NUM_BUFFERS, len(layout)))
-        ]
+        self._buffers: list[torch.Tensor] = []
+
+    def begin(self, layout: Layout) -> None:
+        """Begin a transfer, with the buffers of the one before if they are large enough."""
+        self._num_buckets = len(layout.buckets)
+        count, size = min(NUM_BUFFERS, self._num_buckets), layout.capacity
+        if len(self._buffers) < count or any(buffer.numel() < size for buffer in self._buffers):
+            self._buffers.clear()
+            self._buffers = [
+                torch.empty(size, dtype=torch.uint8, device=self._device.torch_device) for _ in range(count)
+            ]
 
     def buffer(self, bucket: Bucket) -> torch.Tensor:
         """The bucket's buffer, whoever uses it now."""
@@ -103,6 +109,11 @@ class _Broadcasts:
         if self._device.collectives == "nccl":
             self._group.abort()
         self._works.clear()
+        self._buffers.clear()
+        # gloo lets go of a group only when what is under way in it has ended: when the peers have left, or time is up
+        leaving = [self._group]
+        del self._group
+        threading.Thread(target=leaving.clear, name="leave", daemon=True).start()
 
     def _phase(self, index: int) -> str:
         return f"{self._who}, bucket {index + 1} of {self._num_buckets}"
@@ -111,25 +122,24 @@ class _Broadcasts:
 class CollectiveSenderLink:
     """Rank 0 of the group."""
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        layout: list[Bucket],
-        transport: Transport,
-        device: Device,
-        num_receivers: int,
-    ) -> None:
+    def __init__(self, transport: Transport, device: Device) -> None:
         host, port = _host_and_port(transport.address)
-        with socket.create_server((host, port), backlog=max(1, num_receivers)) as listener:
-            self._channels = accept_receivers(listener, num_receivers, fingerprint(manifest), transport.timeout_s)
+        count = transport.num_receivers
+        with socket.create_server((host, port), backlog=max(1, count)) as listener:
+            self._channels = accept_receivers(listener, count, transport.timeout_s)
         try:
             group = self._gather(host, device, transport.timeout_s)
         except BaseException as error:
             abort_all(self._channels.values(), f"{type(error).__name__}: {error}")
             raise
         self._broadcasts = _Broadcasts(
-            group, layout, device, timeout_s=transport.timeout_s, who="sender rank 0", check=self._check
+            group, device, timeout_s=transport.timeout_s, who="sender rank 0", check=self._check
         )
+
+    def begin(self, layout: Layout) -> None:
+        self._layout = layout
+        await_ready(self._channels, layout)
+        self._broadcasts.begin(layout)
 
     def buffer(self, bucket: Bucket) -> torch.Tensor:
         if bucket.index >= NUM_BUFFERS:
@@ -139,9 +149,9 @@ class CollectiveSenderLink:
     def send(self, bucket: Bucket) -> None:
         self._broadcasts.start(bucket)
 
-    def finish(self) -> Mapping[int, Digests]:
+    def finish(self, digests: Sequence[str]) -> None:
         self._broadcasts.wait_all()
-        return {rank: channel.receive("digests")["digests"] for rank, channel in self._channels.items()}
+        confirm(self._channels, self._layout, digests)
 
     def abort(self, reason: str) -> None:
         for channel in self._channels.values():
@@ -170,13 +180,11 @@ class CollectiveSenderLink:
 class CollectiveReceiverLink:
     """A rank of the group from 1 on; receives the next bucket while the present one is read."""
 
-    def __init__(
-        self, manifest: Manifest, layout: list[Bucket], transport: Transport, rank: int, device: Device
-    ) -> None:
+    def __init__(self, transport: Transport, rank: int, device: Device) -> None:
         address = _host_and_port(transport.address)
-        self._layout = layout
+        self._rank = rank
         self._phase = f"receiver rank {rank}, {{}}"
-        self._channel = find_sender(socket.AF_INET, address, rank, fingerprint(manifest), transport.timeout_s)
+        self._channel = find_sender(socket.AF_INET, address, rank, transport.timeout_s)
         try:
             group = self._join(address[0], rank, device, transport.timeout_s)
         except BaseException:
@@ -184,13 +192,17 @@ class CollectiveReceiverLink:
             raise
         self._broadcasts = _Broadcasts(
             group,
-            layout,
             device,
             timeout_s=transport.timeout_s,
             who=f"receiver rank {rank} from the sender",
             check=self._channel.check,
         )
-        for bucket in layout[:NUM_BUFFERS]:
+
+    def begin(self, layout: Layout) -> None:
+        self._layout = layout
+        say_ready(self._channel, layout)
+        self._broadcasts.begin(layout)
+        for bucket in layout.buckets[:NUM_BUFFERS]:
             self._broadcasts.start(bucket)
 
     def _join(self, host: str, rank: int, device: Device, timeout_s: float) -> Any:
@@ -211,11 +223,11 @@ class CollectiveReceiverLink:
 
     def release(self, bucket: Bucket) -> None:
         self._broadcasts.synchronize()
-        if bucket.index + NUM_BUFFERS < len(self._layout):
-            self._broadcasts.start(self._layout[bucket.index + NUM_BUFFERS])
+        if bucket.index + NUM_BUFFERS < len(self._layout.buckets):
+            self._broadcasts.start(self._layout.buckets[bucket.index + NUM_BUFFERS])
 
-    def finish(self, digests: Digests) -> None:
-        self._channel.send({"digests": dict(digests)}, self._phase.format("digests"))
+    def finish(self, digests: Sequence[str]) -> None:
+        verify(self._channel, self._layout, digests, self._rank)
 
     def abort(self, reason: str) -> None:
         self._channel.abort(reason)

@@ -3,82 +3,89 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 import torch
 
 from rl_core.devices import Device
-from rl_core.torch.transport.bucket import Bucket, capacity, fingerprint
-from rl_core.torch.transport.rendezvous import abort_all, accept_receivers, find_sender
+from rl_core.torch.transport.bucket import Bucket, Layout
+from rl_core.torch.transport.receipt import confirm, verify
+from rl_core.torch.transport.rendezvous import accept_receivers, await_ready, find_sender, say_ready
 from rl_core.torch.transport.shared_memory import SharedBuffers, map_offered, shared_buffers
-from rl_core.weights import Digests, Manifest, Transport
+from rl_core.weights import Transport
 
 NUM_BUFFERS = 2
 """One is filled while the receivers read the other."""
+
+KEPT = {"buffers": "kept"}
+"""Said in place of an offer of memory: that of the transfer before is used again."""
 
 RELEASE_S = 10.0
 """How long the receivers may take to let the sender's memory go before it frees its own part in it."""
 
 
 class IpcSenderLink:
-    """Fills shared buffers in turn; a buffer is filled again when every receiver has acknowledged it."""
+    """Fills shared buffers in turn; a buffer is filled again when every receiver has acknowledged it.
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        layout: list[Bucket],
-        transport: Transport,
-        device: Device,
-        num_receivers: int,
-    ) -> None:
+    The buffers last as long as the connection, and grow with a transfer that needs larger ones.
+    """
+
+    def __init__(self, transport: Transport, device: Device) -> None:
         self._device = device
-        self._num_buckets = len(layout)
-        self._acknowledged = 0
-        self._sent = 0
+        self._buffers: SharedBuffers | None = None
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.bind(_meeting_place(transport, device))
-            listener.listen(max(1, num_receivers))
-            self._channels = accept_receivers(listener, num_receivers, fingerprint(manifest), transport.timeout_s)
-        count, size = min(NUM_BUFFERS, len(layout)), capacity(layout)
-        self._buffers: SharedBuffers = shared_buffers(count, size, device)
-        try:
+            listener.listen(max(1, transport.num_receivers))
+            self._channels = accept_receivers(listener, transport.num_receivers, transport.timeout_s)
+
+    def begin(self, layout: Layout) -> None:
+        self._layout = layout
+        self._acknowledged = self._sent = 0
+        await_ready(self._channels, layout)
+        count, size = min(NUM_BUFFERS, len(layout.buckets)), layout.capacity
+        held = self._buffers
+        if held is not None and held.fits(count, size):
             for channel in self._channels.values():
-                self._buffers.offer(channel)
-        except BaseException as error:
-            abort_all(self._channels.values(), f"{type(error).__name__}: {error}")
-            self._buffers.close()
-            raise
+                channel.send(KEPT, "sharing memory")
+            return
+        self._buffers = shared_buffers(count, size, self._device)
+        for channel in self._channels.values():
+            self._buffers.offer(channel)
+        if held is not None:
+            held.close()
 
     def buffer(self, bucket: Bucket) -> torch.Tensor:
         self._await_acknowledgements(bucket.index - NUM_BUFFERS + 1)
+        assert self._buffers is not None, "begin comes first"
         return self._buffers.tensors[bucket.index % NUM_BUFFERS]
 
     def send(self, bucket: Bucket) -> None:
         self._device.synchronize()
         for channel in self._channels.values():
-            channel.send({"bucket": bucket.index}, f"bucket {bucket.index + 1} of {self._num_buckets}")
+            channel.send({"bucket": bucket.index}, f"bucket {bucket.index + 1} of {len(self._layout.buckets)}")
         self._sent += 1
 
-    def finish(self) -> Mapping[int, Digests]:
+    def finish(self, digests: Sequence[str]) -> None:
         self._await_acknowledgements(self._sent)
-        return {rank: channel.receive("digests")["digests"] for rank, channel in self._channels.items()}
+        confirm(self._channels, self._layout, digests)
 
     def abort(self, reason: str) -> None:
         for channel in self._channels.values():
             channel.abort(reason)
 
     def close(self) -> None:
-        if self._buffers.need_release:
+        if self._buffers is not None and self._buffers.need_release:
             # a receiver closes its end when it has let the buffers go
             for channel in self._channels.values():
                 channel.await_close(RELEASE_S)
         for channel in self._channels.values():
             channel.close()
-        self._buffers.close()
+        if self._buffers is not None:
+            self._buffers.close()
 
     def _await_acknowledgements(self, count: int) -> None:
         while self._acknowledged < count:
-            phase = f"bucket {self._acknowledged + 1} of {self._num_buckets}"
+            phase = f"bucket {self._acknowledged + 1} of {len(self._layout.buckets)}"
             for channel in self._channels.values():
                 message = channel.receive(phase)
                 assert message == {"taken": self._acknowledged}, message
@@ -88,20 +95,19 @@ class IpcSenderLink:
 class IpcReceiverLink:
     """Reads the sender's buffers where they lie."""
 
-    def __init__(
-        self, manifest: Manifest, layout: list[Bucket], transport: Transport, rank: int, device: Device
-    ) -> None:
+    def __init__(self, transport: Transport, rank: int, device: Device) -> None:
         self._device = device
-        self._phase = f"receiver rank {rank}, bucket {{}} of {len(layout)}"
-        self._channel = find_sender(
-            socket.AF_UNIX, _meeting_place(transport, device), rank, fingerprint(manifest), transport.timeout_s
-        )
         self._rank = rank
-        try:
-            self._buffers = map_offered(self._channel, device)
-        except BaseException:
-            self._channel.close()
-            raise
+        self._buffers: list[torch.Tensor] = []
+        self._channel = find_sender(socket.AF_UNIX, _meeting_place(transport, device), rank, transport.timeout_s)
+
+    def begin(self, layout: Layout) -> None:
+        self._layout = layout
+        self._phase = f"receiver rank {self._rank}, bucket {{}} of {len(layout.buckets)}"
+        say_ready(self._channel, layout)
+        offer = self._channel.receive(f"receiver rank {self._rank}, sharing memory")
+        if offer != KEPT:
+            self._buffers = map_offered(offer, self._channel, self._device)
 
     def receive(self, bucket: Bucket) -> torch.Tensor:
         message = self._channel.receive(self._phase.format(bucket.index + 1))
@@ -112,8 +118,8 @@ class IpcReceiverLink:
         self._device.synchronize()
         self._channel.send({"taken": bucket.index}, self._phase.format(bucket.index + 1))
 
-    def finish(self, digests: Digests) -> None:
-        self._channel.send({"digests": dict(digests)}, f"receiver rank {self._rank}, digests")
+    def finish(self, digests: Sequence[str]) -> None:
+        verify(self._channel, self._layout, digests, self._rank)
 
     def abort(self, reason: str) -> None:
         self._channel.abort(reason)

@@ -1,18 +1,21 @@
-"""What carries the buckets: one class per transport kind on either side."""
+"""Connections over which buckets travel: one class per kind of transport on either side."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
-from rl_core.torch.transport.bucket import Bucket
-from rl_core.weights import Digests
+from rl_core.torch.transport.bucket import Bucket, Layout
 
 
 class SenderLink(Protocol):
-    """The sending end. Every method raises `WeightSyncError` on a time-out or where a receiver is gone."""
+    """The sending end of a connection. Every method raises `WeightSyncError` on a time-out or if a receiver is gone."""
+
+    def begin(self, layout: Layout) -> None:
+        """Begin a transfer, once every receiver is ready for the same one."""
+        ...
 
     def buffer(self, bucket: Bucket) -> torch.Tensor:
         """A uint8 buffer to fill with this bucket, once no receiver reads it any more."""
@@ -22,8 +25,12 @@ class SenderLink(Protocol):
         """Let the filled bucket go; returns before it has arrived."""
         ...
 
-    def finish(self) -> Mapping[int, Digests]:
-        """Wait until every receiver has taken every bucket; what each says it received, by rank."""
+    def finish(self, digests: Sequence[str]) -> None:
+        """Wait until every receiver has every bucket with these digests.
+
+        Raises:
+            WeightSyncError: naming the tensors of buckets that arrived otherwise.
+        """
         ...
 
     def abort(self, reason: str) -> None:
@@ -31,12 +38,16 @@ class SenderLink(Protocol):
         ...
 
     def close(self) -> None:
-        """Free what the transfer needed."""
+        """End the connection and free what it needed."""
         ...
 
 
 class ReceiverLink(Protocol):
-    """The receiving end. Every method raises `WeightSyncError` on a time-out or where the sender is gone."""
+    """A receiving end of a connection. Every method raises `WeightSyncError` on a time-out or if the sender is gone."""
+
+    def begin(self, layout: Layout) -> None:
+        """Begin a transfer: tell the sender what this receiver is ready for."""
+        ...
 
     def receive(self, bucket: Bucket) -> torch.Tensor:
         """The uint8 buffer in which this bucket has arrived."""
@@ -46,8 +57,12 @@ class ReceiverLink(Protocol):
         """The bucket's buffer may be written again."""
         ...
 
-    def finish(self, digests: Digests) -> None:
-        """Tell the sender what arrived."""
+    def finish(self, digests: Sequence[str]) -> None:
+        """Compare what arrived with what was sent.
+
+        Raises:
+            WeightSyncError: naming the tensors of buckets that arrived otherwise.
+        """
         ...
 
     def abort(self, reason: str) -> None:
@@ -55,5 +70,5 @@ class ReceiverLink(Protocol):
         ...
 
     def close(self) -> None:
-        """Free what the transfer needed."""
+        """End the connection and free what it needed."""
         ...

@@ -1,81 +1,125 @@
-"""A receiving end of a weight transfer."""
+"""A receiving end of weight transfers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import torch
 
 from rl_core.devices import Device
-from rl_core.torch.transport.bucket import Bucket, lay_out
+from rl_core.errors import WeightSyncError
+from rl_core.torch.transport.bucket import Layout, lay_out
 from rl_core.torch.transport.collective import CollectiveReceiverLink
 from rl_core.torch.transport.digest import PendingDigest, begin_digest, read_digests
 from rl_core.torch.transport.disk import DiskReceiverLink
 from rl_core.torch.transport.ipc import IpcReceiverLink
 from rl_core.torch.transport.link import ReceiverLink
-from rl_core.weights import Digests, Manifest, Transport
+from rl_core.torch.transport.receipt import root_digest
+from rl_core.weights import Manifest, Transport
 
 
 class Receiver:
     """Gives the tensors of a manifest in its order, as they arrive.
 
     A tensor is valid until the next is asked for: copy it before that.
+
+    Args:
+        layout: of the manifest.
+        link: over which the buckets arrive.
     """
 
-    def __init__(self, layout: list[Bucket], link: ReceiverLink) -> None:
+    def __init__(self, layout: Layout, link: ReceiverLink) -> None:
         self._layout = layout
         self._link = link
-        self._digests: dict[str, str] = {}
-        self.finished = False
+        self._digest = ""
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each tensor once; raises `WeightSyncError` on a time-out or where the sender is gone."""
-        for bucket in self._layout:
+        """Each tensor once.
+
+        Raises:
+            WeightSyncError: on a time-out, if the sender is gone, or naming the tensors of buckets that arrived broken.
+        """
+        pending: list[PendingDigest] = []
+        for bucket in self._layout.buckets:
             buffer = self._link.receive(bucket)
-            pending: dict[str, PendingDigest] = {}
+            pending.append(begin_digest(buffer[: bucket.num_bytes]))
             for slot in bucket.slots:
-                tensor = slot.view(buffer)
-                pending[slot.spec.name] = begin_digest(tensor)
-                yield slot.spec.name, tensor
-            self._digests.update(zip(pending, read_digests(list(pending.values())), strict=True))
+                yield slot.spec.name, slot.view(buffer)
             self._link.release(bucket)
-        self._link.finish(self._digests)
-        self.finished = True
+        digests = read_digests(pending)
+        self._link.finish(digests)
+        self._digest = root_digest(digests)
 
     @property
-    def digests(self) -> Digests:
-        """Of every tensor as it arrived, before any conversion; complete after the last one."""
-        return dict(self._digests)
+    def digest(self) -> str:
+        """Of everything as it arrived, before any conversion, which is that of what was sent; empty before the end."""
+        return self._digest
+
+
+class ReceivingEnd:
+    """The connection over which a process receives weights, kept from one transfer to the next.
+
+    It is opened by the first transfer, replaced by one with another transport, and closed by a transfer that fails.
+
+    Args:
+        device: where the tensors arrive; if every rank sends, the sender is the one on the same device.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._key: tuple[Transport, int] | None = None
+        self._link: ReceiverLink | None = None
+
+    @contextmanager
+    def transfer(self, manifest: Manifest, transport: Transport, rank: int) -> Iterator[Receiver]:
+        """Meet the sender, unless it is connected already, then receive.
+
+        Args:
+            rank: of this receiver, 1-based.
+
+        Raises:
+            WeightSyncError: if no sender comes within `transport.timeout_s`, or it sends other tensors.
+        """
+        layout = lay_out(manifest, transport.bucket_bytes)
+        link = self._connected(transport, rank)
+        try:
+            link.begin(layout)
+            receiver = Receiver(layout, link)
+            yield receiver
+            if not receiver.digest:
+                raise WeightSyncError(f"receiver rank {rank} left before the last tensor")
+        except BaseException as error:
+            link.abort(f"{type(error).__name__}: {error}")
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the connection and free what it needed."""
+        link, self._link, self._key = self._link, None, None
+        if link is not None:
+            link.close()
+
+    def _connected(self, transport: Transport, rank: int) -> ReceiverLink:
+        if self._link is None or self._key != (transport, rank):
+            self.close()
+            self._link = _link(transport, rank, self._device)
+            self._key = (transport, rank)
+        return self._link
 
 
 @contextmanager
 def open_receiver(manifest: Manifest, transport: Transport, rank: int, device: Device) -> Iterator[Receiver]:
-    """Meet the sender, then receive.
+    """One transfer as a receiver over a connection of its own; see `ReceivingEnd.transfer`."""
+    with closing(ReceivingEnd(device)) as end, end.transfer(manifest, transport, rank) as receiver:
+        yield receiver
 
-    Args:
-        rank: of this receiver, 1-based.
-        device: where the tensors arrive; if every rank sends, the sender is the one on the same device.
 
-    Raises:
-        WeightSyncError: where no sender comes within `transport.timeout_s`, or it sends other tensors.
-    """
-    layout = lay_out(manifest, transport.bucket_bytes)
-    link: ReceiverLink
+def _link(transport: Transport, rank: int, device: Device) -> ReceiverLink:
     match transport.kind:
         case "ipc":
-            link = IpcReceiverLink(manifest, layout, transport, rank, device)
+            return IpcReceiverLink(transport, rank, device)
         case "collective":
-            link = CollectiveReceiverLink(manifest, layout, transport, rank, device)
+            return CollectiveReceiverLink(transport, rank, device)
         case "disk":
-            link = DiskReceiverLink(manifest, layout, transport, rank, device.torch_device)
-    receiver = Receiver(layout, link)
-    try:
-        yield receiver
-        if not receiver.finished:
-            link.abort("left before the last tensor")
-    except BaseException as error:
-        link.abort(f"{type(error).__name__}: {error}")
-        raise
-    finally:
-        link.close()
+            return DiskReceiverLink(transport, rank, device.torch_device)

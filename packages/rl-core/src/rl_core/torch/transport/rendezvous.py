@@ -6,9 +6,10 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from rl_core.errors import WeightSyncError
+from rl_core.torch.transport.bucket import Layout
 from rl_core.torch.transport.channel import Channel
 from rl_core.torch.transport.deadline import Deadline
 
@@ -17,15 +18,15 @@ _FIRST_RETRY_S, _LAST_RETRY_S = 0.001, 0.05
 _CREDENTIALS = struct.Struct("3i")
 
 
-def accept_receivers(listener: socket.socket, count: int, manifest: str, timeout_s: float) -> dict[int, Channel]:
-    """Wait for `count` receivers that expect the manifest with this fingerprint; their channels by rank."""
+def accept_receivers(listener: socket.socket, count: int, timeout_s: float) -> dict[int, Channel]:
+    """Wait for `count` receivers; their channels by rank."""
     channels: dict[int, Channel] = {}
     deadline = Deadline(timeout_s, "")
     try:
         while len(channels) < count:
             present = f"have ranks {sorted(channels)}" if channels else "have none"
             deadline.phase = f"sender rank 0 in rendezvous, waiting for {count} receivers ({present})"
-            rank, channel = _accept(listener, deadline, manifest, timeout_s)
+            rank, channel = _accept(listener, deadline, timeout_s)
             if rank in channels:
                 channel.abort(f"another receiver has rank {rank}")
                 channel.close()
@@ -37,7 +38,7 @@ def accept_receivers(listener: socket.socket, count: int, manifest: str, timeout
     return dict(sorted(channels.items()))
 
 
-def _accept(listener: socket.socket, deadline: Deadline, manifest: str, timeout_s: float) -> tuple[int, Channel]:
+def _accept(listener: socket.socket, deadline: Deadline, timeout_s: float) -> tuple[int, Channel]:
     while True:
         listener.settimeout(deadline.slice())
         try:
@@ -55,17 +56,26 @@ def _accept(listener: socket.socket, deadline: Deadline, manifest: str, timeout_
             channel.close()
             continue
         rank = int(hello["rank"])
-        accepted = Channel(connection, f"receiver rank {rank}", timeout_s)
-        if hello["manifest"] != manifest:
-            accepted.abort("the sender has another manifest")
-            accepted.close()
+        return rank, Channel(connection, f"receiver rank {rank}", timeout_s)
+
+
+def await_ready(channels: Mapping[int, Channel], layout: Layout) -> None:
+    """Wait until every receiver is ready for this transfer.
+
+    Raises:
+        WeightSyncError: naming a receiver that is ready for another one.
+    """
+    for rank, channel in channels.items():
+        if channel.receive("the beginning of a transfer")["ready"] != layout.fingerprint:
             raise WeightSyncError(f"receiver rank {rank} expects another manifest than the sender's")
-        return rank, accepted
 
 
-def find_sender(
-    family: socket.AddressFamily, address: str | tuple[str, int], rank: int, manifest: str, timeout_s: float
-) -> Channel:
+def say_ready(channel: Channel, layout: Layout) -> None:
+    """Tell the sender for which transfer this receiver is ready."""
+    channel.send({"ready": layout.fingerprint}, "the beginning of a transfer")
+
+
+def find_sender(family: socket.AddressFamily, address: str | tuple[str, int], rank: int, timeout_s: float) -> Channel:
     """Connect to the sender, waiting until it listens."""
     deadline = Deadline(timeout_s, f"receiver rank {rank} in rendezvous, waiting for the sender at {address!r}")
     pause_s = _FIRST_RETRY_S
@@ -83,7 +93,7 @@ def find_sender(
         connection.close()
         raise WeightSyncError(f"receiver rank {rank}: another user's process listens at {address!r}")
     channel = Channel(connection, "the sender", timeout_s)
-    channel.send({"rank": rank, "manifest": manifest}, "rendezvous")
+    channel.send({"rank": rank}, "rendezvous")
     return channel
 
 

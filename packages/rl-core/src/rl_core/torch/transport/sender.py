@@ -1,69 +1,77 @@
-"""The sending end of a weight transfer."""
+"""The sending end of weight transfers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import torch
 
 from rl_core.devices import Device
 from rl_core.errors import WeightSyncError
-from rl_core.torch.transport.bucket import DTYPES, Bucket, Slot, lay_out
+from rl_core.torch.transport.bucket import DTYPES, Bucket, Layout, Slot, lay_out
 from rl_core.torch.transport.collective import CollectiveSenderLink
 from rl_core.torch.transport.deadline import interruptible
 from rl_core.torch.transport.digest import PendingDigest, begin_digest, read_digests
 from rl_core.torch.transport.disk import DiskSenderLink
 from rl_core.torch.transport.ipc import IpcSenderLink
 from rl_core.torch.transport.link import SenderLink
-from rl_core.weights import Digests, Manifest, Transport, verify_receipt
+from rl_core.torch.transport.receipt import root_digest
+from rl_core.weights import Manifest, Transport
 
 
 class Sender:
-    """Takes the tensors of a manifest in its order and sees them to every receiver."""
+    """Takes the tensors of a manifest in its order and sees them to every receiver.
 
-    def __init__(self, manifest: Manifest, layout: list[Bucket], link: SenderLink) -> None:
+    Args:
+        manifest: what will be put.
+        layout: of the manifest.
+        link: over which the buckets travel.
+    """
+
+    def __init__(self, manifest: Manifest, layout: Layout, link: SenderLink) -> None:
         self._manifest = manifest
-        self._link = link
-        self._places = iter([(bucket, slot) for bucket in layout for slot in bucket.slots])
+        self.link = link
+        self._places = iter([(bucket, slot) for bucket in layout.buckets for slot in bucket.slots])
         self._next = next(self._places, None)
         self._buffer: torch.Tensor | None = None
-        self._pending: dict[str, PendingDigest] = {}
-        self._digests: dict[str, str] = {}
+        self._pending: list[PendingDigest] = []
+        self._num_put = 0
+        self.finished = False
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
         """Send this tensor next; its memory may be reused on return.
 
         Raises:
-            WeightSyncError: where the manifest has another tensor, shape or dtype here, a receiver is gone, or time
-                ran out.
+            WeightSyncError: if the manifest has another tensor, shape or dtype here, a receiver is gone, or time ran
+                out.
         """
         bucket, slot = self._expect(name, tensor)
         if self._buffer is None:
-            self._buffer = self._link.buffer(bucket)
+            self._buffer = self.link.buffer(bucket)
         with torch.no_grad():
             slot.view(self._buffer).copy_(tensor)
-            self._pending[name] = begin_digest(tensor)
         if slot is bucket.slots[-1]:
-            self._link.send(bucket)
-            self._digests.update(zip(self._pending, read_digests(list(self._pending.values())), strict=True))
-            self._pending.clear()
+            bucket.clear_gaps(self._buffer)
+            self._pending.append(begin_digest(self._buffer[: bucket.num_bytes]))
+            self.link.send(bucket)
             self._buffer = None
+        self._num_put += 1
         self._next = next(self._places, None)
 
-    def finish(self) -> Digests:
-        """Wait until every receiver has everything and check it; the digests of what was sent.
+    def finish(self) -> str:
+        """Wait until every receiver has everything as it was sent; returns the digest of all of it.
 
         Raises:
-            WeightSyncError: naming tensors that were never put, or that arrived broken.
+            WeightSyncError: naming tensors that were never put, or those of buckets that arrived broken.
         """
-        put = {*self._digests, *self._pending}
-        missing = [spec.name for spec in self._manifest.tensors if spec.name not in put]
+        missing = tuple(spec.name for spec in self._manifest.tensors[self._num_put :])
         if missing:
-            raise WeightSyncError(f"the sender left out {', '.join(missing)}", tuple(missing))
-        for rank, received in self._link.finish().items():
-            verify_receipt(self._manifest, self._digests, received, f"receiver rank {rank}")
-        return dict(self._digests)
+            raise WeightSyncError(f"the sender left out {', '.join(missing)}", missing)
+        digests = read_digests(self._pending)
+        self.link.finish(digests)
+        self.finished = True
+        return root_digest(digests)
 
     def _expect(self, name: str, tensor: torch.Tensor) -> tuple[Bucket, Slot]:
         if self._next is None:
@@ -78,40 +86,67 @@ class Sender:
         return bucket, slot
 
 
-@contextmanager
-def open_sender(
-    manifest: Manifest, transport: Transport, device: Device, *, num_receivers: int | None = None
-) -> Iterator[Sender]:
-    """Meet the receivers, then send.
+class SendingEnd:
+    """The connection over which a process sends weights, kept from one transfer to the next.
+
+    It is opened by the first transfer, replaced by one with another transport, and closed by a transfer that fails.
 
     Args:
-        device: where the buckets lie; on `cuda` they travel by CUDA IPC or NCCL.
-        num_receivers: receivers of this sender, where `ipc` has a sender on every node or GPU; all of the transport's
-            where unset.
-
-    Raises:
-        WeightSyncError: where receivers do not come within `transport.timeout_s`, or expect other tensors.
+        device: where the buckets lie; on a GPU they travel by CUDA IPC or NCCL.
     """
-    layout = lay_out(manifest, transport.bucket_bytes)
-    count = transport.num_receivers if num_receivers is None else num_receivers
-    with interruptible(transport):
-        link = _link(manifest, layout, transport, device, count)
-        try:
-            yield Sender(manifest, layout, link)
-        except BaseException as error:
-            link.abort(f"{type(error).__name__}: {error}")
-            raise
-        finally:
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._transport: Transport | None = None
+        self._link: SenderLink | None = None
+
+    @contextmanager
+    def transfer(self, manifest: Manifest, transport: Transport) -> Iterator[Sender]:
+        """Meet the receivers, unless they are connected already, then send.
+
+        Raises:
+            WeightSyncError: if receivers do not come within `transport.timeout_s`, or expect other tensors.
+        """
+        layout = lay_out(manifest, transport.bucket_bytes)
+        with interruptible(transport):
+            link = self._connected(transport)
+            try:
+                link.begin(layout)
+                sender = Sender(manifest, layout, link)
+                yield sender
+                if not sender.finished:
+                    raise WeightSyncError("the sender left before the last tensor")
+            except BaseException as error:
+                link.abort(f"{type(error).__name__}: {error}")
+                self.close()
+                raise
+
+    def close(self) -> None:
+        """End the connection and free what it needed."""
+        link, self._link, self._transport = self._link, None, None
+        if link is not None:
             link.close()
 
+    def _connected(self, transport: Transport) -> SenderLink:
+        if self._link is None or self._transport != transport:
+            self.close()
+            self._link = _link(transport, self._device)
+            self._transport = transport
+        return self._link
 
-def _link(
-    manifest: Manifest, layout: list[Bucket], transport: Transport, device: Device, num_receivers: int
-) -> SenderLink:
+
+@contextmanager
+def open_sender(manifest: Manifest, transport: Transport, device: Device) -> Iterator[Sender]:
+    """One transfer as the sender over a connection of its own; see `SendingEnd.transfer`."""
+    with closing(SendingEnd(device)) as end, end.transfer(manifest, transport) as sender:
+        yield sender
+
+
+def _link(transport: Transport, device: Device) -> SenderLink:
     match transport.kind:
         case "ipc":
-            return IpcSenderLink(manifest, layout, transport, device, num_receivers)
+            return IpcSenderLink(transport, device)
         case "collective":
-            return CollectiveSenderLink(manifest, layout, transport, device, num_receivers)
+            return CollectiveSenderLink(transport, device)
         case "disk":
-            return DiskSenderLink(manifest, layout, transport, num_receivers)
+            return DiskSenderLink(transport)

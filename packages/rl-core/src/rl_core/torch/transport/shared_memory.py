@@ -6,6 +6,7 @@ import base64
 import mmap
 import os
 import pickle
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +27,10 @@ class SharedBuffers(Protocol):
     @property
     def need_release(self) -> bool:
         """Whether the memory is freed only after every receiver has let it go."""
+        ...
+
+    def fits(self, count: int, capacity: int) -> bool:
+        """Whether there are as many, each as large."""
         ...
 
     def offer(self, channel: Channel) -> None:
@@ -49,6 +54,9 @@ class HostBuffers:
             os.ftruncate(file, capacity)
         self.tensors = [_map(file, capacity) for file in self._files]
 
+    def fits(self, count: int, capacity: int) -> bool:
+        return _fit(self.tensors, count, capacity)
+
     def offer(self, channel: Channel) -> None:
         channel.send({"files": len(self._files), "capacity": self._capacity}, "sharing memory")
         channel.send_files(self._files)
@@ -67,6 +75,9 @@ class DeviceBuffers:
     def __init__(self, count: int, capacity: int, device: torch.device) -> None:
         self.tensors = [torch.empty(capacity, dtype=torch.uint8, device=device) for _ in range(count)]
 
+    def fits(self, count: int, capacity: int) -> bool:
+        return _fit(self.tensors, count, capacity)
+
     def offer(self, channel: Channel) -> None:
         from torch.multiprocessing.reductions import reduce_tensor
 
@@ -79,6 +90,10 @@ class DeviceBuffers:
         torch.cuda.ipc_collect()
 
 
+def _fit(tensors: Sequence[torch.Tensor], count: int, capacity: int) -> bool:
+    return len(tensors) >= count and all(tensor.numel() >= capacity for tensor in tensors)
+
+
 def shared_buffers(count: int, capacity: int, device: Device) -> SharedBuffers:
     """Buffers on a device: its own memory if it has any, else the host's."""
     if device.torch_device.index is None:
@@ -86,9 +101,12 @@ def shared_buffers(count: int, capacity: int, device: Device) -> SharedBuffers:
     return DeviceBuffers(count, capacity, device.torch_device)
 
 
-def map_offered(channel: Channel, device: Device) -> list[torch.Tensor]:
-    """The sender's buffers in this process; raises `WeightSyncError` if they lie on another kind of device."""
-    offer = channel.receive("sharing memory")
+def map_offered(offer: Mapping[str, Any], channel: Channel, device: Device) -> list[torch.Tensor]:
+    """Map the buffers of `SharedBuffers.offer` into this process.
+
+    Raises:
+        WeightSyncError: if they lie on another kind of device.
+    """
     opens_handles = device.torch_device.index is not None
     if ("handles" in offer) != opens_handles:
         raise WeightSyncError(f"the sender shares memory of another kind of device than this receiver's {device.name}")
