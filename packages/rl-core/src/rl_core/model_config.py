@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from rl_core.config import Config, EnvVars, Problem, ProblemError
+from rl_core.weights import WeightSyncChoice
 
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
@@ -257,6 +258,11 @@ class GenerationConfig(Config):
     canary_tolerance: float | None = Field(default=None, gt=0)
     """Largest mean difference between the engine's logprobs and the policy's, for the same tokens after a weight sync;
     unset means 0.001 in float32 and 0.1 in bfloat16. An engine that quantises weights needs more."""
+    weight_sync: WeightSyncChoice = "auto"
+    """How weights travel to the generators. `ipc`: through memory of a GPU, or of a node, that policy and generator
+    share. `collective`: NCCL, or gloo on CPU. `disk`: through files under `weights/` in the run directory, one version
+    at a time, for generators that share only a file system with the policy. `auto`: `ipc` if memory is shared, else
+    `collective`."""
     colocated: ColocatedConfig = ColocatedConfig()
     env_vars: EnvVars = {}
     """Environment variables of the engine's workers, over those of `cluster.env_vars`."""

@@ -44,7 +44,7 @@ from rl_launch.backends import POLICY, Backends, GenerationBackend, ModelBackend
 from rl_launch.cluster.device import AUTO, resolve_device
 from rl_launch.local_models import MADE_HERE
 from rl_launch.model_folder import MODEL_FILES, TOKENIZER_FILES, folder_problems
-from rl_launch.placement.topology import colocated_problems, plan, topology_problems
+from rl_launch.placement.topology import colocated_problems, plan, topology_problems, weight_sync_problems
 from rl_launch.session.config import CheckpointingConfig, LoggerConfig
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -348,8 +348,9 @@ def _placement_problems_on(device: Device, cluster: Any, backends: Backends) -> 
         num_nodes=cluster.num_nodes,
         ranks_per_node=device.ranks_per_node(cluster),
         device=device,
-        colocated=generation.config.colocated if generation else None,
+        generation=generation.config if generation else None,
         replica_ranks=generation.plugin.ranks(generation.backend) if generation else 1,
     )
+    yield from weight_sync_problems(topology)
     for model in backends.models.values():
         yield from topology_problems(topology, model.plugin.ranks(model.backend))

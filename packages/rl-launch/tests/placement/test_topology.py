@@ -1,15 +1,15 @@
 import pytest
 
 from rl_core.devices import CPU, CUDA, REHEARSAL
-from rl_core.model_config import ColocatedConfig, ColocatedResources
-from rl_launch.placement.topology import colocated_problems, plan, topology_problems
+from rl_core.model_config import ColocatedConfig, ColocatedResources, GenerationConfig
+from rl_launch.placement.topology import colocated_problems, plan, topology_problems, weight_sync_problems
 
 
-def make(num_nodes=1, ranks=8, device=CUDA, replica_ranks=2, colocated=True, gpus=None, nodes=None):
+def make(num_nodes=1, ranks=8, device=CUDA, replica_ranks=2, colocated=True, gpus=None, nodes=None, sync="auto"):
     resources = ColocatedResources(gpus_per_node=gpus, num_nodes=nodes)
-    settings = ColocatedConfig(enabled=colocated, resources=resources)
+    settings = GenerationConfig(colocated=ColocatedConfig(enabled=colocated, resources=resources), weight_sync=sync)
     return plan(
-        num_nodes=num_nodes, ranks_per_node=ranks, device=device, colocated=settings, replica_ranks=replica_ranks
+        num_nodes=num_nodes, ranks_per_node=ranks, device=device, generation=settings, replica_ranks=replica_ranks
     )
 
 
@@ -53,7 +53,7 @@ def test_a_rehearsal_has_the_topology_of_gpus():
 
 
 def test_an_algorithm_without_generation_uses_every_device():
-    topology = plan(num_nodes=2, ranks_per_node=4, device=CUDA, colocated=None, replica_ranks=1)
+    topology = plan(num_nodes=2, ranks_per_node=4, device=CUDA, generation=None, replica_ranks=1)
     assert (topology.policy_nodes, topology.policy_ranks) == (2, 4)
 
 
@@ -75,6 +75,38 @@ def test_what_does_not_divide_is_named(topology, policy_ranks, said):
     problems = list(topology_problems(topology, policy_ranks))
     assert len(problems) == 1
     assert said in str(problems[0])
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"sync": "ipc", "device": CPU, "num_nodes": 2}, "do not share memory"),
+        ({"sync": "ipc", "colocated": False, "gpus": 2}, "do not share memory"),
+        ({"sync": "collective"}, "one process per GPU"),
+        ({"sync": "collective", "device": REHEARSAL}, "one process per GPU"),
+    ],
+)
+def test_a_transport_that_cannot_work_is_refused(settings, said):
+    (problem,) = weight_sync_problems(make(**settings))
+    assert problem.key == "policy.generation.weight_sync"
+    assert said in problem.message
+
+
+@pytest.mark.parametrize(
+    ("settings", "transport"),
+    [
+        ({"sync": "ipc", "num_nodes": 2}, "ipc"),
+        ({"sync": "ipc", "device": CPU}, "ipc"),
+        ({"sync": "collective", "device": CPU}, "collective"),
+        ({"sync": "collective", "colocated": False, "gpus": 2}, "collective"),
+        ({"sync": "disk"}, "disk"),
+        ({"sync": "disk", "device": CPU, "num_nodes": 2}, "disk"),
+    ],
+)
+def test_a_transport_that_works_is_taken_as_it_was_chosen(settings, transport):
+    topology = make(**settings)
+    assert topology.transport == transport
+    assert list(weight_sync_problems(topology)) == []
 
 
 def test_devices_for_generation_that_shares_the_policys_are_refused():

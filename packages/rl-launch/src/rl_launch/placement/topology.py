@@ -8,7 +8,7 @@ from typing import Any
 
 from rl_core.config import Problem
 from rl_core.devices import Device
-from rl_core.weights import TransportKind
+from rl_core.weights import TransportKind, WeightSyncChoice
 
 GENERATION = "generation"
 """Tenant of shared devices beside the models, and role of its workers in messages."""
@@ -24,6 +24,7 @@ class Topology:
         replica_ranks: devices of one replica.
         colocated: whether generation takes turns with the policy on its devices.
         device: what they are.
+        weight_sync: `policy.generation.weight_sync`.
     """
 
     policy_nodes: int
@@ -33,6 +34,7 @@ class Topology:
     replica_ranks: int
     colocated: bool
     device: Device
+    weight_sync: WeightSyncChoice = "auto"
 
     @property
     def replicas_per_node(self) -> int:
@@ -46,19 +48,33 @@ class Topology:
 
     @property
     def transport(self) -> TransportKind:
-        """How weights travel: through memory where sender and receivers share it, else by collectives."""
+        """How weights travel: as the config says, or through memory if sender and receivers share it, else by
+        collectives.
+        """
+        if self.weight_sync != "auto":
+            return self.weight_sync
+        return "ipc" if self.shares_memory else "collective"
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether every receiver of weights reaches the memory of a sender: its GPU's, or its node's."""
         one_node = self.policy_nodes == 1 and self.generation_nodes == 1
-        return "ipc" if self.colocated and (one_node or self.device.has_gpus) else "collective"
+        return self.colocated and (one_node or self.device.has_gpus)
 
 
-def plan(*, num_nodes: int, ranks_per_node: int, device: Device, colocated: Any, replica_ranks: int) -> Topology:
-    """The topology of a run; `colocated` is `policy.generation.colocated`, None where nothing is generated."""
-    if colocated is None or colocated.enabled:
+def plan(*, num_nodes: int, ranks_per_node: int, device: Device, generation: Any, replica_ranks: int) -> Topology:
+    """The topology of a run; `generation` is `policy.generation`, None if nothing is generated."""
+    if generation is None:
         return Topology(num_nodes, ranks_per_node, num_nodes, ranks_per_node, replica_ranks, True, device)
+    colocated, sync = generation.colocated, generation.weight_sync
+    if colocated.enabled:
+        return Topology(num_nodes, ranks_per_node, num_nodes, ranks_per_node, replica_ranks, True, device, sync)
     apart_nodes, apart_ranks = colocated.resources.num_nodes or 1, colocated.resources.gpus_per_node or ranks_per_node
     if num_nodes == 1:
-        return Topology(1, ranks_per_node - apart_ranks, 1, apart_ranks, replica_ranks, False, device)
-    return Topology(num_nodes - apart_nodes, ranks_per_node, apart_nodes, apart_ranks, replica_ranks, False, device)
+        return Topology(1, ranks_per_node - apart_ranks, 1, apart_ranks, replica_ranks, False, device, sync)
+    return Topology(
+        num_nodes - apart_nodes, ranks_per_node, apart_nodes, apart_ranks, replica_ranks, False, device, sync
+    )
 
 
 def colocated_problems(colocated: Any) -> Iterator[Problem]:
@@ -77,6 +93,23 @@ def colocated_problems(colocated: Any) -> Iterator[Problem]:
                 f"got {value}, but colocated generation has the policy's devices and none of its own; set "
                 "policy.generation.colocated.enabled=false, or take this key out",
             )
+
+
+def weight_sync_problems(topology: Topology) -> Iterator[Problem]:
+    """A transport that cannot work where policy and generation run."""
+    key = "policy.generation.weight_sync"
+    if topology.weight_sync == "ipc" and not topology.shares_memory:
+        yield Problem(
+            key,
+            "got ipc, but the generators do not share memory with the policy: they have devices of their own, or are "
+            "on other nodes; set it to auto, collective or disk",
+        )
+    if topology.weight_sync == "collective" and topology.shares_devices:
+        yield Problem(
+            key,
+            "got collective, but policy and generators share GPUs, and a collective takes one process per GPU; set it "
+            "to auto, ipc or disk",
+        )
 
 
 def topology_problems(topology: Topology, policy_ranks: int) -> Iterator[Problem]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -111,7 +113,7 @@ class Runtime:
             num_nodes=cluster.num_nodes,
             ranks_per_node=cluster.ranks_per_node,
             device=cluster.device,
-            colocated=generation.config.colocated if generation else None,
+            generation=generation.config if generation else None,
             replica_ranks=generation.plugin.ranks(generation.backend) if generation else 1,
         )
 
@@ -232,11 +234,20 @@ class Runtime:
     def _hold(self, tenant: str) -> Hold:
         return partial(self._residency.hold, tenant) if self._topology.shares_devices else nullcontext
 
+    def _weight_folders(self) -> Callable[[], str]:
+        """Give out folders for the weights that travel through files; nothing in them outlasts the run."""
+        folder = Path(self._logs).parent / "weights"
+        shutil.rmtree(folder, ignore_errors=True)
+        self._exit.callback(shutil.rmtree, folder, ignore_errors=True)
+        numbers = itertools.count(1)
+        return lambda: str(folder / str(next(numbers)))
+
     def _weight_sync(self, policy: RemoteModel, group: ModelGroup, vocabulary: int) -> WeightSync:
+        kind = self._topology.transport
         return WeightSync(
             policy,
-            kind=self._topology.transport,
-            meet=group.meeting_point,
+            kind=kind,
+            meet=group.meeting_point if kind != "disk" else self._weight_folders(),
             canary=Canary.of(
                 vocabulary,
                 precision=self._backends.models[POLICY].config.precision,

@@ -38,6 +38,7 @@ MAY_CHANGE = (
     "policy.generation.*_cfg.gpu_memory_utilization",
     "policy.generation.*_cfg.sleep_level",
     "policy.generation.canary_tolerance",
+    "policy.generation.weight_sync",
     "env.*.num_workers",
     "env.*.deadline_s",
     "env.*.memory_limit_gib",
