@@ -270,6 +270,15 @@ def test_a_disk_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         send(0, transport("disk", tmp_path / "file" / "weights"))
 
 
+def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
+    way = transport("disk", tmp_path)
+    with sent(0, way):
+        gone = next(tmp_path.rglob("model-00001-*"))
+        gone.unlink()
+        with pytest.raises(WeightSyncError, match=f"receiver rank 1 could not read .*{gone.name}"):
+            receive(0, way, 1)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_connection_serves_many_transfers(kind: TransportKind, tmp_path: Path) -> None:
     way = transport(kind, tmp_path, 2)

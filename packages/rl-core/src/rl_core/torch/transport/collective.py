@@ -28,6 +28,7 @@ NUM_BUFFERS = 2
 
 _POLL_S = 0.0005
 _GRACE_S = 60.0
+_LEAVE_S = 5.0
 _LAST_WORDS_S = 20.0
 """How long a peer may take to say why it left, or to be seen gone, after a collective with it has failed."""
 
@@ -111,9 +112,12 @@ class _Broadcasts:
         self._works.clear()
         self._buffers.clear()
         # gloo lets go of a group only when what is under way in it has ended: when the peers have left, or time is up
-        leaving = [self._group]
+        groups = [self._group]
         del self._group
-        threading.Thread(target=leaving.clear, name="leave", daemon=True).start()
+        leaving = threading.Thread(target=groups.clear, name="leave", daemon=True)
+        leaving.start()
+        # a process that ends while the thread works ends with an abort
+        leaving.join(_LEAVE_S)
 
     def _phase(self, index: int) -> str:
         return f"{self._who}, bucket {index + 1} of {self._num_buckets}"

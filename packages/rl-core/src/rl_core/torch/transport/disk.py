@@ -141,5 +141,6 @@ def _failures(what: str, path: Path) -> Iterator[None]:
     """Name the file that could not be read or written."""
     try:
         yield
-    except (OSError, SafetensorError) as error:
+    # safetensors raises RuntimeError for a file that it cannot open
+    except (OSError, RuntimeError, SafetensorError) as error:
         raise WeightSyncError(f"{what} {path}: {error}") from error
