@@ -27,6 +27,13 @@ def _dotted(example: str) -> Callable[[str | None], str | None]:
     return check
 
 
+class BackendConfig(Config):
+    """The settings of a training backend, which extends it with its own."""
+
+    enabled: bool | None = None
+    """Train with this backend. A model trains with exactly one; with none enabled, with dtensor."""
+
+
 class TokenizerConfig(Config):
     name: str | None = None
     """Folder or hub name of the tokenizer; the model's own where unset."""

@@ -51,7 +51,7 @@ class BackendPlugin:
     Args:
         name: as users write it.
         key: where its config lives, under `policy` (`dtensor_cfg`) or `policy.generation` (`vllm_cfg`).
-        config: type of that config.
+        config: type of that config; a training backend's extends `rl_core.model_config.BackendConfig`.
         worker: `"package.module:Class"`, a `ModelWorker` or a `Generator`, imported in the worker's environment.
         requirement: what that environment needs.
         further: from the backend's config to what else that environment needs with these settings, such as an extra
@@ -90,7 +90,9 @@ class EnvironmentPlugin:
     """An environment: its settings under `env.<name>` and where its class is.
 
     Args:
-        environment: `"package.module:Class"`, built as `Class(config)` in the environment's processes.
+        environment: `"package.module:Class"`, built as `Class(config)` in the environment's processes; or
+            `"package.module:function"`, a scoring function as `rl_core.environment.as_environment` takes it, which gets
+            no settings of its own.
     """
 
     name: str

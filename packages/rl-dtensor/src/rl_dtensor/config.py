@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from rl_core.config import Config
+from rl_core.model_config import BackendConfig
 
 Style = Literal["colwise", "rowwise", "replicated", "embedding", "head", "experts"]
 """How a module's parameters are split over tensor-parallel ranks; see `rl_dtensor.parallel.plan`."""
@@ -15,9 +15,7 @@ AttentionBackend = Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_
 """What computes attention; see `rl_dtensor.kernels`."""
 
 
-class DTensorConfig(Config):
-    enabled: bool | None = None
-    """Train with this backend; where unset, yes unless exactly one other backend is enabled."""
+class DTensorConfig(BackendConfig):
     dp_replicate_size: int = Field(default=1, gt=0)
     """Replicas of the sharded parameters (HSDP); the ranks of each replica share one copy."""
     tensor_parallel_size: int = Field(default=1, gt=0)

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from rl_core.config import Config
+from rl_core.model_config import BackendConfig
 
 
 class Fp8Config(Config):
@@ -26,9 +27,7 @@ class DistributedDataParallelConfig(Config):
     """Reduce gradients over the data-parallel ranks bucket by bucket while the backward pass goes on."""
 
 
-class MegatronConfig(Config):
-    enabled: bool | None = None
-    """Train with this backend; where unset, no."""
+class MegatronConfig(BackendConfig):
     tensor_model_parallel_size: int = Field(default=1, gt=0)
     """Ranks that share each layer's matrices."""
     pipeline_model_parallel_size: int = Field(default=1, gt=0)

@@ -5,7 +5,8 @@ both to `TrainingWorker`::
 
     class MyWorker(TrainingWorker):
         def __init__(self, config, backend, spec, rendezvous):
-            super().__init__(config, spec, MyMesh.join(rendezvous, backend), partial(build, config, backend, spec))
+            mesh = MyMesh.join(rendezvous, backend)
+            super().__init__(config, spec, mesh, partial(build, config, backend, spec, mesh))
 
     def build(config, backend, spec, mesh, folder) -> TrainingParts:
         ...
