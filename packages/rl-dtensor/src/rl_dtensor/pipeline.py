@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,39 +9,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_core.model import Read
-from rl_core.torch.training.backend import Microbatch, Microbatches, OnReads
+from rl_core.torch.training.backend import Microbatch, Pass
 from rl_dtensor.layout import Layout
 from rl_dtensor.model import ShardedModel
 from rl_dtensor.parallel.mesh import Direction, Mesh
 from rl_dtensor.parallel.schedule import forward_only, one_forward_one_backward
 
 
-def run_pipeline(
-    model: ShardedModel,
-    microbatches: Microbatches,
-    reads: Sequence[Read],
-    temperature: float,
-    on_last_stage: OnReads,
-    *,
-    mesh: Mesh,
-    backward: bool,
-) -> dict[int, Any]:
-    """Pass all microbatches through all pipeline ranks; on the last, what `on_last_stage` returned for each.
+def run_pipeline(model: ShardedModel, run: Pass, *, mesh: Mesh, backward: bool) -> list[Any]:
+    """Pass all microbatches through all pipeline ranks; on the last, what `on_reads` returned for each, in order.
 
     Args:
-        on_last_stage: returns the scaled loss of a microbatch if there is a backward pass.
         backward: whether to run backwards too.
     """
-    run = _Run(model, microbatches, reads, temperature, on_last_stage, mesh, backward)
+    work = _Run(model, run, mesh, backward)
     order = one_forward_one_backward if backward else forward_only
-    for action in order(mesh.on("pp"), mesh.sizes.pp, len(model.chunks), len(microbatches)):
+    for action in order(mesh.on("pp"), mesh.sizes.pp, len(model.chunks), len(run.microbatches)):
         if action.kind == "forward":
-            run.forward(action.chunk, action.microbatch)
+            work.forward(action.chunk, action.microbatch)
         else:
-            run.backward(action.chunk, action.microbatch)
-    run.wait()
-    return run.results
+            work.backward(action.chunk, action.microbatch)
+    work.wait()
+    return [work.results[index] for index in sorted(work.results)]
 
 
 @dataclass
@@ -56,10 +44,7 @@ class _Passed:
 @dataclass
 class _Run:
     model: ShardedModel
-    microbatches: Microbatches
-    reads: Sequence[Read]
-    temperature: float
-    on_last_stage: OnReads
+    run: Pass
     mesh: Mesh
     has_backward: bool
     results: dict[int, Any] = field(default_factory=dict)
@@ -73,12 +58,12 @@ class _Run:
         entered = None
         if stage > 0:
             entered = self._receive("forward", layout).requires_grad_(self.has_backward)
-        output = self.model.chunks[chunk](layout, entered, self.reads, self.temperature)
+        output = self.model.chunks[chunk](layout, entered, self.run.reads, self.run.temperature)
         if stage < self.model.num_stages - 1:
             left = output.to(self.model.compute)
             self._send("forward", left.detach())
         else:
-            left = self.on_last_stage(microbatch, output)
+            left = self.run.on_reads(microbatch, output)
             self.results[index] = left.detach() if isinstance(left, Tensor) else left
         if self.has_backward:
             self._passed[chunk, index] = _Passed(entered, left)
@@ -109,7 +94,7 @@ class _Run:
     def _lay_out(self, index: int) -> tuple[Microbatch, Layout]:
         """A microbatch and its layout, kept until its last pass."""
         if index not in self._laid_out:
-            microbatch = self.microbatches[index]()
+            microbatch = self.run.microbatches[index]()
             self._laid_out[index] = microbatch, self.model.lay_out(microbatch.rows)
         return self._laid_out[index]
 

@@ -61,9 +61,9 @@ class DTensorModel:
         """Forward through all stages."""
         self.sharded.train(False)
         with torch.no_grad():
-            results = self._run(run, backward=False)
+            results = run_pipeline(self.sharded, run, mesh=self._mesh, backward=False)
         self.sharded.reshard_all()
-        return [results[index] for index in sorted(results)]
+        return results
 
     def accumulate(self, run: Pass) -> Mapping[str, Metric]:
         """Forward and backward through all stages; FSDP scatters each rank its part of the gradient."""
@@ -73,7 +73,7 @@ class DTensorModel:
             return part * self._mesh.num_gradients  # FSDP averages over them
 
         self.sharded.train(True)
-        self._run(replace(run, on_reads=share), backward=True)
+        run_pipeline(self.sharded, replace(run, on_reads=share), mesh=self._mesh, backward=True)
         sum_tied(self.sharded, self._mesh)
         return {}
 
@@ -86,17 +86,6 @@ class DTensorModel:
 
     def close(self) -> None:
         """Do nothing: garbage collection finds all of the model."""
-
-    def _run(self, run: Pass, *, backward: bool) -> dict[int, Any]:
-        return run_pipeline(
-            self.sharded,
-            run.microbatches,
-            run.reads,
-            run.temperature,
-            run.on_reads,
-            mesh=self._mesh,
-            backward=backward,
-        )
 
 
 class ShardedOptimizer:
