@@ -2,9 +2,10 @@
 
 from transformers import AutoConfig
 
+from rl_core.testing.torch.selfcheck import case_on
 from rl_dtensor import preflight
 from rl_dtensor.compilation import compiler_problem
-from rl_dtensor.selfcheck import MESHES, TOLERANCE, case_on, check_case, expect, write_tiny
+from rl_dtensor.selfcheck import CHECK, MESHES, write_tiny
 
 RECOMPUTING = {"compile": True, "activation_checkpointing": True}
 
@@ -14,10 +15,9 @@ def test_compiled_layers_train_and_stream_as_one_process(ranks, tmp_path, monkey
     ranks.run("dtensor_factories:compile_plainly", [()] * 2)
     monkeypatch.setitem(MESHES, "compiled", (2, RECOMPUTING))
     folder = write_tiny(AutoConfig.for_model("qwen3"), tmp_path / "model")
-    outcome = check_case(
-        ranks, folder, case_on("compiled", is_packed=True, has_adapters=False), expect(folder, lora=False)
-    )
-    assert not outcome.is_off(TOLERANCE), outcome
+    case = case_on(MESHES, "compiled", is_packed=True, has_adapters=False)
+    outcome = CHECK.check_case(ranks, folder, case, CHECK.expect(folder, has_adapters=False))
+    assert outcome.verdict == "exact", outcome
     graphs = ranks.run("dtensor_factories:count_compiled", [()] * 2)
     # with and without gradients, and once for rows of all lengths
     assert all(2 <= count <= 16 for count in graphs), graphs

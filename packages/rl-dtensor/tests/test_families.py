@@ -10,8 +10,9 @@ from rl_core.testing.losses import TokenLoss
 from rl_core.testing.model_worker import SGD, make_batch
 from rl_core.testing.pooled_model import PooledModel
 from rl_core.testing.torch.oracle import Oracle
+from rl_core.testing.torch.selfcheck import case_on
 from rl_core.testing.torch.tiny_model import write_tiny_model
-from rl_dtensor.selfcheck import TOLERANCE, case_on, check_case, expect, write_tiny
+from rl_dtensor.selfcheck import CHECK, MESHES, write_tiny
 
 FACTORY = "dtensor_factories:build"
 SLIDING = {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 1}
@@ -69,10 +70,9 @@ def test_logits_that_are_made_some_other_way_are_refused(ranks, tmp_path):
 )
 def test_families_of_other_shapes_train_and_stream_as_one_process(ranks, tmp_path, family, is_packed, lora):
     folder = write_tiny(AutoConfig.for_model(family), tmp_path / "model")
-    outcome = check_case(
-        ranks, folder, case_on("fsdp2", is_packed=is_packed, has_adapters=lora), expect(folder, lora=lora)
-    )
-    assert not outcome.is_off(TOLERANCE), outcome
+    case = case_on(MESHES, "fsdp2", is_packed=is_packed, has_adapters=lora)
+    outcome = CHECK.check_case(ranks, folder, case, CHECK.expect(folder, has_adapters=lora))
+    assert outcome.verdict == "exact", outcome
 
 
 @pytest.mark.parametrize("mesh", ["tp2", "tp2+sp"])
@@ -86,9 +86,9 @@ def test_families_of_other_shapes_train_and_stream_as_one_process(ranks, tmp_pat
 )
 def test_experts_beside_shared_ones_are_split(ranks, tmp_path, family, mesh):
     folder = write_tiny(AutoConfig.for_model(family), tmp_path / "model")
-    case = case_on(mesh, is_packed=True, has_adapters=False)
-    outcome = check_case(ranks, folder, case, expect(folder, lora=False))
-    assert not outcome.is_off(TOLERANCE), outcome
+    case = case_on(MESHES, mesh, is_packed=True, has_adapters=False)
+    outcome = CHECK.check_case(ranks, folder, case, CHECK.expect(folder, has_adapters=False))
+    assert outcome.verdict == "exact", outcome
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,10 @@ from rl_core.model import LOGPROBS, ModelSpec
 from rl_core.model_config import ModelConfig, SequencePackingConfig
 from rl_core.testing.losses import TokenLoss
 from rl_core.testing.pooled_model import PooledModel
+from rl_core.testing.torch.selfcheck import LENGTHS
 from rl_core.torch.loss import Rows
 from rl_dtensor.layout import Alignment, Context, Segment, Segments, lay_out
-from rl_dtensor.selfcheck import LENGTHS, make_batch, write_tiny
+from rl_dtensor.selfcheck import CHECK, write_tiny
 
 
 def rows_of(lengths):
@@ -58,7 +59,7 @@ def test_a_layout_is_worked_out_once_per_microbatch(ranks, tmp_path, settings):
     packing = SequencePackingConfig(enabled=True, train_mb_tokens=max(LENGTHS), logprob_mb_tokens=max(LENGTHS))
     config = ModelConfig(model_name=str(folder), precision="float32", sequence_packing=packing)
     num_ranks = settings.get("context_parallel_size", 1)
-    batch = make_batch(0)
+    batch = CHECK.batch(0)
     with PooledModel(ranks, "rl_dtensor.selfcheck:build", config, ModelSpec(), num_ranks, **settings) as model:
         for run in (lambda: model.infer(batch, [LOGPROBS]), lambda: model.train_step(batch, TokenLoss())):
             ranks.run("dtensor_factories:count_layouts", [()] * num_ranks)

@@ -13,7 +13,7 @@ from rl_core.testing.losses import TokenLoss
 from rl_core.testing.pooled_model import PooledModel
 from rl_core.torch.optim.optimizer import build_optimizer, build_schedule
 from rl_dtensor.preflight import check
-from rl_dtensor.selfcheck import make_batch, write_tiny
+from rl_dtensor.selfcheck import CHECK, write_tiny
 
 LINEAR = SchedulerConfig(name="torch.optim.lr_scheduler.LinearLR", kwargs={"start_factor": 0.1, "total_iters": 3})
 COSINE = SchedulerConfig(name="torch.optim.lr_scheduler.CosineAnnealingLR", kwargs={"T_max": 5})
@@ -96,7 +96,7 @@ def open_model(ranks, folder, optimizer, **settings):
 
 def steps(model, seeds):
     """Metrics of a step on each batch, but for those that depend on the clock."""
-    found = [model.train_step(make_batch(seed), TokenLoss()) for seed in seeds]
+    found = [model.train_step(CHECK.batch(seed), TokenLoss()) for seed in seeds]
     return [{name: value for name, value in step.items() if name not in CLOCKED} for step in found]
 
 

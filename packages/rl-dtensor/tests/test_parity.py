@@ -11,18 +11,9 @@ import pytest
 from transformers import AutoConfig
 
 from rl_core.selfcheck import MeshCase
+from rl_core.testing.torch.selfcheck import case_on
 from rl_dtensor.plugin import HELD_FAMILIES
-from rl_dtensor.selfcheck import (
-    CONTEXT,
-    MESHES,
-    PIPELINE,
-    TENSOR,
-    TOLERANCE,
-    case_on,
-    check_case,
-    expect,
-    write_tiny,
-)
+from rl_dtensor.selfcheck import CHECK, CONTEXT, MESHES, PIPELINE, TENSOR, write_tiny
 
 SLIDING = ["sliding_attention", "full_attention"]
 FAMILIES = {
@@ -53,7 +44,7 @@ KINDS: Mapping[str, str] = {
 """What each mesh splits, with every family to meet once."""
 
 EVERY_CASE = [
-    (family, case_on(mesh, is_packed=is_packed, has_adapters=lora))
+    (family, case_on(MESHES, mesh, is_packed=is_packed, has_adapters=lora))
     for family, mesh, is_packed, lora in product(FAMILIES, MESHES, (True, False), (False, True))
     if not mesh.startswith("ep") or family in EXPERTS
 ]
@@ -99,7 +90,7 @@ def prepared(tmp_path_factory):
             config = AutoConfig.for_model(family, **FAMILIES[family])
             folders[family] = write_tiny(config, tmp_path_factory.mktemp(family))
         if (family, lora) not in expected:
-            expected[family, lora] = expect(folders[family], lora=lora)
+            expected[family, lora] = CHECK.expect(folders[family], has_adapters=lora)
         return folders[family], expected[family, lora]
 
     return of
@@ -107,8 +98,8 @@ def prepared(tmp_path_factory):
 
 def test_a_mesh_trains_and_streams_as_one_process(ranks, prepared, family, case):
     folder, expected = prepared(family, case.has_adapters)
-    outcome = check_case(ranks, folder, case, expected)
-    assert not outcome.is_off(TOLERANCE), outcome
+    outcome = CHECK.check_case(ranks, folder, case, expected)
+    assert outcome.verdict == "exact", outcome
 
 
 @pytest.mark.parametrize(
@@ -123,8 +114,8 @@ def test_a_mesh_trains_and_streams_as_one_process(ranks, prepared, family, case)
 def test_other_axes_go_together(ranks, prepared, family, num_ranks, settings):
     folder, expected = prepared(family, False)
     case = MeshCase("other", num_ranks, settings, is_packed=True, has_adapters=False)
-    outcome = check_case(ranks, folder, case, expected)
-    assert not outcome.is_off(TOLERANCE), outcome
+    outcome = CHECK.check_case(ranks, folder, case, expected)
+    assert outcome.verdict == "exact", outcome
 
 
 def test_the_families_that_a_run_need_not_check_are_those_held_here():

@@ -10,7 +10,7 @@ from rl_core.model_config import ModelConfig, OptimizerConfig
 from rl_core.testing.losses import TokenLoss
 from rl_core.testing.pooled_model import PooledModel
 from rl_dtensor.recompute import checkpoint_activations
-from rl_dtensor.selfcheck import make_batch, shrink, write_tiny
+from rl_dtensor.selfcheck import CHECK, shrink, write_tiny
 
 FULL = {"activation_checkpointing": True}
 SELECTIVE = {**FULL, "recompute_granularity": "selective"}
@@ -67,7 +67,7 @@ def test_steps_are_the_same_to_the_last_bit(ranks, tmp_path, family, fields, mes
     runs = []
     for settings in ({}, *checkpointing):
         with PooledModel(ranks, "rl_dtensor.selfcheck:build", config, ModelSpec(), 2, **mesh, **settings) as model:
-            steps = [model.train_step(make_batch(seed), TokenLoss()) for seed in range(2)]
+            steps = [model.train_step(CHECK.batch(seed), TokenLoss()) for seed in range(2)]
             numbers = [(metrics["loss"], metrics["grad_norm"]) for metrics in steps]
-            runs.append((numbers, model.infer(make_batch(0), [LOGPROBS]).ragged("logprobs").values.tolist()))
+            runs.append((numbers, model.infer(CHECK.batch(0), [LOGPROBS]).ragged("logprobs").values.tolist()))
     assert all(run == runs[0] for run in runs)

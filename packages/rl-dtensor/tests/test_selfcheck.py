@@ -6,24 +6,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rl_core.errors import ConfigError, WorkerError
+from rl_core.errors import ConfigError
 from rl_core.plugins import resolve
-from rl_dtensor import selfcheck
+from rl_core.selfcheck import FamilyCase
+from rl_core.testing.torch.selfcheck import TOLERANCE, Expected, SelfCheck, case_on
 from rl_dtensor.plugin import PLUGIN
-from rl_dtensor.selfcheck import (
-    MESHES,
-    TOLERANCE,
-    Expected,
-    Outcome,
-    all_cases,
-    case_on,
-    cases_of,
-    check_case,
-    check_family,
-    expect,
-    shrink,
-    write_tiny,
-)
+from rl_dtensor.selfcheck import CHECK, MESHES, cases_of, shrink, write_tiny
 
 
 def test_a_small_config_keeps_what_makes_the_family():
@@ -58,50 +46,28 @@ def test_a_family_that_refuses_to_be_tiny_is_told_as_such(tmp_path):
         write_tiny(AutoConfig.for_model("dots1"), tmp_path)
 
 
-def test_a_family_that_one_process_cannot_train_is_refused_case_by_case(monkeypatch, tmp_path):
-    def only_whole(folder, *, lora):
-        if lora:
-            raise ValueError("no linear layers")
-        return expect(folder, lora=lora)
-
-    monkeypatch.setattr(selfcheck, "expect", only_whole)
-    monkeypatch.setattr(selfcheck, "check_case", lambda pool, folder, case, expected: Outcome(case))
-    found = list(check_family(None, AutoConfig.for_model("qwen3"), tmp_path, all_cases()))
-    assert {each.case.has_adapters for each in found if each.refused} == {True}
-    assert all("no linear layers" in each.refused for each in found if each.case.has_adapters)
-
-
 def test_what_differs_is_off(ranks, tmp_path):
     folder = write_tiny(AutoConfig.for_model("qwen3"), tmp_path / "model")
-    expected = expect(folder, lora=False)
-    case = case_on("1", is_packed=True, has_adapters=False)
-    assert not check_case(ranks, folder, case, expected).is_off(TOLERANCE)
+    expected = CHECK.expect(folder, has_adapters=False)
+    case = case_on(MESHES, "1", is_packed=True, has_adapters=False)
+    assert CHECK.check_case(ranks, folder, case, expected).verdict == "exact"
     name = next(iter(expected.weights))
     moved = Expected(expected.steps, {**expected.weights, name: expected.weights[name] + 1e-3})
-    found = check_case(ranks, folder, case, moved)
-    assert found.is_off(TOLERANCE)
-    assert found.loss <= TOLERANCE < found.weights
-    assert Outcome(case, loss=float("nan")).is_off(TOLERANCE)
-    assert Outcome(case, inexact=("lm_head.weight",)).is_off(TOLERANCE)
+    found = CHECK.check_case(ranks, folder, case, moved)
+    assert found.verdict == "off"
+    assert found.differences["loss"] <= TOLERANCE < found.differences["weights"]
 
 
-def test_cases_are_told_as_plain_data(monkeypatch, tmp_path):
+def test_one_case_is_checked_where_one_is_asked_for(monkeypatch, tmp_path):
     AutoConfig.for_model("qwen3").save_pretrained(tmp_path)
-    case = case_on("tp2", is_packed=False, has_adapters=True)
-    outcomes = [
-        Outcome(case, loss=1e-7),
-        Outcome(case, weights=1e-3, inexact=("lm_head.weight",)),
-        Outcome(case, refused="no tensor-parallel plan"),
-        Outcome(case, failed="pool rank 0: builtins.RuntimeError: shapes differ"),
-    ]
-    monkeypatch.setattr(selfcheck, "check_family", lambda pool, config, workspace, cases: iter(outcomes))
-    found = list(resolve(PLUGIN.selfcheck)(str(tmp_path)))
-    assert {(each.mesh, each.layout) for each in found} == {("tp2", "padded, adapters")}
-    assert [each.verdict for each in found] == ["exact", "off", "refused", "off"]
-    assert found[0].differences == {"loss": 1e-7, "grad_norm": 0.0, "weights": 0.0}
-    assert found[1].names == ("lm_head.weight",)
-    assert found[2].reason == "no tensor-parallel plan"
-    assert "shapes differ" in found[3].reason
+    case = case_on(MESHES, "tp2", is_packed=False, has_adapters=True)
+    monkeypatch.setattr(
+        SelfCheck,
+        "check_family",
+        lambda self, pool, folder, cases: (FamilyCase(each.mesh, each.layout, "exact") for each in cases),
+    )
+    found = list(resolve(PLUGIN.selfcheck)(str(tmp_path), case))
+    assert [(each.mesh, each.layout) for each in found] == [("tp2", "padded, adapters")]
 
 
 @pytest.mark.parametrize(
@@ -113,20 +79,3 @@ def test_a_model_of_no_language_family_is_refused(tmp_path, model_type, said):
     with pytest.raises(ConfigError, match=said) as caught:
         next(cases_of(str(tmp_path)))
     assert len(str(caught.value).splitlines()) == 1
-
-
-def test_a_rank_that_fails_is_a_failed_case_and_the_others_are_tried(monkeypatch, tmp_path):
-    def one_mesh_fails(pool, folder, case, expected):
-        if case.mesh == "tp2":
-            raise WorkerError("builtins.RuntimeError", "shapes differ", "far away")
-        if case.mesh == "cp2":
-            raise WorkerError("builtins.ValueError", "cannot be cut", "far away")
-        return Outcome(case)
-
-    monkeypatch.setattr(selfcheck, "check_case", one_mesh_fails)
-    found = {str(each.case): each for each in check_family(None, AutoConfig.for_model("qwen3"), tmp_path, all_cases())}
-    assert len(found) == 3 * len(MESHES)
-    assert found["tp2, packed, full"].is_off(TOLERANCE)
-    assert found["tp2, packed, full"].failed == "builtins.RuntimeError: shapes differ"
-    assert not found["cp2, packed, full"].is_off(TOLERANCE)
-    assert found["cp2, packed, full"].refused == "cannot be cut"

@@ -9,8 +9,9 @@ from rl_core.model import ModelSpec
 from rl_core.model_config import LoraConfig, ModelConfig
 from rl_core.testing.losses import TokenLoss
 from rl_core.testing.pooled_model import PooledModel
+from rl_core.testing.torch.selfcheck import LENGTHS
 from rl_dtensor.lora import add_adapters
-from rl_dtensor.selfcheck import LENGTHS, make_batch, shrink, write_tiny
+from rl_dtensor.selfcheck import CHECK, shrink, write_tiny
 from rl_dtensor.shape import shape_of
 
 FAMILIES = {
@@ -70,7 +71,7 @@ def test_a_step_reports_the_operations_of_the_whole_model(ranks, tmp_path, mesh)
     folder = write_tiny(AutoConfig.for_model("qwen3"), tmp_path / "model")
     config = ModelConfig(model_name=str(folder), precision="float32")
     with PooledModel(ranks, "rl_dtensor.selfcheck:build", config, ModelSpec(), 2, **mesh) as model:
-        metrics = model.train_step(make_batch(0), TokenLoss())
+        metrics = model.train_step(CHECK.batch(0), TokenLoss())
     whole = AutoModelForCausalLM.from_pretrained(folder)
     assert metrics["flops"] == shape_of(whole).training_flops(LENGTHS)
     assert metrics["flops_per_second"] > 0

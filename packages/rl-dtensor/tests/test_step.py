@@ -9,7 +9,7 @@ from rl_core.model import LOGPROBS, ModelSpec
 from rl_core.model_config import ModelConfig, OptimizerConfig, SchedulerConfig
 from rl_core.testing.losses import TokenLoss
 from rl_core.testing.pooled_model import PooledModel
-from rl_dtensor.selfcheck import make_batch, write_tiny
+from rl_dtensor.selfcheck import CHECK, write_tiny
 
 ADAMW = OptimizerConfig(kwargs={"lr": 1e-2})
 HALVING = [SchedulerConfig(name="torch.optim.lr_scheduler.StepLR", kwargs={"step_size": 1, "gamma": 0.5})]
@@ -22,7 +22,7 @@ def folder(tmp_path_factory):
 
 def poisoned(seed):
     """A batch in which one row, so one rank, has an infinite weight."""
-    batch = make_batch(seed)
+    batch = CHECK.batch(seed)
     weights = batch.ragged("weights")
     values = weights.values.copy()
     values[:2] = np.inf
@@ -40,21 +40,21 @@ def open_model(ranks, folder, **settings):
 @pytest.mark.parametrize("mesh", [{}, {"pipeline_parallel_size": 2}], ids=str)
 def test_a_gradient_that_is_not_finite_skips_the_optimizer_and_not_the_schedule(ranks, folder, mesh):
     with open_model(ranks, folder, **mesh) as model:
-        before = model.infer(make_batch(0), [LOGPROBS]).ragged("logprobs")
+        before = model.infer(CHECK.batch(0), [LOGPROBS]).ragged("logprobs")
         metrics = model.train_step(poisoned(1), TokenLoss())
         assert metrics["skipped_steps"] == 1
         assert not np.isfinite(metrics["grad_norm"])
-        assert model.infer(make_batch(0), [LOGPROBS]).ragged("logprobs").equals(before)
-        after = model.train_step(make_batch(2), TokenLoss())
+        assert model.infer(CHECK.batch(0), [LOGPROBS]).ragged("logprobs").equals(before)
+        after = model.train_step(CHECK.batch(2), TokenLoss())
         assert after["skipped_steps"] == 0
         assert after["lr"] == pytest.approx(0.5e-2)
     with open_model(ranks, folder, **mesh) as model:
-        assert model.train_step(make_batch(2), TokenLoss())["grad_norm"] == after["grad_norm"]
+        assert model.train_step(CHECK.batch(2), TokenLoss())["grad_norm"] == after["grad_norm"]
 
 
 def test_too_many_skipped_steps_in_a_row_end_the_run(ranks, folder):
     with open_model(ranks, folder) as model:
-        for batch in (poisoned(0), make_batch(1), poisoned(2)):
+        for batch in (poisoned(0), CHECK.batch(1), poisoned(2)):
             model.train_step(batch, TokenLoss())
         with pytest.raises(WorkerError, match=r"2 training steps in a row.*max_skipped_steps=1"):
             model.train_step(poisoned(3), TokenLoss())

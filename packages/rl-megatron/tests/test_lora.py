@@ -18,10 +18,10 @@ from rl_core.testing.model_worker import LAYOUTS as BATCHINGS
 from rl_core.testing.model_worker import make_batch
 from rl_core.testing.pooled_model import PooledModel
 from rl_core.testing.rank_pool import free_port
+from rl_core.testing.torch.adapted import adapt, merge
 from rl_core.testing.torch.oracle import Oracle
 from rl_core.testing.torch.received import receive
 from rl_core.weights import Transport
-from rl_megatron.selfcheck import adapt, merge
 
 ALL = LAYOUTS | EXPERT_LAYOUTS
 SGD = OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 0.5, "momentum": 0.9})

@@ -8,15 +8,15 @@ from transformers import AutoConfig
 
 from rl_core.errors import ConfigError
 from rl_core.plugins import resolve
-from rl_megatron import selfcheck
+from rl_core.testing.torch.selfcheck import TOLERANCE, all_cases, case_on
 from rl_megatron.plugin import PLUGIN
-from rl_megatron.selfcheck import all_cases, case_on, check_case, check_family, expect, write_tiny
+from rl_megatron.selfcheck import CHECK, LAYOUTS, write_tiny
 
 
-def test_a_family_is_right_where_it_trains_as_one_process_does(ranks, monkeypatch, tmp_path):
-    layouts = {name: selfcheck.LAYOUTS[name] for name in ("tp2+sp", "ep2")}
-    monkeypatch.setattr(selfcheck, "LAYOUTS", layouts)
-    cases = list(check_family(ranks, AutoConfig.for_model("qwen2"), tmp_path, all_cases()))
+def test_a_family_is_right_where_it_trains_as_one_process_does(ranks, tmp_path):
+    layouts = {name: LAYOUTS[name] for name in ("tp2+sp", "ep2")}
+    folder = write_tiny(AutoConfig.for_model("qwen2"), tmp_path)
+    cases = list(CHECK.check_family(ranks, folder, all_cases(layouts)))
     assert [case.layout for case in cases] == ["packed, full", "padded, full", "packed, adapters"] * 2
     assert [case.verdict for case in cases] == ["exact"] * 3 + ["refused"] * 3, cases
     assert all("has no experts" in case.reason for case in cases[3:])
@@ -24,14 +24,14 @@ def test_a_family_is_right_where_it_trains_as_one_process_does(ranks, monkeypatc
 
 def test_what_differs_is_off(ranks, tmp_path):
     folder = write_tiny(AutoConfig.for_model("qwen3_moe"), tmp_path / "model")
-    expected = expect(folder, has_adapters=False)
+    expected = CHECK.expect(folder, has_adapters=False)
     name = "model.layers.1.mlp.experts.2.up_proj.weight"
     moved = replace(expected, weights={**expected.weights, name: expected.weights[name] + 1e-3})
-    case = case_on("1", is_packed=True, has_adapters=False)
-    assert check_case(ranks, folder, case, expected).verdict == "exact"
-    found = check_case(ranks, folder, case, moved)
+    case = case_on(LAYOUTS, "1", is_packed=True, has_adapters=False)
+    assert CHECK.check_case(ranks, folder, case, expected).verdict == "exact"
+    found = CHECK.check_case(ranks, folder, case, moved)
     assert found.verdict == "off"
-    assert found.differences["loss"] <= selfcheck.TOLERANCE < found.differences["weights"]
+    assert found.differences["loss"] <= TOLERANCE < found.differences["weights"]
 
 
 def test_a_family_without_maps_is_refused(tmp_path):

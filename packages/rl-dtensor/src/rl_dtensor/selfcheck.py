@@ -1,54 +1,28 @@
-"""Does a model family train on every mesh as it does in one process? A tiny random model of it says.
-
-The usage loop::
-
-    with RankPool(4) as pool:
-        for outcome in check_family(pool, AutoConfig.from_pretrained(folder), workspace, all_cases()):
-            ...                                   # outcome.is_off(TOLERANCE) where the family is not right yet
-
-Every case trains three steps in float32 and is held against `transformers` (and peft) in float64, row by row, in one
-process; the weight stream is held against the files, bit for bit.
-"""
+"""The self-check of model families on this backend's meshes; see `rl_core.testing.torch.selfcheck`."""
 
 from __future__ import annotations
 
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from peft.tuners.lora import LoraLayer
 from torch import Tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
 
-from rl_core.batch import Batch
-from rl_core.errors import ConfigError, WorkerDied, WorkerError
+from rl_core.errors import ConfigError
 from rl_core.model import ModelSpec, Rendezvous
-from rl_core.model_config import LoraConfig, ModelConfig, OptimizerConfig, SequencePackingConfig
-from rl_core.ragged import Ragged
-from rl_core.selfcheck import FamilyCase, MeshCase, Verdict
-from rl_core.testing.losses import TokenLoss
+from rl_core.model_config import ModelConfig
+from rl_core.selfcheck import FamilyCase, MeshCase
 from rl_core.testing.pooled_model import PooledModel
 from rl_core.testing.rank_pool import RankPool, free_port
-from rl_core.testing.torch.oracle import Oracle
 from rl_core.testing.torch.received import receive
-from rl_core.torch.files.model_files import WeightFiles
+from rl_core.testing.torch.selfcheck import SelfCheck, all_cases, write_random
 from rl_core.weights import Transport
 from rl_dtensor.config import DTensorConfig
-from rl_dtensor.lora import BASE, add_adapters, init_adapters
-from rl_dtensor.names import FileNames
 from rl_dtensor.worker import DTensorWorker
-
-TOLERANCE = 1e-5
-NUM_STEPS = 3
-LENGTHS = (9, 3, 17, 1, 12, 2, 7)
-SGD = OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 0.05, "momentum": 0.9})
-LORA = LoraConfig(enabled=True)
 
 TENSOR = {"tensor_parallel_size": 2}
 CONTEXT = {"context_parallel_size": 2}
@@ -126,54 +100,15 @@ LONGEST_PERIOD = 8
 """Most layers of the tiny model."""
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How far a case is from one process.
-
-    Args:
-        loss, grad_norm: largest difference over the steps, relative where they are more than 1.
-        weights: largest difference after the last step.
-        inexact: names that the weight stream gets wrong before the first step.
-        refused: why the mesh cannot be, where it is refused.
-        failed: what went wrong, where it did not get to the end.
-    """
-
-    case: MeshCase
-    loss: float = 0.0
-    grad_norm: float = 0.0
-    weights: float = 0.0
-    inexact: tuple[str, ...] = ()
-    refused: str = ""
-    failed: str = ""
-
-    def is_off(self, tolerance: float) -> bool:
-        """Whether something differs by more than that, or failed."""
-        is_close = max(self.loss, self.grad_norm, self.weights) <= tolerance
-        return not is_close or bool(self.inexact) or bool(self.failed)
-
-
-@dataclass(frozen=True)
-class Expected:
-    """What one process does, in float64.
-
-    Args:
-        steps: `loss` and `grad_norm` of each step.
-        weights: by name in `transformers`, adapters merged, after the last step.
-    """
-
-    steps: tuple[Mapping[str, float], ...]
-    weights: Mapping[str, Tensor]
-
-
 def cases_of(model: str, only: MeshCase | None = None) -> Iterator[FamilyCase]:
-    """Every case of `check_family`, as `rl doctor model` shows it, or one.
+    """Every mesh, packed and padded, and with adapters, as `rl doctor model` shows it, or one case.
 
     Args:
         model: a folder with a `config.json`, or a hub name.
-        only: the one to check; `all_cases` if None.
+        only: the one to check; all if None.
 
     Raises:
-        ConfigError: where transformers knows no such family, or no language model of it.
+        ConfigError: if transformers knows no such family, or no language model of it.
     """
     try:
         config = AutoConfig.from_pretrained(model)
@@ -183,58 +118,29 @@ def cases_of(model: str, only: MeshCase | None = None) -> Iterator[FamilyCase]:
         raise ConfigError(
             f"{model} is a {config.model_type} model, and transformers has no language model of that kind"
         )
-    cases = all_cases() if only is None else [only]
-    num_ranks = max(case.num_ranks for case in cases)
-    with RankPool(num_ranks) as pool, tempfile.TemporaryDirectory() as workspace:
-        for outcome in check_family(pool, config, Path(workspace), cases):
-            yield _as_case(outcome)
+    cases = all_cases(MESHES) if only is None else [only]
+    with RankPool(max(case.num_ranks for case in cases)) as pool, tempfile.TemporaryDirectory() as workspace:
+        yield from CHECK.check_family(pool, write_tiny(config, Path(workspace, "tiny")), cases)
 
 
-def case_on(mesh: str, *, is_packed: bool, has_adapters: bool) -> MeshCase:
-    """A case on one of `MESHES`."""
-    num_ranks, settings = MESHES[mesh]
-    return MeshCase(mesh, num_ranks, settings, is_packed, has_adapters)
+def build(config: ModelConfig, spec: ModelSpec, rendezvous: Rendezvous, **settings: Any) -> DTensorWorker:
+    """A worker in a process of the pool."""
+    return DTensorWorker(config, DTensorConfig(**settings), spec, rendezvous)
 
 
-def all_cases() -> list[MeshCase]:
-    """Every mesh, packed and padded, and with adapters."""
-    layouts = ((True, False), (False, False), (True, True))
-    return [
-        case_on(mesh, is_packed=is_packed, has_adapters=has_adapters)
-        for mesh in MESHES
-        for is_packed, has_adapters in layouts
-    ]
+def streamed(model: PooledModel) -> dict[str, Tensor]:
+    """The weights that a model sends."""
+    manifest = model.manifest(1)
+    transport = Transport("collective", f"127.0.0.1:{free_port()}", 1, bucket_bytes=4096, timeout_s=60)
+    received: list[dict[str, Tensor]] = []
+    receiver = threading.Thread(target=lambda: received.append(receive(manifest, transport)[0]))
+    receiver.start()
+    model.send(manifest, transport)
+    receiver.join(60)
+    return received[0]
 
 
-def check_family(
-    pool: RankPool, config: PreTrainedConfig, workspace: Path, cases: Sequence[MeshCase]
-) -> Iterator[Outcome]:
-    """Train a tiny model of the family in each way.
-
-    Args:
-        pool: of as many ranks as the largest mesh has.
-        workspace: an empty folder.
-    """
-    folder = write_tiny(config, workspace / "tiny")
-    kinds = {case.has_adapters for case in cases}
-    expected: dict[bool, Expected | Exception] = {lora: _expect_or_why(folder, lora=lora) for lora in sorted(kinds)}
-    for case in cases:
-        wanted = expected[case.has_adapters]
-        if isinstance(wanted, Exception):
-            yield Outcome(case, refused=f"transformers cannot train it in one process, in float64: {wanted}")
-            continue
-        try:
-            yield check_case(pool, folder, case, wanted)
-        except (WorkerError, WorkerDied, TimeoutError) as error:
-            refused = str(error).partition("ValueError: ")[2]
-            yield Outcome(case, refused=refused, failed="" if refused else str(error))
-
-
-def _expect_or_why(folder: Path, *, lora: bool) -> Expected | Exception:
-    try:
-        return expect(folder, lora=lora)
-    except Exception as error:  # noqa: BLE001  # any kind, from code that is not ours
-        return error
+CHECK = SelfCheck("rl_dtensor.selfcheck:build", streamed)
 
 
 def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -316,16 +222,10 @@ def _token(value: Any, place: int) -> Any:
 
 
 def write_tiny(config: PreTrainedConfig, folder: Path, seed: int = 0) -> Path:
-    """A random model of the family at a tiny size, no parameter of it the same as another, as Hugging Face files."""
+    """A random model of the family at a tiny size as Hugging Face files."""
     small = shrink(config)
-    with torch.random.fork_rng(devices=[]), _made_tiny(small.model_type):
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(small, dtype=torch.float32)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(torch.randn_like(parameter), alpha=0.05)
-        model.save_pretrained(folder)
-    return folder
+    with _made_tiny(small.model_type):
+        return write_random(small, folder, seed)
 
 
 @contextmanager
@@ -338,111 +238,3 @@ def _made_tiny(kind: str) -> Iterator[None]:
             f"a tiny {kind} model cannot be made, so this check cannot say: {type(error).__name__}: "
             f"{' '.join(str(error).split())}"
         ) from None
-
-
-def expect(folder: Path, *, lora: bool) -> Expected:
-    """Train in one process."""
-    oracle = Oracle(folder)
-    if lora:
-        add_adapters(oracle.model, LORA)
-        init_adapters(oracle.model, ModelSpec().seed)
-        oracle.model.double()
-    steps = tuple(oracle.train_step(make_batch(seed), TokenLoss(), SGD, 1.0) for seed in range(NUM_STEPS))
-    for module in oracle.model.modules():
-        if isinstance(module, LoraLayer):
-            module.merge()
-    weights = {
-        name.replace(BASE, ""): parameter.detach()
-        for name, parameter in oracle.model.named_parameters()
-        if ".lora_" not in name
-    }
-    return Expected(steps, weights)
-
-
-def check_case(pool: RankPool, folder: Path, case: MeshCase, expected: Expected) -> Outcome:
-    """Train on a mesh.
-
-    Raises:
-        WorkerError: where a rank fails, or refuses the mesh.
-    """
-    config = ModelConfig(
-        model_name=str(folder),
-        precision="float32",
-        optimizer=SGD,
-        lora_cfg=LORA if case.has_adapters else LoraConfig(),
-        train_micro_batch_size=3,
-        sequence_packing=SequencePackingConfig(enabled=case.is_packed, train_mb_tokens=16),
-    )
-    with PooledModel(pool, "rl_dtensor.selfcheck:build", config, ModelSpec(), case.num_ranks, **case.settings) as model:
-        before = _streamed(model)
-        steps = [model.train_step(make_batch(seed), TokenLoss()) for seed in range(NUM_STEPS)]
-        after = _streamed(model)
-    files = WeightFiles.of(folder)
-    with files.open() as opened:
-        source = {name: opened.read(name, ()) for name in files.file_of}
-    inexact = [name for name in {*source, *before} if name not in source or not _same(before.get(name), source[name])]
-    outcome = Outcome(case, inexact=tuple(sorted(inexact)))
-    for found, wanted in zip(steps, expected.steps, strict=True):
-        outcome = replace(
-            outcome,
-            loss=max(outcome.loss, _difference(found["loss"], wanted["loss"])),
-            grad_norm=max(outcome.grad_norm, _difference(found["grad_norm"], wanted["grad_norm"])),
-        )
-    return replace(outcome, weights=_weight_difference(folder, after, expected.weights))
-
-
-def build(config: ModelConfig, spec: ModelSpec, rendezvous: Rendezvous, **settings: Any) -> DTensorWorker:
-    """A worker in a process of the pool."""
-    return DTensorWorker(config, DTensorConfig(**settings), spec, rendezvous)
-
-
-def make_batch(seed: int) -> Batch:
-    """Random rows with the columns that `TokenLoss` needs."""
-    rng = np.random.default_rng(seed)
-    tokens = Ragged.from_rows([rng.integers(0, SMALL["vocab_size"], length) for length in LENGTHS], dtype=np.int32)
-    mask = (rng.random(len(tokens.values)) < 0.7).astype(np.int8)
-    weights = rng.normal(size=len(mask)).astype(np.float32)
-    return Batch({"tokens": tokens, "loss_mask": tokens.like(mask), "weights": tokens.like(weights)})
-
-
-def _as_case(outcome: Outcome) -> FamilyCase:
-    mesh, layout = outcome.case.mesh, outcome.case.layout
-    if outcome.refused:
-        return FamilyCase(mesh, layout, "refused", reason=outcome.refused)
-    if outcome.failed:
-        return FamilyCase(mesh, layout, "off", reason=outcome.failed)
-    differences = {"loss": outcome.loss, "grad_norm": outcome.grad_norm, "weights": outcome.weights}
-    verdict: Verdict = "off" if outcome.is_off(TOLERANCE) else "exact"
-    return FamilyCase(mesh, layout, verdict, differences, outcome.inexact)
-
-
-def _streamed(model: PooledModel) -> dict[str, Tensor]:
-    manifest = model.manifest(1)
-    transport = Transport("collective", f"127.0.0.1:{free_port()}", 1, bucket_bytes=4096, timeout_s=60)
-    received: list[dict[str, Tensor]] = []
-    receiver = threading.Thread(target=lambda: received.append(receive(manifest, transport)[0]))
-    receiver.start()
-    model.send(manifest, transport)
-    receiver.join(60)
-    return received[0]
-
-
-def _weight_difference(folder: Path, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
-    """Over all weights, those of the files put together as `transformers` does."""
-    with torch.device("meta"):
-        hf = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    names = FileNames(hf)
-    largest = 0.0
-    for name, tensor in wanted.items():
-        for piece in names.pieces(name, tuple(tensor.shape)):
-            part = tensor[piece.region] if piece.region else tensor
-            largest = max(largest, float((found[piece.name] - part).abs().max()))
-    return largest
-
-
-def _same(found: Tensor | None, wanted: Tensor) -> bool:
-    return found is not None and found.dtype == wanted.dtype and torch.equal(found, wanted)
-
-
-def _difference(found: float, wanted: float) -> float:
-    return abs(found - wanted) / max(1.0, abs(wanted))

@@ -1,0 +1,194 @@
+"""Does a model family train on every mesh as it does in one process? A tiny random model of it says.
+
+Every case trains three steps in float32 and is compared with `transformers` in float64, row by row, in one process. The
+weights that leave the model before the first step are compared with the files, bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from rl_core.batch import Batch
+from rl_core.errors import WorkerDied, WorkerError
+from rl_core.model import ModelSpec
+from rl_core.model_config import LoraConfig, ModelConfig, OptimizerConfig, SequencePackingConfig
+from rl_core.ragged import Ragged
+from rl_core.selfcheck import FamilyCase, MeshCase
+from rl_core.testing.losses import TokenLoss
+from rl_core.testing.pooled_model import PooledModel
+from rl_core.testing.rank_pool import RankPool
+from rl_core.testing.torch.adapted import adapt, merge
+from rl_core.testing.torch.oracle import Oracle
+from rl_core.torch.files.model_files import WeightFiles
+
+TOLERANCE = 1e-5
+NUM_STEPS = 3
+LENGTHS = (9, 3, 17, 1, 12, 2, 7)
+VOCABULARY = 101
+SGD = OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 0.05, "momentum": 0.9})
+LORA = LoraConfig(enabled=True)
+
+Layouts = Mapping[str, tuple[int, Mapping[str, Any]]]
+"""Name of a mesh to its ranks and the settings of the backend's config."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Training in one process, in float64.
+
+    Args:
+        steps: `loss` and `grad_norm` of each step.
+        weights: by name in the files, adapters merged, after the last step.
+    """
+
+    steps: tuple[Mapping[str, float], ...]
+    weights: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class SelfCheck:
+    """The check of one backend.
+
+    Args:
+        build: `"package.module:function"`, a factory of workers for `PooledModel`.
+        weights_of: the weights that a model sends or exports, by name in the files.
+        first_token: smallest token id of the batches.
+    """
+
+    build: str
+    weights_of: Callable[[PooledModel], Mapping[str, Tensor]]
+    first_token: int = 0
+
+    def check_family(self, pool: RankPool, folder: Path, cases: Sequence[MeshCase]) -> Iterator[FamilyCase]:
+        """Train a tiny model in each way; the failure of one case leaves the others to be tried.
+
+        Args:
+            pool: of as many ranks as the largest mesh has.
+            folder: of the model.
+        """
+        kinds = sorted({case.has_adapters for case in cases})
+        expected = {has_adapters: self._expect_or_why(folder, has_adapters=has_adapters) for has_adapters in kinds}
+        for case in cases:
+            wanted = expected[case.has_adapters]
+            if isinstance(wanted, Expected):
+                yield self.check_case(pool, folder, case, wanted)
+            else:
+                reason = f"transformers cannot train it in one process, in float64: {wanted}"
+                yield FamilyCase(case.mesh, case.layout, "refused", reason=reason)
+
+    def check_case(self, pool: RankPool, folder: Path, case: MeshCase, expected: Expected) -> FamilyCase:
+        """Train on one mesh."""
+        config = ModelConfig(
+            model_name=str(folder),
+            precision="float32",
+            optimizer=SGD,
+            lora_cfg=LORA if case.has_adapters else LoraConfig(),
+            train_micro_batch_size=3,
+            sequence_packing=SequencePackingConfig(enabled=case.is_packed, train_mb_tokens=16),
+        )
+        try:
+            with PooledModel(pool, self.build, config, ModelSpec(), case.num_ranks, **case.settings) as model:
+                before = self.weights_of(model)
+                steps = [model.train_step(self.batch(seed), TokenLoss()) for seed in range(NUM_STEPS)]
+                after = self.weights_of(model)
+        except (WorkerError, WorkerDied, TimeoutError) as error:
+            refused = str(error).partition("ValueError: ")[2]
+            return FamilyCase(case.mesh, case.layout, "refused" if refused else "off", reason=refused or str(error))
+        source = read_files(folder)
+        inexact = tuple(sorted(name for name in {*source, *before} if not _same(before.get(name), source.get(name))))
+        differences = {
+            **{name: _largest(steps, expected.steps, name) for name in ("loss", "grad_norm")},
+            "weights": _maximum(_distance(after.get(name), weight) for name, weight in expected.weights.items()),
+        }
+        is_exact = all(value <= TOLERANCE for value in differences.values()) and not inexact
+        return FamilyCase(case.mesh, case.layout, "exact" if is_exact else "off", differences, inexact)
+
+    def expect(self, folder: Path, *, has_adapters: bool) -> Expected:
+        """Train in one process."""
+        oracle = Oracle(folder)
+        if has_adapters:
+            adapt(oracle.model, LORA)
+        steps = tuple(oracle.train_step(self.batch(seed), TokenLoss(), SGD, 1.0) for seed in range(NUM_STEPS))
+        merge(oracle.model)
+        with tempfile.TemporaryDirectory() as trained:
+            oracle.model.save_pretrained(trained)  # under the names of files
+            return Expected(steps, read_files(Path(trained)))
+
+    def batch(self, seed: int) -> Batch:
+        """Random rows with the columns that `TokenLoss` needs."""
+        rng = np.random.default_rng(seed)
+        rows = [rng.integers(self.first_token, VOCABULARY, length) for length in LENGTHS]
+        tokens = Ragged.from_rows(rows, dtype=np.int32)
+        mask = (rng.random(len(tokens.values)) < 0.7).astype(np.int8)
+        weights = rng.normal(size=len(mask)).astype(np.float32)
+        return Batch({"tokens": tokens, "loss_mask": tokens.like(mask), "weights": tokens.like(weights)})
+
+    def _expect_or_why(self, folder: Path, *, has_adapters: bool) -> Expected | Exception:
+        try:
+            return self.expect(folder, has_adapters=has_adapters)
+        except Exception as error:  # noqa: BLE001  # any kind, from a family's own code, becomes the answer
+            return error
+
+
+def case_on(layouts: Layouts, mesh: str, *, is_packed: bool, has_adapters: bool) -> MeshCase:
+    """A case on one of these meshes."""
+    num_ranks, settings = layouts[mesh]
+    return MeshCase(mesh, num_ranks, settings, is_packed, has_adapters)
+
+
+def all_cases(layouts: Layouts) -> list[MeshCase]:
+    """Every mesh, packed and padded, and with adapters."""
+    rows = ((True, False), (False, False), (True, True))
+    return [
+        case_on(layouts, mesh, is_packed=is_packed, has_adapters=has_adapters)
+        for mesh in layouts
+        for is_packed, has_adapters in rows
+    ]
+
+
+def write_random(config: PreTrainedConfig, folder: Path, seed: int = 0) -> Path:
+    """A random model as Hugging Face files, no parameter of it the same as another."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.05)
+        model.save_pretrained(folder)
+    return folder
+
+
+def read_files(folder: Path) -> dict[str, Tensor]:
+    """All weights of a folder."""
+    files = WeightFiles.of(folder)
+    with files.open() as opened:
+        return {name: opened.read(name, ()) for name in files.file_of}
+
+
+def _same(found: Tensor | None, wanted: Tensor | None) -> bool:
+    return found is not None and wanted is not None and found.dtype == wanted.dtype and torch.equal(found, wanted)
+
+
+def _distance(found: Tensor | None, wanted: Tensor) -> float:
+    return math.inf if found is None else float((found - wanted).abs().max())
+
+
+def _largest(found: Sequence[Mapping[str, float]], wanted: Sequence[Mapping[str, float]], name: str) -> float:
+    """Largest difference over the steps, relative to values above 1."""
+    pairs = ((one[name], other[name]) for one, other in zip(found, wanted, strict=True))
+    return _maximum(abs(one - other) / max(1.0, abs(other)) for one, other in pairs)
+
+
+def _maximum(values: Iterable[float]) -> float:
+    """As `max`, and not a number if a value is not one."""
+    return float(np.max(list(values)))
