@@ -31,8 +31,8 @@ from rl_core.batch import TOKENS, Batch
 from rl_core.model import ModelSpec
 from rl_core.ragged import Ragged
 from rl_core.ray.model import RemoteModel
-from rl_launch.backends import POLICY, Backends
-from rl_launch.root import backends_of, read_model_config
+from rl_launch.backends import POLICY, Backends, backends_of
+from rl_launch.root import read_model_config
 from rl_launch.session.checkpoints import Checkpoints
 from rl_launch.session.config import CheckpointingConfig
 
@@ -201,7 +201,7 @@ def model_of(folder: Path, backend: str) -> Iterator[RemoteModel]:
         VirtualCluster.of(config.cluster, device) as cluster,
         Runtime(config, backends, envs, cluster, logs) as runtime,
     ):
-        yield runtime.policy()
+        yield runtime.models()[POLICY]
 
 
 def batch() -> Batch:

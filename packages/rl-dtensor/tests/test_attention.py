@@ -155,7 +155,7 @@ def test_flash_attention_is_told_of_rows(monkeypatch, backend, package, window):
 
 @pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="flash-attn is installed")
 def test_a_backend_that_is_not_installed_is_refused_with_the_remedy():
-    problems = check({"policy": {"model_name": "m", "dtensor_cfg": {"attention_backend": "flash_attention_2"}}})
+    problems = check({"model_name": "m", "dtensor_cfg": {"attention_backend": "flash_attention_2"}})
     assert len(problems) == 1
     assert "rl-dtensor[flash]" in problems[0]
     assert "attention_backend=auto" in problems[0]

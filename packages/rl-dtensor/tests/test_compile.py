@@ -30,8 +30,8 @@ def test_a_machine_without_a_compiler_is_told_before_the_run(tmp_path, monkeypat
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(preflight, "compiler_problem", compiler_problem.__wrapped__)
     policy = {"model_name": "m", "dtensor_cfg": {"compile": True}}
-    problems = preflight.check({"policy": policy})
+    problems = preflight.check(policy)
     assert len(problems) == 1
     assert problems[0].startswith("policy.dtensor_cfg.compile needs a C++ compiler")
     assert "compile=false" in problems[0]
-    assert not preflight.check({"policy": {**policy, "dtensor_cfg": {}}})
+    assert not preflight.check({**policy, "dtensor_cfg": {}})

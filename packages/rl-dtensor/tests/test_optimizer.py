@@ -42,7 +42,7 @@ def test_an_optimizer_of_torch_is_built():
 def test_what_is_wrong_with_an_optimizer_is_said(name, kwargs, message):
     with pytest.raises(ValueError, match=message):
         build_optimizer(OptimizerConfig(name=name, kwargs=kwargs), parameters())
-    problems = check({"policy": {"optimizer": {"name": name, "kwargs": kwargs}}})
+    problems = check({"optimizer": {"name": name, "kwargs": kwargs}})
     assert len(problems) == 1
     assert message in problems[0]
 
@@ -75,13 +75,13 @@ def test_no_schedule_is_constant():
 def test_what_is_wrong_with_schedules_is_said(schedules, message):
     with pytest.raises(ValueError, match=message):
         build_schedule(schedules, build_optimizer(OptimizerConfig(), parameters()))
-    problems = check({"policy": {"scheduler": [schedule.model_dump() for schedule in schedules]}})
+    problems = check({"scheduler": [schedule.model_dump() for schedule in schedules]})
     assert len(problems) == 1
     assert message in problems[0]
 
 
 def test_defaults_pass_the_preflight():
-    assert check({"policy": {"model_name": "m"}}) == []
+    assert check({"model_name": "m"}) == []
 
 
 FUSED_SGD = OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 0.1, "fused": True})
@@ -149,9 +149,9 @@ def test_a_resumed_run_steps_as_its_own_config_says(ranks, experts, tmp_path):
 
 
 def test_a_fused_step_that_cannot_run_on_sharded_parameters_is_refused(ranks, experts):
-    with pytest.raises(WorkerError, match=r"leave fused out of policy.optimizer.kwargs"):
+    with pytest.raises(WorkerError, match=r"leave fused out of optimizer.kwargs"):
         open_model(ranks, experts, FUSED_SGD)
-    assert "leave fused out" in check({"policy": {"optimizer": FUSED_SGD.model_dump()}})[0]
+    assert "leave fused out" in check({"optimizer": FUSED_SGD.model_dump()})[0]
 
 
 @pytest.mark.parametrize("optimizer", [HALF_STATE, OptimizerConfig(kwargs={"lr": 1e-3, "fused": True})], ids=str)

@@ -17,8 +17,9 @@ def problems(model_name="m", dtensor_cfg=None, device="cpu", **policy):
     fields = ModelConfig(model_name=model_name, **policy)
     backend = DTensorConfig(**(dtensor_cfg or {}))
     cluster = SimpleNamespace(device=device)
-    config = SimpleNamespace(policy=SimpleNamespace(**dict(fields), dtensor_cfg=backend), cluster=cluster)
-    return {problem.key: problem.message for check in PLUGIN.checks for problem in check(config)}
+    section = SimpleNamespace(**dict(fields), dtensor_cfg=backend)
+    config = SimpleNamespace(cluster=cluster)
+    return {problem.key: problem.message for check in PLUGIN.checks for problem in check(section, config)}
 
 
 def test_it_is_found_by_name_and_names_its_worker():
@@ -68,7 +69,7 @@ def test_meshes_that_cannot_be_are_refused_with_the_nearest_that_can(tmp_path, s
     config = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps(config))
     found = problems(str(tmp_path), settings)
-    assert advice in found[f"policy.dtensor_cfg.{key}"]
+    assert advice in found[f"dtensor_cfg.{key}"]
 
 
 def test_a_model_whose_config_is_not_at_hand_may_have_experts():
@@ -77,7 +78,7 @@ def test_a_model_whose_config_is_not_at_hand_may_have_experts():
 
 @pytest.mark.parametrize("name", ["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"])
 def test_experts_are_counted_under_the_names_that_families_give_them(tmp_path, name):
-    key = "policy.dtensor_cfg.expert_parallel_size"
+    key = "dtensor_cfg.expert_parallel_size"
     (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 2, name: 6}))
     assert not problems(str(tmp_path), {"expert_parallel_size": 3})
     assert "6 experts; set it to 3" in problems(str(tmp_path), {"expert_parallel_size": 4})[key]
@@ -99,7 +100,7 @@ def test_experts_are_counted_under_the_names_that_families_give_them(tmp_path, n
 def test_heads_that_flash_attention_does_not_take_are_refused(tmp_path, sizes):
     (tmp_path / "config.json").write_text(json.dumps(sizes))
     found = problems(str(tmp_path), {"attention_backend": "flash_attention_2"}, device="cuda")
-    assert "the model's have 512" in found["policy.dtensor_cfg.attention_backend"]
+    assert "the model's have 512" in found["dtensor_cfg.attention_backend"]
     assert not problems(str(tmp_path), {"attention_backend": "auto"}, device="cuda")
     halves = {name: size if name == "num_attention_heads" else size // 2 for name, size in sizes.items()}
     (tmp_path / "config.json").write_text(json.dumps(halves))
@@ -108,12 +109,12 @@ def test_heads_that_flash_attention_does_not_take_are_refused(tmp_path, sizes):
 
 def test_layers_with_experts_are_not_compiled(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 2, "num_experts": 4}))
-    assert "set compile=false" in problems(str(tmp_path), {"compile": True})["policy.dtensor_cfg.compile"]
+    assert "set compile=false" in problems(str(tmp_path), {"compile": True})["dtensor_cfg.compile"]
     assert not problems(str(tmp_path))
 
 
 def test_attention_that_a_device_or_a_precision_cannot_run_is_refused():
-    key = "policy.dtensor_cfg.attention_backend"
+    key = "dtensor_cfg.attention_backend"
     for backend in ("flash_attention_2", "flash_attention_3", "flex"):
         for device in ("cpu", "rehearsal"):
             found = problems(dtensor_cfg={"attention_backend": backend}, device=device)[key]
@@ -121,6 +122,6 @@ def test_attention_that_a_device_or_a_precision_cannot_run_is_refused():
         for device in ("auto", "cuda"):
             assert not problems(dtensor_cfg={"attention_backend": backend}, device=device)
     flash = {"attention_backend": "flash_attention_2"}
-    assert "policy.precision=bfloat16" in problems(dtensor_cfg=flash, device="cuda", precision="float32")[key]
+    assert "precision=bfloat16" in problems(dtensor_cfg=flash, device="cuda", precision="float32")[key]
     assert not problems(dtensor_cfg={"attention_backend": "flex"}, device="cuda", precision="float32")
     assert not problems(dtensor_cfg={"attention_backend": "eager"}, precision="float32")

@@ -494,7 +494,7 @@ _TOGETHER = (
         SFT,
         MEGATRON,
         "policy.megatron_cfg.sequence_parallel=true",
-        says=r"spreads tokens .* of which there is one; set policy\.megatron_cfg\.tensor_model_parallel_size",
+        says=r"spreads tokens .* of which there is one; set megatron_cfg\.tensor_model_parallel_size",
     ),
     _case(
         "packing and dynamic batching",

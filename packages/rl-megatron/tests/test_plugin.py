@@ -13,10 +13,9 @@ from rl_megatron.plugin import PLUGIN, num_ranks
 def problems(policy=None, device="cpu", **settings):
     model = policy or ModelConfig(model_name="model")
     fields = {name: getattr(model, name) for name in ModelConfig.model_fields}
-    policy = SimpleNamespace(**fields, megatron_cfg=MegatronConfig(**settings))
-    sections = {"cluster": SimpleNamespace(device=device), "checkpointing": SimpleNamespace(enabled=True)}
-    config = SimpleNamespace(policy=policy, **sections)
-    return {problem.key: problem.message for check in PLUGIN.checks for problem in check(config)}
+    section = SimpleNamespace(**fields, megatron_cfg=MegatronConfig(**settings))
+    config = SimpleNamespace(cluster=SimpleNamespace(device=device), checkpointing=SimpleNamespace(enabled=True))
+    return {problem.key: problem.message for check in PLUGIN.checks for problem in check(section, config)}
 
 
 def test_defaults_have_no_problems():
@@ -41,34 +40,31 @@ def test_defaults_have_no_problems():
     ],
 )
 def test_settings_that_contradict_each_other_are_named(settings, key, message):
-    assert message in problems(**settings)[f"policy.megatron_cfg.{key}"]
+    assert message in problems(**settings)[f"megatron_cfg.{key}"]
 
 
 @pytest.mark.parametrize("device", ["cpu", "rehearsal"])
 def test_kernels_of_gpus_are_refused_where_the_cpu_computes(device):
     settings = {"fp8_cfg": {"enabled": True}, "moe_token_dispatcher_type": "flex", "expert_model_parallel_size": 2}
     found = problems(device=device, **settings)
-    assert f"cluster.device is {device}" in found["policy.megatron_cfg.fp8_cfg.enabled"]
-    assert "DeepEP" in found["policy.megatron_cfg.moe_token_dispatcher_type"]
+    assert f"cluster.device is {device}" in found["megatron_cfg.fp8_cfg.enabled"]
+    assert "DeepEP" in found["megatron_cfg.moe_token_dispatcher_type"]
     for other in ("cuda", "auto"):
         assert problems(device=other, **settings) == {}
     alone = problems(device="cuda", moe_token_dispatcher_type="flex")
-    assert "above 1" in alone["policy.megatron_cfg.moe_token_dispatcher_type"]
+    assert "above 1" in alone["megatron_cfg.moe_token_dispatcher_type"]
 
 
 def test_8_bit_needs_its_engine_and_scales_that_a_resumed_run_finds():
     delayed = problems(device="cuda", fp8_cfg={"enabled": True, "fp8_recipe": "delayed"})
-    assert "a resumed run would not be exact" in delayed["policy.megatron_cfg.fp8_cfg.fp8_recipe"]
+    assert "a resumed run would not be exact" in delayed["megatron_cfg.fp8_cfg.fp8_recipe"]
     without = problems(device="cuda", fp8_cfg={"enabled": True}, transformer_engine=False)
-    assert "transformer_engine is false" in without["policy.megatron_cfg.fp8_cfg.enabled"]
+    assert "transformer_engine is false" in without["megatron_cfg.fp8_cfg.enabled"]
 
 
 def test_layers_of_transformer_engine_take_no_adapters():
     model = ModelConfig(model_name="model", lora_cfg=LoraConfig(enabled=True))
-    assert (
-        "adapters need"
-        in problems(model, device="cuda", fp8_cfg={"enabled": True})["policy.megatron_cfg.fp8_cfg.enabled"]
-    )
+    assert "adapters need" in problems(model, device="cuda", fp8_cfg={"enabled": True})["megatron_cfg.fp8_cfg.enabled"]
     assert problems(model) == {}
 
 
@@ -107,4 +103,4 @@ def test_a_layout_that_does_not_divide_a_model_on_this_machine_is_named(tmp_path
     (tmp_path / "config.json").write_text(json.dumps(fields))
     model = ModelConfig(model_name=str(tmp_path))
     assert problems(model) == {}
-    assert message in problems(model, **settings)[f"policy.megatron_cfg.{key}"]
+    assert message in problems(model, **settings)[f"megatron_cfg.{key}"]

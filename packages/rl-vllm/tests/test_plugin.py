@@ -19,9 +19,8 @@ def problems(model_name: str = "model", **settings: object) -> dict[str, str]:
     vllm_cfg = settings.pop("vllm_cfg", VllmConfig())
     kind = assemble("Generation", {"vllm_cfg": VllmConfig}, base=GenerationConfig)
     generation = kind.model_validate({**settings, "vllm_cfg": vllm_cfg})
-    policy = SimpleNamespace(generation=generation, model_name=model_name, hf_config_overrides={})
-    config = SimpleNamespace(policy=policy)
-    return {problem.key: problem.message for check in PLUGIN.checks for problem in check(config)}
+    section = SimpleNamespace(generation=generation, model_name=model_name, hf_config_overrides={})
+    return {problem.key: problem.message for check in PLUGIN.checks for problem in check(section, None)}
 
 
 def test_the_plugin_is_found_and_counts_ranks() -> None:
@@ -46,20 +45,20 @@ def test_several_ranks_cannot_share_one_process() -> None:
 def test_a_completion_must_leave_room_for_its_prompt() -> None:
     assert problems() == {}
     found = problems(max_new_tokens=512, vllm_cfg=VllmConfig(max_model_len=512))
-    assert "leave no room" in found["policy.generation.vllm_cfg.max_model_len"]
+    assert "leave no room" in found["generation.vllm_cfg.max_model_len"]
 
 
 def test_ranks_that_do_not_divide_the_heads_of_a_model_on_this_machine_are_a_problem(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"num_attention_heads": 4}')
     assert problems(str(tmp_path), vllm_cfg=VllmConfig(tensor_parallel_size=4)) == {}
     found = problems(str(tmp_path), vllm_cfg=VllmConfig(tensor_parallel_size=3))
-    assert "4 attention heads" in found["policy.generation.vllm_cfg.tensor_parallel_size"]
+    assert "4 attention heads" in found["generation.vllm_cfg.tensor_parallel_size"]
 
 
 def test_temperatures_that_vllm_changes_or_refuses_are_problems() -> None:
     assert problems(temperature=0.01, val_temperature=0.0) == {}
-    assert list(problems(temperature=2.5)) == ["policy.generation.temperature"]
-    assert list(problems(val_temperature=0.005)) == ["policy.generation.val_temperature"]
+    assert list(problems(temperature=2.5)) == ["generation.temperature"]
+    assert list(problems(val_temperature=0.005)) == ["generation.val_temperature"]
 
 
 def test_unknown_keys_and_wrong_types_are_refused() -> None:
@@ -72,7 +71,7 @@ def test_preflight_names_arguments_that_the_engine_does_not_have() -> None:
     assert resolve(PLUGIN.preflight) is preflight.problems
 
     def check(**kwargs: object) -> list[str]:
-        return preflight.problems({"policy": {"generation": {"vllm_cfg": {"vllm_kwargs": kwargs}}}})
+        return preflight.problems({"generation": {"vllm_cfg": {"vllm_kwargs": kwargs}}})
 
     assert check() == []
     assert check(block_size=64) == []

@@ -227,14 +227,14 @@ def local_hf_config(policy: ModelConfig) -> dict[str, Any]:
 
 class ColocatedResources(Config):
     gpus_per_node: int | None = Field(default=None, gt=0)
-    """GPUs per node for generation alone."""
+    """GPUs per node of its own."""
     num_nodes: int | None = Field(default=None, gt=0)
-    """Nodes for generation alone; 1 where unset."""
+    """Nodes of its own; 1 if unset."""
 
 
 class ColocatedConfig(Config):
     enabled: bool = True
-    """Share the policy's devices, taking turns; otherwise generation has devices of its own."""
+    """Share the policy's devices, taking turns; otherwise it has devices of its own."""
     resources: ColocatedResources = ColocatedResources()
 
 

@@ -50,7 +50,7 @@ class BackendPlugin:
 
     Args:
         name: as users write it.
-        key: where its config lives, under `policy` (`dtensor_cfg`) or `policy.generation` (`vllm_cfg`).
+        key: where its config lives, in a model's section (`dtensor_cfg`) or in `policy.generation` (`vllm_cfg`).
         config: type of that config; a training backend's extends `rl_core.model_config.BackendConfig`.
         worker: `"package.module:Class"`, a `ModelWorker` or a `Generator`, imported in the worker's environment.
         requirement: what that environment needs.
@@ -59,14 +59,16 @@ class BackendPlugin:
         ranks: from the backend's config to the number of ranks that one model (training: one data-parallel shard times
             model parallel)
             or one replica (generation) needs at least; the world must be a multiple of it.
-        checks: static checks on the whole resolved config, run before any process starts.
-        preflight: `"package.module:function"`, called in the worker's environment with the resolved config as plain
-            data before Ray starts; returns problems as text.
+        checks: static checks, called as `check(section, config)` before any process starts, with the section of the
+            model (for an engine, of the model it serves) and the whole resolved config. Keys of their problems are
+            relative to that section, whatever its role.
+        preflight: `"package.module:function"`, called in the worker's environment before Ray starts, with that section
+            as plain data; returns problems as text that begins with a key of the section.
         selfcheck: `"package.module:function"` of a training backend, called in the worker's environment with a model's
             folder or hub name, and with None or the one `rl_core.selfcheck.MeshCase` to check; yields a `FamilyCase`
             for each mesh, layout of rows and kind of training on a tiny model of its family, on CPU, and raises
             `ConfigError` if there is no such family.
-        mesh_case: from the resolved config of a run to the case that its mesh comes down to at a small size.
+        mesh_case: from the section of a model to the case that its mesh comes down to at a small size.
         held_families: model types (as in `config.json`) whose every mesh the backend's own tests hold; a run of another
             family checks its case first.
     """
@@ -78,7 +80,7 @@ class BackendPlugin:
     requirement: Requirement
     ranks: Callable[[Any], int]
     further: Callable[[Any], tuple[Requirement, ...]] = nothing_further
-    checks: tuple[Callable[[Any], Iterable[Problem]], ...] = ()
+    checks: tuple[Callable[[Any, Any], Iterable[Problem]], ...] = ()
     preflight: str = ""
     selfcheck: str = ""
     mesh_case: Callable[[Any], MeshCase] | None = None

@@ -39,7 +39,7 @@ def compiler_problem() -> str:
     except Exception as error:  # noqa: BLE001  # whatever compilers and drivers say
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         return (
-            "policy.dtensor_cfg.compile needs a C++ compiler that works, and compiling a sum gave "
+            "dtensor_cfg.compile needs a C++ compiler that works, and compiling a sum gave "
             f"{type(error).__name__}: {lines[0] if lines else 'no reason'}; install g++ (or set CXX), or set "
             "compile=false"
         )

@@ -194,7 +194,7 @@ def _flash(package: str, remedy: str, *, takes_dropout: bool = False) -> Attend:
         functions = importlib.import_module(package)
     except ImportError as error:
         raise ValueError(
-            f"policy.dtensor_cfg.attention_backend needs {package}, which cannot be imported ({error}); {remedy}, "
+            f"dtensor_cfg.attention_backend needs {package}, which cannot be imported ({error}); {remedy}, "
             "or set attention_backend=auto"
         ) from error
 

@@ -31,8 +31,8 @@ def build_sharded_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Par
     optimizer = build_optimizer(config, parameters)
     if optimizer.defaults.get("fused") and not isinstance(optimizer, torch.optim.Adam):  # AdamW is one
         raise ValueError(
-            f"policy.optimizer: the fused step of {config.name} does not run on sharded parameters; leave fused out of "
-            "policy.optimizer.kwargs, or use torch.optim.AdamW"
+            f"optimizer: the fused step of {config.name} does not run on sharded parameters; leave fused out of "
+            "optimizer.kwargs, or use torch.optim.AdamW"
         )
     return optimizer
 

@@ -34,20 +34,19 @@ SHAPING = (
 FLASH = Requirement("rl-dtensor", extras={"cuda": ("flash",)})
 
 
-def check_mesh(config: Any) -> Iterable[Problem]:
+def check_mesh(section: Any, config: Any) -> Iterable[Problem]:
     """Problems of the mesh, by itself and, if the model's config is on this machine, with the model."""
-    backend = config.policy.dtensor_cfg
-    model = local_hf_config(config.policy)
+    backend = section.dtensor_cfg
+    model = local_hf_config(section)
     yield from combination_problems(backend)
     yield from shape_problems(backend, model)
     yield from head_problems(backend, model)
 
 
-def check_device(config: Any) -> Iterable[Problem]:
-    """Settings that the run's device, or the policy's precision, cannot run."""
-    policy = config.policy
+def check_device(section: Any, config: Any) -> Iterable[Problem]:
+    """Settings that the run's device, or the model's precision, cannot run."""
     device = DEVICES.get(config.cluster.device)  # `auto` may still become any
-    yield from device_problems(policy.dtensor_cfg, precision=policy.precision, device=device)
+    yield from device_problems(section.dtensor_cfg, precision=section.precision, device=device)
 
 
 def kernels(config: DTensorConfig) -> tuple[Requirement, ...]:
@@ -59,10 +58,9 @@ HELD_FAMILIES = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwe
 """Model types that the tests of this package train on every mesh."""
 
 
-def mesh_case(config: Any) -> MeshCase:
-    """The case of `rl_dtensor.selfcheck` that a run's mesh comes down to: the same axes, two ranks on each."""
-    policy = config.policy
-    backend: DTensorConfig = policy.dtensor_cfg
+def mesh_case(section: Any) -> MeshCase:
+    """The case of `rl_dtensor.selfcheck` that a model's mesh comes down to: the same axes, two ranks on each."""
+    backend: DTensorConfig = section.dtensor_cfg
     sizes = at_most_two({name: getattr(backend, name) for name in SIZES})
     settings = {**{name: getattr(backend, name) for name in SHAPING}, **sizes}
     least = num_ranks(DTensorConfig(**settings))
@@ -72,8 +70,8 @@ def mesh_case(config: Any) -> MeshCase:
         " x ".join(axes) or "fsdp2",
         max(2, least),
         settings,
-        is_packed=policy.sequence_packing.enabled,
-        has_adapters=policy.lora_cfg.enabled,
+        is_packed=section.sequence_packing.enabled,
+        has_adapters=section.lora_cfg.enabled,
     )
 
 

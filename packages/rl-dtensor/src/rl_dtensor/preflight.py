@@ -15,14 +15,13 @@ from rl_dtensor.kernels import kernel_of
 from rl_dtensor.optimizer import build_sharded_optimizer
 
 
-def check(config: Mapping[str, Any]) -> list[str]:
-    """Problems of the `policy` section of a resolved config, as text: the optimizer and the schedules are built on
-    one parameter, the attention backend is imported."""
-    policy = config["policy"]
+def check(section: Mapping[str, Any]) -> list[str]:
+    """Problems of a model's section of a resolved config, as text: the optimizer and the schedules are built on one
+    parameter, the attention backend is imported."""
     fields = ModelConfig.model_fields
-    optimizer_config = OptimizerConfig.model_validate(policy.get("optimizer", fields["optimizer"].default))
-    schedules = [SchedulerConfig.model_validate(entry) for entry in policy.get("scheduler", [])]
-    backend = DTensorConfig.model_validate(policy.get("dtensor_cfg", {}))
+    optimizer_config = OptimizerConfig.model_validate(section.get("optimizer", fields["optimizer"].default))
+    schedules = [SchedulerConfig.model_validate(entry) for entry in section.get("scheduler", [])]
+    backend = DTensorConfig.model_validate(section.get("dtensor_cfg", {}))
     try:
         kernel_of(backend.attention_backend)
         optimizer = build_sharded_optimizer(optimizer_config, [torch.nn.Parameter(torch.zeros(1))])

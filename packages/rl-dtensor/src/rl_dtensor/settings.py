@@ -63,6 +63,6 @@ def device_problems(backend: DTensorConfig, *, precision: str, device: Device | 
     if precision == "float32" and attention in ("flash_attention_2", "flash_attention_3"):
         yield Problem(
             f"{SECTION}.attention_backend",
-            f"{attention} computes in half precision and policy.precision is float32; set policy.precision=bfloat16, "
+            f"{attention} computes in half precision and precision is float32; set precision=bfloat16, "
             "or this to auto, sdpa or flex",
         )

@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from functools import cache
+from operator import attrgetter
+from typing import Any, Generic, TypeVar
 
-from rl_core.config import Config
+from rl_algos.requirement import LOSSES
+from rl_core.config import Config, Problem, ProblemError
 from rl_core.model import ModelSpec
-from rl_core.model_config import GenerationConfig, ModelConfig
-from rl_core.plugins import BackendPlugin, Requirement
+from rl_core.model_config import ColocatedConfig, GenerationConfig, ModelConfig
+from rl_core.plugins import (
+    ALGORITHMS,
+    GENERATORS,
+    POLICIES,
+    AlgorithmPlugin,
+    BackendPlugin,
+    ModelNeed,
+    Requirement,
+    names,
+    plugin,
+)
+from rl_core.weights import WeightSyncChoice
+from rl_launch.placement.topology import GENERATION, Claim
 
 POLICY = "policy"
 """Role of the model whose weights are published and exported, and config section of the model that generates."""
+
+DEFAULT = "dtensor"
+"""Training backend of a model whose section enables none."""
+
+_logger = logging.getLogger(__name__)
 
 C = TypeVar("C", bound=Config)
 
@@ -39,10 +60,12 @@ class ModelBackend(Backend[ModelConfig]):
     Args:
         section: dotted key of its config section.
         spec: the model's head, and whether it trains.
+        colocated: whether it shares the policy's devices, or has its own.
     """
 
     section: str
     spec: ModelSpec
+    colocated: ColocatedConfig
 
 
 @dataclass(frozen=True)
@@ -69,3 +92,107 @@ class Backends:
     models: Mapping[str, ModelBackend]
     generation: GenerationBackend | None = None
     requirements: tuple[Requirement, ...] = ()
+
+    @property
+    def weight_sync(self) -> WeightSyncChoice:
+        """`policy.generation.weight_sync`."""
+        return self.generation.config.weight_sync if self.generation is not None else "auto"
+
+    @property
+    def claims(self) -> list[Claim]:
+        """Everything that computes on devices."""
+        claims = [
+            Claim(role, model.section, model.plugin.ranks(model.backend), model.colocated)
+            for role, model in self.models.items()
+        ]
+        if self.generation is not None:
+            ranks = self.generation.plugin.ranks(self.generation.backend)
+            key, colocated = f"{POLICY}.generation", self.generation.config.colocated
+            claims.append(Claim(GENERATION, key, ranks, colocated))
+        return claims
+
+
+def model_sections(config: Any) -> tuple[str, ...]:
+    """Dotted keys of the sections of a resolved root that hold models."""
+    if "algorithm" not in type(config).model_fields:
+        return (POLICY,)
+    algorithm: AlgorithmPlugin = plugin(ALGORITHMS, config.algorithm)
+    return algorithm.model_sections
+
+
+def section_of(config: Any, key: str) -> Any:
+    """The section of a resolved config at a dotted key."""
+    return attrgetter(key)(config)
+
+
+def with_section(config: Any, key: str, section: Config) -> Any:
+    """The config with another section at a dotted key."""
+    head, _, rest = key.partition(".")
+    return config.model_copy(update={head: with_section(getattr(config, head), rest, section) if rest else section})
+
+
+def backends_of(config: Any) -> Backends:
+    """The chosen backends of a resolved root, with their settings; of a model apart from a run, that model's.
+
+    Raises:
+        ProblemError: if two training backends of a model are enabled, or none.
+    """
+    if "algorithm" not in type(config).model_fields:
+        model = _model_backend(config, ModelNeed(POLICY, ModelSpec(trains=False)))
+        # in the environment that runs train it in, so that none is built for it
+        return Backends({POLICY: model}, requirements=(LOSSES,))
+    algorithm: AlgorithmPlugin = plugin(ALGORITHMS, config.algorithm)
+    needs = algorithm.models(config)
+    strange = {need.section for need in needs.values()} - set(algorithm.model_sections)
+    assert not strange, f"the plugin of {algorithm.name} names {strange} in models() and not in model_sections"
+    models = {role: _model_backend(config, need) for role, need in needs.items()}
+    return Backends(models, _generation_backend(config) if algorithm.generates else None, algorithm.requirements)
+
+
+@cache
+def installed(group: str) -> dict[str, Any]:
+    """The plugins of a group that load; one that does not cannot be chosen, but must not keep others from running."""
+    found = {}
+    for name in names(group):
+        try:
+            found[name] = plugin(group, name)
+        except ImportError as error:
+            _logger.warning("the %s plugin %s does not load: %s", group, name, error)
+    return found
+
+
+def _model_backend(config: Any, need: ModelNeed) -> ModelBackend:
+    section = section_of(config, need.section)
+    found = _enabled(need.section, section)
+    neutral, own = _plain(section, ModelConfig), getattr(section, found.key)
+    colocated = ColocatedConfig() if need.section == POLICY else section.colocated
+    return ModelBackend(found, neutral, own, need.section, need.spec, colocated)
+
+
+def _generation_backend(config: Any) -> GenerationBackend:
+    generation = config.policy.generation
+    found: BackendPlugin = plugin(GENERATORS, generation.backend)
+    served = _plain(config.policy, ModelConfig)
+    return GenerationBackend(found, _plain(generation, GenerationConfig), getattr(generation, found.key), served)
+
+
+def _enabled(key: str, section: Any) -> BackendPlugin:
+    """The training backend that a model's section enables."""
+    found: dict[str, BackendPlugin] = installed(POLICIES)
+    states = {name: getattr(section, each.key).enabled for name, each in found.items()}
+    enabled = [name for name, state in states.items() if state]
+    if len(enabled) > 1:
+        keys = " and ".join(f"{key}.{found[name].key}.enabled" for name in enabled)
+        raise ProblemError(Problem(key, f"{keys} are both true; a model has one backend: set one of them only"))
+    if enabled:
+        return found[enabled[0]]
+    if states.get(DEFAULT, False) is None:
+        return found[DEFAULT]
+    choices = ", ".join(f"{key}.{each.key}.enabled=true" for each in found.values())
+    raise ProblemError(Problem(key, f"no training backend is enabled; set one: {choices}"))
+
+
+def _plain(section: Any, kind: type[C]) -> C:
+    """The fields of a section that its base has, as an instance of the base."""
+    written = section.model_fields_set & set(kind.model_fields)
+    return kind.model_construct(written, **{name: getattr(section, name) for name in kind.model_fields})

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+from rl_core.model_config import ModelConfig
 from rl_launch.worker_envs import default_root
 
 _log = logging.getLogger(__name__)
@@ -21,10 +22,15 @@ MADE_HERE = frozenset({TINY, WARMED_UP})
 """Names of models that are made on this machine."""
 
 
-def model_folders(policy: Any) -> dict[str, str]:
-    """Folders of this machine that a resolved `policy` section loads a model or a tokenizer from, by key."""
-    named = {"policy.model_name": policy.model_name, "policy.tokenizer.name": policy.tokenizer.name}
-    return {key: name for key, name in named.items() if name is not None and Path(name).is_dir()}
+def model_folders(models: Mapping[str, ModelConfig]) -> dict[str, str]:
+    """Folders of this machine that models or tokenizers are loaded from, by key.
+
+    Args:
+        models: by the key of their section.
+    """
+    named = {f"{key}.model_name": model.model_name for key, model in models.items()}
+    named |= {f"{key}.tokenizer.name": model.tokenizer.name or "" for key, model in models.items()}
+    return {key: name for key, name in named.items() if name and Path(name).is_dir()}
 
 
 def models_folder() -> Path:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache
-from operator import attrgetter
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from pydantic import Field
 
-from rl_algos.requirement import LOSSES
 from rl_core.config import (
     Config,
     EnvVars,
@@ -27,24 +24,21 @@ from rl_core.config import (
 )
 from rl_core.devices import Device
 from rl_core.errors import ConfigError
-from rl_core.model import ModelSpec
-from rl_core.model_config import GenerationConfig, ModelConfig
+from rl_core.model_config import ColocatedConfig, GenerationConfig, ModelConfig
 from rl_core.plugins import (
     ALGORITHMS,
     ENVIRONMENTS,
     GENERATORS,
     POLICIES,
     AlgorithmPlugin,
-    BackendPlugin,
-    ModelNeed,
     names,
     plugin,
 )
-from rl_launch.backends import POLICY, Backends, GenerationBackend, ModelBackend
+from rl_launch.backends import POLICY, Backends, backends_of, installed, model_sections, section_of
 from rl_launch.cluster.device import AUTO, resolve_device
 from rl_launch.local_models import MADE_HERE
 from rl_launch.model_folder import MODEL_FILES, TOKENIZER_FILES, folder_problems
-from rl_launch.placement.topology import colocated_problems, plan, topology_problems, weight_sync_problems
+from rl_launch.placement.topology import Topology, colocated_problems, plan, topology_problems, weight_sync_problems
 from rl_launch.session.config import CheckpointingConfig, LoggerConfig
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -52,12 +46,6 @@ RECIPES = Path(__file__).parent / "recipes"
 
 SMALLEST = ("grpo-arithmetic", "sft-arithmetic")
 """The recipe of each algorithm that takes least to run."""
-
-_DEFAULT_POLICY = "dtensor"
-
-_logger = logging.getLogger(__name__)
-
-C = TypeVar("C", bound=Config)
 
 
 class ClusterConfig(Config):
@@ -161,10 +149,11 @@ def root_type(algorithm: AlgorithmPlugin, raw: RawConfig) -> type[RootConfig]:
     Raises:
         ConfigError: if a section chooses what does not exist.
     """
-    environments = {name: found.config for name, found in _installed(ENVIRONMENTS).items()}
+    environments = {name: found.config for name, found in installed(ENVIRONMENTS).items()}
+    own = {key: _section(key, kind, raw) for key, kind in algorithm.sections.items()}
     sections: dict[str, Any] = {
-        **{key: _section(key, kind, raw) for key, kind in algorithm.sections.items()},
-        "policy": _policy_type(generates=algorithm.generates),
+        **own,
+        **_nested(_model_types(algorithm), own),
         "checkpointing": CheckpointingConfig,
         "logger": LoggerConfig,
         "cluster": ClusterConfig,
@@ -185,34 +174,6 @@ def _section(key: str, kind: Any, raw: RawConfig) -> type[Config]:
     return chosen
 
 
-def backends_of(config: Any) -> Backends:
-    """The chosen backends of a resolved root, with their settings; of a model apart from a run, that model's.
-
-    Raises:
-        ConfigError: if two training backends of a model are enabled, or none.
-    """
-    if "algorithm" not in type(config).model_fields:
-        model = _model_backend(config, ModelNeed(POLICY, ModelSpec(trains=False)))
-        # in the environment that runs train it in, so that none is built for it
-        return Backends({POLICY: model}, requirements=(LOSSES,))
-    algorithm: AlgorithmPlugin = plugin(ALGORITHMS, config.algorithm)
-    models = {role: _model_backend(config, need) for role, need in algorithm.models(config).items()}
-    return Backends(models, _generation_backend(config) if algorithm.generates else None, algorithm.requirements)
-
-
-def _model_backend(config: Any, need: ModelNeed) -> ModelBackend:
-    section = attrgetter(need.section)(config)
-    found = _enabled_backend(need.section, section)
-    return ModelBackend(found, _plain(section, ModelConfig), getattr(section, found.key), need.section, need.spec)
-
-
-def _generation_backend(config: Any) -> GenerationBackend:
-    generation = config.policy.generation
-    found: BackendPlugin = plugin(GENERATORS, generation.backend)
-    served = _plain(config.policy, ModelConfig)
-    return GenerationBackend(found, _plain(generation, GenerationConfig), getattr(generation, found.key), served)
-
-
 def _algorithm(raw: RawConfig) -> AlgorithmPlugin:
     name = raw.select("algorithm")
     if not isinstance(name, str):
@@ -221,58 +182,48 @@ def _algorithm(raw: RawConfig) -> AlgorithmPlugin:
     return plugin(ALGORITHMS, name)
 
 
+def _model_types(algorithm: AlgorithmPlugin) -> dict[str, type[Config]]:
+    """Types of the sections that hold models, by dotted key."""
+    others = assemble("Model", {**_backend_types(POLICIES), "colocated": ColocatedConfig}, base=ModelConfig)
+    types = dict.fromkeys(algorithm.model_sections, others)
+    return {**types, POLICY: _policy_type(generates=algorithm.generates)}
+
+
 def _policy_type(*, generates: bool) -> type[Config]:
-    sections: dict[str, Any] = {found.key: found.config for found in _installed(POLICIES).values()}
+    sections: dict[str, Any] = _backend_types(POLICIES)
     if generates:
-        engines = {found.key: found.config for found in _installed(GENERATORS).values()}
-        sections["generation"] = assemble("Generation", engines, base=GenerationConfig)
+        sections["generation"] = assemble("Generation", _backend_types(GENERATORS), base=GenerationConfig)
     return assemble("Policy", sections, base=ModelConfig)
 
 
-@cache
-def _installed(group: str) -> dict[str, Any]:
-    """The plugins of a group that load; one that does not cannot be chosen, but must not keep others from running."""
-    found = {}
-    for name in names(group):
-        try:
-            found[name] = plugin(group, name)
-        except ImportError as error:
-            _logger.warning("the %s plugin %s does not load: %s", group, name, error)
-    return found
+def _backend_types(group: str) -> dict[str, type[Config]]:
+    return {found.key: found.config for found in installed(group).values()}
 
 
-def _enabled_backend(key: str, section: Any) -> BackendPlugin:
-    installed: dict[str, BackendPlugin] = _installed(POLICIES)
-    states = {name: getattr(section, found.key).enabled for name, found in installed.items()}
-    enabled = [name for name, state in states.items() if state]
-    if len(enabled) > 1:
-        keys = " and ".join(f"{key}.{installed[name].key}.enabled" for name in enabled)
-        raise ConfigError(f"{keys} are both true; a model has one backend: set one of them only")
-    if enabled:
-        return installed[enabled[0]]
-    if states.get(_DEFAULT_POLICY, False) is None:
-        return installed[_DEFAULT_POLICY]
-    choices = ", ".join(f"{key}.{found.key}.enabled=true" for found in installed.values())
-    raise ConfigError(f"no training backend is enabled; set one: {choices}")
-
-
-def _plain(section: Any, kind: type[C]) -> C:
-    """The fields of a section that its base has, as an instance of the base."""
-    written = section.model_fields_set & set(kind.model_fields)
-    return kind.model_construct(written, **{name: getattr(section, name) for name in kind.model_fields})
+def _nested(types: Mapping[str, type[Config]], around: Mapping[str, type[Config]]) -> dict[str, type[Config]]:
+    """Types by dotted key as sections within sections, those of `around` among them."""
+    nested = {key: kind for key, kind in types.items() if "." not in key}
+    for head in dict.fromkeys(key.partition(".")[0] for key in types if "." in key):
+        below = {key.partition(".")[2]: kind for key, kind in types.items() if key.startswith(f"{head}.")}
+        nested[head] = assemble(head.title(), _nested(below, {}), base=around.get(head, Config))
+    return nested
 
 
 def _folder_checks(config: Any) -> Iterator[Problem]:
     # said here already: to load what is in the folder takes libraries that take seconds to import
-    policy = config.policy
-    tokenizer = policy.tokenizer.name
-    files = (*MODEL_FILES, TOKENIZER_FILES) if tokenizer is None else MODEL_FILES
-    if policy.model_name not in MADE_HERE:
-        yield from folder_problems("policy.model_name", policy.model_name, files)
-    if tokenizer is not None and tokenizer not in MADE_HERE:
-        yield from folder_problems("policy.tokenizer.name", tokenizer, (TOKENIZER_FILES,))
+    tokenizer = config.policy.tokenizer
+    for key in model_sections(config):
+        section = section_of(config, key)
+        has_tokenizer = key == POLICY and tokenizer.name is None
+        if section.model_name not in MADE_HERE:
+            files = (*MODEL_FILES, TOKENIZER_FILES) if has_tokenizer else MODEL_FILES
+            yield from folder_problems(f"{key}.model_name", section.model_name, files)
+        if "tokenizer" in section.model_fields_set and section.tokenizer != tokenizer:
+            yield Problem(f"{key}.tokenizer", "differs from policy.tokenizer, which makes all tokens; remove this key")
+    if tokenizer.name is not None and tokenizer.name not in MADE_HERE:
+        yield from folder_problems("policy.tokenizer.name", tokenizer.name, (TOKENIZER_FILES,))
     try:
-        policy.tokenizer.template_text()
+        tokenizer.template_text()
     except ValueError as error:
         yield Problem("policy.tokenizer.chat_template", str(error))
 
@@ -294,35 +245,41 @@ def _checkpointing_checks(config: Any) -> Iterator[Problem]:
 def _backend_checks(config: Any) -> Iterable[Problem]:
     try:
         backends = backends_of(config)
-    except ConfigError as error:
-        return [Problem("policy", str(error))]
-    chosen = [model.plugin for model in backends.models.values()]
+    except ProblemError as error:
+        return error.problems
+    chosen = [(model.section, model.plugin) for model in backends.models.values()]
     if backends.generation is not None:
-        chosen.append(backends.generation.plugin)
-    return [problem for found in chosen for check in found.checks for problem in check(config)]
+        chosen.append((POLICY, backends.generation.plugin))
+    return [
+        replace(problem, key=f"{key}.{problem.key}")
+        for key, found in chosen
+        for check in found.checks
+        for problem in check(section_of(config, key), config)
+    ]
 
 
 def _topology_checks(config: Any) -> Iterator[Problem]:
     try:
         backends = backends_of(config)
-    except ConfigError:
+    except ProblemError:
         return
-    if backends.generation is not None:
-        yield from colocated_problems(backends.generation.config.colocated)
+    yield from colocated_problems(backends.claims)
     yield from _placement_problems(config.cluster, backends)
 
 
 def _model_checks(config: Any) -> Iterator[Problem]:
+    """Checks of the policy alone."""
     try:
-        models = backends_of(config).models
-    except ConfigError as error:
-        yield Problem("policy", str(error))
+        policy = backends_of(config).models[POLICY]
+    except ProblemError as error:
+        yield from error.problems
         return
     if config.policy.model_name not in MADE_HERE:
         yield from folder_problems("policy.model_name", config.policy.model_name, MODEL_FILES)
-    for check in models[POLICY].plugin.checks:
-        yield from check(config)
-    yield from _placement_problems(config.cluster, Backends({POLICY: models[POLICY]}))
+    for check in policy.plugin.checks:
+        for problem in check(config.policy, config):
+            yield replace(problem, key=f"{POLICY}.{problem.key}")
+    yield from _placement_problems(config.cluster, Backends({POLICY: policy}))
 
 
 def check_placement(cluster: Any, backends: Backends, device: Device) -> None:
@@ -331,26 +288,24 @@ def check_placement(cluster: Any, backends: Backends, device: Device) -> None:
     Raises:
         ConfigError: listing every problem.
     """
-    problems = list(_placement_problems_on(device, cluster, backends))
+    problems = list(_problems_of(topology_of(cluster, backends, device)))
     if problems:
         raise ConfigError("\n".join(f"{problem.key}: {problem.message}" for problem in problems))
+
+
+def topology_of(cluster: Any, backends: Backends, device: Device) -> Topology:
+    """The devices of a `cluster` section as a run shares them out."""
+    ranks = device.ranks_per_node(cluster)
+    sizes = {"num_nodes": cluster.num_nodes, "ranks_per_node": ranks}
+    return plan(backends.claims, **sizes, device=device, weight_sync=backends.weight_sync)
 
 
 def _placement_problems(cluster: Any, backends: Backends) -> Iterator[Problem]:
     # the devices of another machine's cluster are known once Ray has connected to it: `check_placement`
     if cluster.device != AUTO or not os.environ.get("RAY_ADDRESS"):
-        yield from _placement_problems_on(resolve_device(cluster), cluster, backends)
+        yield from _problems_of(topology_of(cluster, backends, resolve_device(cluster)))
 
 
-def _placement_problems_on(device: Device, cluster: Any, backends: Backends) -> Iterator[Problem]:
-    generation = backends.generation
-    topology = plan(
-        num_nodes=cluster.num_nodes,
-        ranks_per_node=device.ranks_per_node(cluster),
-        device=device,
-        generation=generation.config if generation else None,
-        replica_ranks=generation.plugin.ranks(generation.backend) if generation else 1,
-    )
+def _problems_of(topology: Topology) -> Iterator[Problem]:
     yield from weight_sync_problems(topology)
-    for model in backends.models.values():
-        yield from topology_problems(topology, model.plugin.ranks(model.backend))
+    yield from topology_problems(topology)

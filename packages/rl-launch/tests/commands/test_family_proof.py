@@ -49,14 +49,14 @@ def backend(mesh="tp2", held=()):
         requirement=Requirement("some"),
         ranks=lambda config: 1,
         selfcheck="some_check:check",
-        mesh_case=lambda config: MeshCase(mesh, 2, {"split": 2}, is_packed=True, has_adapters=False),
+        mesh_case=lambda section: MeshCase(mesh, 2, {"split": 2}, is_packed=True, has_adapters=False),
         held_families=frozenset(held),
     )
 
 
 def prove(model, plugin, family_check="auto"):
-    policy = SimpleNamespace(model_name=str(model), family_check=family_check)
-    prove_family(SimpleNamespace(policy=policy), plugin, sys.executable)
+    section = SimpleNamespace(model_name=str(model), family_check=family_check)
+    prove_family(section, "policy", plugin, sys.executable)
 
 
 def num_checks(model):

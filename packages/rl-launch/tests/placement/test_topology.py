@@ -1,120 +1,171 @@
 import pytest
 
 from rl_core.devices import CPU, CUDA, REHEARSAL
-from rl_core.model_config import ColocatedConfig, ColocatedResources, GenerationConfig
-from rl_launch.placement.topology import colocated_problems, plan, topology_problems, weight_sync_problems
+from rl_core.model_config import ColocatedConfig, ColocatedResources
+from rl_launch.placement.topology import (
+    Claim,
+    Devices,
+    colocated_problems,
+    plan,
+    topology_problems,
+    weight_sync_problems,
+)
+
+SHARED = ColocatedConfig()
 
 
-def make(num_nodes=1, ranks=8, device=CUDA, replica_ranks=2, colocated=True, gpus=None, nodes=None, sync="auto"):
-    resources = ColocatedResources(gpus_per_node=gpus, num_nodes=nodes)
-    settings = GenerationConfig(colocated=ColocatedConfig(enabled=colocated, resources=resources), weight_sync=sync)
-    return plan(
-        num_nodes=num_nodes, ranks_per_node=ranks, device=device, generation=settings, replica_ranks=replica_ranks
-    )
+def apart(gpus=None, nodes=None):
+    return ColocatedConfig(enabled=False, resources=ColocatedResources(gpus_per_node=gpus, num_nodes=nodes))
+
+
+def policy(ranks=1):
+    return Claim("policy", "policy", ranks, SHARED)
+
+
+def teacher(colocated=SHARED, ranks=1):
+    return Claim("teacher", "distillation.teacher", ranks, colocated)
+
+
+def generation(colocated=SHARED, ranks=2):
+    return Claim("generation", "policy.generation", ranks, colocated)
+
+
+def make(*claims, num_nodes=1, ranks=8, device=CUDA, sync="auto"):
+    return plan(claims, num_nodes=num_nodes, ranks_per_node=ranks, device=device, weight_sync=sync)
 
 
 def test_colocated_generation_has_the_policys_devices():
-    topology = make(num_nodes=2)
-    assert (topology.policy_nodes, topology.policy_ranks) == (2, 8)
-    assert (topology.generation_nodes, topology.generation_ranks) == (2, 8)
+    topology = make(policy(), generation(), num_nodes=2)
+    assert topology.devices("policy") == topology.devices("generation") == Devices(2, 8)
     assert topology.replicas_per_node == 4
-    assert topology.shares_devices
+    assert topology.takes_turns("policy")
+    assert topology.takes_turns("generation")
     assert topology.transport == "ipc"
 
 
 def test_on_one_node_separate_generation_takes_devices_from_the_policy():
-    topology = make(colocated=False, gpus=2)
-    assert (topology.policy_ranks, topology.generation_ranks) == (6, 2)
-    assert not topology.shares_devices
+    topology = make(policy(), generation(apart(gpus=2)))
+    assert (topology.devices("policy"), topology.devices("generation")) == (Devices(1, 6), Devices(1, 2))
+    assert not topology.takes_turns("policy")
     assert topology.transport == "collective"
 
 
 def test_on_several_nodes_separate_generation_takes_whole_nodes():
-    topology = make(num_nodes=4, colocated=False, nodes=1)
-    assert (topology.policy_nodes, topology.generation_nodes, topology.generation_ranks) == (3, 1, 8)
+    topology = make(policy(), generation(apart(nodes=1)), num_nodes=4)
+    assert (topology.devices("policy"), topology.devices("generation")) == (Devices(3, 8), Devices(1, 8))
 
 
 def test_cores_are_not_divided_among_replicas():
-    topology = make(device=CPU, ranks=2, replica_ranks=1)
+    topology = make(policy(), generation(ranks=1), device=CPU, ranks=2)
     assert topology.replicas_per_node == 1
-    assert not topology.shares_devices
+    assert not topology.takes_turns("policy")
     assert topology.transport == "ipc"
 
 
+def test_models_share_devices_or_have_their_own():
+    topology = make(policy(), teacher(), generation(apart(gpus=2)))
+    assert topology.sharing == ("policy", "teacher")
+    assert topology.takes_turns("teacher")
+    assert not topology.takes_turns("generation")
+    topology = make(policy(), teacher(apart(gpus=3)), generation(apart(gpus=2)))
+    assert [topology.devices(name).count for name in topology.claims] == [3, 3, 2]
+    assert not any(topology.takes_turns(name) for name in topology.claims)
+    topology = make(policy(), teacher(apart(nodes=2, gpus=4)), generation(), num_nodes=4)
+    assert [topology.devices(name) for name in topology.claims] == [Devices(2, 8), Devices(2, 4), Devices(2, 8)]
+
+
 def test_a_rehearsal_has_the_topology_of_gpus():
-    for settings in (
-        {"num_nodes": 2},
-        {"colocated": False, "gpus": 2},
-        {"num_nodes": 4, "colocated": False, "nodes": 1},
+    for claims, num_nodes in (
+        ((policy(), generation()), 2),
+        ((policy(), generation(apart(gpus=2))), 1),
+        ((policy(), teacher(), generation(apart(nodes=1))), 4),
     ):
-        rehearsed, real = make(device=REHEARSAL, **settings), make(**settings)
+        rehearsed, real = (make(*claims, num_nodes=num_nodes, device=device) for device in (REHEARSAL, CUDA))
         assert (rehearsed.transport, rehearsed.replicas_per_node) == (real.transport, real.replicas_per_node)
-        assert rehearsed.shares_devices == real.shares_devices
+        for claim in claims:
+            assert rehearsed.takes_turns(claim.name) == real.takes_turns(claim.name)
 
 
 def test_an_algorithm_without_generation_uses_every_device():
-    topology = plan(num_nodes=2, ranks_per_node=4, device=CUDA, generation=None, replica_ranks=1)
-    assert (topology.policy_nodes, topology.policy_ranks) == (2, 4)
+    topology = make(policy(), num_nodes=2, ranks=4)
+    assert topology.devices("policy") == Devices(2, 4)
+    assert not topology.takes_turns("policy")
 
 
 @pytest.mark.parametrize(
-    ("topology", "policy_ranks", "said"),
+    ("topology", "key", "said"),
     [
-        (make(colocated=False, gpus=8), 1, "leaves the policy no device"),
-        (make(colocated=False, gpus=12), 1, "leaves the policy no device"),
-        (make(), 3, "8 ranks are not a multiple of the 3"),
-        (make(replica_ranks=3), 1, "8 GPUs per node cannot be divided into replicas of 3"),
         (
-            make(num_nodes=2, replica_ranks=16),
-            1,
+            make(policy(), generation(apart(gpus=8))),
+            "policy.generation.colocated.resources.gpus_per_node",
+            "leaves the policy no device",
+        ),
+        (
+            make(policy(), teacher(apart(gpus=12))),
+            "distillation.teacher.colocated.resources.gpus_per_node",
+            "leaves the policy no device",
+        ),
+        (make(policy(ranks=3), generation()), "cluster", "the policy's 8 ranks are not a multiple of the 3"),
+        (
+            make(policy(), teacher(apart(gpus=3), ranks=2)),
+            "cluster",
+            "multiple of the 2 that one copy of it is split over; lower its parallel sizes in distillation.teacher",
+        ),
+        (
+            make(policy(), generation(ranks=3)),
+            "policy.generation",
+            "8 GPUs per node cannot be divided into replicas of 3",
+        ),
+        (
+            make(policy(), generation(ranks=16), num_nodes=2),
+            "policy.generation",
             "16 ranks (tensor_parallel_size x pipeline_parallel_size) does not fit on a node, which has 8 GPUs",
         ),
     ],
 )
-def test_what_does_not_divide_is_named(topology, policy_ranks, said):
-    problems = list(topology_problems(topology, policy_ranks))
-    assert len(problems) == 1
-    assert said in str(problems[0])
+def test_what_does_not_divide_is_named(topology, key, said):
+    (problem,) = topology_problems(topology)
+    assert problem.key == key
+    assert said in problem.message
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("topology", "said"),
     [
-        ({"sync": "ipc", "device": CPU, "num_nodes": 2}, "do not share memory"),
-        ({"sync": "ipc", "colocated": False, "gpus": 2}, "do not share memory"),
-        ({"sync": "collective"}, "one process per GPU"),
-        ({"sync": "collective", "device": REHEARSAL}, "one process per GPU"),
+        (make(policy(), generation(), sync="ipc", device=CPU, num_nodes=2), "do not share memory"),
+        (make(policy(), generation(apart(gpus=2)), sync="ipc"), "do not share memory"),
+        (make(policy(), generation(), sync="collective"), "one process per GPU"),
+        (make(policy(), generation(), sync="collective", device=REHEARSAL), "one process per GPU"),
     ],
 )
-def test_a_transport_that_cannot_work_is_refused(settings, said):
-    (problem,) = weight_sync_problems(make(**settings))
+def test_a_transport_that_cannot_work_is_refused(topology, said):
+    (problem,) = weight_sync_problems(topology)
     assert problem.key == "policy.generation.weight_sync"
     assert said in problem.message
 
 
 @pytest.mark.parametrize(
-    ("settings", "transport"),
+    ("topology", "transport"),
     [
-        ({"sync": "ipc", "num_nodes": 2}, "ipc"),
-        ({"sync": "ipc", "device": CPU}, "ipc"),
-        ({"sync": "collective", "device": CPU}, "collective"),
-        ({"sync": "collective", "colocated": False, "gpus": 2}, "collective"),
-        ({"sync": "disk"}, "disk"),
-        ({"sync": "disk", "device": CPU, "num_nodes": 2}, "disk"),
+        (make(policy(), generation(), sync="ipc", num_nodes=2), "ipc"),
+        (make(policy(), generation(), sync="ipc", device=CPU), "ipc"),
+        (make(policy(), generation(), sync="collective", device=CPU), "collective"),
+        (make(policy(), generation(apart(gpus=2)), sync="collective"), "collective"),
+        (make(policy(), generation(), sync="disk"), "disk"),
+        (make(policy(), generation(), sync="disk", device=CPU, num_nodes=2), "disk"),
     ],
 )
-def test_a_transport_that_works_is_taken_as_it_was_chosen(settings, transport):
-    topology = make(**settings)
+def test_a_transport_that_works_is_taken_as_it_was_chosen(topology, transport):
     assert topology.transport == transport
     assert list(weight_sync_problems(topology)) == []
 
 
-def test_devices_for_generation_that_shares_the_policys_are_refused():
-    resources = ColocatedResources(gpus_per_node=2, num_nodes=1)
-    refused = list(colocated_problems(ColocatedConfig(resources=resources)))
-    assert [problem.key for problem in refused] == [
-        f"policy.generation.colocated.resources.{name}" for name in ("num_nodes", "gpus_per_node")
-    ]
-    assert all("enabled=false" in problem.message for problem in refused)
-    assert not list(colocated_problems(ColocatedConfig(enabled=False, resources=resources)))
-    assert not list(colocated_problems(ColocatedConfig()))
+def test_own_devices_of_one_that_shares_the_policys_are_refused():
+    given = ColocatedConfig(resources=ColocatedResources(gpus_per_node=2, num_nodes=1))
+    for claim in (generation(given), teacher(given)):
+        refused = list(colocated_problems([policy(), claim]))
+        assert [problem.key for problem in refused] == [
+            f"{claim.key}.colocated.resources.{name}" for name in ("num_nodes", "gpus_per_node")
+        ]
+        assert all(f"{claim.key}.colocated.enabled=false" in problem.message for problem in refused)
+    assert not list(colocated_problems([policy(), generation(apart(gpus=2)), teacher()]))

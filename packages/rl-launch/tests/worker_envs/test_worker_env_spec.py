@@ -3,7 +3,7 @@ import pytest
 from rl_algos.requirement import LOSSES
 from rl_core.devices import CPU, CUDA
 from rl_core.model import ModelSpec
-from rl_core.model_config import GenerationConfig, ModelConfig
+from rl_core.model_config import ColocatedConfig, GenerationConfig, ModelConfig
 from rl_core.plugins import GENERATORS, POLICIES, Requirement, plugin
 from rl_launch.backends import Backends, GenerationBackend, ModelBackend
 from rl_launch.runtime.role_envs import role_specs
@@ -11,6 +11,7 @@ from rl_launch.worker_envs import ROLLOUT_WORKER, Wanted, homes, worker_env
 
 ENGINE = Requirement("rl_Dtensor", {"cpu": ("worker",), "cuda": ("worker", "flash")}, ("torch",))
 MODEL = ModelConfig(model_name="any")
+SHARED = ColocatedConfig()
 
 
 def test_a_worker_needs_its_engine_ray_and_what_is_sent_to_it():
@@ -50,7 +51,9 @@ def test_an_engine_never_moves_into_the_environment_of_another():
 )
 def test_a_kernel_that_the_config_chooses_is_in_the_policys_environment(attention, extras):
     dtensor = plugin(POLICIES, "dtensor")
-    policy = ModelBackend(dtensor, MODEL, dtensor.config(attention_backend=attention), "policy", ModelSpec())
+    policy = ModelBackend(
+        dtensor, MODEL, dtensor.config(attention_backend=attention), "policy", ModelSpec(), ColocatedConfig()
+    )
     specs = role_specs(Backends({"policy": policy}, requirements=(LOSSES,)), (), CUDA)
     assert specs["policy"].wanted[0] == Wanted("rl-dtensor", extras)
     assert "rl-algos" in {wanted.distribution for wanted in specs["policy"].wanted}
@@ -60,8 +63,10 @@ def test_an_algorithms_own_distribution_reaches_every_model_and_the_rollouts():
     theirs = Requirement("their-losses", {"cpu": ("torch",)}, ("their_losses", "torch"))
     dtensor, megatron = plugin(POLICIES, "dtensor"), plugin(POLICIES, "megatron")
     models = {
-        "policy": ModelBackend(dtensor, MODEL, dtensor.config(), "policy", ModelSpec()),
-        "teacher": ModelBackend(megatron, MODEL, megatron.config(), "teacher", ModelSpec(trains=False)),
+        "policy": ModelBackend(dtensor, MODEL, dtensor.config(), "policy", ModelSpec(), SHARED),
+        "teacher": ModelBackend(
+            megatron, MODEL, megatron.config(), "teacher", ModelSpec(trains=False), ColocatedConfig()
+        ),
     }
     hf = plugin(GENERATORS, "hf")
     generation = GenerationBackend(hf, GenerationConfig(), hf.config(), MODEL)

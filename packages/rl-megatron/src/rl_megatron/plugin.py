@@ -13,7 +13,7 @@ from rl_core.plugins import BackendPlugin, Requirement
 from rl_core.selfcheck import MeshCase, at_most_two
 from rl_megatron.config import MegatronConfig
 
-KEY = "policy.megatron_cfg"
+KEY = "megatron_cfg"
 
 TRANSFORMER_ENGINE = Requirement("rl-megatron", extras={"cuda": ("te",)})
 
@@ -26,9 +26,9 @@ def num_ranks(config: MegatronConfig) -> int:
     return config.pipeline_model_parallel_size * lcm(dense, config.expert_model_parallel_size * expert_tensor)
 
 
-def check_layout(config: Any) -> Iterable[Problem]:
+def check_layout(section: Any, config: Any) -> Iterable[Problem]:
     """Settings of the layout that do nothing, or that Megatron does not run together."""
-    backend: MegatronConfig = config.policy.megatron_cfg
+    backend: MegatronConfig = section.megatron_cfg
     if backend.sequence_parallel and backend.tensor_model_parallel_size == 1:
         yield Problem(
             f"{KEY}.sequence_parallel",
@@ -48,10 +48,10 @@ def check_layout(config: Any) -> Iterable[Problem]:
     yield from _check_experts(backend)
 
 
-def check_shape(config: Any) -> Iterable[Problem]:
+def check_shape(section: Any, config: Any) -> Iterable[Problem]:
     """A layout that does not divide the model, where the model's config is on this machine."""
-    backend: MegatronConfig = config.policy.megatron_cfg
-    model = local_hf_config(config.policy)
+    backend: MegatronConfig = section.megatron_cfg
+    model = local_hf_config(section)
     is_latent = "kv_lora_rank" in model
     shared = ("num_attention_heads", "intermediate_size", *(() if is_latent else ("num_key_value_heads",)))
     experts = next(
@@ -79,9 +79,9 @@ def check_shape(config: Any) -> Iterable[Problem]:
         )
 
 
-def check_device(config: Any) -> Iterable[Problem]:
+def check_device(section: Any, config: Any) -> Iterable[Problem]:
     """Settings that no kernel of the run's device computes."""
-    backend: MegatronConfig = config.policy.megatron_cfg
+    backend: MegatronConfig = section.megatron_cfg
     name = config.cluster.device
     if name not in DEVICES or DEVICES[name].kernels == "cuda":  # auto may still become either
         return
@@ -101,9 +101,9 @@ def check_device(config: Any) -> Iterable[Problem]:
         )
 
 
-def check_8_bit(config: Any) -> Iterable[Problem]:
+def check_8_bit(section: Any, config: Any) -> Iterable[Problem]:
     """Settings that 8-bit matrix products contradict."""
-    backend: MegatronConfig = config.policy.megatron_cfg
+    backend: MegatronConfig = section.megatron_cfg
     if not backend.fp8_cfg.enabled:
         return
     if backend.transformer_engine is False:
@@ -119,28 +119,28 @@ def check_8_bit(config: Any) -> Iterable[Problem]:
         )
 
 
-def check_lora(config: Any) -> Iterable[Problem]:
+def check_lora(section: Any, config: Any) -> Iterable[Problem]:
     """Adapters on layers that do not take them."""
-    if config.policy.lora_cfg.enabled and config.policy.megatron_cfg.fp8_cfg.enabled:
+    if section.lora_cfg.enabled and section.megatron_cfg.fp8_cfg.enabled:
         yield Problem(
             f"{KEY}.fp8_cfg.enabled",
             "needs layers of Transformer Engine, and adapters need those of megatron-core; set this to false, or "
-            "policy.lora_cfg.enabled to false",
+            "lora_cfg.enabled to false",
         )
 
 
-def check_replay(config: Any) -> Iterable[Problem]:
+def check_replay(section: Any, config: Any) -> Iterable[Problem]:
     """Replay of routing that no generator reports."""
-    if config.policy.megatron_cfg.moe_router_replay:
+    if section.megatron_cfg.moe_router_replay:
         yield Problem(
             f"{KEY}.moe_router_replay",
             "needs the experts that the generator chose, which no generator reports; set it to false",
         )
 
 
-def check_recompute(config: Any) -> Iterable[Problem]:
+def check_recompute(section: Any, config: Any) -> Iterable[Problem]:
     """Settings of recomputation that do nothing."""
-    backend: MegatronConfig = config.policy.megatron_cfg
+    backend: MegatronConfig = section.megatron_cfg
     defaults = MegatronConfig()
     for name in ("recompute_granularity", "recompute_modules"):
         is_set = getattr(backend, name) != getattr(defaults, name)
@@ -199,10 +199,9 @@ SIZES = {
 """Keys of the sizes along which a model is split, and the names of their axes."""
 
 
-def mesh_case(config: Any) -> MeshCase:
-    """The case of `rl_megatron.selfcheck` that a run's layout comes down to: the same axes, two ranks on each."""
-    policy = config.policy
-    backend: MegatronConfig = policy.megatron_cfg
+def mesh_case(section: Any) -> MeshCase:
+    """The case of `rl_megatron.selfcheck` that a model's layout comes down to: the same axes, two ranks on each."""
+    backend: MegatronConfig = section.megatron_cfg
     sizes = at_most_two({name: getattr(backend, name) for name in SIZES})
     settings: dict[str, Any] = {"sequence_parallel": backend.sequence_parallel, **sizes}
     axes = [f"{SIZES[name]}2" for name, size in sizes.items() if size > 1]
@@ -210,8 +209,8 @@ def mesh_case(config: Any) -> MeshCase:
         " x ".join(axes) or "dp2",
         max(2, num_ranks(MegatronConfig(**settings))),
         settings,
-        is_packed=policy.sequence_packing.enabled,
-        has_adapters=policy.lora_cfg.enabled,
+        is_packed=section.sequence_packing.enabled,
+        has_adapters=section.lora_cfg.enabled,
     )
 
 

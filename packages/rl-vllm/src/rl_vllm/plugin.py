@@ -11,38 +11,38 @@ from rl_core.plugins import BackendPlugin, Requirement
 from rl_vllm.config import MAX_TEMPERATURE, MIN_TEMPERATURE, VllmConfig
 
 
-def _room_for_prompts(config: Any) -> Iterable[Problem]:
-    generation = config.policy.generation
+def _room_for_prompts(section: Any, config: Any) -> Iterable[Problem]:
+    generation = section.generation
     max_model_len = generation.vllm_cfg.max_model_len
     if max_model_len is None:
         return
     if max_model_len <= generation.max_new_tokens:
         yield Problem(
-            "policy.generation.vllm_cfg.max_model_len",
+            "generation.vllm_cfg.max_model_len",
             f"{max_model_len} tokens leave no room for a prompt beside max_new_tokens={generation.max_new_tokens};"
-            " raise it, or leave it out to follow policy.max_total_sequence_length",
+            " raise it, or leave it out to follow max_total_sequence_length",
         )
 
 
-def _heads(config: Any) -> Iterable[Problem]:
-    size = config.policy.generation.vllm_cfg.tensor_parallel_size
-    heads = local_hf_config(config.policy).get("num_attention_heads")
+def _heads(section: Any, config: Any) -> Iterable[Problem]:
+    size = section.generation.vllm_cfg.tensor_parallel_size
+    heads = local_hf_config(section).get("num_attention_heads")
     if heads and heads % size:
         yield Problem(
-            "policy.generation.vllm_cfg.tensor_parallel_size",
+            "generation.vllm_cfg.tensor_parallel_size",
             f"{size} does not divide the model's {heads} attention heads; set it to a divisor",
         )
 
 
-def _temperatures(config: Any) -> Iterable[Problem]:
-    generation = config.policy.generation
+def _temperatures(section: Any, config: Any) -> Iterable[Problem]:
+    generation = section.generation
     for key, temperature in (
         ("temperature", generation.temperature),
         ("val_temperature", generation.val_temperature),
     ):
         if temperature and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
             yield Problem(
-                f"policy.generation.{key}",
+                f"generation.{key}",
                 f"vLLM samples at temperatures from {MIN_TEMPERATURE} to {MAX_TEMPERATURE}, got {temperature}",
             )
 

@@ -8,9 +8,9 @@ from dataclasses import fields
 from typing import Any
 
 
-def problems(config: Mapping[str, Any]) -> list[str]:
+def problems(section: Mapping[str, Any]) -> list[str]:
     """Engine arguments that this vLLM does not have."""
-    given = config["policy"]["generation"]["vllm_cfg"]["vllm_kwargs"]
+    given = section["generation"]["vllm_cfg"]["vllm_kwargs"]
     if not given:
         return []
     from vllm import AsyncEngineArgs
@@ -21,5 +21,5 @@ def problems(config: Mapping[str, Any]) -> list[str]:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            found.append(f"policy.generation.vllm_cfg.vllm_kwargs.{name}: vLLM's engine has no such argument{hint}")
+            found.append(f"generation.vllm_cfg.vllm_kwargs.{name}: vLLM's engine has no such argument{hint}")
     return found

@@ -73,6 +73,11 @@ class Device(ABC):
         """GPUs that a process which drives these ranks takes from Ray."""
         return num_ranks if self.has_gpus else 0
 
+    def gpu_share(self, num_processes: int) -> float:
+        """What a process takes from Ray of a GPU that as many processes share."""
+        # Ray counts ten-thousandths, and what it rounds up must not exceed the GPU
+        return self.num_gpus(1) * (10_000 // num_processes) / 10_000
+
     def bundle(self, num_ranks: int) -> dict[str, float]:
         """Ray resources of a bundle for these ranks."""
         return {"GPU": num_ranks, "CPU": num_ranks} if self.has_gpus else {"CPU": num_ranks}

@@ -10,7 +10,7 @@ from typing import Any
 from rl_core.config import Problem
 from rl_dtensor.config import DTensorConfig
 
-SECTION = "policy.dtensor_cfg"
+SECTION = "dtensor_cfg"
 
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Fields by which Hugging Face configs count experts."""

@@ -15,11 +15,11 @@ from rl_core.config import to_yaml
 from rl_core.errors import ConfigError, RunDirectoryError
 from rl_core.model_config import ModelConfig, local_hf_config
 from rl_core.plugins import POLICIES, BackendPlugin, plugin
-from rl_launch.backends import POLICY
+from rl_launch.backends import POLICY, backends_of
 from rl_launch.cluster.device import check_devices, resolve_device
-from rl_launch.commands.train import with_local_model
+from rl_launch.commands.train import with_local_models
 from rl_launch.model_folder import MODEL_FILES, folder_problems
-from rl_launch.root import backends_of, check_placement, read_model_config
+from rl_launch.root import check_placement, read_model_config
 from rl_launch.session.checkpoints import newest_checkpoint
 from rl_launch.session.manifest import Manifest, sync_folder
 
@@ -148,7 +148,7 @@ def _precision(name: str) -> str:
 def _policy(config: Any, target: Path) -> Iterator[RemoteModel]:
     """The model of a config, alone on its cluster; its ranks' logs are kept beside the target, which all nodes see."""
     check_devices(config.cluster)
-    config = with_local_model(config)
+    config = with_local_models(config)
 
     # Ray takes a second to import: only what will start may pay for it
     from rl_launch.cluster.virtual_cluster import VirtualCluster
@@ -170,7 +170,7 @@ def _policy(config: Any, target: Path) -> Iterator[RemoteModel]:
         Runtime(config, backends, envs, cluster, Path(logs)) as runtime,
     ):
         _log.info("starting %s on %d ranks", chosen.plugin.name, cluster.num_nodes * cluster.ranks_per_node)
-        yield runtime.policy()
+        yield runtime.models()[POLICY]
 
 
 @contextmanager

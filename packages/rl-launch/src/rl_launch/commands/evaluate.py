@@ -10,8 +10,9 @@ from rl_algos.tokenizer import load_tokenizer
 from rl_core.errors import ConfigError
 from rl_core.generation import Evaluation
 from rl_core.plugins import ALGORITHMS, AlgorithmPlugin, plugin, resolve
+from rl_launch.backends import backends_of
 from rl_launch.cluster.device import check_devices, resolve_device
-from rl_launch.root import backends_of, check_placement
+from rl_launch.root import check_placement
 
 
 def evaluate(config: Any, *, logs: Path) -> Evaluation:

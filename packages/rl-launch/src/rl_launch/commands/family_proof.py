@@ -27,19 +27,18 @@ from rl_launch.worker_envs.variables import worker_process_environment
 
 _log = logging.getLogger(__name__)
 
-KEY = "policy.family_check"
-
 _VERSIONS = """
 from importlib.metadata import distributions
 print("\\n".join(sorted({f"{each.name}=={each.version}" for each in distributions()})))
 """
 
 
-def prove_family(config: Any, plugin: BackendPlugin, python: str) -> None:
-    """Check that the run's model family trains right on the run's mesh, unless tests or an earlier proof hold it.
+def prove_family(section: Any, key: str, plugin: BackendPlugin, python: str) -> None:
+    """Check that a model's family trains right on its mesh, unless tests or an earlier proof hold it.
 
     Args:
-        config: resolved root; its model is a folder or a hub name.
+        section: the model's section of a resolved config, with a folder or a hub name.
+        key: of that section.
         plugin: of the training backend.
         python: interpreter of the trainer's environment.
 
@@ -48,21 +47,21 @@ def prove_family(config: Any, plugin: BackendPlugin, python: str) -> None:
     """
     if not plugin.selfcheck or plugin.mesh_case is None:
         return
-    model = config.policy.model_name
+    model, switch = section.model_name, f"{key}.family_check"
     fields = _fields_of(model)
     family = str(fields.get("model_type", ""))
     if family in plugin.held_families:
         return
-    case = plugin.mesh_case(config)
-    if config.policy.family_check == "off":
-        _log.warning("nothing proves that %s trains right on %s: %s is off", family, case, KEY)
+    case = plugin.mesh_case(section)
+    if section.family_check == "off":
+        _log.warning("nothing proves that %s trains right on %s: %s is off", family, case, switch)
         return
-    found = _proof(_path(plugin, family, fields, case, python), plugin, model, case, python)
+    found = _proof(_path(plugin, family, fields, case, python), plugin, model, case, python, switch)
     if found.verdict != "exact":
         raise ConfigError(
             f"a tiny model of the family {family} does not train right with the {plugin.name} backend on this mesh: "
             f"{' '.join(described(found).split())}. Choose another mesh or backend (rl doctor model {model} --backend "
-            f"{plugin.name} tries all of them), or set {KEY}=off to train all the same"
+            f"{plugin.name} tries all of them), or set {switch}=off to train all the same"
         )
 
 
@@ -96,7 +95,7 @@ def _versions(python: str) -> str:
     return done.stdout
 
 
-def _proof(path: Path, plugin: BackendPlugin, model: str, case: MeshCase, python: str) -> FamilyCase:
+def _proof(path: Path, plugin: BackendPlugin, model: str, case: MeshCase, python: str, switch: str) -> FamilyCase:
     """The proof that is kept, or a new one, which is kept then."""
     if path.is_file():
         kept = json.loads(path.read_text(encoding="utf-8"))
@@ -106,7 +105,7 @@ def _proof(path: Path, plugin: BackendPlugin, model: str, case: MeshCase, python
     try:
         (found,) = cases(python, plugin.selfcheck, model, case)
     except ConfigError as error:
-        raise ConfigError(f"{error}. Set {KEY}=off to train without this check") from None
+        raise ConfigError(f"{error}. Set {switch}=off to train without this check") from None
     _log.info("checked in %.0f s: %s", time.monotonic() - started, " ".join(described(found).split()))
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_suffix(f".{os.getpid()}")

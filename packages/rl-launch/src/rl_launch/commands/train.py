@@ -12,11 +12,12 @@ from typing import Any
 
 from rl_core.errors import RLError
 from rl_core.plugins import ALGORITHMS, AlgorithmPlugin, plugin, resolve
+from rl_launch.backends import backends_of, model_sections, section_of, with_section
 from rl_launch.cluster.device import check_devices, resolve_device
 from rl_launch.cluster.ray_address import check_ray_address
 from rl_launch.local_models import TINY, WARMED_UP, models_folder, tiny_model
 from rl_launch.placement.bundles import PlacementError
-from rl_launch.root import backends_of, check_placement, read_config
+from rl_launch.root import check_placement, read_config
 from rl_launch.runtime.restoration import Restoration
 from rl_launch.session import RunDirectory, RunSession
 from rl_launch.session.checkpoints import newest_checkpoint
@@ -93,7 +94,7 @@ def _run(config: Any, loaded: Any, session: RunSession, restoration: Restoration
     from rl_algos.tokenizer import load_tokenizer
 
     restoration.goes_on = False
-    config = with_local_model(config)
+    config = with_local_models(config)
     algorithm: AlgorithmPlugin = plugin(ALGORITHMS, config.algorithm)
     tokenizer = load_tokenizer(config.policy.tokenizer, config.policy.model_name)
     data = resolve(algorithm.prepare)(config, tokenizer, loaded)
@@ -110,7 +111,7 @@ def _run(config: Any, loaded: Any, session: RunSession, restoration: Restoration
     envs = provision_workers(config, backends, needs, device)
     check_engines(config, backends, envs)
     for role, model in backends.models.items():
-        prove_family(config, model.plugin, envs.interpreters[role])
+        prove_family(section_of(config, model.section), model.section, model.plugin, envs.interpreters[role])
     # the run directory is taken when nothing is left to refuse, so that another config may have it after a refusal
     with (
         session,
@@ -143,16 +144,18 @@ def check_run_dir(run_dir: str | Path, config: Any, *, fresh: bool) -> None:
         directory.close()
 
 
-def with_local_model(config: Any) -> Any:
-    """The config with the folder of a model that is made on this machine in the place of its name, and the text of the
-    chat template in the place of its file, which other machines may not have.
+def with_local_models(config: Any) -> Any:
+    """The config with the folders of models that are made on this machine in the place of their names, and the text of
+    the chat template in the place of its file, which other machines may not have.
     """
-    policy = config.policy
-    tokenizer = policy.tokenizer.model_copy(update={"chat_template": policy.tokenizer.template_text()})
-    if tokenizer.name is not None:
-        tokenizer = tokenizer.model_copy(update={"name": _local_model(tokenizer.name)})
-    changed = {"model_name": _local_model(policy.model_name), "tokenizer": tokenizer}
-    return config.model_copy(update={"policy": policy.model_copy(update=changed)})
+    for key in model_sections(config):
+        section = section_of(config, key)
+        tokenizer = section.tokenizer.model_copy(update={"chat_template": section.tokenizer.template_text()})
+        if tokenizer.name is not None:
+            tokenizer = tokenizer.model_copy(update={"name": _local_model(tokenizer.name)})
+        changed = {"model_name": _local_model(section.model_name), "tokenizer": tokenizer}
+        config = with_section(config, key, section.model_copy(update=changed))
+    return config
 
 
 def _local_model(name: str) -> str:

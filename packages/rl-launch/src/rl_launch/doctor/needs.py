@@ -10,8 +10,9 @@ from typing import Any
 from rl_core.config import RawConfig
 from rl_core.devices import CPU, CUDA, Device, device_named
 from rl_core.plugins import ENVIRONMENTS, names
+from rl_launch.backends import backends_of
 from rl_launch.cluster.device import AUTO
-from rl_launch.root import backends_of, read_config
+from rl_launch.root import read_config
 from rl_launch.runtime.role_envs import role_specs
 from rl_launch.worker_envs import Mode, WorkerEnvSpec
 

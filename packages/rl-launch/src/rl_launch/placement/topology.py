@@ -1,17 +1,52 @@
-"""Which devices policy and generation get, as pure arithmetic on the config."""
+"""Which devices the models of a run and its generation get, as pure arithmetic on the config."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rl_core.config import Problem
 from rl_core.devices import Device
+from rl_core.model_config import ColocatedConfig
 from rl_core.weights import TransportKind, WeightSyncChoice
 
 GENERATION = "generation"
-"""Tenant of shared devices beside the models, and role of its workers in messages."""
+"""Who has devices beside the models: a tenant of shared ones, and a role in messages."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The devices that a model, or generation, asks for.
+
+    Args:
+        name: role of the model, or `GENERATION`.
+        key: of its config section.
+        ranks: that one copy of it is split over: a data-parallel shard of a model, a replica.
+        colocated: whether it takes turns on the devices that others share, or has its own.
+    """
+
+    name: str
+    key: str
+    ranks: int
+    colocated: ColocatedConfig
+
+
+@dataclass(frozen=True)
+class Devices:
+    """Devices of one claim, or those that several share.
+
+    Args:
+        num_nodes: that they are on.
+        ranks: on each of these.
+    """
+
+    num_nodes: int
+    ranks: int
+
+    @property
+    def count(self) -> int:
+        """All of them."""
+        return self.num_nodes * self.ranks
 
 
 @dataclass(frozen=True)
@@ -19,32 +54,41 @@ class Topology:
     """Devices of a run.
 
     Args:
-        policy_nodes, policy_ranks: nodes of the policy, and its ranks on each.
-        generation_nodes, generation_ranks: of generation; the same devices where colocated.
-        replica_ranks: devices of one replica.
-        colocated: whether generation takes turns with the policy on its devices.
-        device: what they are.
+        claims: of the models and of generation, by name.
+        shared: devices of all who have none of their own.
+        own: devices of the others, by name.
+        device: the kind of all of them.
         weight_sync: `policy.generation.weight_sync`.
     """
 
-    policy_nodes: int
-    policy_ranks: int
-    generation_nodes: int
-    generation_ranks: int
-    replica_ranks: int
-    colocated: bool
+    claims: Mapping[str, Claim]
+    shared: Devices
+    own: Mapping[str, Devices]
     device: Device
     weight_sync: WeightSyncChoice = "auto"
+
+    def devices(self, name: str) -> Devices:
+        """Devices of a model or of generation."""
+        return self.own.get(name, self.shared)
+
+    @property
+    def sharing(self) -> tuple[str, ...]:
+        """Names of those who share devices."""
+        return tuple(name for name in self.claims if name not in self.own)
+
+    def takes_turns(self, name: str) -> bool:
+        """Whether one must free device memory for others."""
+        return self.device.has_gpus and name in self.sharing and len(self.sharing) > 1
+
+    @property
+    def replica_ranks(self) -> int:
+        """Devices of one replica."""
+        return self.claims[GENERATION].ranks
 
     @property
     def replicas_per_node(self) -> int:
         """Replicas on each node of generation. CPU cores are not divided: one replica uses them all."""
-        return self.generation_ranks // self.replica_ranks if self.device.has_gpus else 1
-
-    @property
-    def shares_devices(self) -> bool:
-        """Whether policy and generation must free device memory for one another."""
-        return self.colocated and self.device.has_gpus
+        return self.devices(GENERATION).ranks // self.replica_ranks if self.device.has_gpus else 1
 
     @property
     def transport(self) -> TransportKind:
@@ -58,41 +102,41 @@ class Topology:
     @property
     def shares_memory(self) -> bool:
         """Whether every receiver of weights reaches the memory of a sender: its GPU's, or its node's."""
-        one_node = self.policy_nodes == 1 and self.generation_nodes == 1
-        return self.colocated and (one_node or self.device.has_gpus)
+        return GENERATION in self.sharing and (self.shared.num_nodes == 1 or self.device.has_gpus)
 
 
-def plan(*, num_nodes: int, ranks_per_node: int, device: Device, generation: Any, replica_ranks: int) -> Topology:
-    """The topology of a run; `generation` is `policy.generation`, None if nothing is generated."""
-    if generation is None:
-        return Topology(num_nodes, ranks_per_node, num_nodes, ranks_per_node, replica_ranks, True, device)
-    colocated, sync = generation.colocated, generation.weight_sync
-    if colocated.enabled:
-        return Topology(num_nodes, ranks_per_node, num_nodes, ranks_per_node, replica_ranks, True, device, sync)
-    apart_nodes, apart_ranks = colocated.resources.num_nodes or 1, colocated.resources.gpus_per_node or ranks_per_node
-    if num_nodes == 1:
-        return Topology(1, ranks_per_node - apart_ranks, 1, apart_ranks, replica_ranks, False, device, sync)
-    return Topology(
-        num_nodes - apart_nodes, ranks_per_node, apart_nodes, apart_ranks, replica_ranks, False, device, sync
-    )
-
-
-def colocated_problems(colocated: Any) -> Iterator[Problem]:
-    """Devices set aside for generation that takes turns with the policy on the policy's own.
-
-    Args:
-        colocated: `policy.generation.colocated`.
+def plan(
+    claims: Sequence[Claim],
+    *,
+    num_nodes: int,
+    ranks_per_node: int,
+    device: Device,
+    weight_sync: WeightSyncChoice = "auto",
+) -> Topology:
+    """The topology of a run. Who has devices of its own takes them from the shared ones: some devices of the only
+    node, or whole nodes.
     """
-    if not colocated.enabled:
-        return
-    for name in ("num_nodes", "gpus_per_node"):
-        value = getattr(colocated.resources, name)
-        if value is not None:
-            yield Problem(
-                f"policy.generation.colocated.resources.{name}",
-                f"got {value}, but colocated generation has the policy's devices and none of its own; set "
-                "policy.generation.colocated.enabled=false, or take this key out",
-            )
+    apart = {claim.name: claim.colocated.resources for claim in claims if not claim.colocated.enabled}
+    own = {name: Devices(found.num_nodes or 1, found.gpus_per_node or ranks_per_node) for name, found in apart.items()}
+    if num_nodes == 1:
+        own = {name: Devices(1, found.ranks) for name, found in own.items()}
+        shared = Devices(1, ranks_per_node - sum(found.ranks for found in own.values()))
+    else:
+        shared = Devices(num_nodes - sum(found.num_nodes for found in own.values()), ranks_per_node)
+    return Topology({claim.name: claim for claim in claims}, shared, own, device, weight_sync)
+
+
+def colocated_problems(claims: Sequence[Claim]) -> Iterator[Problem]:
+    """Devices set aside for those who share the policy's."""
+    for claim in claims:
+        for name in ("num_nodes", "gpus_per_node"):
+            value = getattr(claim.colocated.resources, name)
+            if value is not None and claim.colocated.enabled:
+                yield Problem(
+                    f"{claim.key}.colocated.resources.{name}",
+                    f"got {value}, but colocated {claim.name} has the policy's devices and none of its own; set "
+                    f"{claim.key}.colocated.enabled=false, or remove this key",
+                )
 
 
 def weight_sync_problems(topology: Topology) -> Iterator[Problem]:
@@ -104,7 +148,7 @@ def weight_sync_problems(topology: Topology) -> Iterator[Problem]:
             "got ipc, but the generators do not share memory with the policy: they have devices of their own, or are "
             "on other nodes; set it to auto, collective or disk",
         )
-    if topology.weight_sync == "collective" and topology.shares_devices:
+    if topology.weight_sync == "collective" and topology.takes_turns(GENERATION):
         yield Problem(
             key,
             "got collective, but policy and generators share GPUs, and a collective takes one process per GPU; set it "
@@ -112,36 +156,41 @@ def weight_sync_problems(topology: Topology) -> Iterator[Problem]:
         )
 
 
-def topology_problems(topology: Topology, policy_ranks: int) -> Iterator[Problem]:
-    """What does not divide.
-
-    Args:
-        policy_ranks: ranks of one data-parallel shard of the policy.
-    """
-    world = topology.policy_nodes * topology.policy_ranks
-    if world < 1:
-        yield Problem(
-            "policy.generation.colocated.resources.gpus_per_node",
-            f"leaves the policy no device; give generation fewer, or raise {topology.device.ranks_key}",
-        )
-    elif world % policy_ranks:
-        yield Problem(
-            "cluster",
-            f"the policy's {world} ranks are not a multiple of the {policy_ranks} that one copy of it is split over; "
-            f"lower its parallel sizes, or change {topology.device.ranks_key}",
-        )
-    if not topology.device.has_gpus:
+def topology_problems(topology: Topology) -> Iterator[Problem]:
+    """Devices that are too few, or that parallel sizes do not divide."""
+    ranks_key = topology.device.ranks_key
+    if topology.sharing and (topology.shared.num_nodes < 1 or topology.shared.ranks < 1):
+        for name in topology.own:
+            yield Problem(
+                f"{topology.claims[name].key}.colocated.resources.gpus_per_node",
+                f"leaves the {' and the '.join(topology.sharing)} no device; give {name} fewer, or raise {ranks_key}",
+            )
         return
-    if topology.replica_ranks > topology.generation_ranks > 0:
+    for name, claim in topology.claims.items():
+        count = topology.devices(name).count
+        if name != GENERATION and count % claim.ranks:
+            yield Problem(
+                "cluster",
+                f"the {name}'s {count} ranks are not a multiple of the {claim.ranks} that one copy of it is split "
+                f"over; lower its parallel sizes in {claim.key}, or change {ranks_key}",
+            )
+    if topology.device.has_gpus and GENERATION in topology.claims:
+        yield from _replica_problems(topology)
+
+
+def _replica_problems(topology: Topology) -> Iterator[Problem]:
+    ranks, size = topology.devices(GENERATION).ranks, topology.replica_ranks
+    key, ranks_key = topology.claims[GENERATION].key, topology.device.ranks_key
+    if size > ranks:
         yield Problem(
-            "policy.generation",
-            f"a replica of {topology.replica_ranks} ranks (tensor_parallel_size x pipeline_parallel_size) does not fit "
-            f"on a node, which has {topology.generation_ranks} GPUs for generation, and replicas do not span nodes; "
-            f"lower its parallel sizes, or raise {topology.device.ranks_key}",
+            key,
+            f"a replica of {size} ranks (tensor_parallel_size x pipeline_parallel_size) does not fit on a node, which "
+            f"has {ranks} GPUs for generation, and replicas do not span nodes; lower its parallel sizes, or raise "
+            f"{ranks_key}",
         )
-    elif topology.generation_ranks % topology.replica_ranks:
+    elif ranks % size:
         yield Problem(
-            "policy.generation",
-            f"{topology.generation_ranks} GPUs per node cannot be divided into replicas of {topology.replica_ranks}; "
-            "set the generator's parallel sizes so that their product divides them",
+            key,
+            f"{ranks} GPUs per node cannot be divided into replicas of {size}; set the generator's parallel sizes so "
+            "that their product divides them",
         )

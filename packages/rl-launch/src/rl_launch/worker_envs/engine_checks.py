@@ -18,13 +18,13 @@ print("\\nproblems " + json.dumps(problems))
 _TIMEOUT_S = 300.0
 
 
-def engine_problems(python: str, check: str, config: Config) -> list[str]:
-    """What a backend's `preflight` finds wrong with a resolved config.
+def engine_problems(python: str, check: str, section: Config) -> list[str]:
+    """What a backend's `preflight` finds wrong with a model's section of a resolved config.
 
     Args:
         python: interpreter of the worker's environment.
         check: `"package.module:function"`.
-        config: the resolved root.
+        section: the model's.
 
     Raises:
         WorkerEnvironmentError: where the check itself does not run.
@@ -32,7 +32,7 @@ def engine_problems(python: str, check: str, config: Config) -> list[str]:
     try:
         done = subprocess.run(
             [python, "-c", _CHECK, check],
-            input=json.dumps(plain(config)),
+            input=json.dumps(plain(section)),
             capture_output=True,
             text=True,
             env=worker_process_environment(python),

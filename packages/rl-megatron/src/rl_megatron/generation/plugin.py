@@ -16,14 +16,13 @@ def ranks(backend: MegatronGenerationConfig) -> int:
     return 1
 
 
-def check_size(config: Any) -> Iterable[Problem]:
+def check_size(section: Any, config: Any) -> Iterable[Problem]:
     """Replicas of several ranks, which this generator does not have."""
-    size = config.policy.generation.megatron_cfg.tensor_model_parallel_size
+    size = section.generation.megatron_cfg.tensor_model_parallel_size
     if size > 1:
         yield Problem(
-            "policy.generation.megatron_cfg.tensor_model_parallel_size",
-            f"got {size}; a replica of the megatron generator is one rank: set it to 1, or "
-            "policy.generation.backend=vllm",
+            "generation.megatron_cfg.tensor_model_parallel_size",
+            f"got {size}; a replica of the megatron generator is one rank: set it to 1, or generation.backend=vllm",
         )
 
 

@@ -23,8 +23,8 @@ def build_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter])
     Raises:
         ValueError: where the name is no optimizer class, or it does not take these arguments.
     """
-    optimizer_class = _class_of(config.name, Optimizer, "policy.optimizer.name")
-    return _built(optimizer_class, config.name, "policy.optimizer", config.kwargs, list(parameters))
+    optimizer_class = _class_of(config.name, Optimizer, "optimizer.name")
+    return _built(optimizer_class, config.name, "optimizer", config.kwargs, list(parameters))
 
 
 def build_schedule(configs: Sequence[SchedulerConfig], optimizer: Optimizer) -> LRScheduler | None:
@@ -38,11 +38,11 @@ def build_schedule(configs: Sequence[SchedulerConfig], optimizer: Optimizer) -> 
     milestones = [step for config in configs for step in config.milestones or ()]
     if len(milestones) != max(len(named) - 1, 0):
         raise ValueError(
-            f"policy.scheduler has {len(named)} schedules and {len(milestones)} milestones; "
+            f"scheduler has {len(named)} schedules and {len(milestones)} milestones; "
             "give one milestone less than schedules, in an entry of their own"
         )
     if milestones != sorted(milestones):
-        raise ValueError(f"policy.scheduler milestones must rise, got {milestones}")
+        raise ValueError(f"scheduler milestones must rise, got {milestones}")
     schedules = [_schedule(config, optimizer) for config in named]
     if len(schedules) <= 1:
         return schedules[0] if schedules else None
@@ -51,9 +51,7 @@ def build_schedule(configs: Sequence[SchedulerConfig], optimizer: Optimizer) -> 
 
 def _schedule(config: SchedulerConfig, optimizer: Optimizer) -> LRScheduler:
     name = config.name or ""
-    return _built(
-        _class_of(name, LRScheduler, "policy.scheduler name"), name, "policy.scheduler", config.kwargs, optimizer
-    )
+    return _built(_class_of(name, LRScheduler, "scheduler name"), name, "scheduler", config.kwargs, optimizer)
 
 
 def _class_of(name: str, base: type, key: str) -> Any:

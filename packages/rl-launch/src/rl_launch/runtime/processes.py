@@ -1,0 +1,56 @@
+"""How the processes of a run's workers are made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from rl_core.config import EnvVars
+from rl_launch.cluster.nodes import Nodes
+from rl_launch.cluster.virtual_cluster import VirtualCluster, WorkerProcess
+from rl_launch.worker_envs import chosen_variables, worker_variables
+
+
+class Processes:
+    """Processes of workers, on nodes that are prepared for them.
+
+    Args:
+        cluster: started.
+        nodes: of the run.
+        env_vars: chosen for workers of every role.
+        env_vars_by_role: chosen for those of one.
+    """
+
+    def __init__(
+        self, cluster: VirtualCluster, nodes: Nodes, *, env_vars: EnvVars, env_vars_by_role: Mapping[str, EnvVars]
+    ) -> None:
+        self._cluster = cluster
+        self._nodes = nodes
+        self._env_vars = env_vars
+        self._env_vars_by_role = dict(env_vars_by_role)
+
+    def prepare(self, roles: Iterable[tuple[str, str]]) -> None:
+        """Prepare nodes for workers, before the first of them is started there.
+
+        Args:
+            roles: Ray's id of a node, and a role of workers that will be on it.
+        """
+        by_node: dict[str, list[str]] = {}
+        for node, role in roles:
+            by_node.setdefault(node, []).append(role)
+        self._nodes.prepare(by_node)
+
+    def cores(self, node: str) -> int:
+        """Cores of a prepared node."""
+        return self._nodes[node].facts.cores
+
+    def on(self, node: str, role: str, *, num_gpus: float = 0, ranks: int = 1) -> WorkerProcess:
+        """A process on a prepared node, whose cores as many ranks share."""
+        found = self._nodes[node]
+        python = found.interpreters[role]
+        variables = {
+            **worker_variables(python),
+            **(self._cluster.network_variables or found.network_variables),
+            **self._cluster.device.worker_variables(max(1, found.facts.cores // ranks)),
+            **chosen_variables(self._env_vars, self._env_vars_by_role.get(role, {})),
+        }
+        return WorkerProcess(python, variables, node, num_gpus)

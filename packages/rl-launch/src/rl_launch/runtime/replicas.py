@@ -1,0 +1,187 @@
+"""The replicas of a run: where each runs, and how it is started."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ray.actor import ActorHandle
+
+from rl_algos.rollouts.worker import RolloutWorkerSpec
+from rl_core.errors import Origin, RLError
+from rl_core.generation import Placement
+from rl_core.plugins import ENVIRONMENTS, EnvironmentPlugin, RolloutNeeds, plugin
+from rl_core.ray.calls import gather
+from rl_core.ray.environment import RemoteEnvironment
+from rl_core.ray.host import Place
+from rl_launch.backends import GenerationBackend
+from rl_launch.cluster.start_wait import gather_start
+from rl_launch.cluster.virtual_cluster import Bundle, VirtualCluster
+from rl_launch.placement.topology import GENERATION, Topology
+from rl_launch.runtime.model_group import StartTimeouts
+from rl_launch.runtime.processes import Processes
+from rl_launch.runtime.replica import Replica
+
+_log = logging.getLogger(__name__)
+
+ENVIRONMENT_POOL = "rl_core.environments.pool:EnvironmentPool.of"
+
+Start = tuple[Callable[[], ActorHandle], Placement]
+"""How an empty rollout worker is started, and where its engine runs."""
+
+
+class Replicas:
+    """All rollout workers of a run with their replicas, and the environments that they call.
+
+    Args:
+        backend: of generation.
+        needs: what the rollout workers run.
+        environments: settings of environments by name: the section `env`.
+        topology: devices of the run.
+        cluster: started.
+        processes: of the workers.
+        logs: folder of their logs.
+        timeouts: of starting.
+        stack: closes the environments and gives devices back.
+    """
+
+    def __init__(
+        self,
+        backend: GenerationBackend,
+        needs: RolloutNeeds,
+        environments: Any,
+        topology: Topology,
+        cluster: VirtualCluster,
+        processes: Processes,
+        *,
+        logs: str,
+        timeouts: StartTimeouts,
+        stack: ExitStack,
+    ) -> None:
+        self._backend = backend
+        self._needs = needs
+        self._settings = environments
+        self._topology = topology
+        self._cluster = cluster
+        self._processes = processes
+        self._logs = logs
+        self._timeouts = timeouts
+        self._stack = stack
+        self._bundles: list[list[Bundle]] = []
+
+    def reserve(self) -> None:
+        """Take devices for replicas alone."""
+        devices, ranks = self._topology.devices(GENERATION), self._topology.replica_ranks
+        count = devices.num_nodes * self._topology.replicas_per_node
+        size = ranks if self._topology.device.has_gpus else devices.ranks
+        self._bundles = self._cluster.reserve_replicas(count, size)
+        self._stack.callback(self._cluster.release, self._bundles)
+
+    def roles(self, beside: Sequence[str]) -> Iterator[tuple[str, str]]:
+        """Ray's id of a node, and the role of a worker on it.
+
+        Args:
+            beside: nodes of the devices that replicas share if they have none of their own.
+        """
+        for node in [bundle.node for (bundle,) in self._bundles] or beside:
+            for role in self._roles:
+                yield node, role
+
+    def begin_beside(self, places: Sequence[Place]) -> Callable[[], list[Replica]]:
+        """Begin to start replicas beside the policy's ranks, on the GPUs that Ray gave those; see `begin_alone`."""
+        starts: list[Start] = []
+        ranks = self._topology.devices(GENERATION).ranks
+        for first in range(0, len(places), ranks):
+            here = places[first : first + ranks]
+            node = here[0].node
+            start = partial(self._cluster.start_async_worker, self._processes.on(node, GENERATION))
+            starts += [(start, placement) for placement in self._shared([g for p in here for g in p.gpus], node)]
+        return self._begin(starts, places[0].node)
+
+    def begin_alone(self, *, awaits_weights: bool) -> Callable[[], list[Replica]]:
+        """Begin to start replicas on devices of their own, and environments; the returned function waits until they are
+        ready.
+
+        Args:
+            awaits_weights: whether a policy will send them weights before they generate.
+        """
+        starts: list[Start] = []
+        for (bundle,) in self._bundles:
+            # its GPUs are those that Ray shows its process
+            threads = self._processes.cores(bundle.node) // (2 * self._topology.replica_ranks) or 1
+            placement = Placement(self._topology.device.name, (), threads, awaits_weights=awaits_weights)
+            starts.append((partial(self._start_on, bundle), placement))
+        return self._begin(starts, self._bundles[0][0].node)
+
+    @property
+    def _roles(self) -> list[str]:
+        """Roles of the workers on a node that generates."""
+        return [GENERATION, *(f"env.{name}" for name in sorted(self._needs.environments))]
+
+    def _begin(self, starts: Sequence[Start], host: str) -> Callable[[], list[Replica]]:
+        environments = {name: self._environment(name, host) for name in sorted(self._needs.environments)}
+        replicas = [
+            Replica(start, self._spec(placement), environments, index=index, logs=self._logs, timeouts=self._timeouts)
+            for index, (start, placement) in enumerate(starts)
+        ]
+        waits = [replica.begin_start() for replica in replicas]
+
+        def finish() -> list[Replica]:
+            for wait in waits:
+                wait()
+            return replicas
+
+        return finish
+
+    def _spec(self, placement: Placement) -> RolloutWorkerSpec:
+        backend = self._backend
+        return RolloutWorkerSpec(
+            generator=backend.plugin.worker,
+            generator_args=(backend.config, backend.backend, backend.model, placement),
+            program=self._needs.program,
+            program_args=self._needs.program_args,
+            tokenizer=backend.model.tokenizer,
+            model_name=backend.model.model_name,
+        )
+
+    def _start_on(self, bundle: Bundle) -> ActorHandle:
+        """A replica's process on its own devices, on another node if Ray has placed them anew."""
+        node = self._cluster.node_of(bundle)
+        self._processes.prepare((node, role) for role in self._roles)
+        num_gpus = self._topology.device.num_gpus(self._topology.replica_ranks)
+        return self._cluster.start_async_worker(self._processes.on(node, GENERATION, num_gpus=num_gpus), bundle=bundle)
+
+    def _shared(self, gpus: Sequence[str], node: str) -> list[Placement]:
+        """Placements of the replicas of one node, beside the policy."""
+        device, ranks = self._topology.device, self._topology.replica_ranks
+        if not device.has_gpus:
+            return [Placement(device.name, (), self._processes.cores(node) // ranks or 1, awaits_weights=True)]
+        shared = Placement(device.name, shares_devices=True, awaits_weights=True)
+        return [replace(shared, gpus=tuple(gpus[i : i + ranks])) for i in range(0, len(gpus), ranks)]
+
+    def _environment(self, name: str, node: str) -> RemoteEnvironment:
+        found: EnvironmentPlugin = plugin(ENVIRONMENTS, name)
+        actor = self._cluster.start_restarting_worker(
+            self._processes.on(node, f"env.{name}"),
+            f"{self._logs}/environment-{name}.log",
+            f"environment {name}",
+            ENVIRONMENT_POOL,
+            found.environment,
+            getattr(self._settings, name),
+            name,
+        )
+        origin = Origin(f"environment {name}", 0, "its node", "start")
+        gather_start([actor.call.remote("health")], [origin], self._timeouts.process, f"environment {name}")
+        self._stack.callback(partial(_close_environment, actor, origin))
+        return RemoteEnvironment(actor, name=name)
+
+
+def _close_environment(actor: ActorHandle, origin: Origin) -> None:
+    try:
+        gather([actor.call.remote("close")], [origin], 30.0)
+    except RLError as error:
+        _log.warning("%s", error)
