@@ -129,6 +129,11 @@ class Model(Protocol):
             metrics = policy.train_step(minibatch, loss)
     """
 
+    @property
+    def trains(self) -> bool:
+        """Whether it has an optimizer. A checkpoint holds only models that train; the others are what they were."""
+        ...
+
     def infer(self, batch: Batch, reads: Sequence[Read], *, reference: bool = False, temperature: float = 1.0) -> Batch:
         """Per-row results for every row, in the order of the rows; `reference` asks the frozen initial weights."""
         ...

@@ -37,6 +37,8 @@ class CountingConfig(Config):
 class CountingModel:
     """Its weights are the history of what it has seen."""
 
+    trains = True
+
     def __init__(self) -> None:
         self.weights = np.zeros(1)
         self.num_saves = 0

@@ -236,6 +236,25 @@ def test_a_loop_that_breaks_saves_its_last_whole_step(tmp_path):
     assert [row["step"] for row in counting.metrics(tmp_path)] == [1, 2, 3]
 
 
+def test_models_that_do_not_train_are_not_in_checkpoints(tmp_path):
+    for last in (2, 4):
+        models = {role: counting.CountingModel() for role in ("policy", "critic", "teacher")}
+        models["teacher"].trains = False
+        models["teacher"].weights += 5
+        with RunSession(tmp_path, counting.config(last)) as session:
+            steps = session.steps(last, models=models, state={})
+            assert models["critic"].weights == (0 if last == 2 else 2.5)
+            for step in steps:
+                models["critic"].train(1.0)
+                session.record(step, {"train/loss": 0.0})
+        assert models["teacher"].weights == 5
+        assert sorted(entry.name for entry in newest_checkpoint(tmp_path).iterdir() if entry.is_dir()) == [
+            "critic",
+            "hf",
+            "policy",
+        ]
+
+
 def test_the_time_limit_ends_a_run_in_time(tmp_path, whole):
     settings = counting.config(checkpoint_must_save_by="00:00:00:01")
     session = counting.run(tmp_path / "limited", settings, at_step=lambda run, step: time.sleep(0.3))

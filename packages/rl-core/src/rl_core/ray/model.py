@@ -41,6 +41,7 @@ class RemoteModel:
         hold: context in which the model has its device for itself.
         timeout_s: bound of each call; past it every rank writes the stacks of its threads to its log.
         logs: log of each rank, for messages.
+        trains: as `rl_core.model.Model.trains`.
     """
 
     def __init__(
@@ -52,7 +53,9 @@ class RemoteModel:
         hold: Callable[[], AbstractContextManager[None]] = nullcontext,
         timeout_s: float = CALL_TIMEOUT_S,
         logs: Sequence[str] = (),
+        trains: bool = True,
     ) -> None:
+        self.trains = trains
         self._workers = list(workers)
         self._role = role
         self._nodes = list(nodes)

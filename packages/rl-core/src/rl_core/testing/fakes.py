@@ -29,6 +29,8 @@ class FakeModel:
     the method and the batch.
     """
 
+    trains = True
+
     def __init__(self) -> None:
         self.num_steps = 0
         self.calls: list[tuple[str, Batch]] = []

@@ -31,6 +31,7 @@ class PooledModel:
     def __init__(
         self, pool: RankPool, factory: str, config: ModelConfig, spec: ModelSpec, num_ranks: int, **settings: Any
     ) -> None:
+        self.trains = spec.trains
         self._pool = pool
         self._num_ranks = num_ranks
         pool.run(_build, [(factory, config, spec, settings)] * num_ranks)

@@ -87,11 +87,13 @@ class ModelGroup:
             f"the logs of {role}",
         )
         self._timeout_s = CALL_TIMEOUT_S
+        self._trains = True
         self._builds: list[ray.ObjectRef] = []
 
     def begin(self, plugin: BackendPlugin, config: ModelConfig, backend: Config, spec: ModelSpec) -> None:
         """Have the ranks meet at rank 0 and build the model."""
         self._timeout_s = config.worker_timeout_s
+        self._trains = spec.trains
         head, world_size = self.places[0], len(self._workers)
         self._builds = [
             worker.build.remote(
@@ -109,7 +111,13 @@ class ModelGroup:
         gather_start(self._builds, self._origins("start"), self._timeouts.model, f"loading {self._role}")
         nodes = [place.address for place in self.places]
         return RemoteModel(
-            self._workers, role=self._role, nodes=nodes, hold=hold, timeout_s=self._timeout_s, logs=self._logs
+            self._workers,
+            role=self._role,
+            nodes=nodes,
+            hold=hold,
+            timeout_s=self._timeout_s,
+            logs=self._logs,
+            trains=self._trains,
         )
 
     def meeting_point(self) -> str:

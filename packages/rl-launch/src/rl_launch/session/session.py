@@ -186,11 +186,13 @@ class RunSession:
         self, max_steps: int, *, models: Mapping[str, Model], state: Mapping[str, Checkpointable]
     ) -> Iterator[int]:
         """Steps still to do: the call restores the newest whole checkpoint, asking for the next step saves where due.
+        Models that do not train are neither saved nor restored.
 
         Raises:
             RunDirectoryError: where the checkpoint lacks one of the models or states.
         """
-        self._models, self._state, self._max_steps = dict(models), dict(state), max_steps
+        self._models = {name: model for name, model in models.items() if model.trains}
+        self._state, self._max_steps = dict(state), max_steps
         self._done = self._saved = self._restore()
         self._has_begun = True
         self._metrics.cut_back(self._done if self._done else -1)

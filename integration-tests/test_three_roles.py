@@ -1,0 +1,93 @@
+"""An algorithm of a third party with three models, each with a backend, a size and a mesh of its own.
+
+It is a package with an entry point, installed as a user would.
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from runs import Run, lines_of
+
+from rl_algos.tiny_model import make_tiny_model
+
+HERE = Path(__file__).parent / "three_roles"
+
+CPU = ("cluster.device=cpu", "cluster.cpu_ranks_per_node=2")
+REHEARSAL = ("cluster.device=rehearsal", "cluster.num_nodes=1", "cluster.gpus_per_node=2")
+APART = (
+    "value.colocated={enabled: false, resources: {gpus_per_node: 2}}",
+    "teachers.first.colocated={enabled: false, resources: {gpus_per_node: 1}}",
+)
+FIGURES = ("train/loss", "train/grad_norm", "critic/loss", "critic/grad_norm", "teacher/sum", "values/sum")
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """Environment variables with which the algorithm is installed, and its models' folder."""
+    folder = tmp_path_factory.mktemp("three-roles")
+    site = folder / "site"
+    shutil.copytree(HERE / "three_roles", site / "three_roles")
+    about = site / "three_roles-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: three-roles\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[rl.algorithms]\nthree-roles = three_roles.plugin:PLUGIN\n")
+    (about / "RECORD").write_text("")
+    for seed, (name, size) in enumerate({"policy": 32, "critic": 48, "teacher": 64}.items()):
+        make_tiny_model(folder / name, seed=seed, hidden_size=size, num_layers=2)
+    paths = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(paths), "THREE_ROLES_MODELS": str(folder)}
+
+
+def start(folder, installed, *arguments):
+    return Run.start(folder, str(HERE / "three-roles.yaml"), "cluster.worker_envs=shared", *arguments, **installed)
+
+
+def figures(folder):
+    return [{name: line[name] for name in FIGURES} for line in lines_of(folder)]
+
+
+def finished(folder, installed, *arguments):
+    run = start(folder, installed, *arguments)
+    run.finish()
+    return figures(run.folder)
+
+
+@pytest.fixture(scope="module")
+def colocated(tmp_path_factory, installed):
+    """Figures of the run that nothing happened to, its models side by side on two CPU ranks."""
+    return finished(tmp_path_factory.mktemp("whole") / "run", installed, *CPU)
+
+
+def test_both_models_that_train_learn_and_the_teacher_stays(colocated):
+    assert len(colocated) == 6
+    assert colocated[-1]["train/loss"] < colocated[0]["train/loss"]
+    assert colocated[-1]["critic/loss"] < colocated[0]["critic/loss"]
+    assert colocated[-1]["values/sum"] != colocated[0]["values/sum"]
+
+
+def test_models_that_take_turns_compute_what_those_side_by_side_do(tmp_path, installed, colocated):
+    in_turns = finished(tmp_path / "run", installed, *REHEARSAL, "sft.max_num_steps=2")
+    for ours, theirs in zip(in_turns, colocated, strict=False):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_models_on_devices_of_their_own_are_killed_and_each_restored(tmp_path, installed, colocated):
+    apart = (*REHEARSAL, "cluster.gpus_per_node=4", *APART)
+    run = start(tmp_path / "run", installed, *apart)
+    run.await_step(3)
+    run.kill_all()
+    run = start(tmp_path / "run", installed, *apart)
+    run.finish()
+    resumed = figures(run.folder)
+    assert "going on after step" in run.output
+    for ours, theirs in zip(resumed, colocated, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)
+    checkpoint = run.folder / "checkpoints" / "step_6"
+    assert {entry.name for entry in checkpoint.iterdir() if entry.is_dir()} == {"policy", "critic", "hf", "state"}
+    assert {log.name.rpartition("-")[0] for log in (run.folder / "logs").glob("*-0.log")} == {
+        "policy",
+        "critic",
+        "teacher",
+    }

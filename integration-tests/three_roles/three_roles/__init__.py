@@ -1,0 +1,1 @@
+"""An algorithm of a third party: a policy and a critic that train, and a frozen teacher."""
