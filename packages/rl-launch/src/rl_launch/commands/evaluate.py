@@ -32,7 +32,6 @@ def evaluate(config: Any, *, logs: Path) -> Evaluation:
         raise ConfigError(
             f"algorithm: {algorithm.name} has no evaluation by rollouts; use a config of another algorithm"
         )
-    check_devices(config.cluster)
     loaded = resolve(algorithm.load)(config)
     tokenizer = load_tokenizer(config.policy.tokenizer, config.policy.model_name)
     data = resolve(algorithm.prepare)(config, tokenizer, loaded)

@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.logging import RichHandler
 
-_OURS = ("rl_core", "rl_algos", "rl_envs", "rl_dtensor", "rl_megatron", "rl_vllm", "rl_launch")
+from rl_core.plugins import plugin_packages
 
 
 @cache
@@ -23,7 +23,9 @@ def shared_console() -> Console:
 
 
 def show_logs(*, verbose: bool = False) -> None:
-    """Send this project's messages and everybody's warnings to the console: above a live line, or as plain lines."""
+    """Send the messages of this project and of plugins, and everybody's warnings, to the console: above a live
+    line, or as plain lines.
+    """
     console = shared_console()
     if console.is_terminal:
         handler: logging.Handler = RichHandler(console=console, show_time=False, show_path=False, show_level=False)
@@ -37,7 +39,7 @@ def show_logs(*, verbose: bool = False) -> None:
     handler.name = "rl-console"
     root.addHandler(handler)
     root.setLevel(logging.WARNING)
-    for name in _OURS:
+    for name in {"rl_core", "rl_launch", *plugin_packages()}:
         logging.getLogger(name).setLevel(logging.DEBUG if verbose else logging.INFO)
     logging.captureWarnings(True)
 
