@@ -2,11 +2,12 @@
 
     python benchmarks/driver.py
 
-The driver's side is the product's own: the GRPO loop, the stream of prompts, the facade of a model of many ranks, Ray,
-the run session with its files. The workers (56 policy ranks and 8 replicas) are Ray actors that compute nothing
-(`simulated_workers.py`); several share a process, so that a small machine can hold them. The pool of replicas is a bare
-one, without restarts, and weights are not moved.
-Driver seconds are CPU seconds of the driver's process, all threads; what it waits for does not count.
+The driver's side is the product's own: the GRPO loop, the stream of prompts, the pool of replicas, the facade of a
+model of many ranks, Ray, the run session with its files. The workers (56 policy ranks and 8 replicas) are Ray actors
+that compute nothing (`simulated_workers.py`); several share a process, so that a small machine can hold them. Weights
+are not moved.
+Driver seconds are CPU seconds of the driver's process, all threads (the one that writes rollouts too); what it waits
+for does not count.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from rl_algos.losses.policy import PolicyLoss
 from rl_algos.rollouts.source import SyncRolloutSource
 from rl_core.devices import device_named
 from rl_core.errors import Origin
-from rl_core.generation import RolloutTask, SamplingParams, WeightUpdate
+from rl_core.generation import SamplingParams
 from rl_core.mesh import Coordinates
 from rl_core.metrics import Metric
 from rl_core.model import Model
@@ -152,50 +153,48 @@ class SimulatedRank:
         """What `remote` is called on."""
         return self
 
-    def remote(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Its place on the mesh, or what the process answers."""
+    def remote(self, method: str) -> Any:
+        """Its place on the mesh, the one thing that the process cannot know."""
         import ray
 
-        if method == "coordinates":
-            return ray.put(self._coordinates)
-        return self._host.call.remote(method, *args, **kwargs)
+        assert method == "coordinates"
+        return ray.put(self._coordinates)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._host, name)
 
 
-class SimulatedPool:
-    """A pool of replicas, to which prompts go in turn."""
+def replicas(hosts: Sequence[Any], count: int) -> list[Any]:
+    """Replicas that are started already; several share a host."""
+    from rl_launch.runtime.model_group import StartTimeouts
+    from rl_launch.runtime.replica import Replica
 
-    def __init__(self, hosts: Sequence[Any], num_replicas: int) -> None:
-        self._replicas = [hosts[index % len(hosts)] for index in range(num_replicas)]
+    class SimulatedReplicaProcess(Replica):
+        def __init__(self, host: Any, index: int) -> None:
+            super().__init__(lambda: host, None, {}, index=index, logs="", timeouts=StartTimeouts(300.0, 300.0))  # type: ignore[arg-type]  # nothing is built of a spec
+            self._actor = host
 
-    def run(self, tasks: Sequence[RolloutTask]) -> list[RolloutGroup]:
-        """One group per task, in order."""
-        from rl_core.ray.calls import gather
-
-        count = len(self._replicas)
-        refs = [host.call.remote("run", tasks[index::count]) for index, host in enumerate(self._replicas)]
-        answers = gather(refs, [Origin("rollout worker", index, "", "rollouts") for index in range(count)])
-        return [answers[index % count][index // count] for index in range(len(tasks))]
-
-    def adopt(self, update: WeightUpdate) -> None:
-        """Nothing is moved."""
+    return [SimulatedReplicaProcess(hosts[index % len(hosts)], index) for index in range(count)]
 
 
 def measured_steps(cluster: VirtualCluster, run_dir: Path, chosen: argparse.Namespace) -> MeasuredRun:
     """Run the loop."""
     from rl_core.ray.calls import gather
     from rl_core.ray.model import RemoteModel
+    from rl_launch.runtime.rollout_pool import RolloutPool
 
     process = WorkerProcess(sys.executable, {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"})
-    rank_hosts = [cluster.start_async_worker(process) for _ in range(chosen.processes)]
+    (bundles,) = cluster.reserve(1, 1)
+    rank_hosts = [cluster.start_worker(process, bundles[0]) for _ in range(chosen.processes)]
     replica_hosts = [cluster.start_async_worker(process) for _ in range(chosen.processes)]
-    started = [host.start.remote("simulated_workers:SimulatedRanks") for host in rank_hosts]
+    started = [host.build.remote("simulated_workers:SimulatedRanks") for host in rank_hosts]
     started += [host.start.remote("simulated_workers:SimulatedReplica", chosen.tokens) for host in replica_hosts]
     gather(started, [Origin("simulated worker", index, "", "start") for index in range(len(started))], 300.0)
 
     num_ranks = chosen.workers - chosen.replicas
     ranks = [SimulatedRank(rank_hosts[rank % len(rank_hosts)], rank, num_ranks) for rank in range(num_ranks)]
     policy = RemoteModel(ranks, role="policy", nodes=["here"] * num_ranks)
-    pool = SimulatedPool(replica_hosts, chosen.replicas)
+    pool = RolloutPool(replicas(replica_hosts, chosen.replicas), None, stall_timeout_s=600.0)
     config = GRPOConfig(
         num_prompts_per_step=chosen.prompts,
         num_generations_per_prompt=chosen.group,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -10,8 +11,11 @@ from rl_core.batch import Batch
 from rl_core.generation import RolloutTask
 from rl_core.metrics import Metric
 from rl_core.model import Loss, Read
-from rl_core.rollout import Prompt, RolloutGroup
-from rl_core.testing.fakes import FakeModel, FakeRolloutSource, FakeUpdate
+from rl_core.rollout import GroupReport, Prompt, Rollout, Turn, WeightSpan, parts_of
+from rl_core.testing.fakes import FakeModel
+
+TEXT_PER_TOKEN = "word "
+"""As long as the text of an English token is on average."""
 
 
 class SimulatedRanks:
@@ -20,17 +24,12 @@ class SimulatedRanks:
     def __init__(self) -> None:
         self._model = FakeModel()
 
-    async def start(self) -> None:
-        """Ready at once."""
-
-    async def infer(
-        self, batch: Batch, reads: Sequence[Read], *, reference: bool = False, temperature: float = 1.0
-    ) -> Batch:
+    def infer(self, batch: Batch, reads: Sequence[Read], *, reference: bool = False, temperature: float = 1.0) -> Batch:
         """Numbers in the place of logprobs."""
         self._model.calls.clear()
         return self._model.infer(batch, reads, reference=reference, temperature=temperature)
 
-    async def train_step(self, batch: Batch, loss: Loss) -> Mapping[str, Metric]:
+    def train_step(self, batch: Batch, loss: Loss) -> Mapping[str, Metric]:
         """Metrics of one update of this rank's shard."""
         self._model.calls.clear()
         return self._model.train_step(batch, loss)
@@ -44,18 +43,38 @@ class SimulatedReplica:
     """
 
     def __init__(self, completion_length: int) -> None:
-        self._rollouts = FakeRolloutSource((), _even_share, completion_length=completion_length, vocab_size=50_000)
-        self._rollouts.adopt(FakeUpdate(1))
+        self._length = completion_length
+        self._text = TEXT_PER_TOKEN * completion_length
+        self._random = np.random.default_rng(0)
+        self._tasks: dict[int, RolloutTask] = {}
 
     async def start(self) -> None:
         """Ready at once."""
 
-    async def run(self, tasks: Sequence[RolloutTask]) -> list[RolloutGroup]:
-        """One group per task, in order."""
-        prompts = [task.prompt for task in tasks]
-        groups = self._rollouts.evaluate(prompts, tasks[0].sampling, num_generations=len(tasks[0].seeds)).groups
-        return list(groups)
+    async def begin(self, tasks: Sequence[tuple[int, RolloutTask]]) -> None:
+        """Take groups."""
+        self._tasks |= dict(tasks)
 
+    async def group(self, number: int) -> tuple[GroupReport, Batch, Batch]:
+        """The group under this number."""
+        task = self._tasks.pop(number)
+        return parts_of(task.prompt, [self._rollout(task.prompt) for _ in task.seeds])
 
-def _even_share(_: Prompt, tokens: np.ndarray) -> float:
-    return float(np.mean(tokens % 2 == 0))
+    async def health(self) -> Mapping[str, Any]:
+        """An engine without requests."""
+        return {"num_requests": 0, "num_sampled": 0}
+
+    def _rollout(self, prompt: Prompt) -> Rollout:
+        sampled = self._random.integers(50_000, size=self._length, dtype=np.int32)
+        before, reward = len(prompt.token_ids), float(np.mean(sampled % 2 == 0))
+        mask = np.concatenate([np.zeros(before, dtype=np.uint8), np.ones(self._length, dtype=np.uint8)])
+        return Rollout(
+            prompt_id=prompt.id,
+            tokens=np.concatenate([prompt.token_ids, sampled]),
+            loss_mask=mask,
+            generation_logprobs=mask.astype(np.float32) * np.float32(-0.5),
+            spans=(WeightSpan(1, self._length),),
+            turns=(Turn(self._text, None, {"reward": reward}),),
+            rewards={"reward": reward},
+            stop_reason="stop",
+        )

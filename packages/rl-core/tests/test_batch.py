@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -8,23 +9,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_core.batch import Batch, Local, RemoteColumn
+from rl_core.batch import Batch, Local, RemoteColumn, RemoteRows
 from rl_core.ragged import Ragged
 
 
-class FakeHandle:
-    """Values that lie elsewhere; counts how often they are brought here."""
+class FakeStore:
+    """Columns that lie elsewhere; counts how often they are brought here."""
 
-    def __init__(self, values: Local) -> None:
-        self._values = values
+    def __init__(self, **columns: Local) -> None:
+        self._batch = Batch(columns)
         self.num_fetches = 0
 
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def fetch(self) -> Local:
+    def fetch(self) -> Batch:
         self.num_fetches += 1
-        return self._values
+        return self._batch
+
+    def rows(self, lengths: Sequence[int] | None = None) -> RemoteRows:
+        return RemoteRows.of(self, np.zeros(len(self._batch)) if lengths is None else lengths)
 
 
 def tokens(start: int, num_rows: int) -> Ragged:
@@ -34,7 +35,8 @@ def tokens(start: int, num_rows: int) -> Ragged:
 def batch(num_rows: int, start: int = 0) -> Batch:
     """Two columns, each local and remote."""
     reward = np.arange(start, start + num_rows, dtype=np.float64)
-    remote = {"far_tokens": FakeHandle(tokens(start, num_rows)), "far_reward": FakeHandle(reward)}
+    store = FakeStore(far_tokens=tokens(start, num_rows), far_reward=reward)
+    remote = store.rows().columns(["far_tokens", "far_reward"])
     return Batch({"tokens": tokens(start, num_rows), "reward": reward, **remote})
 
 
@@ -71,24 +73,54 @@ def test_remote_columns_follow_local_ones_through_everything(num_rows: int, step
     assert current.array("reward").tolist() == model
 
 
-def test_selecting_and_joining_move_no_data_and_each_handle_is_fetched_once() -> None:
-    handle = FakeHandle(tokens(0, 5))
-    column = Batch({"tokens": handle})
+def test_selecting_and_joining_move_no_data_and_each_store_is_fetched_once() -> None:
+    store = FakeStore(tokens=tokens(0, 5))
+    column = Batch(store.rows().columns(["tokens"]))
     parts = column.split([2, 3])
     joined = Batch.concat([parts[1], parts[0].select([1, 0, 1])])
-    assert handle.num_fetches == 0
+    assert store.num_fetches == 0
     assert [row.tolist() for row in joined.ragged("tokens")] == [[2, 3], [3, 4, 5], [4, 5, 6, 7], [1], [], [1]]
-    assert handle.num_fetches == 1
+    assert store.num_fetches == 1
 
 
-def test_handles_that_are_not_read_are_not_fetched() -> None:
-    near, far = FakeHandle(np.arange(3)), FakeHandle(np.arange(3, 6))
-    joined = Batch.concat([Batch({"x": near}), Batch({"x": far})])
+def test_stores_that_are_not_read_are_not_fetched() -> None:
+    near, far = FakeStore(x=np.arange(3)), FakeStore(x=np.arange(3, 6))
+    joined = Batch.concat([Batch(store.rows().columns(["x"])) for store in (near, far)])
     assert joined.select([1, 0])["x"].tolist() == [1, 0]
     assert (near.num_fetches, far.num_fetches) == (1, 0)
     with pytest.raises(ValueError, match="lacks"):
         joined.require("y")
     assert far.num_fetches == 0
+
+
+def test_columns_that_share_their_rows_share_them_after_every_operation() -> None:
+    joined = Batch.concat([batch(3).select([2, 0]), batch(2)]).split([1, 3])[1]
+    far_tokens, far_reward = (joined.columns[name] for name in ("far_tokens", "far_reward"))
+    assert isinstance(far_tokens, RemoteColumn)
+    assert isinstance(far_reward, RemoteColumn)
+    assert far_tokens.rows is far_reward.rows
+
+
+def test_the_lengths_of_tokens_are_known_without_fetching_them() -> None:
+    store = FakeStore(tokens=tokens(0, 4))
+    far = Batch(store.rows(tokens(0, 4).lengths.tolist()).columns(["tokens"]))
+    assert Batch.concat([far, far]).select([7, 2]).lengths.tolist() == [3, 2]
+    assert store.num_fetches == 0
+    assert Batch({"tokens": tokens(0, 4)}).lengths.tolist() == [0, 1, 2, 3]
+
+
+def test_zeros_of_chosen_rows_go_with_them_and_move_no_data() -> None:
+    before = batch(4, start=1)
+    chosen = np.array([False, True, False, True])
+    after = before
+    for name in before:
+        after = after.with_zeros(name, chosen)
+    mixed = Batch.concat([after.select([3, 2, 1]), before.select([1])])
+    assert same_near_and_far(mixed)
+    assert mixed.array("reward").tolist() == [0, 3, 0, 2]
+    assert [row.tolist() for row in mixed.ragged("tokens")] == [[0, 0, 0], [3, 4], [0], [2]]
+    assert mixed.ragged("far_tokens").values.dtype == np.int32
+    assert before.array("reward").tolist() == [1, 2, 3, 4]
 
 
 def test_no_rows_keep_the_type_of_the_column() -> None:

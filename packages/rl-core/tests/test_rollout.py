@@ -45,7 +45,7 @@ def test_the_reward_is_the_one_of_that_name() -> None:
 
 
 def test_failed_rollouts_count_in_no_statistic_of_their_group() -> None:
-    group = RolloutGroup(PROMPT, [rollout(), Rollout.failed(PROMPT, "x"), rollout(status="truncated")])
+    group = RolloutGroup.of(PROMPT, [rollout(), Rollout.failed(PROMPT, "x"), rollout(status="truncated")])
     rewards = group.rewards()
     assert rewards.dtype == np.float64
     assert np.isnan(rewards).tolist() == [False, True, False]
@@ -57,7 +57,7 @@ def test_many_sampled_tokens_do_not_overflow_the_mask() -> None:
 
 
 def test_a_group_crosses_processes() -> None:
-    group = pickle.loads(pickle.dumps(RolloutGroup(PROMPT, (rollout(),))))
+    group = pickle.loads(pickle.dumps(RolloutGroup.of(PROMPT, (rollout(),))))
     assert group.prompt.info == {"answer": "4"}
     assert group.rollouts[0].spans == (WeightSpan(3, 2),)
-    assert group.rollouts[0].tokens.tolist() == [5, 6, 7, 8, 9]
+    assert group.columns.ragged("tokens")[0].tolist() == [5, 6, 7, 8, 9]

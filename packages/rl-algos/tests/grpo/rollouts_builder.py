@@ -28,4 +28,4 @@ def make_rollout(
 
 def make_group(id: str, rewards: list[float]) -> RolloutGroup:
     prompt = make_prompt(id)
-    return RolloutGroup(prompt, tuple(make_rollout(prompt, reward) for reward in rewards))
+    return RolloutGroup.of(prompt, tuple(make_rollout(prompt, reward) for reward in rewards))

@@ -87,7 +87,7 @@ def test_advantages_of_tokens_reach_the_batch_and_are_clipped_and_averaged_over_
 
 def test_a_rollout_without_sampled_tokens_has_the_mean_advantage_zero():
     prompt = make_prompt()
-    groups = [RolloutGroup(prompt, (make_rollout(prompt, 1.0, sampled=()),))]
+    groups = [RolloutGroup.of(prompt, (make_rollout(prompt, 1.0, sampled=()),))]
     assert by_rollout(Ragged.from_rows([[1.0, 2.0, 3.0]]), groups).tolist() == [0.0]
 
 

@@ -140,7 +140,7 @@ def test_overlong_rollouts_can_be_left_out_of_the_loss():
     )
     whole = dataclasses.replace(cut, stop_reason="stop", status="ok", rewards={"reward": 0.0})
     config = GRPOConfig(overlong_filtering=True)
-    groups = [RolloutGroup(PROMPTS[0], (cut, whole))]
+    groups = [RolloutGroup.of(PROMPTS[0], (cut, whole))]
     batch = build_batch(groups, advantages_of(groups, config), config)
     assert batch.ragged("loss_mask").sums().tolist() == [0, 3]
     assert batch.array("advantages")[0] > 0 > batch.array("advantages")[1]

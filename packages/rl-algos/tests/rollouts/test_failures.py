@@ -11,7 +11,7 @@ PROMPT = Prompt("p7", (), np.array([1], np.int32), "math")
 def groups(*failures):
     """Groups of one rollout each; an empty failure is a good one."""
     good = Rollout("p7", *[np.zeros(1)] * 3, (), (), {"reward": 1.0}, "stop")
-    return [RolloutGroup(PROMPT, (Rollout.failed(PROMPT, failure) if failure else good,)) for failure in failures]
+    return [RolloutGroup.of(PROMPT, (Rollout.failed(PROMPT, failure) if failure else good,)) for failure in failures]
 
 
 def test_a_share_that_is_allowed_passes():

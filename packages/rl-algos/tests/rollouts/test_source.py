@@ -28,7 +28,7 @@ class RecordingPool:
         ticket = self.taken.pop()
         task = self.tasks[ticket]
         failed = tuple(Rollout.failed(task.prompt, "no engine") for _ in task.seeds)
-        return ticket, RolloutGroup(task.prompt, failed)
+        return ticket, RolloutGroup.of(task.prompt, failed)
 
     def adopt(self, update):
         self.updates.append(update)

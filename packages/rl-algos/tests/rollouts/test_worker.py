@@ -1,4 +1,5 @@
 import asyncio
+import json
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from rl_core.environment import EnvironmentFailure, StepResult
 from rl_core.errors import GeneratorError, RequestRefused
 from rl_core.generation import RolloutTask, SamplingParams
 from rl_core.model_config import TokenizerConfig
-from rl_core.rollout import Completion, Prompt, WeightSpan
+from rl_core.rollout import Completion, Prompt, RolloutGroup, WeightSpan
 
 PROMPT = Prompt("p0", ({"role": "user", "content": "hi"},), np.array([1, 2], np.int32), "game")
 
@@ -78,10 +79,20 @@ def task(*seeds):
     return RolloutTask(PROMPT, SamplingParams(max_new_tokens=2), seeds)
 
 
+def whole(parts):
+    """The group that a worker answered with."""
+    report, columns, records = parts
+    return RolloutGroup(PROMPT, report.rollouts, columns.with_columns(records.columns))
+
+
+def last_tokens(group):
+    return [tokens[-1] for tokens in group.columns.ragged("tokens")]
+
+
 def run(worker, *seeds):
     async def run():
         await worker.begin([(7, task(*seeds))])
-        return await worker.group(7)
+        return whole(await worker.group(7))
 
     return asyncio.run(run())
 
@@ -89,8 +100,23 @@ def run(worker, *seeds):
 def test_rollouts_of_a_group_come_in_the_order_of_their_seeds(make_worker):
     worker, _ = make_worker(lambda conversation: StepResult(reward=1.0))
     group = run(worker, 5, 6, 7)
-    assert [rollout.tokens[-1] for rollout in group.rollouts] == [5, 6, 7]
+    assert last_tokens(group) == [5, 6, 7]
     assert group.rewards().tolist() == [1, 1, 1]
+
+
+def test_a_group_is_a_report_apart_from_its_columns_and_from_what_people_read(make_worker):
+    worker, _ = make_worker(lambda conversation: StepResult(reward=1.0, info={"seen": 2, "note": "fine"}))
+
+    async def run():
+        await worker.begin([(7, task(5, 6))])
+        return await worker.group(7)
+
+    report, columns, records = asyncio.run(run())
+    assert [(r.num_tokens, r.num_sampled, r.num_turns, r.info) for r in report.rollouts] == [(3, 1, 1, {"seen": 2})] * 2
+    assert (list(columns), list(records)) == (list(report.columns), list(report.records))
+    assert [tokens.tolist() for tokens in columns.ragged("tokens")] == [[1, 2, 5], [1, 2, 6]]
+    second = json.loads(bytes(records.ragged("record")[1]))
+    assert (second["index"], second["turns"][0]["text"], second["info"]["note"]) == (1, "[6]", "fine")
 
 
 def test_an_environment_failure_costs_one_rollout_and_says_why(make_worker):
@@ -158,7 +184,7 @@ def test_groups_are_answered_one_by_one_while_others_are_under_way(make_worker):
         return await worker.group(1), second
 
     first, second = asyncio.run(run())
-    assert [group.rollouts[0].tokens[-1] for group in (first, second)] == [5, 6]
+    assert [last_tokens(whole(parts)) for parts in (first, second)] == [[5], [6]]
 
 
 def test_requests_of_groups_begun_together_reach_the_engine_in_order_and_before_any_answer(make_worker):
@@ -189,6 +215,6 @@ def test_a_group_may_be_asked_for_before_the_message_that_begins_it(make_worker)
         asked = asyncio.create_task(worker.group(3))
         await asyncio.sleep(0)
         await worker.begin([(3, task(5))])
-        return await asked
+        return whole(await asked)
 
     assert [rollout.reward for rollout in asyncio.run(run()).rollouts] == [1.0]

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from rl_core.rollout import Prompt as Prompt
     from rl_core.rollout import Rollout as Rollout
     from rl_core.rollout import RolloutGroup as RolloutGroup
+    from rl_core.rollout import RolloutReport as RolloutReport
 
 _HOMES = {
     "batch": ("Batch",),
@@ -35,7 +36,7 @@ _HOMES = {
     "generation": ("Generator", "RolloutProgram", "RolloutSource", "SamplingParams"),
     "model": ("Loss", "Model", "ModelWorker"),
     "ragged": ("Ragged",),
-    "rollout": ("Completion", "Prompt", "Rollout", "RolloutGroup"),
+    "rollout": ("Completion", "Prompt", "Rollout", "RolloutGroup", "RolloutReport"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

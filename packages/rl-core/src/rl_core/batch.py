@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -18,72 +18,124 @@ TOKENS = "tokens"
 """The column every token-aligned column shares its row lengths with."""
 
 
-@runtime_checkable
-class Handle(Protocol):
-    """A column that lies elsewhere (a rollout worker, an object store)."""
+class RowStore(Protocol):
+    """Columns over the same rows that lie elsewhere, such as in an object store."""
 
-    def __len__(self) -> int:
-        """Number of rows."""
-        ...
-
-    def fetch(self) -> Local:
-        """Bring the values into this process."""
+    def fetch(self) -> Batch:
+        """Bring the columns into this process."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
-class RemoteColumn:
-    """Rows picked from handles, in order; selecting and joining move no data.
+class RemoteRows:
+    """Rows picked from stores, in order; selecting and joining move no data. Columns over the same rows share one.
 
     Args:
-        handles: where the values lie.
-        part: int64 `[rows]`, index into `handles` of each row.
-        row: int64 `[rows]`, row within that handle.
+        stores: that hold the rows.
+        part: int64 `[rows]`, index into `stores` of each row.
+        row: int64 `[rows]`, row within that store.
+        lengths: int64 `[rows]`, tokens of each row, so that rows can be planned with where they lie unread.
     """
 
-    handles: tuple[Handle, ...]
+    stores: tuple[RowStore, ...]
     part: np.ndarray
     row: np.ndarray
+    lengths: np.ndarray
 
     @classmethod
-    def of(cls, handle: Handle) -> RemoteColumn:
-        """All rows of one handle."""
-        return cls((handle,), np.zeros(len(handle), dtype=np.int64), np.arange(len(handle)))
+    def of(cls, store: RowStore, lengths: ArrayLike) -> RemoteRows:
+        """All rows of one store."""
+        lengths = np.asarray(lengths, dtype=np.int64)
+        return cls((store,), np.zeros(len(lengths), dtype=np.int64), np.arange(len(lengths)), lengths)
 
     def __len__(self) -> int:
         return len(self.row)
 
-    def select(self, rows: ArrayLike) -> RemoteColumn:
+    def columns(self, names: Sequence[str]) -> dict[str, Column]:
+        """These columns of the stores."""
+        return {name: RemoteColumn(self, name) for name in names}
+
+    def select(self, rows: ArrayLike) -> RemoteRows:
         """The given rows, in the given order."""
         index = row_index(rows)
         used, part = np.unique(self.part[index], return_inverse=True)
-        # without rows one handle stays, which knows what a row is like
-        return RemoteColumn(tuple(self.handles[i] for i in used) or self.handles[:1], part, self.row[index])
+        # without rows one store stays, which knows what a row is like
+        stores = tuple(self.stores[i] for i in used) or self.stores[:1]
+        return RemoteRows(stores, part, self.row[index], self.lengths[index])
 
-    def fetch(self) -> Local:
-        """The rows' values, each handle fetched once."""
-        parts = [handle.fetch() for handle in self.handles]
-        starts = np.cumsum([0] + [len(part) for part in parts])[:-1]
-        return _select(_concat(parts), starts[self.part] + self.row)
+    def fetch(self, name: str) -> Local:
+        """The rows of one column, each store fetched once."""
+        return pick_rows([store.fetch()[name] for store in self.stores], self.part, self.row)
 
     @staticmethod
-    def concat(columns: Sequence[RemoteColumn]) -> RemoteColumn:
-        """Rows of all columns, in order."""
-        handles = {id(handle): handle for column in columns for handle in column.handles}
-        place = {key: index for index, key in enumerate(handles)}
-        places = [np.array([place[id(handle)] for handle in column.handles], dtype=np.int64) for column in columns]
-        return RemoteColumn(
-            tuple(handles.values()),
-            np.concatenate([own[column.part] for own, column in zip(places, columns, strict=True)]),
-            np.concatenate([column.row for column in columns]),
+    def concat(parts: Sequence[RemoteRows]) -> RemoteRows:
+        """Rows of all parts, in order."""
+        stores = {id(store): store for rows in parts for store in rows.stores}
+        place = {key: index for index, key in enumerate(stores)}
+        places = [np.array([place[id(store)] for store in rows.stores], dtype=np.int64) for rows in parts]
+        return RemoteRows(
+            tuple(stores.values()),
+            np.concatenate([own[rows.part] for own, rows in zip(places, parts, strict=True)]),
+            np.concatenate([rows.row for rows in parts]),
+            np.concatenate([rows.lengths for rows in parts]),
         )
+
+
+@dataclass(frozen=True, eq=False)
+class RemoteColumn:
+    """A column that lies elsewhere.
+
+    Args:
+        rows: of the column.
+        name: of the column in their stores.
+        zeroed: bool `[rows]`, rows whose values count as zeros; None for none.
+    """
+
+    rows: RemoteRows
+    name: str
+    zeroed: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def fetch(self) -> Local:
+        """The values, in this process."""
+        return zero_rows(self.rows.fetch(self.name), self.zeroed)
 
 
 Column = Ragged | np.ndarray | RemoteColumn
 
 
+def pick_rows(parts: Sequence[Local], part: np.ndarray, row: np.ndarray) -> Local:
+    """Rows of a column that lies in several parts, of which there is one at least.
+
+    Args:
+        parts: of the column.
+        part, row: int64 `[rows]`, which row of which part each is.
+    """
+    first = parts[0]
+    if isinstance(first, Ragged):
+        picked = [parts[p][r] for p, r in zip(part.tolist(), row.tolist(), strict=True)]
+        return Ragged.from_rows(picked, first.values.dtype, first.values.shape[1:])
+    starts = np.cumsum([0] + [len(each) for each in parts])[:-1]
+    return np.concatenate(parts)[starts[part] + row]  # type: ignore[arg-type]  # all parts are of one kind
+
+
+def zero_rows(column: Local, zeroed: np.ndarray | None) -> Local:
+    """The column with zeros in the rows for which `zeroed`, bool `[rows]`, says so; None says so for none."""
+    if zeroed is None or not zeroed.any():
+        return column
+    if isinstance(column, Ragged):
+        values = column.values.copy()
+        values[np.repeat(zeroed, column.lengths)] = 0
+        return column.like(values)
+    values = column.copy()
+    values[zeroed] = 0
+    return values
+
+
 class Batch:
-    """Columns over the same rows, each a `Ragged`, an array or a handle to one that lies elsewhere.
+    """Columns over the same rows, each a `Ragged`, an array or a `RemoteColumn` that lies elsewhere.
 
     Token-aligned columns share their row lengths with `tokens`. Rows that carry the same `pair` id belong together
     and stay in one microbatch. A batch is never changed: every method returns another.
@@ -95,10 +147,10 @@ class Batch:
         ValueError: naming the columns whose number of rows differs.
     """
 
-    def __init__(self, columns: Mapping[str, Column | Handle]) -> None:
+    def __init__(self, columns: Mapping[str, Column]) -> None:
         if not columns:
             raise ValueError("a Batch needs at least one column")
-        kept = {name: _as_column(column) for name, column in columns.items()}
+        kept = {name: _checked(column) for name, column in columns.items()}
         rows = {name: len(column) for name, column in kept.items()}
         if len(set(rows.values())) > 1:
             raise ValueError(f"columns of a Batch must have the same number of rows, got {rows}")
@@ -154,13 +206,32 @@ class Batch:
         self.require(*names)
         return Batch({name: self._columns[name] for name in names})
 
-    def with_columns(self, columns: Mapping[str, Column | Handle]) -> Batch:
+    def with_columns(self, columns: Mapping[str, Column]) -> Batch:
         """The same rows with columns added or replaced."""
         return Batch({**self._columns, **columns})
 
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64 `[rows]`, the length of each row of `tokens`, known without fetching them."""
+        self.require(TOKENS)
+        column = self._columns[TOKENS]
+        return column.rows.lengths if isinstance(column, RemoteColumn) else self.ragged(TOKENS).lengths
+
+    def with_zeros(self, name: str, zeroed: np.ndarray) -> Batch:
+        """The same rows with zeros in this column of those for which `zeroed`, bool `[rows]`, says so."""
+        self.require(name)
+        column = self._columns[name]
+        if isinstance(column, RemoteColumn):
+            before = False if column.zeroed is None else column.zeroed
+            return self.with_columns({name: replace(column, zeroed=before | zeroed)})
+        return self.with_columns({name: zero_rows(column, zeroed)})
+
     def select(self, rows: ArrayLike) -> Batch:
         """The given rows, in the given order."""
-        return Batch({name: _select(column, rows) for name, column in self._columns.items()})
+        index = row_index(rows)
+        # columns that share their rows before share them after
+        remote = {rows: rows.select(index) for rows in {column.rows for column in self._remote()}}
+        return Batch({name: _select(column, index, remote) for name, column in self._columns.items()})
 
     def split(self, sizes: Sequence[int]) -> list[Batch]:
         """Consecutive parts of the given numbers of rows, which must add up to all rows."""
@@ -182,25 +253,35 @@ class Batch:
         for batch in batches:
             if set(batch) != names:
                 raise ValueError(f"batches to join must have the same columns, got {sorted(names)} and {sorted(batch)}")
-        return Batch({name: _concat([batch.columns[name] for batch in batches]) for name in batches[0]})
+        joined: dict[tuple[RemoteRows, ...], RemoteRows] = {}
+        return Batch({name: _concat([batch._columns[name] for batch in batches], joined) for name in batches[0]})
+
+    def _remote(self) -> list[RemoteColumn]:
+        return [column for column in self._columns.values() if isinstance(column, RemoteColumn)]
 
 
-def _as_column(column: Column | Handle) -> Column:
+def _checked(column: Column) -> Column:
     if isinstance(column, Ragged | RemoteColumn | np.ndarray):
         return column
-    if isinstance(column, Handle):
-        return RemoteColumn.of(column)
-    raise TypeError(f"a column is a Ragged, an array or a handle, got {type(column).__name__}")
+    raise TypeError(f"a column is a Ragged, an array or a RemoteColumn, got {type(column).__name__}")
 
 
-def _select(column, rows: ArrayLike):  # type: ignore[no-untyped-def]  # same column type in and out
-    if isinstance(column, Ragged | RemoteColumn):
-        return column.select(rows)
-    return column[row_index(rows)]
+def _select(column: Column, index: np.ndarray, remote: Mapping[RemoteRows, RemoteRows]) -> Column:
+    if isinstance(column, RemoteColumn):
+        zeroed = None if column.zeroed is None else column.zeroed[index]
+        return RemoteColumn(remote[column.rows], column.name, zeroed)
+    return column.select(index) if isinstance(column, Ragged) else column[index]
 
 
-def _concat(columns):  # type: ignore[no-untyped-def]  # same column type in and out
-    if all(isinstance(column, RemoteColumn) for column in columns):
-        return RemoteColumn.concat(columns)
+def _concat(columns: Sequence[Column], joined: dict[tuple[RemoteRows, ...], RemoteRows]) -> Column:
+    remote = [column for column in columns if isinstance(column, RemoteColumn)]
+    if len(remote) == len(columns) and len({column.name for column in remote}) == 1:
+        key = tuple(column.rows for column in remote)
+        if key not in joined:
+            joined[key] = RemoteRows.concat(key)
+        if all(column.zeroed is None for column in remote):
+            return RemoteColumn(joined[key], remote[0].name)
+        zeroed = [np.zeros(len(column), dtype=bool) if column.zeroed is None else column.zeroed for column in remote]
+        return RemoteColumn(joined[key], remote[0].name, np.concatenate(zeroed))
     fetched: Any = [column.fetch() if isinstance(column, RemoteColumn) else column for column in columns]
     return Ragged.concat(fetched) if isinstance(fetched[0], Ragged) else np.concatenate(fetched)

@@ -8,6 +8,16 @@ from typing import Any, Literal
 
 import numpy as np
 
+from rl_core.batch import TOKENS, Batch, Column
+from rl_core.ragged import Ragged
+from rl_core.rollout_record import rollout_record
+
+LOSS_MASK = "loss_mask"
+GENERATION_LOGPROBS = "generation_logprobs"
+ROUTED_EXPERTS = "routed_experts"
+RECORD = "record"
+"""Columns of a `RolloutGroup`, beside `tokens`."""
+
 Message = Mapping[str, Any]
 """A chat message: `role`, `content`, and what a chat template understands besides (tool calls, names)."""
 
@@ -131,12 +141,105 @@ class Rollout:
 
 
 @dataclass(frozen=True)
+class RolloutReport:
+    """The part of a `Rollout` that a loop decides by: all but its tokens and texts.
+
+    Args:
+        num_tokens: of the row, the prompt's included.
+        num_sampled: tokens that the policy sampled.
+        num_turns: completions.
+        info: the numbers that the environment reported.
+
+    The others are as in `Rollout`.
+    """
+
+    prompt_id: str
+    num_tokens: int
+    num_sampled: int
+    num_turns: int
+    spans: tuple[WeightSpan, ...]
+    rewards: Mapping[str, float]
+    stop_reason: StopReason
+    status: Status = "ok"
+    failure: str = ""
+    info: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, rollout: Rollout) -> RolloutReport:
+        """Of a rollout."""
+        return cls(
+            prompt_id=rollout.prompt_id,
+            num_tokens=len(rollout.tokens),
+            num_sampled=rollout.num_sampled,
+            num_turns=len(rollout.turns),
+            spans=rollout.spans,
+            rewards=dict(rollout.rewards),
+            stop_reason=rollout.stop_reason,
+            status=rollout.status,
+            failure=rollout.failure,
+            info={name: value for name, value in rollout.info.items() if isinstance(value, int | float)},
+        )
+
+    @property
+    def reward(self) -> float:
+        """The reward trained on; 0.0 for a failed rollout."""
+        return float(self.rewards.get("reward", 0.0))
+
+
+@dataclass(frozen=True)
+class GroupReport:
+    """A group apart from its columns, which may lie elsewhere.
+
+    Args:
+        rollouts: in the order of their seeds.
+        columns: names of the columns that training reads, the rows in the same order.
+        records: names of those that people read.
+    """
+
+    rollouts: tuple[RolloutReport, ...]
+    columns: tuple[str, ...]
+    records: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class RolloutGroup:
-    """The rollouts of one prompt, in the order of their seeds."""
+    """The rollouts of one prompt, in the order of their seeds.
+
+    Args:
+        prompt: of all of them.
+        rollouts: what is known of each without reading its columns.
+        columns: a row per rollout: `tokens` int32, `loss_mask` uint8 and `generation_logprobs` float32 `[tokens]`,
+            `routed_experts` if the engine reports them, and `record` uint8 `[bytes]`, a JSON object for people.
+    """
 
     prompt: Prompt
-    rollouts: Sequence[Rollout]
+    rollouts: Sequence[RolloutReport]
+    columns: Batch
+
+    @classmethod
+    def of(cls, prompt: Prompt, rollouts: Sequence[Rollout]) -> RolloutGroup:
+        """A group whose columns are in this process."""
+        report, columns, records = parts_of(prompt, rollouts)
+        return cls(prompt, report.rollouts, columns.with_columns(records.columns))
 
     def rewards(self) -> np.ndarray:
         """float64 `[rollouts]`, the rewards trained on; NaN for failed rollouts."""
         return np.array([np.nan if r.status == "failed" else r.reward for r in self.rollouts], dtype=np.float64)
+
+
+def parts_of(prompt: Prompt, rollouts: Sequence[Rollout]) -> tuple[GroupReport, Batch, Batch]:
+    """The report of a group, the columns that training reads, and those that people read, each of use without the
+    others.
+    """
+    columns: dict[str, Column] = {
+        TOKENS: Ragged.from_rows([rollout.tokens for rollout in rollouts], np.int32),
+        LOSS_MASK: Ragged.from_rows([rollout.loss_mask for rollout in rollouts], np.uint8),
+        GENERATION_LOGPROBS: Ragged.from_rows([rollout.generation_logprobs for rollout in rollouts], np.float32),
+    }
+    routed = [rollout.routed_experts for rollout in rollouts if rollout.routed_experts is not None]
+    if len(routed) == len(rollouts):
+        columns[ROUTED_EXPERTS] = Ragged.from_rows(routed, np.int16, routed[0].shape[1:])
+    record = [rollout_record(prompt, index, rollout) for index, rollout in enumerate(rollouts)]
+    records: dict[str, Column] = {RECORD: Ragged.from_rows(record, np.uint8)}
+    report = GroupReport(tuple(RolloutReport.of(rollout) for rollout in rollouts), tuple(columns), tuple(records))
+    return report, Batch(columns), Batch(records)

@@ -59,8 +59,8 @@ class Run(Protocol):
         ...
 
     def record_rollouts(self, step: int, groups: Sequence[RolloutGroup], advantages: np.ndarray) -> None:
-        """Write a step's rollouts, one line each; `advantages` is `[rollouts]`, in the order of groups and within
-        them.
+        """Have a step's rollouts written, one line each, beside the steps that follow; `advantages` is `[rollouts]`, in
+        the order of groups and within them.
         """
         ...
 

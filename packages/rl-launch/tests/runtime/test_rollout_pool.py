@@ -13,7 +13,7 @@ from rl_launch.placement.residency import Residency, Tenant
 from rl_launch.runtime import dispatch, replica_group, rollout_pool
 from rl_launch.runtime import replica as replica_module
 from rl_launch.runtime.deaths import MOST_DEATHS
-from rl_launch.runtime.replica import ProgressWatch
+from rl_launch.runtime.replica import GroupCall, ProgressWatch
 from rl_launch.runtime.rollout_pool import RolloutPool
 
 SAMPLING = SamplingParams(4)
@@ -49,7 +49,11 @@ class Replica:
 
     def begin(self, numbered):
         self.shares.append([task.prompt.id for _, task in numbered])
-        return {number: Call(lambda task=task: self._group(task)) for number, task in numbered}
+        answers = {number: Call(lambda task=task: self._group(task)) for number, task in numbered}
+        return {
+            number: GroupCall(answer, f"columns of {number}", f"records of {number}")
+            for number, answer in answers.items()
+        }
 
     def _group(self, task):
         if self.failure is None and self.fails and len(self.finished) == self.fails[0][0]:
@@ -103,7 +107,7 @@ class Late(Replica):
     def begin(self, numbered):
         calls = super().begin(numbered)
         for number, task in numbered:
-            calls[number].late = lambda prompt=task.prompt.id: prompt in self.held
+            calls[number].report.late = lambda prompt=task.prompt.id: prompt in self.held
         return calls
 
 
@@ -134,6 +138,7 @@ def plain_calls(monkeypatch):
 
     for module in (rollout_pool, replica_module):
         monkeypatch.setattr(module, "wait", wait)
+    monkeypatch.setattr(rollout_pool, "stored_group", lambda prompt, report, columns, records, origin: report)
     for module in (rollout_pool, replica_group, replica_module):
         monkeypatch.setattr(module, "fetch", lambda ref, origin, timeout_s=None: ref.answer())
 
@@ -392,7 +397,7 @@ class Hanging(Replica):
     def begin(self, numbered):
         calls = super().begin(numbered)
         for call in calls.values():
-            call.late = lambda: self.hangs
+            call.report.late = lambda: self.hangs
         return calls
 
 

@@ -1,9 +1,12 @@
+import dataclasses
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -17,11 +20,13 @@ from rl_algos.grpo.config import GRPOConfig
 from rl_algos.grpo.loop import train
 from rl_algos.losses.policy import PolicyLoss
 from rl_algos.rollouts.source import SyncRolloutSource
+from rl_core.batch import RemoteRows
 from rl_core.errors import RunDirectoryError, WorkerDied
 from rl_core.generation import SamplingParams
 from rl_core.rollout import Prompt, Rollout, RolloutGroup, Turn, WeightSpan
 from rl_core.testing.fakes import FakeModel, FakeWeights
 from rl_launch.session import RunSession, newest_checkpoint
+from rl_launch.session.records import MOST_STEPS, RolloutFiles
 from rl_launch.session.stop import StopRequest
 
 
@@ -349,7 +354,7 @@ def rollout_group(num_rollouts: int) -> RolloutGroup:
         stop_reason="stop",
         info={"seen": np.float32(0.5)},
     )
-    return RolloutGroup(prompt, [rollout] * num_rollouts)
+    return RolloutGroup.of(prompt, [rollout] * num_rollouts)
 
 
 def test_rollouts_are_one_line_each_with_their_advantage(tmp_path):
@@ -361,6 +366,77 @@ def test_rollouts_are_one_line_each_with_their_advantage(tmp_path):
     assert rows[0]["prompt"] == [{"role": "user", "content": "1+2="}]
     assert rows[0]["turns"] == [{"text": "3", "observation": None, "rewards": {"reward": 1.0}}]
     assert (rows[0]["weight_versions"], rows[0]["stop_reason"], rows[0]["info"]) == ([3], "stop", {"seen": 0.5})
+
+
+class Texts:
+    """Records that lie elsewhere, and come once they may."""
+
+    def __init__(self, *, error=None, held=False):
+        self.may_come = threading.Event()
+        self.error = error
+        if not held:
+            self.may_come.set()
+
+    def fetch(self):
+        assert self.may_come.wait(120)
+        if self.error is not None:
+            raise self.error
+        return rollout_group(1).columns
+
+    def group(self):
+        group = rollout_group(1)
+        columns = group.columns.with_columns(RemoteRows.of(self, group.columns.lengths).columns(["record"]))
+        return dataclasses.replace(group, columns=columns)
+
+
+def test_rollouts_are_written_beside_the_steps_and_before_a_checkpoint(tmp_path):
+    texts = Texts(held=True)
+    written = tmp_path / "rollouts/step_1.jsonl"
+    with RunSession(tmp_path, counting.config()) as session:
+        steps = session.steps(2, models={"policy": counting.CountingModel()}, state={"draws": counting.Draws()})
+        session.record_rollouts(next(steps), [texts.group()], np.zeros(1))
+        next(steps)
+        assert not written.exists() or not written.read_text()
+        texts.may_come.set()
+        assert next(steps, None) is None
+        assert len(written.read_text().splitlines()) == 1
+
+
+def test_a_step_waits_for_rollouts_of_much_earlier_ones(tmp_path):
+    files = RolloutFiles(tmp_path)
+    texts = Texts(held=True)
+    for step in range(MOST_STEPS):
+        files.append(step, [texts.group()], np.zeros(1))
+    waiting = threading.Thread(target=files.append, args=(MOST_STEPS, [texts.group()], np.zeros(1)))
+    waiting.start()
+    assert waiting.is_alive()
+    texts.may_come.set()
+    waiting.join(120)
+    files.flush()
+    assert [len((tmp_path / f"step_{step}.jsonl").read_text().splitlines()) for step in range(MOST_STEPS + 1)] == [
+        1
+    ] * 3
+    files.close()
+
+
+def test_rollouts_that_cannot_be_written_end_the_run(tmp_path):
+    def lose_the_folder(session, step):
+        shutil.rmtree(tmp_path / "rollouts", ignore_errors=True)
+        session.record_rollouts(step, [rollout_group(1)], np.zeros(1))
+
+    with pytest.raises(FileNotFoundError):
+        counting.run(tmp_path, counting.config(), at_step=lose_the_folder)
+    assert not (tmp_path / "checkpoints/step_2").exists()
+
+
+def test_texts_that_were_lost_with_a_node_cost_only_themselves(tmp_path, caplog):
+    files = RolloutFiles(tmp_path)
+    files.append(1, [Texts(error=WorkerDied("its node died")).group(), rollout_group(2)], np.array([1.0, 2.0, 3.0]))
+    files.flush()
+    rows = [json.loads(line) for line in (tmp_path / "step_1.jsonl").read_text().splitlines()]
+    assert [row["advantage"] for row in rows] == [2.0, 3.0]
+    assert "step 1: the texts of prompt p0 are lost: its node died" in caplog.text
+    files.close()
 
 
 def test_rollouts_of_steps_that_come_again_are_dropped(tmp_path):
@@ -413,7 +489,7 @@ class EchoPool:
     def next_done(self):
         task = self.tasks.pop(0)
         ticket = len(self.asked) - len(self.tasks) - 1
-        return ticket, RolloutGroup(task.prompt, tuple(self._rollout(task.prompt, seed) for seed in task.seeds))
+        return ticket, RolloutGroup.of(task.prompt, tuple(self._rollout(task.prompt, seed) for seed in task.seeds))
 
     def adopt(self, update):
         self.version = update.version

@@ -8,32 +8,31 @@ import numpy as np
 
 from rl_algos.grpo.advantages import Advantages
 from rl_algos.grpo.config import GRPOConfig
-from rl_core.batch import Batch
+from rl_core.batch import Batch, Column
 from rl_core.model import LOGPROBS, Loss, Model
 from rl_core.ragged import Ragged
-from rl_core.rollout import RolloutGroup
+from rl_core.rollout import LOSS_MASK, RECORD, RolloutGroup
 
 
 def build_batch(groups: Sequence[RolloutGroup], advantages: Advantages, config: GRPOConfig) -> Batch:
     """One row per rollout: `tokens`, `loss_mask` and `generation_logprobs` by token, `advantages` by row or by token.
 
-    Rollouts that train nothing (failed; cut off, with overlong filtering) have an empty loss mask.
+    Rollouts that train nothing (failed; cut off, with overlong filtering) have an empty loss mask. The token-aligned
+    columns stay where they are.
     """
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    masks = [
-        np.zeros_like(r.loss_mask) if config.overlong_filtering and r.stop_reason == "length" else r.loss_mask
-        for r in rollouts
-    ]
-    return Batch(
-        {
-            "tokens": Ragged.from_rows([r.tokens for r in rollouts], np.int32),
-            "loss_mask": Ragged.from_rows(masks, np.uint8),
-            "generation_logprobs": Ragged.from_rows([r.generation_logprobs for r in rollouts], np.float32),
-            "advantages": advantages.like(advantages.values.astype(np.float32))
-            if isinstance(advantages, Ragged)
-            else advantages.astype(np.float32),
-        }
-    )
+    # a failed rollout has no routed experts, for one
+    shared = set.intersection(*(set(group.columns) for group in groups)) - {RECORD}
+    names = [name for name in groups[0].columns if name in shared]
+    batch = Batch.concat([group.columns.only(names) for group in groups])
+    if isinstance(advantages, Ragged):
+        single: Column = advantages.like(advantages.values.astype(np.float32))
+    else:
+        single = advantages.astype(np.float32)
+    batch = batch.with_columns({"advantages": single})
+    if config.overlong_filtering:
+        cut = [rollout.stop_reason == "length" for group in groups for rollout in group.rollouts]
+        batch = batch.with_zeros(LOSS_MASK, np.array(cut))
+    return batch
 
 
 def with_logprobs(batch: Batch, policy: Model, loss: Loss) -> Batch:

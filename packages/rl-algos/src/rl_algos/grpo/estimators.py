@@ -13,7 +13,7 @@ from rl_algos.grpo.config import EstimatorConfig, GRPOConfig
 from rl_core.config import Config, section_of, settings_of
 from rl_core.plugins import resolve
 from rl_core.ragged import Ragged
-from rl_core.rollout import RolloutGroup
+from rl_core.rollout import LOSS_MASK, RolloutGroup
 
 Estimator = Callable[..., Advantages]
 """A function whose positional parameters name what it reads, of `INPUTS`, and whose keyword-only parameters are its
@@ -42,7 +42,7 @@ def _loss_mask(groups: Sequence[RolloutGroup], _config: GRPOConfig) -> Ragged:
 
 
 def _masks(groups: Sequence[RolloutGroup]) -> Ragged:
-    return Ragged.from_rows([rollout.loss_mask for group in groups for rollout in group.rollouts], np.uint8)
+    return Ragged.concat([group.columns.ragged(LOSS_MASK) for group in groups])
 
 
 def _normalize(_groups: Sequence[RolloutGroup], config: GRPOConfig) -> bool:

@@ -43,7 +43,7 @@ def rollout_metrics(
         "rollout/mean_length": float(lengths.mean()),
         "rollout/max_length": float(lengths.max()),
         "rollout/truncated": float(np.mean([rollout.status == "truncated" for rollout in usable])),
-        "rollout/turns": float(np.mean([len(rollout.turns) for rollout in usable])),
+        "rollout/turns": float(np.mean([rollout.num_turns for rollout in usable])),
         "generation/num_tokens": float(lengths.sum()),
     }
     return metrics | _named_rewards(usable) | _reported(usable)
@@ -75,6 +75,5 @@ def _reported(rollouts: Sequence) -> dict[str, float]:
     values: dict[str, list[float]] = {}
     for rollout in rollouts:
         for name, value in rollout.info.items():
-            if isinstance(value, int | float):
-                values.setdefault(name, []).append(float(value))
+            values.setdefault(name, []).append(float(value))
     return {f"environment/{name}": float(np.mean(seen)) for name, seen in sorted(values.items())}

@@ -12,6 +12,7 @@ import numpy as np
 
 from rl_algos.rollouts.continuation import continuation_tokens
 from rl_algos.tokenizer import load_tokenizer
+from rl_core.batch import Batch
 from rl_core.delivery import Delivery, Taken, take_over, try_out
 from rl_core.environment import Conversation, EnvironmentFailure, StepResult
 from rl_core.errors import EnvironmentFailed, GeneratorError, RequestRefused
@@ -24,7 +25,7 @@ from rl_core.generation import (
 )
 from rl_core.model_config import TokenizerConfig
 from rl_core.plugins import resolve
-from rl_core.rollout import Completion, Message, Prompt, Rollout, RolloutGroup
+from rl_core.rollout import Completion, GroupReport, Message, Prompt, Rollout, parts_of
 from rl_core.weights import Manifest
 
 _log = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ class RolloutWorker:
         self._program: RolloutProgram = resolve(spec.program)(**spec.program_args)
         self._tokenizer = load_tokenizer(spec.tokenizer, spec.model_name)
         self._environments = dict(environments)
-        self._groups: dict[int, asyncio.Future[asyncio.Task[RolloutGroup]]] = {}
+        self._groups: dict[int, asyncio.Future[asyncio.Task[tuple[GroupReport, Batch, Batch]]]] = {}
 
     async def start(self) -> int:
         """Load the engine; returns its number of ranks."""
@@ -90,8 +91,8 @@ class RolloutWorker:
         for number, task in tasks:
             self._begun(number).set_result(asyncio.create_task(self._run_group(task)))
 
-    async def group(self, number: int) -> RolloutGroup:
-        """The group begun under this number, once it is finished; it is given out once.
+    async def group(self, number: int) -> tuple[GroupReport, Batch, Batch]:
+        """The group begun under this number, once it is finished, as `parts_of` takes it apart; it is given out once.
 
         It may be asked for before `begin` is here: a message with many tasks arrives after smaller ones.
 
@@ -123,12 +124,12 @@ class RolloutWorker:
         """End the replica."""
         await self._generator.close()
 
-    def _begun(self, number: int) -> asyncio.Future[asyncio.Task[RolloutGroup]]:
+    def _begun(self, number: int) -> asyncio.Future[asyncio.Task[tuple[GroupReport, Batch, Batch]]]:
         return self._groups.setdefault(number, asyncio.get_running_loop().create_future())
 
-    async def _run_group(self, task: RolloutTask) -> RolloutGroup:
+    async def _run_group(self, task: RolloutTask) -> tuple[GroupReport, Batch, Batch]:
         runs = (self._run_one(task.prompt, task.sampling, seed) for seed in task.seeds)
-        return RolloutGroup(task.prompt, tuple(await asyncio.gather(*runs)))
+        return parts_of(task.prompt, await asyncio.gather(*runs))
 
     async def _run_one(self, prompt: Prompt, sampling: SamplingParams, seed: int) -> Rollout:
         client = _Client(self, self._environments[prompt.environment], sampling, seed)

@@ -8,17 +8,19 @@ import os
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 
+from rl_core.batch import Batch
 from rl_core.devices.device import NODE_ADDRESS, node_address
 from rl_core.devices.rehearsal import hide_real_gpus
 from rl_core.errors import RLError, WorkerError
 from rl_core.plugins import plugin_packages, resolve
 from rl_core.ray.stacks import write_stacks_on_signal
+from rl_core.shuffle import Chunk, Pick, Shard, pick
 
 _log = logging.getLogger(__name__)
 
@@ -93,6 +95,23 @@ class WorkerHost:
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the worker."""
         return _plainly(lambda: getattr(self._worker, method)(*args, **kwargs))
+
+    def call_on(self, method: str, shard: Shard, args: Sequence[Any], kwargs: Mapping[str, Any], *chunks: Chunk) -> Any:
+        """Call a method of the worker on the rows of a shard."""
+        return _plainly(lambda: getattr(self._worker, method)(shard.assemble(chunks), *args, **kwargs))
+
+    def infer(
+        self, shard: Shard, args: Sequence[Any], kwargs: Mapping[str, Any], *chunks: Chunk
+    ) -> tuple[int, Batch | None]:
+        """How many rows the worker's `infer` answered for, and the answer, which stays where it is until it is read."""
+        answer = self.call_on("infer", shard, args, kwargs, *chunks)
+        return (0 if answer is None else len(answer)), answer
+
+    def pick(self, picks: Sequence[Pick], *stores: Batch) -> Any:
+        """Rows for every shard of a model, a result for each."""
+        chunks = _plainly(lambda: pick(picks, stores))
+        # a call with one result returns it bare
+        return chunks if len(chunks) > 1 else chunks[0]
 
     @ray.method(concurrency_group="health")
     def health(self) -> Any:

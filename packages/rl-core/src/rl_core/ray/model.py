@@ -5,20 +5,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import ray
 from ray.actor import ActorHandle
 
-from rl_core.batch import Batch
+from rl_core.batch import Batch, RemoteColumn, RemoteRows, RowStore
 from rl_core.errors import Origin, RLError, WorkerDied, WorkerError, WorkerStalled
 from rl_core.mesh import Coordinates
 from rl_core.metrics import combine
 from rl_core.microbatch import PAIR, shard
 from rl_core.model import Loss, Metrics, Part, Read, SavedFile
 from rl_core.ray.calls import fetch, gather
+from rl_core.ray.rows import StoredRows
 from rl_core.ray.stacks import request_stacks
+from rl_core.shuffle import plan_shuffle
 from rl_core.weights import Manifest, Transport
 
 _log = logging.getLogger(__name__)
@@ -31,8 +35,27 @@ CLOSE_TIMEOUT_S = 30.0
 CALL_TIMEOUT_S = 3600.0
 
 
+MOST_PICKERS = 4
+"""Ranks that read the stores of a batch's remote columns, and lay out their rows by shard."""
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A shard on its way to its ranks: the `Shard`, and the chunks that it is assembled from."""
+
+    shard: ray.ObjectRef
+    chunks: tuple[ray.ObjectRef, ...]
+
+    def of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Arguments of a call on its rows."""
+        return (self.shard, args, kwargs, *self.chunks)
+
+
 class RemoteModel:
     """Facade of a model's workers: shards rows over `dp`, balanced by tokens, and joins what comes back.
+
+    Neither remote columns of a batch nor the results of `infer` pass through this process: ranks take the rows of their
+    shards from one another.
 
     Args:
         workers: one actor (`WorkerHost`) per rank, in rank order.
@@ -63,6 +86,7 @@ class RemoteModel:
         self._timeout_s = timeout_s
         self._logs = list(logs)
         self._revision = 0
+        self._sent: WeakKeyDictionary[RemoteRows, list[_Sent]] = WeakKeyDictionary()
         self._coordinates: list[Coordinates] = self.call_all("coordinates")
 
     @property
@@ -79,13 +103,23 @@ class RemoteModel:
         """As `rl_core.model.Model.infer`."""
         rows = self._rows_per_shard(batch)
         inputs = batch.only([name for name in ("tokens", PAIR) if name in batch])
+        options = {"reference": reference, "temperature": temperature}
         with self._hold():
-            answers = self._call_shards(
-                "infer", inputs, rows, tuple(reads), reference=reference, temperature=temperature
-            )
-        parts = [answers[rank] for rank in self._leaders()]
-        joined = Batch.concat([part for part in parts if len(part)])
-        return joined.select(np.argsort(np.concatenate(rows), kind="stable"))
+            shards = self._send(inputs, rows)
+            calls = [
+                worker.infer.options(num_returns=2).remote(*shards[place.on("dp")].of([tuple(reads)], options))
+                for worker, place in zip(self._workers, self._coordinates, strict=True)
+            ]
+            self._gather([answered for answered, _ in calls], "infer", self._timeout_s)
+        index = np.concatenate(rows)
+        places = np.argsort(index, kind="stable")
+        shard_of = np.repeat(np.arange(len(rows)), [len(each) for each in rows])[places]
+        within = np.concatenate([np.arange(len(each)) for each in rows])[places]
+        origins = self._origins("infer")
+        stores = tuple(StoredRows(calls[rank][1], origins[rank]) for rank in self._leaders())
+        found = RemoteRows(stores, shard_of, within, batch.lengths)
+        # shards without rows are left out, as they know no columns
+        return Batch(found.select(np.arange(len(found))).columns([name for read in reads for name in read.columns]))
 
     def evaluate(self, batch: Batch, loss: Loss) -> Metrics:
         """As `rl_core.model.Model.evaluate`."""
@@ -175,20 +209,35 @@ class RemoteModel:
     def _loss_call(self, method: str, batch: Batch, loss: Loss) -> Metrics:
         inputs = batch.only([name for name in ("tokens", PAIR, *loss.columns) if name in batch])
         inputs.require("tokens", *loss.columns)
-        answers = self._call_shards(method, inputs, self._rows_per_shard(batch), loss)
-        return combine(answers)
+        return combine(self._call_shards(method, inputs, loss))
 
     def _rows_per_shard(self, batch: Batch) -> list[np.ndarray]:
-        batch.require("tokens")
         groups = batch.array(PAIR) if PAIR in batch else None
-        return shard(batch.ragged("tokens").lengths, self.num_shards, groups=groups)
+        return shard(batch.lengths, self.num_shards, groups=groups)
 
-    def _call_shards(
-        self, method: str, batch: Batch, rows: Sequence[np.ndarray], *args: Any, **kwargs: Any
-    ) -> list[Any]:
-        shards = [ray.put(batch.select(index)) for index in rows]
+    def _send(self, batch: Batch, rows: Sequence[np.ndarray]) -> list[_Sent]:
+        """Have the rows of each shard brought together, but for what was before for the same batch."""
+        column = batch.columns["tokens"]
+        key = column.rows if isinstance(column, RemoteColumn) else None
+        if key is not None and list(batch) == ["tokens"] and key in self._sent:
+            return self._sent[key]
+        plan = plan_shuffle(batch, rows, min(MOST_PICKERS, len(self._workers)))
+        chunks = []
+        for number, (picks, stores) in enumerate(zip(plan.picks, plan.stores, strict=True)):
+            picker = self._workers[number * len(self._workers) // len(plan.picks)]
+            refs = picker.pick.options(num_returns=len(rows)).remote(picks, *(_ref(store) for store in stores))
+            chunks.append([refs] if len(rows) == 1 else refs)
+        sent = [
+            _Sent(ray.put(each), tuple(picked[number] for picked in chunks)) for number, each in enumerate(plan.shards)
+        ]
+        if key is not None and list(batch) == ["tokens"]:
+            self._sent[key] = sent
+        return sent
+
+    def _call_shards(self, method: str, batch: Batch, *args: Any) -> list[Any]:
+        shards = self._send(batch, self._rows_per_shard(batch))
         refs = [
-            worker.call.remote(method, shards[place.on("dp")], *args, **kwargs)
+            worker.call_on.remote(method, *shards[place.on("dp")].of(args, {}))
             for worker, place in zip(self._workers, self._coordinates, strict=True)
         ]
         return self._gather(refs, method, self._timeout_s)
@@ -220,3 +269,8 @@ class RemoteModel:
 
     def _origins(self, phase: str) -> list[Origin]:
         return [Origin(self._role, rank, node, phase) for rank, node in enumerate(self._nodes)]
+
+
+def _ref(store: RowStore) -> ray.ObjectRef:
+    assert isinstance(store, StoredRows), f"rows of a remote model lie in Ray's object store, not in a {type(store)}"
+    return store.ref

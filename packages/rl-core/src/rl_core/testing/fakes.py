@@ -274,7 +274,7 @@ class FakeRolloutSource:
     def _group(self, prompt: Prompt, draw: int, num_generations: int) -> RolloutGroup:
         if not self.versions:
             raise RuntimeError("rollouts before any weights were adopted")
-        return RolloutGroup(prompt, [self._rollout(prompt, draw, place) for place in range(num_generations)])
+        return RolloutGroup.of(prompt, [self._rollout(prompt, draw, place) for place in range(num_generations)])
 
     def _rollout(self, prompt: Prompt, draw: int, place: int) -> Rollout:
         random = np.random.default_rng((draw, place))

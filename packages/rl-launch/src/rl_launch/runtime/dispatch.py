@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import ray
 
 from rl_core.generation import RolloutTask, Ticket
-from rl_launch.runtime.replica import Replica
+from rl_launch.runtime.replica import GroupCall, Replica
 
 MOST_ROLLOUTS = 1024
 """Rollouts under way on one replica of several. An engine decodes about as many at a time; what waits here rather than
@@ -27,11 +27,13 @@ class Begun:
     Args:
         ticket, task: of the group.
         replica: that runs it.
+        call: that is answered with it.
     """
 
     ticket: Ticket
     task: RolloutTask
     replica: Replica
+    call: GroupCall
 
 
 class Dispatch:
@@ -84,8 +86,9 @@ class Dispatch:
             room -= 1
         for replica, tickets in shares.items():
             calls = replica.begin([(ticket, self._tasks[ticket]) for ticket in tickets])
-            for ticket, ref in calls.items():
-                self.under_way[ref] = Begun(Ticket(ticket), self._tasks[Ticket(ticket)], replica)
+            for number, call in calls.items():
+                ticket = Ticket(number)
+                self.under_way[call.report] = Begun(ticket, self._tasks[ticket], replica, call)
 
     def end(self, ref: ray.ObjectRef, *, again: bool = False) -> None:
         """Take a group off its replica: it is finished, or waits `again`, before all that were added later."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -20,6 +21,21 @@ from rl_launch.runtime.model_group import StartTimeouts
 
 ROLLOUT_WORKER = "rl_algos.rollouts.worker:RolloutWorker"
 ROLE = "rollout worker"
+
+
+@dataclass(frozen=True)
+class GroupCall:
+    """The results of a group under way, all there at once.
+
+    Args:
+        report: its `GroupReport`.
+        columns: a `Batch` of what training reads.
+        records: a `Batch` of what people read.
+    """
+
+    report: ray.ObjectRef
+    columns: ray.ObjectRef
+    records: ray.ObjectRef
 
 
 class Replica:
@@ -71,10 +87,11 @@ class Replica:
 
         return finish
 
-    def begin(self, tasks: Sequence[tuple[int, RolloutTask]]) -> dict[int, ray.ObjectRef]:
+    def begin(self, tasks: Sequence[tuple[int, RolloutTask]]) -> dict[int, GroupCall]:
         """Begin groups under these numbers; a call for each, answered when the group is finished."""
         self.call("begin", list(tasks))
-        return {number: self.call("group", number) for number, _ in tasks}
+        group = self._actor.call.options(num_returns=3)
+        return {number: GroupCall(*group.remote("group", number)) for number, _ in tasks}
 
     def call(self, method: str, *args: Any) -> ray.ObjectRef:
         """Call the rollout worker."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from rl_core.errors import GeneratorError, RLError, WorkerDied
 from rl_core.generation import RolloutTask, Ticket, WeightUpdate
 from rl_core.ray.calls import fetch, wait
+from rl_core.ray.rows import stored_group
 from rl_core.rollout import RolloutGroup
 from rl_launch.placement.residency import Residency
 from rl_launch.runtime.dispatch import Dispatch
@@ -96,13 +97,15 @@ class RolloutPool:
             return
         for ref in wait(list(self._dispatch.under_way), self._look_s):
             begun = self._dispatch.under_way[ref]
+            origin = begun.replica.origin("rollouts")
             try:
-                group = fetch(ref, begun.replica.origin("rollouts"))
+                report = fetch(ref, origin)
             except (GeneratorError, WorkerDied) as error:
                 self._fail(begun.replica, error)
                 self._dispatch.end(ref, again=True)
             else:
                 self._dispatch.end(ref)
+                group = stored_group(begun.task.prompt, report, begun.call.columns, begun.call.records, origin)
                 self._done.append((begun.ticket, group))
                 self._watches[begun.replica].moved()
                 self._group.deaths.forget()

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import re
+from collections import deque
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rl_core.rollout import Rollout, RolloutGroup
+from rl_core.batch import Batch
+from rl_core.errors import WorkerDied
+from rl_core.rollout import RECORD, RolloutGroup
+
+_log = logging.getLogger(__name__)
+
+MOST_STEPS = 2
+"""Steps whose rollouts wait to be written, after which the next waits for them: what they hold lies in memory."""
 
 _STEP_FILE = re.compile(r"step_(\d+)\.jsonl")
 
@@ -58,7 +68,10 @@ class MetricsFile:
 
 
 class RolloutFiles:
-    """`rollouts/step_<n>.jsonl`: one object per rollout.
+    """`rollouts/step_<n>.jsonl`: one object per rollout, fetched and written by a thread beside the steps.
+
+    What the thread fails with is raised by the next call. `flush` comes before anything that rests on the files: a
+    checkpoint, and the end of the workers that hold the texts.
 
     Args:
         folder: where they are.
@@ -66,17 +79,35 @@ class RolloutFiles:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._threads: ThreadPoolExecutor | None = None
+        self._writing: deque[Future[None]] = deque()
 
     def append(self, step: int, groups: Sequence[RolloutGroup], advantages: np.ndarray) -> None:
-        """Write rollouts, flattened; those beyond the advantages, which trained nothing, have null."""
-        rows = [(group, index, rollout) for group in groups for index, rollout in enumerate(group.rollouts)]
-        with (self._folder / f"step_{step}.jsonl").open("a", encoding="utf-8") as file:
-            for row, advantage in zip_longest(rows, np.asarray(advantages).tolist()):
-                if row is None:
-                    raise ValueError(f"{len(advantages)} advantages for {len(rows)} rollouts")
-                group, index, rollout = row
-                described = _described(group, index, rollout, advantage)
-                file.write(json.dumps(described, default=_foreign, ensure_ascii=False) + "\n")
+        """Have rollouts written, flattened; those beyond the advantages, which trained nothing, have null.
+
+        Waits while `MOST_STEPS` earlier ones are not written.
+        """
+        num_rollouts = sum(len(group.rollouts) for group in groups)
+        if len(advantages) > num_rollouts:
+            raise ValueError(f"{len(advantages)} advantages for {num_rollouts} rollouts")
+        while len(self._writing) >= MOST_STEPS or (self._writing and self._writing[0].done()):
+            self._writing.popleft().result()
+        # the other columns need not stay until the thread is here
+        records = [(group.prompt.id, group.columns.only([RECORD])) for group in groups]
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(1, thread_name_prefix="rollout-files")
+        self._writing.append(self._threads.submit(self._write, step, records, np.asarray(advantages).tolist()))
+
+    def flush(self) -> None:
+        """Wait until everything is written."""
+        while self._writing:
+            self._writing.popleft().result()
+
+    def close(self) -> None:
+        """End the thread; what it has not begun is not written."""
+        if self._threads is not None:
+            self._threads.shutdown(cancel_futures=True)
+            self._threads = None
 
     def cut_back(self, step: int) -> None:
         """Drop the files of later steps."""
@@ -85,28 +116,20 @@ class RolloutFiles:
             if match and int(match[1]) > step:
                 path.unlink()
 
-
-def _described(group: RolloutGroup, index: int, rollout: Rollout, advantage: float | None) -> dict[str, Any]:
-    prompt = group.prompt
-    return {
-        "prompt_id": prompt.id,
-        "dataset": prompt.dataset,
-        "environment": prompt.environment,
-        "index": index,
-        "prompt": prompt.messages,
-        "turns": [
-            {"text": turn.text, "observation": turn.observation, "rewards": dict(turn.rewards)}
-            for turn in rollout.turns
-        ],
-        "rewards": dict(rollout.rewards),
-        "advantage": None if advantage is None else _number(advantage),
-        "status": rollout.status,
-        "failure": rollout.failure,
-        "stop_reason": rollout.stop_reason,
-        "num_sampled": rollout.num_sampled,
-        "weight_versions": sorted({span.version for span in rollout.spans}),
-        "info": rollout.info,
-    }
+    def _write(self, step: int, groups: Sequence[tuple[str, Batch]], advantages: Sequence[float]) -> None:
+        waiting = iter(advantages)
+        with (self._folder / f"step_{step}.jsonl").open("ab") as file:
+            for prompt_id, columns in groups:
+                own = list(islice(waiting, len(columns)))
+                try:
+                    records = columns.ragged(RECORD)
+                except WorkerDied as error:
+                    _log.warning("step %d: the texts of prompt %s are lost: %s", step, prompt_id, error)
+                    continue
+                for record, advantage in zip_longest(records, own):
+                    # an object on one line, to which one entry is added
+                    file.write(record[:-1].data)
+                    file.write(f', "advantage": {json.dumps(_number(advantage))}}}\n'.encode())
 
 
 def _number(value: Any) -> float | int | None:
@@ -114,10 +137,3 @@ def _number(value: Any) -> float | int | None:
     if isinstance(plain, float) and not math.isfinite(plain):
         return None
     return plain
-
-
-def _foreign(value: Any) -> Any:
-    """A value that JSON has no form for: numpy's as plain ones, an environment's own objects as text."""
-    if isinstance(value, np.generic | np.ndarray):
-        return value.tolist()
-    return dict(value) if isinstance(value, Mapping) else repr(value)

@@ -13,7 +13,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 from rich.console import Console
 
-from rl_core.errors import CheckpointDamaged, RunDirectoryError, WorkerDied, WorkerError
+from rl_core.errors import CheckpointDamaged, RLError, RunDirectoryError, WorkerDied, WorkerError
 from rl_core.metrics import Metric, results
 from rl_core.model import Model
 from rl_core.rollout import RolloutGroup
@@ -127,6 +127,7 @@ class RunSession:
             stack.callback(self._stop.unlisten)
             self._progress.start()
             stack.callback(self._progress.close)
+            stack.callback(self._rollouts.close)
             self._resources = stack.pop_all()
         return self
 
@@ -224,7 +225,7 @@ class RunSession:
         self._pending.setdefault(step, {}).update(results(metrics))
 
     def record_rollouts(self, step: int, groups: Sequence[RolloutGroup], advantages: np.ndarray) -> None:
-        """Write a step's rollouts, one line each; those beyond the advantages have null."""
+        """Have a step's rollouts written, one line each; those beyond the advantages have null."""
         with self.phase("recording"):
             self._rollouts.append(step, groups, advantages)
 
@@ -284,6 +285,7 @@ class RunSession:
 
     def _finish(self) -> None:
         """Save what the last whole step left unsaved."""
+        self._rollouts.flush()
         self._finish_save(wait=True)
         if self._checkpointing.enabled and self._done > self._saved:
             self._save(wait=True)
@@ -295,6 +297,10 @@ class RunSession:
         if error is None:
             self._finish()
             return
+        try:
+            self._rollouts.flush()
+        except (RLError, OSError) as failure:
+            _logger.warning("not all rollouts were written: %s", failure)
         step = self._checkpoints.begun
         if isinstance(error, Exception) and not isinstance(error, (WorkerDied, WorkerError)):
             try:
@@ -305,6 +311,7 @@ class RunSession:
 
     def _save(self, *, wait: bool) -> None:
         """Begin a save as of the last whole step, and complete it or leave it under way."""
+        self._rollouts.flush()
         self._finish_save(wait=True)
         self._begun_at, self._begun_wall = time.monotonic(), time.time()
         self._progress.phase("saving")

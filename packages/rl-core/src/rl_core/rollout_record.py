@@ -1,0 +1,44 @@
+"""A rollout as a JSON object, for people to read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from rl_core.rollout import Prompt, Rollout
+
+
+def rollout_record(prompt: Prompt, index: int, rollout: Rollout) -> np.ndarray:
+    """uint8 `[bytes]`, UTF-8 of a JSON object on one line; `index` is the rollout's place in its group."""
+    described = {
+        "prompt_id": prompt.id,
+        "dataset": prompt.dataset,
+        "environment": prompt.environment,
+        "index": index,
+        "prompt": prompt.messages,
+        "turns": [
+            {"text": turn.text, "observation": turn.observation, "rewards": dict(turn.rewards)}
+            for turn in rollout.turns
+        ],
+        "rewards": dict(rollout.rewards),
+        "status": rollout.status,
+        "failure": rollout.failure,
+        "stop_reason": rollout.stop_reason,
+        "num_sampled": rollout.num_sampled,
+        "weight_versions": sorted({span.version for span in rollout.spans}),
+        "info": rollout.info,
+    }
+    text = json.dumps(described, default=_foreign, ensure_ascii=False)
+    # half of a surrogate pair has no UTF-8, but an escape that JSON knows
+    return np.frombuffer(text.encode(errors="backslashreplace"), dtype=np.uint8)
+
+
+def _foreign(value: Any) -> Any:
+    """A value that JSON has no form for: numpy's as plain ones, an environment's own objects as text."""
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    return dict(value) if isinstance(value, Mapping) else repr(value)

@@ -1,0 +1,44 @@
+"""A rank whose results follow from the rows that it is given."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rl_core.batch import Batch
+from rl_core.mesh import Coordinates
+from rl_core.metrics import Metric
+
+
+@dataclass(frozen=True)
+class RowLoss:
+    columns: tuple[str, ...] = ("loss_mask", "advantages", "prev_logprobs")
+
+
+class RowWorker:
+    def __init__(self, coordinates: Coordinates):
+        self._coordinates = coordinates
+
+    def coordinates(self):
+        return self._coordinates
+
+    def echo(self, value):
+        return value
+
+    def infer(self, batch, reads, *, reference, temperature):
+        if not self._coordinates.leads:
+            return None
+        tokens = batch.ragged("tokens")
+        return Batch(
+            {"logprobs": tokens.like(tokens.values.astype(np.float32) / temperature * (2 if reference else 1))}
+        )
+
+    def train_step(self, batch, loss):
+        if not self._coordinates.leads:
+            return {}
+        rows = zip(*(batch.ragged(name) for name in ("tokens", "loss_mask", "prev_logprobs")), strict=True)
+        sums = [float((t * m).sum() + p.sum()) for t, m, p in rows]
+        weighted = float((np.array(sums) * batch.array("advantages")).sum())
+        return {
+            "weighted": Metric(weighted, reduction="sum"),
+            "most_rows": Metric(float(len(batch)), reduction="max"),
+        }

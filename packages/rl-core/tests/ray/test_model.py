@@ -1,0 +1,112 @@
+"""The facade of a model of several ranks: what its rows give must not depend on where they lie."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+from ray._private.internal_api import free
+from row_worker import RowLoss
+
+from rl_core.batch import Batch, RemoteColumn, RemoteRows
+from rl_core.errors import Origin, WorkerDied
+from rl_core.mesh import Coordinates
+from rl_core.model import LOGPROBS
+from rl_core.ragged import Ragged
+from rl_core.ray.host import WorkerHost
+from rl_core.ray.model import RemoteModel
+from rl_core.ray.rows import StoredRows
+
+ON_PATH = {"env_vars": {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])}}
+ORIGIN = Origin("rollout worker", 0, "here", "rollouts")
+SHAPE = {"dp": 2, "tp": 2}
+
+
+@pytest.fixture(scope="module")
+def workers():
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    host = ray.remote(concurrency_groups={"health": 1})(WorkerHost)
+    started = [host.options(num_cpus=0, runtime_env=ON_PATH).remote() for _ in range(4)]
+    places = [Coordinates({"dp": rank // 2, "tp": rank % 2}, SHAPE) for rank in range(4)]
+    ray.get([w.build.remote("row_worker:RowWorker", place) for w, place in zip(started, places, strict=True)])
+    yield started
+    ray.shutdown()
+
+
+@pytest.fixture
+def model(workers):
+    return RemoteModel(workers, role="policy", nodes=["here"] * 4, timeout_s=120)
+
+
+def local_batch(num_rows, *, length=6):
+    random = np.random.default_rng(num_rows)
+    lengths = random.integers(1, length, num_rows)
+    tokens = Ragged.from_rows([random.integers(0, 99, each) for each in lengths], np.int32)
+    mask = tokens.like(random.integers(0, 2, len(tokens.values)).astype(np.uint8))
+    return Batch({"tokens": tokens, "loss_mask": mask, "advantages": random.random(num_rows, dtype=np.float32)})
+
+
+def with_columns_elsewhere(batch, sizes, workers):
+    """The same rows, their token-aligned columns in as many stores as there are sizes."""
+    names = ["tokens", "loss_mask"]
+    parts = []
+    for part in batch.split(sizes):
+        ref = workers[0].call.remote("echo", part.only(names))
+        parts.append(Batch(RemoteRows.of(StoredRows(ref, ORIGIN), part.lengths).columns(names)))
+    return Batch.concat(parts).with_columns({"advantages": batch.array("advantages")})
+
+
+def stepped(model, batch):
+    found = model.infer(batch, [LOGPROBS], temperature=0.5)
+    frozen = model.infer(batch, [LOGPROBS], reference=True)
+    trained = batch.with_columns({"prev_logprobs": found.columns["logprobs"]})
+    halves = trained.split([len(batch) // 2, len(batch) - len(batch) // 2])
+    return found, frozen, [model.train_step(half, RowLoss()) for half in halves]
+
+
+def test_results_come_in_the_order_of_the_rows(model):
+    batch = local_batch(11)
+    found, frozen, _ = stepped(model, batch)
+    tokens = batch.ragged("tokens")
+    assert found.ragged("logprobs").equals(tokens.like(tokens.values.astype(np.float32) * 2))
+    assert frozen.ragged("logprobs").equals(found.ragged("logprobs"))
+
+
+@pytest.mark.parametrize("sizes", [[11], [3, 5, 3], [1] * 11], ids=["one", "three", "each"])
+def test_rows_that_lie_elsewhere_give_what_local_ones_give(model, workers, sizes):
+    near = local_batch(11)
+    far = with_columns_elsewhere(near, sizes, workers)
+    found, frozen, metrics = stepped(model, near)
+    also_found, also_frozen, also_metrics = stepped(model, far)
+    assert isinstance(also_found.columns["logprobs"], RemoteColumn)
+    assert also_found.ragged("logprobs").equals(found.ragged("logprobs"))
+    assert also_frozen.ragged("logprobs").equals(frozen.ragged("logprobs"))
+    assert also_metrics == metrics
+
+
+def test_a_shard_may_have_no_rows(model, workers):
+    found, _, metrics = stepped(model, with_columns_elsewhere(local_batch(1), [1], workers))
+    assert len(found) == 1
+    assert metrics[1]["most_rows"] == 1
+
+
+def test_rows_that_were_regrouped_for_one_pass_serve_the_next(model, workers):
+    batch = with_columns_elsewhere(local_batch(6), [2, 4], workers)
+    model.infer(batch, [LOGPROBS])
+    (sent,) = model._sent.values()
+    model.infer(batch.with_columns({"new": np.zeros(6)}), [LOGPROBS], reference=True)
+    assert [*model._sent.values()] == [sent]
+    del batch
+    assert not model._sent
+
+
+def test_columns_that_are_lost_are_named_as_a_death(model, workers):
+    batch = with_columns_elsewhere(local_batch(4, length=100_000), [2, 2], workers)
+    store = batch.columns["tokens"].rows.stores[0]
+    ray.wait([store.ref], fetch_local=False)
+    free([store.ref])
+    with pytest.raises(WorkerDied, match=r"policy rank \d .*lost with a process or a node"):
+        model.infer(batch, [LOGPROBS])
+    with pytest.raises(WorkerDied, match=r"rollout worker rank 0 .*lost with a process or a node"):
+        batch.ragged("tokens")
