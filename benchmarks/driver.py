@@ -13,6 +13,7 @@ for does not count.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 import time
@@ -183,7 +184,8 @@ def measured_steps(cluster: VirtualCluster, run_dir: Path, chosen: argparse.Name
     from rl_core.ray.model import RemoteModel
     from rl_launch.runtime.rollout_pool import RolloutPool
 
-    process = WorkerProcess(sys.executable, {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"})
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    process = WorkerProcess(sys.executable, {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
     (bundles,) = cluster.reserve(1, 1)
     rank_hosts = [cluster.start_worker(process, bundles[0]) for _ in range(chosen.processes)]
     replica_hosts = [cluster.start_async_worker(process) for _ in range(chosen.processes)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -56,7 +57,9 @@ class SimulatedReplica:
         self._tasks |= dict(tasks)
 
     async def group(self, number: int) -> tuple[GroupReport, Batch, Batch]:
-        """The group under this number."""
+        """The group under this number, which may be asked for before `begin` is here."""
+        while number not in self._tasks:
+            await asyncio.sleep(0.001)
         task = self._tasks.pop(number)
         return parts_of(task.prompt, [self._rollout(task.prompt) for _ in task.seeds])
 

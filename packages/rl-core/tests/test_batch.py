@@ -109,6 +109,14 @@ def test_the_lengths_of_tokens_are_known_without_fetching_them() -> None:
     assert Batch({"tokens": tokens(0, 4)}).lengths.tolist() == [0, 1, 2, 3]
 
 
+def test_rows_that_were_split_over_stores_come_back_in_order() -> None:
+    shards = [np.array([1, 4]), np.array([], np.int64), np.array([0, 2, 3])]
+    stores = [FakeStore(x=index.astype(np.float32)) for index in shards]
+    rows = RemoteRows.split_over(stores, shards, np.ones(5, np.int64))
+    assert Batch(rows.columns(["x"])).array("x").tolist() == [0, 1, 2, 3, 4]
+    assert [store.num_fetches for store in stores] == [1, 0, 1]
+
+
 def test_zeros_of_chosen_rows_go_with_them_and_move_no_data() -> None:
     before = batch(4, start=1)
     chosen = np.array([False, True, False, True])

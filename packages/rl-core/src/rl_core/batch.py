@@ -48,6 +48,16 @@ class RemoteRows:
         lengths = np.asarray(lengths, dtype=np.int64)
         return cls((store,), np.zeros(len(lengths), dtype=np.int64), np.arange(len(lengths)), lengths)
 
+    @classmethod
+    def split_over(cls, stores: Sequence[RowStore], rows: Sequence[np.ndarray], lengths: np.ndarray) -> RemoteRows:
+        """Rows `0, 1, ...` of which store i holds `rows[i]`, in that order."""
+        sizes = [len(each) for each in rows]
+        order = np.argsort(np.concatenate(rows), kind="stable")
+        part = np.repeat(np.arange(len(rows)), sizes)[order]
+        row = np.concatenate([np.arange(size) for size in sizes])[order]
+        # stores without rows are left out: nobody may know their columns
+        return cls(tuple(stores), part, row, lengths).select(np.arange(len(lengths)))
+
     def __len__(self) -> int:
         return len(self.row)
 

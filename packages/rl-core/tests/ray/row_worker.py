@@ -1,5 +1,6 @@
 """A rank whose results follow from the rows that it is given."""
 
+import os
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +24,9 @@ class RowWorker:
 
     def echo(self, value):
         return value
+
+    def end(self):
+        os._exit(3)
 
     def infer(self, batch, reads, *, reference, temperature):
         if not self._coordinates.leads:

@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import ray
-from ray._private.internal_api import free
 from row_worker import RowLoss
 
 from rl_core.batch import Batch, RemoteColumn, RemoteRows
@@ -24,14 +23,22 @@ SHAPE = {"dp": 2, "tp": 2}
 
 
 @pytest.fixture(scope="module")
-def workers():
+def start():
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    host = ray.remote(concurrency_groups={"health": 1})(WorkerHost)
-    started = [host.options(num_cpus=0, runtime_env=ON_PATH).remote() for _ in range(4)]
-    places = [Coordinates({"dp": rank // 2, "tp": rank % 2}, SHAPE) for rank in range(4)]
-    ray.get([w.build.remote("row_worker:RowWorker", place) for w, place in zip(started, places, strict=True)])
-    yield started
+
+    def start(place):
+        host = ray.remote(concurrency_groups={"health": 1})(WorkerHost)
+        actor = host.options(num_cpus=0, runtime_env=ON_PATH).remote()
+        actor.build.remote("row_worker:RowWorker", place)
+        return actor
+
+    yield start
     ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def workers(start):
+    return [start(Coordinates({"dp": rank // 2, "tp": rank % 2}, SHAPE)) for rank in range(4)]
 
 
 @pytest.fixture
@@ -101,12 +108,11 @@ def test_rows_that_were_regrouped_for_one_pass_serve_the_next(model, workers):
     assert not model._sent
 
 
-def test_columns_that_are_lost_are_named_as_a_death(model, workers):
-    batch = with_columns_elsewhere(local_batch(4, length=100_000), [2, 2], workers)
-    store = batch.columns["tokens"].rows.stores[0]
-    ray.wait([store.ref], fetch_local=False)
-    free([store.ref])
-    with pytest.raises(WorkerDied, match=r"policy rank \d .*lost with a process or a node"):
+def test_columns_that_a_dead_process_did_not_leave_are_a_death(model, start):
+    near = local_batch(4)
+    ref = start(Coordinates({}, {})).call.remote("end")
+    batch = Batch(RemoteRows.of(StoredRows(ref, ORIGIN), near.lengths).columns(["tokens"]))
+    with pytest.raises(WorkerDied, match=r"policy rank \d .*the process ended"):
         model.infer(batch, [LOGPROBS])
-    with pytest.raises(WorkerDied, match=r"rollout worker rank 0 .*lost with a process or a node"):
+    with pytest.raises(WorkerDied, match=r"rollout worker rank 0 .*the process ended"):
         batch.ragged("tokens")

@@ -111,15 +111,10 @@ class RemoteModel:
                 for worker, place in zip(self._workers, self._coordinates, strict=True)
             ]
             self._gather([answered for answered, _ in calls], "infer", self._timeout_s)
-        index = np.concatenate(rows)
-        places = np.argsort(index, kind="stable")
-        shard_of = np.repeat(np.arange(len(rows)), [len(each) for each in rows])[places]
-        within = np.concatenate([np.arange(len(each)) for each in rows])[places]
         origins = self._origins("infer")
-        stores = tuple(StoredRows(calls[rank][1], origins[rank]) for rank in self._leaders())
-        found = RemoteRows(stores, shard_of, within, batch.lengths)
-        # shards without rows are left out, as they know no columns
-        return Batch(found.select(np.arange(len(found))).columns([name for read in reads for name in read.columns]))
+        stores = [StoredRows(calls[rank][1], origins[rank]) for rank in self._leaders()]
+        found = RemoteRows.split_over(stores, rows, batch.lengths)
+        return Batch(found.columns([name for read in reads for name in read.columns]))
 
     def evaluate(self, batch: Batch, loss: Loss) -> Metrics:
         """As `rl_core.model.Model.evaluate`."""
