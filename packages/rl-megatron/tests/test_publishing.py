@@ -4,15 +4,13 @@ import pytest
 from layouts import EXPERT_LAYOUTS, LAYOUTS, write_family
 from safetensors.torch import load_file
 
-from rl_core.errors import WeightSyncError, WorkerError
-from rl_core.model import LOGPROBS, ModelSpec
+from rl_core.model import ModelSpec
 from rl_core.model_config import LoraConfig, ModelConfig
 from rl_core.testing.losses import TokenLoss
 from rl_core.testing.model_worker import make_batch
 from rl_core.testing.pooled_model import PooledModel
-from rl_core.testing.rank_pool import free_port
+from rl_core.testing.torch.publishing import PublishingSuite
 from rl_core.testing.torch.received import ranks_apart, receive, receiving_threads, sent_by_every_rank
-from rl_core.weights import Transport
 
 ALL = LAYOUTS | EXPERT_LAYOUTS
 BUCKET_BYTES = 4096
@@ -73,43 +71,14 @@ def test_every_rank_sends_what_adapters_add(ranks, apart, tmp_path):
     assert not all(exported[name].equal(source[name]) for name in source)
 
 
-def test_a_rank_whose_receiver_does_not_come_ends_the_transfer_of_all(ranks, apart, tmp_path):
-    with open_model(ranks, write_family(tmp_path, "llama"), "tp2") as model:
-        generation = ranks.generation
-        manifest, transport = model.manifest(1), sent_by_every_rank(timeout_s=2)
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+class TestPublishing(PublishingSuite):
+    @pytest.fixture(autouse=True)
+    def chosen(self, layout):
+        self.layout = layout
 
-        def take():
-            with pytest.raises(WeightSyncError) as caught:
-                receive(manifest, transport)
-            return caught.value
+    def write(self, folder):
+        return write_family(folder, "llama")
 
-        with receiving_threads(1, take) as failures, pytest.raises(WorkerError, match="receiver"):
-            model.call("send", manifest, transport)
-        assert isinstance(failures[0], WeightSyncError)
-        model.infer(make_batch(), [LOGPROBS])
-        assert ranks.generation == generation
-
-
-def test_receivers_that_do_not_come_leave_no_rank_waiting(ranks, tmp_path):
-    with open_model(ranks, write_family(tmp_path, "llama"), "pp2") as model:
-        generation = ranks.generation
-        transport = Transport("ipc", f"127.0.0.1:{free_port()}", 1, timeout_s=2)
-        with pytest.raises(WorkerError, match="receiver"):
-            model.send(model.manifest(1), transport)
-        model.infer(make_batch(), [LOGPROBS])
-        assert ranks.generation == generation
-
-
-def test_weights_of_several_ranks_travel_through_files_that_are_gone_afterwards(ranks, tmp_path):
-    folder, weights = write_family(tmp_path, "llama"), tmp_path / "weights"
-    transport = Transport("disk", str(weights), 1, bucket_bytes=4096, timeout_s=60)
-    with open_model(ranks, folder, "tp2 pp2+sp") as model:
-        for version in (1, 2):
-            manifest = model.manifest(version)
-            digest = model.send(manifest, transport)
-            tensors, received = receive(manifest, transport)
-            assert received == digest
-            assert len(list(weights.iterdir())) == 1
-    source = load_file(folder / "model.safetensors")
-    assert all(tensors[spec.name].equal(source[spec.name]) for spec in manifest.tensors)
-    assert not weights.exists()
+    def open(self, ranks, folder):
+        return open_model(ranks, folder, self.layout)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 from unittest import mock
 
 from torch import Tensor
@@ -16,6 +17,8 @@ from rl_core.weights import Manifest, Transport
 
 Received = tuple[dict[str, Tensor], str]
 """Tensors by name, and their digest as received."""
+
+Taken = TypeVar("Taken")
 
 
 def receive(manifest: Manifest, transport: Transport) -> Received:
@@ -51,9 +54,9 @@ def ranks_apart(pool: RankPool) -> Iterator[None]:
 
 
 @contextmanager
-def receiving_threads(num_ranks: int, take: Callable[[], Received]) -> Iterator[dict[int, Received]]:
+def receiving_threads(num_ranks: int, take: Callable[[], Taken]) -> Iterator[dict[int, Taken]]:
     """Run `take` in a thread for each rank; what each returned is in the dict once the block has been left."""
-    received: dict[int, Received] = {}
+    received: dict[int, Taken] = {}
 
     def run(rank: int) -> None:
         received[rank] = take()

@@ -1,0 +1,80 @@
+"""Every training backend publishes its weights like this, whatever its layout."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rl_core.errors import WeightSyncError, WorkerError
+from rl_core.model import LOGPROBS
+from rl_core.testing.model_worker import make_batch
+from rl_core.testing.pooled_model import PooledModel
+from rl_core.testing.rank_pool import RankPool, free_port
+from rl_core.testing.torch.received import ranks_apart, receive, receiving_threads, sent_by_every_rank
+from rl_core.testing.torch.tiny_model import read_weights
+from rl_core.weights import Transport
+
+
+class PublishingSuite(ABC):
+    """Subclass it in a module with a fixture `ranks`, a `RankPool`."""
+
+    @abstractmethod
+    def write(self, folder: Path) -> Path:
+        """Write the files of a tiny model; returns their folder."""
+
+    @abstractmethod
+    def open(self, ranks: RankPool, folder: Path) -> PooledModel:
+        """A model of these files that is split over two ranks."""
+
+    @pytest.fixture
+    def apart(self, ranks: RankPool) -> Iterator[None]:
+        """Have each rank's sender wait at a place of its own, and receivers ask for the rank in their thread's name."""
+        with ranks_apart(ranks):
+            yield
+
+    @pytest.mark.usefixtures("apart")
+    def test_a_rank_whose_receiver_does_not_come_ends_the_transfer_of_all(
+        self, ranks: RankPool, tmp_path: Path
+    ) -> None:
+        with self.open(ranks, self.write(tmp_path)) as model:
+            generation = ranks.generation
+            manifest, transport = model.manifest(1), sent_by_every_rank(timeout_s=2)
+
+            def take() -> WeightSyncError:
+                with pytest.raises(WeightSyncError) as caught:
+                    receive(manifest, transport)
+                return caught.value
+
+            with receiving_threads(1, take) as failures, pytest.raises(WorkerError, match="receiver"):
+                model.call("send", manifest, transport)
+            assert isinstance(failures[0], WeightSyncError)
+            model.infer(make_batch(), [LOGPROBS])
+            assert ranks.generation == generation
+
+    def test_receivers_that_do_not_come_leave_no_rank_waiting(self, ranks: RankPool, tmp_path: Path) -> None:
+        with self.open(ranks, self.write(tmp_path)) as model:
+            generation = ranks.generation
+            transport = Transport("ipc", f"127.0.0.1:{free_port()}", 1, timeout_s=2)
+            with pytest.raises(WorkerError, match="receiver"):
+                model.send(model.manifest(1), transport)
+            model.infer(make_batch(), [LOGPROBS])
+            assert ranks.generation == generation
+
+    def test_weights_of_several_ranks_travel_through_files_that_are_gone_afterwards(
+        self, ranks: RankPool, tmp_path: Path
+    ) -> None:
+        folder, weights = self.write(tmp_path), tmp_path / "weights"
+        transport = Transport("disk", str(weights), 1, bucket_bytes=4096, timeout_s=60)
+        with self.open(ranks, folder) as model:
+            for version in (1, 2):
+                manifest = model.manifest(version)
+                digest = model.send(manifest, transport)
+                tensors, received = receive(manifest, transport)
+                assert received == digest
+                assert len(list(weights.iterdir())) == 1
+        source = read_weights(folder)
+        assert all(tensors[spec.name].equal(source[spec.name]) for spec in manifest.tensors)
+        assert not weights.exists()
