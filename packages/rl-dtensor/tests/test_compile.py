@@ -32,6 +32,6 @@ def test_a_machine_without_a_compiler_is_told_before_the_run(tmp_path, monkeypat
     policy = {"model_name": "m", "dtensor_cfg": {"compile": True}}
     problems = preflight.check(policy)
     assert len(problems) == 1
-    assert problems[0].startswith("policy.dtensor_cfg.compile needs a C++ compiler")
+    assert problems[0].startswith("dtensor_cfg.compile needs a C++ compiler")
     assert "compile=false" in problems[0]
     assert not preflight.check({**policy, "dtensor_cfg": {}})
