@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,17 +64,25 @@ class Run:
 
     def kill_one(self, words):
         """Kill a process of the run by what its name or command line says."""
-        found = [each for each in self.processes() if words in " ".join([each.name(), *each.cmdline()])]
-        assert found, [" ".join(each.cmdline())[:80] for each in self.processes()]
+        found = [each for each in self.processes() if words in described(each)]
+        assert found, [described(each)[:80] for each in self.processes()]
         found[0].kill()
 
     def kill_all(self):
         """As an out-of-memory killer or a lost machine would; returns what there was."""
         found = self.processes()
         for each in found:
-            each.kill()
+            with suppress(psutil.NoSuchProcess):  # others end it as soon as the first are gone
+                each.kill()
         self.process.wait(60)
         return found
+
+
+def described(process):
+    """Name and command line of a process; nothing of one that has ended meanwhile."""
+    with suppress(psutil.NoSuchProcess):
+        return " ".join([process.name(), *process.cmdline()])
+    return ""
 
 
 def lines_of(folder):
