@@ -9,9 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.environment import Conversation, EnvironmentFailure, StepResult
+from rl_core.environments.config import EnvironmentConfig
 from rl_core.environments.pool import EnvironmentPool
 
 OBEDIENT = "pool_environments:Obedient"
+
+
+class ScaledConfig(EnvironmentConfig):
+    scale: float = 1.0
+    """A setting that only a class would see."""
 
 
 def turn(id: Any, completion: str) -> Conversation:

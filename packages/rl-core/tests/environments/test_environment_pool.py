@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pools import OBEDIENT, eventually, failures, is_running, pool, turn
+from pools import OBEDIENT, ScaledConfig, eventually, failures, is_running, pool, turn
 
 from rl_core.environment import EnvironmentFailure, StepResult
 from rl_core.environments.config import EnvironmentConfig
@@ -145,6 +145,17 @@ def test_a_wrong_number_of_results_is_a_failure() -> None:
             assert "0 results for 1 conversations" in outcomes[0].reason
 
     asyncio.run(run())
+
+
+def test_settings_that_a_function_would_never_see_are_refused() -> None:
+    async def scenario() -> None:
+        async with pool("pool_environments:length", ScaledConfig()) as envs:
+            with pytest.raises(WorkerError, match="is a function, which gets no settings, but its config has scale"):
+                await envs.start()
+        async with pool("pool_environments:length", EnvironmentConfig()) as envs:
+            assert [outcome.reward for outcome in await envs.step([turn(0, "four")])] == [4.0]
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize(

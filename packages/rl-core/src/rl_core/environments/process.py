@@ -128,7 +128,7 @@ def _build(connection: socket.socket, build: Build) -> EnvironmentProcess | None
     """The environment, built; None if that failed, which the other side is told."""
     problem: WorkerError | None = None
     try:
-        built = _built(resolve(build.environment), pickle.loads(build.config))
+        built = _built(build.environment, pickle.loads(build.config))
     except MemoryError:
         problem = WorkerError("MemoryError", f"building the environment needed more than {build.memory}", "")
     except Exception as error:  # noqa: BLE001  # a worker's failure becomes a report
@@ -137,11 +137,30 @@ def _build(connection: socket.socket, build: Build) -> EnvironmentProcess | None
     return None if problem else EnvironmentProcess(build.environment, built, memory=build.memory)
 
 
-def _built(target: Any, config: Any) -> Environment:
+def _built(name: str, config: Any) -> Environment:
+    """The class built with its config, or the scoring function wrapped.
+
+    Raises:
+        ValueError: if the config has settings of its own, which a function would never see.
+    """
+    target = resolve(name)
     if isinstance(target, type):
         environment: Environment = target(config)
         return environment
+    unseen = _own_settings(config) if config is not None else []
+    if unseen:
+        raise ValueError(
+            f"{name} is a function, which gets no settings, but its config has {', '.join(unseen)}; make it a class "
+            "that is built as Class(config), or take these out of its config"
+        )
     return as_environment(target)
+
+
+def _own_settings(config: Any) -> list[str]:
+    # imports pydantic, which is here already if there is a config
+    from rl_core.environments.config import EnvironmentConfig
+
+    return sorted(set(type(config).model_fields) - set(EnvironmentConfig.model_fields))
 
 
 def send(connection: socket.socket, data: bytes) -> None:
