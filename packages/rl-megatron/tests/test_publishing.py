@@ -9,7 +9,7 @@ from rl_core.model_config import LoraConfig, ModelConfig
 from rl_core.testing.losses import TokenLoss
 from rl_core.testing.model_worker import make_batch
 from rl_core.testing.pooled_model import PooledModel
-from rl_core.testing.torch.publishing import PublishingSuite
+from rl_core.testing.publishing import PublishingSuite
 from rl_core.testing.torch.received import ranks_apart, receive, receiving_threads, sent_by_every_rank
 
 ALL = LAYOUTS | EXPERT_LAYOUTS
