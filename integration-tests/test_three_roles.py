@@ -5,6 +5,8 @@ It is a package with an entry point, installed as a user would.
 
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -28,12 +30,8 @@ def installed(tmp_path_factory):
     """Environment variables with which the algorithm is installed, and its models' folder."""
     folder = tmp_path_factory.mktemp("three-roles")
     site = folder / "site"
-    shutil.copytree(HERE / "three_roles", site / "three_roles")
-    about = site / "three_roles-1.0.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: three-roles\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text("[rl.algorithms]\nthree-roles = three_roles.plugin:PLUGIN\n")
-    (about / "RECORD").write_text("")
+    install = ["uv", "pip", "install", "--quiet", "--no-deps", "--python", sys.executable]
+    subprocess.run([*install, "--target", str(site), str(HERE)], check=True)
     for seed, (name, size) in enumerate({"policy": 32, "critic": 48, "teacher": 64}.items()):
         make_tiny_model(folder / name, seed=seed, hidden_size=size, num_layers=2)
     paths = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -41,7 +39,7 @@ def installed(tmp_path_factory):
 
 
 def start(folder, installed, *arguments):
-    return Run.start(folder, str(HERE / "three-roles.yaml"), "cluster.worker_envs=shared", *arguments, **installed)
+    return Run.start(folder, str(HERE / "three-roles.yaml"), *arguments, **installed)
 
 
 def figures(folder):
