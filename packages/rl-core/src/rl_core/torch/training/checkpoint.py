@@ -13,10 +13,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from rl_core.model import SavedFile
 from rl_core.torch.collective_errors import on_rank0
-from rl_core.torch.optim.optimizer import WAYS_TO_STEP
 from rl_core.torch.training.backend import RankMesh, RankState
 from rl_core.torch.training.background_save import BackgroundSave
 from rl_core.torch.training.checkpoint_files import SHARDS, write_checkpoint
+from rl_core.torch.training.hyperparameters import Hyperparameters
 
 TRAINER = "trainer.pt"
 
@@ -25,9 +25,10 @@ class Checkpoint:
     """Training state of one rank: parameters, optimizer, schedule and random generators.
 
     Under a path: `shards/` (parameters and optimizer state by name, torch's distributed checkpoint format),
-    `trainer.pt` (hyperparameters, schedule and what the backend says of its state) and `rng_<rank>.pt` (generators, and
-    what layers keep). Each rank writes what it holds, tensor by tensor. On the layout that it was saved on, a run
-    resumes bit for bit. A model with adapters saves those alone, not the weights that they sit on.
+    `trainer.pt` (`Hyperparameters`, and what the backend says of its state) and `rng_<rank>.pt` (generators, and what
+    layers keep). Each rank writes what it holds, tensor by tensor. On the layout that it was saved on, a run resumes
+    bit for bit; one with other hyperparameters than those of the checkpoint goes on with its own. A model with adapters
+    saves those alone, not the weights that they sit on.
 
     Args:
         optimizer: None if the model does not train.
@@ -43,8 +44,7 @@ class Checkpoint:
         seed: int,
     ) -> None:
         self._state = state
-        self._optimizer = optimizer
-        self._schedule = schedule
+        self._hyperparameters = None if optimizer is None else Hyperparameters(optimizer, schedule)
         self._mesh = mesh
         self._seed = seed
         self._background = BackgroundSave()
@@ -94,21 +94,14 @@ class Checkpoint:
             raise ValueError(f"there is no checkpoint of a model at {path}: {TRAINER} is missing")
         trainer = torch.load(path / TRAINER, weights_only=True)
         self._state.restore(path, trainer["state"])
-        if self._optimizer is not None:
-            for group, saved in zip(self._optimizer.param_groups, trainer["param_groups"], strict=True):
-                group.update(_without(saved, *WAYS_TO_STEP))
-        if self._schedule is not None:
-            self._schedule.load_state_dict(trainer["schedule"])
+        if self._hyperparameters is not None:
+            self._hyperparameters.restore(trainer)
         self._restore_own(path, trainer["layout"])
 
     def _trainer(self) -> dict[str, Any]:
-        groups = [] if self._optimizer is None else self._optimizer.param_groups
-        return {
-            "layout": dict(self._mesh.layout),
-            "state": self._state.description(),
-            "param_groups": [_without(group, "params", *WAYS_TO_STEP) for group in groups],
-            "schedule": None if self._schedule is None else self._schedule.state_dict(),
-        }
+        nothing: dict[str, Any] = {"param_groups": [], "schedule": None}
+        own = nothing if self._hyperparameters is None else self._hyperparameters.state()
+        return {"layout": dict(self._mesh.layout), "state": self._state.description(), **own}
 
     def _restore_own(self, path: Path, layout: Mapping[str, int]) -> None:
         """Each rank's own generators and its layers' state. On another layout neither exists: fresh generators are
@@ -119,10 +112,6 @@ class Checkpoint:
         own = torch.load(path / f"rng_{self._mesh.rank}.pt", weights_only=True)
         self._state.restore_layers(own["layers"])
         self._mesh.set_rng_state(own["generators"])
-
-
-def _without(group: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name not in names}
 
 
 def _as_bytes(content: Any) -> bytes:
