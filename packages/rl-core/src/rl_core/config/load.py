@@ -66,6 +66,11 @@ class RawConfig:
                 raise ConfigError(f"{format_path(at)} ({self.entry.origin_at(at)}): {message}")
         return natural(value_at(tree, path))
 
+    def plain(self) -> dict[str, Any]:
+        """Everything as nested plain values, with interpolations as they were written."""
+        values: dict[str, Any] = natural(self.entry.plain())
+        return values
+
     def origin(self, key: str) -> Origin:
         """Where a key was written; `default` if it was not."""
         return self.entry.origin_at(parse_path(key))

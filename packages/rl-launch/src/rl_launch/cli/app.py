@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated
@@ -50,13 +52,36 @@ def train(
         show_logs(verbose=verbose)
         name = recipe_name(recipe)
         config = read_config(recipe, overrides or ()).config
-        run_dir = Path(config.run_dir or f"runs/{name}-{datetime.now():%Y%m%d-%H%M%S}")
+        run_dir = _run_dir(recipe, overrides or (), config.run_dir)
         failure.run_dir = run_dir
 
         from rl_launch.commands.train import train as run
 
         run(config, run_dir=run_dir, title=name, fresh=fresh)
         sys.stdout.write(f"{run_dir}\n")
+
+
+@app.command()
+def runs(
+    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="A folder that holds runs.")] = Path("runs"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """List runs: state, step, best metric, age, and the command that goes on with each.
+
+    With --json: {"schema": 1, "runs": [{"path", "algorithm", "model", "status":
+    "running"|"finished"|"interrupted"|"failed", "reason", "step", "max_steps", "best": {"metric", "value",
+    "step"}|null, "created", "changed", "go_on"}, ...]}.
+    """
+    with reported():
+        from rl_launch.commands import runs as listing
+
+        found = listing.list_runs(folder.expanduser())
+        if as_json:
+            sys.stdout.write(json.dumps(listing.as_json(found), indent=2) + "\n")
+        else:
+            from rich.console import Console
+
+            listing.show(found, folder, Console(), now=datetime.now().astimezone())
 
 
 @app.command()
@@ -123,6 +148,17 @@ def recipe_name(recipe: str) -> str:
 
         raise ConfigError(f"got {recipe!r} in the place of the recipe; write rl train RECIPE {recipe}")
     return Path(recipe).stem
+
+
+def _run_dir(recipe: str, overrides: Sequence[str], configured: str | None) -> Path:
+    """The folder of the run: the one that was named last, that of the run that was given in the recipe's place, or a
+    new one."""
+    from rl_launch.session.run_folder import is_run
+
+    is_given = any(override.startswith("run_dir=") for override in overrides)
+    if is_run(Path(recipe).expanduser()) and not is_given:
+        return Path(recipe).expanduser()
+    return Path(configured or f"runs/{recipe_name(recipe)}-{datetime.now():%Y%m%d-%H%M%S}").expanduser()
 
 
 def main() -> None:

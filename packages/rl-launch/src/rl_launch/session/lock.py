@@ -63,15 +63,44 @@ class DirectoryLock:
         """Whether a file system without locks leaves the decision to the name in the file, and that process is gone."""
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
             return False
-        holder = self._read()
+        holder = _read(self._path)
         return not holder or (holder["host"] == socket.gethostname() and not psutil.pid_exists(holder["pid"]))
 
     def _holder(self) -> str:
-        holder = self._read()
-        return f"process {holder['pid']} on {holder['host']} since {holder['since']}" if holder else "another process"
+        holder = _read(self._path)
+        return _in_words(holder) if holder else "another process"
 
-    def _read(self) -> dict:
+
+def holder(folder: Path) -> str | None:
+    """The process that has a run directory, in words; None if none has it. Takes no lock."""
+    held = _read(folder / FILE_NAME)
+    if not held:
+        return None
+    if held["host"] != socket.gethostname():
+        return _in_words(held) if _is_locked(folder / FILE_NAME) else None
+    try:
+        started = psutil.Process(held["pid"]).create_time()
+    except psutil.NoSuchProcess:
+        return None
+    # a later process may have the number of one that is gone
+    return _in_words(held) if started <= datetime.fromisoformat(held["since"]).timestamp() + 1 else None
+
+
+def _is_locked(path: Path) -> bool:
+    with path.open() as file:
         try:
-            return json.loads(self._path.read_text())
-        except (OSError, json.JSONDecodeError):
-            return {}
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as error:
+            return error.errno in (errno.EWOULDBLOCK, errno.EACCES)
+        return False
+
+
+def _in_words(held: dict) -> str:
+    return f"process {held['pid']} on {held['host']} since {held['since']}"
+
+
+def _read(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError):
+        return {}

@@ -10,11 +10,12 @@ from fnmatch import fnmatchcase
 from importlib.metadata import distributions
 from pathlib import Path
 
-from rl_core.config import Change, Config, diff, load, resolve, to_yaml
+from rl_core.config import Change, Config, as_written, diff, load, resolve, to_yaml
 from rl_core.errors import ConfigError, RunDirectoryError
 from rl_launch.session import lock
 from rl_launch.session.lock import DirectoryLock
 from rl_launch.session.manifest import sync_folder
+from rl_launch.session.run_folder import CONFIG, DESCRIPTION, is_run
 
 MAY_CHANGE = (
     "run_dir",
@@ -47,9 +48,6 @@ MAY_CHANGE = (
 )
 """Keys that may differ when a run is resumed: how long it runs, how often it validates, saves and logs, and on what."""
 
-_DESCRIPTION = "run.json"
-_CONFIG = "config.yaml"
-
 
 class RunDirectory:
     """A run directory, made or reopened.
@@ -65,7 +63,7 @@ class RunDirectory:
     @property
     def config(self) -> Path:
         """The resolved config."""
-        return self.path / _CONFIG
+        return self.path / CONFIG
 
     @property
     def metrics(self) -> Path:
@@ -135,18 +133,18 @@ class RunDirectory:
             folder.mkdir(exist_ok=True)
         self._write(self.config, to_yaml(config))
         if not resumes:
-            self._write(self.path / _DESCRIPTION, json.dumps(_description(), indent=2) + "\n")
+            self._write(self.path / DESCRIPTION, json.dumps(_description(config), indent=2) + "\n")
         return resumes
 
     def _is_run(self) -> bool:
-        return (self.path / _DESCRIPTION).is_file() and self.config.is_file()
+        return is_run(self.path)
 
     def _contents(self) -> list[str]:
         """Names in the folder, without what a start that was cut short leaves behind."""
         own = {lock.FILE_NAME, *(folder.name for folder in (self.rollouts, self.checkpoints, self.logs))}
-        unfinished = {f"{_CONFIG}.part", f"{_DESCRIPTION}.part", *own}
-        if not (self.path / _DESCRIPTION).exists() and not any(self.checkpoints.glob("*")):
-            unfinished.add(_CONFIG)
+        unfinished = {f"{CONFIG}.part", f"{DESCRIPTION}.part", *own}
+        if not (self.path / DESCRIPTION).exists() and not any(self.checkpoints.glob("*")):
+            unfinished.add(CONFIG)
         names = sorted(entry.name for entry in self.path.iterdir())
         if set(names) <= unfinished and lock.FILE_NAME in names and not self._is_run():
             return []
@@ -189,9 +187,12 @@ def _refused(changes: list[Change]) -> Iterator[Change]:
             yield change
 
 
-def _description() -> dict:
+def _description(config: Config) -> dict:
+    written = as_written(config)
     ours = {each.metadata["Name"]: each.version for each in distributions() if each.metadata["Name"].startswith("rl-")}
     return {
+        "algorithm": written.get("algorithm", ""),
+        "model": written.get("policy", {}).get("model_name", ""),
         "created": datetime.now().astimezone().isoformat(timespec="seconds"),
         "versions": dict(sorted(ours.items())),
     }

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -24,6 +25,8 @@ from rl_launch.session.log_output import logged_to, shared_console
 from rl_launch.session.progress import Progress
 from rl_launch.session.records import MetricsFile, RolloutFiles
 from rl_launch.session.run_directory import RunDirectory
+from rl_launch.session.run_state import FILE_NAME as STATE
+from rl_launch.session.run_state import BestSoFar, RunState, Status
 from rl_launch.session.stop import StopRequest
 from rl_launch.session.writers import MetricWriters, check_writers, open_writers
 
@@ -96,7 +99,9 @@ class RunSession:
         self._max_steps = 0
         self._done = self._saved = 0
         self._begun_at = self._begun_wall = self._blocked_s = 0.0
-        self._has_begun = False
+        self._has_begun = self._is_goal_met = False
+        self._best = self._new_best()
+        self._noted = RunState("running")
         self._step: int | None = None
         self._step_since = 0.0
         self._pending: dict[int, dict[str, float]] = {}
@@ -125,6 +130,8 @@ class RunSession:
             stack.callback(self._writers.close)
             self._stop.listen(gracefully=False)
             stack.callback(self._stop.unlisten)
+            self._noted = RunState.read(self.directory.path) or self._noted
+            self._note("running")
             self._progress.start()
             stack.callback(self._progress.close)
             stack.callback(self._rollouts.close)
@@ -133,7 +140,12 @@ class RunSession:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         with self._resources:
-            self._settle(error)
+            try:
+                self._settle(error)
+            except BaseException as failure:
+                self._note_end(failure)
+                raise
+            self._note_end(error)
             if kind is None:
                 if self._stop.reason:
                     _logger.info("ended after step %d of %d: %s", self._done, self._max_steps, self._stop.reason)
@@ -197,6 +209,10 @@ class RunSession:
         self._done = self._saved = self._restore()
         self._has_begun = True
         self._metrics.cut_back(self._done if self._done else -1)
+        self._best = self._new_best()
+        for row in self._metrics.read():
+            self._best.add(row["step"], row)
+        self._note("running")
         self._rollouts.cut_back(self._done)
         # again, as starting Ray has put a handler of its own in the place of the first
         self._stop.listen(gracefully=True)
@@ -238,7 +254,8 @@ class RunSession:
         return bool(period and step % period == 0) or (at_end and step == self._max_steps)
 
     def stop(self, reason: str) -> None:
-        """End after the current step, having saved."""
+        """End after the current step, having saved: the goal is met, and the run is finished."""
+        self._is_goal_met = self._is_goal_met or not self._stop.reason
         self._stop.ask(reason)
 
     def _iterate(self, first: int) -> Iterator[int]:
@@ -281,6 +298,7 @@ class RunSession:
             _logger.warning("step %d: not a finite number: %s", step, ", ".join(odd))
         self._metrics.append(step, metrics)
         self._writers.write(step, metrics)
+        self._best.add(step, metrics)
         self.last_metrics = metrics
 
     def _finish(self) -> None:
@@ -342,7 +360,38 @@ class RunSession:
         # a step that went on after the last file was written is no part of what a save takes
         alone = written_at(path) - self._begun_wall + ended - asked
         self._stop.after_save(min(so_far, max(self._blocked_s, alone)))
+        self._note("running")
         _logger.info("saved %s in %.1f s, %.1f s of them waited for", path.name, so_far, self._blocked_s)
+
+    def _new_best(self) -> BestSoFar:
+        return BestSoFar(self._checkpointing.metric_key, higher_is_better=self._checkpointing.higher_is_better)
+
+    def _note_end(self, error: BaseException | None) -> None:
+        """Leave in the run directory how the run ended."""
+        status: Status
+        if isinstance(error, Exception):
+            status, reason = "failed", (str(error) or type(error).__name__).partition("\n")[0]
+        elif error is not None:
+            status, reason = "interrupted", self._stop.reason or "told to end at once"
+        elif self._is_goal_met or (self._max_steps and self._done >= self._max_steps):
+            status, reason = "finished", self._stop.reason if self._is_goal_met else ""
+        else:
+            status, reason = "interrupted", self._stop.reason
+        self._note(status, reason)
+
+    def _note(self, status: Status, reason: str = "") -> None:
+        self._noted = replace(
+            self._noted,
+            status=status,
+            reason=reason,
+            step=self._done if self._has_begun or self._found is None else self._found[0],
+            max_steps=self._max_steps or self._noted.max_steps,
+            best=self._best.best if self._has_begun else self._noted.best,
+        )
+        try:
+            self._noted.write(self.directory.path)
+        except OSError as error:
+            _logger.warning("%s was not written: %s", self.directory.path / STATE, error)
 
     def _restore(self) -> int:
         if self._found is None:
