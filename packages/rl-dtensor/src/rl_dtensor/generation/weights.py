@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor, nn
 
-from rl_core.errors import WeightSyncError
+from rl_core.torch.generation.decoder import refuse_tensors
 from rl_core.torch.transport.digest import digest
 from rl_core.weights import Manifest
 
@@ -27,15 +25,15 @@ class WeightAdoption:
         tensors = model.state_dict()
         shapes = {spec.name: spec.shape for spec in manifest.tensors}
         sources = {name: name for name in shapes} | dict(manifest.tied)
-        self._refuse([name for name in sources if name not in tensors], "the engine has no")
+        refuse_tensors(manifest, [name for name in sources if name not in tensors], "the engine has no")
         wrong = [name for name, source in sources.items() if tuple(tensors[name].shape) != shapes.get(source)]
-        self._refuse(wrong, "the engine has another shape for")
+        refuse_tensors(manifest, wrong, "the engine has another shape for")
         parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         for tied in _tied_names(tensors):
             sent = [name for name in tied if name in shapes]
-            self._refuse(sent[1:] and sent, "tied in the engine, yet sent apart:")
+            refuse_tensors(manifest, sent[1:] and sent, "tied in the engine, yet sent apart:")
             covered = {sources[name] for name in tied if name in sources}
-            self._refuse([] if covered or not parameters & set(tied) else tied[:1], "it leaves out")
+            refuse_tensors(manifest, [] if covered or not parameters & set(tied) else tied[:1], "it leaves out")
             for name in tied if covered else ():
                 sources.setdefault(name, next(iter(covered)))
         self._sources = sources
@@ -59,13 +57,7 @@ class WeightAdoption:
         current = self._model.state_dict()
         # a source that never arrived has no digest, which no tensor equals
         stale = [name for name, source in self._sources.items() if digest(current[name]) != self._digests.get(source)]
-        self._refuse(stale, "the engine computes with a stale")
-
-    def _refuse(self, names: Iterable[str], problem: str) -> None:
-        found = sorted(names)
-        if found:
-            what = f"weight version {self._manifest.version} refused: {problem} {', '.join(found)}"
-            raise WeightSyncError(what, tuple(found))
+        refuse_tensors(self._manifest, stale, "the engine computes with a stale")
 
 
 def _tied_names(tensors: dict[str, Tensor]) -> list[list[str]]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
-from rl_core.errors import WeightSyncError
+from rl_core.torch.generation.decoder import refuse_tensors
 from rl_core.torch.transport.digest import digest
 from rl_core.weights import Manifest
 from rl_megatron.conversion.weight_map import WeightMap
@@ -36,12 +34,14 @@ class WeightAdoption:
         shapes = {spec.name: spec.shape for spec in manifest.tensors}
         expected = {source.name: source.shape for entry in self._maps for source in entry.sources}
         tied = {name for name, source in manifest.tied.items() if weights.tied.get(name) != source}
-        self._refuse(tied, "tied by the sender, and not in the engine:")
-        self._refuse(set(shapes) & set(weights.tied), "tied in the engine, yet sent apart:")
-        self._refuse(set(shapes) - set(expected), "the engine has no")
-        self._refuse(set(expected) - set(shapes), "it leaves out")
-        self._refuse(
-            [name for name, shape in shapes.items() if shape != expected[name]], "the engine has another shape for"
+        refuse_tensors(manifest, tied, "tied by the sender, and not in the engine:")
+        refuse_tensors(manifest, set(shapes) & set(weights.tied), "tied in the engine, yet sent apart:")
+        refuse_tensors(manifest, set(shapes) - set(expected), "the engine has no")
+        refuse_tensors(manifest, set(expected) - set(shapes), "it leaves out")
+        refuse_tensors(
+            manifest,
+            [name for name, shape in shapes.items() if shape != expected[name]],
+            "the engine has another shape for",
         )
 
     @torch.no_grad()
@@ -73,7 +73,7 @@ class WeightAdoption:
         head = self._model.head_weight()
         if digest(head.detach()) != self._digests.get(self._manifest.tied.get(LM_HEAD, LM_HEAD)):
             stale.append(LM_HEAD)
-        self._refuse(set(stale), "the engine computes with a stale")
+        refuse_tensors(self._manifest, set(stale), "the engine computes with a stale")
 
     def _computed(self, entry: WeightMap) -> list[tuple[str, Tensor]]:
         joined = entry.split.join([self._held[entry.target].detach()])
@@ -82,9 +82,3 @@ class WeightAdoption:
     def _is_stale(self, name: str, found: Tensor) -> bool:
         # a tensor that never arrived has no digest, which none equals
         return digest(found.contiguous()) != self._digests.get(name)
-
-    def _refuse(self, names: Iterable[str], problem: str) -> None:
-        found = sorted(names)
-        if found:
-            what = f"weight version {self._manifest.version} refused: {problem} {', '.join(found)}"
-            raise WeightSyncError(what, tuple(found))

@@ -1,14 +1,15 @@
-"""What a generator asks of the model that it runs."""
+"""The model that a generator runs, as the generator calls it."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
 from torch import Tensor
 
+from rl_core.errors import WeightSyncError
 from rl_core.torch.generation.row import Row
 from rl_core.weights import Manifest
 
@@ -24,6 +25,22 @@ class Adoption(Protocol):
         """Check that every tensor the model computes with is the one that arrived; raises `WeightSyncError` naming
         those that are not."""
         ...
+
+
+def refuse_tensors(manifest: Manifest, names: Iterable[str], problem: str) -> None:
+    """Refuse the manifest's weight version if there are any names.
+
+    Args:
+        names: tensors at fault; often none.
+        problem: of all of them, as the message says it before their names.
+
+    Raises:
+        WeightSyncError: naming them in alphabetical order.
+    """
+    found = sorted(names)
+    if found:
+        message = f"weight version {manifest.version} refused: {problem} {', '.join(found)}"
+        raise WeightSyncError(message, tuple(found))
 
 
 class Decoder(Protocol):
