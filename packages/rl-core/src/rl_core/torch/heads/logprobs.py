@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -155,6 +155,59 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+@dataclass(frozen=True)
+class HeadGradients:
+    """Gradients of a pass by hidden states, head and bias, which gather over chunks; None for those that are not
+    needed.
+
+    Args:
+        hidden: `[n, hidden]`, in the dtype of the hidden states.
+        weight: `[vocab, hidden]`, float32 or wider.
+        bias: `[vocab]`, likewise.
+        inputs: hidden states, weight and bias of the forward pass.
+    """
+
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    inputs: tuple[Tensor, Tensor, Tensor | None]
+
+    @classmethod
+    def zero(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: Sequence[bool]) -> HeadGradients:
+        """No gradient yet.
+
+        Args:
+            needed: whether those by hidden states, weight and bias are; further entries are not read.
+        """
+        wide = wide_dtype(hidden.dtype)
+        return cls(
+            torch.zeros_like(hidden) if needed[0] else None,
+            torch.zeros_like(weight, dtype=wide) if needed[1] else None,
+            torch.zeros_like(bias, dtype=wide) if bias is not None and needed[2] else None,
+            (hidden, weight, bias),
+        )
+
+    def add_(self, chunk: slice, grad: Tensor) -> None:
+        """Add what follows from the gradient `[chunk, vocab]` by the products of a chunk's hidden states and head."""
+        hidden, weight, _ = self.inputs
+        narrow = grad.to(hidden.dtype)
+        if self.hidden is not None:
+            self.hidden[chunk] = narrow @ weight
+        if self.weight is not None:
+            _add_product_(self.weight, narrow.T, hidden[chunk])
+        if self.bias is not None:
+            self.bias.add_(grad.sum(0))
+
+    def results(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """By hidden states, weight and bias, each in the dtype of its input."""
+        _, weight, bias = self.inputs
+        return (
+            self.hidden,
+            None if self.weight is None else self.weight.to(weight.dtype),
+            None if self.bias is None or bias is None else self.bias.to(bias.dtype),
+        )
+
+
 class _HeadReads(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -187,11 +240,7 @@ class _HeadReads(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, log_sums, entropy, topk_ids = ctx.saved_tensors
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        wide = wide_dtype(hidden.dtype)
-        grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=wide) if needs_bias else None
+        total = HeadGradients.zero(hidden, weight, bias, ctx.needs_input_grad)
         by_targets = torch.cat([grads[0][:, None], grads[2]], dim=1)
         for chunk in ctx.options.chunks(len(hidden)):
             grad = ctx.options.grad_products_(
@@ -203,21 +252,9 @@ class _HeadReads(torch.autograd.Function):
                 by_columns=by_targets[chunk],
                 by_targets=by_targets[chunk].sum(1),
             )
-            narrow = grad.to(hidden.dtype)
-            if grad_hidden is not None:
-                grad_hidden[chunk] = narrow @ weight
-            if grad_weight is not None:
-                add_product_(grad_weight, narrow.T, hidden[chunk])
-            if grad_bias is not None:
-                grad_bias += grad.sum(0)
-            del grad, narrow  # before the next chunk's are made
-        return (
-            grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            None if grad_bias is None else grad_bias.to(bias.dtype),
-            None,
-            None,
-        )
+            total.add_(chunk, grad)
+            del grad  # before the next chunk's are made
+        return (*total.results(), None, None)
 
 
 def _log_sum_(logits: Tensor, entropy: Tensor | None) -> Tensor:
@@ -232,7 +269,7 @@ def _log_sum_(logits: Tensor, entropy: Tensor | None) -> Tensor:
     return log_sum
 
 
-def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
+def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add `a @ b` to a total, which may have a wider dtype, without a tensor of the product's size where it has not."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)

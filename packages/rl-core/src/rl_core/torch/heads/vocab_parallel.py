@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rl_core.torch.heads.logprobs import Head, HeadPass, TokenReads, add_product_, wide_dtype
+from rl_core.torch.heads.logprobs import Head, HeadGradients, HeadPass, TokenReads, wide_dtype
 
 
 @dataclass(frozen=True)
@@ -112,11 +112,7 @@ class _VocabParallelReads(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, log_sums, entropy, topk_ids = ctx.saved_tensors
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        wide = wide_dtype(hidden.dtype)
-        grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=wide) if needs_bias else None
+        total = HeadGradients.zero(hidden, weight, bias, ctx.needs_input_grad)
         head, num_rows = ctx.options.head, len(weight)
         by_targets = torch.cat([grads[0][:, None], grads[2]], dim=1)
         for chunk in head.chunks(len(hidden)):
@@ -130,22 +126,10 @@ class _VocabParallelReads(torch.autograd.Function):
                 by_columns=by_targets[chunk].where(is_here, by_targets.new_zeros(())),
                 by_targets=by_targets[chunk].sum(1),
             )
-            narrow = grad.to(hidden.dtype)
-            if grad_hidden is not None:
-                grad_hidden[chunk] = narrow @ weight
-            if grad_weight is not None:
-                add_product_(grad_weight, narrow.T, hidden[chunk])
-            if grad_bias is not None:
-                grad_bias += grad.sum(0)
-        if grad_hidden is not None and ctx.options.sums_hidden_grad:
-            dist.all_reduce(grad_hidden, group=ctx.options.shard.group)
-        return (
-            grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            None if grad_bias is None else grad_bias.to(bias.dtype),
-            None,
-            None,
-        )
+            total.add_(chunk, grad)
+        if total.hidden is not None and ctx.options.sums_hidden_grad:
+            dist.all_reduce(total.hidden, group=ctx.options.shard.group)
+        return (*total.results(), None, None)
 
 
 @dataclass(frozen=True)
