@@ -21,19 +21,29 @@ START_ATTEMPTS = 3
 T = TypeVar("T")
 
 
-def connect(address: str) -> None:
+def connect(address: str, *, is_own: bool) -> None:
     """Connect this process to the Ray cluster at an address.
 
+    Args:
+        is_own: whether this process started the cluster; otherwise RAY_ADDRESS names it.
+
     Raises:
-        ConfigError: if nobody answers there.
-        RLError: if Ray fails in another way.
+        ConfigError: if no cluster answers at RAY_ADDRESS.
+        RLError: if the cluster that this process started does not answer, or Ray fails in another way.
     """
-    check_ray_address()
+    if not is_own:
+        check_ray_address()
 
     def attempt() -> None:
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except ConnectionError as error:
+            if is_own:
+                raise RLError(
+                    f"the Ray that this run started at {address} does not answer: {error}\n"
+                    "Its processes may have been ended by somebody else, or for lack of memory. Run `rl doctor`, then "
+                    "start the run again."
+                ) from None
             raise nobody_answers(address, str(error)) from None
 
     retried(attempt, ray.shutdown)

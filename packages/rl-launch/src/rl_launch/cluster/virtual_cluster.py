@@ -103,7 +103,7 @@ class VirtualCluster:
             address = self._nodes.address
         if self._owns_ray and address:
             try:
-                connect(address)
+                connect(address, is_own=self._nodes is not None)
             except BaseException:
                 self.close()
                 raise
@@ -233,7 +233,7 @@ def gpus_of_cluster() -> float:
     """GPUs of all nodes of the cluster that RAY_ADDRESS names."""
     connects = not ray.is_initialized()
     if connects:
-        connect(os.environ["RAY_ADDRESS"])
+        connect(os.environ["RAY_ADDRESS"], is_own=False)
     try:
         return sum(node.total.get("GPU", 0) for node in _living().values())
     finally:
