@@ -66,7 +66,7 @@ class Weights:
         adapters = [each for adapter in model.adapters.values() for each in (adapter.down, adapter.up)]
         self._own_maps = [*family_of(model.hf).weights(model.hf), *_head_maps(model)]
         self.maps = [*self._own_maps, *adapters]
-        self.held = held_weights(model, parallel_state.get_expert_model_parallel_rank())
+        self.held = held_weights(model.chunks, model.config, parallel_state.get_expert_model_parallel_rank())
         self._check()
         holdings = {
             entry.target: Holding(self._place.of(entry)[0], tuple(self.held[entry.target].shape))

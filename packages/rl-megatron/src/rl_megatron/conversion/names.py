@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-from torch import Tensor
-
-from rl_megatron.model import ReadingModel
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor, nn
 
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 LOCAL_EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.")
@@ -22,17 +22,19 @@ FUSED_NORMS = {
 """Where Transformer Engine's fused layers keep the norms before them, and what the local layers call those."""
 
 
-def held_weights(model: ReadingModel, expert_rank: int) -> dict[str, Tensor]:
+def held_weights(chunks: Sequence[Any], config: TransformerConfig, expert_rank: int) -> dict[str, Tensor]:
     """Parameters and persistent buffers of this rank by their global local-layer names.
 
     Args:
+        chunks: this rank's virtual stages, each a `megatron.core.models.gpt.GPTModel`.
+        config: of the model.
         expert_rank: among the ranks that share the experts; each holds consecutive ones.
     """
     first_expert = 0
-    if model.config.num_moe_experts is not None:
-        first_expert = expert_rank * (model.config.num_moe_experts // model.config.expert_model_parallel_size)
+    if config.num_moe_experts is not None:
+        first_expert = expert_rank * (config.num_moe_experts // config.expert_model_parallel_size)
     held = {}
-    for chunk in model.chunks:
+    for chunk in chunks:
         numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
         transient = {name for name, _ in _transient_buffers(chunk)}
         for name, tensor in [*chunk.named_parameters(), *chunk.named_buffers()]:
@@ -57,11 +59,8 @@ def global_name(name: str, layer_numbers: list[int], first_expert: int) -> str:
     return name
 
 
-def _transient_buffers(chunk: object) -> Iterable[tuple[str, Tensor]]:
-    """Buffers that belong to no checkpoint."""
-    from torch import nn
-
-    assert isinstance(chunk, nn.Module)
+def _transient_buffers(chunk: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    """Buffers that checkpoints do not hold."""
     for prefix, module in chunk.named_modules():
         for name in module._non_persistent_buffers_set:
             yield f"{prefix}.{name}" if prefix else name, module.get_buffer(name)
