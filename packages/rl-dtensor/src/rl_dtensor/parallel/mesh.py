@@ -50,20 +50,28 @@ class Mesh:
 
     @classmethod
     def join(cls, rendezvous: Rendezvous, config: DTensorConfig) -> Mesh:
-        """Meet the other ranks; collective.
+        """Meet the other ranks; collective. If that fails, this process is in no group afterwards.
 
         Raises:
-            ValueError: where settings do not go together, or the world is no multiple of what they need.
+            ValueError: if settings do not go together, or the world is not a multiple of what they need.
         """
         for problem in combination_problems(config):
             raise ValueError(f"{problem.key} {problem.message}")
-        world = rendezvous.world_size
-        sizes = AxisSizes.of(config, world)
+        sizes = AxisSizes.of(config, rendezvous.world_size)
         join_process_group(rendezvous)
+        try:
+            return cls._split(rendezvous, sizes)
+        except BaseException:
+            dist.destroy_process_group()
+            raise
+
+    @classmethod
+    def _split(cls, rendezvous: Rendezvous, sizes: AxisSizes) -> Mesh:
+        """Make the groups of the axes out of the ranks that have met."""
         timeout = timedelta(seconds=rendezvous.timeout_s)
         return cls(
             rendezvous.rank,
-            world,
+            rendezvous.world_size,
             sizes,
             rendezvous.kind,
             dist.new_group(backend="gloo", timeout=timeout),

@@ -1,0 +1,27 @@
+"""Work inside a rank of a pool that joins a mesh and leaves it."""
+
+from unittest import mock
+
+import torch.distributed as dist
+
+from rl_core.testing.rank_pool import Rank
+from rl_dtensor.config import DTensorConfig
+from rl_dtensor.parallel import mesh
+
+
+def fail_half_way(rank: Rank) -> tuple[str, bool]:
+    """Join while the last groups cannot be made; the error, and whether this process is in a group afterwards."""
+    try:
+        with mock.patch.object(mesh, "_edges", side_effect=OSError("too many open files")):
+            mesh.Mesh.join(rank.rendezvous, DTensorConfig())
+    except OSError as error:
+        return str(error), dist.is_initialized()
+    raise AssertionError("joined")
+
+
+def join(rank: Rank) -> int:
+    """Join and leave; the size of the data-parallel axis."""
+    joined = mesh.Mesh.join(rank.rendezvous, DTensorConfig())
+    size = joined.coordinates.along("dp")
+    joined.leave()
+    return size
