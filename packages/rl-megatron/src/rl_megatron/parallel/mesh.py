@@ -28,6 +28,7 @@ class Mesh:
         kind: the device that it computes on.
         control: all ranks, on gloo: scalars that decide what every rank does next.
         data: the ranks that hold the same part of the model and other rows, on gloo.
+        layout: sizes that say which part of the model each rank holds, all ranks among them.
     """
 
     rank: int
@@ -35,13 +36,14 @@ class Mesh:
     kind: Device
     control: dist.ProcessGroup
     data: dist.ProcessGroup
+    layout: Mapping[str, int]
 
     @classmethod
     def join(cls, rendezvous: Rendezvous, backend: MegatronConfig) -> Mesh:
-        """Meet the other ranks; collective.
+        """Meet the other ranks; collective. If that fails, this process is in no group afterwards.
 
         Raises:
-            ValueError: where the world is no multiple of the ranks that one model needs.
+            ValueError: if the world is not a multiple of the ranks that one model needs.
         """
         join_process_group(rendezvous)
         timeout = timedelta(seconds=rendezvous.timeout_s)
@@ -61,7 +63,7 @@ class Mesh:
             leave_groups()
             raise
         data = parallel_state.get_data_parallel_group_gloo()
-        return cls(rendezvous.rank, rendezvous.world_size, rendezvous.kind, control, data)
+        return cls(rendezvous.rank, rendezvous.world_size, rendezvous.kind, control, data, _layout(rendezvous, backend))
 
     @property
     def device(self) -> torch.device:
@@ -78,19 +80,7 @@ class Mesh:
             "tp": parallel_state.get_tensor_model_parallel_rank(),
             "ep": parallel_state.get_expert_model_parallel_rank(),
         }
-        size = {
-            "dp": parallel_state.get_data_parallel_world_size(),
-            "pp": parallel_state.get_pipeline_model_parallel_world_size(),
-            "cp": parallel_state.get_context_parallel_world_size(),
-            "tp": parallel_state.get_tensor_model_parallel_world_size(),
-            "ep": parallel_state.get_expert_model_parallel_world_size(),
-        }
-        return Coordinates(index, size)
-
-    @property
-    def layout(self) -> Mapping[str, int]:
-        """Ranks along each axis, and all of them."""
-        return {"world": self.world_size, **self.coordinates.size}
+        return Coordinates(index, _sizes())
 
     def seed(self, seed: int) -> None:
         """Seed all generators: ranks that hold parts of one model on one shard's rows agree if they must."""
@@ -108,6 +98,30 @@ class Mesh:
     def leave(self) -> None:
         """Leave the groups."""
         leave_groups()
+
+
+def _sizes() -> dict[str, int]:
+    """Ranks along each axis, in the groups of this process."""
+    return {
+        "dp": parallel_state.get_data_parallel_world_size(),
+        "pp": parallel_state.get_pipeline_model_parallel_world_size(),
+        "cp": parallel_state.get_context_parallel_world_size(),
+        "tp": parallel_state.get_tensor_model_parallel_world_size(),
+        "ep": parallel_state.get_expert_model_parallel_world_size(),
+    }
+
+
+def _layout(rendezvous: Rendezvous, backend: MegatronConfig) -> Mapping[str, int]:
+    """All ranks, those along each axis and those that share an expert's matrices, and how pipeline ranks share layers;
+    0 layers are an equal share."""
+    return {
+        "world": rendezvous.world_size,
+        **_sizes(),
+        "etp": parallel_state.get_expert_tensor_parallel_world_size(),
+        "vpp": backend.virtual_pipeline_model_parallel_size or 1,
+        "first_layers": backend.num_layers_in_first_pipeline_stage or 0,
+        "last_layers": backend.num_layers_in_last_pipeline_stage or 0,
+    }
 
 
 def leave_groups() -> None:
