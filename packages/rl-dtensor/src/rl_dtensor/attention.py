@@ -11,6 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 
 from rl_core.batch import TOKENS
 from rl_core.torch.loss import Rows
+from rl_core.torch.training.flops import ROW_LAYERS
 from rl_dtensor.config import AttentionBackend
 from rl_dtensor.kernels import Attend, Softmax
 from rl_dtensor.layout import Context, Layout
@@ -18,8 +19,6 @@ from rl_dtensor.parallel.collectives import exchange, gather
 
 ROWS = "rl_rows"
 """Name under which `transformers` models find this attention."""
-
-ROW_LAYERS = {"full_attention", "sliding_attention"}
 
 WITHOUT_DROPOUT: tuple[AttentionBackend, ...] = ("flash_attention_3", "flex")
 
@@ -162,8 +161,8 @@ def attention_for(
     dropout = settings.get("attention_dropout") or 0.0
     if dropout and backend in WITHOUT_DROPOUT:
         raise ValueError(
-            f"policy.dtensor_cfg.attention_backend={backend} has no dropout and the model's attention_dropout is "
-            f"{dropout}; set policy.hf_config_overrides.attention_dropout=0, or attention_backend=auto"
+            f"dtensor_cfg.attention_backend={backend} has no dropout and the model's attention_dropout is "
+            f"{dropout}; set hf_config_overrides.attention_dropout=0, or attention_backend=auto"
         )
     plain = supports_sdpa and settings.get("attn_logit_softcapping") is None
     foreign = sorted(set(settings.get("layer_types") or []) - ROW_LAYERS)
@@ -184,7 +183,7 @@ def attention_for(
     own = "sdpa" if plain else "eager"
     if backend not in ("auto", "eager", own):
         raise ValueError(
-            f"policy.dtensor_cfg.attention_backend={backend} cannot run a {config.model_type} model: it has {why}; "
+            f"dtensor_cfg.attention_backend={backend} cannot run a {config.model_type} model: it has {why}; "
             f"set attention_backend={own}"
         )
     return own if backend == "auto" else backend

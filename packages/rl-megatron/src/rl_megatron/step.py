@@ -22,6 +22,7 @@ from rl_core.batch import Batch
 from rl_core.metrics import Metric
 from rl_core.ragged import Ragged
 from rl_core.torch.training.backend import Microbatch, Pass
+from rl_core.torch.training.flops import ModelShape
 from rl_megatron.balance import balance_metrics
 from rl_megatron.model import ReadingModel, forget_embeddings, forget_tokens
 from rl_megatron.parallel.mesh import Mesh
@@ -34,10 +35,9 @@ class MegatronModel:
     Args:
         reading: this rank's part of the model.
         chunks: the same, wrapped to reduce gradients; empty if it does not train.
+        shape: of the whole model; None if no step's operations are counted.
         reports_layers: whether a loss that balances experts is reported for each layer too.
     """
-
-    shape = None
 
     def __init__(
         self,
@@ -46,9 +46,11 @@ class MegatronModel:
         weights: Weights,
         mesh: Mesh,
         *,
+        shape: ModelShape | None,
         reports_layers: bool,
     ) -> None:
         self.reading = reading
+        self.shape = shape
         self._chunks = chunks
         self._weights = weights
         self._mesh = mesh

@@ -18,6 +18,7 @@ from rl_megatron.lora import add_adapters
 from rl_megatron.model import build_model
 from rl_megatron.parallel.mesh import Mesh
 from rl_megatron.residency import ModelResidency
+from rl_megatron.shape import shape_of
 from rl_megatron.sharded_optimizer import ShardedOptimizer
 from rl_megatron.state import TrainingState
 from rl_megatron.step import MegatronModel
@@ -64,8 +65,9 @@ def build_parts(
     if spec.trains:
         build = partial(build_optimizer, config.optimizer)
         optimizer = ShardedOptimizer(chunks, build, weights.is_counted)
+    shape = shape_of(model, weights, trains_routers=not backend.freeze_moe_router)
     return TrainingParts(
-        MegatronModel(model, chunks, weights, mesh, reports_layers=backend.moe_per_layer_logging),
+        MegatronModel(model, chunks, weights, mesh, shape=shape, reports_layers=backend.moe_per_layer_logging),
         weights,
         optimizer,
         TrainingState(model, weights, optimizer, mesh),

@@ -84,7 +84,7 @@ class MegatronDecoder:
     def score(self, token_ids: np.ndarray) -> np.ndarray:
         """float32 `[tokens]`, logprobs of given tokens at temperature 1; the first is 0."""
         batch = Batch({TOKENS: Ragged.from_rows([token_ids])})
-        model = MegatronModel(self.model, [], self._weights, self._mesh, reports_layers=False)
+        model = MegatronModel(self.model, [], self._weights, self._mesh, shape=None, reports_layers=False)
         found = run_reads(model, batch, [LOGPROBS], temperature=1.0, batching=ONE_ROW, mesh=self._mesh)
         assert found is not None
         return np.asarray(found.ragged(LOGPROBS.name).values, dtype=np.float32)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -68,9 +69,43 @@ class AttentionShape:
         return 2 * self.num_heads * (self.key_dim + self.value_dim)
 
 
+ROW_LAYERS = frozenset({"full_attention", "sliding_attention"})
+"""Kinds of layers with softmax attention, as Hugging Face configs name them."""
+
+
+def attention_shapes(config: Any) -> tuple[AttentionShape, ...]:
+    """The attention of every layer of full or sliding attention; what linear attention adds to its matrices is little.
+
+    Args:
+        config: a language model's `transformers` config.
+    """
+    num_heads = setting(config, "num_attention_heads")
+    if not num_heads:
+        return ()
+    head_dim = setting(config, "head_dim") or setting(config, "hidden_size") // num_heads
+    rotary_dim = setting(config, "qk_rope_head_dim")
+    key_dim = head_dim if rotary_dim is None else (setting(config, "qk_nope_head_dim") or 0) + rotary_dim
+    value_dim = setting(config, "v_head_dim") or head_dim
+    window = setting(config, "sliding_window")
+    kinds = setting(config, "layer_types")
+    if kinds is None:
+        kinds = ["sliding_attention"] * setting(config, "num_hidden_layers")
+    return tuple(
+        AttentionShape(num_heads, key_dim, value_dim, window if kind == "sliding_attention" else None)
+        for kind in kinds
+        if kind in ROW_LAYERS
+    )
+
+
+def setting(config: Any, name: str) -> Any:
+    """A field of a `transformers` config by the name that most families have for it; None if this one has no such
+    field."""
+    return config.to_dict().get(config.attribute_map.get(name, name))
+
+
 @dataclass(frozen=True)
 class ModelShape:
-    """What the operations of a model follow from.
+    """The numbers that a model's operations follow from.
 
     Args:
         matrices: entries of all matrices that a token is multiplied with, those of its experts among them.
