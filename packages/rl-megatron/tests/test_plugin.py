@@ -2,11 +2,12 @@
 
 import json
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 
 from rl_core.model_config import LoraConfig, ModelConfig
-from rl_megatron.config import MegatronConfig
+from rl_megatron.config import Fp8Config, MegatronConfig
 from rl_megatron.plugin import PLUGIN, num_ranks
 
 
@@ -14,7 +15,7 @@ def problems(policy=None, device="cpu", **settings):
     model = policy or ModelConfig(model_name="model")
     fields = {name: getattr(model, name) for name in ModelConfig.model_fields}
     section = SimpleNamespace(**fields, megatron_cfg=MegatronConfig(**settings))
-    config = SimpleNamespace(cluster=SimpleNamespace(device=device), checkpointing=SimpleNamespace(enabled=True))
+    config = SimpleNamespace(cluster=SimpleNamespace(device=device))
     return {problem.key: problem.message for check in PLUGIN.checks for problem in check(section, config)}
 
 
@@ -55,11 +56,14 @@ def test_kernels_of_gpus_are_refused_where_the_cpu_computes(device):
     assert "above 1" in alone["megatron_cfg.moe_token_dispatcher_type"]
 
 
-def test_8_bit_needs_its_engine_and_scales_that_a_resumed_run_finds():
-    delayed = problems(device="cuda", fp8_cfg={"enabled": True, "fp8_recipe": "delayed"})
-    assert "a resumed run would not be exact" in delayed["megatron_cfg.fp8_cfg.fp8_recipe"]
+def test_8_bit_needs_its_engine():
     without = problems(device="cuda", fp8_cfg={"enabled": True}, transformer_engine=False)
     assert "transformer_engine is false" in without["megatron_cfg.fp8_cfg.enabled"]
+
+
+@pytest.mark.parametrize("recipe", get_args(Fp8Config.model_fields["fp8_recipe"].annotation))
+def test_checks_ask_for_no_section_that_a_model_apart_from_a_run_lacks(recipe):
+    assert problems(device="cuda", fp8_cfg={"enabled": True, "fp8_recipe": recipe}) == {}
 
 
 def test_layers_of_transformer_engine_take_no_adapters():

@@ -111,12 +111,6 @@ def check_8_bit(section: Any, config: Any) -> Iterable[Problem]:
             f"{KEY}.fp8_cfg.enabled",
             f"needs Transformer Engine, and {KEY}.transformer_engine is false; set one of them",
         )
-    if backend.fp8_cfg.fp8_recipe == "delayed" and config.checkpointing.enabled:
-        yield Problem(
-            f"{KEY}.fp8_cfg.fp8_recipe",
-            "'delayed' takes scales from the steps before, which checkpoints do not hold, so a resumed run would not "
-            "be exact; set tensorwise, blockwise or mxfp8, or checkpointing.enabled=false",
-        )
 
 
 def check_lora(section: Any, config: Any) -> Iterable[Problem]:
