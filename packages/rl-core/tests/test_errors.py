@@ -53,6 +53,13 @@ def test_a_workers_failure_says_where_it_happened() -> None:
     assert str(WorkerDied("killed", ORIGIN)) == "policy rank 3 on 10.0.0.7 during train_step: killed"
 
 
+def test_a_models_failure_names_its_config_section_once() -> None:
+    named_alike = Origin("value", 0, "10.0.0.7", "start", section="value")
+    assert str(named_alike) == "value rank 0 on 10.0.0.7 during start"
+    another = Origin("teacher", 0, "10.0.0.7", "start", section="teachers.first")
+    assert str(another) == "teacher (config section teachers.first) rank 0 on 10.0.0.7 during start"
+
+
 def test_a_traceback_shows_the_message_alone() -> None:
     shown = "".join(traceback.format_exception_only(WeightSyncError("broken", ("a",))))
     assert shown.strip().endswith("WeightSyncError: broken")

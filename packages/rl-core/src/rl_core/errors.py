@@ -73,15 +73,22 @@ class RolloutsFailed(RLError):
 
 @dataclass(frozen=True)
 class Origin:
-    """Where in the run a failure happened: the role and rank of the worker, its node, and what it was doing."""
+    """Where in the run a failure happened: the role and rank of the worker, its node, and what it was doing.
+
+    Args:
+        section: dotted key of the config section of a model, to which keys in its workers' messages are relative; empty
+            for workers that are not a model's.
+    """
 
     role: str
     rank: int
     node: str
     phase: str
+    section: str = ""
 
     def __str__(self) -> str:
-        return f"{self.role} rank {self.rank} on {self.node} during {self.phase}"
+        section = f" (config section {self.section})" if self.section not in ("", self.role) else ""
+        return f"{self.role}{section} rank {self.rank} on {self.node} during {self.phase}"
 
 
 class WorkerError(RLError):

@@ -9,7 +9,7 @@ import ray
 from row_worker import RowLoss
 
 from rl_core.batch import Batch, RemoteColumn, RemoteRows
-from rl_core.errors import Origin, WorkerDied
+from rl_core.errors import Origin, WorkerDied, WorkerError
 from rl_core.mesh import Coordinates
 from rl_core.model import LOGPROBS
 from rl_core.ragged import Ragged
@@ -116,3 +116,9 @@ def test_columns_that_a_dead_process_did_not_leave_are_a_death(model, start):
         model.infer(batch, [LOGPROBS])
     with pytest.raises(WorkerDied, match=r"rollout worker rank 0 .*the process ended"):
         batch.ragged("tokens")
+
+
+def test_a_failure_names_the_config_section_that_keys_in_it_are_relative_to(workers):
+    model = RemoteModel(workers, role="teacher", section="teachers.first", nodes=["here"] * 4, timeout_s=120)
+    with pytest.raises(WorkerError, match=r"^teacher \(config section teachers\.first\) rank \d on here during"):
+        model.call_all("missing")

@@ -89,7 +89,7 @@ class _Builder:
         whole = self._on_meta()
         if sizes.ep > 1 and not expert_modules(whole):
             raise ValueError(
-                f"policy.dtensor_cfg.expert_parallel_size is {sizes.ep} and {whole.config.model_type} models have no "
+                f"dtensor_cfg.expert_parallel_size is {sizes.ep} and {whole.config.model_type} models have no "
                 "stacked experts, which alone can be split over ranks; set it to 1"
             )
         num_stages = sizes.pp * backend.pipeline_chunks_per_rank

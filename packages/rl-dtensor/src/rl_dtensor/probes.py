@@ -58,7 +58,7 @@ def check_packing(model: ShardedModel, mesh: Mesh) -> None:
     if not error < MAX_PACKING_ERROR:
         raise ValueError(
             f"rows of {model.hf.config.model_type} models cannot be packed: one changes another (by {error:.2g}); set "
-            "policy.sequence_packing.enabled=false"
+            "sequence_packing.enabled=false"
         )
 
 

@@ -82,8 +82,8 @@ def _recompute(backend: MegatronConfig, has_te: bool) -> dict[str, Any]:
     missing = [name for name in backend.recompute_modules if name in NEEDS_TE and not has_te]
     if missing:
         raise ValueError(
-            f"recompute_modules {missing} needs Transformer Engine, which is not installed or not used on cpu; "
-            "take them out, or install rl-megatron[te]"
+            f"megatron_cfg.recompute_modules {missing} needs Transformer Engine, which is not installed or not used "
+            "on cpu; take them out, or install rl-megatron[te]"
         )
     return {"recompute_granularity": "selective", "recompute_modules": list(backend.recompute_modules)}
 
@@ -94,8 +94,9 @@ def _fp8(backend: MegatronConfig, has_te: bool) -> dict[str, Any]:
         return {}
     if not has_te:
         raise ValueError(
-            "fp8_cfg.enabled needs Transformer Engine on CUDA, and transformer_engine is not installed or false, the "
-            "run is on cpu, or the model has adapters; install rl-megatron[te], or set fp8_cfg.enabled=false"
+            "megatron_cfg.fp8_cfg.enabled needs Transformer Engine on CUDA, and transformer_engine is not installed "
+            "or false, the run is on cpu, or the model has adapters; install rl-megatron[te], or set "
+            "fp8_cfg.enabled=false"
         )
     return {"fp8": settings.fp8, "fp8_recipe": settings.fp8_recipe}
 
@@ -103,8 +104,8 @@ def _fp8(backend: MegatronConfig, has_te: bool) -> dict[str, Any]:
 def _experts(backend: MegatronConfig, *, is_cuda: bool, has_te: bool) -> dict[str, Any]:
     if backend.moe_token_dispatcher_type == "flex" and not (is_cuda and importlib.util.find_spec("deep_ep")):
         raise ValueError(
-            "moe_token_dispatcher_type=flex needs DeepEP on CUDA, and deep_ep is not installed or the run is on cpu; "
-            "install it, or set alltoall"
+            "megatron_cfg.moe_token_dispatcher_type=flex needs DeepEP on CUDA, and deep_ep is not installed or the "
+            "run is on cpu; install it, or set alltoall"
         )
     return {
         "moe_token_dispatcher_type": backend.moe_token_dispatcher_type,
@@ -137,28 +138,35 @@ def _check_layout(hf: Any, family: Mapping[str, Any], backend: MegatronConfig) -
     for name, count in shared.items():
         if count % tensor:
             raise ValueError(
-                f"tensor_model_parallel_size={tensor} does not divide the model's {name}={count}; set it to a divisor"
+                f"megatron_cfg.tensor_model_parallel_size={tensor} does not divide the model's {name}={count}; set it "
+                "to a divisor"
             )
     num_experts = family.get("num_moe_experts")
     if num_experts is None and expert > 1:
         raise ValueError(
-            f"expert_model_parallel_size={expert}, but the model ({hf.model_type}) has no experts; set it to 1"
+            f"megatron_cfg.expert_model_parallel_size={expert}, but the model ({hf.model_type}) has no experts; set "
+            "it to 1"
         )
     if num_experts is not None and num_experts % expert:
-        raise ValueError(f"expert_model_parallel_size={expert} does not divide the model's {num_experts} experts")
+        raise ValueError(
+            f"megatron_cfg.expert_model_parallel_size={expert} does not divide the model's {num_experts} experts; set "
+            "it to a divisor"
+        )
     if num_experts is not None and tensor > 1 and not backend.sequence_parallel:
         raise ValueError(
-            f"tensor_model_parallel_size={tensor} of a mixture of experts needs sequence_parallel=true: each "
-            "tensor-parallel rank then routes tokens of its own"
+            f"megatron_cfg.tensor_model_parallel_size={tensor} of a mixture of experts needs sequence_parallel=true: "
+            "each tensor-parallel rank then routes tokens of its own"
         )
     has_biases = family.get("moe_router_enable_expert_bias", False)
     if backend.moe_router_bias_update_rate and not has_biases:
         raise ValueError(
-            f"moe_router_bias_update_rate={backend.moe_router_bias_update_rate}, but routers of {hf.model_type} models "
-            "have no biases; set it to 0"
+            f"megatron_cfg.moe_router_bias_update_rate={backend.moe_router_bias_update_rate}, but routers of "
+            f"{hf.model_type} models have no biases; set it to 0"
         )
     if backend.moe_router_replay and num_experts is None:
-        raise ValueError(f"moe_router_replay=true, but the model ({hf.model_type}) has no experts; set it to false")
+        raise ValueError(
+            f"megatron_cfg.moe_router_replay=true, but the model ({hf.model_type}) has no experts; set it to false"
+        )
     _check_stages(hf.num_hidden_layers, backend)
 
 
@@ -171,5 +179,5 @@ def _check_stages(num_layers: int, backend: MegatronConfig) -> None:
     if (ranks == 0 and left) or (ranks and (left < chunks or left % chunks)):
         raise ValueError(
             f"{left} of the model's {num_layers} layers cannot be spread evenly over {ranks} pipeline ranks in "
-            f"{chunks} parts; set num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage"
+            f"{chunks} parts; set megatron_cfg.num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage"
         )

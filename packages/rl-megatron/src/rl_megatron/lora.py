@@ -238,7 +238,7 @@ def _check_targets(maps: Sequence[WeightMap], kind: str, config: LoraConfig) -> 
             is_of_experts = any(ends_with(_layer(name), [ending]) for name in experts)
             what = "is a router or an expert, which get no adapters" if is_of_experts else "is not a linear layer"
             raise ValueError(
-                f"policy.lora_cfg.target_modules: {ending!r} {what} of this {kind} model; it has "
+                f"lora_cfg.target_modules: {ending!r} {what} of this {kind} model; it has "
                 f"{', '.join(sorted({_short(name) for name in linear}))}"
             )
     if not adapter_maps(maps, config):

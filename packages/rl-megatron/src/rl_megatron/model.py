@@ -192,8 +192,8 @@ def build_model(
     has_te = is_cuda and backend.transformer_engine is not False and has_transformer_engine() and not has_adapters
     if backend.transformer_engine and not has_te:
         raise ValueError(
-            "transformer_engine=true, but it is not installed, the run is on cpu, or the model has adapters; install "
-            "rl-megatron[te], or leave transformer_engine out"
+            "megatron_cfg.transformer_engine=true, but it is not installed, the run is on cpu, or the model has "
+            "adapters; install rl-megatron[te], or leave transformer_engine out"
         )
     megatron = transformer_config(hf, backend, dtype=getattr(torch, config.precision), is_cuda=is_cuda, has_te=has_te)
     is_headless = spec.role in HEADLESS_ROLES

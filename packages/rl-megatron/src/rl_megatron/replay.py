@@ -77,8 +77,9 @@ class Replay:
         """
         if ROUTED_EXPERTS not in batch:
             raise ValueError(
-                f"moe_router_replay needs the column {ROUTED_EXPERTS!r} and the batch has {', '.join(sorted(batch))}; "
-                "set policy.megatron_cfg.moe_router_replay=false, or have the generator report the experts it chose"
+                f"megatron_cfg.moe_router_replay needs the column {ROUTED_EXPERTS!r} and the batch has "
+                f"{', '.join(sorted(batch))}; set moe_router_replay=false, or have the generator report the experts "
+                "it chose"
             )
         column = batch.only([ROUTED_EXPERTS]).local().ragged(ROUTED_EXPERTS)
         found, expected = column.values.shape[1:], (self._config.num_layers, self._config.moe_router_topk)

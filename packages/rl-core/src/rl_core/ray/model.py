@@ -60,6 +60,7 @@ class RemoteModel:
     Args:
         workers: one actor (`WorkerHost`) per rank, in rank order.
         role: for messages.
+        section: dotted key of its config section, for messages.
         nodes: name of the node of each rank, for messages.
         hold: context in which the model has its device for itself.
         timeout_s: bound of each call; past it every rank writes the stacks of its threads to its log.
@@ -72,6 +73,7 @@ class RemoteModel:
         workers: Sequence[ActorHandle],
         *,
         role: str,
+        section: str = "",
         nodes: Sequence[str],
         hold: Callable[[], AbstractContextManager[None]] = nullcontext,
         timeout_s: float = CALL_TIMEOUT_S,
@@ -81,6 +83,7 @@ class RemoteModel:
         self.trains = trains
         self._workers = list(workers)
         self._role = role
+        self._section = section
         self._nodes = list(nodes)
         self._hold = hold
         self._timeout_s = timeout_s
@@ -263,7 +266,7 @@ class RemoteModel:
         return sorted(leaders, key=lambda rank: self._coordinates[rank].on("dp"))
 
     def _origins(self, phase: str) -> list[Origin]:
-        return [Origin(self._role, rank, node, phase) for rank, node in enumerate(self._nodes)]
+        return [Origin(self._role, rank, node, phase, self._section) for rank, node in enumerate(self._nodes)]
 
 
 def _ref(store: RowStore) -> ray.ObjectRef:

@@ -18,7 +18,7 @@ from rl_dtensor.parallel.local_parameters import distribute, localize
 NUM_ARGUMENTS = 3
 """Of stacked experts: hidden states `[tokens, hidden]`, ids of the chosen experts and their weights `[tokens, k]`."""
 
-WHOLE_EXPERTS = "set policy.dtensor_cfg.expert_parallel_size=1 and tensor_parallel_size=1"
+WHOLE_EXPERTS = "set dtensor_cfg.expert_parallel_size=1 and tensor_parallel_size=1"
 
 
 def expert_modules(hf: PreTrainedModel) -> list[nn.Module]:

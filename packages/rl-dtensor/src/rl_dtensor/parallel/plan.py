@@ -76,12 +76,14 @@ def plan_of(hf: PreTrainedModel, custom: Mapping[str, Style] | None) -> dict[str
         names = [name for name in modules if expression.fullmatch(name)]
         if not names and custom is not None:
             raise ValueError(
-                f"policy.dtensor_cfg.custom_parallel_plan names {pattern!r}, which is no module of "
+                f"dtensor_cfg.custom_parallel_plan names {pattern!r}, which is not a module of "
                 f"{type(hf).__name__}; modules look like {_example(modules)}"
             )
         plan.update(dict.fromkeys(names, style))
     if "colwise" not in plan.values():
-        raise ValueError(f"the plan of {hf.config.model_type} models splits no linear layer; see custom_parallel_plan")
+        raise ValueError(
+            f"the plan of {hf.config.model_type} models splits no linear layer; see dtensor_cfg.custom_parallel_plan"
+        )
     _check_blocks(hf, plan)
     return plan
 
@@ -110,7 +112,7 @@ def check_token_split(hf: PreTrainedModel, plan: Mapping[str, Style], layers: It
             if mixes_tokens and has_matrices and not any(names[id(module)] in plan for module in inside):
                 raise ValueError(
                     f"the plan of {hf.config.model_type} models does not split {names[id(part)]}, which would see the "
-                    "tokens of its own rank alone; set policy.dtensor_cfg.sequence_parallel=false"
+                    "tokens of its own rank alone; set dtensor_cfg.sequence_parallel=false"
                 )
 
 
@@ -122,7 +124,7 @@ def _check_blocks(hf: PreTrainedModel, plan: Mapping[str, Style]) -> None:
         if outer is not None:
             raise ValueError(
                 f"the plan of {hf.config.model_type} models splits linear layers of {outer} and of {block} inside it, "
-                "which is not supported here; set policy.dtensor_cfg.custom_parallel_plan, or tensor_parallel_size=1"
+                "which is not supported here; set dtensor_cfg.custom_parallel_plan, or tensor_parallel_size=1"
             )
 
 
@@ -140,12 +142,12 @@ def _layers_plan(hf: PreTrainedModel) -> dict[str, Style]:
         if word not in STYLES_OF_TRANSFORMERS:
             raise ValueError(
                 f"the plan of {kind} models splits {pattern} as {word!r}, which is not supported here; set "
-                "policy.dtensor_cfg.custom_parallel_plan, or tensor_parallel_size=1"
+                "dtensor_cfg.custom_parallel_plan, or tensor_parallel_size=1"
             )
         plan[prefix + pattern] = STYLES_OF_TRANSFORMERS[word]
     if not plan:
         raise ValueError(
-            f"there is no tensor-parallel plan of {kind} models; set policy.dtensor_cfg.custom_parallel_plan, or "
+            f"there is no tensor-parallel plan of {kind} models; set dtensor_cfg.custom_parallel_plan, or "
             "tensor_parallel_size=1"
         )
     return plan

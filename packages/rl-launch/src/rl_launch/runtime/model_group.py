@@ -53,6 +53,7 @@ class ModelGroup:
         nodes: a bundle per rank, by node.
         process: how a rank's process is made on a node, by Ray's id of the node.
         role: for messages.
+        section: dotted key of the model's config section, for messages.
         logs: folder for the ranks' logs.
         timeouts: of starting.
 
@@ -67,15 +68,17 @@ class ModelGroup:
         process: Callable[[str], WorkerProcess],
         *,
         role: str,
+        section: str,
         logs: str,
         timeouts: StartTimeouts,
     ) -> None:
         self._timeouts = timeouts
         self._device = cluster.device.name
         self._role = role
+        self._section = section
         self._local_ranks = [local_rank for node in nodes for local_rank, _ in enumerate(node)]
         self._workers = [cluster.start_worker(process(bundle.node), bundle) for node in nodes for bundle in node]
-        unplaced = [Origin(role, rank, "its node", "start") for rank in range(len(self._workers))]
+        unplaced = [Origin(role, rank, "its node", "start", section) for rank in range(len(self._workers))]
         self.places: list[Place] = gather_start(
             [w.place.remote() for w in self._workers], unplaced, timeouts.process, f"the processes of {role}"
         )
@@ -113,6 +116,7 @@ class ModelGroup:
         return RemoteModel(
             self._workers,
             role=self._role,
+            section=self._section,
             nodes=nodes,
             hold=hold,
             timeout_s=self._timeout_s,
@@ -126,4 +130,4 @@ class ModelGroup:
         return f"{place.address}:{place.port}"
 
     def _origins(self, phase: str) -> list[Origin]:
-        return [Origin(self._role, rank, place.address, phase) for rank, place in enumerate(self.places)]
+        return [Origin(self._role, rank, place.address, phase, self._section) for rank, place in enumerate(self.places)]

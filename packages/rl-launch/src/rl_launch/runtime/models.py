@@ -123,7 +123,13 @@ class Models:
             ranks=self._topology.devices(role).ranks,
         )
         return ModelGroup(
-            self._cluster, self._bundles[role], process, role=role, logs=self._logs, timeouts=self._timeouts
+            self._cluster,
+            self._bundles[role],
+            process,
+            role=role,
+            section=self._backends[role].section,
+            logs=self._logs,
+            timeouts=self._timeouts,
         )
 
     def _build(self, role: str) -> None:

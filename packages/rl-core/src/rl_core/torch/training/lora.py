@@ -42,6 +42,6 @@ def nothing_adapted(config: LoraConfig, kind: str) -> ValueError:
         kind: of the model.
     """
     return ValueError(
-        f"policy.lora_cfg: target_modules {config.target_modules} without exclude_modules {config.exclude_modules} "
+        f"lora_cfg: target_modules {config.target_modules} without exclude_modules {config.exclude_modules} "
         f"match no linear layer of {kind}; name some, such as q_proj, or set match_all_linear=true"
     )

@@ -47,8 +47,8 @@ class SkippedSteps:
         if self._in_a_row > self._limit:
             raise RLError(
                 f"the gradient norm is {grad_norm} in {self._in_a_row} training steps in a row; the weights were not "
-                f"changed by them. policy.max_skipped_steps={self._limit} allows {self._limit}. Lower the learning "
-                "rate, or look at the loss of the last steps"
+                f"changed by them. max_skipped_steps={self._limit} in the model's config section allows {self._limit}. "
+                "Lower the learning rate, or look at the loss of the last steps"
             )
         _log.warning("the gradient norm is %s; the optimizer step is skipped (%d in a row)", grad_norm, self._in_a_row)
         return False
