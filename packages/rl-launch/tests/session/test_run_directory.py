@@ -70,6 +70,61 @@ def test_a_changed_config_is_refused_with_the_difference(tmp_path):
     assert opened(tmp_path)
 
 
+class CodedConfig(counting.CountingConfig):
+    rewards: list[dict[str, str]] = []
+
+
+def coded(*files):
+    return CodedConfig(rewards=[{"function": f"{file}:score"} for file in files])
+
+
+def begun_with(run, *files):
+    opened(run, coded(*files))
+    (run / "checkpoints" / "step_2").mkdir()
+
+
+def test_code_that_the_config_names_is_kept_by_path_and_goes_on_unchanged(tmp_path):
+    run, one, two = tmp_path / "run", tmp_path / "one" / "rewards.py", tmp_path / "two" / "rewards.py"
+    for file in (one, two):
+        file.parent.mkdir()
+        file.write_text(f"score = {file.parent.name!r}\n")
+    begun_with(run, one, two)
+    assert {path.read_text() for path in (run / "code").iterdir()} == {"score = 'one'\n", "score = 'two'\n"}
+    assert opened(run, coded(one, two))
+
+
+def test_a_run_with_a_checkpoint_does_not_go_on_with_other_code(tmp_path):
+    run, file = tmp_path / "run", tmp_path / "rewards.py"
+    file.write_text("scale = 1\nscore = len\n")
+    begun_with(run, file)
+    file.write_text("scale = 1\nscore = max\n")
+    (copy,) = (run / "code").iterdir()
+    refusal = rf"{file} differs from its copy {copy} from line 2 on\n.*Copy these back to resume it, or choose another"
+    with pytest.raises(RunDirectoryError, match=refusal):
+        opened(run, coded(file))
+    file.write_text(copy.read_text())
+    assert opened(run, coded(file))
+
+
+def test_code_may_change_until_there_is_a_checkpoint(tmp_path):
+    run, file = tmp_path / "run", tmp_path / "rewards.py"
+    file.write_text("score = 1 / 0\n")
+    opened(run, coded(file))
+    file.write_text("score = len\n")
+    assert opened(run, coded(file))
+    assert [path.read_text() for path in (run / "code").iterdir()] == ["score = len\n"]
+
+
+def test_a_start_that_was_cut_short_may_have_left_code(tmp_path):
+    file = tmp_path / "rewards.py"
+    file.write_text("score = len\n")
+    run = tmp_path / "run"
+    (run / "code").mkdir(parents=True)
+    (run / "run.lock").write_text("")
+    (run / "code" / "rewards-12345678.py.part").write_text("sco")
+    assert opened(run, coded(file), fresh=True) is False
+
+
 def test_steps_saving_and_logging_may_change(tmp_path):
     opened(tmp_path)
     changed = counting.config(max_num_steps=9, keep_top_k=1)

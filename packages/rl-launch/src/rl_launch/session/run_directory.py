@@ -12,10 +12,12 @@ from pathlib import Path
 
 from rl_core.config import Change, Config, as_written, diff, load, resolve, to_yaml
 from rl_core.errors import ConfigError, RunDirectoryError
+from rl_core.user_code import SourceFile
 from rl_launch.session import lock
 from rl_launch.session.lock import DirectoryLock
 from rl_launch.session.manifest import sync_folder
 from rl_launch.session.run_folder import CONFIG, DESCRIPTION, is_run
+from rl_launch.session.user_files import FOLDER, changed_files, copies_of
 
 MAY_CHANGE = (
     "run_dir",
@@ -85,6 +87,11 @@ class RunDirectory:
         """Logs of the driver and its workers, and TensorBoard's events."""
         return self.path / "logs"
 
+    @property
+    def code(self) -> Path:
+        """Copies of the files of the user's own code that the config names."""
+        return self.path / FOLDER
+
     def open(self, config: Config, *, fresh: bool = False) -> bool:
         """Take the folder for this run, and say whether it goes on with an earlier one.
 
@@ -93,8 +100,8 @@ class RunDirectory:
             fresh: refuse to go on with an earlier run.
 
         Raises:
-            RunDirectoryError: where the folder is something else's, is in use, holds a run of another config, or is to
-                be `fresh` and is not empty.
+            RunDirectoryError: if the folder is something else's, is in use, holds a run of another config or of other
+                code, or is to be `fresh` and is not empty.
         """
         self._make()
         self._lock.acquire()
@@ -127,11 +134,16 @@ class RunDirectory:
                 f"{self.path} is not empty, and --fresh starts anew. "
                 "Choose another run_dir, remove it, or leave --fresh out to resume."
             )
+        copies = copies_of(config)
         if resumes:
             self._compare(config)
+            self._compare_code(copies)
         for folder in (self.rollouts, self.checkpoints, self.logs):
             folder.mkdir(exist_ok=True)
         self._write(self.config, to_yaml(config))
+        for name, file in copies.items():
+            self.code.mkdir(exist_ok=True)
+            self._write(self.code / name, file.text)
         if not resumes:
             self._write(self.path / DESCRIPTION, json.dumps(_description(config), indent=2) + "\n")
         return resumes
@@ -141,7 +153,7 @@ class RunDirectory:
 
     def _contents(self) -> list[str]:
         """Names in the folder, without what a start that was cut short leaves behind."""
-        own = {lock.FILE_NAME, *(folder.name for folder in (self.rollouts, self.checkpoints, self.logs))}
+        own = {lock.FILE_NAME, *(folder.name for folder in (self.rollouts, self.checkpoints, self.logs, self.code))}
         unfinished = {f"{CONFIG}.part", f"{DESCRIPTION}.part", *own}
         if not (self.path / DESCRIPTION).exists() and not any(self.checkpoints.glob("*")):
             unfinished.add(CONFIG)
@@ -166,6 +178,20 @@ class RunDirectory:
                         f"{self.path} holds a run of another config:",
                         *(f"  {change}" for change in refused),
                         "Put these back to resume it, or choose another run_dir.",
+                    ]
+                )
+            )
+
+    def _compare_code(self, copies: dict[str, SourceFile]) -> None:
+        # without a checkpoint the run begins anew, and nothing is left of what the earlier code did
+        changed = changed_files(self.path, copies) if any(self.checkpoints.glob("step_*")) else []
+        if changed:
+            raise RunDirectoryError(
+                "\n".join(
+                    [
+                        f"{self.path} holds a run of other code:",
+                        *(f"  {line}" for line in changed),
+                        "Copy these back to resume it, or choose another run_dir.",
                     ]
                 )
             )
