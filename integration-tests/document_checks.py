@@ -1,0 +1,173 @@
+"""What is checked of a document without running it: its YAML, commands, links, and the keys that it names."""
+
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import typer
+
+from rl_core.config import all_keys
+from rl_core.errors import ConfigError
+from rl_core.testing.documents import Block, Document, DocumentError
+from rl_launch.cli.app import app
+from rl_launch.root import SMALLEST, read_config
+
+ROOT = Path(__file__).parents[1]
+
+_ASSIGNMENT = re.compile(r"^\w+=")
+_BETWEEN_COMMANDS = frozenset({"&&", "||", "|", ";", "&"})
+_LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
+_INLINE_CODE = re.compile(r"`([^`\n]+)`")
+_KEY = re.compile(r"^([a-z_0-9]+(?:\.[a-z_0-9]+)+)(?:=\S*)?$")
+_HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
+_FENCED = re.compile(r"^ *(`{3,})[^\n]*\n.*?^ *\1`* *$", re.DOTALL | re.MULTILINE)
+
+
+def check_yaml(block: Block, folder: Path) -> None:
+    """Resolve a config, or a fragment of one over a recipe.
+
+    Raises:
+        DocumentError: if it is not valid.
+    """
+    keys = set(re.findall(r"^(\w+):", block.text, re.MULTILINE))
+    text, path = block.text, folder / f"{block.document.stem}_line_{block.line}.yaml"
+    if not keys & {"algorithm", "defaults"}:
+        text = f"defaults: {block.over or ('sft-squad' if 'sft' in keys else 'grpo-math-8b')}\n{text}"
+    path.write_text(text, encoding="utf-8")
+    _resolved(block, path, ())
+
+
+def check_commands(block: Block, folder: Path) -> None:
+    """Look at each command of a block that is not run: options and config of `rl`, extras of our packages, environments
+    of tox, paths to our files.
+
+    Raises:
+        DocumentError: naming the command that could not run.
+    """
+    for words in _commands(block.text):
+        while words and _ASSIGNMENT.match(words[0]):
+            words = words[1:]
+        if words[:2] == ["uv", "run"]:
+            words = words[2:]
+        if words[:1] == ["rl"]:
+            _check_rl(block, words[1:], folder)
+        elif words[:1] == ["tox"] and "-e" in words:
+            environment = words[words.index("-e") + 1]
+            known = tomllib.loads((ROOT / "tox.toml").read_text())["env_list"]
+            _require(environment in known, block, f"tox has no environment {environment}")
+        for word in words:
+            _check_requirement(block, word)
+            if word.endswith(".py") and word.partition("/")[0] in {"benchmarks", "tools", "integration-tests"}:
+                _require((ROOT / word).is_file(), block, f"there is no file {word}")
+
+
+def _commands(text: str) -> Iterator[list[str]]:
+    for line in text.replace("\\\n", " ").splitlines():
+        lexer = shlex.shlex(line, posix=True, punctuation_chars="&|;")
+        lexer.whitespace_split = True
+        command: list[str] = []
+        for word in lexer:
+            if word in _BETWEEN_COMMANDS:
+                yield command
+                command = []
+            else:
+                command.append(word)
+        if command:
+            yield command
+
+
+def _check_rl(block: Block, words: list[str], folder: Path) -> None:
+    given = _parsed(block, words)
+    recipe, overrides = given.get("recipe"), given.get("overrides") or ()
+    if isinstance(recipe, str) and (folder / recipe).exists():
+        recipe = folder / recipe
+    if recipe and words[0] in {"train", "doctor"}:
+        _resolved(block, recipe, overrides)
+
+
+def _parsed(block: Block, words: list[str]) -> dict[str, object]:
+    """The parameters that a command of `rl` is given."""
+    root, found = typer.main.get_command(app), {}
+
+    def recording(command) -> None:
+        for below in getattr(command, "commands", {}).values():
+            recording(below)
+        if not hasattr(command, "commands"):
+            command.callback = lambda **given: found.update(given)
+
+    recording(root)
+    try:
+        root.main(words, prog_name="rl", standalone_mode=False)
+    except Exception as error:  # noqa: BLE001  # click's errors are not all of one kind
+        raise DocumentError(f"{block.place}: rl {shlex.join(words)}: {error}") from None
+    return found
+
+
+def _check_requirement(block: Block, word: str) -> None:
+    found = re.fullmatch(r"(rl-[a-z]+)(?:\[([a-z,-]+)\])?", word)
+    if found is None:
+        return
+    path = ROOT / "packages" / found[1] / "pyproject.toml"
+    _require(path.is_file(), block, f"there is no package {found[1]}")
+    extras = tomllib.loads(path.read_text())["project"].get("optional-dependencies", {})
+    for extra in (found[2] or "").split(","):
+        _require(not extra or extra in extras, block, f"{found[1]} has no extra {extra!r}")
+
+
+def _resolved(block: Block, recipe: str | Path, overrides) -> None:
+    try:
+        read_config(recipe, overrides)
+    except ConfigError as error:
+        raise DocumentError(f"{block.place}: {error}") from None
+
+
+def _require(condition: bool, block: Block, message: str) -> None:
+    if not condition:
+        raise DocumentError(f"{block.place}: {message}")
+
+
+def broken_links(document: Document) -> list[str]:
+    """Links to files or headings of this project that do not exist."""
+    broken = []
+    for link in _LINK.findall(_prose(document.text)):
+        name, _, anchor = link.partition("#")
+        if "://" in link or link.startswith("mailto:"):
+            continue
+        target = document.path.parent / name if name else document.path
+        if not target.exists() or (anchor and anchor not in _anchors(target.read_text(encoding="utf-8"))):
+            broken.append(link)
+    return broken
+
+
+def _anchors(text: str) -> set[str]:
+    headings = _HEADING.findall(_FENCED.sub("", text))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def unknown_keys(document: Document) -> list[str]:
+    """Config keys in the prose that no algorithm has."""
+    sections, known = set(), set()
+    for keys in map(_keys_of, SMALLEST):
+        known |= keys
+        sections |= {key for key in keys if "." not in key}
+    named = [found[1] for code in _INLINE_CODE.findall(_prose(document.text)) if (found := _KEY.match(code))]
+    return [key for key in named if key.partition(".")[0] in sections and not _is_known(key, known)]
+
+
+def _is_known(key: str, known: frozenset[str] | set[str]) -> bool:
+    # below a key with free entries, such as policy.optimizer.kwargs, anything goes
+    free = {"kwargs", "settings", "env_vars", "custom_parallel_plan", "hf_config_overrides"}
+    return key in known or bool(free & set(key.split(".")[:-1]))
+
+
+@cache
+def _keys_of(recipe: str) -> frozenset[str]:
+    resolved = read_config(recipe)
+    return frozenset(all_keys(type(resolved.config), {}))
+
+
+def _prose(text: str) -> str:
+    return _FENCED.sub("", text)

@@ -1,0 +1,88 @@
+"""Every Markdown document of the project says what is: its blocks run as printed, or are checked."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from document_checks import ROOT, broken_links, check_commands, check_yaml, unknown_keys
+
+from rl_core.testing.documents import Document, Workbook, documents_of, read_document
+
+DOCUMENTS = documents_of(ROOT)
+
+HUB_MODELS = ("Qwen/Qwen2.5-0.5B-Instruct",)
+"""Models that documents train: served under these names, from this machine, by a tiny one."""
+
+every_document = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+
+
+@pytest.fixture(scope="session")
+def hub(once) -> Path:
+    """A cache of the hub that holds a tiny model under each name."""
+
+    def make(folder: Path) -> None:
+        from rl_algos.tiny_model import make_tiny_model
+
+        for name in HUB_MODELS:
+            held = folder / f"models--{name.replace('/', '--')}"
+            make_tiny_model(held / "snapshots" / "0")
+            (held / "refs").mkdir()
+            (held / "refs" / "main").write_text("0")
+
+    return once("hub", make)
+
+
+@pytest.fixture(scope="session")
+def worked(once, hub):
+    """The working folder of a document whose blocks have run."""
+
+    def work(path: Path) -> Path:
+        document = read_document(path)
+        before = None if document.continues is None else work(document.continues)
+
+        def make(folder: Path) -> None:
+            shutil.rmtree(folder, ignore_errors=True)
+            if before is None:
+                folder.mkdir()
+            else:
+                shutil.copytree(before, folder, symlinks=True)
+            run_blocks(document, folder, hub)
+
+        return once("document-" + str(path.relative_to(ROOT)).replace(os.sep, "-"), make)
+
+    return work
+
+
+def run_blocks(document: Document, folder: Path, hub: Path) -> None:
+    variables = {"HF_HUB_CACHE": str(hub), "HF_HUB_OFFLINE": "1", "COLUMNS": "80", "OMP_NUM_THREADS": None}
+    workbook = Workbook(folder, variables)
+    for block in document.blocks:
+        if block.checked:
+            check_commands(block, folder)
+        if not block.package:
+            workbook.run(block)
+        if block.language == "yaml":
+            check_yaml(block, folder)
+
+
+@every_document
+def test_blocks_run_as_printed(path, worked):
+    worked(path)
+
+
+@every_document
+def test_links_lead_somewhere(path):
+    assert broken_links(read_document(path)) == []
+
+
+@every_document
+def test_config_keys_exist(path):
+    assert unknown_keys(read_document(path)) == []
+
+
+@every_document
+def test_blocks_that_need_an_engine_run_in_a_package_that_runs_documents(path):
+    for block in read_document(path).blocks:
+        tests = ROOT / "packages" / block.package / "tests" / "test_documents.py"
+        assert not block.package or tests.is_file(), block.place

@@ -1,0 +1,262 @@
+"""Markdown documents whose fenced blocks run as printed.
+
+A test reads a document with `read_document` and hands its blocks in order to `Workbook.run`, which works in one folder
+as a reader would:
+
+- A block that names a file is written there. The name is the first line, as a comment (`# my_reward.py`), or a word of
+  the fence's info string (`jsonl prompts.jsonl`). Python files are imported as well.
+- `python` runs in a new interpreter; a session with `>>>` is a doctest.
+- `sh` runs as one script of bash, which ends at the first command that fails.
+- `json`, `jsonl` and `toml` are parsed. `yaml` is left to the caller, who knows its schema. `text` is not looked at.
+
+Further words of the info string say how a block is tested: `check` if it needs more than a laptop, so that commands are
+left to the caller to check, and Python only imports what it names; `in=PACKAGE` if it needs that package's engine, so
+that the package's tests run it; and `over=RECIPE` for the recipe that a fragment of YAML is laid over.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+RUN = frozenset({"python", "sh"})
+PARSED = frozenset({"json", "jsonl", "toml", "yaml"})
+LANGUAGES = RUN | PARSED | {"text"}
+"""Languages that a block may have."""
+
+_DOCUMENTS = (
+    "*.md",
+    "docs/*.md",
+    "benchmarks/*.md",
+    "packages/*/*.md",
+    "packages/*/docs/*.md",
+    "packages/*/benchmarks/*.md",
+)
+_CHANGELOG = "CHANGELOG.md"
+_FENCE = re.compile(r"^(?P<indent> *)(?P<fence>`{3,})(?P<info>[^`\n]*)$")
+_FILE_NAME = re.compile(r"^# (?P<name>[\w./-]+\.\w+)$")
+_CONTINUES = re.compile(r"^<!-- continues: (?P<name>[\w./-]+\.md) -->$", re.MULTILINE)
+
+
+class DocumentError(AssertionError):
+    """A block that cannot be tested, or that fails when it runs."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block.
+
+    Args:
+        document: the file that holds it.
+        line: number of the opening fence.
+        language: one of `LANGUAGES`.
+        text: the lines between the fences, without the indentation of the fence.
+        file: the file that it is written to, relative to the document's working folder; empty if it names none.
+        checked: whether it is checked and not run.
+        package: whose tests run it; empty for those of the whole project.
+        over: the recipe that a fragment of YAML is laid over; empty if it names none.
+    """
+
+    document: Path
+    line: int
+    language: str
+    text: str
+    file: str = ""
+    checked: bool = False
+    package: str = ""
+    over: str = ""
+
+    @property
+    def place(self) -> str:
+        """Where it is, as a test reports it."""
+        return f"{self.document.name}, line {self.line}"
+
+    @property
+    def imports(self) -> str:
+        """The import statements of Python."""
+        found = [node for node in ast.walk(ast.parse(self.text)) if isinstance(node, ast.Import | ast.ImportFrom)]
+        return "".join(f"{ast.unparse(node)}\n" for node in found)
+
+
+@dataclass(frozen=True)
+class Document:
+    """A Markdown file and its blocks.
+
+    Args:
+        path: of the file.
+        text: all of it.
+        blocks: in order.
+        continues: the document in whose working folder this one goes on; None if it starts in an empty folder.
+    """
+
+    path: Path
+    text: str
+    blocks: tuple[Block, ...]
+    continues: Path | None = None
+
+
+def documents_of(root: Path) -> list[Path]:
+    """The Markdown documents of a checkout of this project, without changelogs and results of benchmarks."""
+    found = {path for pattern in _DOCUMENTS for path in root.glob(pattern) if path.name != _CHANGELOG}
+    return sorted(found)
+
+
+def blocks_for(package: str, root: Path) -> list[Block]:
+    """The blocks of all documents of a checkout that the tests of a package run."""
+    documents = (read_document(path) for path in documents_of(root))
+    return [block for document in documents for block in document.blocks if block.package == package]
+
+
+def read_document(path: Path) -> Document:
+    """A document with its blocks.
+
+    Raises:
+        DocumentError: if a fence has no language, an unknown one or an unknown word, or is not closed.
+    """
+    text = path.read_text(encoding="utf-8")
+    continues = _CONTINUES.search(text)
+    return Document(
+        path=path,
+        text=text,
+        blocks=tuple(_blocks(path, text)),
+        continues=None if continues is None else path.parent / continues["name"],
+    )
+
+
+def _blocks(path: Path, text: str) -> Iterator[Block]:
+    opening: re.Match[str] | None = None
+    start, lines = 0, list[str]()
+    for number, line in enumerate(text.splitlines(), 1):
+        found = _FENCE.match(line)
+        if opening is None:
+            if found is not None:
+                opening, start, lines = found, number, []
+        elif found is not None and not found["info"].strip() and len(found["fence"]) >= len(opening["fence"]):
+            yield _block(path, start, opening["info"].split(), lines)
+            opening = None
+        else:
+            lines.append(line.removeprefix(opening["indent"]))
+    if opening is not None:
+        raise DocumentError(f"{path.name}, line {start}: the block is not closed")
+
+
+def _block(path: Path, line: int, info: list[str], lines: list[str]) -> Block:
+    place = f"{path.name}, line {line}"
+    if not info or info[0] not in LANGUAGES:
+        allowed = ", ".join(sorted(LANGUAGES))
+        raise DocumentError(f"{place}: the language is {info[0] if info else 'missing'}; write one of {allowed}")
+    language, *words = info
+    first = _FILE_NAME.match(lines[0]) if lines and language not in {"sh", "text"} else None
+    settings = {"file": first["name"] if first else "", "package": "", "over": ""}
+    for word in words:
+        if word == "check":
+            continue
+        key, equals, value = word.partition("=")
+        if equals and value and key in {"in", "over"}:
+            settings["package" if key == "in" else "over"] = value
+        elif "." in word and not equals:
+            settings["file"] = word
+        else:
+            raise DocumentError(
+                f"{place}: got {word!r} after {language}; write check, in=PACKAGE, over=RECIPE or a file"
+            )
+    text = "".join(f"{each}\n" for each in lines)
+    return Block(path, line, language, text, checked="check" in words, **settings)
+
+
+@dataclass
+class Workbook:
+    """Runs the blocks of a document in one folder.
+
+    Args:
+        folder: the working folder, which files are written to and commands run in.
+        variables: environment variables of what runs, beside this process's own; None removes one.
+        timeout: of a block, in seconds.
+    """
+
+    folder: Path
+    variables: Mapping[str, str | None] = field(default_factory=dict)
+    timeout: float = 840
+
+    def run(self, block: Block) -> str:
+        """Run, parse or write a block; returns what it printed. Commands that are only checked are left alone.
+
+        Raises:
+            DocumentError: if it fails, with its place and its output.
+        """
+        if block.file:
+            return self._write(block)
+        if block.language == "sh" and block.checked:
+            return ""
+        if block.language == "sh":
+            return self._execute(block, "bash", "-euo", "pipefail", "-c", block.text)
+        if block.language == "python":
+            return self._python(block)
+        _parse(block)
+        return ""
+
+    def _write(self, block: Block) -> str:
+        path = self.folder / block.file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(block.text, encoding="utf-8")
+        if path.suffix == ".py":
+            # its definitions, not what it does as a script
+            code = f"import runpy; runpy.run_path({block.file!r}, run_name='imported')"
+            return self._execute(block, sys.executable, "-c", code)
+        _parse(block)
+        return ""
+
+    def _python(self, block: Block) -> str:
+        name = f"{block.document.stem}_line_{block.line}"
+        if block.text.startswith(">>>"):
+            path = self.folder / f"{name}.txt"
+            path.write_text(block.text, encoding="utf-8")
+            return self._execute(block, sys.executable, "-m", "doctest", path.name)
+        if block.checked:
+            return self._execute(block, sys.executable, "-c", block.imports)
+        # a file, which processes that the block starts can import
+        path = self.folder / f"{name}.py"
+        path.write_text(block.text, encoding="utf-8")
+        return self._execute(block, sys.executable, path.name)
+
+    def _execute(self, block: Block, *command: str) -> str:
+        changed: dict[str, str | None] = {**os.environ, **self.variables}
+        variables = {name: value for name, value in changed.items() if value is not None}
+        # the interpreter's own folder first: `rl` and `python` are those of the tests
+        variables["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{variables.get('PATH', '')}"
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(self.folder), variables.get("PYTHONPATH")]))
+        done = subprocess.run(
+            command,
+            cwd=self.folder,
+            env=variables,
+            text=True,
+            timeout=self.timeout,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        if done.returncode:
+            raise DocumentError(f"{block.place}: exit code {done.returncode}\n{block.text}\n{done.stdout}")
+        return done.stdout
+
+
+def _parse(block: Block) -> None:
+    try:
+        if block.language == "json":
+            json.loads(block.text)
+        elif block.language == "jsonl":
+            for line in block.text.splitlines():
+                json.loads(line)
+        elif block.language == "toml":
+            tomllib.loads(block.text)
+    except ValueError as error:
+        raise DocumentError(f"{block.place}: not valid {block.language}: {error}") from None
