@@ -23,6 +23,9 @@ ENVIRONMENTS = "rl.environments"
 ALGORITHMS = "rl.algorithms"
 DATASETS = "rl.datasets"
 
+GROUPS = (POLICIES, GENERATORS, ENVIRONMENTS, ALGORITHMS, DATASETS)
+"""Every group of entry points."""
+
 
 @dataclass(frozen=True)
 class Requirement:
@@ -112,11 +115,31 @@ class DatasetPlugin:
             processor turns into prompts or
             training conversations; runs in the driver unless `requirement` names more than the driver has.
         requirement: what `load` needs installed.
+        settings: type of the settings, for listings and editors; `load` reads them itself.
+        tasks: `"package.module:function"` of a dataset that chooses among tasks by its setting `task`: returns a
+            `DatasetTask` for each, without importing what `load` needs, and nothing if that is not installed.
     """
 
     name: str
     load: str
     requirement: Requirement
+    settings: type[Config] | None = None
+    tasks: str = ""
+
+
+@dataclass(frozen=True)
+class DatasetTask:
+    """A task of a dataset that has several.
+
+    Args:
+        name: the setting `task`.
+        doc: one line.
+        settings: keys of the setting `config`, with their types and defaults as text.
+    """
+
+    name: str
+    doc: str
+    settings: Mapping[str, tuple[str, str]]
 
 
 @dataclass(frozen=True)
@@ -226,8 +249,7 @@ def plugin(group: str, name: str) -> Any:
 
 def plugin_packages() -> list[str]:
     """Top-level packages that offer plugins, sorted; imports none of them."""
-    groups = (POLICIES, GENERATORS, ENVIRONMENTS, ALGORITHMS, DATASETS)
-    return sorted({entry.module.partition(".")[0] for group in groups for entry in entry_points(group=group)})
+    return sorted({entry.module.partition(".")[0] for group in GROUPS for entry in entry_points(group=group)})
 
 
 def plugins(group: str) -> dict[str, Any]:

@@ -1,11 +1,12 @@
 """What `rl config explain` shows."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rl_core.config import DEFAULT, Config, Resolved, explain
+from rl_core.config import DEFAULT, Config, Resolved, explain, load, values_of
 from rl_core.errors import ConfigError
 
 
@@ -76,3 +77,20 @@ def test_an_unknown_key_names_the_nearest(root: type[Config], key: str, near: st
 def test_a_malformed_key_is_refused(root: type[Config]) -> None:
     with pytest.raises(ConfigError, match="names joined by dots"):
         explain(root, "grpo..seed")
+
+
+def test_a_key_is_explained_while_others_are_wrong(folder: Path, root: type[Config]) -> None:
+    (folder / "recipe.yaml").write_text("algorithm: grpo\ngrpo: {seed: 7, num_promts: 3}\npolicy: {precision: half}\n")
+    values = values_of(load("recipe.yaml"), root)
+    found = explain(root, "grpo.seed", values)
+    assert (found.value, str(found.origin)) == (7, "recipe.yaml:2")
+    assert explain(root, "grpo.num_prompts_per_step", values).value == 32
+    assert explain(root, "policy.precision", values).value == "half"
+    assert explain(root, "policy", values).children[0].value is None
+
+
+def test_a_wrong_interpolation_does_not_keep_others_from_being_explained(folder: Path, root: type[Config]) -> None:
+    (folder / "recipe.yaml").write_text("grpo: {seed: '${oc.env:NOT_SET_ANYWHERE}', max_num_steps: '${grpo.seeed}'}\n")
+    values = values_of(load("recipe.yaml"), root)
+    assert explain(root, "grpo.seed", values).value == "${oc.env:NOT_SET_ANYWHERE}"
+    assert explain(root, "grpo.max_num_steps", values).value is None

@@ -39,13 +39,8 @@ from rl_launch.cluster.device import AUTO, resolve_device
 from rl_launch.local_models import MADE_HERE
 from rl_launch.model_folder import MODEL_FILES, TOKENIZER_FILES, folder_problems
 from rl_launch.placement.topology import Topology, colocated_problems, plan, topology_problems, weight_sync_problems
+from rl_launch.recipes import RECIPES
 from rl_launch.session.config import CheckpointingConfig, LoggerConfig
-
-RECIPES = Path(__file__).parent / "recipes"
-"""Recipes that come with this package."""
-
-SMALLEST = ("grpo-arithmetic", "sft-arithmetic")
-"""The recipe of each algorithm that takes least to run."""
 
 
 class ClusterConfig(Config):
@@ -126,16 +121,6 @@ def read_raw(source: str | Path, overrides: Sequence[str] = ()) -> RawConfig:
     folder = Path(source)
     written = folder / "config.yaml"
     return load(written if folder.is_dir() and written.is_file() else source, overrides, search=[RECIPES])
-
-
-def recipe_with(key: str) -> str:
-    """The smallest recipe whose config has the section of a dotted key; empty if the text names a recipe or a file, or
-    no such key.
-    """
-    if Path(key).exists() or (RECIPES / f"{key}.yaml").is_file():
-        return ""
-    section = key.partition(".")[0]
-    return next((name for name in SMALLEST if section in type_of(read_raw(name)).model_fields), "")
 
 
 def type_of(raw: RawConfig) -> type[RootConfig]:

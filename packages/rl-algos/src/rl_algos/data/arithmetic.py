@@ -15,6 +15,8 @@ from rl_core.plugins import DatasetPlugin, Requirement
 
 
 class ArithmeticSettings(Config):
+    """Generated sums of two numbers."""
+
     max_operand: int = Field(default=99, ge=2, le=9999)
     """Largest operand."""
     num_rows: int | None = Field(default=None, gt=0)
@@ -47,7 +49,12 @@ def load(settings: Mapping[str, Any], split: str) -> list[dict[str, Any]]:
     return [_row(int(a), int(b)) for a, b in pairs[:count]]
 
 
-DATASET = DatasetPlugin(name="arithmetic", load="rl_algos.data.arithmetic:load", requirement=Requirement("rl-algos"))
+DATASET = DatasetPlugin(
+    name="arithmetic",
+    load="rl_algos.data.arithmetic:load",
+    requirement=Requirement("rl-algos"),
+    settings=ArithmeticSettings,
+)
 
 
 def _pairs(config: ArithmeticSettings, split: str) -> np.ndarray:

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rl_algos.data.config import DataRoot
-from rl_core.config import Config
+from rl_core.config import Config, NamedConfig
 from rl_core.model_config import GenerationConfig
-
-
-class NamedConfig(Config):
-    """A section that chooses a function or class by `name`; its other keys are the settings of that."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _a_name_alone(cls, written: Any) -> Any:
-        return {"name": written} if isinstance(written, str) else written
 
 
 class EstimatorConfig(NamedConfig):

@@ -20,12 +20,13 @@ YAML 1.2 (`no` is text, `1e-5` a number) and reach a text field as typed.
 
 from rl_core.config.dump import ABSENT, Change, as_written, diff, to_yaml
 from rl_core.config.explain import Explanation, explain
+from rl_core.config.json_schema import JsonSchema
 from rl_core.config.keys import all_keys
 from rl_core.config.load import RawConfig, load
 from rl_core.config.messages import did_you_mean, nearest, show
-from rl_core.config.resolve import Resolved, resolve
+from rl_core.config.resolve import Resolved, Values, resolve, values_of
 from rl_core.config.schema import Config, EnvVars, Problem, ProblemError, assemble, plain
-from rl_core.config.signature import section_of, settings_of
+from rl_core.config.signature import NamedConfig, section_of, settings_of
 from rl_core.config.tree import COMMAND_LINE, DEFAULT, Origin
 
 __all__ = [
@@ -36,11 +37,14 @@ __all__ = [
     "Config",
     "EnvVars",
     "Explanation",
+    "JsonSchema",
+    "NamedConfig",
     "Origin",
     "Problem",
     "ProblemError",
     "RawConfig",
     "Resolved",
+    "Values",
     "all_keys",
     "as_written",
     "assemble",
@@ -55,4 +59,5 @@ __all__ = [
     "settings_of",
     "show",
     "to_yaml",
+    "values_of",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -49,7 +50,7 @@ class Key:
     @cached_property
     def kinds(self) -> list[Any]:
         """Its type, or the members if that is a union."""
-        return [kind for kind, _ in _members(self.annotation)]
+        return [kind for kind, _ in members(self.annotation)]
 
     @property
     def allowed(self) -> str:
@@ -75,7 +76,7 @@ class Key:
 
     def section(self, value: Any) -> type[Config] | None:
         """The section type that `value` is read as: of several, the one with its fixed values and keys."""
-        sections = [kind for kind in self.kinds if _is_section(kind)]
+        sections = [kind for kind in self.kinds if is_section(kind)]
         if not isinstance(value, Mapping) or len(sections) < 2:
             return sections[0] if sections else None
 
@@ -109,7 +110,7 @@ class Key:
         length = len(value) if isinstance(value, list) else 0
         # tuples of another length come last
         kinds = sorted(self.kinds, key=lambda kind: _is_fixed(kind) and len(get_args(kind)) != length)
-        found = [entry for kind in kinds if (entry := _entry_type(kind, segment)) is not None]
+        found = [entry for kind in kinds if (entry := entry_type(kind, segment)) is not None]
         return Key(path, found[0]) if found else Key(path, Any) if Any in kinds else None
 
 
@@ -139,6 +140,12 @@ def all_keys(root: type[Config], tree: Any) -> Iterator[str]:
     return (format_path(key.path) for key in _below(Key((), root), tree))
 
 
+def described(section: type[Config]) -> str:
+    """The documentation of a section's type; empty if it has none of its own."""
+    # pydantic gives a class without a docstring its base's
+    return inspect.cleandoc(section.__doc__) if section.__doc__ and section.__doc__ != Config.__doc__ else ""
+
+
 def _below(key: Key, value: Any) -> Iterator[Key]:
     for child in key.children(value):
         if isinstance(child.path[-1], int) or len(child.path) <= _DEEPEST:
@@ -146,21 +153,27 @@ def _below(key: Key, value: Any) -> Iterator[Key]:
             yield from _below(child, value_at(value, child.path[-1:]))
 
 
-def _members(annotation: Any, constraints: Sequence[Any] = ()) -> list[tuple[Any, tuple[Any, ...]]]:
+def members(annotation: Any, constraints: Sequence[Any] = ()) -> list[tuple[Any, tuple[Any, ...]]]:
     """The members of a union, each with the constraints that bind it; one for any other type."""
     origin = get_origin(annotation)
     if origin is Annotated:
         inner, *more = get_args(annotation)
         for item in more:
             constraints = (*constraints, *(item.metadata if isinstance(item, FieldInfo) else (item,)))
-        return _members(inner, constraints)
+        return members(inner, constraints)
     if origin in (Union, types.UnionType):
-        return [found for member in get_args(annotation) for found in _members(member, constraints)]
+        return [found for member in get_args(annotation) for found in members(member, constraints)]
     return [(annotation, tuple(constraints))]
 
 
-def _is_section(kind: Any) -> TypeGuard[type[Config]]:
+def is_section(kind: Any) -> TypeGuard[type[Config]]:
+    """Whether a type is that of a section."""
     return isinstance(kind, type) and issubclass(kind, Config)
+
+
+def tuple_types(kind: Any) -> tuple[Any, ...]:
+    """Types of the entries of a tuple that says each; empty for any other type."""
+    return get_args(kind) if _is_fixed(kind) else ()
 
 
 def _is_fixed(kind: Any) -> bool:
@@ -168,7 +181,7 @@ def _is_fixed(kind: Any) -> bool:
     return get_origin(kind) is tuple and ... not in get_args(kind)
 
 
-def _entry_type(kind: Any, segment: str | int) -> Any:
+def entry_type(kind: Any, segment: str | int) -> Any:
     """The type of an entry of a list (by position) or of a mapping with free keys; None if the type is neither."""
     origin, arguments = get_origin(kind) or kind, get_args(kind)
     if isinstance(segment, str):
@@ -181,9 +194,9 @@ def _entry_type(kind: Any, segment: str | int) -> Any:
 
 
 def _described(annotation: Any, constraints: Sequence[Any] = ()) -> str:
-    members = _members(annotation, constraints)
-    texts = [_in_words(kind, bound) for kind, bound in members if kind is not types.NoneType]
-    if len(texts) < len(members):
+    parts = members(annotation, constraints)
+    texts = [_in_words(kind, bound) for kind, bound in parts if kind is not types.NoneType]
+    if len(texts) < len(parts):
         texts.append("null")
     return " or ".join(dict.fromkeys(texts))
 
@@ -193,15 +206,15 @@ def _in_words(kind: Any, constraints: Sequence[Any]) -> str:
         return _choices(get_args(kind))
     if isinstance(kind, type) and issubclass(kind, Enum):
         return _choices(member.value for member in kind)
-    if _is_section(kind):
+    if is_section(kind):
         return "section"
     if kind is Any:
         return "anything"
     if kind is bool:
         return "true or false"
-    if (values := _entry_type(kind, "")) is not None:
+    if (values := entry_type(kind, "")) is not None:
         return "mapping" if values is Any else f"mapping of {_inner(values)}"
-    if (items := _entry_type(kind, 0)) is not None:
+    if (items := entry_type(kind, 0)) is not None:
         name = "list of " + " and ".join(map(_inner, get_args(kind) if _is_fixed(kind) else (items,)))
     elif isinstance(kind, type):
         name = "path" if issubclass(kind, PurePath) else kind.__name__

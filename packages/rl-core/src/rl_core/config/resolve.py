@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
 
@@ -41,6 +41,35 @@ class Resolved(Generic[C]):
     def origin(self, key: str) -> Origin:
         """The origin of a key's value: a file and line, the command line, or the default."""
         return self.raw.origin(key)
+
+
+@dataclass(frozen=True)
+class Values:
+    """The values of a config that may have something wrong with it.
+
+    Args:
+        tree: plain nested values, defaults included; None in place of an interpolation that cannot be resolved.
+        raw: what the user wrote.
+        references: interpolations of environment variables by key path, as they were written.
+    """
+
+    tree: Any
+    raw: RawConfig
+    references: Mapping[KeyPath, str]
+
+
+def values_of(raw: RawConfig, root: type[Config]) -> Values:
+    """Every value of a config as far as it can be told, whatever else is wrong with the config.
+
+    Args:
+        raw: what `load` returned.
+        root: the config type.
+    """
+    written = raw.entry.plain()
+    _, everything = _over_defaults(Key((), root), written, None)
+    tree, _ = interpolate(everything, everything)
+    tree = mapped(tree, lambda path, value: _read(key_at(root, path, tree), value))
+    return Values(tree, raw, _environment_references(written))
 
 
 def resolve(raw: RawConfig, root: type[C], *, checks: Sequence[Callable[[C], Iterable[Problem]]] = ()) -> Resolved[C]:

@@ -7,9 +7,18 @@ import inspect
 from collections.abc import Callable, Collection
 from typing import Any, get_type_hints
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rl_core.config.schema import Assembled, Config, assemble
+
+
+class NamedConfig(Config):
+    """A section that chooses a function or class by `name`; its other keys are the settings of that."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _a_name_alone(cls, written: Any) -> Any:
+        return {"name": written} if isinstance(written, str) else written
 
 
 def section_of(target: Callable[..., Any], base: type[Config], *, derived: Collection[str] = ()) -> type[Config]:

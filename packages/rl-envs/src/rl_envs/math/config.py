@@ -12,6 +12,8 @@ AnswerFormat = Literal["auto", "boxed", "plain", "numeric", "choice"]
 
 
 class MathConfig(EnvironmentConfig):
+    """Compares the answer in a completion with the known one: numbers, expressions, options of a choice."""
+
     answer_format: AnswerFormat = "auto"
     """Where the answer is read, and how it is compared: `boxed` is the last `\\boxed{}`; `plain` follows the last
     "answer is", "Answer:" or `####`, or is the last line; `auto` is boxed where there is a box and plain otherwise, and

@@ -16,15 +16,19 @@ MAX_SEED = 2**29
 
 
 class ReasoningGymConfig(EnvironmentConfig):
+    """Scores an answer by the scorer of its reasoning-gym task."""
+
     format_reward: float = Field(default=0.0, allow_inf_nan=False)
     """Added where an answer is found in the format that the dataset asks for, right or wrong."""
 
 
 class ReasoningGymSettings(Config):
+    """Questions that a reasoning-gym task generates."""
+
     task: str
-    """Name of a reasoning-gym task, such as `chain_sum`."""
+    """Name of a reasoning-gym task, such as `chain_sum`; `rl data list reasoning_gym` lists them."""
     config: dict[str, Any] = {}
-    """Settings of that task, as its configuration class has them."""
+    """Settings of that task; `rl data list reasoning_gym TASK` lists them."""
     size: int = Field(default=1000, gt=0, le=10**7)
     """Rows of the split."""
     seed: int = Field(default=0, ge=0, lt=MAX_SEED)

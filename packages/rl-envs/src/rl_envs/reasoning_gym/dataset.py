@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from rl_core.errors import ConfigError, DataError
+from rl_core.install_command import install_command
 from rl_envs.reasoning_gym.config import ReasoningGymSettings
 
 
@@ -28,7 +29,7 @@ def load(settings: Mapping[str, Any], split: str) -> list[dict[str, Any]]:
     if split not in ("train", "validation"):
         raise DataError(f"reasoning_gym has the splits train and validation, got {split!r}")
     if find_spec("reasoning_gym") is None:
-        raise ConfigError('reasoning-gym is not installed; `pip install "rl-envs[reasoning-gym]"`')
+        raise ConfigError(f"reasoning-gym is not installed: {install_command('rl-envs[reasoning-gym]')}")
     outcome = _generate(config, split)
     if isinstance(outcome, ConfigError | DataError):
         raise outcome

@@ -1,7 +1,7 @@
 """The `reasoning_gym` environment and its dataset, to be found by entry point."""
 
 from rl_core.plugins import DatasetPlugin, EnvironmentPlugin, Requirement
-from rl_envs.reasoning_gym.config import ReasoningGymConfig
+from rl_envs.reasoning_gym.config import ReasoningGymConfig, ReasoningGymSettings
 
 _REQUIREMENT = Requirement(
     "rl-envs",
@@ -16,4 +16,10 @@ PLUGIN = EnvironmentPlugin(
     requirement=_REQUIREMENT,
 )
 
-DATASET = DatasetPlugin(name="reasoning_gym", load="rl_envs.reasoning_gym.dataset:load", requirement=_REQUIREMENT)
+DATASET = DatasetPlugin(
+    name="reasoning_gym",
+    load="rl_envs.reasoning_gym.dataset:load",
+    requirement=_REQUIREMENT,
+    settings=ReasoningGymSettings,
+    tasks="rl_envs.reasoning_gym.tasks:tasks",
+)

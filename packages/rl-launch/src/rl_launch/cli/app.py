@@ -11,30 +11,64 @@ from typing import Annotated
 
 import typer
 
-from rl_launch.cli import config_commands, doctor_commands
+from rl_launch.cli import catalog_commands, config_commands, doctor_commands
+from rl_launch.cli.completion import complete_override, complete_recipe
 from rl_launch.cli.failure import reported
+from rl_launch.cli.versions import versions
+from rl_launch.recipes import recipe_names
 
 app = typer.Typer(
     name="rl",
-    help="Post-training of language models.",
+    epilog=f"Recipes: {', '.join(recipe_names())}. rl recipes says what each is.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(config_commands.app, name="config", help="Look at configs without running them.")
+app.add_typer(catalog_commands.environments, name="env", help="Environments, which score completions.")
+app.add_typer(catalog_commands.data, name="data", help="Datasets, which prompts and conversations come from.")
+app.command("recipes")(catalog_commands.recipes)
 app.add_typer(
     doctor_commands.app, name="doctor", help="Say what this machine can run: rl doctor [RECIPE] [KEY=VALUE]..."
 )
 
 Recipe = Annotated[
-    str, typer.Argument(metavar="RECIPE|FILE.yaml", help="A recipe's name, a YAML file, or a run directory.")
+    str,
+    typer.Argument(
+        metavar="RECIPE|FILE.yaml",
+        help="A recipe's name, a YAML file, or a run directory.",
+        autocompletion=complete_recipe,
+    ),
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Config keys to set, such as grpo.seed=7 or run_dir=DIR."),
+    typer.Argument(
+        metavar="[KEY=VALUE]...",
+        help="Config keys to set, such as grpo.seed=7 or run_dir=DIR.",
+        autocompletion=complete_override,
+    ),
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say more.")]
+
+
+def _show_versions(asked: bool) -> None:
+    if asked:
+        found = list(versions())
+        width = max(len(name) for name, _ in found)
+        sys.stdout.write("".join(f"{name:{width}}  {version}\n" for name, version in found))
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_versions, is_eager=True, help="Print the versions of what is installed."
+        ),
+    ] = False,
+) -> None:
+    """Post-training of language models."""
 
 
 @app.command()

@@ -1,16 +1,15 @@
-"""`rl config`: the values of a config, their origins, and the differences between two."""
+"""`rl config`: values of a config, their meaning and origins, the differences between two, and a JSON Schema."""
 
 from __future__ import annotations
 
+import json
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
+from rl_launch.cli import explanation_text
 from rl_launch.cli.failure import reported
-
-if TYPE_CHECKING:
-    from rl_core.config import Explanation
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -32,24 +31,60 @@ def show(recipe: Source, overrides: Overrides = None) -> None:
 
 @app.command()
 def explain(
-    recipe: Annotated[
-        str,
+    words: Annotated[
+        list[str] | None,
         typer.Argument(
-            metavar="[RECIPE|FILE.yaml]", help="A recipe's name, a YAML file, or a run directory; may be left out."
+            metavar="[RECIPE|FILE.yaml] [KEY] [KEY=VALUE]...",
+            help="A dotted key, the root if left out; after a recipe's name, a YAML file or a run directory, with the "
+            "value that it has there.",
         ),
-    ],
-    key: Annotated[str, typer.Argument(metavar="[KEY]", help="A dotted key; the root if left out.")] = "",
-    overrides: Overrides = None,
+    ] = None,
 ) -> None:
-    """Explain a key: meaning, allowed values, and the origin of its value in a recipe (the smallest by default)."""
+    """Explain a key: meaning, allowed values, default, and in a recipe its value and the origin of that."""
     with reported():
-        from rl_core.config import explain as explained
-        from rl_launch.root import read_config, recipe_with
+        from rl_core.errors import ConfigError
+        from rl_launch.commands.explain import explain_anywhere, explain_in, names_config
 
-        if not key and (smallest := recipe_with(recipe)):
-            recipe, key = smallest, recipe
-        resolved = read_config(recipe, overrides or ())
-        sys.stdout.write(described(explained(type(resolved.config), key, resolved)))
+        words = words or []
+        overrides = [word for word in words if "=" in word]
+        source, key = "", ""
+        match [word for word in words if "=" not in word]:
+            case []:
+                pass
+            case [word] if names_config(word):
+                source = word
+            case [word]:
+                key = word
+            case [source, key]:
+                pass
+            case more:
+                raise ConfigError(f"got {len(more)} words that are not KEY=VALUE; write rl config explain RECIPE KEY")
+        if overrides and not source:
+            raise ConfigError(f"{overrides[0]} needs a recipe; write rl config explain RECIPE {key} {overrides[0]}")
+        found, problems = explain_in(source, key, overrides) if source else (explain_anywhere(key), "")
+        sys.stdout.write("\n".join(map(explanation_text.explained, found)))
+        if problems:
+            sys.stderr.write(f"note: rl train would refuse this config: {problems}\n")
+
+
+@app.command()
+def schema(
+    recipe: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[RECIPE|FILE.yaml|ALGORITHM]",
+            help="Whose algorithm the schema is for; all algorithms if left out.",
+        ),
+    ] = None,
+) -> None:
+    """Print a JSON Schema of recipes (draft 2020-12), by which editors complete and check YAML.
+
+    Save it, and name it in the first line of a recipe: `# yaml-language-server: $schema=recipe.schema.json`.
+    """
+    with reported():
+        from rl_launch.commands.schema import recipe_schema
+
+        sys.stdout.write(json.dumps(recipe_schema(recipe), indent=1) + "\n")
 
 
 @app.command()
@@ -66,26 +101,3 @@ def diff(
         old, new = read_config(first).config, read_config(second, overrides or ()).config
         for change in changes(old, new):
             sys.stdout.write(f"{change}\n")
-
-
-def described(explanation: Explanation) -> str:
-    """An explanation as text, with a line for each key below."""
-    lines = [f"{explanation.key or 'config'}: {_short(explanation.value)}  ({explanation.origin})"]
-    if explanation.children:
-        lines = [explanation.key or "config"]
-    if explanation.doc:
-        lines.append(f"  {explanation.doc}")
-    if not explanation.children:
-        lines.append(f"  allowed: {explanation.type}")
-        lines.append("  must be set" if explanation.required else f"  default: {_short(explanation.default)}")
-    for child in explanation.children:
-        summary = " ".join(child.doc.split())
-        value = "" if child.type == "section" else f" = {_short(child.value)}  ({child.origin})"
-        lines.append(f"  {child.key}{value}" + (f"  {summary}" if summary else ""))
-    return "\n".join(lines) + "\n"
-
-
-def _short(value: Any) -> str:
-    from rl_core.config import show as shown
-
-    return shown(value)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from packaging.specifiers import SpecifierSet
 
+from rl_core.install_command import install_command
 from rl_launch.doctor.findings import Check, Finding
 from rl_launch.doctor.gpus import GpuDriver
 from rl_launch.doctor.machine import Machine, Space
@@ -38,7 +39,10 @@ def packages(machine: Machine, needs: Needs) -> Iterator[Finding]:
     unmet = machine.unmet
     if unmet:
         yield Finding(
-            "packages of driver", "warning", "; ".join(unmet), "Install rl-launch again: pip install rl-launch."
+            "packages of driver",
+            "warning",
+            "; ".join(unmet),
+            f"Install rl-launch again: {install_command('rl-launch')}.",
         )
     else:
         yield Finding("packages of driver", "ok", "rl-launch finds all it asks for")
@@ -49,7 +53,10 @@ def ray(machine: Machine, needs: Needs) -> Iterator[Finding]:
     version = machine.ray
     if version is None:
         yield Finding(
-            "ray", "missing", "not installed", "Install rl-launch again, which brings it: pip install rl-launch."
+            "ray",
+            "missing",
+            "not installed",
+            f"Install rl-launch again, which brings it: {install_command('rl-launch')}.",
         )
         return
     yield _cluster(machine, needs, version, machine.ray_address)
@@ -128,7 +135,7 @@ def _described(offer: Availability) -> str:
 
 
 def _obtain(needs: Needs, engine: str) -> str:
-    install = f"install it beside the driver: pip install '{engine}'"
+    install = f"install it beside the driver: {install_command(engine)}"
     if needs.worker_envs == "shared":
         return f"Set cluster.worker_envs=auto to have it built, or {install}."
     return f"Put right what it says (uv builds environments), or {install}."

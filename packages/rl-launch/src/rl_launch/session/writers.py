@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from rl_core.config import Config, as_written
 from rl_core.errors import ConfigError
+from rl_core.install_command import install_command
 from rl_launch.session.config import LoggerConfig
 
 _logger = logging.getLogger(__name__)
@@ -95,7 +96,8 @@ def check_writers(config: LoggerConfig) -> None:
     ):
         if enabled and importlib.util.find_spec(module) is None:
             raise ConfigError(
-                f"logger.{extra}_enabled is true, but {module} is not installed: pip install 'rl-launch[{extra}]'"
+                f"logger.{extra}_enabled is true, but {module} is not installed: "
+                f"{install_command(f'rl-launch[{extra}]')}"
             )
 
 

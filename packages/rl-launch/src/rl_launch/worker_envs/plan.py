@@ -8,6 +8,7 @@ import json
 import sys
 
 from rl_core.errors import WorkerEnvironmentError
+from rl_core.install_command import install_command
 from rl_launch.worker_envs.checkout import Checkout, find_checkout
 from rl_launch.worker_envs.node_build import EnvPlan, base_python
 from rl_launch.worker_envs.pins import by_name, export, selection, shipped_export, shipped_pins
@@ -136,7 +137,7 @@ def _wheel(distribution: str) -> Wheel:
         return installed_wheel(distribution)
     except importlib.metadata.PackageNotFoundError:
         raise WorkerEnvironmentError(
-            f"{distribution} is not installed in the driver's environment: pip install {distribution}"
+            f"{distribution} is not installed in the driver's environment: {install_command(distribution)}"
         ) from None
 
 
@@ -149,7 +150,8 @@ def _other_requirements(others: tuple[Wanted, ...]) -> tuple[list[str], list[Whe
             found = importlib.metadata.distribution(each.distribution)
         except importlib.metadata.PackageNotFoundError:
             raise WorkerEnvironmentError(
-                f"{each.distribution} is not installed in the driver's environment: pip install {each.distribution}"
+                f"{each.distribution} is not installed in the driver's environment: "
+                f"{install_command(each.distribution)}"
             ) from None
         if is_from_index(found):
             named.append(f"{each}=={found.version}")

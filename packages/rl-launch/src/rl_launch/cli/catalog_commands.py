@@ -1,0 +1,77 @@
+"""`rl recipes`, `rl env list` and `rl data list`: what a config can name."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+
+from rl_launch.cli import explanation_text
+from rl_launch.cli.failure import reported
+
+environments = typer.Typer(no_args_is_help=True)
+data = typer.Typer(no_args_is_help=True)
+
+
+def recipes() -> None:
+    """List the recipes that come with this package."""
+    with reported():
+        from rl_launch.commands.catalog import recipes as found
+
+        sys.stdout.write(explanation_text.recipes(found()))
+
+
+@environments.command("list")
+def list_environments(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Only this one.")] = None,
+) -> None:
+    """List the installed environments with their settings, which stand under `env.NAME` in a config."""
+    with reported():
+        from rl_core.install_command import install_command
+        from rl_launch.commands.catalog import chosen, shared_settings
+        from rl_launch.commands.catalog import environments as found
+
+        known = found()
+        if name is not None:
+            one = chosen(known, name, "environment")
+            sys.stdout.write(explanation_text.choice(one, "rl env list", install_command(one.missing)))
+            return
+        shared = shared_settings()
+        everywhere = {each.key.rpartition(".")[2] for each in shared}
+        for each in known.values():
+            own = tuple(setting for setting in each.settings if setting.key.rpartition(".")[2] not in everywhere)
+            one = replace(each, settings=own)
+            sys.stdout.write(explanation_text.choice(one, "rl env list", install_command(one.missing)))
+        sys.stdout.write(explanation_text.settings("settings of every environment", shared))
+
+
+@data.command("list")
+def list_datasets(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="Only this one, with its tasks if it has several.")
+    ] = None,
+    task: Annotated[str | None, typer.Argument(metavar="[TASK]", help="Settings of this task.")] = None,
+) -> None:
+    """List the installed datasets with their settings, which stand under `data.train.settings` in a config.
+
+    Files (`data.train.data_path`) and datasets on the hub (`data.train.dataset_name: OWNER/NAME`) need none.
+    """
+    with reported():
+        from rl_core.install_command import install_command
+        from rl_launch.commands.catalog import chosen
+        from rl_launch.commands.catalog import datasets as found
+
+        known = found()
+        if name is None:
+            for each in known.values():
+                sys.stdout.write(explanation_text.choice(each, "rl data list", install_command(each.missing)))
+            return
+        each = chosen(known, name, "dataset")
+        if task is not None:
+            sys.stdout.write(explanation_text.task(chosen(each.tasks or {}, task, f"task of {name}")))
+            return
+        sys.stdout.write(explanation_text.choice(each, "rl data list", install_command(each.missing)))
+        if each.tasks:
+            sys.stdout.write(explanation_text.tasks(each.tasks.values()))

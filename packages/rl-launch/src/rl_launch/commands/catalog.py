@@ -1,0 +1,121 @@
+"""What a config can name: recipes, environments and datasets, with their settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from rl_core.config import Explanation, assemble, did_you_mean, explain, nearest
+from rl_core.environments.config import EnvironmentConfig
+from rl_core.errors import ConfigError
+from rl_core.plugins import DATASETS, ENVIRONMENTS, DatasetTask, Requirement, resolve
+from rl_launch.backends import installed
+from rl_launch.recipes import RECIPES, recipe_names
+from rl_launch.root import read_raw
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe that comes with this package.
+
+    Args:
+        name: as `rl train` takes it.
+        algorithm: that it trains with.
+        summary: the comment at the top of its file.
+    """
+
+    name: str
+    algorithm: str
+    summary: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An installed environment or dataset.
+
+    Args:
+        name: as configs write it.
+        doc: one line.
+        settings: an explanation of each.
+        missing: what must be installed before a run can use it, as pip names it; empty if all is there.
+        tasks: of a dataset that chooses among several.
+    """
+
+    name: str
+    doc: str
+    settings: tuple[Explanation, ...]
+    missing: str = ""
+    tasks: Mapping[str, DatasetTask] | None = None
+
+
+def recipes() -> list[Recipe]:
+    """Every recipe of this package, by name; imports nothing."""
+    return [
+        Recipe(name, str(read_raw(name).select("algorithm")), _summary(RECIPES / f"{name}.yaml"))
+        for name in recipe_names()
+    ]
+
+
+def shared_settings() -> tuple[Explanation, ...]:
+    """The settings that every environment has."""
+    return explain(
+        assemble("Root", {"env": assemble("Environments", {"NAME": EnvironmentConfig})}), "env.NAME"
+    ).children
+
+
+def environments() -> dict[str, Choice]:
+    """Every installed environment; settings have their keys in a config, `env.<name>.<setting>`."""
+    found = {}
+    for name, plugin in installed(ENVIRONMENTS).items():
+        root = assemble("Root", {"env": assemble("Environments", {name: plugin.config})})
+        explained = explain(root, f"env.{name}")
+        found[name] = Choice(name, explained.doc, explained.children, _missing(plugin.requirement))
+    return found
+
+
+def datasets() -> dict[str, Choice]:
+    """Every installed dataset; settings have keys relative to `data.train.settings`."""
+    found = {}
+    for name, plugin in installed(DATASETS).items():
+        explained = explain(plugin.settings, "") if plugin.settings is not None else None
+        doc, settings = (explained.doc, explained.children) if explained is not None else ("", ())
+        tasks = tasks_of(name) if plugin.tasks else None
+        found[name] = Choice(name, doc, settings, _missing(plugin.requirement), tasks)
+    return found
+
+
+@cache
+def tasks_of(dataset: str) -> Mapping[str, DatasetTask]:
+    """The tasks of a dataset by name; empty if it has none, or what it needs is not installed."""
+    plugin = installed(DATASETS)[dataset]
+    return {task.name: task for task in resolve(plugin.tasks)()} if plugin.tasks else {}
+
+
+def chosen(choices: Mapping[str, Any], name: str, kind: str) -> Any:
+    """One of several by name.
+
+    Raises:
+        ConfigError: if there is none of that name, naming the nearest and those there are.
+    """
+    if name not in choices:
+        known = ", ".join(nearest(name, choices, most=8) or choices) if len(choices) > 20 else ", ".join(choices)
+        raise ConfigError(f"there is no {kind} {name!r}{did_you_mean(name, choices)}; allowed: {known or 'none'}")
+    return choices[name]
+
+
+def _summary(path: Path) -> str:
+    """The comment at the top of a recipe, on one line."""
+    with path.open(encoding="utf-8") as file:
+        return " ".join(line.lstrip("#").strip() for line in takewhile(lambda line: line.startswith("#"), file))
+
+
+def _missing(requirement: Requirement) -> str:
+    if all(find_spec(module) is not None for module in requirement.imports):
+        return ""
+    extras = sorted({extra for names in requirement.extras.values() for extra in names})
+    return requirement.distribution + (f"[{','.join(extras)}]" if extras else "")

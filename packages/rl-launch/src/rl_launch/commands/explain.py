@@ -1,0 +1,184 @@
+"""`rl config explain`: a key of one config, or of the configs of all algorithms."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rl_core.config import DEFAULT, Explanation, RawConfig, all_keys, did_you_mean, explain, load, values_of
+from rl_core.errors import ConfigError
+from rl_core.plugins import ALGORITHMS, DATASETS, DatasetPlugin, DatasetTask
+from rl_launch.backends import installed
+from rl_launch.commands.catalog import chosen, tasks_of
+from rl_launch.recipes import recipe_names
+from rl_launch.root import read_config, read_raw, root_type, type_of
+
+_SETTINGS = re.compile(r"(?P<dataset>data\.(?:train|validation)(?:\[\d+\])?)\.settings(?:\.(?P<rest>.+))?")
+_MOST_NAMED = 6
+
+
+@dataclass(frozen=True)
+class Explained:
+    """A key as some configs have it.
+
+    Args:
+        explanation: of the key.
+        condition: what must be chosen for the key to be so, as text; empty if nothing must.
+    """
+
+    explanation: Explanation
+    condition: str = ""
+
+
+def names_config(text: str) -> bool:
+    """Whether a text names a recipe, a YAML file or a run directory, rather than a key."""
+    path = Path(text).expanduser()
+    is_file = path.suffix in (".yaml", ".yml") or (path / "config.yaml").is_file()
+    return is_file or text in recipe_names()
+
+
+def explain_anywhere(key: str) -> list[Explained]:
+    """A key of any config, as the schemas of all installed algorithms have it.
+
+    Raises:
+        ConfigError: if no algorithm has such a key, naming the nearest.
+    """
+    if settings := _SETTINGS.fullmatch(key):
+        plugins = installed(DATASETS)
+        return list(_of_datasets(settings["dataset"], settings["rest"] or "", plugins, None))
+    roots = {name: root_type(plugin, load({"algorithm": name})) for name, plugin in installed(ALGORITHMS).items()}
+    found: list[tuple[Explanation, list[str]]] = []
+    for name, root in roots.items():
+        try:
+            explanation = explain(root, key)
+        except ConfigError:
+            continue
+        same = next((names for other, names in found if other == explanation), None)
+        if same is None:
+            found.append((explanation, [name]))
+        else:
+            same.append(name)
+    if not found:
+        known = {each for root in roots.values() for each in all_keys(root, {})}
+        raise ConfigError(f"{key}: no such key{did_you_mean(key, known)}")
+    return [
+        Explained(explanation, "" if len(names) == len(roots) else f"algorithm: {' or '.join(names)}")
+        for explanation, names in found
+    ]
+
+
+def explain_in(source: str, key: str, overrides: Sequence[str] = ()) -> tuple[list[Explained], str]:
+    """A key of one config, with its value and the origin of that.
+
+    Args:
+        source: a recipe, a YAML file or a run directory.
+        key: dotted; empty for the root.
+        overrides: keys to set.
+
+    Returns:
+        The key explained, and what is wrong with the config, empty if nothing is: a key is explained all the same.
+
+    Raises:
+        ConfigError: if the config cannot be read, or has no such key.
+    """
+    raw = read_raw(source, overrides)
+    settings = _SETTINGS.fullmatch(key)
+    try:
+        config: Any = read_config(source, overrides)
+        root, problems = type(config.config), ""
+    except ConfigError as error:
+        problems = str(error)
+        try:
+            root = type_of(raw)
+        except ConfigError:
+            return explain_anywhere(key), problems
+        config = values_of(raw, root)
+    if settings:
+        name = raw.select(f"{settings['dataset']}.dataset_name")
+        plugin = installed(DATASETS).get(name)
+        if plugin is not None and plugin.settings is not None:
+            return list(_of_datasets(settings["dataset"], settings["rest"] or "", {name: plugin}, raw)), problems
+    return [Explained(explain(root, key, config))], problems
+
+
+def _of_datasets(
+    dataset: str, rest: str, plugins: Mapping[str, DatasetPlugin], raw: RawConfig | None
+) -> Iterator[Explained]:
+    """A setting as datasets have it, or all settings of each.
+
+    Raises:
+        ConfigError: if none has it.
+    """
+    refusals = []
+    for name, plugin in plugins.items():
+        if plugin.settings is None:
+            continue
+        try:
+            task = raw.select(f"{dataset}.settings.task") if raw is not None else None
+            found = list(_of_tasks(plugin, rest, task))
+            found = found or [Explained(explain(plugin.settings, rest))]
+        except ConfigError as error:
+            refusals.append(f"dataset {name}: {error}")
+            continue
+        for each in found:
+            condition = f"{dataset}.dataset_name: {name}{each.condition}"
+            yield Explained(_placed(each.explanation, f"{dataset}.settings", raw), condition)
+    if len(refusals) == sum(plugin.settings is not None for plugin in plugins.values()):
+        raise ConfigError("\n".join(refusals))
+
+
+def _placed(explanation: Explanation, prefix: str, raw: RawConfig | None) -> Explanation:
+    """An explanation of a setting with its key in a config, and the value that is written there."""
+    key = f"{prefix}.{explanation.key}" if explanation.key else prefix
+    value, origin = explanation.value, explanation.origin
+    if raw is not None and raw.origin(key) != DEFAULT:
+        value, origin = raw.select(key, value), raw.origin(key)
+    children = tuple(_placed(child, prefix, raw) for child in explanation.children)
+    return replace(explanation, key=key, value=value, origin=origin, children=children)
+
+
+def _of_tasks(plugin: DatasetPlugin, rest: str, task: str | None) -> Iterator[Explained]:
+    """What the tasks of a dataset say about its settings `task` and `config`; nothing about any other."""
+    tasks = tasks_of(plugin.name)
+    head, _, setting = rest.partition(".")
+    if not tasks or plugin.settings is None or head not in ("task", "config"):
+        return
+    if head == "task":
+        names = ", ".join(list(tasks)[:_MOST_NAMED])
+        allowed = f"one of {len(tasks)} tasks, such as {names}; rl data list {plugin.name} lists them"
+        yield Explained(replace(explain(plugin.settings, "task"), type=allowed))
+        return
+    if task is not None:
+        tasks = {task: chosen(tasks, task, f"task of {plugin.name}")}
+    if not setting:
+        section = explain(plugin.settings, "config")
+        children = _settings(tasks[task]) if task is not None else ()
+        yield Explained(replace(section, children=tuple(children)), f", task: {task}" if task is not None else "")
+        return
+    yield from _task_settings(plugin.name, tasks.values(), setting)
+
+
+def _task_settings(dataset: str, tasks: Iterable[DatasetTask], setting: str) -> Iterator[Explained]:
+    alike: dict[tuple[str, str], list[str]] = {}
+    known: set[str] = set()
+    for task in tasks:
+        known |= task.settings.keys()
+        if setting in task.settings:
+            alike.setdefault(task.settings[setting], []).append(task.name)
+    if not alike:
+        raise ConfigError(f"no task of {dataset} has a setting {setting!r}{did_you_mean(setting, known)}")
+    for (kind, default), names in alike.items():
+        more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+        explanation = _setting(setting, kind, default)
+        yield Explained(explanation, f", task: {' or '.join(names[:_MOST_NAMED])}{more}")
+
+
+def _settings(task: DatasetTask) -> list[Explanation]:
+    return [_setting(name, kind, default) for name, (kind, default) in task.settings.items()]
+
+
+def _setting(name: str, kind: str, default: str) -> Explanation:
+    return Explanation(f"config.{name}", "", kind, not default, default, default, DEFAULT)

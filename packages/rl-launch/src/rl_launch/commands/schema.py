@@ -1,0 +1,84 @@
+"""`rl config schema`: a JSON Schema of recipes, for editors and validators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rl_algos.data.config import DatasetConfig
+from rl_core.config import Config, JsonSchema, load
+from rl_core.config.json_schema import DIALECT, required
+from rl_core.plugins import ALGORITHMS, DATASETS, names, plugin
+from rl_launch.backends import installed
+from rl_launch.commands.catalog import tasks_of
+from rl_launch.commands.explain import names_config
+from rl_launch.root import read_raw, root_type
+
+_INHERITS = {
+    "description": "A recipe or file, or a list of them, whose keys this file takes over and may change.",
+    "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
+}
+
+
+def recipe_schema(of: str | None = None) -> dict[str, Any]:
+    """A JSON Schema (draft 2020-12) of a recipe's YAML, made from the types of all installed packages.
+
+    A file that inherits by `defaults` need not set what must be set.
+
+    Args:
+        of: an algorithm's name, or a recipe or file for the schema of its algorithm; all algorithms if not given.
+
+    Raises:
+        ConfigError: if there is no such algorithm or recipe.
+    """
+    schema = JsonSchema()
+    algorithms = _algorithms(of)
+    roots = {name: root_type(plugin(ALGORITHMS, name), load({"algorithm": name})) for name in algorithms}
+    for root in roots.values():
+        definition = schema.definition(root)
+        definition["properties"]["algorithm"] = {"enum": algorithms, "description": "What to train with."}
+        definition["properties"]["defaults"] = _INHERITS
+    _add_dataset_settings(schema)
+    top: dict[str, Any] = {"$schema": DIALECT, "title": f"Recipe ({', '.join(algorithms)})", "type": "object"}
+    top["properties"] = {"algorithm": {"enum": algorithms}}
+    top["allOf"] = [_of_algorithm(name, schema.section(root)) for name, root in roots.items()]
+    # which algorithm a file without one trains with, the file that it inherits from says
+    top["allOf"].append(
+        {"if": {"required": ["algorithm"]}, "else": {"anyOf": [schema.section(root) for root in roots.values()]}}
+    )
+    complete = [{"if": _says(name), "then": required(root)} for name, root in roots.items()]
+    top["if"] = {"not": {"required": ["defaults"]}}
+    top["then"] = {"required": ["algorithm"], "allOf": complete}
+    top["$defs"] = schema.definitions
+    return top
+
+
+def _algorithms(of: str | None) -> list[str]:
+    if of is None:
+        return names(ALGORITHMS)
+    if names_config(of):
+        of = str(read_raw(of).select("algorithm"))
+    return [plugin(ALGORITHMS, of).name]
+
+
+def _says(algorithm: str) -> dict[str, Any]:
+    return {"properties": {"algorithm": {"const": algorithm}}, "required": ["algorithm"]}
+
+
+def _of_algorithm(name: str, section: dict[str, Any]) -> dict[str, Any]:
+    return {"if": _says(name), "then": section}
+
+
+def _add_dataset_settings(schema: JsonSchema) -> None:
+    """Have a dataset's `settings` be those of the plugin that its `dataset_name` chooses."""
+    rules = []
+    for name, found in installed(DATASETS).items():
+        if found.settings is None:
+            continue
+        settings: type[Config] = found.settings
+        definition = schema.definition(settings)
+        if tasks := tasks_of(name):
+            definition["properties"]["task"] = {"anyOf": [{"enum": list(tasks)}, schema.interpolation]}
+        names_it = {"properties": {"dataset_name": {"const": name}}, "required": ["dataset_name"]}
+        either = {"anyOf": [schema.section(settings), schema.interpolation]}
+        rules.append({"if": names_it, "then": {"properties": {"settings": either}}})
+    schema.definition(DatasetConfig)["allOf"] = rules

@@ -1,0 +1,162 @@
+"""Finding recipes, environments, datasets and keys from the command line, without a run and without an engine."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from rl_core.config import all_keys
+from rl_core.testing.isolation import loaded_by
+from rl_launch.cli import app
+from rl_launch.recipes import recipe_names
+from rl_launch.root import read_raw, type_of
+
+HEAVY = {"datasets", "ray", "reasoning_gym", "tensorboardX", "tokenizers", "torch", "transformers", "vllm"}
+
+
+def rl(*arguments):
+    answer = CliRunner().invoke(app, list(arguments))
+    assert answer.exit_code == 0, answer.output
+    return answer.stdout
+
+
+def refusal(*arguments):
+    answer = CliRunner().invoke(app, list(arguments))
+    assert answer.exit_code == 2
+    return answer.stderr
+
+
+def test_recipes_are_listed_with_algorithm_and_summary():
+    answer = rl("recipes")
+    for name in recipe_names():
+        assert f"{name}  ({read_raw(name).select('algorithm')})" in answer
+    assert "Sums of two numbers by GRPO" in answer
+
+
+def test_the_bare_command_names_the_recipes():
+    answer = CliRunner().invoke(app, []).output
+    assert all(name in answer for name in recipe_names())
+
+
+def test_versions_of_all_packages_and_of_python():
+    lines = dict(line.split(None, 1) for line in rl("--version").splitlines())
+    assert {"rl-core", "rl-launch", "rl-algos", "rl-dtensor", "python", "ray"} <= set(lines)
+    assert lines["python"].startswith(".".join(map(str, sys.version_info[:3])))
+
+
+def test_environments_are_listed_with_their_settings():
+    answer = rl("env", "list")
+    assert "env.math.answer_format" in answer
+    assert "env.reasoning_gym.format_reward" in answer
+    assert "one of: auto, boxed" in answer
+    assert answer.count("deadline_s") == 1
+    one = rl("env", "list", "math")
+    assert "env.math.deadline_s = 30.0" in one
+    assert "env.reasoning_gym" not in one
+
+
+def test_an_unknown_environment_names_the_nearest():
+    assert "there is no environment 'maths'; did you mean math?" in refusal("env", "list", "maths")
+
+
+def test_datasets_are_listed_with_their_settings():
+    answer = rl("data", "list")
+    assert "max_operand = 99" in answer
+    assert "task  (must be set)" in answer
+
+
+def test_every_line_of_a_listing_fits_the_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for command in (["recipes"], ["data", "list"], ["env", "list", "math"], ["config", "explain", "policy.generation"]):
+        assert max(map(len, rl(*command).splitlines())) <= 80, command
+
+
+def test_tasks_of_a_dataset_and_their_settings():
+    pytest.importorskip("reasoning_gym")
+    assert "chain_sum" in rl("data", "list", "reasoning_gym")
+    assert "config.min_terms = 2  int" in rl("data", "list", "reasoning_gym", "chain_sum")
+    assert "did you mean chain_sum?" in refusal("data", "list", "reasoning_gym", "chain_sums")
+
+
+def test_explain_says_which_algorithms_have_a_key():
+    assert "only with algorithm: grpo" in rl("config", "explain", "grpo.seed")
+    assert "only with" not in rl("config", "explain", "policy.precision")
+    assert "only with algorithm: sft" in rl("config", "explain", "sft.max_num_steps")
+
+
+def test_explain_without_recipe_and_key_lists_the_sections_of_all_algorithms():
+    answer = rl("config", "explain")
+    assert "sft" in answer
+    assert "loss_fn" in answer
+
+
+def test_explain_finds_a_key_though_a_file_of_its_name_is_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    assert "The dataset to train on" in rl("config", "explain", "data")
+
+
+def test_explain_answers_while_other_keys_are_wrong(tmp_path):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("defaults: grpo-arithmetic\ngrpo: {seed: 7, num_promts_per_step: 3}\n")
+    answer = CliRunner().invoke(app, ["config", "explain", str(recipe), "grpo.seed"])
+    assert answer.exit_code == 0
+    assert answer.stdout.startswith("grpo.seed: 7")
+    assert "mine.yaml:2" in answer.stdout
+    assert "grpo.num_prompts_per_step" in answer.stderr
+
+
+def test_explain_knows_the_settings_of_datasets():
+    answer = rl("config", "explain", "data.train.settings")
+    assert "data.train.settings.max_operand = 99" in answer
+    assert "only with data.train.dataset_name: arithmetic" in answer
+    answer = rl("config", "explain", "grpo-arithmetic", "data.train.settings.max_operand")
+    assert answer.startswith("data.train.settings.max_operand: 49  (")
+    assert "grpo-arithmetic.yaml:" in answer
+    assert "did you mean max_operand?" in refusal("config", "explain", "data.train.settings.max_operant")
+
+
+def test_explain_knows_the_settings_of_tasks():
+    pytest.importorskip("reasoning_gym")
+    assert "rl data list reasoning_gym" in rl("config", "explain", "data.train.settings.task")
+    assert "chain_sum" in rl("config", "explain", "data.train.settings.config.min_terms")
+    settings = "data.train={dataset_name: reasoning_gym, settings: {task: chain_sum}}"
+    answer = rl("config", "explain", "grpo-arithmetic", "data.train.settings.config", settings)
+    assert "data.train.settings.config.min_terms = " in answer
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["grpo.sede"], "did you mean grpo.seed?"),
+        (["grpo.seed", "grpo.seed=7"], "write rl config explain RECIPE grpo.seed grpo.seed=7"),
+        (["a", "b", "c"], "write rl config explain RECIPE KEY"),
+    ],
+)
+def test_explain_refuses_what_it_cannot_explain(words, message):
+    assert message in refusal("config", "explain", *words)
+
+
+def test_listings_load_no_engine():
+    commands = ("rl_launch.commands.catalog", "rl_launch.commands.explain", "rl_launch.commands.schema")
+    assert not loaded_by("rl_launch.cli", *commands) & HEAVY
+
+
+def _completed(words):
+    """What the shell is offered for the last word."""
+    environment = {"_RL_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
+    code = "import sys; sys.argv[0] = 'rl'; from rl_launch.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, check=False
+    )
+    return done.stdout.split()
+
+
+def test_the_shell_completes_recipes_and_keys():
+    assert _completed(["rl", "train", "sft-"]) == [name for name in recipe_names() if name.startswith("sft-")]
+    keys = set(all_keys(type_of(read_raw("grpo-arithmetic")), {}))
+    offered = _completed(["rl", "train", "grpo-arithmetic", "grpo.val"])
+    assert "grpo.val_period=" in offered
+    assert {each.removesuffix("=") for each in offered} <= keys

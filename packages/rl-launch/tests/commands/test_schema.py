@@ -1,0 +1,89 @@
+"""The JSON Schema of recipes, held against an editor's validator."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from rl_core.errors import ConfigError
+from rl_launch.commands.schema import recipe_schema
+from rl_launch.recipes import RECIPES
+
+pytest.importorskip("check_jsonschema")
+
+
+@pytest.fixture(scope="module")
+def schema_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("schema") / "recipe.schema.json"
+    path.write_text(json.dumps(recipe_schema()))
+    return path
+
+
+def validate(schema_file, *files):
+    command = [sys.executable, "-m", "check_jsonschema", "--schemafile", str(schema_file), "--verbose"]
+    return subprocess.run([*command, *map(str, files)], capture_output=True, text=True, check=False)
+
+
+def test_the_schema_is_one():
+    from jsonschema import Draft202012Validator
+
+    Draft202012Validator.check_schema(recipe_schema())
+
+
+def test_every_shipped_recipe_is_valid(schema_file):
+    answer = validate(schema_file, *sorted(RECIPES.glob("*.yaml")))
+    assert answer.returncode == 0, answer.stdout
+
+
+BROKEN = {
+    "an unknown key": "defaults: grpo-arithmetic\ngrpo: {num_promts_per_step: 3}\n",
+    "a wrong type": "defaults: grpo-arithmetic\ngrpo: {num_prompts_per_step: many}\n",
+    "a value out of bounds": "defaults: grpo-arithmetic\ngrpo: {num_prompts_per_step: 0}\n",
+    "a wrong choice": "algorithm: sft\npolicy: {model_name: x, precision: half}\ndata: {train: {}}\n",
+    "no algorithm": "policy: {model_name: x}\n",
+    "an unknown algorithm": "algorithm: gpro\npolicy: {model_name: x}\ndata: {train: {}}\n",
+    "no model": "algorithm: sft\npolicy: {}\ndata: {train: {}}\n",
+    "a section of another algorithm": "algorithm: sft\npolicy: {model_name: x}\ndata: {train: {}}\ngrpo: {seed: 1}\n",
+    "an unknown setting of a backend": "defaults: grpo-arithmetic\npolicy: {dtensor_cfg: {tensor_parallel: 2}}\n",
+    "an unknown setting of an environment": "defaults: grpo-arithmetic\nenv: {math: {format: numeric}}\n",
+    "an unknown setting of a dataset": (
+        "defaults: sft-arithmetic\ndata: {train: {dataset_name: arithmetic, settings: {max_operant: 9}}}\n"
+    ),
+}
+
+VALID = {
+    "interpolations": "defaults: sft-squad\npolicy: {train_global_batch_size: '${policy.train_micro_batch_size}'}\n"
+    "data: {train: {dataset_name: arithmetic, settings: '${data.validation.settings}'}}\n",
+    "a key that its user must set": "defaults: grpo-arithmetic\ngrpo:\n  max_num_steps: ???\n",
+    "an estimator by name": "defaults: grpo-arithmetic\ngrpo: {adv_estimator: rloo}\n",
+    "settings of a loss in a file": "defaults: grpo-arithmetic\nloss_fn: {name: 'mine.py:Loss', sharpness: 2}\n",
+    "several datasets": "defaults: sft-squad\ndata: {train: [{data_path: a.jsonl, weight: 1}, {data_path: b.jsonl}]}\n",
+    "an unquoted number as text": "defaults: sft-squad\ncluster: {env_vars: {NCCL_NVLS_ENABLE: 0}}\n",
+    "several parents": "defaults: [sft-squad, sft-megatron]\nrun_dir: runs/mine\n",
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_recipe_is_refused(schema_file, tmp_path, case):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(BROKEN[case])
+    assert validate(schema_file, recipe).returncode == 1
+
+
+def test_what_configs_take_is_valid(schema_file, tmp_path):
+    for number, text in enumerate(VALID.values()):
+        (tmp_path / f"{number}.yaml").write_text(text)
+    answer = validate(schema_file, *sorted(tmp_path.glob("*.yaml")))
+    assert answer.returncode == 0, answer.stdout
+
+
+def test_the_schema_of_one_algorithm_has_no_section_of_others():
+    properties = [definition.get("properties", {}) for definition in recipe_schema("sft")["$defs"].values()]
+    assert not any("grpo" in each for each in properties)
+    assert recipe_schema("sft-squad") == recipe_schema("sft")
+
+
+def test_a_schema_of_nothing_is_refused():
+    with pytest.raises(ConfigError, match="gpro"):
+        recipe_schema("gpro")
