@@ -13,9 +13,12 @@ from rl_core.config import all_keys
 from rl_core.errors import ConfigError
 from rl_core.testing.documents import Block, Document, DocumentError
 from rl_launch.cli.app import app
-from rl_launch.root import SMALLEST, read_config
+from rl_launch.root import read_config
 
 ROOT = Path(__file__).parents[1]
+
+SMALLEST = ("grpo-arithmetic", "sft-arithmetic")
+"""A recipe of each algorithm."""
 
 _ASSIGNMENT = re.compile(r"^\w+=")
 _BETWEEN_COMMANDS = frozenset({"&&", "||", "|", ";", "&"})
