@@ -50,6 +50,16 @@ def test_shards_hold_every_row_once_and_differ_by_at_most_one_unit(rows, num_sha
     assert max(tokens) - min(tokens) <= longest
 
 
+@given(grouped_rows(), st.integers(1, 5))
+def test_the_largest_unit_goes_first_and_each_to_the_lightest_shard(rows, num_shards):
+    lengths, groups = rows
+    shards = [[] for _ in range(num_shards)]
+    for unit in sorted(units(lengths, groups), key=lambda unit: (-sum(lengths[row] for row in unit), unit[0])):
+        lightest = min(shards, key=lambda held: (sum(lengths[row] for row in held), len(held)))
+        lightest.extend(unit)
+    assert [part.tolist() for part in shard(lengths, num_shards, groups)] == [sorted(held) for held in shards]
+
+
 def test_equal_rows_are_spread_evenly():
     assert [len(part) for part in shard([7] * 10, 4)] == [3, 3, 2, 2]
 

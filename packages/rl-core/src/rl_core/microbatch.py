@@ -43,13 +43,22 @@ def shard(lengths: ArrayLike, num_shards: int, groups: ArrayLike | None = None) 
     """
     if num_shards < 1:
         raise ValueError(f"num_shards must be at least 1, got {num_shards}")
-    shards: list[list[int]] = [[] for _ in range(num_shards)]
+    sizes = np.asarray(lengths, dtype=np.int64)
+    unit_of, first = _unit_numbers(sizes, groups)
+    tokens, num_rows = np.zeros_like(first), np.bincount(unit_of, minlength=len(first))
+    np.add.at(tokens, unit_of, sizes)
+    order = np.lexsort((first, -tokens))
     loads = [(0, 0, index) for index in range(num_shards)]  # a heap of tokens, rows and shard
-    for unit in _by_tokens(_units(lengths, groups)):
-        tokens, num_rows, lightest = loads[0]
-        shards[lightest].extend(unit.rows)
-        heapq.heapreplace(loads, (tokens + unit.tokens, num_rows + len(unit.rows), lightest))
-    return [_indices(rows) for rows in shards]
+    chosen = []
+    for more_tokens, more_rows in zip(tokens[order].tolist(), num_rows[order].tolist(), strict=True):
+        load_tokens, load_rows, lightest = loads[0]
+        chosen.append(lightest)
+        heapq.heapreplace(loads, (load_tokens + more_tokens, load_rows + more_rows, lightest))
+    shard_of_unit = np.zeros_like(first)
+    shard_of_unit[order] = chosen
+    shard_of = shard_of_unit[unit_of]
+    ends = np.cumsum(np.bincount(shard_of, minlength=num_shards))
+    return np.split(np.argsort(shard_of, kind="stable"), ends[:-1])
 
 
 def plan_microbatches(
@@ -137,13 +146,26 @@ def _units(lengths: ArrayLike, groups: ArrayLike | None) -> list[_Unit]:
     sizes = np.asarray(lengths, dtype=np.int64)
     if groups is None:
         return [_Unit((row,), int(size), int(size)) for row, size in enumerate(sizes)]
+    members: dict[object, list[int]] = {}
+    for row, id_ in enumerate(_ids(sizes, groups).tolist()):
+        members.setdefault(id_, []).append(row)
+    return [_Unit(tuple(rows), int(sizes[rows].sum()), int(sizes[rows].max())) for rows in members.values()]
+
+
+def _unit_numbers(sizes: np.ndarray, groups: ArrayLike | None) -> tuple[np.ndarray, np.ndarray]:
+    """int64 `[rows]`, the unit of each row, and `[units]`, the first row of each unit."""
+    if groups is None:
+        return np.arange(len(sizes)), np.arange(len(sizes))
+    ids = _ids(sizes, groups)
+    _, first, unit_of = np.unique(ids, return_index=True, return_inverse=True)
+    return unit_of, first
+
+
+def _ids(sizes: np.ndarray, groups: ArrayLike) -> np.ndarray:
     ids = np.asarray(groups)
     if ids.shape != sizes.shape:
         raise ValueError(f"groups must have one id per row: {ids.shape} ids for {sizes.shape} rows")
-    members: dict[object, list[int]] = {}
-    for row, id_ in enumerate(ids.tolist()):
-        members.setdefault(id_, []).append(row)
-    return [_Unit(tuple(rows), int(sizes[rows].sum()), int(sizes[rows].max())) for rows in members.values()]
+    return ids
 
 
 def _by_tokens(units: Sequence[_Unit]) -> list[_Unit]:

@@ -13,6 +13,7 @@ from rl_core.errors import Origin, WorkerDied, WorkerError
 from rl_core.mesh import Coordinates
 from rl_core.model import LOGPROBS
 from rl_core.ragged import Ragged
+from rl_core.ray import model as model_module
 from rl_core.ray.host import WorkerHost
 from rl_core.ray.model import RemoteModel
 from rl_core.ray.rows import StoredRows
@@ -80,8 +81,10 @@ def test_results_come_in_the_order_of_the_rows(model):
     assert frozen.ragged("logprobs").equals(found.ragged("logprobs"))
 
 
+@pytest.mark.parametrize("tokens_per_picker", [model_module.TOKENS_PER_PICKER, 8], ids=["one picker", "several"])
 @pytest.mark.parametrize("sizes", [[11], [3, 5, 3], [1] * 11], ids=["one", "three", "each"])
-def test_rows_that_lie_elsewhere_give_what_local_ones_give(model, workers, sizes):
+def test_rows_that_lie_elsewhere_give_what_local_ones_give(model, workers, sizes, tokens_per_picker, monkeypatch):
+    monkeypatch.setattr(model_module, "TOKENS_PER_PICKER", tokens_per_picker)
     near = local_batch(11)
     far = with_columns_elsewhere(near, sizes, workers)
     found, frozen, metrics = stepped(model, near)
@@ -89,6 +92,17 @@ def test_rows_that_lie_elsewhere_give_what_local_ones_give(model, workers, sizes
     assert isinstance(also_found.columns["logprobs"], RemoteColumn)
     assert also_found.ragged("logprobs").equals(found.ragged("logprobs"))
     assert also_frozen.ragged("logprobs").equals(frozen.ragged("logprobs"))
+    assert also_metrics == metrics
+
+
+def test_shards_of_one_rank_each_give_what_shards_of_several_give(model, workers, start):
+    alone = RemoteModel(
+        [start(Coordinates({"dp": rank}, {"dp": 2})) for rank in range(2)], role="policy", nodes=["here"] * 2
+    )
+    batch = with_columns_elsewhere(local_batch(11), [3, 5, 3], workers)
+    found, _, metrics = stepped(model, batch)
+    also_found, _, also_metrics = stepped(alone, batch)
+    assert also_found.ragged("logprobs").equals(found.ragged("logprobs"))
     assert also_metrics == metrics
 
 

@@ -88,8 +88,9 @@ def _by_group(rewards: np.ndarray, groups: np.ndarray, advantage: Callable[[np.n
     """`advantage` of the centred rewards of every group with rewards that differ; 0 for all other rollouts."""
     rewards = np.asarray(rewards, dtype=np.float64)
     advantages = np.zeros_like(rewards)
-    for group in np.unique(groups):
-        members = np.flatnonzero((groups == group) & ~np.isnan(rewards))
+    usable = np.flatnonzero(~np.isnan(rewards))
+    usable = usable[np.argsort(groups[usable], kind="stable")]
+    for members in np.split(usable, np.flatnonzero(np.diff(groups[usable])) + 1):
         values = rewards[members]
         if len(values) >= 2 and np.any(values != values[0]):
             advantages[members] = advantage(values - values.mean())

@@ -28,9 +28,7 @@ def rollout_metrics(
     values = advantages.values if isinstance(advantages, Ragged) else advantages
     metrics = {
         "rollout/failed": float(len(rollouts) - len(usable)),
-        "rollout/groups_without_signal": float(
-            len(aside) + sum(np.nanstd(group.rewards()) == 0 for group in groups if np.isfinite(group.rewards()).any())
-        ),
+        "rollout/groups_without_signal": float(len(aside) + _num_alike(groups)),
         "advantage/max": float(np.abs(values).max()),
     }
     if not usable:
@@ -59,6 +57,14 @@ def validation_metrics(evaluation: Evaluation) -> dict[str, float]:
     if len(names) > 1:
         metrics |= {f"val/{name}/accuracy": float(rewards[datasets == name].mean()) for name in names}
     return metrics
+
+
+def _num_alike(groups: Sequence[RolloutGroup]) -> int:
+    """Groups whose rewards are all equal; those without rewards do not count."""
+    rewards = [group.rewards() for group in groups]
+    starts = np.cumsum([0] + [len(each) for each in rewards])[:-1]
+    joined = np.concatenate(rewards)
+    return int((np.fmin.reduceat(joined, starts) == np.fmax.reduceat(joined, starts)).sum())
 
 
 def _key(name: str) -> str:

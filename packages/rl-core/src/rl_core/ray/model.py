@@ -22,7 +22,7 @@ from rl_core.model import Loss, Metrics, Part, Read, SavedFile
 from rl_core.ray.calls import fetch, gather
 from rl_core.ray.rows import StoredRows
 from rl_core.ray.stacks import request_stacks
-from rl_core.shuffle import plan_shuffle
+from rl_core.shuffle import Shard, plan_shuffle
 from rl_core.weights import Manifest, Transport
 
 _log = logging.getLogger(__name__)
@@ -38,12 +38,16 @@ CALL_TIMEOUT_S = 3600.0
 MOST_PICKERS = 4
 """Ranks that read the stores of a batch's remote columns, and lay out their rows by shard."""
 
+TOKENS_PER_PICKER = 8 * 2**20
+"""Of a batch, for which one picker does: it takes a tenth of a second, and fewer pickers make fewer and larger chunks.
+Small ones would pass through this process."""
+
 
 @dataclass(frozen=True)
 class _Sent:
-    """A shard on its way to its ranks: the `Shard`, and the chunks that it is assembled from."""
+    """A shard on its way to its ranks: the `Shard` or where it lies, and the chunks that it is assembled from."""
 
-    shard: ray.ObjectRef
+    shard: Shard | ray.ObjectRef
     chunks: tuple[ray.ObjectRef, ...]
 
     def of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -219,18 +223,24 @@ class RemoteModel:
         key = column.rows if isinstance(column, RemoteColumn) else None
         if key is not None and list(batch) == ["tokens"] and key in self._sent:
             return self._sent[key]
-        plan = plan_shuffle(batch, rows, min(MOST_PICKERS, len(self._workers)))
+        plan = plan_shuffle(batch, rows, self._num_pickers(int(batch.lengths.sum())))
         chunks = []
         for number, (picks, stores) in enumerate(zip(plan.picks, plan.stores, strict=True)):
             picker = self._workers[number * len(self._workers) // len(plan.picks)]
             refs = picker.pick.options(num_returns=len(rows)).remote(picks, *(_ref(store) for store in stores))
             chunks.append([refs] if len(rows) == 1 else refs)
+        # a shard without remote columns may be large; the ranks that share it then share one copy of it
+        shared = len(self._workers) > len(rows)
         sent = [
-            _Sent(ray.put(each), tuple(picked[number] for picked in chunks)) for number, each in enumerate(plan.shards)
+            _Sent(ray.put(each) if shared else each, tuple(picked[number] for picked in chunks))
+            for number, each in enumerate(plan.shards)
         ]
         if key is not None and list(batch) == ["tokens"]:
             self._sent[key] = sent
         return sent
+
+    def _num_pickers(self, num_tokens: int) -> int:
+        return min(MOST_PICKERS, len(self._workers), 1 + num_tokens // TOKENS_PER_PICKER)
 
     def _call_shards(self, method: str, batch: Batch, *args: Any) -> list[Any]:
         shards = self._send(batch, self._rows_per_shard(batch))
