@@ -1,13 +1,13 @@
-"""Seconds of the driver in a GRPO step of 10,000 rollouts on 64 workers, by what it does.
+"""Seconds of the driver in a GRPO step of 10,000 rollouts on 64 workers, by phase and by thread.
 
-    python benchmarks/driver.py
+    python benchmarks/driver.py [--tokens 256 4096]
 
 The driver's side is the product's own: the GRPO loop, the stream of prompts, the pool of replicas, the facade of a
 model of many ranks, Ray, the run session with its files. The workers (56 policy ranks and 8 replicas) are Ray actors
 that compute nothing (`simulated_workers.py`); several share a process, so that a small machine can hold them. Weights
 are not moved.
-Driver seconds are CPU seconds of the driver's process, all threads (the one that writes rollouts too); what it waits
-for does not count.
+Driver seconds are CPU seconds of the driver's process, which hardly depend on what else the machine does; what it waits
+for does not count. They are those of the loop's thread, of the thread that writes rollouts, and of Ray's own threads.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ import argparse
 import os
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +51,47 @@ from rl_launch.session import RunSession
 
 PROMPT_TOKENS = 64
 UPDATES = 4
+STEP = "step"
+"""Key of a whole step among its phases."""
 
-Seconds = tuple[float, float]
-"""On the wall and of the driver's CPU."""
+WRITER = "rollout-files"
+"""Name of the thread that writes rollouts begins so."""
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Seconds on the wall, and of the driver's CPU: of all threads, of the loop's and of the one that writes."""
+
+    wall: float = 0.0
+    driver: float = 0.0
+    loop: float = 0.0
+    writer: float = 0.0
+
+    @classmethod
+    def now(cls) -> Seconds:
+        """Since points in the past that stay the same; called in the loop's thread."""
+        return cls(time.perf_counter(), time.process_time(), time.thread_time(), _writer_seconds())
+
+    @property
+    def ray(self) -> float:
+        """Of the driver's CPU, in all other threads, which are Ray's."""
+        return self.driver - self.loop - self.writer
+
+    def __add__(self, other: Seconds) -> Seconds:
+        return Seconds(
+            self.wall + other.wall, self.driver + other.driver, self.loop + other.loop, self.writer + other.writer
+        )
+
+    def __sub__(self, other: Seconds) -> Seconds:
+        return Seconds(
+            self.wall - other.wall, self.driver - other.driver, self.loop - other.loop, self.writer - other.writer
+        )
+
+
+def _writer_seconds() -> float:
+    writers = [thread.ident for thread in threading.enumerate() if thread.name.startswith(WRITER)]
+    clocks = [time.pthread_getcpuclockid(ident) for ident in writers if ident is not None]
+    return sum(time.clock_gettime(clock) for clock in clocks)
 
 
 def main() -> None:
@@ -61,7 +101,9 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=4, help="that host the workers (%(default)s)")
     parser.add_argument("--prompts", type=int, default=625, help="of a step (%(default)s)")
     parser.add_argument("--group", type=int, default=16, help="rollouts per prompt (%(default)s)")
-    parser.add_argument("--tokens", type=int, default=256, help="sampled in each rollout (%(default)s)")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[256, 4096], help="sampled in each rollout, a table for each number"
+    )
     parser.add_argument("--steps", type=int, default=5, help="measured, after one that is not (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="see that it runs: 400 rollouts, 1 process, 2 steps")
     chosen = parser.parse_args()
@@ -73,15 +115,15 @@ def main() -> None:
     print(surroundings("rl-algos", "rl-core", "rl-launch", "ray"))
     print(
         f"{chosen.workers - chosen.replicas} policy ranks and {chosen.replicas} replicas, simulated in "
-        f"{chosen.processes} processes; {rollouts} rollouts of {chosen.tokens} tokens, {UPDATES} updates a step; "
-        f"medians of {chosen.steps} steps\n"
+        f"{chosen.processes} processes; {rollouts} rollouts, {UPDATES} updates a step; medians of {chosen.steps} steps"
     )
-    with (
-        tempfile.TemporaryDirectory(prefix="rl-benchmark-") as scratch,
-        VirtualCluster(device=device_named("cpu"), num_nodes=1, ranks_per_node=1) as cluster,
-    ):
-        run = measured_steps(cluster, Path(scratch) / "run", chosen)
-    print(breakdown(run))
+    for tokens in chosen.tokens:
+        with (
+            tempfile.TemporaryDirectory(prefix="rl-benchmark-") as scratch,
+            VirtualCluster(device=device_named("cpu"), num_nodes=1, ranks_per_node=1) as cluster,
+        ):
+            run = measured_steps(cluster, Path(scratch) / "run", tokens, chosen)
+        print(f"\n{tokens} tokens in each rollout\n\n{breakdown(run)}", flush=True)
 
 
 class MeasuredRun:
@@ -127,7 +169,7 @@ class MeasuredRun:
     def _iterate(self, inner: Iterator[int]) -> Iterator[int]:
         while True:
             self._times = {}
-            with self._timed("step"):
+            with self._timed(STEP):
                 step = next(inner, None)
                 if step is None:
                     return
@@ -136,10 +178,9 @@ class MeasuredRun:
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
-        wall, busy = time.perf_counter(), time.process_time()
+        before = Seconds.now()
         yield
-        before = self._times.get(name, (0.0, 0.0))
-        self._times[name] = (before[0] + time.perf_counter() - wall, before[1] + time.process_time() - busy)
+        self._times[name] = self._times.get(name, Seconds()) + (Seconds.now() - before)
 
 
 class SimulatedRank:
@@ -178,7 +219,7 @@ def replicas(hosts: Sequence[Any], count: int) -> list[Any]:
     return [SimulatedReplicaProcess(hosts[index % len(hosts)], index) for index in range(count)]
 
 
-def measured_steps(cluster: VirtualCluster, run_dir: Path, chosen: argparse.Namespace) -> MeasuredRun:
+def measured_steps(cluster: VirtualCluster, run_dir: Path, tokens: int, chosen: argparse.Namespace) -> MeasuredRun:
     """Run the loop."""
     from rl_core.ray.calls import gather
     from rl_core.ray.model import RemoteModel
@@ -190,7 +231,7 @@ def measured_steps(cluster: VirtualCluster, run_dir: Path, chosen: argparse.Name
     rank_hosts = [cluster.start_worker(process, bundles[0]) for _ in range(chosen.processes)]
     replica_hosts = [cluster.start_async_worker(process) for _ in range(chosen.processes)]
     started = [host.build.remote("simulated_workers:SimulatedRanks") for host in rank_hosts]
-    started += [host.start.remote("simulated_workers:SimulatedReplica", chosen.tokens) for host in replica_hosts]
+    started += [host.start.remote("simulated_workers:SimulatedReplica", tokens) for host in replica_hosts]
     gather(started, [Origin("simulated worker", index, "", "start") for index in range(len(started))], 300.0)
 
     num_ranks = chosen.workers - chosen.replicas
@@ -202,7 +243,7 @@ def measured_steps(cluster: VirtualCluster, run_dir: Path, chosen: argparse.Name
         num_generations_per_prompt=chosen.group,
         max_num_steps=chosen.steps + 1,
     )
-    sampling = SamplingParams(chosen.tokens)
+    sampling = SamplingParams(tokens)
     source = SyncRolloutSource(
         pool, Stream([prompts(chosen.prompts)]), sampling=sampling, num_generations=chosen.group, seed=0
     )
@@ -233,16 +274,10 @@ def prompts(count: int) -> list[Prompt]:
 
 def breakdown(run: MeasuredRun) -> str:
     """The table: phases, then what is outside them and its largest parts, each run once more by itself."""
-    names = [name for name in run.found[0] if name != "step"]
+    names = [name for name in run.found[0] if name != STEP]
     rows = [_row(name.replace("_", " "), [times[name] for times in run.found]) for name in names]
-    outside = [
-        (
-            times["step"][0] - sum(times[name][0] for name in names),
-            times["step"][1] - sum(times[name][1] for name in names),
-        )
-        for times in run.found
-    ]
-    rows.append(_row("outside phases", outside))
+    within = [sum((times[name] for name in names), Seconds()) for times in run.found]
+    rows.append(_row("outside phases", [times[STEP] - spent for times, spent in zip(run.found, within, strict=True)]))
     groups, advantages = run.last
     config = GRPOConfig()
     for name, work in {
@@ -251,18 +286,25 @@ def breakdown(run: MeasuredRun) -> str:
         "metrics": lambda: rollout_metrics(groups, [], advantages),
     }.items():
         rows.append(_row(f"- {name}, alone", [_once(work) for _ in run.found]))
-    rows.append(_row("whole step", [times["step"] for times in run.found]))
-    return table(["", "wall, s", "driver, s"], rows)
+    rows.append(_row("whole step", [times[STEP] for times in run.found]))
+    return table(["", "wall, s", "driver, s", "loop, s", "Ray, s", "writing, s"], rows)
 
 
 def _once(work: Callable[[], object]) -> Seconds:
-    wall, busy = time.perf_counter(), time.process_time()
+    before = Seconds.now()
     work()
-    return time.perf_counter() - wall, time.process_time() - busy
+    return Seconds.now() - before
 
 
-def _row(name: str, times: Sequence[Seconds]) -> tuple[str, str, str]:
-    return name, seconds(median(wall for wall, _ in times)), seconds(median(busy for _, busy in times))
+def _row(name: str, times: Sequence[Seconds]) -> tuple[str, ...]:
+    values: list[Callable[[Seconds], float]] = [
+        lambda each: each.wall,
+        lambda each: each.driver,
+        lambda each: each.loop,
+        lambda each: each.ray,
+        lambda each: each.writer,
+    ]
+    return name, *(seconds(median(map(value, times))) for value in values)
 
 
 if __name__ == "__main__":
