@@ -1,6 +1,7 @@
 """The facade of a model of several ranks: what its rows give must not depend on where they lie."""
 
 import os
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from rl_core.mesh import Coordinates
 from rl_core.model import LOGPROBS
 from rl_core.ragged import Ragged
 from rl_core.ray import model as model_module
+from rl_core.ray.calls import gather
 from rl_core.ray.host import WorkerHost
 from rl_core.ray.model import RemoteModel
 from rl_core.ray.rows import StoredRows
@@ -120,6 +122,22 @@ def test_rows_that_were_regrouped_for_one_pass_serve_the_next(model, workers):
     assert [*model._sent.values()] == [sent]
     del batch
     assert not model._sent
+
+
+def test_a_model_that_has_left_its_device_comes_back_to_send(workers):
+    away = []
+
+    @contextmanager
+    def hold():
+        if away:
+            away.pop().onload()
+        yield
+
+    model = RemoteModel(workers, role="policy", nodes=["here"] * 4, hold=hold, timeout_s=120)
+    model.offload()
+    away.append(model)
+    refs, origins = model.start_send(None, None)
+    assert gather(refs, origins, 120) == ["digest"] * 4
 
 
 def test_columns_that_a_dead_process_did_not_leave_are_a_death(model, start):

@@ -175,7 +175,9 @@ class RemoteModel:
         Args:
             manifest: itself, or a reference to where Ray keeps it.
         """
-        refs = [worker.call.remote("send", manifest, transport) for worker in self._workers]
+        # the model stays on its device until another is asked for, which the caller does when the send is over
+        with self._hold():
+            refs = [worker.call.remote("send", manifest, transport) for worker in self._workers]
         return refs, self._origins("weight sync (send)")
 
     def interrupt_send(self, transport: Transport, reason: str) -> None:
