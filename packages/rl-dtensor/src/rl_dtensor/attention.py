@@ -49,7 +49,7 @@ def row_attention(
         query: `[batch, heads, tokens, head_dim]`; `key` and `value` may have fewer heads.
         layout: the rows, and which of their tokens this rank has.
         attend: what computes it once all keys that a query sees are here.
-        sliding_window: tokens that each token sees, itself included; all before it where None.
+        sliding_window: tokens that each token sees, itself included; all before it if None.
 
     Returns:
         `[batch, tokens, heads, head_dim]`.
@@ -154,7 +154,7 @@ def attention_for(
         rows_problem: why its attention cannot be told where rows start and end; empty if it can.
 
     Raises:
-        ValueError: where rows of this model cannot be packed or split without one seeing another, or without changing
+        ValueError: if rows of this model cannot be packed or split without one seeing another, or without changing
         its attention, or the backend cannot compute it.
     """
     settings = config.get_text_config().to_dict()

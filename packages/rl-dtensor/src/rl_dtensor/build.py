@@ -52,10 +52,10 @@ def build_model(
 ) -> ShardedModel:
     """Build on `meta`, split, shard, then load this rank's slices; collective.
 
-    Parameters are float32 where they train, and of the compute dtype where they don't.
+    Parameters that train are float32, the others have the compute dtype.
 
     Raises:
-        ValueError: where the files, the config, the mesh and the role do not fit together.
+        ValueError: if the files, the config, the mesh and the role do not fit together.
     """
     hf_config = read_hf_config(folder, config.hf_config_overrides)
     problems = (
@@ -116,7 +116,7 @@ class _Builder:
         )
 
     def _adapt(self, hf: PreTrainedModel) -> PreTrainedModel:
-        """The same model, with adapters where they are asked for."""
+        """The same model, with adapters if the config asks for them."""
         if self.config.lora_cfg.enabled:
             with torch.device("meta"):
                 add_adapters(hf, self.config.lora_cfg)
@@ -269,7 +269,7 @@ def _on_meta(
 
 
 def _widen_trained(hf: PreTrainedModel) -> None:
-    """What trains is float32, also where the frozen rest is of the compute dtype."""
+    """Make parameters that train float32, even if the frozen ones have the compute dtype."""
     for module in hf.modules():
         for parameter in module.parameters(recurse=False):
             if parameter.requires_grad:

@@ -35,7 +35,7 @@ def run_pipeline(model: ShardedModel, run: Pass, *, mesh: Mesh, backward: bool) 
 
 @dataclass
 class _Passed:
-    """What a backward pass needs of its forward pass."""
+    """Tensors of a forward pass that its backward pass needs."""
 
     entered: Tensor | None
     left: Tensor

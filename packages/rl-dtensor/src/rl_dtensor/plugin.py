@@ -1,4 +1,4 @@
-"""The light half of the backend: its config, and where its worker is."""
+"""The light half of the backend: its config, and the name of its worker class."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def check_device(section: Any, config: Any) -> Iterable[Problem]:
 
 
 def kernels(config: DTensorConfig) -> tuple[Requirement, ...]:
-    """What the chosen attention needs beside torch, where a package index has it."""
+    """Return what the chosen attention needs beside torch, if a package index has it."""
     return (FLASH,) if config.attention_backend == "flash_attention_2" else ()
 
 

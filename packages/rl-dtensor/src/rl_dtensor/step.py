@@ -40,12 +40,12 @@ class DTensorModel:
 
     @property
     def shape(self) -> ModelShape:
-        """Of the whole model."""
+        """Shape of the whole model."""
         return self.sharded.shape
 
     @property
     def hf_config(self) -> PreTrainedConfig:
-        """Of the whole model."""
+        """Config of the whole model."""
         return self.sharded.hf.config
 
     @property
@@ -54,7 +54,7 @@ class DTensorModel:
         return type(self.sharded.hf).__name__
 
     def extra_columns(self, batch: Batch) -> Mapping[str, Ragged]:
-        """None: passes need tokens alone."""
+        """Return no columns: passes need tokens alone."""
         return {}
 
     def read(self, run: Pass) -> list[Any]:

@@ -1,4 +1,4 @@
-"""What a step reports of the loss that balances experts, which routers add on their own."""
+"""Metrics of the loss that balances experts, which routers add on their own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAME = "load_balancing_loss"
 def balance_metrics(
     routing: Routing, config: TransformerConfig, num_tokens: int, *, by_layer: bool
 ) -> dict[str, Metric]:
-    """`load_balancing_loss`, the mean over layers and tokens, 1 where tokens are spread evenly, before its coefficient;
+    """`load_balancing_loss`, the mean over layers and tokens, 1 if tokens are spread evenly, before its coefficient;
     collective. Empty if there is no such loss.
 
     Args:

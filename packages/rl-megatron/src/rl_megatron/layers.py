@@ -1,4 +1,4 @@
-"""The layers a model is built of: Transformer Engine's where it is installed, local ones otherwise."""
+"""The layers that a model is built of: Transformer Engine's if it is installed, local ones otherwise."""
 
 from __future__ import annotations
 

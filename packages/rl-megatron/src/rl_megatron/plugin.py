@@ -1,4 +1,4 @@
-"""The light half of the backend: its config, and where its worker is."""
+"""The light half of the backend: its config, and the name of its worker class."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def check_layout(section: Any, config: Any) -> Iterable[Problem]:
 
 
 def check_shape(section: Any, config: Any) -> Iterable[Problem]:
-    """A layout that does not divide the model, where the model's config is on this machine."""
+    """Sizes of the layout that do not divide the model, if the model's config is on this machine."""
     backend: MegatronConfig = section.megatron_cfg
     model = local_hf_config(section)
     is_latent = "kv_lora_rank" in model
@@ -124,7 +124,7 @@ def check_lora(section: Any, config: Any) -> Iterable[Problem]:
 
 
 def check_replay(section: Any, config: Any) -> Iterable[Problem]:
-    """Replay of routing that no generator reports."""
+    """Replay of routing, which generators do not report."""
     if section.megatron_cfg.moe_router_replay:
         yield Problem(
             f"{KEY}.moe_router_replay",
@@ -156,7 +156,7 @@ def _check_experts(backend: MegatronConfig) -> Iterable[Problem]:
     if has_experts_over_ranks and tensor > 1 and not backend.sequence_parallel:
         yield Problem(
             f"{KEY}.sequence_parallel",
-            f"must be true where {KEY}.expert_model_parallel_size and {KEY}.tensor_model_parallel_size are above 1",
+            f"must be true if {KEY}.expert_model_parallel_size and {KEY}.tensor_model_parallel_size are above 1",
         )
     is_balanced = backend.moe_router_load_balancing_type != "none"
     if is_balanced != (backend.moe_aux_loss_coeff > 0):
@@ -175,7 +175,8 @@ def _check_experts(backend: MegatronConfig) -> Iterable[Problem]:
     if backend.moe_per_layer_logging and not is_balanced:
         yield Problem(
             f"{KEY}.moe_per_layer_logging",
-            f"reports the loss of {KEY}.moe_router_load_balancing_type, which is none; set that, or this to false",
+            f"reports the loss of {KEY}.moe_router_load_balancing_type, which is 'none'; choose another, or set this "
+            "to false",
         )
 
 
@@ -209,7 +210,7 @@ def mesh_case(section: Any) -> MeshCase:
 
 
 def engine(config: MegatronConfig) -> tuple[Requirement, ...]:
-    """What layers on GPUs are made of, beside what the worker always needs."""
+    """Return what layers on GPUs need installed, beside what the worker always needs."""
     return () if config.transformer_engine is False else (TRANSFORMER_ENGINE,)
 
 

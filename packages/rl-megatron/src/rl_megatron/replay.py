@@ -21,7 +21,8 @@ from rl_megatron.routing import PerMicrobatch, in_router_order, is_router_recomp
 
 ROUTED_EXPERTS = "routed_experts"
 """Column of a batch: `[tokens, layers, experts per token]`, the experts that each token was sent to, by layer of the
-whole model (any number for layers without experts); -1 where they are not known."""
+whole model (any number for layers without experts); -1 for tokens whose experts are
+not known."""
 
 
 class RoutedLayer:
@@ -70,10 +71,10 @@ class Replay:
                 layers.append(router.router_replay)
 
     def columns_of(self, batch: Batch) -> dict[str, Ragged]:
-        """Where the tokens of a batch were sent.
+        """The column that says which experts the tokens of a batch were sent to.
 
         Raises:
-            ValueError: where it does not say, or not for this model.
+            ValueError: if the batch does not have it, or not for this model.
         """
         if ROUTED_EXPERTS not in batch:
             raise ValueError(

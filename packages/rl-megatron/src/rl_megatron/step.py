@@ -35,7 +35,7 @@ class MegatronModel:
     Args:
         reading: this rank's part of the model.
         chunks: the same, wrapped to reduce gradients; empty if it does not train.
-        shape: of the whole model; None if no step's operations are counted.
+        shape: of the whole model; None if the operations of steps are not counted.
         reports_layers: whether a loss that balances experts is reported for each layer too.
     """
 
@@ -67,7 +67,7 @@ class MegatronModel:
 
     @property
     def hf_config(self) -> PreTrainedConfig:
-        """Of the whole model."""
+        """Config of the whole model."""
         return self.reading.hf
 
     @property
@@ -111,7 +111,7 @@ class MegatronModel:
             self.reading.routing.restore(self._biases)
 
     def trained_parts(self) -> list[Tensor]:
-        """What steps change of this rank's parameters and buffers."""
+        """This rank's parameters and buffers that steps change."""
         return list(self._weights.kept.values())
 
     def close(self) -> None:

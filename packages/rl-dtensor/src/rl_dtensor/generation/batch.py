@@ -58,7 +58,7 @@ class DecodingBatch:
         self._keep(self._sample(self.rows, logits, version))
 
     def drop_cancelled(self) -> None:
-        """Let go of rows that nobody waits for any more."""
+        """Drop rows that nobody waits for any longer."""
         self._keep([index for index, row in enumerate(self.rows) if not row.future.cancelled()])
 
     def clear(self) -> list[Row]:

@@ -73,7 +73,7 @@ class HFDecoder:
         return num_rows
 
     def drop_cancelled(self) -> None:
-        """Let go of rows that nobody waits for any more."""
+        """Drop rows that nobody waits for any longer."""
         self._batch.drop_cancelled()
 
     def clear(self) -> list[Row]:

@@ -16,7 +16,8 @@ from rl_dtensor.parallel.collectives import exchange
 from rl_dtensor.parallel.local_parameters import distribute, localize
 
 NUM_ARGUMENTS = 3
-"""Of stacked experts: hidden states `[tokens, hidden]`, ids of the chosen experts and their weights `[tokens, k]`."""
+"""Number of arguments of stacked experts: hidden states `[tokens, hidden]`, ids of the chosen experts and their weights
+`[tokens, k]`."""
 
 WHOLE_EXPERTS = "set dtensor_cfg.expert_parallel_size=1 and tensor_parallel_size=1"
 

@@ -1,4 +1,4 @@
-"""How many ranks lie along each axis, and which combinations there are."""
+"""Numbers of ranks along each axis, and the combinations of settings that can run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class AxisSizes:
         """All ranks that the other axes leave shard the parameters.
 
         Raises:
-            ValueError: where the world is no multiple of what the config asks for.
+            ValueError: if the world is not a multiple of what the config asks for.
         """
         needed = num_ranks(config)
         if world % needed:

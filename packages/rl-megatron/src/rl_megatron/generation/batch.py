@@ -69,7 +69,7 @@ class StaticBatch:
         return self._sample(self._forward(torch.tensor([[row.token(column)] for row in self.rows]), column), version)
 
     def drop_cancelled(self) -> None:
-        """Let go of rows that nobody waits for any more."""
+        """Drop rows that nobody waits for any longer."""
         self._keep([index for index, row in enumerate(self.rows) if not row.future.cancelled()])
 
     def clear(self) -> list[Row]:

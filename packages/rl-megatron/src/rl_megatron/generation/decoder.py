@@ -37,7 +37,7 @@ class MegatronDecoder:
         model: what is generated with.
 
     Raises:
-        ValueError: where the model's files and config do not fit together, or its family has no weight mapping.
+        ValueError: if the model's files and config do not fit together, or its family has no weight mapping.
     """
 
     def __init__(self, config: MegatronGenerationConfig, model: ModelConfig, device: Device) -> None:
@@ -62,7 +62,7 @@ class MegatronDecoder:
         return self._batch.rows
 
     def admit(self, waiting: deque[Row], version: int) -> int:
-        """Start a batch where none is under way: of the request that has waited longest and of others whose prompts are
+        """Start a batch if none is under way: of the request that has waited longest and of others whose prompts are
         about as long."""
         if self.rows:
             return 0
@@ -74,7 +74,7 @@ class MegatronDecoder:
         return self._batch.step(version)
 
     def drop_cancelled(self) -> None:
-        """Let go of rows that nobody waits for any more."""
+        """Drop rows that nobody waits for any longer."""
         self._batch.drop_cancelled()
 
     def clear(self) -> list[Row]:
@@ -112,8 +112,8 @@ class MegatronDecoder:
 def next_batch(waiting: deque[Row], max_rows: int) -> list[Row]:
     """Take the next batch out of the rows that wait, in their order.
 
-    Where two prompts differ in length, the difference is read column by column. A row joins the one that has waited
-    longest where that takes fewer steps than to decode it after the others.
+    If two prompts differ in length, the difference is read column by column. A row joins the one that has waited
+    longest if that takes fewer steps than to decode it after the others.
     """
     while waiting and waiting[0].future.cancelled():
         waiting.popleft()

@@ -56,7 +56,7 @@ def copy_side_files(target: Path, *, source: Path, tokenizer: Path, settings: To
 
 
 def _own_template(folder: Path) -> str | None:
-    """A tokenizer's template; None where it has none, or several by name."""
+    """A tokenizer's template; None if it has none, or several by name."""
     if (folder / TEMPLATE).is_file():
         return (folder / TEMPLATE).read_text(encoding="utf-8")
     config = folder / "tokenizer_config.json"
@@ -113,7 +113,7 @@ class WeightFiles:
         """Reads the index, or the names in the single file.
 
         Raises:
-            ValueError: where there are no safetensors.
+            ValueError: if there are no safetensors.
         """
         if (folder / INDEX).is_file():
             return cls._apart(folder, dict(json.loads((folder / INDEX).read_text())["weight_map"]))

@@ -47,7 +47,7 @@ class Row:
         return float(self._uniforms[len(self.tokens)])
 
     def append(self, token: int, logprob: float, version: int) -> bool:
-        """Take a sampled token; True where it ends the completion, which is then handed over."""
+        """Take a sampled token; True if it ends the completion, which is then handed over."""
         self.tokens.append(token)
         self._logprobs.append(logprob)
         self._versions.append(version)

@@ -133,7 +133,7 @@ class StepThread(Generic[Work]):
             self.failure = reason
 
     def _run_calls(self, *, block: bool) -> bool:
-        """Run what has been asked for; False where the end has."""
+        """Run what has been asked for; False if the end has."""
         while block or not self._calls.empty():
             function = self._calls.get()
             if function is None:

@@ -41,7 +41,7 @@ def split_language_reads(
         places: int64 `[positions]`, the index among the rows' tokens of each position; -1 for padding.
         head: the whole head, or this rank's rows of it where there is a `shard`.
         shard: where this rank's rows of the head lie.
-        group: the ranks that hold all positions between them, each token once; None where this one does.
+        group: the ranks that hold all positions between them, each token once; None if this one does.
         sums_hidden_grad: as in `vocab_parallel_reads`.
 
     Returns:

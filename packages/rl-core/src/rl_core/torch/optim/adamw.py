@@ -29,7 +29,7 @@ class HalfStateAdamW(Optimizer):
         lr, betas, eps, weight_decay: as of `torch.optim.AdamW`.
 
     Raises:
-        ValueError: where one of these is out of range.
+        ValueError: if one of these is out of range.
     """
 
     def __init__(

@@ -42,7 +42,7 @@ the first that fit count."""
 
 
 def peak_flops(device_name: str) -> float | None:
-    """bfloat16 operations per second of a GPU by the name that the driver gives it; None where it is not known."""
+    """bfloat16 operations per second of a GPU by the name that the driver gives it; None if it is not known."""
     for words, peak in PEAK_FLOPS.items():
         if all(re.search(rf"\b{word}\b", device_name) for word in words.split()):
             return peak
@@ -56,7 +56,7 @@ class AttentionShape:
     Args:
         num_heads: of queries.
         key_dim, value_dim: of a head.
-        window: tokens that each token sees, itself included; all before it where None.
+        window: tokens that each token sees, itself included; all before it if None.
     """
 
     num_heads: int

@@ -39,7 +39,7 @@ class LossPass:
         group: the data-parallel group, on a backend that reduces CPU tensors; the totals are summed over it.
 
     Raises:
-        ValueError: where the batch lacks a column that the loss names.
+        ValueError: if the batch lacks a column that the loss names.
     """
 
     def __init__(self, loss: Loss, batch: Batch, group: dist.ProcessGroup | None) -> None:
