@@ -34,7 +34,7 @@ def test_an_optimizer_of_torch_is_built():
     ("name", "kwargs", "message"),
     [
         ("torch.optim.AdmaW", {}, "cannot be imported"),
-        ("torch.nn.Linear", {}, "is no torch Optimizer"),
+        ("torch.nn.Linear", {}, "is not a torch Optimizer"),
         ("torch.optim.SGD", {"lr": -1.0}, "does not take"),
         ("torch.optim.SGD", {"learning_rate": 1.0}, "does not take"),
     ],
@@ -69,7 +69,7 @@ def test_no_schedule_is_constant():
         ([LINEAR, SchedulerConfig(milestones=[3])], "1 schedules and 1 milestones"),
         ([LINEAR, COSINE, LINEAR, SchedulerConfig(milestones=[5, 3])], "must rise"),
         ([SchedulerConfig(name="torch.optim.lr_scheduler.StepLR")], "does not take"),
-        ([SchedulerConfig(name="torch.optim.SGD")], "is no torch LRScheduler"),
+        ([SchedulerConfig(name="torch.optim.SGD")], "is not a torch LRScheduler"),
     ],
 )
 def test_what_is_wrong_with_schedules_is_said(schedules, message):

@@ -1,4 +1,4 @@
-"""What a loss implementation sees and returns, and how a step turns it into one scalar."""
+"""Inputs and results of a loss implementation, and the scalar that a step makes of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rl_core.batch import TOKENS
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of one microbatch, end to end, whole even where the backend splits sequences.
+    """The rows of one microbatch, end to end, whole even if the backend splits sequences.
 
     Args:
         offsets: int64 `[rows + 1]`, where each row starts and ends in the flat tokens.

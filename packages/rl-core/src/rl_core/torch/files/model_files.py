@@ -69,7 +69,7 @@ def model_folder(name: str) -> Path:
     if Path(name).is_dir():
         return Path(name)
     if name.startswith((".", "/", "~")):
-        raise ValueError(f"model_name {name!r} is no folder; give a folder with Hugging Face files, or a hub name")
+        raise ValueError(f"model_name {name!r} is not a folder; give a folder with Hugging Face files, or a hub name")
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(name, allow_patterns=PATTERNS))
@@ -99,7 +99,7 @@ class WeightFiles:
     """The safetensors of one folder.
 
     Args:
-        folder: where they lie.
+        folder: that holds them.
         file_of: tensor name to the file that holds it.
         scales_of: name of each 8-bit weight to the file that holds the scales of its blocks.
     """

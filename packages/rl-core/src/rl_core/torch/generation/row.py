@@ -13,11 +13,11 @@ from rl_core.torch.generation.stop_text import StopText
 
 
 class Row:
-    """A request, what was sampled for it, and who waits for it.
+    """A request, the tokens sampled for it, and the future of its completion.
 
     Args:
         limit: most tokens sampled, by the request and by the context.
-        stop_text: where the request has stop strings.
+        stop_text: None if the request has no stop strings.
     """
 
     def __init__(self, request: GenerationRequest, limit: int, stop_text: StopText | None) -> None:
@@ -37,13 +37,13 @@ class Row:
         return len(self.request.token_ids)
 
     def token(self, index: int) -> int:
-        """A token of the prompt and what was sampled after it, by its index."""
+        """A token of the prompt or of those sampled after it, by its index."""
         prompt = self.request.token_ids
         return int(prompt[index]) if index < len(prompt) else self.tokens[index - len(prompt)]
 
     @property
     def uniform(self) -> float:
-        """What draws the next token."""
+        """Uniform number that draws the next token."""
         return float(self._uniforms[len(self.tokens)])
 
     def append(self, token: int, logprob: float, version: int) -> bool:

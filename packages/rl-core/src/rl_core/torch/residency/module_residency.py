@@ -25,10 +25,10 @@ class Residency(ABC):
 
     @abstractmethod
     def kept(self, part: Part) -> Iterable[Tensor]:
-        """What a part consists of, which comes back bit for bit."""
+        """Tensors of a part, which come back bit for bit."""
 
     def lost(self, part: Part) -> Iterable[Tensor]:
-        """What leaves the device with a part and comes back as zeros."""
+        """Tensors that leave the device with a part and come back as zeros."""
         return ()
 
     def offload(self, parts: Sequence[Part]) -> None:

@@ -75,7 +75,8 @@ class LossPass:
 
 
 def idle(reads: Mapping[str, Tensor]) -> Tensor:
-    """A zero that still sends (zero) gradients to all parameters, for a rank that has no rows where others have."""
+    """A zero that still sends (zero) gradients to all parameters, for a rank that has no rows while others
+    have."""
     return torch.stack([read.float().mean() * 0.0 for read in reads.values() if read.requires_grad]).sum()
 
 

@@ -122,7 +122,7 @@ class Channel:
         return bytes(data)
 
     def _last_words(self, phase: str) -> WeightSyncError:
-        """Why the peer left, where it managed to say so."""
+        """The reason why the peer left, if it managed to say so."""
         deadline = Deadline(1.0, phase)
         try:
             while True:

@@ -30,7 +30,7 @@ _POLL_S = 0.0005
 _GRACE_S = 60.0
 _LEAVE_S = 5.0
 _LAST_WORDS_S = 20.0
-"""How long a peer may take to say why it left, or to be seen gone, after a collective with it has failed."""
+"""Longest time that a peer may take to say why it left, or to be seen gone, after a collective with it has failed."""
 
 
 class _Broadcasts:

@@ -1,4 +1,4 @@
-"""Digests of tensors, taken where the tensor lies."""
+"""Digests of tensors, computed on the device that holds the tensor."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _mixed_sum(lanes: Tensor, start: int) -> Tensor | int:
 
 
 def _device_sum(lanes: Tensor, start: int) -> Tensor:
-    """`_mixed_sum` where the lanes lie, int64."""
+    """`_mixed_sum` on the device of the lanes, int64."""
     size = min(DEVICE_CHUNK, len(lanes))
     keys = torch.arange(start, start + size, dtype=torch.int64, device=lanes.device).add_(1).mul_(KEY)
     total = torch.zeros((), dtype=torch.int64, device=lanes.device)

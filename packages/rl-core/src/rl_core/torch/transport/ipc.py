@@ -21,7 +21,7 @@ KEPT = {"buffers": "kept"}
 """Said in place of an offer of memory: that of the transfer before is used again."""
 
 RELEASE_S = 10.0
-"""How long the receivers may take to let the sender's memory go before it frees its own part in it."""
+"""Longest time that the receivers may take to release the sender's memory before the sender frees its own part."""
 
 
 class IpcSenderLink:
@@ -93,7 +93,7 @@ class IpcSenderLink:
 
 
 class IpcReceiverLink:
-    """Reads the sender's buffers where they lie."""
+    """Reads the sender's buffers in place."""
 
     def __init__(self, transport: Transport, rank: int, device: Device) -> None:
         self._device = device
