@@ -12,7 +12,7 @@ from torch import Tensor
 from rl_core.batch import TOKENS, Batch
 from rl_core.metrics import Metric, Reduction
 from rl_core.microbatch import PAIR
-from rl_core.model import Loss
+from rl_core.model import UNDIVIDED, Loss
 from rl_core.plugins import resolve
 from rl_core.torch.loss import LossSums, MetricSum, Rows
 from rl_core.user_code import implementation_name
@@ -55,7 +55,7 @@ class LossPass:
         """This microbatch's share of the loss, a scalar with gradients; over all microbatches and ranks the shares
         add up to the loss."""
         sums = self._compute(self.loss, reads, rows)
-        unknown = sorted(set(sums.objective) - set(self.totals))
+        unknown = sorted(set(sums.objective) - set(self.totals) - {UNDIVIDED})
         if unknown:
             raise ValueError(
                 f"{self.loss.implementation} returned sums over {unknown}, but Loss.totals counts {sorted(self.totals)}"
