@@ -109,7 +109,8 @@ class VllmGenerator:
         room = self._max_len - num_prompt_tokens
         if num_prompt_tokens < 1 or room < 1:
             raise RequestRefused(
-                f"a prompt of {num_prompt_tokens} tokens leaves no room for a completion: 1 to {self._max_len - 1} do"
+                f"a prompt of {num_prompt_tokens} tokens leaves no room for a completion; it may have 1 to "
+                f"{self._max_len - 1}"
             )
         max_tokens = min(request.sampling.max_new_tokens, room)
         async with self._admission.passage():
@@ -201,7 +202,7 @@ class VllmGenerator:
         self._announced = manifest
 
     async def receive(self, transport: Transport, first_rank: int) -> Sequence[str]:
-        """Take all tensors in as receivers `first_rank`, `first_rank + 1`, ...; their digest, per engine rank.
+        """Receive all tensors as receivers `first_rank`, `first_rank + 1`, ...; returns their digest per engine rank.
 
         Raises:
             WeightSyncError: naming rank and phase, or tensors.

@@ -53,7 +53,7 @@ def apply(
 
 
 def bytecode_folder(environ: Mapping[str, str]) -> Path | None:
-    """Where to keep bytecode, if vLLM came without and none can be written beside it.
+    """Folder in which to keep bytecode, if vLLM came without and none can be written beside it; otherwise None.
 
     Importing vLLM takes twice as long without bytecode.
     """
