@@ -1,4 +1,4 @@
-"""What is on disk is what is trained, and what is exported is what was trained."""
+"""Weights on disk are those that are trained, and trained weights are those that are exported."""
 
 import json
 
