@@ -32,7 +32,7 @@ def row_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,  # the rows' bounds say it all
+    attention_mask: Tensor | None,  # not used: the rows' bounds replace it
     *,
     layout: Layout | None = None,
     attend: Attend | None = None,
@@ -119,7 +119,7 @@ def rows_problem(hf: PreTrainedModel) -> str:
     place = torch.arange(2, device="meta")[None]
     rows = Rows(place[0], {TOKENS: place[0]})
     layout = Layout(rows, place, place, place[0], None, bounds=((0, 2),), length=2, context=None)
-    # with a mask the model does not look for rows in the places, which cannot be done on `meta`
+    # with a mask the model does not derive rows from the positions, which is not possible on `meta`
     inputs = {"input_ids": place, "position_ids": place, "attention_mask": torch.ones_like(place)}
     try:
         body_of(hf)(**inputs, use_cache=False, layout=layout, attend=_tell)

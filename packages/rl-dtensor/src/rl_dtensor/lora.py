@@ -54,7 +54,7 @@ def add_adapters(hf: PreTrainedModel, config: LoraConfig) -> None:
     targets = adapted_modules(hf, config)
     if not targets:
         raise nothing_adapted(config, type(hf).__name__)
-    # if peft knows the family, it takes any `gate_proj` in a model with experts for theirs
+    # if peft knows the family, it takes any `gate_proj` in a model with experts for one of theirs
     shell = nn.ModuleDict({"hf": hf})
     peft = PeftConfig(
         r=config.dim,

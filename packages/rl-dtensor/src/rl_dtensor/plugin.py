@@ -65,7 +65,7 @@ def mesh_case(section: Any) -> MeshCase:
     settings = {**{name: getattr(backend, name) for name in SHAPING}, **sizes}
     least = num_ranks(DTensorConfig(**settings))
     axes = [f"{SIZES[name]}2" for name, size in sizes.items() if size > 1]
-    # nothing is split on one rank but the data, which more ranks than one shard
+    # with one rank per copy only the data is split, which takes two ranks to show
     return MeshCase(
         " x ".join(axes) or "fsdp2",
         max(2, least),

@@ -84,7 +84,7 @@ class TrainingState:
             if not key.startswith(OPTIMIZER_PREFIX):
                 continue
             parameter = self._weights.get(key.removeprefix(OPTIMIZER_PREFIX).rpartition("/")[0])
-            if parameter is None:  # of another pipeline rank
+            if parameter is None:  # another pipeline rank holds it
                 continue
             if not isinstance(saved, TensorStorageMetadata):
                 state[key] = None

@@ -48,7 +48,7 @@ class RowAttention(nn.Module):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | None,  # the rows' boundaries say it all
+        attention_mask: Tensor | None,  # not used: the rows' boundaries replace it
         *,
         packed_seq_params: PackedSeqParams | None = None,
         **_: Any,
@@ -120,7 +120,7 @@ class RowAttention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         if dropout == 0.0:
             return self._product(query, key, value, mask, 0.0)
-        # heads differ between tensor-parallel ranks, and so must what is dropped
+        # heads differ between tensor-parallel ranks, so dropout must differ too
         with get_cuda_rng_tracker().fork():
             assert num
             return self._product(query, key, value, mask, dropout)

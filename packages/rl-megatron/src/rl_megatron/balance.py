@@ -25,7 +25,7 @@ def balance_metrics(
     """
     if config.moe_router_load_balancing_type == "none":
         return {}
-    # a rank of a pipeline knows its own layers, and each rank that shares a row's tokens a part
+    # a pipeline rank has only its own layers, and a rank that shares a row's tokens only its part
     values = torch.zeros(config.num_layers, device=torch.cuda.current_device())
     for router in routing.routers:
         if router.noted is not None:

@@ -138,7 +138,7 @@ class Adapters(nn.Module):
         """`down`'s output `[seq, batch, dims]`, exchanged between ranks as `up` needs it."""
         if self.num_ranks == 1 or self.split_dim is None:
             return low
-        low = low.contiguous()  # megatron-core 0.16.1 sums a copy of what is not, and returns what it copied
+        low = low.contiguous()  # megatron-core 0.16.1 sums a copy of other tensors, and returns the original
         out: Tensor
         if self.split_dim == 0:
             if self.is_sequence_parallel:

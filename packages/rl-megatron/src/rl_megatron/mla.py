@@ -42,7 +42,7 @@ class WholeProjection(nn.Module):
         own, shared = out.split([out.shape[-1] - self.num_shared, self.num_shared], -1)
         shared = tensor_parallel.copy_to_tensor_model_parallel_region(shared)
         if shared.requires_grad:
-            # megatron-core 0.16.1 sums a copy of a gradient that is not contiguous, and goes on with what it copied
+            # megatron-core 0.16.1 sums a copy of a gradient that is not contiguous, and goes on with the original
             shared.register_hook(lambda grad: grad.contiguous())
         return torch.cat([own, shared], -1)
 

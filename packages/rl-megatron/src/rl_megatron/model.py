@@ -131,7 +131,7 @@ class ReadingModel:
         """
         whole = self._gathered(hidden)
         if whole.requires_grad:
-            # collectives take contiguous tensors, and what comes back through the transposition is none
+            # collectives need contiguous tensors, and the gradient of the transposition is not contiguous
             whole.register_hook(lambda grad: grad.contiguous())
         flat = whole.transpose(0, 1).flatten(0, 1)
         group = parallel_state.get_context_parallel_group() if self.alignment.context_size > 1 else None

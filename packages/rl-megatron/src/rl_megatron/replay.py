@@ -99,7 +99,7 @@ class Replay:
         if not self._layers[chunk]:
             return
         shape = (self._config.num_layers, self._config.moe_router_topk)
-        # padding, and rows that keep other ranks company, are at -1
+        # padding, and rows that only let this rank join in a pass of others, have -1
         unknown = torch.full((1, *shape), -1, device=layout.places.device)
         routed = rows.columns.get(ROUTED_EXPERTS, unknown.expand(int(rows.offsets[-1]), -1, -1))
         experts = in_router_order(torch.cat([routed.long(), unknown])[layout.places], layout, self._config)

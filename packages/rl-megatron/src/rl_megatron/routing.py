@@ -172,7 +172,7 @@ class Routing:
         """Tell the routers of a chunk the rows of the microbatch that passes next; needed in training.
 
         Args:
-            is_own: whether the rows are the rank's own rather than company for other ranks.
+            is_own: whether the rows are the rank's own; others only let it join in a pass of other ranks.
         """
         ends = rows.offsets[1:].contiguous()
         numbers = torch.bucketize(layout.places, ends, right=True) + 1

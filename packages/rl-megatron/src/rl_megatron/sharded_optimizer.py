@@ -54,7 +54,7 @@ class ShardedOptimizer:
         self._chunks = chunks
         self._is_counted = is_counted
         self.shards = list(_shards(chunks))
-        # an optimizer refuses to have no parameters, as a rank with nothing but a buffer's padding has
+        # an optimizer needs a parameter, and a rank may hold nothing but a buffer's padding
         mains = [shard.main for shard in self.shards] or [torch.zeros(0)]
         self.inner = build([nn.Parameter(main) for main in mains])
         self.parameters: list[nn.Parameter] = self.inner.param_groups[0]["params"][: len(self.shards)]

@@ -34,7 +34,7 @@ def engine_arguments(
         dtype=model.precision,
         hf_overrides=dict(model.hf_config_overrides),
         enforce_eager=eager,
-        # scoring a row of full length asks for one token more, which is thrown away
+        # scoring a row of full length asks for one more token, which is discarded
         max_model_len=max_len + 1,
         max_num_seqs=backend.max_num_seqs,
         tensor_parallel_size=backend.tensor_parallel_size,

@@ -86,7 +86,7 @@ class HFDecoder:
         tokens = torch.from_numpy(token_ids.astype(np.int64)).to(self._device)
         logprobs = torch.zeros(len(tokens), dtype=torch.float32, device=self._device)
         cache = RowCache()
-        # in chunks, for whole logits of a long row may be larger than the model
+        # in chunks, as the logits of a whole long row may be larger than the model
         for start in range(0, len(tokens) - 1, self._chunk_size):
             end = min(start + self._chunk_size, len(tokens) - 1)
             logits = self.module(

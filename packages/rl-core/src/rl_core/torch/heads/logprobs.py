@@ -133,7 +133,7 @@ class HeadPass:
             by_columns: `[n, 1 + k]`, gradients by their logprobs, 0 if the column is not the token's.
             by_targets: `[n]`, the sum of gradients by all logprobs.
         """
-        used = logits if self.transform.softcap is None else logits.clone()  # a cap's gradient wants them whole
+        used = logits if self.transform.softcap is None else logits.clone()  # a cap's gradient needs them unchanged
         logprobs = self.cooled_(used).sub_(log_sum[:, None])
         coefficient = -by_targets[:, None]
         if self.entropy:

@@ -65,7 +65,7 @@ class ModuleResidency(Residency):
         self._module = module
         for tensor in self._held(self.kept("parameters")):
             if not tensor.untyped_storage().resizable():
-                # mapped from a file, whose pages are not the module's to free
+                # mapped from a file: its pages cannot be freed here
                 tensor.data = tensor.detach().clone()
 
     def kept(self, part: Part) -> list[Tensor]:

@@ -75,7 +75,7 @@ class IpcSenderLink:
 
     def close(self) -> None:
         if self._buffers is not None and self._buffers.need_release:
-            # a receiver closes its end when it has let the buffers go
+            # a receiver closes its end when it has released the buffers
             for channel in self._channels.values():
                 channel.await_close(RELEASE_S)
         for channel in self._channels.values():
