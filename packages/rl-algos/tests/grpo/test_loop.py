@@ -149,3 +149,23 @@ def test_overlong_filtering_leaves_out_what_ran_into_a_token_limit_and_nothing_e
     assert not overlong_filtered("truncated", "stop", 4, 4)
     assert not overlong_filtered("truncated", "abort", 1, 4)
     assert not overlong_filtered("ok", "stop", 1, 4)
+
+
+def test_a_batch_keeps_the_routing_of_its_groups_also_beside_one_that_failed():
+    prompt = PROMPTS[0]
+    sampled = Rollout(
+        prompt_id=prompt.id,
+        tokens=np.arange(5, dtype=np.int32),
+        loss_mask=np.array([0, 0, 1, 1, 1], np.uint8),
+        generation_logprobs=np.zeros(5, np.float32),
+        spans=(),
+        turns=(),
+        rewards={"reward": 1.0},
+        stop_reason="stop",
+        routed_experts=np.ones((5, 3, 2), np.int16),
+    )
+    failed = Rollout.failed(prompt, "hung")
+    groups = [RolloutGroup.of(prompt, pair) for pair in ((failed, failed), (sampled, failed))]
+    batch = build_batch(groups, GRPOConfig())
+    assert [row.tolist() for row in batch.ragged("tokens")][2] == [0, 1, 2, 3, 4]
+    assert [set(row.flatten().tolist()) for row in batch.ragged("routed_experts")] == [{-1}, {-1}, {1}, {-1}]

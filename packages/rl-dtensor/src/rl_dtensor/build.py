@@ -39,6 +39,7 @@ from rl_dtensor.parallel.stages import Stages
 from rl_dtensor.parallel.tensor import part_of, split_tensors
 from rl_dtensor.probes import check_logits, check_packing, probe_row
 from rl_dtensor.recompute import checkpoint_activations
+from rl_dtensor.replay import Replay
 from rl_dtensor.settings import device_problems, head_problems
 from rl_dtensor.shape import shape_of
 from rl_dtensor.weights import Catalog, Weights
@@ -137,6 +138,10 @@ class _Builder:
             final_norm = Stages.of(hf, 1).final_norm if backend.sequence_parallel and is_last else None
             if not is_headless:
                 vocab = self._vocab_shard(hf)
+        replay = None
+        if backend.moe_router_replay:
+            split = mesh.sizes.tp > 1 and backend.sequence_parallel
+            replay = Replay(hf, (mesh.on("tp"), mesh.sizes.tp) if split else (0, 1))
         if stages is not None:
             stages.cut(hf, stage)
         if mesh.sizes.tp > 1:
@@ -162,6 +167,7 @@ class _Builder:
             is_packed=self.is_packed,
             is_last=is_last,
             head=HeadShard(vocab, backend.sequence_parallel),
+            replay=replay,
         )
         self._shard(model, experts)
         if stages is not None:

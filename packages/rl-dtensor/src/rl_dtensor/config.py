@@ -34,6 +34,10 @@ class DTensorConfig(BackendConfig):
     """Runs of consecutive layers that each pipeline rank holds, interleaved with those of the others."""
     expert_parallel_size: int = Field(default=1, gt=0)
     """Ranks that share the experts of each layer; they are taken from those that shard parameters."""
+    moe_router_replay: bool = False
+    """Send every token to the experts that the generator sent it to, in all passes; the router weighs them by its own
+    scores and still learns. Logprobs of trainer and generator then differ by rounding alone. For mixtures of experts,
+    with a generator that reports the experts it chose: hf, megatron, or vllm on GPUs."""
     attention_backend: AttentionBackend = "auto"
     """Kernel that computes attention: torch's scaled dot-product attention row by row (`sdpa`), the same in plain
     matrix products for debugging (`eager`), or one kernel for all rows, on GPUs: `flash_attention_2` (flash-attn is

@@ -27,6 +27,7 @@ from rl_dtensor.layout import Alignment, Layout, lay_out
 from rl_dtensor.parallel.fsdp import local
 from rl_dtensor.parallel.local_parameters import to_local
 from rl_dtensor.parallel.mesh import Mesh
+from rl_dtensor.replay import Replay
 from rl_dtensor.weights import Weights, persistent
 
 
@@ -57,6 +58,7 @@ class ReadingModel(nn.Module):
         alignment: what a forward pass must fit.
         is_packed: rows lie end to end instead of being padded.
         is_last: whether it has the last layers and the head.
+        replay: of the generator's routing; None if its routers choose.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class ReadingModel(nn.Module):
         is_packed: bool,
         is_last: bool,
         head: HeadShard,
+        replay: Replay | None = None,
     ) -> None:
         super().__init__()
         self.hf = hf
@@ -80,6 +83,7 @@ class ReadingModel(nn.Module):
         self.is_packed = is_packed
         self.is_last = is_last
         self.head_shard = head
+        self.replay = replay
         self.transform = logit_transform(hf.config)
         self.sees_rows = hf.config._attn_implementation == ROWS
         self.takes_positions = "position_ids" in inspect.signature(body_of(hf).forward).parameters
@@ -99,12 +103,18 @@ class ReadingModel(nn.Module):
         Args:
             entered: hidden states from the stage before; None in the first.
         """
+        self.give_routing(layout)
         hidden = self._hidden(layout, entered)
         if not self.is_last:
             return hidden
         if checks_logits:
             return {"logit_error": self._logit_error(hidden, layout, entered)}
         return self._reads(hidden.flatten(0, 1), layout, reads, temperature)
+
+    def give_routing(self, layout: Layout) -> None:
+        """Send the tokens of a pass to the experts of the generator, if those are replayed."""
+        if self.replay is not None:
+            self.replay.give(layout)
 
     def _reads(self, hidden: Tensor, layout: Layout, reads: Sequence[Read], temperature: float) -> Mapping[str, Tensor]:
         rows = layout.rows

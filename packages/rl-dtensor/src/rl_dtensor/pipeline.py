@@ -76,6 +76,8 @@ class _Run:
         grad = None
         if stage < self.model.num_stages - 1:
             grad = self._receive("backward", self._lay_out(index)[1])
+        # what was not kept is computed again
+        self.model.chunks[chunk].give_routing(self._lay_out(index)[1])
         if passed.left.requires_grad:
             torch.autograd.backward(passed.left, grad)
         if stage > 0:

@@ -91,5 +91,6 @@ PLUGIN = BackendPlugin(
     preflight="rl_dtensor.preflight:check",
     selfcheck="rl_dtensor.selfcheck:cases_of",
     mesh_case=mesh_case,
+    replay_key="moe_router_replay",
     held_families=HELD_FAMILIES,
 )

@@ -55,8 +55,9 @@ class MegatronConfig(BackendConfig):
     freeze_moe_router: bool = False
     """Leave the routers of a mixture of experts as they are; generation and training then route more alike."""
     moe_router_replay: bool = False
-    """Send tokens to the experts that the generator sent them to, as the column `routed_experts` of a batch has them.
-    Refused in runs as long as no generator reports its routing."""
+    """Send every token to the experts that the generator sent it to, in all passes; the router weighs them by its own
+    scores and still learns. Logprobs of trainer and generator then differ by rounding alone. For mixtures of experts,
+    with a generator that reports the experts it chose: hf, megatron, or vllm on GPUs."""
     moe_router_dtype: Literal["fp32", "fp64"] = "fp32"
     """Dtype of the routers' logits and scores."""
     moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss"] = "none"

@@ -8,7 +8,7 @@ from typing import Any
 
 from rl_core.config import Problem
 from rl_core.devices import DEVICES
-from rl_core.model_config import local_hf_config
+from rl_core.model_config import local_hf_config, num_experts_of
 from rl_core.plugins import BackendPlugin, Requirement
 from rl_core.selfcheck import MeshCase, at_most_two
 from rl_megatron.config import MegatronConfig
@@ -54,9 +54,7 @@ def check_shape(section: Any, config: Any) -> Iterable[Problem]:
     model = local_hf_config(section)
     is_latent = "kv_lora_rank" in model
     shared = ("num_attention_heads", "intermediate_size", *(() if is_latent else ("num_key_value_heads",)))
-    experts = next(
-        (model[name] for name in ("num_experts", "num_local_experts", "n_routed_experts") if name in model), 0
-    )
+    experts = num_experts_of(model)
     for name, size, what, count in (
         *(("tensor_model_parallel_size", backend.tensor_model_parallel_size, part, model.get(part)) for part in shared),
         ("expert_model_parallel_size", backend.expert_model_parallel_size, "experts", experts),
@@ -120,15 +118,6 @@ def check_lora(section: Any, config: Any) -> Iterable[Problem]:
             f"{KEY}.fp8_cfg.enabled",
             "needs layers of Transformer Engine, and adapters need those of megatron-core; set this to false, or "
             "lora_cfg.enabled to false",
-        )
-
-
-def check_replay(section: Any, config: Any) -> Iterable[Problem]:
-    """Replay of routing, which generators do not report."""
-    if section.megatron_cfg.moe_router_replay:
-        yield Problem(
-            f"{KEY}.moe_router_replay",
-            "needs the experts that the generator chose, which no generator reports; set it to false",
         )
 
 
@@ -231,12 +220,12 @@ PLUGIN = BackendPlugin(
         check_shape,
         check_recompute,
         check_lora,
-        check_replay,
         check_8_bit,
         check_device,
     ),
     preflight="rl_megatron.preflight:check",
     selfcheck="rl_megatron.selfcheck:cases_of",
     mesh_case=mesh_case,
+    replay_key="moe_router_replay",
     held_families=HELD_FAMILIES,
 )

@@ -83,9 +83,9 @@ class MegatronModel:
             raise ValueError(f"transformers has no sequence classifier for {self.reading.hf.model_type} models")
         return str(classes[kind].__name__)
 
-    def extra_columns(self, batch: Batch) -> Mapping[str, Ragged]:
+    def extra_columns(self, batch: Batch, *, for_loss: bool) -> Mapping[str, Ragged]:
         """The experts that tokens were sent to, if routing is replayed."""
-        return {} if self.reading.replay is None else self.reading.replay.columns_of(batch)
+        return {} if self.reading.replay is None else self.reading.replay.columns_of(batch, for_loss=for_loss)
 
     def read(self, run: Pass) -> list[Any]:
         """Forward through all stages."""

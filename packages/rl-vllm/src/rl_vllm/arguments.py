@@ -44,6 +44,7 @@ def engine_arguments(
         kv_cache_memory_bytes=None if kv_cache_gib is None else int(kv_cache_gib * GIB),
         logprobs_mode="processed_logprobs",
         worker_extension_cls=extension,
+        enable_return_routed_experts=placement.reports_routing,
         enable_sleep_mode=placement.shares_devices and not on_cpu,
         # vLLM 0.32 dies on CPU when the prompt of a request with a seed is read in parts: it takes back
         # the token drawn too early by rewinding the request's generator, which CPU generators cannot

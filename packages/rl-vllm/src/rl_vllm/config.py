@@ -35,6 +35,7 @@ OWNED_ARGUMENTS = {
     "dtype": "write `policy.precision`",
     "enable_chunked_prefill": "the generator chooses it for the device",
     "enable_lora": "adapters are merged into the weights that are sent",
+    "enable_return_routed_experts": "write `moe_router_replay` in the section of the policy's training backend",
     "enable_sleep_mode": "the generator sleeps if it shares its device",
     "enforce_eager": "write `vllm_cfg.enforce_eager`",
     "generation_config": _SAMPLING,

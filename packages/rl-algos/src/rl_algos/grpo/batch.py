@@ -9,6 +9,7 @@ import numpy as np
 from rl_algos.grpo.advantages import Advantages
 from rl_algos.grpo.config import GRPOConfig
 from rl_algos.grpo.objective import Objective
+from rl_algos.rollouts.routing import with_routing
 from rl_core.batch import Batch, Column
 from rl_core.model import LOGPROBS, Model
 from rl_core.ragged import Ragged
@@ -21,10 +22,10 @@ def build_batch(groups: Sequence[RolloutGroup], config: GRPOConfig) -> Batch:
     Rollouts that train nothing (failed; cut off, with overlong filtering) have an empty loss mask. The token-aligned
     columns stay where they are.
     """
-    # a failed rollout has no routed experts, for one
-    shared = set.intersection(*(set(group.columns) for group in groups)) - {RECORD}
-    names = [name for name in groups[0].columns if name in shared]
-    batch = Batch.concat([group.columns.only(names) for group in groups])
+    parts = with_routing([group.columns for group in groups])
+    shared = set.intersection(*(set(part) for part in parts)) - {RECORD}
+    names = [name for name in parts[0] if name in shared]
+    batch = Batch.concat([part.only(names) for part in parts])
     if config.overlong_filtering:
         cut = [is_cut(rollout, config.max_rollout_turns) for group in groups for rollout in group.rollouts]
         batch = batch.with_zeros(LOSS_MASK, np.array(cut))

@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_core.config import Problem
+from rl_core.model_config import num_experts_of
 from rl_dtensor.config import DTensorConfig
 
 SECTION = "dtensor_cfg"
-
-NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Fields by which Hugging Face configs count experts."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +151,7 @@ def shape_problems(config: DTensorConfig, model: Mapping[str, Any]) -> Iterator[
                 f"{cp} neither divides nor is a multiple of the {own_kv} key-value heads of a rank; "
                 f"set it to {_nearest(own_kv, cp)}, or context_parallel_method=all_gather",
             )
-    experts = next((count for name in NUM_EXPERTS if (count := _number(model, name))), None)
+    experts = num_experts_of(model)
     if experts and config.compile:
         yield Problem(
             f"{SECTION}.compile", "compiles layers without experts, and the model has some; set compile=false"

@@ -23,6 +23,7 @@ from rl_megatron.generation.loading import join_alone, load_model
 from rl_megatron.generation.weights import WeightAdoption
 from rl_megatron.model import forget_embeddings
 from rl_megatron.parallel.mesh import leave_groups
+from rl_megatron.replay import RoutingRecorder
 from rl_megatron.residency import ModelResidency
 from rl_megatron.step import MegatronModel
 
@@ -35,21 +36,28 @@ class MegatronDecoder:
     Args:
         config: of the generator.
         model: what is generated with.
+        reports_routing: whether completions carry the experts that tokens were sent to.
 
     Raises:
-        ValueError: if the model's files and config do not fit together, or its family has no weight mapping.
+        ValueError: if the model's files and config do not fit together, its family has no weight mapping, or it has no
+            experts to report.
     """
 
-    def __init__(self, config: MegatronGenerationConfig, model: ModelConfig, device: Device) -> None:
+    def __init__(
+        self, config: MegatronGenerationConfig, model: ModelConfig, device: Device, *, reports_routing: bool
+    ) -> None:
         self._config = config
         self._mesh = join_alone(device)
         try:
             self.model, self._weights = load_model(model, self._mesh)
+            recorder = RoutingRecorder(self.model.chunks[0], self.model.config) if reports_routing else None
         except BaseException:
             leave_groups()
             raise
         self._residency = ModelResidency(self.model, None, device)
-        self._batch = StaticBatch(self.model, device.torch_device, max_prefill_tokens=config.max_prefill_tokens)
+        self._batch = StaticBatch(
+            self.model, device.torch_device, max_prefill_tokens=config.max_prefill_tokens, recorder=recorder
+        )
 
     @property
     def vocab_size(self) -> int:

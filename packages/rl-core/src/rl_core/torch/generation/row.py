@@ -26,6 +26,7 @@ class Row:
         self.tokens: list[int] = []
         self._logprobs: list[float] = []
         self._versions: list[int] = []
+        self._routing: list[np.ndarray] = []
         self.limit = limit
         self._stop_text = stop_text
         self._uniforms = uniforms(request.seed, limit)
@@ -45,6 +46,10 @@ class Row:
     def uniform(self) -> float:
         """Uniform number that draws the next token."""
         return float(self._uniforms[len(self.tokens)])
+
+    def add_routing(self, experts: np.ndarray) -> None:
+        """Take the experts, int16 `[tokens, layers, experts per token]`, that the next of its tokens were sent to."""
+        self._routing.append(experts)
 
     def append(self, token: int, logprob: float, version: int) -> bool:
         """Take a sampled token; True if it ends the completion, which is then handed over."""
@@ -67,6 +72,7 @@ class Row:
             logprobs=np.array(self._logprobs, dtype=np.float32),
             stop_reason=reason,
             spans=tuple(WeightSpan(int(v), int(n)) for v, n in zip(versions, counts, strict=True)),
+            routed_experts=np.concatenate(self._routing) if self._routing else None,
         )
         if self.future.set_running_or_notify_cancel():
             self.future.set_result(completion)

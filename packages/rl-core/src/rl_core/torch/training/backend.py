@@ -173,11 +173,14 @@ class RankModel(Protocol):
         """
         ...
 
-    def extra_columns(self, batch: Batch) -> Mapping[str, Ragged]:
-        """Columns, beside tokens and those of the loss, that passes need of a batch; often none.
+    def extra_columns(self, batch: Batch, *, for_loss: bool) -> Mapping[str, Ragged]:
+        """Columns, beside tokens and those of the loss, that passes take from a batch; often none.
+
+        Args:
+            for_loss: whether the pass is of a loss. One that only reads does without columns that the batch lacks.
 
         Raises:
-            ValueError: if the batch lacks one.
+            ValueError: if the batch lacks one that a loss needs.
         """
         ...
 
