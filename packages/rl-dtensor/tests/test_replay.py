@@ -97,7 +97,7 @@ def test_a_batch_without_routing_or_of_another_model_is_refused(ranks, prepared)
 def test_replay_of_a_model_without_experts_is_refused(ranks, tmp_path):
     folder = write_tiny_model(tmp_path)
     with (
-        pytest.raises(WorkerError, match="qwen3 models have no experts"),
+        pytest.raises(WorkerError, match="routing of qwen3 models cannot be replayed: they have no experts"),
         PooledModel(ranks, BUILD, config_of(folder), ModelSpec(), 1, moe_router_replay=True),
     ):
         pass

@@ -23,6 +23,8 @@ from rl_dtensor.layout import Layout
 Choose = Callable[[Tensor], Tensor]
 """From the experts of a router's own choice, int64 `[tokens, experts per token]`, to those that tokens go to."""
 
+REMEDY = "set moe_router_replay=false"
+
 ROUTER_LOGITS = "router_logits"
 """Output of routers, by which `transformers` tells which modules they are."""
 
@@ -110,11 +112,13 @@ def routing_shape(hf: PreTrainedModel) -> RoutingShape:
     fields = config.to_dict()
     num_experts = num_experts_of(fields)
     if not num_experts:
-        raise ValueError(f"routing cannot be replayed: {hf.config.model_type} models have no experts")
+        kind = hf.config.model_type
+        raise ValueError(f"routing of {kind} models cannot be replayed: they have no experts; {REMEDY}")
     num_chosen = fields.get("num_experts_per_tok")
     if not isinstance(num_chosen, int):
         raise ValueError(
-            f"routing of {hf.config.model_type} models cannot be replayed: their config has no num_experts_per_tok"
+            f"routing of {hf.config.model_type} models cannot be replayed: their config has no num_experts_per_tok; "
+            f"{REMEDY}"
         )
     return RoutingShape(config.num_hidden_layers, num_chosen, num_experts)
 
@@ -133,7 +137,7 @@ def routers_of(hf: PreTrainedModel) -> Sequence[tuple[int, nn.Module]]:
     if not found:
         raise ValueError(
             f"routing of {hf.config.model_type} models cannot be replayed: transformers does not say which modules are "
-            "their routers"
+            f"their routers; {REMEDY}"
         )
     return found
 
@@ -163,7 +167,8 @@ def intercept(router: Any, shape: RoutingShape, choose: Choose, kind: str) -> No
             result = original(*args, **kwargs)
         if top_k.num_calls != 1:
             raise ValueError(
-                f"routing of {kind} models cannot be replayed: their routers do not choose experts by one top-k"
+                f"routing of {kind} models cannot be replayed: their routers do not choose experts by one top-k; "
+                f"{REMEDY}"
             )
         return result
 
