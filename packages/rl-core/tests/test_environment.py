@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from rl_core.environment import Conversation, Environment, EnvironmentFailure, StepResult, as_environment
+from rl_core.environment import Conversation, Environment, EnvironmentFailure, StepResult
 from rl_core.environments.process import EnvironmentProcess
+from rl_core.reward_function import as_environment
 from rl_core.testing.environment import EnvironmentSuite
 
 
@@ -93,37 +94,6 @@ def test_the_suite_finds_faults(fault: str, test: str) -> None:
 )
 def test_the_reward_trained_on_is_the_named_one_or_the_sum(reward: Any, named: dict[str, float]) -> None:
     assert StepResult(reward).rewards() == named
-
-
-def test_a_function_gets_what_it_asks_for_by_name() -> None:
-    environment = as_environment(lambda messages, seed: float(len(messages) + seed))
-    assert environment.step([conversation("x", seed=5, other=1)], [None])[0].reward == 6.0
-
-
-def test_a_function_that_asks_for_what_is_not_there_is_an_error() -> None:
-    def judge(completion: str, answer: str) -> float:
-        return 0.0
-
-    with pytest.raises(ValueError, match=r"'judge' asks for \['answer'\]; a conversation offers .*'seed'"):
-        as_environment(judge).step([conversation("x", seed=5)], [None])
-
-
-def test_a_function_may_have_defaults() -> None:
-    def judge(completion: str, scale: float = 2.0, *, bonus: float = 0.0) -> float:
-        return len(completion) * scale + bonus
-
-    environment = as_environment(judge)
-    assert [r.reward for r in environment.step([conversation("abc"), conversation("abc", scale=3)], [None] * 2)] == [
-        6.0,
-        9.0,
-    ]
-
-
-def test_a_function_may_take_everything() -> None:
-    def judge(completion: str, **rest: Any) -> float:
-        return float(rest["answer"] == completion)
-
-    assert as_environment(judge).step([conversation("7", answer="7")], [None])[0].reward == 1.0
 
 
 def test_foreign_text_and_numbers_become_plain_ones() -> None:

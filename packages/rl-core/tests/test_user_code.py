@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from rl_core.plugins import resolve
-from rl_core.user_code import SourceFile, beside, implementation_name
+from rl_core.user_code import FromFile, SourceFile, beside, implementation_name, place_of
 
 LOSS = """
 from dataclasses import dataclass
@@ -128,3 +128,54 @@ def test_an_implementation_in_a_package_is_itself():
 def test_the_module_of_a_text_is_its_own():
     assert SourceFile("a/b-c.py", "x = 1").module_name.startswith("user_code_b_c_")
     assert SourceFile("a/b-c.py", "x = 1").module_name != SourceFile("a/b-c.py", "x = 2").module_name
+
+
+def test_a_file_beside_the_recipe_comes_before_one_in_the_current_folder(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "recipes").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    (tmp_path / "here/mine.py").touch()
+    assert beside("mine.py:Loss", tmp_path / "recipes") == f"{tmp_path}/here/mine.py:Loss"
+    (tmp_path / "recipes/mine.py").touch()
+    assert beside("mine.py:Loss", tmp_path / "recipes") == f"{tmp_path}/recipes/mine.py:Loss"
+
+
+def test_what_a_file_defines_is_known_without_running_it(written):
+    text = (
+        "raise RuntimeError('run')\n\ndef score(): ...\n\nasync def judge(): ...\n\nclass Game: ...\n\nscale = score\n"
+    )
+    path = written(text.replace("raise RuntimeError('run')", "print('run')"))
+    assert [FromFile.read(f"{path}:{name}").is_function for name in ("score", "judge", "Game", "scale")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    with pytest.raises(ValueError, match=r"mine\.py has no 'scor'; did you mean score\?"):
+        FromFile.read(f"{path}:scor")
+    with pytest.raises(ValueError, match=r"mine\.py has no 'zzz'; it defines score, judge, Game, scale"):
+        FromFile.read(f"{path}:zzz")
+    # what stands under an `if` may define it
+    assert str(FromFile.read(f"{written('if True:' + chr(10) + '    score = print')}:score")) == "mine.py:score"
+    with pytest.raises(ValueError, match=r"mine\.py:1 is not valid Python"):
+        FromFile.read(f"{written('def score(')}:score")
+
+
+def test_a_function_of_a_file_runs_where_the_file_is_not(written):
+    path = written("def double(value):\n    return 2 * value\n")
+    sent = pickle.dumps(FromFile.read(f"{path}:double"))
+    path.unlink()
+    assert pickle.loads(sent).load()(4) == 8
+
+
+def test_a_file_may_import_others_beside_it(written):
+    written("WEIGHT = 3\n", "weights_of_mine.py")
+    path = written("from weights_of_mine import WEIGHT\n\ndef weigh(value):\n    return WEIGHT * value\n")
+    assert resolve(f"{path}:weigh")(2) == 6
+
+
+def test_the_place_of_a_function_or_class_is_its_file_and_line(written):
+    path = written(LOSS)
+    assert place_of(resolve(f"{path}:compute")) == "mine.py:16"
+    assert place_of(resolve(f"{path}:Scale")) == "mine.py:6"
+    assert place_of(3) == place_of(len) == ""

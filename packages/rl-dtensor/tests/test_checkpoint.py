@@ -1,4 +1,4 @@
-"""A checkpoint that is saved on one mesh, in the background, resumes on every other."""
+"""What is saved on one mesh, in the background, goes on on every other."""
 
 import pytest
 

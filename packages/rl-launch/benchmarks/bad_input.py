@@ -14,7 +14,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from bad_input_cases import CASES, Case
+from bad_input_cases import CASES as BAD_INPUT
+from bad_input_cases import Case
+from broken_data_cases import CASES as BROKEN_DATA
+
+CASES = (*BAD_INPUT, *BROKEN_DATA)
 
 BUDGET_S = 2.0
 SURROUNDINGS = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}

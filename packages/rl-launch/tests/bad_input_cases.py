@@ -212,14 +212,14 @@ _PLUGINS = (
         "a row with an unknown environment",
         GRPO,
         ROWS,
-        says=r"row rows\.jsonl:train:1 names the environment 'mth', which is not installed; did you mean math\?",
+        says=r"rows\.jsonl, line 2: no environment 'mth' is installed; did you mean math\?",
         files=_rows(QUESTION, {**QUESTION, "environment": "mth"}),
     ),
     _case(
         "a row without an environment",
         GRPO,
         ROWS,
-        says=r"row rows\.jsonl:train:0 names no environment to score it; set `env_name`",
+        says=r"rows\.jsonl, line 1: no environment is named that scores it; set `env_name`",
         files=_rows({"messages": "1+2="}),
     ),
     _case(
@@ -261,15 +261,17 @@ _DATA = (
         "malformed JSONL line",
         SFT,
         ROWS,
-        says=r"rows\.jsonl:2: not a JSON object: Expecting",
+        says=r"rows\.jsonl, line 2: not a JSON object: Expecting value at column 14",
         files=_text(json.dumps(QUESTION) + '\n{"messages": \n', "rows.jsonl"),
     ),
-    _case("a JSONL row that is a list", SFT, ROWS, says=r"rows\.jsonl:1: a row is a JSON object", files=_rows([1])),
+    _case(
+        "a JSONL row that is a list", SFT, ROWS, says=r"rows\.jsonl, line 1: a row is a JSON object", files=_rows([1])
+    ),
     _case(
         "missing column",
         SFT,
         "data.train={data_path: rows.jsonl, input_key: qestion}",
-        says=r"row rows\.jsonl:train:0: no column 'qestion'; did you mean question\?; the columns are",
+        says=r"rows\.jsonl, line 1: no column 'qestion'; did you mean question\?; the columns are",
         files=_rows({"question": "1+2=", "answer": "3"}),
     ),
     _case("empty dataset", SFT, ROWS, says=r"the dataset 'rows\.jsonl' has no rows; check", files=_rows()),
@@ -311,7 +313,7 @@ _DATA = (
         "sft.val_period=0",
         "sft.stop_at_validation_loss=null",
         MODEL,
-        says=r"row rows\.jsonl:train:0: the conversation has no assistant message to learn from",
+        says=r"rows\.jsonl, line 1: the conversation has no assistant message to learn from",
         files=_both(_model(), _rows({"messages": "1+2="})),
     ),
     _case(
@@ -319,7 +321,7 @@ _DATA = (
         GRPO,
         ROWS,
         MODEL,
-        says=r"1 of 1 rows have more than 24 tokens; the longest, rows\.jsonl:train:0.* raise data\.max_input_seq_len",
+        says=r"1 of 1 rows have more than 24 tokens; the longest \(rows\.jsonl, line 1\) has .* raise data\.max",
         files=_both(_model(), _rows({**QUESTION, "messages": "1+" * 40})),
     ),
 )

@@ -56,6 +56,28 @@ def test_a_processor_of_ones_own_is_named_by_its_path():
     assert convert({"text": "hi"}, settings()).messages[0]["content"] == "HI"
 
 
+def hasty(row):
+    return Example(())
+
+
+def careless(row, settings):
+    return row["text"]
+
+
+def test_a_processor_that_takes_something_else_is_refused_before_a_row_is_read():
+    says = r"hasty \(test_example\.py:\d+\) cannot be called with .*; write it as def hasty\(row, settings\) -> Exa"
+    with pytest.raises(ConfigError, match=says):
+        processor(settings(processor=f"{__name__}:hasty"))
+
+
+def test_a_processor_that_fails_is_named_with_its_line():
+    convert = processor(settings(processor=f"{__name__}:careless"))
+    with pytest.raises(DataError, match=r"raised KeyError: 'text' \(at test_example\.py:\d+\); the columns are txt"):
+        convert({"txt": "hi"}, settings())
+    with pytest.raises(DataError, match=r"careless \(test_example\.py:\d+\) returned str; return an .*Example"):
+        convert({"text": "hi"}, settings())
+
+
 @pytest.mark.parametrize(
     ("name", "problem"),
     [

@@ -76,9 +76,11 @@ def test_what_datasets_saved_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ('{"a": 1', "not a JSON object: Expecting"),
+        ('{"a": 1', "not a JSON object: Expecting ',' delimiter at column 8$"),
+        ('{"a": "b\tc"}', r"not a JSON object: Invalid control character at column 9; write \\t for a tab"),
+        ("{'a': 1}", "in double quotes at column 2; JSON has double quotes"),
         ("[1]", "a row is a JSON object, got list"),
-        ("\xff", "not a JSON object"),
+        ("\xff", "not a JSON object: it is not text in UTF-8"),
     ],
 )
 def test_a_malformed_line_is_reported_with_file_and_number(tmp_path, line, problem):
@@ -86,7 +88,21 @@ def test_a_malformed_line_is_reported_with_file_and_number(tmp_path, line, probl
     path.write_bytes(b'{"a": 0}\n\n' + line.encode("latin-1") + b"\n")
     with pytest.raises(DataError, match=problem) as error:
         rows(path)
-    assert f"{path}:3: " in str(error.value)
+    assert str(error.value).startswith(f"{path}, line 3: ")
+
+
+def test_a_row_has_its_place(tmp_path):
+    write(tmp_path / "a.parquet", ROWS[:2])
+    (tmp_path / "b.jsonl").write_text('{"a": 0}\n\n{"a": 1}\n')
+    found = load_rows(DatasetConfig(data_path=str(tmp_path)), "train")
+    assert [found.place(index) for index in range(4)] == [
+        f"{tmp_path}/a.parquet, row 0 (from 0)",
+        f"{tmp_path}/a.parquet, row 1 (from 0)",
+        f"{tmp_path}/b.jsonl, line 1",
+        f"{tmp_path}/b.jsonl, line 3",
+    ]
+    generated = load_rows(DatasetConfig(dataset_name="arithmetic"), "train")
+    assert generated.place(3) == "arithmetic (train), row 3 (from 0)"
 
 
 def test_what_is_not_there_or_not_readable_is_refused(tmp_path):

@@ -1,5 +1,6 @@
 import json
 import logging
+import re
 
 import numpy as np
 import pytest
@@ -55,7 +56,7 @@ def test_columns_environment_and_texts_come_from_the_settings(tmp_path, tokenize
     first, second = stream({"train": data, "shuffle": False}, tokenizer).take(2)
     assert (first.id, second.id) == ("sums.jsonl:train:0", "sums.jsonl:train:1")
     assert second.messages == ({"role": "user", "content": "Q: y"},)
-    assert (second.info, second.environment) == ({"answer": 1}, "judge")
+    assert (second.info, second.environment) == ({"q": "y", "a": 1, "answer": 1}, "judge")
     assert np.array_equal(second.token_ids, encode_prompt(tokenizer, second.messages))
 
 
@@ -73,8 +74,9 @@ def test_ids_are_unique_across_datasets_and_the_same_whatever_is_left_out(tmp_pa
 def test_overlong_prompts_are_refused_or_left_out_and_counted(tmp_path, tokenizer, caplog):
     path = questions(tmp_path / "q.jsonl", ["abc", "abcdefghij", "abcde"])
     data = {"train": {"data_path": path, "input_key": "q", "env_name": "math"}, "max_input_seq_length": 6}
-    problem = "2 of 3 rows have more than 6 tokens; the longest, q.jsonl:train:1, has 13"
-    with pytest.raises(DataError, match=f"{problem}; raise data.max_input_seq_length.*or set data.overlong: skip"):
+    problem = f"2 of 3 rows have more than 6 tokens; the longest ({path}, line 2) has 13"
+    says = f"{re.escape(problem)}; raise data.max_input_seq_length.*or set data.overlong: skip"
+    with pytest.raises(DataError, match=says):
         stream(data, tokenizer)
     with caplog.at_level(logging.WARNING):
         assert stream({**data, "overlong": "skip"}, tokenizer).num_items == 1
@@ -108,12 +110,21 @@ def test_a_row_at_fault_is_named(tmp_path, tokenizer):
         return str(caught.value)
 
     good = {"messages": [{"role": "user", "content": "a"}]}
-    assert "row q.jsonl:train:1: no column 'messages'" in error([good, {"message": []}])
+    assert "q.jsonl, line 2: no column 'messages'" in error([good, {"message": []}])
     assert "ends with the assistant" in error(
         [{"messages": [*good["messages"], {"role": "assistant", "content": "b"}]}]
     )
     assert "unknown role judge" in error([{"messages": [{"role": "judge", "content": "a"}]}])
-    assert "row q.jsonl:train:0 names no environment" in error([good], env_name=None)
+    assert "q.jsonl, line 1: no environment is named that scores it; set `env_name`" in error([good], env_name=None)
+
+
+def test_prompts_know_the_line_of_their_row(tmp_path, tokenizer):
+    path = tmp_path / "q.jsonl"
+    path.write_text('\n{"messages": "a"}\n\n{"messages": "b", "topic": "sums"}\n')
+    data = {"train": {"data_path": str(path), "env_name": "math"}, "shuffle": False}
+    first, second = stream(data, tokenizer).take(2)
+    assert (str(first), str(second)) == (f"{path}, line 2", f"{path}, line 4")
+    assert (first.info, second.info) == ({}, {"topic": "sums"})
 
 
 def test_a_tokenizer_without_a_chat_template_is_refused(tokenizer):

@@ -1,11 +1,13 @@
+import logging
+
 import numpy as np
 import pytest
 
-from rl_algos.rollouts.failures import check_failures
+from rl_algos.rollouts.failures import TOLD_EVERY, FailureWatch
 from rl_core.errors import RolloutsFailed
 from rl_core.rollout import Prompt, Rollout, RolloutGroup
 
-PROMPT = Prompt("p7", (), np.array([1], np.int32), "math")
+PROMPT = Prompt("p7", (), np.array([1], np.int32), "math", place="prompts.jsonl, line 8")
 
 
 def groups(*failures):
@@ -14,22 +16,41 @@ def groups(*failures):
     return [RolloutGroup.of(PROMPT, (Rollout.failed(PROMPT, failure) if failure else good,)) for failure in failures]
 
 
-def test_a_share_that_is_allowed_passes():
-    check_failures(groups("hung", ""), 0.5)
-    check_failures(groups("hung", "hung"), 1.0)
-    check_failures([], 0.0)
+def test_a_share_that_is_allowed_passes_with_a_warning(caplog):
+    with caplog.at_level(logging.WARNING):
+        FailureWatch(0.5).check(groups("hung", ""))
+    assert caplog.messages == ["1 of 2 rollouts failed and train nothing: 1 x hung"]
+    FailureWatch(0.0).check([])
 
 
-def test_past_it_the_reasons_are_counted_and_one_prompt_is_named():
+def test_past_it_the_reasons_are_counted_and_one_row_is_named():
     reasons = ["EnvironmentFailed: the verifier hung"] * 3 + ["RequestRefused: no room"] * 2 + [""]
     with pytest.raises(RolloutsFailed) as caught:
-        check_failures(groups(*reasons), 0.5)
+        FailureWatch(0.5).check(groups(*reasons))
     said = str(caught.value)
     assert said.startswith("5 of 6 rollouts failed, more than grpo.max_failed_share=0.5 allows: ")
     assert "3 x EnvironmentFailed: the verifier hung; 2 x RequestRefused: no room." in said
-    assert said.endswith("For example, prompt p7: EnvironmentFailed: the verifier hung")
+    assert said.endswith("For example, prompts.jsonl, line 8: EnvironmentFailed: the verifier hung")
+
+
+def test_a_call_whose_rollouts_all_failed_ends_the_run_whatever_is_allowed():
+    with pytest.raises(RolloutsFailed, match="2 of 2 rollouts failed, so there is nothing to train on: 2 x hung"):
+        FailureWatch(1.0).check(groups("hung", "hung"))
 
 
 def test_many_reasons_are_cut_short():
     with pytest.raises(RolloutsFailed, match="1 x reason 4; and 3 other reasons"):
-        check_failures(groups(*[f"reason {i}" for i in range(8)]), 0.0)
+        FailureWatch(0.0).check(groups(*[f"reason {i}" for i in range(8)]))
+
+
+def test_a_cause_is_told_of_once_and_again_if_it_goes_on(caplog):
+    watch = FailureWatch(0.9)
+    with caplog.at_level(logging.WARNING):
+        for step in range(TOLD_EVERY):
+            # a value in the message is not another cause
+            watch.check(groups(f"raised ValueError: invalid literal: 'x{step}' (at reward.py:3)", ""))
+        assert len(caplog.messages) == 1
+        watch.check(groups("hung", ""))
+        assert caplog.messages[1] == "1 of 2 rollouts failed and train nothing: 1 x hung"
+        watch.check(groups("raised ValueError: invalid literal: 'y' (at reward.py:3)", ""))
+    assert len(caplog.messages) == 3

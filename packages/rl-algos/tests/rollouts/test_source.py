@@ -15,8 +15,9 @@ SAMPLING = SamplingParams(max_new_tokens=3)
 class RecordingPool:
     """Ends groups in another order than they were submitted in."""
 
-    def __init__(self):
+    def __init__(self, *, fails=False):
         self.tasks, self.updates, self.taken = [], [], []
+        self._fails = fails
 
     def submit(self, tasks):
         tickets = list(range(len(self.tasks), len(self.tasks) + len(tasks)))
@@ -27,8 +28,9 @@ class RecordingPool:
     def next_done(self):
         ticket = self.taken.pop()
         task = self.tasks[ticket]
-        failed = tuple(Rollout.failed(task.prompt, "no engine") for _ in task.seeds)
-        return ticket, RolloutGroup.of(task.prompt, failed)
+        good = Rollout(task.prompt.id, *[np.zeros(1)] * 3, (), (), {"reward": 0.0}, "stop")
+        rollout = Rollout.failed(task.prompt, "no engine") if self._fails else good
+        return ticket, RolloutGroup.of(task.prompt, [rollout for _ in task.seeds])
 
     def adopt(self, update):
         self.updates.append(update)
@@ -102,7 +104,7 @@ def test_adopting_reaches_the_pool():
 def test_groups_of_which_too_many_failed_are_refused():
     stream = Stream([PROMPTS], seed=1)
     source = SyncRolloutSource(
-        RecordingPool(), stream, sampling=SAMPLING, num_generations=4, seed=7, max_failed_share=0.5
+        RecordingPool(fails=True), stream, sampling=SAMPLING, num_generations=4, seed=7, max_failed_share=0.5
     )
     with pytest.raises(RolloutsFailed, match=r"8 of 8 rollouts failed.* 8 x no engine"):
         source.collect(2)

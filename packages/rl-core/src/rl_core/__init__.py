@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from rl_core.environment import Conversation as Conversation
     from rl_core.environment import Environment as Environment
     from rl_core.environment import StepResult as StepResult
-    from rl_core.environment import as_environment as as_environment
     from rl_core.errors import ConfigError as ConfigError
     from rl_core.errors import RLError as RLError
     from rl_core.errors import WeightSyncError as WeightSyncError
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from rl_core.model import Model as Model
     from rl_core.model import ModelWorker as ModelWorker
     from rl_core.ragged import Ragged as Ragged
+    from rl_core.reward_function import as_environment as as_environment
     from rl_core.rollout import Completion as Completion
     from rl_core.rollout import Prompt as Prompt
     from rl_core.rollout import Rollout as Rollout
@@ -31,11 +31,12 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "batch": ("Batch",),
-    "environment": ("Conversation", "Environment", "StepResult", "as_environment"),
+    "environment": ("Conversation", "Environment", "StepResult"),
     "errors": ("ConfigError", "RLError", "WeightSyncError"),
     "generation": ("Generator", "RolloutProgram", "RolloutSource", "SamplingParams"),
     "model": ("Loss", "Model", "ModelWorker"),
     "ragged": ("Ragged",),
+    "reward_function": ("as_environment",),
     "rollout": ("Completion", "Prompt", "Rollout", "RolloutGroup", "RolloutReport"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

@@ -14,7 +14,6 @@ from rl_core.user_code import load_module
 
 if TYPE_CHECKING:
     from rl_core.config import Config, Problem
-    from rl_core.devices import Device
     from rl_core.model import ModelSpec
     from rl_core.selfcheck import MeshCase
 
@@ -48,16 +47,6 @@ def nothing_further(config: Any) -> tuple[Requirement, ...]:
     return ()
 
 
-def reports_routing(config: Any, device: Device) -> str:
-    """Of a generator whose completions can carry the experts that tokens were sent to, wherever it runs."""
-    return ""
-
-
-def reports_no_routing(config: Any, device: Device) -> str:
-    """Of a generator whose completions never carry the experts that tokens were sent to."""
-    return "it has no such output; choose another generation.backend"
-
-
 @dataclass(frozen=True)
 class BackendPlugin:
     """A training backend or a generation engine: its light half.
@@ -83,10 +72,6 @@ class BackendPlugin:
             for each mesh, layout of rows and kind of training on a tiny model of its family, on CPU, and raises
             `ConfigError` if there is no such family.
         mesh_case: from the section of a model to the case that its mesh comes down to at a small size.
-        replay_key: boolean key of a training backend's config by which its passes send tokens to the experts that the
-            generator chose; empty if it has none. The generator then reports them.
-        routing_problem: of a generator, from its config and the device to why its completions cannot carry the experts
-            that tokens were sent to (`Placement.reports_routing`); empty if they can.
         held_families: model types (as in `config.json`) whose every mesh the backend's own tests hold; a run of another
             family checks its case first.
     """
@@ -102,8 +87,6 @@ class BackendPlugin:
     preflight: str = ""
     selfcheck: str = ""
     mesh_case: Callable[[Any], MeshCase] | None = None
-    replay_key: str = ""
-    routing_problem: Callable[[Any, Device], str] = reports_no_routing
     held_families: frozenset[str] = frozenset()
 
 
@@ -113,8 +96,8 @@ class EnvironmentPlugin:
 
     Args:
         environment: `"package.module:Class"`, built as `Class(config)` in the environment's processes; or
-            `"package.module:function"`, a scoring function as `rl_core.environment.as_environment` takes it, which gets
-            no settings of its own.
+            `"package.module:function"`, a scoring function as `rl_core.reward_function.as_environment` takes it, which
+            gets no settings of its own.
     """
 
     name: str
@@ -182,6 +165,9 @@ class AlgorithmPlugin:
             chooses what does not exist.
         load: `"package.module:function"`, called on the driver as `load(config)` before anything else: reads the data
             and checks what can be checked without a tokenizer, which takes seconds to load.
+        attempts: `"package.module:function"`, called on the driver as `attempts(config, loaded)` with what `load`
+            returned: first rows of the data with responses, as lists of `rl_core.environments.trial.Attempt` by the
+            name of their environment, which is tried on them before anything is started. Empty if it has none.
         prepare: `"package.module:function"`, called on the driver as `prepare(config, tokenizer, loaded)` with what
             `load` returned, before anything is started: checks the tokenised data, and returns it.
         run: `"package.module:function"`, called as `run(config, components, run)` with `rl_core.run.Components` and
@@ -211,6 +197,7 @@ class AlgorithmPlugin:
     models: Callable[[Any], Mapping[str, ModelNeed]]
     model_sections: tuple[str, ...] = ("policy",)
     requirements: tuple[Requirement, ...] = ()
+    attempts: str = ""
     rollouts: str = ""
     evaluate: str = ""
     validation_metrics: Callable[[Any], Iterable[str]] | None = None
@@ -224,7 +211,8 @@ class RolloutNeeds:
     Args:
         program: `"package.module:Class"` of a `RolloutProgram`.
         program_args: its keyword arguments.
-        environments: names of the environments that score its prompts.
+        environments: names of the environments that score its prompts, as `rl_core.environments.instance.instance_of`
+            takes them.
     """
 
     program: str

@@ -1,24 +1,32 @@
 """A function or class in one file of a user's own, which no package holds.
 
-It is named as `file.py:Name`. The driver reads the file, and instances of its dataclasses carry its text in their
-pickle: a process on any node, in any environment, runs the same file without having it.
+It is named as `file.py:Name`. The driver reads the file, and what is sent of it carries its text: instances of its
+dataclasses in their pickle, anything else as `FromFile`. A process on any node, in any environment, runs the same file
+without having it.
 """
 
 from __future__ import annotations
 
+import ast
 import copyreg
 import dataclasses
+import difflib
 import hashlib
 import importlib
+import inspect
 import linecache
 import re
 import sys
+import sysconfig
+import traceback
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+_PACKAGE = str(Path(__file__).parent)
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 _NAMED = re.compile(r"(?P<file>\S[^:]*\.py):(?P<name>[A-Za-z_][\w.]*)")
 
 
@@ -58,6 +66,33 @@ class SourceFile:
         """Name of its module: of the file and its text, so that no two texts share one in a process."""
         return f"user_code_{re.sub(r'[^A-Za-z0-9_]', '_', Path(self.path).stem)}_{self.sha256[:16]}"
 
+    def names(self) -> dict[str, bool] | None:
+        """Names that its text defines at its top, with whether each is a function; None if it may define others.
+
+        Raises:
+            ValueError: if it is not valid Python.
+        """
+        try:
+            tree = ast.parse(self.text)
+        except SyntaxError as error:
+            raise ValueError(f"{self.path}:{error.lineno} is not valid Python: {error.msg}") from None
+        names: dict[str, bool] = {}
+        for statement in tree.body:
+            match statement:
+                case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                    names[name] = True
+                case ast.ClassDef(name=name) | ast.AnnAssign(target=ast.Name(id=name)):
+                    names[name] = False
+                case ast.Assign(targets=targets) if all(isinstance(each, ast.Name) for each in targets):
+                    names |= {each.id: False for each in targets if isinstance(each, ast.Name)}
+                case ast.Import(names=imported) | ast.ImportFrom(names=imported):
+                    names |= {each.asname or each.name.partition(".")[0]: False for each in imported}
+                case ast.Expr():
+                    pass
+                case _:
+                    return None
+        return None if "*" in names else names
+
     def load(self) -> ModuleType:
         """Its module, run once in this process.
 
@@ -69,6 +104,10 @@ class SourceFile:
             return known
         module = ModuleType(self.module_name)
         module.__file__ = self.path
+        folder = str(Path(self.path).parent)
+        if folder not in sys.path and Path(folder).is_dir():
+            # it may import others beside it; last, so that none of them hides an installed package
+            sys.path.append(folder)
         # so that tracebacks show its lines, and `inspect` its source, where the file is not
         linecache.cache[self.path] = (len(self.text), None, self.text.splitlines(keepends=True), self.path)
         sys.modules[self.module_name] = module
@@ -90,9 +129,65 @@ class SourceFile:
             raise ValueError(f"{self.path}:{error.lineno} is not valid Python: {error.msg}") from None
         except ModuleNotFoundError as error:
             raise ValueError(
-                f"{self.path} imports {error.name}, which is not installed here. The driver reads the file too: import "
-                "what only workers have (such as torch) inside the function that uses it."
+                f"{self.path} imports {error.name}, which is not installed here ({sys.prefix}). Install it, or import "
+                "what only some processes have (such as torch) inside the function that uses it."
             ) from error
+
+
+@dataclass(frozen=True)
+class FromFile:
+    """A function or class of a file, to be loaded in another process.
+
+    Args:
+        source: the file.
+        name: of the function or class in it.
+    """
+
+    source: SourceFile
+    name: str
+
+    @classmethod
+    def read(cls, path: str) -> FromFile:
+        """What `file.py:Name` names, without running the file.
+
+        Raises:
+            ValueError: if the file cannot be read, is not valid Python, or plainly has no such name.
+        """
+        file, _, name = path.rpartition(":")
+        source = SourceFile.read(file)
+        known = source.names()
+        if known is not None and name.partition(".")[0] not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else f"; it defines {', '.join(known) or 'nothing'}"
+            raise ValueError(f"{source.path} has no {name!r}{hint}")
+        return cls(source, name)
+
+    @property
+    def is_function(self) -> bool:
+        """Whether the file's text says that it is a function."""
+        return (self.source.names() or {}).get(self.name, False)
+
+    def load(self) -> Any:
+        """The function or class, its file run once in this process; raises as `SourceFile.load`."""
+        target: Any = self.source.load()
+        for part in self.name.split("."):
+            target = getattr(target, part)
+        return target
+
+    def __str__(self) -> str:
+        return f"{Path(self.source.path).name}:{self.name}"
+
+
+def place_of(target: Any) -> str:
+    """File and line of a function or class, as `reward.py:3`; empty if they are not known."""
+    found = inspect.unwrap(target) if callable(target) else target
+    if inspect.isfunction(found):
+        return f"{Path(found.__code__.co_filename).name}:{found.__code__.co_firstlineno}"
+    try:
+        file, (_, line) = inspect.getsourcefile(found), inspect.getsourcelines(found)
+    except (TypeError, OSError):
+        return ""
+    return f"{Path(file).name}:{line}" if file else ""
 
 
 _FILES: dict[str, SourceFile] = {}
@@ -105,11 +200,17 @@ def is_in_file(path: str) -> bool:
 
 
 def beside(path: str, folder: Path) -> str:
-    """The name with the file's path from this folder made absolute; any other text as it is."""
+    """The name with the file's path made absolute, from this folder or, if only that has the file, from the current
+    one; any other text as it is.
+    """
     if not is_in_file(path):
         return path
-    file, _, name = path.rpartition(":")
-    return f"{folder.absolute() / Path(file).expanduser()}:{name}"
+    written, _, name = path.rpartition(":")
+    file = Path(written).expanduser()
+    found = folder.absolute() / file
+    if not found.exists() and file.exists():
+        found = file.absolute()
+    return f"{found}:{name}"
 
 
 def load_module(name: str) -> ModuleType:
@@ -142,6 +243,27 @@ def implementation_name(owner: Any, path: str) -> str:
             "a class travels to workers with its own file alone: put both into one file, or the other into a package"
         )
     return f"{source.module_name}:{name}"
+
+
+def is_own(file: str) -> bool:
+    """Whether a file of a traceback is neither installed nor of this package."""
+    return not file.startswith((_PACKAGE, *_INSTALLED, "<"))
+
+
+def calls_of(error: BaseException) -> list[traceback.FrameSummary]:
+    """Calls of an error's traceback from the first outside this package on; all if there is none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    first = next((i for i, frame in enumerate(frames) if not frame.filename.startswith((_PACKAGE, "<"))), 0)
+    return list(frames[first:])
+
+
+def raised_at(error: BaseException) -> str:
+    """File and line, as `reward.py:3`, of the innermost call in code that is not installed, or else of the innermost
+    outside this package; empty if there is none.
+    """
+    frames = [frame for frame in calls_of(error) if not frame.filename.startswith((_PACKAGE, "<"))]
+    own = [frame for frame in frames if is_own(frame.filename)] or frames
+    return f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
 
 
 def _reduced(instance: Any) -> tuple[Any, ...]:

@@ -158,7 +158,7 @@ def test_any_bytes_are_an_answer_or_malformed(change: bytes | tuple[int, int]) -
     if isinstance(change, tuple):
         at, byte = change
         data = GOOD[:at] + bytes([byte]) + GOOD[at + 1 :]
-    for request in (Step([b""]), Abandon(["a"]), Build("it", b"")):
+    for request in (Step([b""]), Abandon(["a"]), Build("it", b"", "it")):
         try:
             answer = request.read(data)
         except MalformedAnswer:
@@ -169,9 +169,9 @@ def test_any_bytes_are_an_answer_or_malformed(change: bytes | tuple[int, int]) -
 
 
 def test_errors_and_problems_arrive() -> None:
-    error = Build("it", b"").read(write_built(WorkerError("OSError", "no", "trace")))
+    error = Build("it", b"", "it").read(write_built(WorkerError("OSError", "no", "trace")))
     assert (error.kind, error.message, error.traceback) == ("OSError", "no", "trace")
-    assert Build("it", b"").read(write_built(None)) is None
+    assert Build("it", b"", "it").read(write_built(None)) is None
     assert Abandon(["a"]).read(write_problem("raised")) == "raised"
     assert Abandon(["a"]).read(write_problem(None)) is None
 
@@ -186,7 +186,10 @@ def test_errors_and_problems_arrive() -> None:
         (StepResult(info={"x": deep(MAX_NESTING + 1, lambda inner: [inner])}), "nested deeper than 32"),
         (StepResult(info={"x": deep(10**5, lambda inner: [inner])}), "nested deeper than 32"),
         (StepResult(info={"x": b"1" * (65 * 2**20)}), "an answer may have 64 MiB"),
-        (StepResult(reward=float("inf")), "reward must be finite"),
+        (StepResult(reward=float("inf")), "the reward is inf; return a finite number"),
+        (StepResult(reward={"reward": 1.0, "form": None}), "the reward 'form' is None; return a number"),  # type: ignore[dict-item]
+        (StepResult(reward="1.0"), "the reward is '1.0'; return a number"),  # type: ignore[arg-type]
+        (StepResult(reward=np.zeros(2)), "which is not one number"),  # type: ignore[arg-type]
         (StepResult(observation=("text",)), "str instead of a message"),  # type: ignore[arg-type]
         (StepResult(stop_strings="stop"), "tuple of texts"),  # type: ignore[arg-type]
     ],

@@ -322,7 +322,7 @@ def test_what_a_process_prints_is_logged(caplog: pytest.LogCaptureFixture) -> No
         async with pool() as envs:
             [result] = await envs.step([turn(0, "print seen by none")])
             assert isinstance(result, StepResult)
-            line = f"process {result.info['pid']}: seen by none"
+            line = f"{OBEDIENT}, process {result.info['pid']}: seen by none"
             await eventually(lambda: line in caplog.messages)
             [failure] = await envs.step([turn(0, "shout the\nlast words")])
             assert isinstance(failure, EnvironmentFailure)

@@ -40,11 +40,11 @@ class Context:
 
 @dataclass(frozen=True)
 class Alignment:
-    """Constraints that the layout of a forward pass must meet.
+    """What a forward pass must fit.
 
     Args:
         multiple: of the sequence's length.
-        context: None if this rank holds whole rows.
+        context: None where this rank holds whole rows.
     """
 
     multiple: int = 1

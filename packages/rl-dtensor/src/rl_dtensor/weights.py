@@ -157,8 +157,7 @@ class Weights:
         return gathered
 
     def _sources(self, entry: Entry, available: Mapping[str, str]) -> list[Piece] | None:
-        """Tensors to read a weight from: its pieces, or one tensor under its own or a tied name; None if there are
-        none."""
+        """What to read a weight from: its pieces, or one tensor under its own or a tied name."""
         if all(piece.name in available for piece in entry.pieces):
             return list(entry.pieces)
         names = [entry.name, *(alias for alias, owner in self.tied.items() if owner == entry.name)]

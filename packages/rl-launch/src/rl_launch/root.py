@@ -23,8 +23,9 @@ from rl_core.config import (
     resolve,
 )
 from rl_core.devices import Device
+from rl_core.environments.instance import environment_types
 from rl_core.errors import ConfigError
-from rl_core.model_config import ColocatedConfig, GenerationConfig, ModelConfig, local_hf_config, num_experts_of
+from rl_core.model_config import ColocatedConfig, GenerationConfig, ModelConfig
 from rl_core.plugins import (
     ALGORITHMS,
     ENVIRONMENTS,
@@ -34,16 +35,7 @@ from rl_core.plugins import (
     names,
     plugin,
 )
-from rl_launch.backends import (
-    POLICY,
-    Backends,
-    GenerationBackend,
-    ModelBackend,
-    backends_of,
-    installed,
-    model_sections,
-    section_of,
-)
+from rl_launch.backends import POLICY, Backends, backends_of, installed, model_sections, section_of
 from rl_launch.cluster.device import AUTO, resolve_device
 from rl_launch.local_models import MADE_HERE
 from rl_launch.model_folder import MODEL_FILES, TOKENIZER_FILES, folder_problems
@@ -105,14 +97,7 @@ def read_config(source: str | Path, overrides: Sequence[str] = ()) -> Resolved[R
     return resolve(
         raw,
         root_type(algorithm, raw),
-        checks=(
-            _folder_checks,
-            *algorithm.checks,
-            _checkpointing_checks,
-            _backend_checks,
-            _replay_checks,
-            _topology_checks,
-        ),
+        checks=(_folder_checks, *algorithm.checks, _checkpointing_checks, _backend_checks, _topology_checks),
     )
 
 
@@ -150,7 +135,6 @@ def root_type(algorithm: AlgorithmPlugin, raw: RawConfig) -> type[RootConfig]:
     Raises:
         ConfigError: if a section chooses what does not exist.
     """
-    environments = {name: found.config for name, found in installed(ENVIRONMENTS).items()}
     own = {key: _section(key, kind, raw) for key, kind in algorithm.sections.items()}
     sections: dict[str, Any] = {
         **own,
@@ -160,7 +144,7 @@ def root_type(algorithm: AlgorithmPlugin, raw: RawConfig) -> type[RootConfig]:
         "cluster": ClusterConfig,
     }
     if algorithm.generates:
-        sections["env"] = assemble("Environments", environments)
+        sections["env"] = _section("env", _environments_type, raw)
     return assemble("Root", sections, base=RootConfig)  # type: ignore[return-value]  # a subclass of its base
 
 
@@ -173,6 +157,10 @@ def _section(key: str, kind: Any, raw: RawConfig) -> type[Config]:
         at = [(f"{key}.{problem.key}", problem.message) for problem in error.problems]
         raise ConfigError("\n".join(f"{path} ({raw.origin(path)}): {message}" for path, message in at)) from None
     return chosen
+
+
+def _environments_type(written: Any) -> type[Config]:
+    return assemble("Environments", environment_types(written, installed(ENVIRONMENTS)))
 
 
 def _algorithm(raw: RawConfig) -> AlgorithmPlugin:
@@ -257,37 +245,6 @@ def _backend_checks(config: Any) -> Iterable[Problem]:
         for check in found.checks
         for problem in check(section_of(config, key), config)
     ]
-
-
-def _replay_checks(config: Any) -> Iterator[Problem]:
-    """Replay of a routing that there is not, or that nobody reports."""
-    try:
-        backends = backends_of(config)
-    except ProblemError:
-        return
-    for model in backends.models.values():
-        if model.replays_routing:
-            problem = _replay_problem(model, backends.generation, config.cluster)
-            if problem:
-                key = f"{model.section}.{model.plugin.key}.{model.plugin.replay_key}"
-                yield Problem(key, f"{problem}; or set {model.plugin.replay_key}=false")
-
-
-def _replay_problem(model: ModelBackend, generation: GenerationBackend | None, cluster: Any) -> str:
-    """Why a model cannot replay the generator's routing; empty if it can, as far as is known here."""
-    fields = local_hf_config(model.config)
-    if fields and not num_experts_of(fields):
-        return f"replays the routing of experts, and {model.config.model_name} has none; choose a mixture of experts"
-    if model.section != POLICY:
-        return "replays the policy's routing, which is not this model's; remove this key"
-    if generation is None:
-        return "replays the routing of rollouts, and this algorithm generates none; remove this key"
-    if cluster.device == AUTO and os.environ.get("RAY_ADDRESS"):
-        return ""  # the generator checks it when it starts
-    problem = generation.plugin.routing_problem(generation.backend, resolve_device(cluster))
-    if not problem:
-        return ""
-    return f"needs the experts that the generator chose, which {generation.plugin.name} does not report: {problem}"
 
 
 def _topology_checks(config: Any) -> Iterator[Problem]:

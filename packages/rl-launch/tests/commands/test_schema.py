@@ -47,6 +47,7 @@ BROKEN = {
     "a section of another algorithm": "algorithm: sft\npolicy: {model_name: x}\ndata: {train: {}}\ngrpo: {seed: 1}\n",
     "an unknown setting of a backend": "defaults: grpo-arithmetic\npolicy: {dtensor_cfg: {tensor_parallel: 2}}\n",
     "an unknown setting of an environment": "defaults: grpo-arithmetic\nenv: {math: {format: numeric}}\n",
+    "an environment of no type": "defaults: grpo-arithmetic\nenv: {mine: {deadline_s: 2}}\n",
     "an unknown setting of a dataset": (
         "defaults: sft-arithmetic\ndata: {train: {dataset_name: arithmetic, settings: {max_operant: 9}}}\n"
     ),
@@ -58,6 +59,7 @@ VALID = {
     "a key that its user must set": "defaults: grpo-arithmetic\ngrpo:\n  max_num_steps: ???\n",
     "an estimator by name": "defaults: grpo-arithmetic\ngrpo: {adv_estimator: rloo}\n",
     "settings of a loss in a file": "defaults: grpo-arithmetic\nloss_fn: {name: 'mine.py:Loss', sharpness: 2}\n",
+    "an environment in a file": "defaults: grpo-arithmetic\nenv: {mine: {type: 'mine.py:Game', size: 5}}\n",
     "several datasets": "defaults: sft-squad\ndata: {train: [{data_path: a.jsonl, weight: 1}, {data_path: b.jsonl}]}\n",
     "an unquoted number as text": "defaults: sft-squad\ncluster: {env_vars: {NCCL_NVLS_ENABLE: 0}}\n",
     "several parents": "defaults: [sft-squad, sft-megatron]\nrun_dir: runs/mine\n",

@@ -1,4 +1,4 @@
-"""Routers that balance experts by a batch's own tokens alone."""
+"""Routers that look at a batch's own tokens alone where they balance experts."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ T = TypeVar("T")
 
 
 class PerMicrobatch(Generic[T]):
-    """Hands a router the value that belongs to the tokens of each microbatch.
+    """Hands a router what belongs to the tokens of each microbatch.
 
-    If the router is recomputed in the backward pass, it runs again microbatch by microbatch in the order of the
+    Where the router is recomputed in the backward pass, it runs again microbatch by microbatch in the order of the
     first time.
     """
 
@@ -98,7 +98,7 @@ class RowRouter(TopKRouter):
         self.noted = None
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Route as Megatron's router does, for the rows that were handed over."""
+        """As Megatron's, for the rows that were handed over."""
         assert padding_mask is None
         self._now = self.rows.next()
         probs, routing_map = super().routing(logits)
@@ -169,10 +169,10 @@ class Routing:
             router.start(is_recomputed=trains and is_router_recomputed(self._config))
 
     def give(self, chunk: nn.Module, rows: Rows, layout: Layout, *, is_own: bool) -> None:
-        """Tell the routers of a chunk the rows of the microbatch that passes next; needed in training.
+        """Tell the routers of a chunk the rows of the microbatch that passes next; needed where it trains.
 
         Args:
-            is_own: whether the rows are the rank's own; others only let it join in a pass of other ranks.
+            is_own: whether the rows are the rank's own rather than company for other ranks.
         """
         ends = rows.offsets[1:].contiguous()
         numbers = torch.bucketize(layout.places, ends, right=True) + 1
@@ -182,11 +182,11 @@ class Routing:
             router.rows.give(value)
 
     def biases(self) -> list[Tensor]:
-        """Copies of the biases, which the finalisation of gradients moves."""
+        """Copies of what the finalisation of gradients moves."""
         return [router.expert_bias.clone() for router in self.routers if router.enable_expert_bias]
 
     def restore(self, biases: Sequence[Tensor]) -> None:
-        """Put biases back that `biases` returned."""
+        """Undo that."""
         for router, bias in zip((each for each in self.routers if each.enable_expert_bias), biases, strict=True):
             router.expert_bias.copy_(bias)
 
@@ -197,8 +197,7 @@ def routers_of(chunk: nn.Module) -> list[RowRouter]:
 
 
 def in_router_order(values: Tensor, layout: Layout, config: TransformerConfig) -> Tensor:
-    """Select and order the values of a layout's positions, `[batch * seq, *inner]`, as this rank's routers see the
-    tokens."""
+    """What belongs to each position of a layout, `[batch * seq, *inner]`, for the tokens of this rank's routers."""
     placed = values.unflatten(0, layout.input_ids.shape).transpose(0, 1)  # [seq, batch, *inner]
     if config.sequence_parallel:
         size = parallel_state.get_tensor_model_parallel_world_size()

@@ -35,13 +35,15 @@ class DatasetConfig(Config):
     weight: float | None = Field(default=None, gt=0)
     """Share of draws, relative to the other datasets; in proportion to numbers of rows where unset for all."""
     env_name: str | None = None
-    """Environment that scores completions; the one the row names where unset."""
+    """Scores completions: a function of yours (`file.py:function` or `package.module:function`), an installed
+    environment, or one of `env`; the one that the row names if unset."""
     prompt_file: str | None = None
     """Text file that the input is put into, at `{input}`; `{column}` is replaced by that column of the row."""
     system_prompt_file: str | None = None
     """Text file with a system message to put first."""
     processor: str | None = None
-    """How a row becomes a conversation: a built-in name (`gsm8k`, `squad`) or `"package.module:function"`.
+    """How a row becomes a conversation: a built-in name (`gsm8k`, `squad`), or a function of yours,
+    `file.py:function` or `package.module:function`, called as `function(row, settings)` and returning an `Example`.
 
     By `input_key` and `output_key` where unset.
     """

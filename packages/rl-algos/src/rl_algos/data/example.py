@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rl_algos.data.config import DatasetConfig
@@ -12,6 +14,7 @@ from rl_core.config import did_you_mean
 from rl_core.errors import ConfigError, DataError
 from rl_core.plugins import resolve
 from rl_core.rollout import Message
+from rl_core.user_code import is_in_file, place_of, raised_at
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class Example:
         messages: the conversation; a training conversation may end with the assistant's message.
         answer: what is right, None where the row does not say.
         environment: that scores it, empty where the row names none.
-        info: what an environment needs besides the answer.
+        info: what an environment needs besides the answer and the fields of the row.
     """
 
     messages: tuple[Message, ...]
@@ -34,6 +37,11 @@ class Example:
     def has_response(self) -> bool:
         """Whether the conversation ends with the assistant."""
         return bool(self.messages) and self.messages[-1]["role"] == "assistant"
+
+
+def info_of(example: Example) -> dict[str, Any]:
+    """What an environment is told of a row: its `info`, and the answer if there is one."""
+    return dict(example.info) if example.answer is None else {**example.info, "answer": example.answer}
 
 
 Processor = Callable[[Mapping[str, Any], DatasetConfig], Example]
@@ -96,10 +104,48 @@ def processor(settings: DatasetConfig) -> Processor:
             )
         return PROCESSORS[name]
     try:
-        found: Processor = resolve(name)
+        found = resolve(name)
     except (ValueError, ImportError) as error:
         raise ConfigError(f"data: processor {name!r} cannot be imported: {error}") from error
-    return found
+    return _callable(found, name)
+
+
+def _callable(found: Any, name: str) -> Processor:
+    """A processor that takes a row and the settings of its dataset; refuses anything else."""
+    shown = _shown(found, name)
+    try:
+        inspect.signature(found).bind({}, None)
+    except TypeError as error:
+        raise ConfigError(
+            f"data: processor {shown} cannot be called with a row and the settings of its dataset: {error}; write it "
+            f"as def {getattr(found, '__name__', 'convert')}(row, settings) -> Example"
+        ) from None
+
+    def convert(row: Mapping[str, Any], settings: DatasetConfig) -> Example:
+        try:
+            example = found(row, settings)
+        except DataError:
+            raise
+        except Exception as error:  # a failure in the user's code becomes a report that names the row
+            where = raised_at(error)
+            raise DataError(
+                f"the processor {shown} raised {type(error).__name__}: {error}{f' (at {where})' if where else ''}; "
+                f"the columns are {', '.join(sorted(row))}"
+            ) from error
+        if not isinstance(example, Example):
+            raise DataError(
+                f"the processor {shown} returned {type(example).__name__}; return an "
+                "rl_algos.data.example.Example(messages, answer)"
+            )
+        return example
+
+    return convert
+
+
+def _shown(found: Any, name: str) -> str:
+    place = place_of(found)
+    short = f"{Path(name.rpartition(':')[0]).name}:{name.rpartition(':')[2]}" if is_in_file(name) else name
+    return f"{short} ({place})" if place else short
 
 
 def as_messages(value: Any) -> tuple[Message, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from typing import Any, Literal, TypeVar
 
@@ -19,8 +19,10 @@ from rl_core.errors import DataError
 
 _log = logging.getLogger(__name__)
 
+_READ = ("messages", "info", "environment")
+"""Columns that are not fields of an example's `info`: they are part of the example itself."""
+
 T = TypeVar("T")
-Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -31,20 +33,71 @@ class Dataset:
         name: unique among the run's datasets of the same purpose.
         examples: by id, `name:split:row`, in the order of the rows; `row` counts from 0.
         settings: as configured.
+        place_of: from the number of a row to where it is, as `rl_algos.data.load.Rows` has it.
     """
 
     name: str
     examples: Mapping[str, Example]
     settings: DatasetConfig
+    place_of: Callable[[int], str]
+
+    def place(self, row_id: str) -> str:
+        """Where a row is, as a message says it: `prompts.jsonl, line 3`."""
+        return self.place_of(int(row_id.rpartition(":")[2]))
 
     def environment(self, row_id: str) -> str:
-        """The environment that scores a row's completions; raises a `DataError` where none is named."""
+        """The environment that scores a row's completions; raises a `DataError` if none is named."""
         name = self.settings.env_name or self.examples[row_id].environment
         if not name:
             raise DataError(
-                f"row {row_id} names no environment to score it; set `env_name` of its dataset or data.default.env_name"
+                f"{self.place(row_id)}: no environment is named that scores it; set `env_name` of its dataset or "
+                "data.default.env_name, to a reward of your own (file.py:function) or an installed environment"
             )
         return name
+
+    def encode(self, encode: Callable[[Example], T], num_workers: int) -> dict[str, T]:
+        """Every example encoded, by id; in processes of their own if `num_workers` is above 0.
+
+        Args:
+            encode: picklable if there are workers.
+
+        Raises:
+            DataError: naming the row that cannot be encoded.
+        """
+        task = _Encode(encode)
+        items = ((self.place(row_id), example) for row_id, example in self.examples.items())
+        if not num_workers:
+            return dict(zip(self.examples, map(task, items), strict=True))
+        with ProcessPoolExecutor(num_workers, mp_context=get_context("spawn")) as pool:
+            return dict(zip(self.examples, pool.map(task, items, chunksize=256), strict=True))
+
+    def within_limit(
+        self, rows: Mapping[str, T], lengths: Sequence[int], limit: int, *, overlong: Literal["error", "skip"]
+    ) -> dict[str, T]:
+        """The encoded rows of at most `limit` tokens.
+
+        Raises:
+            DataError: naming the longest row, if some are longer and `overlong` is `error`, or if none is left.
+        """
+        over = {row_id: length for row_id, length in zip(rows, lengths, strict=True) if length > limit}
+        if not over:
+            return dict(rows)
+        longest = max(over, key=over.__getitem__)
+        what = (
+            f"{len(over)} of {len(rows)} rows have more than {limit} tokens; the longest ({self.place(longest)}) has "
+            f"{over[longest]}"
+        )
+        if overlong == "error":
+            raise DataError(
+                f"{what}; raise data.max_input_seq_length (and policy.max_total_sequence_length, which bounds it), "
+                "or set data.overlong: skip to leave them out"
+            )
+        if len(over) == len(rows):
+            raise DataError(
+                f"{what}, so that no row is left; raise data.max_input_seq_length and policy.max_total_sequence_length"
+            )
+        _log.warning("%s; left out (data.overlong: skip)", what)
+        return {row_id: row for row_id, row in rows.items() if row_id not in over}
 
 
 @dataclass(frozen=True)
@@ -69,76 +122,31 @@ def load_datasets(config: DataConfig, purpose: Purpose) -> list[Dataset]:
         ConfigError: where a file or a processor that a dataset names is not there.
     """
     settings = config.train_datasets if purpose == "train" else config.validation_datasets
-    return [
-        Dataset(name, _examples(one, name, purpose), one)
-        for name, one in zip(dataset_names(settings, purpose), settings, strict=True)
-    ]
-
-
-def encode_rows(encode: Callable[[Item], T], items: Mapping[str, Item], num_workers: int) -> dict[str, T]:
-    """Every item encoded, by id; in processes of their own where `num_workers` is above 0.
-
-    Args:
-        encode: picklable where there are workers.
-
-    Raises:
-        DataError: naming the row that cannot be encoded.
-    """
-    task = _Encode(encode)
-    if not num_workers:
-        return {row_id: task((row_id, item)) for row_id, item in items.items()}
-    with ProcessPoolExecutor(num_workers, mp_context=get_context("spawn")) as pool:
-        return dict(zip(items, pool.map(task, items.items(), chunksize=256), strict=True))
-
-
-def within_limit(
-    rows: Mapping[str, T], lengths: Sequence[int], limit: int, *, overlong: Literal["error", "skip"]
-) -> dict[str, T]:
-    """The rows of at most `limit` tokens.
-
-    Raises:
-        DataError: naming the longest row, where some are longer and `overlong` is `error`, or where none is left.
-    """
-    over = {row_id: length for row_id, length in zip(rows, lengths, strict=True) if length > limit}
-    if not over:
-        return dict(rows)
-    longest = max(over, key=over.__getitem__)
-    what = f"{len(over)} of {len(rows)} rows have more than {limit} tokens; the longest, {longest}, has {over[longest]}"
-    if overlong == "error":
-        raise DataError(
-            f"{what}; raise data.max_input_seq_length (and policy.max_total_sequence_length, which bounds it), "
-            "or set data.overlong: skip to leave them out"
-        )
-    if len(over) == len(rows):
-        raise DataError(
-            f"{what}, so that no row is left; raise data.max_input_seq_length and policy.max_total_sequence_length"
-        )
-    _log.warning("%s; left out (data.overlong: skip)", what)
-    return {row_id: row for row_id, row in rows.items() if row_id not in over}
+    return [_dataset(name, one, purpose) for name, one in zip(dataset_names(settings, purpose), settings, strict=True)]
 
 
 @dataclass(frozen=True)
 class _Encode:
-    """Encodes one item and says which row it was where that fails."""
+    """Encodes one item, given with its place, which is named if that fails."""
 
     encode: Callable[[Any], Any]
 
     def __call__(self, entry: tuple[str, Any]) -> Any:
-        row_id, item = entry
+        place, item = entry
         try:
             return self.encode(item)
         except DataError as error:
-            raise DataError(f"row {row_id}: {error}") from None
+            raise DataError(f"{place}: {error}") from None
         except TemplateError as error:
-            raise DataError(f"row {row_id}: the chat template refuses it: {error}") from None
+            raise DataError(f"{place}: the chat template refuses it: {error}") from None
 
 
-def _examples(settings: DatasetConfig, name: str, purpose: Purpose) -> dict[str, Example]:
+def _dataset(name: str, settings: DatasetConfig, purpose: Purpose) -> Dataset:
     convert = _Encode(_Convert(processor(settings), Surround.of(settings), settings))
     split = settings.split or purpose
     rows = load_rows(settings, purpose)
-    ids = (f"{name}:{split}:{index}" for index in range(len(rows)))
-    return {row_id: convert((row_id, row)) for row_id, row in zip(ids, rows, strict=True)}
+    examples = {f"{name}:{split}:{index}": convert((rows.place(index), row)) for index, row in enumerate(rows)}
+    return Dataset(name, examples, settings, rows.place)
 
 
 @dataclass(frozen=True)
@@ -148,4 +156,7 @@ class _Convert:
     settings: DatasetConfig
 
     def __call__(self, row: Mapping[str, Any]) -> Example:
-        return self.surround.apply(self.processor(row, self.settings), row)
+        example = self.surround.apply(self.processor(row, self.settings), row)
+        # a reward asks for any field of the row by name
+        fields = {name: value for name, value in row.items() if name not in _READ}
+        return replace(example, info={**fields, **example.info})

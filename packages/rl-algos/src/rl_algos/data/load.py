@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import glob
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from pydantic import ValidationError
 
@@ -18,7 +21,67 @@ from rl_core.plugins import DATASETS, names, plugin, resolve
 Row = Mapping[str, Any]
 
 
-def load_rows(settings: DatasetConfig, purpose: str) -> Sequence[Row]:
+@dataclass(frozen=True)
+class FileRows:
+    """Rows of one file.
+
+    Args:
+        path: as the user wrote it.
+        rows: in their order.
+        lines: line of each row, from 1, if the file has lines.
+    """
+
+    path: Path
+    rows: Sequence[Row]
+    lines: Sequence[int] = ()
+
+    def place(self, index: int) -> str:
+        """Where a row is, as a message says it."""
+        return f"{self.path}, line {self.lines[index]}" if self.lines else f"{self.path}, row {index} (from 0)"
+
+
+@dataclass(frozen=True)
+class Rows(Sequence[Row]):
+    """Rows of a dataset in their order, each with its place.
+
+    Args:
+        rows: all of them.
+        place: from the number of a row to where it is, as a message says it: `prompts.jsonl, line 3`.
+    """
+
+    rows: Sequence[Row]
+    place: Callable[[int], str]
+
+    @classmethod
+    def of_files(cls, files: Sequence[FileRows]) -> Rows:
+        """The rows of several files, one after another."""
+        ends = list(accumulate(len(file.rows) for file in files))
+
+        def place(index: int) -> str:
+            which = bisect_right(ends, index)
+            return files[which].place(index - (ends[which - 1] if which else 0))
+
+        return cls(list(chain.from_iterable(file.rows for file in files)), place)
+
+    @classmethod
+    def named(cls, rows: Sequence[Row], name: str) -> Rows:
+        """Rows that are in no file of the user's."""
+        return cls(rows, lambda index: f"{name}, row {index} (from 0)")
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Row]: ...
+
+    def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
+        return self.rows[index]
+
+
+def load_rows(settings: DatasetConfig, purpose: str) -> Rows:
     """All rows of a dataset, in their order.
 
     Args:
@@ -29,10 +92,9 @@ def load_rows(settings: DatasetConfig, purpose: str) -> Sequence[Row]:
     """
     if settings.data_path is not None:
         rows = _read_path(settings.data_path, settings.split)
-    elif settings.dataset_name in names(DATASETS):
-        rows = _load_plugin(settings, purpose)
     else:
-        rows = _load_hub(settings, purpose)
+        load = _load_plugin if settings.dataset_name in names(DATASETS) else _load_hub
+        rows = Rows.named(load(settings, purpose), f"{settings.source} ({settings.split or purpose})")
     if not len(rows):
         raise DataError(f"the dataset {settings.source!r} has no rows; check what it names, and its `split`")
     return rows
@@ -83,12 +145,11 @@ def _load_hub(settings: DatasetConfig, purpose: str) -> Sequence[Row]:
     return rows
 
 
-def _read_path(path: str, split: str | None) -> Sequence[Row]:
+def _read_path(path: str, split: str | None) -> Rows:
     place = Path(path).expanduser()
     if (place / "dataset_dict.json").exists() or (place / "state.json").exists():
-        return _read_saved(place, split)
-    files = _files(place, split)
-    return [row for file in files for row in _READERS[file.suffix](file)]
+        return Rows.named(_read_saved(place, split), f"{place} ({split})" if split else str(place))
+    return Rows.of_files([_READERS[file.suffix](file) for file in _files(place, split)])
 
 
 def _read_saved(folder: Path, split: str | None) -> Sequence[Row]:
@@ -124,25 +185,39 @@ def _files(place: Path, split: str | None) -> list[Path]:
     return files
 
 
-def read_jsonl(path: Path) -> list[Row]:
-    """Rows of a JSON Lines file; raises a `DataError` that names file and line where one is no object."""
+def read_jsonl(path: Path) -> FileRows:
+    """Rows of a JSON Lines file; raises a `DataError` that names file and line if one is not an object."""
     rows: list[Row] = []
+    lines: list[int] = []
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = json.loads(line.rstrip(b"\r\n"))
             except ValueError as error:
-                reason = getattr(error, "msg", str(error))
-                raise DataError(f"{path}:{number}: not a JSON object: {reason}") from None
+                raise DataError(f"{path}, line {number}: not a JSON object: {_malformed(line, error)}") from None
             if not isinstance(row, dict):
-                raise DataError(f"{path}:{number}: a row is a JSON object, got {type(row).__name__}")
+                raise DataError(f"{path}, line {number}: a row is a JSON object, got {type(row).__name__}")
             rows.append(row)
-    return rows
+            lines.append(number)
+    return FileRows(path, rows, lines)
 
 
-def _read_parquet(path: Path) -> Iterable[Row]:
+def _malformed(line: bytes, error: ValueError) -> str:
+    """The reason in words, with the column and the remedy if there is a usual one."""
+    if not isinstance(error, json.JSONDecodeError):
+        return f"it is not text in UTF-8 ({error})" if isinstance(error, UnicodeDecodeError) else str(error)
+    what = error.msg.removesuffix(" at")
+    remedy = ""
+    if "control character" in what:
+        remedy = r"; write \t for a tab and \n for a line break in a text"
+    elif "property name enclosed in double quotes" in what and b"'" in line:
+        remedy = "; JSON has double quotes, as json.dumps writes them"
+    return f"{what} at column {error.colno}{remedy}"
+
+
+def _read_parquet(path: Path) -> FileRows:
     import pyarrow
     import pyarrow.parquet
 
@@ -150,10 +225,10 @@ def _read_parquet(path: Path) -> Iterable[Row]:
         rows: list[Row] = pyarrow.parquet.read_table(path).to_pylist()
     except pyarrow.ArrowInvalid as error:
         raise DataError(f"{path}: not a Parquet file: {error}") from None
-    return rows
+    return FileRows(path, rows)
 
 
-def _read_arrow(path: Path) -> Iterable[Row]:
+def _read_arrow(path: Path) -> FileRows:
     import pyarrow
     import pyarrow.ipc
 
@@ -167,10 +242,10 @@ def _read_arrow(path: Path) -> Iterable[Row]:
             except pyarrow.ArrowInvalid as error:
                 raise DataError(f"{path}: not an Arrow file: {error}") from None
         rows: list[Row] = reader.read_all().to_pylist()
-    return rows
+    return FileRows(path, rows)
 
 
-_READERS: Mapping[str, Callable[[Path], Iterable[Row]]] = {
+_READERS: Mapping[str, Callable[[Path], FileRows]] = {
     ".jsonl": read_jsonl,
     ".ndjson": read_jsonl,
     ".parquet": _read_parquet,

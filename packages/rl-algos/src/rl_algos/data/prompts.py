@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from rl_algos.data.config import DataConfig
-from rl_algos.data.example import Example
-from rl_algos.data.examples import Dataset, encode_rows, within_limit
+from rl_algos.data.example import Example, info_of
+from rl_algos.data.examples import Dataset
 from rl_algos.data.stream import Stream
 from rl_algos.tokenizer import encode_prompt, require_chat_template
 from rl_core.errors import DataError
@@ -68,13 +68,14 @@ class _EncodePrompt:
 
 def _prompts(dataset: Dataset, config: DataConfig, tokenizer: Any, max_tokens: int) -> list[Prompt]:
     require_chat_template(tokenizer)
-    tokens = encode_rows(_EncodePrompt(tokenizer), dataset.examples, config.num_workers)
+    tokens = dataset.encode(_EncodePrompt(tokenizer), config.num_workers)
     limit = min(config.max_input_seq_length or max_tokens, max_tokens)
-    kept = within_limit(tokens, [len(ids) for ids in tokens.values()], limit, overlong=config.overlong)
+    kept = dataset.within_limit(tokens, [len(ids) for ids in tokens.values()], limit, overlong=config.overlong)
     return [_prompt(row_id, dataset, ids) for row_id, ids in kept.items()]
 
 
 def _prompt(row_id: str, dataset: Dataset, token_ids: np.ndarray) -> Prompt:
     example = dataset.examples[row_id]
-    info = dict(example.info) if example.answer is None else {**example.info, "answer": example.answer}
-    return Prompt(row_id, example.messages, token_ids, dataset.environment(row_id), info, dataset.name)
+    info = info_of(example)
+    environment, place = dataset.environment(row_id), dataset.place(row_id)
+    return Prompt(row_id, example.messages, token_ids, environment, info, dataset.name, place)

@@ -1,13 +1,12 @@
-"""Settings of the GRPO loop."""
+"""Settings of GRPO and of its loss."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Literal, Protocol
 
 from pydantic import Field
 
 from rl_algos.data.config import DataRoot
-from rl_algos.grpo.loss_config import CustomLossConfig, LossConfig
 from rl_core.config import Config, NamedConfig
 from rl_core.model_config import GenerationConfig
 
@@ -54,8 +53,8 @@ class GRPOConfig(Config):
     max_num_epochs: int | None = Field(default=None, gt=0)
     """Passes over the data after which the run ends, if it has not ended before."""
     max_failed_share: float = Field(default=0.5, ge=0, le=1)
-    """Largest share of the rollouts collected or evaluated together that may fail (environments that hang or crash,
-    prompts that the engine refuses); past it the run stops with the reasons."""
+    """Largest share of the rollouts collected or evaluated together that may fail (rewards that raise, environments
+    that hang or crash, prompts that the engine refuses); past it, or if all fail, the run stops with the reasons."""
     max_rollout_turns: int = Field(default=1, gt=0)
     """Most turns of one rollout."""
     normalize_rewards: bool = True
@@ -100,6 +99,54 @@ class GRPOConfig(Config):
         return self.num_prompts_per_step * self.num_generations_per_prompt
 
 
+class LossConfig(NamedConfig):
+    """The clipped policy loss."""
+
+    name: Literal["policy"] = "policy"
+    """`policy`, or the class of another loss: `package.module:Class` or `file.py:Class`."""
+    reference_policy_kl_penalty: float = Field(default=0.01, ge=0)
+    """Weight of the KL term; 0 keeps no reference policy."""
+    reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of the KL divergence to the reference policy."""
+    kl_input_clamp_value: float | None = Field(default=20.0, gt=0)
+    """Bound of the log-ratio that enters the estimator."""
+    kl_output_clamp_value: float | None = Field(default=10.0, gt=0)
+    """Bound of the estimate."""
+    ratio_clip_min: float = Field(default=0.2, ge=0, le=1)
+    """The ratio is clipped below at 1 minus this."""
+    ratio_clip_max: float = Field(default=0.2, ge=0)
+    """The ratio is clipped above at 1 plus this."""
+    ratio_clip_c: float | None = Field(default=None, gt=1)
+    """Dual clip: bound of the loss, in units of -advantage, where the advantage is negative."""
+    token_level_loss: bool = True
+    """Mean over all tokens; otherwise mean over sequences of each sequence's mean."""
+    sequence_level_importance_ratios: bool = False
+    """One ratio per sequence, from its mean log-ratio (GSPO)."""
+    use_cispo: bool = False
+    """Clip the ratio and stop its gradient, so that every token keeps one (CISPO)."""
+    force_on_policy_ratio: bool | None = None
+    """Take the ratio as 1 with its gradient, and spare the pass that computes `prev_logprobs`, which with one minibatch
+    a step are the logprobs of the update itself. Unset, it is so where a step has one minibatch.
+    """
+    use_importance_sampling_correction: bool = False
+    """Weigh the policy term by `exp(prev - generation)` logprobs."""
+    truncated_importance_sampling_type: Literal["tis", "icepop", "seq-mask-tis"] = "tis"
+    """`tis` caps the weight, `icepop` zeroes tokens outside the bounds, `seq-mask-tis` masks sequences whose mean is
+    outside.
+    """
+    truncated_importance_sampling_ratio: float | None = Field(default=None, gt=0)
+    """Upper bound of the importance weight; not truncated where unset."""
+    truncated_importance_sampling_ratio_min: float | None = Field(default=None, ge=0)
+    """Lower bound of the importance weight, for `icepop` and `seq-mask-tis`."""
+
+
+class CustomLossConfig(NamedConfig):
+    """A loss other than `policy`; the keys beside `name` are the fields of its class."""
+
+    name: str
+    """`package.module:Class` or `file.py:Class`."""
+
+
 class GeneratingPolicy(Protocol):
     """The keys of `policy` that GRPO reads."""
 
@@ -130,6 +177,11 @@ class GRPORoot(DataRoot, Protocol):
     @property
     def loss_fn(self) -> LossConfig | CustomLossConfig:
         """Settings of the loss."""
+        ...
+
+    @property
+    def env(self) -> Config:
+        """Settings of environments by name."""
         ...
 
     @property

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
+from rl_algos.data.example import info_of
 from rl_algos.data.examples import Datasets
 from rl_algos.data.examples import load as load_all
 from rl_algos.data.stream import Stream
 from rl_algos.grpo.collect import Validation
 from rl_algos.grpo.config import GRPORoot
 from rl_algos.grpo.loop import train
-from rl_algos.grpo.loss import objective_of
+from rl_algos.grpo.loss import loss_of
 from rl_algos.rollouts.source import SyncRolloutSource
-from rl_core.config import did_you_mean
+from rl_core.environments.instance import unknown_environment
+from rl_core.environments.trial import Attempt, attempts_on
 from rl_core.errors import DataError
 from rl_core.generation import Evaluation, RolloutPool, SamplingParams
 from rl_core.model_config import GenerationConfig
-from rl_core.plugins import ENVIRONMENTS, RolloutNeeds, names
+from rl_core.plugins import RolloutNeeds
 from rl_core.rollout import Prompt
 from rl_core.run import Components, Run
+
+TRIED_ROWS = 2
+"""Rows of a dataset that its environment is tried on."""
 
 
 @dataclass(frozen=True)
@@ -46,16 +52,25 @@ def load(config: GRPORoot) -> Datasets:
         ConfigError: if a file or a processor that a dataset names is not there.
     """
     datasets = load_all(config)
-    known = names(ENVIRONMENTS)
+    known = set(type(config.env).model_fields)
     for dataset in (*datasets.train, *datasets.validation):
         for row_id in dataset.examples:
             name = dataset.environment(row_id)
-            if name not in known:
-                raise DataError(
-                    f"row {row_id} names the environment {name!r}, which is not installed{did_you_mean(name, known)}; "
-                    f"installed are {', '.join(known) or 'none'}"
-                )
+            # what `env_name` says has been checked; a row may not name a file, as data must not choose code
+            if not dataset.settings.env_name and name not in known:
+                raise DataError(f"{dataset.place(row_id)}: {unknown_environment(name, sorted(known))}, as env_name")
     return datasets
+
+
+def attempts(config: GRPORoot, datasets: Datasets) -> Mapping[str, list[Attempt]]:
+    """The first rows of every dataset with responses, by the environment that scores them."""
+    found: dict[str, list[Attempt]] = {}
+    for dataset in (*datasets.train, *datasets.validation):
+        for row_id in islice(dataset.examples, TRIED_ROWS):
+            example = dataset.examples[row_id]
+            tried = found.setdefault(dataset.environment(row_id), [])
+            tried += attempts_on(dataset.place(row_id), row_id, example.messages, info_of(example))
+    return found
 
 
 def prepare(config: GRPORoot, tokenizer: Any, datasets: Datasets) -> GRPOData:
@@ -98,7 +113,7 @@ def run(config: GRPORoot, components: Components, run: Run) -> None:
     sampling = validation_sampling(config.policy.generation, data.end_of_sequence)
     train(
         config.grpo,
-        objective_of(config),
+        loss_of(config),
         policy=components.models["policy"],
         rollouts=_source(config, data, components.pool),
         weights=components.weights,

@@ -1,39 +1,80 @@
-"""The share of rollouts that may fail before a run stops."""
+"""Failed rollouts: told of as they come, and the share of them that ends a run."""
 
 from __future__ import annotations
 
+import logging
+import re
 from collections import Counter
 from collections.abc import Sequence
 
 from rl_core.errors import RolloutsFailed
 from rl_core.rollout import RolloutGroup
 
+_log = logging.getLogger(__name__)
+
 MOST_REASONS = 5
 """Reasons listed in a message, the commonest first."""
 
+TOLD_EVERY = 10
+"""Calls after which a cause of failures that goes on is told of again."""
+
 _REASON_LENGTH = 160
+_VARIES = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
 
 
-def check_failures(groups: Sequence[RolloutGroup], max_failed_share: float) -> None:
-    """Refuse to go on with groups of which too many rollouts failed: a broken environment trains on nothing.
+class FailureWatch:
+    """Looks at rollouts as they are collected: some that failed are a warning, too many end the run.
+
+    A cause is warned of once in every `TOLD_EVERY` calls.
 
     Args:
-        groups: rolled out together.
-        max_failed_share: of all their rollouts.
-
-    Raises:
-        RolloutsFailed: counting the reasons, with one prompt as an example.
+        max_failed_share: of the rollouts of one call. If all of them failed there is nothing to train on, and the run
+            ends whatever it is.
     """
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    failed = [rollout for rollout in rollouts if rollout.status == "failed"]
-    if len(failed) <= max_failed_share * len(rollouts):
-        return
-    counts = Counter(rollout.failure.splitlines()[0][:_REASON_LENGTH] if rollout.failure else "" for rollout in failed)
+
+    def __init__(self, max_failed_share: float) -> None:
+        self._max_failed_share = max_failed_share
+        self._num_calls = 0
+        self._told: dict[str, int] = {}
+
+    def check(self, groups: Sequence[RolloutGroup]) -> None:
+        """Warn of failures among groups that were rolled out together.
+
+        Raises:
+            RolloutsFailed: if too many of their rollouts failed, counting the reasons, with a row as an example.
+        """
+        self._num_calls += 1
+        rollouts = [(group.prompt, rollout) for group in groups for rollout in group.rollouts]
+        failed = [(prompt, rollout) for prompt, rollout in rollouts if rollout.status == "failed"]
+        if not failed:
+            return
+        share = f"{len(failed)} of {len(rollouts)} rollouts failed"
+        counts = Counter(_reason(rollout.failure) for _, rollout in failed)
+        if len(failed) == len(rollouts) or len(failed) > self._max_failed_share * len(rollouts):
+            allowed = f", more than grpo.max_failed_share={self._max_failed_share:g} allows"
+            commonest = counts.most_common(1)[0][0]
+            prompt, rollout = next(each for each in failed if _reason(each[1].failure) == commonest)
+            raise RolloutsFailed(
+                f"{share}{allowed if len(failed) < len(rollouts) else ', so there is nothing to train on'}: "
+                f"{_listed(counts)}. For example, {prompt}: {rollout.failure}"
+            )
+        news = [reason for reason in counts if self._is_news(reason)]
+        if news:
+            _log.warning("%s and train nothing: %s", share, _listed(counts))
+
+    def _is_news(self, reason: str) -> bool:
+        cause = _VARIES.sub("", reason)
+        is_news = self._num_calls - self._told.get(cause, -TOLD_EVERY) >= TOLD_EVERY
+        if is_news:
+            self._told[cause] = self._num_calls
+        return is_news
+
+
+def _reason(failure: str) -> str:
+    return failure.splitlines()[0][:_REASON_LENGTH] if failure else ""
+
+
+def _listed(counts: Counter[str]) -> str:
     listed = "; ".join(f"{count} x {reason}" for reason, count in counts.most_common(MOST_REASONS))
     others = f"; and {len(counts) - MOST_REASONS} other reasons" if len(counts) > MOST_REASONS else ""
-    commonest = counts.most_common(1)[0][0]
-    example = next(rollout for rollout in failed if rollout.failure.startswith(commonest))
-    raise RolloutsFailed(
-        f"{len(failed)} of {len(rollouts)} rollouts failed, more than grpo.max_failed_share={max_failed_share:g} "
-        f"allows: {listed}{others}. For example, prompt {example.prompt_id}: {example.failure}"
-    )
+    return f"{listed}{others}"

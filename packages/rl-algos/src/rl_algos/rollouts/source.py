@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rl_algos.rollouts.failures import check_failures
+from rl_algos.rollouts.failures import FailureWatch
 from rl_core.generation import Evaluation, RolloutPool, RolloutTask, SamplingParams, WeightUpdate
 from rl_core.rollout import Prompt, RolloutGroup
 
@@ -38,7 +38,7 @@ class SyncRolloutSource:
         num_generations: rollouts per prompt.
         seed: of sampling; a rollout's seed follows from it, from the number of prompts drawn before, and its place in
             the group.
-        max_failed_share: of the rollouts of one call, above which they are refused; 1 takes all.
+        max_failed_share: of the rollouts of one call, above which they are refused, as they are if all failed.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class SyncRolloutSource:
         self._prompts = prompts
         self._sampling = sampling
         self._num_generations = num_generations
-        self._max_failed_share = max_failed_share
+        self._failures = FailureWatch(max_failed_share)
         self._seed = seed
         self._num_drawn = 0
         self._trained = self._position()
@@ -102,7 +102,7 @@ class SyncRolloutSource:
         tickets = self._pool.submit(tasks)
         done = dict(self._pool.next_done() for _ in tickets)
         groups = [done[ticket] for ticket in tickets]
-        check_failures(groups, self._max_failed_share)
+        self._failures.check(groups)
         return groups
 
     def _position(self) -> Mapping[str, Any]:

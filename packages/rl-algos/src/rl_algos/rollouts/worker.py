@@ -147,7 +147,7 @@ class RolloutWorker:
 
 def _failed(prompt: Prompt, error: Exception) -> Rollout:
     reason = f"{type(error).__name__}: {error}"
-    _log.warning("rollout of prompt %s failed: %s", prompt.id, reason)
+    _log.warning("rollout of %s failed: %s", prompt, reason)
     return Rollout.failed(prompt, reason)
 
 

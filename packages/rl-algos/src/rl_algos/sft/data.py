@@ -10,7 +10,7 @@ import numpy as np
 
 from rl_algos.data.config import DataConfig
 from rl_algos.data.example import Example
-from rl_algos.data.examples import Dataset, Datasets, encode_rows, within_limit
+from rl_algos.data.examples import Dataset, Datasets
 from rl_algos.data.prompts import weights_of
 from rl_algos.data.stream import Stream
 from rl_algos.sft.config import SFTRoot
@@ -96,9 +96,11 @@ class _EncodeExample:
 
 
 def _rows(dataset: Dataset, config: DataConfig, tokenizer: Any, max_tokens: int) -> list[TrainingRow]:
-    encoded = encode_rows(_EncodeExample(tokenizer), dataset.examples, config.num_workers)
+    encoded = dataset.encode(_EncodeExample(tokenizer), config.num_workers)
     limit = min(config.max_input_seq_length or max_tokens, max_tokens)
-    kept = within_limit(encoded, [len(tokens) for tokens, _ in encoded.values()], limit, overlong=config.overlong)
+    kept = dataset.within_limit(
+        encoded, [len(tokens) for tokens, _ in encoded.values()], limit, overlong=config.overlong
+    )
     rows = [TrainingRow(row_id, tokens, mask) for row_id, (tokens, mask) in kept.items()]
     if not any(row.loss_mask.any() for row in rows):
         raise DataError(

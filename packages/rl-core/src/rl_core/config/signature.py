@@ -24,11 +24,12 @@ class NamedConfig(Config):
 def section_of(target: Callable[..., Any], base: type[Config], *, derived: Collection[str] = ()) -> type[Config]:
     """A section with the keys of `base`, and beside them the settings of a function or dataclass.
 
-    Settings of a function are its keyword-only parameters, those of a dataclass its fields. Their annotations are the
-    types of the keys, their defaults those of the keys.
+    Settings of a function are its keyword-only parameters, those of a dataclass its fields, those of another class the
+    keyword-only parameters of its constructor. Their annotations are the types of the keys, their defaults those of the
+    keys.
 
     Args:
-        target: the function or dataclass.
+        target: the function or class.
         base: the keys that choose it.
         derived: settings that follow from other keys, and have none of their own.
 
@@ -37,7 +38,8 @@ def section_of(target: Callable[..., Any], base: type[Config], *, derived: Colle
     """
     name = getattr(target, "__name__", str(target))
     try:
-        hints = get_type_hints(target)
+        has_constructor = isinstance(target, type) and not dataclasses.is_dataclass(target)
+        hints = get_type_hints(target.__init__ if has_constructor else target)
     except NameError as error:
         raise ValueError(f"an annotation of {name} cannot be resolved: {error}") from None
     defaults = {key: default for key, default in _defaults(target).items() if key not in derived}

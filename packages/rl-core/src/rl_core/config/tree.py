@@ -22,6 +22,9 @@ KeyPath = tuple[str | int, ...]
 MISSING: Final = "???"
 """An unquoted value that marks a key which the user of the file must set."""
 
+_DATASET = ("dataset_name", "data_path")
+"""Keys of a mapping that name a dataset."""
+
 _PART = re.compile(r"([^.\[\]]+)((?:\[\d+\])*)")
 _INT = re.compile(r"[-+]?(?:0|[1-9]\d*(?:_\d+)*)|0x[0-9a-fA-F]+|0o[0-7]+")
 _FLOAT = re.compile(r"[-+]?(?:\d[\d_]*)?(?:\d\.|\.\d)[\d_]*(?:[eE][-+]?\d+)?|[-+]?\d[\d_]*[eE][-+]?\d+")
@@ -162,7 +165,8 @@ class Entry:
 
     def under(self, over: Entry) -> Entry:
         """This tree with another laid over it: mappings merge, everything else is replaced; so is a mapping whose
-        `name` chooses another function or class, to which the settings below it do not belong.
+        `name` chooses another function or class, or which names another dataset, to which the settings below it do not
+        belong.
         """
         if not (isinstance(self.value, dict) and isinstance(over.value, dict)) or _chooses_another(self, over):
             return over
@@ -228,7 +232,13 @@ class _Composer(yaml.SafeLoader):
 
 
 def _chooses_another(below: Entry, over: Entry) -> bool:
-    """Whether two mappings name different things, one of them by `module:name`."""
+    """Whether two mappings name different datasets, or different things, one of them by `module:name`."""
+    datasets = [
+        {key: mapping.value[key].value for key in _DATASET if key in mapping.value and mapping.value[key].value}
+        for mapping in (over, below)
+    ]
+    if all(datasets) and datasets[0] != datasets[1]:
+        return True
     names = [mapping.value["name"].value if "name" in mapping.value else None for mapping in (over, below)]
     return names[0] not in (None, names[1]) and any(isinstance(name, str) and ":" in name for name in names)
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from rl_core.environments.messages import LENGTH, STACKS, Build, Close, MalformedAnswer, Message
 from rl_core.errors import EnvironmentTimeout, WorkerDied
+from rl_core.user_code import FromFile, is_own
 
 logger = logging.getLogger(__name__)
 
@@ -73,21 +74,30 @@ class ChildSpec:
     """How an environment's processes are started.
 
     Args:
-        environment: `"package.module:Class"` or a scoring function.
+        environment: `"package.module:Class"`, or a class or function in a file of the user's.
         config: its pickled settings.
         name: of the instance (`env.<name>`), for messages; empty if it has none.
         env_vars: further variables of the process.
         memory_limit_gib: most memory that it may allocate; None for no limit.
     """
 
-    environment: str
+    environment: str | FromFile
     config: bytes
     name: str = ""
     env_vars: Mapping[str, str] = field(default_factory=dict)
     memory_limit_gib: float | None = None
 
+    @property
+    def title(self) -> str:
+        """The environment in messages: its name, and the file that it is from."""
+        if isinstance(self.environment, FromFile) and self.name not in ("", str(self.environment)):
+            return f"{self.name} ({self.environment})"
+        return self.name or str(self.environment)
+
     def key(self, setting: str) -> str:
         """The setting as a user writes it."""
+        if ":" in self.name:
+            return f"{setting} beside `type: {self.name}` under env.NAME, with env_name: NAME"
         return f"env.{self.name}.{setting}" if self.name else setting
 
     @property
@@ -125,13 +135,18 @@ class Child:
         child = await cls._open(spec)
         try:
             problem = await child.request(
-                Build(spec.environment, spec.config, spec.memory if spec.memory_bytes else "the memory of its node"),
+                Build(
+                    spec.environment,
+                    spec.config,
+                    spec.title,
+                    spec.memory if spec.memory_bytes else "the memory of its node",
+                ),
                 START_TIMEOUT_S,
             )
         except BaseException as error:
             await child.kill()
             if isinstance(error, EnvironmentTimeout):
-                raise WorkerDied(f"environment {spec.environment} was not built within {START_TIMEOUT_S:g} s") from None
+                raise WorkerDied(f"environment {spec.title} was not built within {START_TIMEOUT_S:g} s") from None
             raise
         if problem is not None:
             await child.kill()
@@ -162,7 +177,7 @@ class Child:
         os.close(watched)
         os.close(out)
         reader, writer = await asyncio.open_connection(sock=near, limit=2**20)
-        output = await Output.read_from(printed, popen.pid)
+        output = await Output.read_from(printed, f"{spec.title}, process {popen.pid}")
         return cls(spec, popen, reader, writer, output, parent_pipe)
 
     @property
@@ -183,16 +198,16 @@ class Child:
                 return message.read(await self._answer(message.max_answer_bytes()))
         except TimeoutError:
             raise EnvironmentTimeout(
-                f"environment {self.spec.environment} gave no answer within its deadline of {deadline_s:g} s "
+                f"environment {self.spec.title} gave no answer within its deadline of {deadline_s:g} s "
                 f"({self.spec.key('deadline_s')}){await self._where_it_hangs()}"
             ) from None
         except MalformedAnswer as error:
             raise WorkerDied(
-                f"the process of environment {self.spec.environment} sent something that is not an answer ({error})"
+                f"the process of environment {self.spec.title} sent something that is not an answer ({error})"
             ) from None
         except (asyncio.IncompleteReadError, ConnectionError):
             raise WorkerDied(
-                f"the process of environment {self.spec.environment} ended: {await self.how_it_ended()}"
+                f"the process of environment {self.spec.title} ended: {await self.how_it_ended()}"
             ) from None
 
     async def close(self) -> None:
@@ -254,11 +269,11 @@ class Output(asyncio.Protocol):
     """Logs each line that a process writes to its standard output or error, up to a bound.
 
     Args:
-        pid: of the process, which begins each line in the log.
+        process: its name, which begins each line in the log.
     """
 
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
+    def __init__(self, process: str) -> None:
+        self._process = process
         self._rest = b""
         self._num_bytes = 0
         self._lines: deque[str] = deque(maxlen=TAIL_LINES)
@@ -266,10 +281,10 @@ class Output(asyncio.Protocol):
         self._transport: asyncio.BaseTransport | None = None
 
     @classmethod
-    async def read_from(cls, descriptor: int, pid: int) -> Output:
+    async def read_from(cls, descriptor: int, process: str) -> Output:
         """Read a pipe's end until the process closes the other, or `close`."""
         loop = asyncio.get_running_loop()
-        _, output = await loop.connect_read_pipe(lambda: cls(pid), os.fdopen(descriptor, "rb", buffering=0))
+        _, output = await loop.connect_read_pipe(lambda: cls(process), os.fdopen(descriptor, "rb", buffering=0))
         return output
 
     @property
@@ -284,15 +299,14 @@ class Output(asyncio.Protocol):
 
     @property
     def innermost_frame(self) -> str:
-        """Where the process was when it wrote its stacks; empty if it did not."""
-        innermost = ""
-        begins = False
-        for line in self._lines:
-            found = _FRAME.match(line)
-            if begins and found:
-                innermost = f"{found[3]} ({os.path.basename(found[1])}:{found[2]})"
-            begins = "most recent call first" in line
-        return innermost
+        """Where the process was when it wrote its stacks: the innermost call of its main thread in code that is not
+        installed, or of any; empty if it wrote none.
+        """
+        # the main thread comes last
+        begins = [index for index, line in enumerate(self._lines) if "most recent call first" in line]
+        calls = [found for line in list(self._lines)[begins[-1] :] if (found := _FRAME.match(line))] if begins else []
+        chosen = next((call for call in calls if is_own(call[1])), calls[0] if calls else None)
+        return f"{chosen[3]} ({os.path.basename(chosen[1])}:{chosen[2]})" if chosen else ""
 
     async def ended(self, timeout_s: float) -> None:
         """Wait until everything has been read; what the process started may keep the pipe open for longer."""
@@ -328,9 +342,9 @@ class Output(asyncio.Protocol):
             return
         self._num_bytes += len(line)
         if self._num_bytes > MAX_BYTES:
-            logger.warning("process %d has printed more than %d MiB; the rest is dropped", self._pid, MAX_BYTES >> 20)
+            logger.warning("%s has printed more than %d MiB; the rest is dropped", self._process, MAX_BYTES >> 20)
         elif text:
-            logger.info("process %d: %s", self._pid, text)
+            logger.info("%s: %s", self._process, text)
 
 
 def process_variables(inherited: Mapping[str, str], settings: Mapping[str, str]) -> dict[str, str]:

@@ -10,6 +10,9 @@ from rl_core.config import Config, EnvVars
 class EnvironmentConfig(Config):
     """Base of an environment's settings, `env.<name>`."""
 
+    type: str | None = None
+    """An installed environment, or one of your own: `file.py:function`, `package.module:function`, or a class instead
+    of the function; the installed environment of the section's name if unset."""
     num_workers: int | None = Field(default=None, ge=1)
     """Processes that run the environment; by default one per CPU of their node, 8 at most. Answers that take up to the
     deadline are checked that many at a time."""

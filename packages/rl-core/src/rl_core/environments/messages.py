@@ -12,13 +12,14 @@ import signal
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsFloat, SupportsIndex
 
 import msgpack
 import numpy as np
 
 from rl_core.environment import EnvironmentFailure, StepResult
 from rl_core.errors import WorkerError
+from rl_core.user_code import FromFile
 
 LENGTH = struct.Struct("!Q")
 """Before every message: its number of bytes."""
@@ -76,13 +77,15 @@ class Build:
     """Build the environment: answered with None, or a `WorkerError` after which the process ends.
 
     Args:
-        environment: `"package.module:Class"` or a scoring function.
+        environment: `"package.module:Class"`, or a class or function in a file of the user's.
         config: its pickled settings.
+        title: its name, for messages.
         memory: the memory limit in words, for messages.
     """
 
-    environment: str
+    environment: str | FromFile
     config: bytes
+    title: str
     memory: str = "its memory limit"
 
     def max_answer_bytes(self) -> int:
@@ -173,10 +176,22 @@ def plain_result(result: StepResult) -> StepResult:
 
 def _plain_reward(reward: float | Mapping[str, float]) -> float | dict[str, float]:
     named = reward if isinstance(reward, Mapping) else {"reward": reward}
-    plain = {str(name): float(value) for name, value in named.items()}
-    if not all(math.isfinite(value) for value in plain.values()):
-        raise ValueError(f"reward must be finite, got {plain}")
+    plain = {str(name): _plain_number(str(name), value) for name, value in named.items()}
     return plain if isinstance(reward, Mapping) else plain["reward"]
+
+
+def _plain_number(name: str, value: Any) -> float:
+    what = "the reward" if name == "reward" else f"the reward {name!r}"
+    # a text that reads as a number is refused: the next one may not
+    if isinstance(value, str | bytes) or not isinstance(value, SupportsFloat | SupportsIndex):
+        raise TypeError(f"{what} is {value!r:.80}; return a number, such as 1.0")
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TypeError(f"{what} is {value!r:.80}, which is not one number: {error}") from None
+    if not math.isfinite(number):
+        raise ValueError(f"{what} is {number}; return a finite number")
+    return number
 
 
 def _plain_message(message: Any) -> dict[str, Any]:
@@ -243,8 +258,8 @@ def _bounded(value: int, where: str) -> int:
 def _fields(answer: Answer) -> list[Any]:
     flags = [answer.has_state, answer.retry, answer.out_of_memory]
     match answer.result:
-        case EnvironmentFailure(reason):
-            return [reason[:10_000], *flags]
+        case EnvironmentFailure(reason, raised):
+            return [[reason[:10_000], raised], *flags]
         case result:
             stop_strings = None if result.stop_strings is None else list(result.stop_strings)
             return [[result.reward, result.done, list(result.observation), stop_strings, result.info], *flags]
@@ -252,8 +267,8 @@ def _fields(answer: Answer) -> list[Any]:
 
 def _read_answer(fields: Any) -> Answer:
     match fields:
-        case [str(reason), bool(has_state), bool(retry), bool(out_of_memory)]:
-            return Answer(EnvironmentFailure(reason), has_state, retry, out_of_memory)
+        case [[str(reason), bool(raised)], bool(has_state), bool(retry), bool(out_of_memory)]:
+            return Answer(EnvironmentFailure(reason, raised), has_state, retry, out_of_memory)
         case [
             [reward, bool(done), list(observation), None | list() as stop_strings, dict(info)],
             bool(has_state),

@@ -13,6 +13,7 @@ from rl_core.environment import Conversation, EnvironmentFailure, StepResult
 from rl_core.environments.child import ChildSpec
 from rl_core.environments.config import EnvironmentConfig
 from rl_core.environments.worker import Backlog, Call, Home, Turn, Worker, fail_all
+from rl_core.user_code import FromFile
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +43,8 @@ class EnvironmentPool:
     that they send is unpickled (`messages`).
 
     Args:
-        environment: `"package.module:Class"`, built as `Class(config)` in each process, or a scoring function as
-            `as_environment` takes it; imported nowhere else.
+        environment: `"package.module:Class"` or the same in a file of the user's, built in each process with its
+            settings, or a scoring function as `as_environment` takes it; imported nowhere else.
         config: its settings, picklable.
         num_workers: number of processes; by default one per CPU, `MAX_DEFAULT_WORKERS` at most.
         deadline_s: most seconds of a call; the process that passes it is replaced.
@@ -56,7 +57,7 @@ class EnvironmentPool:
 
     def __init__(
         self,
-        environment: str,
+        environment: str | FromFile,
         config: Any,
         *,
         num_workers: int | None = None,
@@ -84,7 +85,7 @@ class EnvironmentPool:
         self._closed = False
 
     @classmethod
-    def of(cls, environment: str, config: EnvironmentConfig, name: str = "") -> EnvironmentPool:
+    def of(cls, environment: str | FromFile, config: EnvironmentConfig, name: str = "") -> EnvironmentPool:
         """A pool with an environment's own settings (`env.<name>`)."""
         return cls(
             environment,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import faulthandler
 import fcntl
+import inspect
 import os
 import pickle
 import resource
@@ -14,9 +16,9 @@ import socket
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, get_type_hints
 
-from rl_core.environment import Conversation, Environment, EnvironmentFailure, StepResult, as_environment
+from rl_core.environment import Conversation, Environment, EnvironmentFailure, StepResult, UnusableAnswer
 from rl_core.environments.messages import (
     LENGTH,
     STACKS,
@@ -32,28 +34,38 @@ from rl_core.environments.messages import (
 )
 from rl_core.errors import WorkerError
 from rl_core.plugins import resolve
+from rl_core.reward_function import as_environment
+from rl_core.user_code import calls_of, place_of, raised_at
+
+TRACEBACK_FRAMES = 6
+"""Most calls of a traceback that are printed, from the environment's own on."""
 
 
 class EnvironmentProcess:
     """An environment and the states of its conversations.
 
     Args:
-        environment: `"package.module:Class"`, for messages.
+        environment: its name, for messages.
         built: the environment.
         memory: the memory limit in words, for messages.
+        place: file and line of what it was built from, for messages; empty if it is not known.
     """
 
-    def __init__(self, environment: str, built: Environment, *, memory: str = "its memory limit") -> None:
+    def __init__(
+        self, environment: str, built: Environment, *, memory: str = "its memory limit", place: str = ""
+    ) -> None:
         self._name = environment
         self._environment = built
         self._memory = memory
+        self._place = f" ({place})" if place else ""
         self._states: dict[str, Any] = {}
+        self._printed: set[str] = set()
 
     def step(self, payloads: Sequence[bytes]) -> list[Answer]:
         """One batched call of the environment; an exception in it is everybody's answer."""
         conversations: list[Conversation] = []
         states: list[Any] = [None] * len(payloads)
-        out_of_memory = False
+        out_of_memory = raised = False
         try:
             conversations = [pickle.loads(payload) for payload in payloads]
             states = [self._states.get(conversation.id) for conversation in conversations]
@@ -62,11 +74,16 @@ class EnvironmentProcess:
             return [self._settle(c, result) for c, result in zip(conversations, results, strict=True)]
         except MemoryError:
             # told below, when the frames that hold the memory are gone
-            out_of_memory, what = True, f"needed more than {self._memory}"
+            out_of_memory, reason = True, f"environment {self._name} needed more than {self._memory}"
+        except UnusableAnswer as error:
+            reason = self._unusable(error)
+        except SystemExit as error:
+            reason = f"environment {self._name} ended its process with {_describe(error)}; return a reward instead"
         except Exception as error:  # noqa: BLE001  # an environment's failure becomes a report
-            what = f"raised {_describe(error)}"
+            raised, reason = True, f"environment {self._name} raised {_describe(error)}"
+            self._print(error)
         shared = f", in a call that {len(payloads)} conversations shared" if len(payloads) > 1 else ""
-        failure = EnvironmentFailure(f"environment {self._name} {what}{shared}")
+        failure = EnvironmentFailure(f"{reason}{shared}", raised)
         self.abandon([conversation.id for conversation in conversations])
         return [Answer(failure, retry=state is None, out_of_memory=out_of_memory) for state in states]
 
@@ -98,10 +115,23 @@ class EnvironmentProcess:
             raise
         except Exception as error:  # noqa: BLE001  # an environment's failure becomes a report
             self.abandon([conversation.id])
-            return Answer(EnvironmentFailure(f"environment {self._name} returned what cannot be used: {error}"))
+            return Answer(EnvironmentFailure(self._unusable(error)))
         if result.done and state is not None:
             self.abandon([conversation.id])
         return Answer(answer, has_state=state is not None and not result.done)
+
+    def _unusable(self, error: Exception) -> str:
+        return f"environment {self._name}{self._place}: {error}"
+
+    def _print(self, error: Exception) -> None:
+        """Print the traceback of each distinct failure once; the log has it."""
+        frames = calls_of(error)
+        key = f"{type(error).__qualname__} {frames[-1].filename}:{frames[-1].lineno}" if frames else str(type(error))
+        if key in self._printed:
+            return
+        self._printed.add(key)
+        lines = [*traceback.format_list(frames[:TRACEBACK_FRAMES]), *traceback.format_exception_only(error)]
+        print(f"environment {self._name} raised:", *"".join(lines).splitlines(), sep="\n", file=sys.stderr, flush=True)  # noqa: T201  # its output is the log
 
 
 def serve(connection: socket.socket) -> None:
@@ -127,25 +157,30 @@ def serve(connection: socket.socket) -> None:
 def _build(connection: socket.socket, build: Build) -> EnvironmentProcess | None:
     """The environment, built; None if that failed, which the other side is told."""
     problem: WorkerError | None = None
+    name = build.title
     try:
-        built = _built(build.environment, pickle.loads(build.config))
+        target = resolve(build.environment) if isinstance(build.environment, str) else build.environment.load()
+        built = _built(target, name, pickle.loads(build.config))
     except MemoryError:
         problem = WorkerError("MemoryError", f"building the environment needed more than {build.memory}", "")
+    except SystemExit as error:
+        problem = WorkerError("SystemExit", f"the process was ended with {_describe(error)}", traceback.format_exc())
     except Exception as error:  # noqa: BLE001  # a worker's failure becomes a report
-        problem = WorkerError(type(error).__qualname__, str(error), traceback.format_exc())
+        problem = WorkerError(type(error).__qualname__, f"{error}{_at(error)}", traceback.format_exc())
     send(connection, write_built(problem))
-    return None if problem else EnvironmentProcess(build.environment, built, memory=build.memory)
+    return None if problem else EnvironmentProcess(name, built, memory=build.memory, place=place_of(target))
 
 
-def _built(name: str, config: Any) -> Environment:
-    """The class built with its config, or the scoring function wrapped.
+def _built(target: Any, name: str, config: Any) -> Environment:
+    """The environment of a class, a function that makes one, a function that scores, or the environment itself.
 
     Raises:
         ValueError: if the config has settings of its own, which a function would never see.
     """
-    target = resolve(name)
     if isinstance(target, type):
-        environment: Environment = target(config)
+        return _instance(target, config)
+    if _has_steps(target):
+        environment: Environment = target
         return environment
     unseen = _own_settings(config) if config is not None else []
     if unseen:
@@ -153,7 +188,39 @@ def _built(name: str, config: Any) -> Environment:
             f"{name} is a function, which gets no settings, but its config has {', '.join(unseen)}; make it a class "
             "that is built as Class(config), or take these out of its config"
         )
+    if _makes_environment(target):
+        made: Environment = target()
+        return made
     return as_environment(target)
+
+
+def _instance(kind: type, config: Any) -> Environment:
+    """The environment of a class, which takes its settings as one object or by keyword."""
+    parameters = inspect.signature(kind).parameters.values()
+    takes_one = any(each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in parameters)
+    built: Environment
+    if config is None or (takes_one and not dataclasses.is_dataclass(kind)):
+        built = kind(config) if takes_one else kind()
+    else:
+        # imports pydantic, which is here already if there is a config
+        from rl_core.config import settings_of
+
+        built = kind(**settings_of(config))
+    if not _has_steps(built):
+        raise ValueError(f"{kind.__name__} is not an environment: it lacks the method `step` or `close`")
+    return built
+
+
+def _has_steps(target: Any) -> bool:
+    return all(callable(inspect.getattr_static(target, name, None)) for name in ("step", "close"))
+
+
+def _makes_environment(target: Any) -> bool:
+    """Whether a function is annotated to return an environment."""
+    try:
+        return _has_steps(get_type_hints(target).get("return"))
+    except (NameError, TypeError):
+        return False
 
 
 def _own_settings(config: Any) -> list[str]:
@@ -219,12 +286,15 @@ def main(connection: int, parent_pipe: int, memory_bytes: int) -> None:
 
 def _check(results: Any, expected: int) -> None:
     if not isinstance(results, list) or not all(isinstance(result, StepResult) for result in results):
-        raise TypeError("step must return a list of StepResult")
+        raise UnusableAnswer(f"step must return a list of StepResult, got {results!r:.80}")
     if len(results) != expected:
-        raise ValueError(f"step returned {len(results)} results for {expected} conversations")
+        raise UnusableAnswer(f"step returned {len(results)} results for {expected} conversations")
 
 
-def _describe(error: Exception) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" (at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}{where}"
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}{_at(error)}"
+
+
+def _at(error: BaseException) -> str:
+    where = raised_at(error)
+    return f" (at {where})" if where else ""

@@ -1,4 +1,4 @@
-"""Inputs and results of a loss implementation, and the scalar that a step makes of them."""
+"""What a loss implementation sees and returns, and how a step turns it into one scalar."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from rl_core.batch import TOKENS
-from rl_core.model import UNDIVIDED
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of one microbatch, end to end, whole even if the backend splits sequences.
+    """The rows of one microbatch, end to end, whole even where the backend splits sequences.
 
     Args:
         offsets: int64 `[rows + 1]`, where each row starts and ends in the flat tokens.
@@ -77,8 +76,8 @@ class LossSums:
 
     Args:
         objective: name of a total (a key of `Loss.totals`) to the differentiable scalar that is divided by that total,
-            taken over all microbatches and ranks; the loss is the sum of these quotients. That under `UNDIVIDED` is
-            added as it is.
+            taken over
+            all microbatches and ranks; the loss is the sum of these quotients.
         metrics: what to report.
     """
 
@@ -87,6 +86,5 @@ class LossSums:
 
     def loss(self, totals: Mapping[str, float]) -> Tensor:
         """This microbatch's share of the loss; a total of zero contributes zero."""
-        counts = {**totals, UNDIVIDED: 1.0}
-        terms = [value / counts[name] if counts[name] else value * 0.0 for name, value in self.objective.items()]
+        terms = [value / totals[name] if totals[name] else value * 0.0 for name, value in self.objective.items()]
         return torch.stack(terms).sum()

@@ -1,4 +1,4 @@
-"""The process group in which the ranks of one model meet."""
+"""How the ranks of one model meet."""
 
 from __future__ import annotations
 

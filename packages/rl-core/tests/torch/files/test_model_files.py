@@ -1,4 +1,4 @@
-"""Files of an export beside config and weights."""
+"""What an export has beside config and weights."""
 
 import json
 from pathlib import Path

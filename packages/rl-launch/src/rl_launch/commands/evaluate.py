@@ -13,6 +13,7 @@ from rl_core.plugins import ALGORITHMS, AlgorithmPlugin, plugin, resolve
 from rl_launch.backends import backends_of
 from rl_launch.cluster.device import check_devices, resolve_device
 from rl_launch.root import check_placement
+from rl_launch.runtime.environment_trials import trials_of, try_here, try_in
 
 
 def evaluate(config: Any, *, logs: Path) -> Evaluation:
@@ -33,6 +34,7 @@ def evaluate(config: Any, *, logs: Path) -> Evaluation:
             f"algorithm: {algorithm.name} has no evaluation by rollouts; use a config of another algorithm"
         )
     loaded = resolve(algorithm.load)(config)
+    untried = try_here(trials_of(config, algorithm, loaded), config.cluster.worker_envs)
     tokenizer = load_tokenizer(config.policy.tokenizer, config.policy.model_name)
     data = resolve(algorithm.prepare)(config, tokenizer, loaded)
     needs = resolve(algorithm.rollouts)(config, data)
@@ -45,6 +47,7 @@ def evaluate(config: Any, *, logs: Path) -> Evaluation:
     device = resolve_device(config.cluster)
     check_placement(config.cluster, backends, device)
     envs = provision_workers(config, backends, needs, device)
+    try_in(envs.interpreters, untried)
     logs.mkdir(parents=True, exist_ok=True)
     with (
         VirtualCluster.of(config.cluster, device) as cluster,

@@ -37,6 +37,8 @@ def recipe_schema(of: str | None = None) -> dict[str, Any]:
         definition = schema.definition(root)
         definition["properties"]["algorithm"] = {"enum": algorithms, "description": "What to train with."}
         definition["properties"]["defaults"] = _INHERITS
+    for root in roots.values():
+        _admit_own_environments(schema, root)
     _add_dataset_settings(schema)
     top: dict[str, Any] = {"$schema": DIALECT, "title": f"Recipe ({', '.join(algorithms)})", "type": "object"}
     top["properties"] = {"algorithm": {"enum": algorithms}}
@@ -66,6 +68,14 @@ def _says(algorithm: str) -> dict[str, Any]:
 
 def _of_algorithm(name: str, section: dict[str, Any]) -> dict[str, Any]:
     return {"if": _says(name), "then": section}
+
+
+def _admit_own_environments(schema: JsonSchema, root: type[Config]) -> None:
+    """Have `env` take environments of any name that say their `type`; the settings of a class are known to it alone."""
+    if "env" in root.model_fields:
+        section: Any = root.model_fields["env"].annotation
+        own = {"type": "object", "required": ["type"], "properties": {"type": {"type": "string"}}}
+        schema.definition(section)["additionalProperties"] = own
 
 
 def _add_dataset_settings(schema: JsonSchema) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rl_core.environments.trial import Trial
 from rl_core.errors import RLError
 from rl_core.plugins import ALGORITHMS, AlgorithmPlugin, plugin, resolve
 from rl_launch.backends import backends_of, model_sections, section_of, with_section
@@ -18,6 +19,7 @@ from rl_launch.cluster.ray_address import check_ray_address
 from rl_launch.local_models import TINY, WARMED_UP, models_folder, tiny_model
 from rl_launch.placement.bundles import PlacementError
 from rl_launch.root import check_placement, read_config
+from rl_launch.runtime.environment_trials import trials_of, try_here, try_in
 from rl_launch.runtime.restoration import Restoration
 from rl_launch.session import RunDirectory, RunSession
 from rl_launch.session.checkpoints import newest_checkpoint
@@ -75,21 +77,23 @@ def train(config: Any, *, run_dir: str | Path, title: str = "", fresh: bool = Fa
     check_devices(config.cluster)
     check_run_dir(run_dir, config, fresh=fresh)
     loaded = resolve(algorithm.load)(config)
+    untried = try_here(trials_of(config, algorithm, loaded), config.cluster.worker_envs)
     restoration = Restoration(saves=config.checkpointing.enabled)
     session = RunSession(run_dir, config, title=title, fresh=fresh, since=started)
     while True:
         try:
-            _run(config, loaded, session, restoration)
+            _run(config, loaded, untried, session, restoration)
             return Outcome(session.last_metrics, session.stop_signal)
         except PlacementError as error:
             raise restoration.failed(error) from None
         except RLError:
             if not restoration.goes_on:
                 raise
+        untried = []
         session = RunSession(run_dir, config, title=title, since=started)
 
 
-def _run(config: Any, loaded: Any, session: RunSession, restoration: Restoration) -> None:
+def _run(config: Any, loaded: Any, untried: Sequence[Trial], session: RunSession, restoration: Restoration) -> None:
     # imports transformers, which takes a second
     from rl_algos.tokenizer import load_tokenizer
 
@@ -109,6 +113,7 @@ def _run(config: Any, loaded: Any, session: RunSession, restoration: Restoration
     device = resolve_device(config.cluster)
     check_placement(config.cluster, backends, device)
     envs = provision_workers(config, backends, needs, device)
+    try_in(envs.interpreters, untried)
     check_engines(config, backends, envs)
     for role, model in backends.models.items():
         prove_family(section_of(config, model.section), model.section, model.plugin, envs.interpreters[role])

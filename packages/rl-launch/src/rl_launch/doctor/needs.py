@@ -9,7 +9,7 @@ from typing import Any
 
 from rl_core.config import RawConfig
 from rl_core.devices import CPU, CUDA, Device, device_named
-from rl_core.plugins import ENVIRONMENTS, names
+from rl_core.environments.instance import instance_of
 from rl_launch.backends import backends_of
 from rl_launch.cluster.device import AUTO
 from rl_launch.root import read_config
@@ -55,7 +55,7 @@ def needs_of(recipe: str, overrides: Sequence[str], *, num_gpus: int) -> Needs:
     config: Any = resolved.config
     cluster = config.cluster
     device = device_named(cluster.device) if cluster.device != AUTO else CUDA if num_gpus else CPU
-    environments = set(_environments(resolved.raw)) & set(names(ENVIRONMENTS))
+    environments = [instance_of(config.env, name) for name in set(_environments(resolved.raw))]
     return Needs(
         recipe=Path(recipe).stem,
         device=device,

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 
 from rl_core.ray.model import RemoteModel
-from rl_core.rollout import ROUTED_EXPERTS
 from rl_launch.backends import ModelBackend
 from rl_launch.cluster.virtual_cluster import Bundle, VirtualCluster
 from rl_launch.placement.residency import Residency, Tenant
@@ -135,8 +134,7 @@ class Models:
 
     def _build(self, role: str) -> None:
         backend = self._backends[role]
-        columns = (ROUTED_EXPERTS,) if backend.replays_routing else ()
-        self._groups[role].begin(backend.plugin, backend.config, backend.backend, backend.spec, columns=columns)
+        self._groups[role].begin(backend.plugin, backend.config, backend.backend, backend.spec)
 
     def _finished(self, role: str, hold: Hold) -> RemoteModel:
         model = self._groups[role].finish(hold)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -12,9 +13,10 @@ from typing import Any
 from ray.actor import ActorHandle
 
 from rl_algos.rollouts.worker import RolloutWorkerSpec
+from rl_core.environments.instance import instance_of
 from rl_core.errors import Origin, RLError
 from rl_core.generation import Placement
-from rl_core.plugins import ENVIRONMENTS, EnvironmentPlugin, RolloutNeeds, plugin
+from rl_core.plugins import RolloutNeeds
 from rl_core.ray.calls import gather
 from rl_core.ray.environment import RemoteEnvironment
 from rl_core.ray.host import Place
@@ -25,6 +27,7 @@ from rl_launch.placement.topology import GENERATION, Topology
 from rl_launch.runtime.model_group import StartTimeouts
 from rl_launch.runtime.processes import Processes
 from rl_launch.runtime.replica import Replica
+from rl_launch.runtime.role_envs import environment_role
 
 _log = logging.getLogger(__name__)
 
@@ -120,7 +123,7 @@ class Replicas:
     @property
     def _roles(self) -> list[str]:
         """Roles of the workers on a node that generates."""
-        return [GENERATION, *(f"env.{name}" for name in sorted(self._needs.environments))]
+        return [GENERATION, *map(environment_role, sorted(self._needs.environments))]
 
     def _begin(self, starts: Sequence[Start], host: str) -> Callable[[], list[Replica]]:
         environments = {name: self._environment(name, host) for name in sorted(self._needs.environments)}
@@ -139,8 +142,6 @@ class Replicas:
 
     def _spec(self, placement: Placement) -> RolloutWorkerSpec:
         backend = self._backend
-        # an evaluation, whose replicas wait for no weights, trains nothing
-        placement = replace(placement, reports_routing=backend.reports_routing and placement.awaits_weights)
         return RolloutWorkerSpec(
             generator=backend.plugin.worker,
             generator_args=(backend.config, backend.backend, backend.model, placement),
@@ -166,20 +167,26 @@ class Replicas:
         return [replace(shared, gpus=tuple(gpus[i : i + ranks])) for i in range(0, len(gpus), ranks)]
 
     def _environment(self, name: str, node: str) -> RemoteEnvironment:
-        found: EnvironmentPlugin = plugin(ENVIRONMENTS, name)
+        instance = instance_of(self._settings, name)
         actor = self._cluster.start_restarting_worker(
-            self._processes.on(node, f"env.{name}"),
-            f"{self._logs}/environment-{name}.log",
-            f"environment {name}",
+            self._processes.on(node, environment_role(name)),
+            f"{self._logs}/environment-{_file_name(instance.label)}.log",
+            f"environment {instance.label}",
             ENVIRONMENT_POOL,
-            found.environment,
-            getattr(self._settings, name),
-            name,
+            instance.environment,
+            instance.config,
+            instance.label,
         )
-        origin = Origin(f"environment {name}", 0, "its node", "start")
-        gather_start([actor.call.remote("health")], [origin], self._timeouts.process, f"environment {name}")
+        origin = Origin(f"environment {instance.label}", 0, "its node", "start")
+        awaited = f"environment {instance.label}"
+        gather_start([actor.call.remote("health")], [origin], self._timeouts.process, awaited)
         self._stack.callback(partial(_close_environment, actor, origin))
-        return RemoteEnvironment(actor, name=name)
+        return RemoteEnvironment(actor, name=instance.label)
+
+
+def _file_name(label: str) -> str:
+    """A label with nothing in it that a file's name cannot hold: `reward.score` of `reward.py:score`."""
+    return re.sub(r"[^\w.-]", "_", label.replace(".py:", "."))
 
 
 def _close_environment(actor: ActorHandle, origin: Origin) -> None:

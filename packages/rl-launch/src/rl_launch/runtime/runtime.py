@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from rl_core.devices import Device
+from rl_core.environments.instance import instance_of
 from rl_core.errors import ConfigError
 from rl_core.plugins import BackendPlugin, RolloutNeeds
 from rl_core.ray.model import RemoteModel
@@ -40,7 +41,8 @@ def provision_workers(config: Any, backends: Backends, needs: RolloutNeeds | Non
     Raises:
         WorkerEnvironmentError: if one cannot be had.
     """
-    wanted = role_specs(backends, needs.environments if needs else (), device)
+    environments = [instance_of(config.env, name) for name in needs.environments] if needs else ()
+    wanted = role_specs(backends, environments, device)
     return DriverEnvs.provided(wanted, config.cluster.worker_envs)
 
 

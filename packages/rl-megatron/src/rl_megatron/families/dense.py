@@ -146,8 +146,7 @@ def _refuse_biases(config: Any) -> None:
 
 
 def _window(config: Any) -> tuple[int, int] | None:
-    """Numbers of tokens before and after each token that it sees, the same in all layers; None if it sees all before
-    it."""
+    """Tokens before each that it sees, where all layers are alike."""
     settings = config.to_dict()
     kinds = set(settings.get("layer_types") or [])
     if len(kinds) > 1:

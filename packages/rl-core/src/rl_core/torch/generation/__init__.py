@@ -1,1 +1,1 @@
-"""Shared by generators that run a model in their own process: rows, sampling, the engine's thread and the facade."""
+"""What generators that run a model in their own process share: rows, sampling, the engine's thread and the facade."""

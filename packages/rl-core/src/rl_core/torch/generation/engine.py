@@ -39,17 +39,17 @@ class Engine(Generic[Model]):
 
     @property
     def loaded(self) -> Future[None]:
-        """Done once the model is loaded; holds the error if it cannot be."""
+        """Done once the model is there; its error where it does not come up."""
         return self._thread.loaded
 
     @property
     def failure(self) -> str | None:
-        """Reason why nothing is decoded any longer; None while the engine works."""
+        """Why nothing is decoded any more."""
         return self._thread.failure
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests that have no row yet."""
+        """Requests that have no row yet."""
         return len(self._waiting)
 
     def start(self) -> None:

@@ -1,1 +1,1 @@
-"""Reads from a model's hidden states: logprobs, entropy, top-k, scores and values."""
+"""What is read from a model's hidden states."""

@@ -25,10 +25,10 @@ class Residency(ABC):
 
     @abstractmethod
     def kept(self, part: Part) -> Iterable[Tensor]:
-        """Tensors of a part, which come back bit for bit."""
+        """What a part consists of, which comes back bit for bit."""
 
     def lost(self, part: Part) -> Iterable[Tensor]:
-        """Tensors that leave the device with a part and come back as zeros."""
+        """What leaves the device with a part and comes back as zeros."""
         return ()
 
     def offload(self, parts: Sequence[Part]) -> None:
@@ -65,7 +65,7 @@ class ModuleResidency(Residency):
         self._module = module
         for tensor in self._held(self.kept("parameters")):
             if not tensor.untyped_storage().resizable():
-                # mapped from a file: its pages cannot be freed here
+                # mapped from a file, whose pages are not the module's to free
                 tensor.data = tensor.detach().clone()
 
     def kept(self, part: Part) -> list[Tensor]:

@@ -1,1 +1,1 @@
-"""The skeleton that every training backend shares."""
+"""What every training backend shares."""

@@ -1,4 +1,4 @@
-"""The parts that a training backend supplies; `TrainingWorker` makes a model worker of them.
+"""What a training backend supplies; `TrainingWorker` makes a model worker of it.
 
 A backend is a mesh, a function that builds the five parts of a model on it, and a worker class whose constructor hands
 both to `TrainingWorker`::
@@ -54,7 +54,7 @@ class RankMesh(Protocol):
 
     @property
     def rank(self) -> int:
-        """Rank of this process, among all ranks."""
+        """Of this process, among all ranks."""
         ...
 
     @property
@@ -151,12 +151,12 @@ class RankModel(Protocol):
 
     @property
     def multiple(self) -> int:
-        """Number of which the microbatches of a pass must be a multiple."""
+        """Of how many microbatches a pass takes a multiple."""
         ...
 
     @property
     def shape(self) -> ModelShape | None:
-        """Shape of the whole model, to count the operations of a step; None if they are not counted."""
+        """Of the whole model, to count the operations of a step; None if they are not counted."""
         ...
 
     @property
@@ -173,14 +173,11 @@ class RankModel(Protocol):
         """
         ...
 
-    def extra_columns(self, batch: Batch, *, for_loss: bool) -> Mapping[str, Ragged]:
-        """Columns, beside tokens and those of the loss, that passes take from a batch; often none.
-
-        Args:
-            for_loss: whether the pass is of a loss. One that only reads does without columns that the batch lacks.
+    def extra_columns(self, batch: Batch) -> Mapping[str, Ragged]:
+        """Columns, beside tokens and those of the loss, that passes need of a batch; often none.
 
         Raises:
-            ValueError: if the batch lacks one that a loss needs.
+            ValueError: if the batch lacks one.
         """
         ...
 
@@ -217,7 +214,7 @@ class RankWeights(Protocol):
 
     @property
     def num_holders(self) -> int:
-        """Number of ranks, counted from rank 0, that get whole tensors from a `stream` that is not `everywhere`."""
+        """How many ranks, counted from rank 0, get whole tensors from a `stream` that is not `everywhere`."""
         ...
 
     def specs(self, dtype: str) -> list[TensorSpec]:
@@ -266,7 +263,7 @@ class RankState(Protocol):
     """Parameters and optimizer state of one rank, for checkpoints."""
 
     def tensors(self, *, copies: bool) -> dict[str, Any]:
-        """Tensors that this rank writes, by names that do not depend on the mesh; collective.
+        """What this rank writes, by names that do not depend on the mesh; collective.
 
         Args:
             copies: whether the values share no memory with the model or the optimizer, so that both may change.
@@ -274,8 +271,7 @@ class RankState(Protocol):
         ...
 
     def description(self) -> dict[str, Any]:
-        """Everything that `restore` needs beside tensors, as plain data and small tensors; collective, after
-        `tensors`."""
+        """What `restore` needs to know beside tensors, as plain data and small tensors; collective, after `tensors`."""
         ...
 
     def restore(self, path: Path, description: Mapping[str, Any]) -> None:
@@ -291,8 +287,7 @@ class RankState(Protocol):
         ...
 
     def save_planner(self) -> SavePlanner | None:
-        """Planner by which torch's distributed checkpoint takes the values of `tensors`; None for plain and distributed
-        tensors."""
+        """How torch's distributed checkpoint takes the values of `tensors`; None for plain and distributed tensors."""
         ...
 
 

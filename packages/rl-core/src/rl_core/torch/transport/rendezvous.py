@@ -1,4 +1,4 @@
-"""Rendezvous of the sender and its receivers."""
+"""How the sender and its receivers find each other."""
 
 from __future__ import annotations
 

@@ -1,0 +1,155 @@
+"""Environments of a run by the names that its data gives them: installed, configured under `env`, or in a file."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, is_dataclass
+from typing import Any, get_type_hints
+
+from rl_core.config import Config, Problem, ProblemError, did_you_mean, section_of
+from rl_core.environments.config import EnvironmentConfig
+from rl_core.plugins import ENVIRONMENTS, EnvironmentPlugin, Requirement, plugin, resolve
+from rl_core.user_code import FromFile, is_in_file
+
+
+@dataclass(frozen=True)
+class EnvironmentInstance:
+    """An environment of a run.
+
+    Args:
+        name: by which data names it.
+        environment: `"package.module:Class"`, or a class or function in a file of the user's.
+        config: its settings.
+        requirement: of its processes.
+    """
+
+    name: str
+    environment: str | FromFile
+    config: EnvironmentConfig
+    requirement: Requirement
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is the user's, rather than installed under a name."""
+        return ":" in (self.config.type or self.name)
+
+    @property
+    def label(self) -> str:
+        """Its name in messages and logs; of one that data names by its file, without the folder."""
+        return str(self.environment) if is_in_file(self.name) else self.name
+
+
+def environment_types(written: Any, installed: Mapping[str, EnvironmentPlugin]) -> dict[str, type[Config]]:
+    """The types of the sections `env.<name>`: of every installed environment, and of each that has a `type`.
+
+    Args:
+        written: what the user wrote under `env`, as plain values.
+        installed: environments by name.
+
+    Raises:
+        ProblemError: if a section is that of no environment.
+    """
+    types: dict[str, type[Config]] = {name: found.config for name, found in installed.items()}
+    problems = []
+    for name, section in written.items() if isinstance(written, Mapping) else ():
+        kind = section.get("type") if isinstance(section, Mapping) else None
+        try:
+            if isinstance(kind, str):
+                types[name] = _section_type(kind, installed)
+            elif name not in types:
+                problems.append(Problem(name, f"{unknown_environment(name, types)}, given as `type` here"))
+        except (ValueError, ImportError) as error:
+            problems.append(Problem(f"{name}.type", str(error)))
+    if problems:
+        raise ProblemError(*problems)
+    return types
+
+
+def instance_of(settings: Config, name: str) -> EnvironmentInstance:
+    """The environment that data names.
+
+    Args:
+        settings: the section `env` of a resolved config.
+        name: one of its keys, or `file.py:function`, `package.module:function` or a class instead of the function.
+
+    Raises:
+        ValueError: if its file cannot be read or has no such name.
+    """
+    section = getattr(settings, name) if name in type(settings).model_fields else EnvironmentConfig()
+    kind = section.type or name
+    if is_in_file(kind):
+        return EnvironmentInstance(name, FromFile.read(kind), section, Requirement("rl-core"))
+    if ":" in kind:
+        return EnvironmentInstance(name, kind, section, _requirement(kind.partition(":")[0]))
+    found: EnvironmentPlugin = plugin(ENVIRONMENTS, kind)
+    return EnvironmentInstance(name, found.environment, section, found.requirement)
+
+
+def problem_with(name: str, settings: Config) -> str:
+    """Why data cannot name this environment; empty if it can, as far as is known without running a file of the user's.
+
+    Args:
+        name: as `instance_of` takes it.
+        settings: the section `env` of a resolved config.
+    """
+    known = sorted(type(settings).model_fields)
+    if name in known:
+        return ""
+    if ":" not in name:
+        return unknown_environment(name, known)
+    module = name.rpartition(":")[0]
+    try:
+        if is_in_file(name):
+            FromFile.read(name)
+        elif importlib.util.find_spec(module) is None:
+            return f"{name}: there is no module {module} here; a file is written file.py:function"
+    except (ValueError, ImportError) as error:
+        return str(error)
+    return ""
+
+
+def unknown_environment(name: str, known: Mapping[str, Any] | list[str]) -> str:
+    """Message for an environment that does not exist, with the way to add one."""
+    listed = f"installed are {', '.join(sorted(known))}" if known else "none is installed"
+    return (
+        f"no environment {name!r} is installed{did_you_mean(name, known)}; {listed}. One of your own is a function in "
+        "a file, file.py:function"
+    )
+
+
+def _section_type(kind: str, installed: Mapping[str, EnvironmentPlugin]) -> type[Config]:
+    """The type of a section with this `type`."""
+    if ":" not in kind:
+        if kind not in installed:
+            raise ValueError(unknown_environment(kind, installed))
+        return installed[kind].config
+    if is_in_file(kind) and FromFile.read(kind).is_function:
+        return EnvironmentConfig
+    target = resolve(kind)
+    return _settings_type(target, kind) if isinstance(target, type) else EnvironmentConfig
+
+
+def _settings_type(kind: type, name: str) -> type[Config]:
+    """The type of the settings of a class: those that its constructor takes by keyword, or as one object."""
+    if is_dataclass(kind):
+        return section_of(kind, EnvironmentConfig)
+    parameters = inspect.signature(kind).parameters.values()
+    by_position = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+    if not by_position:
+        return section_of(kind, EnvironmentConfig)
+    found = get_type_hints(kind.__init__).get(by_position[0])  # type: ignore[misc]  # that of the class itself
+    if isinstance(found, type) and issubclass(found, EnvironmentConfig) and not is_in_file(name):
+        return found
+    raise ValueError(
+        f"{name} takes {', '.join(by_position)} by position; make its settings keyword-only parameters with types, as "
+        "in def __init__(self, *, limit: int = 5)"
+    )
+
+
+def _requirement(module: str) -> Requirement:
+    top = module.partition(".")[0]
+    providers = importlib.metadata.packages_distributions().get(top, ["rl-core"])
+    return Requirement(providers[0], imports=(top,))

@@ -1,0 +1,160 @@
+"""Environments tried on a few conversations before a run starts, so that a broken one is found at once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import pickle
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from rl_core.environment import Conversation, EnvironmentFailure
+from rl_core.environments import child, worker
+from rl_core.environments.instance import EnvironmentInstance
+from rl_core.environments.pool import EnvironmentPool
+from rl_core.errors import WorkerDied, WorkerError
+
+logger = logging.getLogger(__name__)
+
+SLOW_S = 5.0
+"""Seconds after which it is said that an environment's trial is still under way."""
+
+_REMEDY = " A reward is a number for every response, such as 0.0 for one that it cannot read."
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A row of the data with a response that a policy might give.
+
+    Args:
+        place: of the row, such as `prompts.jsonl, line 3`.
+        conversation: with the response as its newest turn.
+    """
+
+    place: str
+    conversation: Conversation
+
+    def __str__(self) -> str:
+        return f"{self.place}, with the response {self.conversation.completion!r:.60}"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """An environment and what it is tried on.
+
+    Args:
+        instance: the environment.
+        attempts: in order; those of one row are next to one another.
+    """
+
+    instance: EnvironmentInstance
+    attempts: Sequence[Attempt]
+
+
+@dataclass
+class Verdict:
+    """The outcome of trials.
+
+    Args:
+        problems: why environments cannot be used.
+        warnings: responses that would fail their rollout.
+    """
+
+    problems: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def try_out(trials: Sequence[Trial]) -> Verdict:
+    """Build each environment in a process of its own and have it answer its attempts, as in a run.
+
+    An environment is refused if it cannot be built, hangs, ends its process or answers what is not a reward, and if it
+    raises on every response to a row; one that raises on some of them is warned of.
+    """
+    with _quiet():
+        return asyncio.run(_try_out(trials))
+
+
+def main() -> None:
+    """Try pickled trials from standard input, and write the verdict as JSON on the last line of standard output."""
+    verdict = try_out(pickle.load(sys.stdin.buffer))
+    print(f"\n{json.dumps([verdict.problems, verdict.warnings])}")  # noqa: T201  # the answer to the other process
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Log nothing of what processes print and how they end: the verdict says it."""
+    loggers = [logging.getLogger(module.__name__) for module in (child, worker)]
+    levels = [each.level for each in loggers]
+    for each in loggers:
+        each.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for each, level in zip(loggers, levels, strict=True):
+            each.setLevel(level)
+
+
+async def _try_out(trials: Sequence[Trial]) -> Verdict:
+    verdict = Verdict()
+    await asyncio.gather(*(_try_one(trial, verdict) for trial in trials))
+    return verdict
+
+
+async def _try_one(trial: Trial, verdict: Verdict) -> None:
+    instance, config = trial.instance, trial.instance.config
+    pool = EnvironmentPool.of(instance.environment, config.model_copy(update={"num_workers": 1}), name=instance.label)
+    slow = asyncio.get_running_loop().call_later(
+        SLOW_S, logger.info, "trying the environment %s on the first rows takes more than %g s", instance.label, SLOW_S
+    )
+    try:
+        await _attempt_all(pool, trial, verdict)
+    except WorkerError as error:
+        kind = "" if error.kind == ValueError.__name__ else f"{error.kind}: "
+        verdict.problems.append(f"environment {instance.label} cannot be built: {kind}{error.message}")
+    except WorkerDied as error:
+        verdict.problems.append(str(error))
+    finally:
+        slow.cancel()
+        await pool.close()
+
+
+async def _attempt_all(pool: EnvironmentPool, trial: Trial, verdict: Verdict) -> None:
+    raised: dict[str, list[str]] = {}
+    num_attempts: dict[str, int] = {}
+    for attempt in trial.attempts:
+        num_attempts[attempt.place] = num_attempts.get(attempt.place, 0) + 1
+        [outcome] = await pool.step([attempt.conversation])
+        if not isinstance(outcome, EnvironmentFailure):
+            continue
+        told = f"{outcome.reason.removesuffix('.')}. It was tried on {attempt}"
+        if not outcome.raised:
+            verdict.problems.append(f"{told}.")
+            return
+        raised.setdefault(attempt.place, []).append(told)
+    remedy = _REMEDY if trial.instance.is_own else ""
+    whole = [told[0] for place, told in raised.items() if len(told) == num_attempts[place]]
+    if whole:
+        verdict.problems.append(f"{whole[0]}; on others it raises too.{remedy}")
+    elif raised:
+        first = next(iter(raised.values()))[0]
+        verdict.warnings.append(f"{first}; a rollout with such a response fails.{remedy}")
+
+
+def attempts_on(place: str, row_id: str, messages: Sequence[Any], info: Any) -> list[Attempt]:
+    """A row with responses as a policy may give them: a sentence with the answer if the row has one, the answer alone,
+    and nothing.
+    """
+    answer = str(info.get("answer", 4))
+    return [
+        Attempt(
+            place,
+            Conversation(
+                f"{row_id}/{index}", (*messages, {"role": "assistant", "content": text}), info, completion=text
+            ),
+        )
+        for index, text in enumerate((f"The answer is {answer}.", answer, ""))
+    ]

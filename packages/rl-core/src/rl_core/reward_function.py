@@ -1,0 +1,149 @@
+"""A plain function that scores responses, as an environment."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from rl_core.environment import Conversation, Environment, StepResult, UnusableAnswer
+
+_OF_ONE: Mapping[str, Callable[[Conversation], Any]] = {
+    "response": lambda conversation: conversation.completion,
+    "completion": lambda conversation: conversation.completion,
+    "prompt": lambda conversation: _prompt(conversation),
+    "messages": lambda conversation: conversation.messages,
+    "truncated": lambda conversation: conversation.truncated,
+}
+_OF_MANY = {"responses": "response", "completions": "completion", "prompts": "prompt"}
+
+OFFERED = (*_OF_ONE, *_OF_MANY)
+"""Names of parameters that a reward function may have beside the fields of a row of the data."""
+
+
+def as_environment(score: Callable[..., Any]) -> Environment:
+    """Make a function that scores a response an environment.
+
+    A parameter is given what its name says: `response` (or `completion`), the text that the policy wrote; `prompt`, the
+    text of the message that it answers; `messages`, the whole conversation; `truncated`, whether the response ran into
+    the token limit; any other name, that field of the prompt's row, such as `answer`. A parameter with a default may be
+    missing from the row; `**row` takes the fields that no other parameter names. The function returns a number, or
+    numbers by name, of which `reward` is trained on (their sum if it is absent). It may be `async`.
+
+    A function with a parameter `responses` (or `completions`) or `prompts` scores several at once, up to `max_batch`:
+    every parameter is given a list with a value for each, and the function returns a list of rewards.
+
+    Raises:
+        ValueError: if it cannot be called by names.
+    """
+    return _RewardFunction(score)
+
+
+class _RewardFunction:
+    """A single-turn environment around a function."""
+
+    def __init__(self, score: Callable[..., Any]) -> None:
+        self._score = score
+        self._name = getattr(score, "__name__", type(score).__name__)
+        parameters = _parameters(score)
+        self._takes_rest = any(each.kind is each.VAR_KEYWORD for each in parameters)
+        named = [each for each in parameters if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
+        self._takes = [each.name for each in named]
+        self._needs = frozenset(each.name for each in named if each.default is each.empty)
+        self._scores_many = any(name in _OF_MANY for name in self._takes)
+        self._call = _one_by_one if not inspect.iscoroutinefunction(score) else _Together()
+
+    def step(self, conversations: Sequence[Conversation], states: Sequence[Any]) -> list[StepResult]:
+        if not conversations:
+            return []
+        each = [self._arguments(conversation) for conversation in conversations]
+        if not self._scores_many:
+            return [_result(returned) for returned in self._call(self._score, each)]
+        names = dict.fromkeys(name for arguments in each for name in arguments)
+        [returned] = self._call(self._score, [{name: [arguments.get(name) for arguments in each] for name in names}])
+        return [_result(reward) for reward in self._listed(returned, len(each))]
+
+    def close(self, states: Sequence[Any]) -> None:
+        pass
+
+    def _arguments(self, conversation: Conversation) -> dict[str, Any]:
+        row = conversation.info
+        given: dict[str, Any] = {}
+        for name in self._takes:
+            if name in OFFERED:
+                given[name] = _OF_ONE[_OF_MANY.get(name, name)](conversation)
+            elif name in row:
+                given[name] = row[name]
+            elif name in self._needs:
+                raise UnusableAnswer(f"{self._name} asks for {name!r}{_instead(name, row)}")
+        if self._takes_rest:
+            given |= {name: value for name, value in row.items() if name not in OFFERED and name not in given}
+        return given
+
+    def _listed(self, returned: Any, count: int) -> list[Any]:
+        if isinstance(returned, str | Mapping) or not isinstance(returned, Iterable):
+            raise UnusableAnswer(
+                f"{self._name} returned {_shown(returned)}; a function that is given lists returns a list of rewards"
+            )
+        rewards = list(returned)
+        if len(rewards) != count:
+            raise UnusableAnswer(f"{self._name} returned {len(rewards)} rewards for {count} responses; return one each")
+        return rewards
+
+
+def _one_by_one(score: Callable[..., Any], calls: Sequence[Mapping[str, Any]]) -> list[Any]:
+    return [score(**arguments) for arguments in calls]
+
+
+class _Together:
+    """Makes the calls of an `async` function together, all on one loop: clients that it keeps belong to theirs."""
+
+    def __init__(self) -> None:
+        # a process whose function is not async need not import it
+        import asyncio
+
+        self._gather = asyncio.gather
+        self._runner = asyncio.Runner()
+
+    def __call__(self, score: Callable[..., Any], calls: Sequence[Mapping[str, Any]]) -> list[Any]:
+        async def together() -> list[Any]:
+            return await self._gather(*(score(**arguments) for arguments in calls))
+
+        return self._runner.run(together())
+
+
+def _parameters(score: Callable[..., Any]) -> list[inspect.Parameter]:
+    if not callable(score):
+        raise ValueError(f"{_shown(score)} is not a function; a reward is one, such as score(response, **row)")
+    try:
+        parameters = list(inspect.signature(score).parameters.values())
+    except ValueError:
+        raise ValueError(f"the parameters of {score!r} cannot be read; call it in a function of yours") from None
+    unnamed = [each.name for each in parameters if each.kind is each.POSITIONAL_ONLY]
+    if unnamed:
+        raise ValueError(f"it takes {', '.join(unnamed)} by position only; remove the `/` from its parameters")
+    return parameters
+
+
+def _shown(value: Any) -> str:
+    return f"{value!r:.80}"
+
+
+def _result(returned: Any) -> StepResult:
+    return returned if isinstance(returned, StepResult) else StepResult(reward=returned, done=True)
+
+
+def _prompt(conversation: Conversation) -> str:
+    """Text of the newest message before the policy's."""
+    content = next((m.get("content") for m in reversed(conversation.messages) if m.get("role") != "assistant"), "")
+    if isinstance(content, list):
+        return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
+    return "" if content is None else str(content)
+
+
+def _instead(name: str, row: Mapping[str, Any]) -> str:
+    near = difflib.get_close_matches(name, [*row, *OFFERED], n=1)
+    hint = f"; did you mean {near[0]}?" if near else ";"
+    fields = f"{'The' if near else 'the'} row has {', '.join(map(str, row)) or 'no fields'}"
+    return f"{hint} {fields}; {', '.join(_OF_ONE)} can be had of every response"

@@ -1,0 +1,107 @@
+"""Environments tried on a few rows before a run starts."""
+
+import pickle
+import re
+import subprocess
+import sys
+
+import pytest
+
+from rl_core.environments.config import EnvironmentConfig
+from rl_core.environments.instance import EnvironmentInstance
+from rl_core.environments.trial import Trial, attempts_on, try_out
+from rl_core.plugins import Requirement
+from rl_core.user_code import FromFile
+
+
+@pytest.fixture
+def trial(tmp_path):
+    """A trial of a file's function or class on one row."""
+
+    def make(text, name="score", *, deadline_s=60.0, **row):
+        path = tmp_path / "reward.py"
+        path.write_text(text)
+        source = FromFile.read(f"{path}:{name}")
+        instance = EnvironmentInstance(
+            f"{path}:{name}", source, EnvironmentConfig(deadline_s=deadline_s), Requirement("rl-core")
+        )
+        question = ({"role": "user", "content": "1+2="},)
+        return Trial(instance, attempts_on("prompts.jsonl, line 3", "prompts:train:2", question, row))
+
+    return make
+
+
+def test_rewards_that_can_be_used_pass(trial):
+    several = [
+        trial("def score(response, **row):\n    return len(response)\n"),
+        trial("async def score(response, answer):\n    print(response)\n    return {'a': 1, 'b': True}\n", answer=3),
+        trial("def score(completions, **rows):\n    return [0.5] * len(completions)\n"),
+        trial(
+            "from rl_core import StepResult\n\nclass Game:\n    def step(self, conversations, states):\n"
+            "        return [StepResult(1.0) for _ in conversations]\n    def close(self, states): ...\n",
+            "Game",
+        ),
+        trial(
+            "from rl_core import Environment, StepResult\n\nclass Game:\n    def step(self, conversations, states):\n"
+            "        return [StepResult(1.0) for _ in conversations]\n    def close(self, states): ...\n\n"
+            "def make() -> Environment:\n    return Game()\n",
+            "make",
+        ),
+    ]
+    verdict = try_out(several)
+    assert (verdict.problems, verdict.warnings) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            "def score(response):\n    return None",
+            r"score \(reward\.py:1\): the reward is None; return a number",
+        ),
+        ("def score(response):\n    return 'good'", "the reward is 'good'"),
+        ("def score(response):\n    return float('nan')", "the reward is nan; return a finite number"),
+        ("def score(response, anwser):\n    return 1.0", r"asks for 'anwser'; did you mean answer\?"),
+        (
+            "def score(response):\n    return {}[response]",
+            r"raised KeyError: .*\(at reward\.py:2\)\. .* raises too",
+        ),
+        ("def score(response):\n    exit('done')", r"ended its process with SystemExit: done \(at reward\.py:2\)"),
+        ("import os\ndef score(response):\n    os._exit(5)", "ended: exit code 5"),
+        ("import no_such_package\ndef score(response):\n    return 1.0", "cannot be built: .* imports no_such_package"),
+        (
+            "def helper(): return SCALE\nhelper()\ndef score(response): ...",
+            r"NameError: .*\(at reward\.py:1\)",
+        ),
+        ("class score: ...", "score is not an environment: it lacks the method `step`"),
+        ("score = 3", "3 is not a function"),
+    ],
+)
+def test_a_reward_that_cannot_be_used_is_named_with_its_line_and_the_row(trial, text, says):
+    [problem] = try_out([trial(text, answer="3")]).problems
+    assert problem.startswith(("environment reward.py:score", "the process of environment reward.py:score"))
+    assert re.search(says, problem), problem
+    if "cannot be built" not in problem:
+        assert "It was tried on prompts.jsonl, line 3, with the response 'The answer is 3.'" in problem
+
+
+def test_a_reward_that_hangs_is_told_of_with_where_it_was(trial):
+    hangs = trial("import threading\n\ndef score(response):\n    threading.Event().wait()\n", deadline_s=0.5)
+    [problem] = try_out([hangs]).problems
+    assert "gave no answer within its deadline of 0.5 s (deadline_s beside `type: reward.py:score` under" in problem
+
+
+def test_a_reward_that_raises_on_some_responses_is_a_warning(trial):
+    verdict = try_out([trial("def score(response):\n    return float(response.split()[0] == 'The')\n")])
+    assert verdict.problems == []
+    [warning] = verdict.warnings
+    assert "raised IndexError: list index out of range (at reward.py:2)" in warning
+    assert "with the response ''; a rollout with such a response fails" in warning
+
+
+def test_a_trial_runs_in_another_interpreter_without_the_file(trial, tmp_path):
+    sent = pickle.dumps([trial("def score(response):\n    return None\n")])
+    (tmp_path / "reward.py").unlink()
+    command = [sys.executable, "-c", "from rl_core.environments.trial import main; main()"]
+    done = subprocess.run(command, input=sent, capture_output=True, check=True)
+    assert b"the reward is None" in done.stdout.splitlines()[-1]

@@ -1,0 +1,111 @@
+"""Functions that score responses, by what their parameters are called."""
+
+import numpy as np
+import pytest
+
+from rl_core.environment import Conversation, StepResult, UnusableAnswer
+from rl_core.reward_function import as_environment
+
+
+def said(response, prompt="1+2=", truncated=False, **row):
+    messages = ({"role": "user", "content": prompt}, {"role": "assistant", "content": response})
+    return Conversation("0", messages, row, completion=response, truncated=truncated)
+
+
+def rewards(function, *conversations):
+    return [each.reward for each in as_environment(function).step(conversations, [None] * len(conversations))]
+
+
+def test_parameters_are_given_what_their_names_say():
+    def score(response, completion, prompt, messages, truncated, answer):
+        return {"seen": (response, completion, prompt, len(messages), truncated, answer)}
+
+    assert rewards(score, said("3", truncated=True, answer="4", level=1)) == [
+        {"seen": ("3", "3", "1+2=", 2, True, "4")}
+    ]
+
+
+def test_a_parameter_with_a_default_may_be_missing_from_the_row():
+    def score(response, scale=2.0, *, bonus=0.0):
+        return len(response) * scale + bonus
+
+    assert rewards(score, said("abc"), said("abc", scale=3), said("abc", bonus=1.0)) == [6.0, 9.0, 7.0]
+
+
+def test_the_rest_of_the_row_goes_to_keywords_that_are_not_named():
+    def score(response, answer, **row):
+        return {"fields": sorted(row)}
+
+    # a column that is called as what every response has is not a field beside it
+    assert rewards(score, said("3", answer="3", level=1, topic="x", prompt_=0, completion="")) == [
+        {"fields": ["level", "prompt_", "topic"]}
+    ]
+
+
+def test_a_parameter_that_the_row_does_not_have_is_named_with_the_nearest():
+    def score(response, anwser):
+        return 0.0
+
+    with pytest.raises(
+        UnusableAnswer, match=r"score asks for 'anwser'; did you mean answer\? The row has answer, level;"
+    ):
+        rewards(score, said("3", answer="3", level=1))
+    with pytest.raises(UnusableAnswer, match=r"asks for 'anwser'; the row has no fields; response, completion, prompt"):
+        rewards(score, said("3"))
+
+
+def test_the_prompt_is_the_text_of_the_message_that_is_answered():
+    parts = [{"type": "text", "text": "look: "}, {"type": "image"}, {"type": "text", "text": "what?"}]
+    turns = [("user", "a"), ("assistant", "b"), ("user", parts), ("assistant", "c")]
+    messages = tuple({"role": role, "content": content} for role, content in turns)
+    conversation = Conversation("0", messages, {}, completion="c")
+    assert rewards(lambda prompt: {"prompt": prompt}, conversation) == [{"prompt": "look: what?"}]
+
+
+def test_an_async_function_scores_the_conversations_of_a_call_at_once():
+    import asyncio
+
+    met = []
+
+    async def score(response):
+        met.append(response)
+        while len(met) < 2:
+            await asyncio.sleep(0)
+        return float(len(response))
+
+    environment = as_environment(score)
+    assert [each.reward for each in environment.step([said("a"), said("bb")], [None] * 2)] == [1.0, 2.0]
+    # a client that it keeps belongs to one loop
+    assert [each.reward for each in environment.step([said("ccc")], [None])] == [3.0]
+
+
+def test_a_function_of_lists_scores_many_at_once():
+    def score(completions, prompts, answer, **row):
+        assert row == {"level": [1, 2]}
+        return [float(c == a) for c, a in zip(completions, answer, strict=True)]
+
+    environment = as_environment(score)
+    both = [said("3", answer="3", level=1), said("4", answer="3", level=2)]
+    assert [each.reward for each in environment.step(both, [None] * 2)] == [1.0, 0.0]
+    assert rewards(lambda responses: np.array([0.5]), said("x")) == [0.5]
+    assert environment.step([], []) == []
+
+
+@pytest.mark.parametrize(
+    ("returned", "says"), [(1.0, "returned 1.0; .* a list of rewards"), ([1.0], "1 rewards for 2")]
+)
+def test_a_function_of_lists_returns_a_reward_for_each(returned, says):
+    with pytest.raises(UnusableAnswer, match=says):
+        rewards(lambda completions: returned, said("a"), said("b"))
+
+
+def test_a_function_may_return_a_result_itself():
+    [result] = as_environment(lambda response: StepResult(1.0, info={"length": 2})).step([said("ab")], [None])
+    assert (result.reward, result.info) == (1.0, {"length": 2})
+
+
+def test_what_cannot_be_called_by_names_is_refused():
+    with pytest.raises(ValueError, match="3 is not a function; a reward is one"):
+        as_environment(3)
+    with pytest.raises(ValueError, match=r"takes response by position only; remove the `/`"):
+        as_environment(lambda response, /: 0.0)

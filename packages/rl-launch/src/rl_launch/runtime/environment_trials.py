@@ -1,0 +1,91 @@
+"""Environments of a run, tried on its first rows before anything is started."""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+import subprocess
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rl_core.devices import CPU
+from rl_core.environments.instance import instance_of
+from rl_core.environments.trial import Trial, Verdict, try_out
+from rl_core.errors import ConfigError, WorkerEnvironmentError
+from rl_core.plugins import AlgorithmPlugin, resolve
+from rl_launch.runtime.role_envs import environment_role
+from rl_launch.worker_envs.driver import missing
+from rl_launch.worker_envs.provision import Mode
+from rl_launch.worker_envs.spec import worker_env
+from rl_launch.worker_envs.variables import worker_process_environment
+
+_log = logging.getLogger(__name__)
+
+_TRY = "from rl_core.environments.trial import main; main()"
+_TIMEOUT_S = 900.0
+
+
+def trials_of(config: Any, algorithm: AlgorithmPlugin, loaded: Any) -> list[Trial]:
+    """Every environment that the data names, with attempts on its first rows.
+
+    Args:
+        config: resolved root.
+        algorithm: of the run.
+        loaded: what its `load` returned.
+    """
+    if not algorithm.attempts:
+        return []
+    attempts = resolve(algorithm.attempts)(config, loaded)
+    return [Trial(instance_of(config.env, name), each) for name, each in attempts.items()]
+
+
+def try_here(trials: Sequence[Trial], mode: Mode) -> list[Trial]:
+    """Try the environments whose processes can run in the driver's own environment; returns the others.
+
+    Raises:
+        ConfigError: naming each environment that cannot be used, the row that it was tried on and the remedy.
+    """
+    # environments compute on CPUs, whatever the models do
+    here = [
+        trial
+        for trial in trials
+        if mode != "isolated" and not missing(worker_env(trial.instance.requirement, CPU.extras))
+    ]
+    if here:
+        _report(try_out(here))
+    return [trial for trial in trials if trial not in here]
+
+
+def try_in(interpreters: Mapping[str, str], trials: Sequence[Trial]) -> None:
+    """Try environments in the environments that their processes have.
+
+    Args:
+        interpreters: by role.
+        trials: the environments.
+
+    Raises:
+        ConfigError: as `try_here`.
+        WorkerEnvironmentError: if the trial itself does not run.
+    """
+    for trial in trials:
+        python = interpreters[environment_role(trial.instance.name)]
+        done = subprocess.run(
+            [python, "-c", _TRY],
+            input=pickle.dumps([trial]),
+            capture_output=True,
+            env=worker_process_environment(python),
+            timeout=_TIMEOUT_S,
+            check=False,
+        )
+        if done.returncode:
+            said = done.stderr.decode(errors="replace").strip()
+            raise WorkerEnvironmentError(f"environment {trial.instance.label} could not be tried in {python}:\n{said}")
+        _report(Verdict(*json.loads(done.stdout.splitlines()[-1])))
+
+
+def _report(verdict: Verdict) -> None:
+    for warning in verdict.warnings:
+        _log.warning("%s", warning)
+    if verdict.problems:
+        raise ConfigError("\n".join(verdict.problems))
