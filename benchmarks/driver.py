@@ -28,12 +28,13 @@ import numpy as np
 from measurement import median, seconds, surroundings, table
 
 from rl_algos.data.stream import Stream
-from rl_algos.grpo.batch import build_batch
+from rl_algos.grpo.batch import build_batch, with_advantages
 from rl_algos.grpo.collect import Validation
 from rl_algos.grpo.config import GRPOConfig
 from rl_algos.grpo.estimators import advantages_of
 from rl_algos.grpo.loop import train
 from rl_algos.grpo.metrics import rollout_metrics
+from rl_algos.grpo.objective import Objective
 from rl_algos.losses.policy import PolicyLoss
 from rl_algos.rollouts.source import SyncRolloutSource
 from rl_core.devices import device_named
@@ -252,7 +253,7 @@ def measured_steps(cluster: VirtualCluster, run_dir: Path, tokens: int, chosen: 
         run = MeasuredRun(session)
         train(
             config,
-            PolicyLoss(),
+            Objective(PolicyLoss()),
             policy=policy,
             rollouts=source,
             weights=FakeWeights(FakeModel()),
@@ -282,7 +283,7 @@ def breakdown(run: MeasuredRun) -> str:
     config = GRPOConfig()
     for name, work in {
         "advantages": lambda: advantages_of(groups, config),
-        "batch": lambda: build_batch(groups, advantages, config),
+        "batch": lambda: with_advantages(build_batch(groups, config), advantages),
         "metrics": lambda: rollout_metrics(groups, [], advantages),
     }.items():
         rows.append(_row(f"- {name}, alone", [_once(work) for _ in run.found]))

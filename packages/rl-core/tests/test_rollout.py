@@ -52,6 +52,17 @@ def test_failed_rollouts_count_in_no_statistic_of_their_group() -> None:
     assert np.nanmean(rewards) == 0.5
 
 
+def test_routing_of_a_failed_rollout_is_unknown_and_of_a_group_that_failed_there_is_none() -> None:
+    experts = np.arange(30, dtype=np.int16).reshape(5, 3, 2)
+    group = RolloutGroup.of(PROMPT, [Rollout.failed(PROMPT, "x"), rollout(routed_experts=experts)])
+    routed = group.columns.ragged("routed_experts")
+    assert routed.values.dtype == np.int16
+    assert (routed[0] == np.full((3, 3, 2), -1)).all()
+    assert (routed[1] == experts).all()
+    assert "routed_experts" not in RolloutGroup.of(PROMPT, [Rollout.failed(PROMPT, "x")]).columns
+    assert "routed_experts" not in RolloutGroup.of(PROMPT, [rollout()]).columns
+
+
 def test_many_sampled_tokens_do_not_overflow_the_mask() -> None:
     assert rollout(loss_mask=np.ones(1000, dtype=np.uint8)).num_sampled == 1000
 

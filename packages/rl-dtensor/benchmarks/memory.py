@@ -39,7 +39,7 @@ HALF_STATE = OptimizerConfig(name="rl_core.torch.optim.adamw.HalfStateAdamW", kw
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured.
+    """Sizes of the measured heads and model.
 
     Args:
         heads: tokens, vocabulary and chunk of each measurement of logprobs; the chunk is None for whole logits.
@@ -191,7 +191,7 @@ def peak_of_step(memory: Memory, device: str, model: Size, tokens: int, backend:
 
 
 def resident(sizes: Sizes, device: str, apart: Callable[..., Any]) -> str:
-    """What a worker holds between steps."""
+    """A table of the memory that a worker holds between steps."""
     kinds: dict[str, tuple[dict[str, Any], OptimizerConfig]] = {
         "AdamW": ({}, ADAMW),
         "AdamW in bfloat16 (HalfStateAdamW)": ({}, HALF_STATE),
@@ -240,7 +240,7 @@ def worker_of(model: Size, device: str, max_tokens: int, backend: dict[str, Any]
 
 
 def with_memory(measure: Callable[..., Any], device: str, threads: int, *args: Any) -> Any:
-    """What a function measures, in the process that it is called in."""
+    """Call a function that measures, with the memory of this process."""
     torch.set_num_threads(threads)
     return measure(Memory(device), device, *args)
 

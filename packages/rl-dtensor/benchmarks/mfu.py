@@ -46,7 +46,7 @@ OPTIMIZERS = {
 
 @dataclass(frozen=True)
 class Case:
-    """What one process measures."""
+    """Measurements of one process."""
 
     folder: Path
     vocab: int
@@ -140,7 +140,7 @@ def of_model(name: str, size: Size, chosen: argparse.Namespace) -> list[tuple[st
 
 
 def cells(found: Measured | None, tokens: int) -> tuple[str, ...]:
-    """What was found, as the table shows it."""
+    """The cells of a table row for a measurement."""
     if found is None:
         return ("out of memory", "", "", "", "")
     return (

@@ -198,7 +198,7 @@ def best_fit(lengths: Sequence[int], budget: int) -> Plan:
 
 
 def ours(lengths: Sequence[int], budget: int) -> Plan:
-    """What the backends train on."""
+    """The plan by which the backends train."""
     return [[lengths[row] for row in part] for part in plan_microbatches(lengths, max_tokens=budget)]
 
 

@@ -1,4 +1,4 @@
-"""What the benchmarks of this package train: random models, random rows and one rank of a real worker."""
+"""Training for the benchmarks of this package: random models, random rows and one rank of a real worker."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def one_rank(config: ModelConfig, device: str = "cpu", **backend: Any) -> Iterat
 
 
 def in_process(function: Callable[..., Any], *args: Any) -> Any:
-    """What a function returns in a process of its own; ends where it fails there."""
+    """Run a function in a process of its own and return its result; exits if it fails there."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_answer, args=(theirs, function, args))

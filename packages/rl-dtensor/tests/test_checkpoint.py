@@ -1,4 +1,4 @@
-"""What is saved on one mesh, in the background, goes on on every other."""
+"""A checkpoint that is saved on one mesh, in the background, resumes on every other."""
 
 import pytest
 

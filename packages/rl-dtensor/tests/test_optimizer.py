@@ -34,7 +34,7 @@ def test_an_optimizer_of_torch_is_built():
     ("name", "kwargs", "message"),
     [
         ("torch.optim.AdmaW", {}, "cannot be imported"),
-        ("torch.nn.Linear", {}, "is no torch Optimizer"),
+        ("torch.nn.Linear", {}, "is not a torch Optimizer"),
         ("torch.optim.SGD", {"lr": -1.0}, "does not take"),
         ("torch.optim.SGD", {"learning_rate": 1.0}, "does not take"),
     ],
@@ -69,7 +69,7 @@ def test_no_schedule_is_constant():
         ([LINEAR, SchedulerConfig(milestones=[3])], "1 schedules and 1 milestones"),
         ([LINEAR, COSINE, LINEAR, SchedulerConfig(milestones=[5, 3])], "must rise"),
         ([SchedulerConfig(name="torch.optim.lr_scheduler.StepLR")], "does not take"),
-        ([SchedulerConfig(name="torch.optim.SGD")], "is no torch LRScheduler"),
+        ([SchedulerConfig(name="torch.optim.SGD")], "is not a torch LRScheduler"),
     ],
 )
 def test_what_is_wrong_with_schedules_is_said(schedules, message):
@@ -136,7 +136,7 @@ def test_steps_are_fused_also_where_experts_have_a_mesh_of_their_own(ranks, expe
 
 
 def test_a_resumed_run_steps_as_its_own_config_says(ranks, experts, tmp_path):
-    by_tensor = OptimizerConfig(kwargs={"lr": 2e-3, "foreach": True})
+    by_tensor = OptimizerConfig(kwargs={**FULL_STATE.kwargs, "foreach": True})
     with open_model(ranks, experts, by_tensor, expert_parallel_size=2) as model:
         steps(model, range(2))
         model.save(str(tmp_path))
@@ -144,7 +144,6 @@ def test_a_resumed_run_steps_as_its_own_config_says(ranks, experts, tmp_path):
     with open_model(ranks, experts, FULL_STATE) as model:
         model.load(str(tmp_path))
         assert all(settings["fused"] and not settings["foreach"] for settings in settings_of(ranks))
-        assert all(settings["lr"] == 2e-3 for settings in settings_of(ranks))
         assert [step["loss"] for step in steps(model, range(2, 4))] == pytest.approx(uninterrupted, rel=1e-6)
 
 

@@ -41,7 +41,7 @@ KINDS: Mapping[str, str] = {
     "pp2 x fsdp2": "pipeline",
     "ep2 x fsdp2": "expert",
 }
-"""What each mesh splits, with every family to meet once."""
+"""The kind of split of each mesh; every family meets each kind at least once."""
 
 EVERY_CASE = [
     (family, case_on(MESHES, mesh, is_packed=is_packed, has_adapters=lora))
@@ -51,7 +51,7 @@ EVERY_CASE = [
 
 
 def pairs(family: str, case: MeshCase) -> set[frozenset[tuple[str, str]]]:
-    """What meets in a case."""
+    """Pairs of values that meet in a case."""
     values = {
         "family": family,
         "kind": KINDS[case.mesh],

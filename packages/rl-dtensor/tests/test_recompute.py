@@ -1,4 +1,4 @@
-"""What is computed again is what was there: checkpointing changes memory and time, and no bit of the result."""
+"""Activations are recomputed bit for bit: checkpointing changes memory and time, and not the result."""
 
 import pytest
 import torch

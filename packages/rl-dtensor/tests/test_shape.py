@@ -33,8 +33,8 @@ def build(family):
 
 
 def counted(model, length):
-    """What torch counts of a step over one row, all pairs of its tokens and not only those that are seen; without the
-    product of positions and frequencies, which has no gradient."""
+    """Operations that torch counts of a step over one row, all pairs of its tokens and not only those that are seen;
+    without the product of positions and frequencies, which has no gradient."""
     ids = torch.arange(length)[None] % model.config.vocab_size
     with FlopCounterMode(display=False) as counter:
         model(ids, use_cache=False).logits.square().mean().backward()

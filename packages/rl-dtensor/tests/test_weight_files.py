@@ -1,4 +1,4 @@
-"""What is on disk is what is trained, and what is exported is what was trained."""
+"""Weights on disk are those that are trained, and trained weights are those that are exported."""
 
 import json
 
@@ -73,7 +73,7 @@ def test_a_folder_without_safetensors_says_so(ranks, tmp_path):
 
 
 def test_a_path_that_does_not_exist_is_no_hub_name(ranks, tmp_path):
-    with pytest.raises(WorkerError, match="is no folder"):
+    with pytest.raises(WorkerError, match="is not a folder"):
         open_model(ranks, tmp_path / "nowhere", num_ranks=1)
 
 

@@ -20,7 +20,7 @@ class TestDTensorWorker(PooledSuite):
 
 
 class MeshSuite(PooledSuite):
-    """What no other test shows of a mesh: reads, roles, references and exports.
+    """Properties of a mesh that no other test shows: reads, roles, references and exports.
 
     Layouts, losses and weights are held against one process in `test_parity`, checkpoints in `test_checkpoint`, and
     what knows nothing of the mesh in `TestDTensorWorker`.

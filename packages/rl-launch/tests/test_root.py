@@ -1,3 +1,4 @@
+import json
 import pickle
 
 import pytest
@@ -93,3 +94,49 @@ def test_settings_for_workers_are_of_types_that_every_worker_has():
 def test_an_algorithm_that_generates_nothing_has_no_settings_for_it():
     with pytest.raises(ConfigError, match=r"policy.generation"):
         read_config("sft-arithmetic", ["policy.generation.temperature=0.5"])
+
+
+def folder_with(tmp_path, **fields):
+    """A folder that passes for a model's, as far as the config looks."""
+    for name in ("model.safetensors", "tokenizer.json"):
+        (tmp_path / name).touch()
+    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 4, **fields}))
+    return f"policy.model_name={tmp_path}"
+
+
+HF, MEGATRON = "policy.generation.backend=hf", "policy.generation.backend=megatron"
+REPLAY = "policy.dtensor_cfg.moe_router_replay=true"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "message"),
+    [
+        (
+            "grpo-arithmetic",
+            [REPLAY],
+            "dtensor_cfg.moe_router_replay .*which vllm does not report: on cpu vLLM has only",
+        ),
+        ("grpo-arithmetic", [REPLAY, HF, {}], "replays the routing of experts, and .* has none"),
+        (
+            "grpo-arithmetic",
+            ["policy.megatron_cfg.enabled=true", "policy.megatron_cfg.moe_router_replay=true", MEGATRON, {}],
+            "megatron_cfg.moe_router_replay .* has none",
+        ),
+        ("sft-arithmetic", [REPLAY], "this algorithm generates none; remove this key"),
+    ],
+)
+def test_a_replay_of_routing_that_there_is_not_is_refused(recipe, overrides, message, tmp_path):
+    given = [folder_with(tmp_path, **each) if isinstance(each, dict) else each for each in overrides]
+    with pytest.raises(ConfigError, match=message):
+        read_config(recipe, [*ON_CPU, *given])
+
+
+@pytest.mark.parametrize("generator", [HF, MEGATRON])
+def test_the_generator_reports_the_routing_that_is_replayed(generator, tmp_path):
+    experts = folder_with(tmp_path, num_experts=8)
+    found = backends_of(read_config("grpo-arithmetic", [*ON_CPU, REPLAY, generator, experts]).config)
+    assert found.models[POLICY].replays_routing
+    assert found.generation.reports_routing
+    plain = backends_of(read_config("grpo-arithmetic", [*ON_CPU, generator]).config)
+    assert not plain.models[POLICY].replays_routing
+    assert not plain.generation.reports_routing

@@ -17,7 +17,7 @@ def build(config: ModelConfig, spec: ModelSpec, rendezvous: Rendezvous, **settin
 
 
 def kept_tensors(rank: Rank) -> dict[str, np.ndarray]:
-    """What steps change, as a rank holds it, by Megatron's name."""
+    """Tensors that steps change, as a rank holds them, by Megatron's name."""
     kept = rank.held[HELD]._weights.kept
     return {name: tensor.detach().float().numpy().copy() for name, tensor in kept.items()}
 

@@ -69,7 +69,7 @@ def open_model(ranks, folder, layout, lora=LORA, *, spec=None, precision="float3
 
 
 def received_from(model):
-    """What one receiver of the model's weights gets."""
+    """The tensors that one receiver of the model's weights gets."""
     manifest = model.manifest(1)
     transport = Transport("collective", f"127.0.0.1:{free_port()}", 1, bucket_bytes=4096, timeout_s=60)
     received = []

@@ -35,7 +35,6 @@ def test_defaults_have_no_problems():
         ({"recompute_granularity": "selective"}, "recompute_granularity", "no effect without"),
         ({"fp8_cfg": {"enabled": True}}, "fp8_cfg.enabled", "cluster.device is cpu"),
         ({"transformer_engine": True}, "transformer_engine", "cluster.device is cpu"),
-        ({"moe_router_replay": True}, "moe_router_replay", "no generator reports"),
         ({"moe_per_layer_logging": True}, "moe_per_layer_logging", "moe_router_load_balancing_type"),
         ({"activation_checkpointing": True, "recompute_modules": ["mlp"]}, "recompute_modules", "is full"),
     ],

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 from layouts import EXPERT_LAYOUTS, LAYOUTS, write_family
 
 from rl_core.errors import WorkerError
@@ -13,54 +12,17 @@ from rl_core.testing.model_worker import LAYOUTS as BATCHINGS
 from rl_core.testing.model_worker import make_batch
 from rl_core.testing.pooled_model import PooledModel
 from rl_core.testing.torch.oracle import Oracle
+from rl_core.testing.torch.routed_oracle import RoutedOracle, with_random_routing
 
 PLAIN = OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 1.0})
 NUM_LAYERS, NUM_EXPERTS, NUM_CHOSEN = 4, 4, 2
 RECOMPUTED = {"activation_checkpointing": True}
 
 
-def routed_batch():
-    """Random experts for each token; for some tokens none, which the router then chooses."""
-    batch = make_batch()
-    tokens = batch.ragged("tokens")
-    rng = np.random.default_rng(7)
-    shape = (len(tokens.values), NUM_LAYERS)
-    experts = rng.random((*shape, NUM_EXPERTS)).argsort(-1)[..., :NUM_CHOSEN].astype(np.int16)
-    experts[rng.random(len(tokens.values)) < 0.3] = -1
-    return batch.with_columns({"routed_experts": tokens.like(experts)})
-
-
-class RoutedOracle(Oracle):
-    """Overrules the routers of transformers' Qwen3-MoE, row by row."""
-
-    def __init__(self, folder, batch):
-        super().__init__(folder)
-        both = zip(batch.ragged("tokens"), batch.ragged("routed_experts"), strict=True)
-        rows = {tuple(tokens): experts for tokens, experts in both}
-        given = {}
-
-        def remember(module, args, kwargs):
-            tokens = tuple(kwargs["input_ids"][0].tolist())
-            given["experts"] = torch.from_numpy(np.asarray(rows[tokens])).long()
-
-        def overrule(layer):
-            def hook(router, inputs, outputs):
-                logits, _, own = outputs
-                experts = torch.where(given["experts"][:, layer] < 0, own, given["experts"][:, layer])
-                weights = logits.softmax(-1).gather(1, experts)
-                return logits, weights / weights.sum(-1, keepdim=True), experts
-
-            return hook
-
-        self.model.register_forward_pre_hook(remember, with_kwargs=True)
-        for number, layer in enumerate(self.model.model.layers):
-            layer.mlp.gate.register_forward_hook(overrule(number))
-
-
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
     folder = write_family(tmp_path_factory.mktemp("routed"), "qwen3_moe")
-    batch = routed_batch()
+    batch = with_random_routing(make_batch(), NUM_LAYERS, NUM_EXPERTS, NUM_CHOSEN)
     oracle = RoutedOracle(folder, batch)
     logprobs = oracle.infer(batch, [LOGPROBS])["logprobs"]
     assert abs(logprobs - Oracle(folder).infer(batch, [LOGPROBS])["logprobs"]).max() > 1e-3

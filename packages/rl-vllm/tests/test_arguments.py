@@ -43,6 +43,11 @@ def test_only_an_engine_on_shared_gpus_is_made_to_sleep(
     assert started_with(folder, placement, gpu_memory_utilization=0.4).gpu_memory_utilization == 0.4
 
 
+def test_the_engine_returns_routing_if_it_is_to_be_reported(folder: Path) -> None:
+    assert started_with(folder, Placement("cuda", reports_routing=True)).enable_return_routed_experts
+    assert not started_with(folder, Placement("cuda")).enable_return_routed_experts
+
+
 def test_weights_that_will_be_sent_are_not_loaded(folder: Path) -> None:
     awaiting = Placement("cuda", awaits_weights=True)
     assert started_with(folder, awaiting).load_format == "dummy"

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -240,6 +241,38 @@ class TestTensorParallelWeights(WeightSinkSuite):
         assert not [path for path in shared if path.exists()]
         with pytest.raises(GeneratorError):
             bench.runner.run(bench.generator.health())
+
+
+REPORTING = Placement("cpu", reports_routing=True)
+
+
+def test_routing_that_the_cpu_build_does_not_report_is_refused_at_the_start(tmp_path: Path) -> None:
+    generator = make_generator(tmp_path, REPORTING)
+    with pytest.raises(
+        GeneratorError, match="routing of experts is not reported: on cpu vLLM has only its model runner"
+    ):
+        asyncio.run(generator.start())
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_a_completion_has_the_routing_that_the_engine_returned(tmp_path: Path, dtype: type) -> None:
+    from vllm.outputs import CompletionOutput
+
+    generator = make_generator(tmp_path, REPORTING)
+    experts = np.array([[[3, 200]], [[7, 0]], [[255, 1]]], dtype)
+
+    def output(tokens: list[int], routed: np.ndarray | None) -> Any:
+        logprobs = SimpleNamespace(logprobs=[-0.5] * len(tokens))
+        return CompletionOutput(0, "", tokens, None, logprobs, routed_experts=routed, finish_reason="stop")
+
+    found = generator._completion(output([5, 6], experts), 1)
+    assert found.routed_experts is not None
+    assert found.routed_experts.dtype == np.int16
+    assert found.routed_experts.tolist() == experts.tolist()
+    assert generator._completion(output([], None), 1).routed_experts is None
+    with pytest.raises(GeneratorError, match="reported no routing"):
+        generator._completion(output([5], None), 1)
+    assert make_generator(tmp_path)._completion(output([5], experts), 1).routed_experts is None
 
 
 def _shared_memory(process: psutil.Process) -> list[Path]:

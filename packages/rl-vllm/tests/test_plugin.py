@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from rl_core.config import assemble
-from rl_core.devices import CPU, CUDA
+from rl_core.devices import CPU, CUDA, REHEARSAL
 from rl_core.generation import Placement
 from rl_core.model_config import GenerationConfig, ModelConfig
 from rl_core.plugins import GENERATORS, plugin, resolve
@@ -59,6 +59,16 @@ def test_temperatures_that_vllm_changes_or_refuses_are_problems() -> None:
     assert problems(temperature=0.01, val_temperature=0.0) == {}
     assert list(problems(temperature=2.5)) == ["generation.temperature"]
     assert list(problems(val_temperature=0.005)) == ["generation.val_temperature"]
+
+
+def test_routing_is_reported_on_gpus_and_by_one_pipeline_rank() -> None:
+    assert PLUGIN.routing_problem(VllmConfig(tensor_parallel_size=2), CUDA) == ""
+    for device in (CPU, REHEARSAL):
+        found = PLUGIN.routing_problem(VllmConfig(), device)
+        assert f"on {device.name} vLLM has only its model runner V1" in found
+        assert "generation.backend=hf or megatron" in found
+    split = VllmConfig(pipeline_parallel_size=2)
+    assert "pipeline_parallel_size=1" in PLUGIN.routing_problem(split, CUDA)
 
 
 def test_unknown_keys_and_wrong_types_are_refused() -> None:

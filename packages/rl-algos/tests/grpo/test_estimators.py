@@ -5,7 +5,7 @@ import pytest
 from rollouts_builder import make_group, make_prompt, make_rollout
 
 from rl_algos.grpo.advantages import grpo, rloo
-from rl_algos.grpo.batch import build_batch
+from rl_algos.grpo.batch import build_batch, with_advantages
 from rl_algos.grpo.config import EstimatorConfig, GRPOConfig
 from rl_algos.grpo.estimators import advantages_of, by_rollout, estimator_section
 from rl_core.ragged import Ragged
@@ -80,7 +80,7 @@ def test_advantages_of_tokens_reach_the_batch_and_are_clipped_and_averaged_over_
     assert isinstance(found, Ragged)
     # prompts of three tokens, two sampled after them
     assert found[4].tolist() == [0, 0, 0, 4.5, 4.5]
-    column = build_batch(GROUPS, found, config).ragged("advantages")
+    column = with_advantages(build_batch(GROUPS, config), found).ragged("advantages")
     assert (column.values.dtype, column[0].tolist()) == (np.float32, [0, 0, 0, 4.0, 4.5])
     assert by_rollout(found, GROUPS).tolist() == [4.25, 3.5, 3.5, 4.0, 4.5, 4.25]
 

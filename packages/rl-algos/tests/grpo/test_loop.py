@@ -1,17 +1,15 @@
-import dataclasses
-
 import numpy as np
 import pytest
 
 from rl_algos.grpo.batch import build_batch
 from rl_algos.grpo.collect import Validation
 from rl_algos.grpo.config import GRPOConfig
-from rl_algos.grpo.estimators import advantages_of
 from rl_algos.grpo.loop import train
+from rl_algos.grpo.objective import Objective
 from rl_algos.losses.policy import KLPenalty, PolicyLoss
 from rl_core.errors import DataError
 from rl_core.generation import SamplingParams
-from rl_core.rollout import Prompt, Rollout, RolloutGroup
+from rl_core.rollout import Prompt, Rollout, RolloutGroup, Turn
 from rl_core.testing.fakes import FakeModel, FakeRolloutSource, FakeRun, FakeWeights
 
 PROMPTS = [Prompt(f"p{i}", (), np.arange(2, dtype=np.int32), "math", {"answer": i}, "sums") for i in range(400)]
@@ -28,7 +26,7 @@ def run_loop(run, *, loss=None, reward=even_share, prompts=PROMPTS, model=None, 
     validation = Validation(PROMPTS[-7:], SamplingParams(max_new_tokens=3, temperature=0), config)
     train(
         config,
-        loss or PolicyLoss(),
+        Objective(loss or PolicyLoss()),
         policy=policy,
         rollouts=source,
         weights=FakeWeights(policy),
@@ -126,21 +124,48 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(tmp_path):
         assert [g.prompt.id for g in second.groups[step]] == [g.prompt.id for g in whole.groups[step]]
 
 
-def test_overlong_rollouts_can_be_left_out_of_the_loss():
-    cut = Rollout(
+def overlong_filtered(status: str, stop_reason: str, num_turns: int, max_turns: int) -> bool:
+    rollout = Rollout(
         prompt_id="p0",
+        tokens=np.arange(5, dtype=np.int32),
+        loss_mask=np.array([0, 0, 1, 1, 1], np.uint8),
+        generation_logprobs=np.zeros(5, np.float32),
+        spans=(),
+        turns=(Turn("", None, {}),) * num_turns,
+        rewards={"reward": 1.0},
+        stop_reason=stop_reason,
+        status=status,
+    )
+    config = GRPOConfig(overlong_filtering=True, max_rollout_turns=max_turns)
+    batch = build_batch([RolloutGroup.of(PROMPTS[0], (rollout,))], config)
+    return batch.ragged("loss_mask").values.sum() == 0
+
+
+def test_overlong_filtering_leaves_out_what_ran_into_a_token_limit_and_nothing_else():
+    assert overlong_filtered("truncated", "length", 1, 1)
+    # an observation that did not fit behind the second of four completions
+    assert overlong_filtered("truncated", "stop", 2, 4)
+    # the last turn allowed, without being done
+    assert not overlong_filtered("truncated", "stop", 4, 4)
+    assert not overlong_filtered("truncated", "abort", 1, 4)
+    assert not overlong_filtered("ok", "stop", 1, 4)
+
+
+def test_a_batch_keeps_the_routing_of_its_groups_also_beside_one_that_failed():
+    prompt = PROMPTS[0]
+    sampled = Rollout(
+        prompt_id=prompt.id,
         tokens=np.arange(5, dtype=np.int32),
         loss_mask=np.array([0, 0, 1, 1, 1], np.uint8),
         generation_logprobs=np.zeros(5, np.float32),
         spans=(),
         turns=(),
         rewards={"reward": 1.0},
-        stop_reason="length",
-        status="truncated",
+        stop_reason="stop",
+        routed_experts=np.ones((5, 3, 2), np.int16),
     )
-    whole = dataclasses.replace(cut, stop_reason="stop", status="ok", rewards={"reward": 0.0})
-    config = GRPOConfig(overlong_filtering=True)
-    groups = [RolloutGroup.of(PROMPTS[0], (cut, whole))]
-    batch = build_batch(groups, advantages_of(groups, config), config)
-    assert batch.ragged("loss_mask").sums().tolist() == [0, 3]
-    assert batch.array("advantages")[0] > 0 > batch.array("advantages")[1]
+    failed = Rollout.failed(prompt, "hung")
+    groups = [RolloutGroup.of(prompt, pair) for pair in ((failed, failed), (sampled, failed))]
+    batch = build_batch(groups, GRPOConfig())
+    assert [row.tolist() for row in batch.ragged("tokens")][2] == [0, 1, 2, 3, 4]
+    assert [set(row.flatten().tolist()) for row in batch.ragged("routed_experts")] == [{-1}, {-1}, {1}, {-1}]

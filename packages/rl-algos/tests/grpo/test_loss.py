@@ -6,8 +6,9 @@ from unittest.mock import ANY
 import pytest
 
 from rl_algos.data.config import DataConfig, DatasetConfig
-from rl_algos.grpo.config import GRPOConfig, LossConfig
+from rl_algos.grpo.config import GRPOConfig
 from rl_algos.grpo.loss import columns_of, loss_of, loss_section
+from rl_algos.grpo.loss_config import LossConfig
 from rl_algos.grpo.plugin import check, models
 from rl_core.model_config import GenerationConfig
 
@@ -104,7 +105,7 @@ def test_what_does_not_go_with_a_loss_is_found_before_anything_starts(custom):
     ((key, message),) = problems(custom(beta=-1.0))
     assert key == "loss_fn"
     assert message.endswith("beta must not be negative, got -1.0")
-    assert columns_of(custom(beta=-1.0)) == ()
+    assert columns_of(custom(beta=-1.0)) == frozenset()
     ((key, message),) = problems(custom(kind="Fixed"))
     assert key == "policy.generation.temperature"
     assert "give the class a field `temperature`" in message

@@ -8,9 +8,10 @@ import pytest
 import torch
 from rollouts_builder import make_group
 
-from rl_algos.grpo.batch import build_batch
-from rl_algos.grpo.config import CustomLossConfig, GRPOConfig
+from rl_algos.grpo.batch import build_batch, with_advantages
+from rl_algos.grpo.config import GRPOConfig
 from rl_algos.grpo.estimators import advantages_of
+from rl_algos.grpo.loss_config import CustomLossConfig
 from rl_algos.grpo.plugin import grpo_section, loss_fn_section
 from rl_core.config import assemble, load, resolve, settings_of
 from rl_core.plugins import resolve as resolve_name
@@ -41,7 +42,7 @@ def test_its_estimator_gives_the_last_token_the_whole_advantage(config):
 def test_its_loss_is_the_formula(config):
     assert isinstance(config.loss_fn, CustomLossConfig)
     groups = [make_group("a", [1.0, 0.0])]
-    batch = build_batch(groups, advantages_of(groups, config.grpo), config.grpo)
+    batch = with_advantages(build_batch(groups, config.grpo), advantages_of(groups, config.grpo))
     loss = resolve_name(config.loss_fn.name)(temperature=1.0, **settings_of(config.loss_fn))
     compute = resolve_name(implementation_name(loss, loss.implementation))
     logprobs = torch.linspace(-2.0, -0.1, 10)

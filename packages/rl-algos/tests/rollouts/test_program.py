@@ -1,4 +1,5 @@
 import asyncio
+import dataclasses
 
 import numpy as np
 import pytest
@@ -42,6 +43,12 @@ def said(*tokens, reason="stop", version=3):
     return Completion(np.array(tokens, np.int32), logprobs, reason, (WeightSpan(version, len(tokens)),))
 
 
+def routed(completion, experts):
+    """The same, with the experts of tokens in a model of one layer that sends each token to one."""
+    column = np.array(experts, np.int16)[:, None, None]
+    return dataclasses.replace(completion, routed_experts=column)
+
+
 def observed(text="go on", **kwargs):
     return StepResult(done=False, observation=({"role": "user", "content": text},), **kwargs)
 
@@ -71,6 +78,20 @@ def test_turns_alternate_and_observations_are_masked():
     assert rollout.spans == (WeightSpan(3, 2), WeightSpan(4, 1))
     assert rollout.rewards == {"format": 0.5, "reward": 1.5}
     assert [turn.observation is None for turn in rollout.turns] == [False, True]
+
+
+def test_routing_is_that_of_the_pass_in_which_a_token_was_first_fed():
+    first, second = routed(said(4, 5), [10, 11, 12, 13]), routed(said(6, 7), [20, 21, 22, 23, 24, 25, 26])
+    rollout = play(ScriptedClient([first, second], [observed(), StepResult(reward=1.0)]))
+    assert rollout.tokens.tolist() == [1, 2, 3, 4, 5, 52, 6, 7]
+    # the last token of the first turn and the observation are fed in the second turn; the last of all never
+    assert rollout.routed_experts[:, 0, 0].tolist() == [10, 11, 12, 13, 24, 25, 26, -1]
+
+
+def test_routing_of_an_observation_that_ends_a_rollout_is_unknown():
+    rollout = play(ScriptedClient([routed(said(4), [10, 11, 12])], [StepResult(reward=1.0)]))
+    assert rollout.routed_experts[:, 0, 0].tolist() == [10, 11, 12, -1]
+    assert play(ScriptedClient([said(4)], [StepResult()])).routed_experts is None
 
 
 def test_one_conversation_keeps_its_id_and_grows():

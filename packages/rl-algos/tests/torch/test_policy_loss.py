@@ -1,199 +1,145 @@
-"""The policy loss against the formulas written out token by token in float64."""
+"""The policy loss and its gradient against an oracle in float64, and what must not change it."""
 
 import dataclasses
-import math
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loss_cases import LENGTHS, LOSSES, SEQUENCE_MEAN, loss_and_gradients, make_batch, rows_of
+from loss_oracle import oracle
 
-from rl_algos.losses.policy import ImportanceCorrection, KLPenalty, PolicyLoss
+from rl_algos.losses.importance import ImportanceCorrection, Rejection
+from rl_algos.losses.kl import KLPenalty
+from rl_algos.losses.policy import PolicyLoss
+from rl_algos.losses.surrogates import GSPO, SURROGATES
 from rl_algos.torch.policy_loss import compute
+from rl_algos.torch.surrogates import COMPUTATIONS
 from rl_core.batch import Batch
-from rl_core.ragged import Ragged
-from rl_core.torch.loss import Rows
 
-LOSSES = {
-    "ppo": PolicyLoss(),
-    "asymmetric": PolicyLoss(clip_low=0.1, clip_high=0.4),
-    "dual clip": PolicyLoss(dual_clip=1.5),
-    "sequence level": PolicyLoss(level="sequence"),
-    "gspo": PolicyLoss(sequence_ratio=True, level="sequence"),
-    "cispo": PolicyLoss(cispo=True, clip_high=0.3),
-    "on policy": PolicyLoss(on_policy=True),
-    "k1": PolicyLoss(kl=KLPenalty(0.3, "k1")),
-    "k2": PolicyLoss(kl=KLPenalty(0.3, "k2")),
-    "k3": PolicyLoss(kl=KLPenalty(0.3, "k3"), level="sequence"),
-    "kl clamps": PolicyLoss(kl=KLPenalty(0.3, "k3", input_clamp=0.2, output_clamp=0.01)),
-    "importance": PolicyLoss(importance=ImportanceCorrection("tis"), kl=KLPenalty(0.3)),
-    "tis": PolicyLoss(importance=ImportanceCorrection("tis", high=1.1)),
-    "icepop": PolicyLoss(importance=ImportanceCorrection("icepop", low=0.9, high=1.1), kl=KLPenalty(0.3)),
-    "seq mask": PolicyLoss(importance=ImportanceCorrection("seq-mask-tis", low=0.97, high=1.03)),
-    "mismatch threshold": PolicyLoss(mismatch_threshold=1.12, kl=KLPenalty(0.3)),
-}
+WHOLE, SPLIT = [range(5)], [[3], [0, 4], [2], [1]]
 
 
-def make_batch(seed: int = 0) -> Batch:
-    random = np.random.default_rng(seed)
-    lengths = [5, 9, 1, 7, 4]
-
-    def per_token(scale):
-        return Ragged.from_rows([random.normal(-1, scale, n) for n in lengths], np.float64)
-
-    mask = [(random.random(n) < 0.7).astype(np.uint8) for n in lengths]
-    mask[2][:] = 0
-    generation = per_token(0.4)
-    return Batch(
-        {
-            "tokens": Ragged.from_rows([np.arange(n) for n in lengths], np.int32),
-            "logprobs": generation.like(generation.values + random.normal(0, 0.3, sum(lengths))),
-            "prev_logprobs": generation.like(generation.values + random.normal(0, 0.1, sum(lengths))),
-            "ref_logprobs": generation.like(generation.values + random.normal(0, 0.5, sum(lengths))),
-            "generation_logprobs": generation,
-            "loss_mask": Ragged.from_rows(mask, np.uint8),
-            "advantages": np.array([1.0, -2.0, 1.5, -0.5, 0.0]),
-        }
-    )
+def with_token_advantages(batch: Batch, seed: int = 1) -> Batch:
+    advantages = np.random.default_rng(seed).normal(size=sum(LENGTHS))
+    return batch.with_columns({"advantages": batch.ragged("tokens").like(advantages)})
 
 
-def oracle(loss: PolicyLoss, batch: Batch) -> float:
-    """The loss of the whole batch, one token at a time."""
-    total, count = 0.0, 0.0
-    for row in range(len(batch)):
-        column = {name: batch[name][row] for name in batch}
-        sampled = np.flatnonzero(column["loss_mask"])
-        if not len(sampled):
-            continue
-        logp, gen = column["logprobs"], column["generation_logprobs"]
-        prev = logp if loss.on_policy else column["prev_logprobs"]
-        kept = 1.0
-        if loss.mismatch_threshold is not None:
-            kept = float(np.mean([math.exp(abs(prev[t] - gen[t])) for t in sampled]) <= loss.mismatch_threshold)
-        values = [token_loss(loss, column, t, sampled, prev) * kept for t in sampled]
-        if loss.level == "token":
-            total, count = total + sum(values), count + len(values)
-        else:
-            total, count = total + sum(values) / len(values), count + 1
-    return total / count
-
-
-def token_loss(loss: PolicyLoss, column, t: int, sampled, prev) -> float:
-    logp, gen = column["logprobs"], column["generation_logprobs"]
-    advantage = np.broadcast_to(column["advantages"], column["tokens"].shape)[t]
-    log_ratio = np.mean([logp[i] - prev[i] for i in sampled]) if loss.sequence_ratio else logp[t] - prev[t]
-    ratio = math.exp(log_ratio)
-    clipped = min(max(ratio, 1 - loss.clip_low), 1 + loss.clip_high)
-    value = -advantage * clipped * logp[t] if loss.cispo else max(-advantage * ratio, -advantage * clipped)
-    if loss.dual_clip is not None and advantage < 0:
-        value = min(value, -loss.dual_clip * advantage)
-    value *= importance_weight(loss.importance, prev, gen, t, sampled) if loss.importance else 1.0
-    return value + (loss.kl.weight * kl(loss.kl, column["ref_logprobs"][t] - logp[t]) if loss.kl else 0.0)
-
-
-def importance_weight(correction: ImportanceCorrection, prev, gen, t: int, sampled) -> float:
-    weight = math.exp(prev[t] - gen[t])
-    low, high = correction.low or 0.0, correction.high or math.inf
-    if correction.truncation == "tis":
-        return min(weight, high)
-    if correction.truncation == "icepop":
-        return weight if low <= weight <= high else 0.0
-    mean = math.exp(np.mean([prev[i] - gen[i] for i in sampled]))
-    return weight if low <= mean <= high else 0.0
-
-
-def kl(penalty: KLPenalty, d: float) -> float:
-    d = min(max(d, -penalty.input_clamp), penalty.input_clamp)
-    value = {"k1": -d, "k2": d * d / 2, "k3": math.exp(d) - d - 1}[penalty.estimator]
-    return min(max(value, -penalty.output_clamp), penalty.output_clamp)
-
-
-def rows_of(batch: Batch, rows) -> tuple[torch.Tensor, Rows]:
-    part = batch.select(rows)
-    columns = {name: torch.from_numpy(getattr(part[name], "values", part[name])) for name in part}
-    return columns.pop("logprobs").requires_grad_(), Rows(torch.from_numpy(part.ragged("tokens").offsets), columns)
-
-
-def loss_and_gradient(loss: PolicyLoss, batch: Batch, parts) -> tuple[float, np.ndarray]:
-    """Loss and its gradient on the logprobs, summed over microbatches."""
-    totals = loss.totals(batch)
-    value, gradient = 0.0, {}
-    for rows in parts:
-        logprobs, columns = rows_of(batch, rows)
-        share = compute(loss, {"logprobs": logprobs}, columns).loss(totals)
-        share.backward()
-        value += share.item()
-        ends = np.cumsum(batch.ragged("tokens").lengths[list(rows)])
-        gradient.update(zip(rows, np.split(logprobs.grad.numpy(), ends[:-1]), strict=True))
-    return value, np.concatenate([gradient[row] for row in range(len(batch))])
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_the_loss_equals_the_formula(name):
-    batch = make_batch()
-    value, _ = loss_and_gradient(LOSSES[name], batch, [range(len(batch))])
-    assert value == pytest.approx(oracle(LOSSES[name], batch), rel=1e-12, abs=1e-14)
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_advantages_may_differ_by_token(name):
-    batch = make_batch()
-    advantages = np.random.default_rng(1).normal(size=len(batch.ragged("tokens").values))
-    batch = batch.with_columns({"advantages": batch.ragged("tokens").like(advantages)})
-    value, _ = loss_and_gradient(LOSSES[name], batch, [[3], [0, 4], [2], [1]])
-    assert value == pytest.approx(oracle(LOSSES[name], batch), rel=1e-12, abs=1e-14)
-
-
-@pytest.mark.parametrize("name", [name for name, loss in LOSSES.items() if not (loss.cispo or loss.on_policy)])
-def test_the_gradient_equals_finite_differences_of_the_formula(name):
-    batch = make_batch()
-    _, gradient = loss_and_gradient(LOSSES[name], batch, [range(len(batch))])
-    logprobs, h = batch.ragged("logprobs"), 1e-6
-    for token in range(len(logprobs.values)):
-        nudge = np.zeros(len(logprobs.values))
+def differences(loss: PolicyLoss, batch: Batch, name: str) -> np.ndarray:
+    """Central finite differences of the oracle by one read, what is under a stop-gradient held."""
+    column, h = batch.ragged(name), 1e-6
+    frozen = batch.ragged("logprobs").values
+    found = np.zeros(len(column.values))
+    for token in range(len(found)):
+        nudge = np.zeros(len(found))
         nudge[token] = h
         up, down = (
-            oracle(LOSSES[name], batch.with_columns({"logprobs": logprobs.like(logprobs.values + s * nudge)}))
-            for s in (1, -1)
+            oracle(loss, batch.with_columns({name: column.like(column.values + sign * nudge)}), frozen)
+            for sign in (1, -1)
         )
-        assert gradient[token] == pytest.approx((up - down) / (2 * h), abs=2e-7)
+        found[token] = (up - down) / (2 * h)
+    return found
 
 
-def test_cispo_gives_every_token_the_gradient_of_its_clipped_weight():
-    batch, loss = make_batch(), LOSSES["cispo"]
-    _, gradient = loss_and_gradient(loss, batch, [range(len(batch))])
-    ratio = np.exp(batch.ragged("logprobs").values - batch.ragged("prev_logprobs").values)
-    advantages = np.repeat(batch["advantages"], batch.ragged("tokens").lengths)
-    mask = batch.ragged("loss_mask").values
-    np.testing.assert_allclose(gradient, -advantages * np.clip(ratio, 0.8, 1.3) * mask / mask.sum(), atol=1e-15)
+@pytest.mark.parametrize("scale", [1.0, 8.0])
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_loss_equals_the_oracle(name, scale):
+    for batch in (make_batch(scale=scale), with_token_advantages(make_batch(2, scale=scale))):
+        value, _ = loss_and_gradients(LOSSES[name], batch, WHOLE)
+        assert value == pytest.approx(oracle(LOSSES[name], batch), rel=1e-9, abs=1e-12)
 
 
-def test_on_policy_is_the_plain_policy_gradient():
-    batch = make_batch()
-    _, gradient = loss_and_gradient(LOSSES["on policy"], batch, [range(len(batch))])
-    advantages = np.repeat(batch["advantages"], batch.ragged("tokens").lengths)
-    mask = batch.ragged("loss_mask").values
-    np.testing.assert_allclose(gradient, -advantages * mask / mask.sum(), atol=1e-15)
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_gradient_equals_finite_differences_of_the_oracle(name):
+    for batch in (make_batch(3), with_token_advantages(make_batch(4))):
+        _, gradients = loss_and_gradients(LOSSES[name], batch, WHOLE)
+        for read, gradient in gradients.items():
+            np.testing.assert_allclose(gradient, differences(LOSSES[name], batch, read), atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_microbatches_add_up_to_the_whole(name):
-    batch = make_batch()
-    whole = loss_and_gradient(LOSSES[name], batch, [range(5)])
-    split = loss_and_gradient(LOSSES[name], batch, [[3], [0, 4], [2], [1]])
+    batch = with_token_advantages(make_batch())
+    whole = loss_and_gradients(LOSSES[name], batch, WHOLE)
+    split = loss_and_gradients(LOSSES[name], batch, SPLIT)
     assert split[0] == pytest.approx(whole[0], rel=1e-12, abs=1e-14)
-    np.testing.assert_allclose(split[1], whole[1], atol=1e-15)
+    for read in ("logprobs", "entropy"):
+        np.testing.assert_allclose(split[1][read], whole[1][read], atol=1e-14)
 
 
-def test_rows_that_sample_nothing_count_as_no_sequence():
-    totals = PolicyLoss().totals(make_batch())
-    assert totals["sequences"] == 4
-    assert totals["tokens"] == make_batch().ragged("loss_mask").values.sum()
+TOKEN_COLUMNS = ("logprobs", "entropy", "prev_logprobs", "ref_logprobs", "generation_logprobs")
+
+
+def extreme_batch(seed: int) -> Batch:
+    """float32, log-ratios up to 200 on the mask; infinities and NaN off it."""
+    random = np.random.default_rng(seed)
+    batch = make_batch(seed)
+    off = batch.ragged("loss_mask").values == 0
+    columns = {}
+    for name in TOKEN_COLUMNS:
+        values = random.choice([-200.0, -100.0, -1.0, -0.1, 0.0], size=len(off)).astype(np.float32)
+        values[off] = random.choice([np.inf, -np.inf, np.nan], size=int(off.sum()))
+        columns[name] = batch.ragged("tokens").like(values)
+    advantages = random.normal(size=len(off)).astype(np.float32)
+    advantages[off] = np.nan
+    return batch.with_columns({**columns, "advantages": batch.ragged("tokens").like(advantages)})
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=25, deadline=None)
+def test_extreme_log_ratios_and_what_lies_off_the_mask_leave_everything_finite(name, seed):
+    batch, loss = extreme_batch(seed), LOSSES[name]
+    assert all(np.isfinite(total) for total in loss.totals(batch).values())
+    value, gradients = loss_and_gradients(loss, batch, SPLIT)
+    assert np.isfinite(value)
+    for gradient in gradients.values():
+        assert np.isfinite(gradient).all()
+        assert not gradient[batch.ragged("loss_mask").values == 0].any()
+    metrics = compute(loss, *rows_of(batch, range(5))).metrics
+    assert all(torch.isfinite(metric.value) for metric in metrics.values())
+
+
+@pytest.mark.parametrize("truncation", ["tis", "icepop", "seq-mask-tis"])
+def test_a_sequence_meant_to_be_dropped_gives_no_nan(truncation):
+    batch = make_batch()
+    generation = batch.ragged("generation_logprobs")
+    far = generation.like((generation.values - np.repeat([200.0, 0, 0, 0, 0], LENGTHS)).astype(np.float32))
+    correction = ImportanceCorrection(truncation, low=0.5, high=2.0)
+    loss = PolicyLoss(importance=correction, mismatch_threshold=5.0)
+    value, gradients = loss_and_gradients(loss, batch.with_columns({"generation_logprobs": far}), SPLIT)
+    assert np.isfinite(value)
+    assert np.isfinite(gradients["logprobs"]).all()
+    assert not gradients["logprobs"][: LENGTHS[0]].any()
+
+
+def test_gspo_with_weights_leaves_out_whole_sequences_or_nothing():
+    batch = make_batch()
+    generation = batch.ragged("generation_logprobs")
+    other = generation.like(generation.values - np.repeat([1.0, 0, 0, 0, 0], LENGTHS))
+    batch = batch.with_columns({"generation_logprobs": other})
+    correction = ImportanceCorrection("icepop", low=0.3, high=3.0, level="sequence")
+    loss = PolicyLoss(GSPO(10, 10), SEQUENCE_MEAN, importance=correction)
+    _, gradients = loss_and_gradients(loss, batch, WHOLE)
+    mask = batch.ragged("loss_mask")
+    moved = [set(row[own > 0] != 0) for row, own in zip(mask.like(gradients["logprobs"]), mask, strict=True)]
+    assert all(len(each) <= 1 for each in moved)
+    assert {True} in moved[:4]
+    assert {False} in moved[:4]
+
+
+def test_a_sequence_that_two_filters_leave_out_counts_once():
+    correction = ImportanceCorrection("seq-mask-tis", high=1e-6, rejection=Rejection("max", "k2", high=0.0))
+    loss = PolicyLoss(importance=correction, mismatch_threshold=1.0, off_policy_threshold=1e-9)
+    metric = compute(loss, *rows_of(make_batch(), range(5))).metrics["mismatch/masked_sequences"]
+    # the third row samples nothing
+    assert metric.value.item() == 4
 
 
 def test_mismatch_metrics_compare_trainer_and_generator():
-    batch, loss = make_batch(), PolicyLoss(importance=LOSSES["seq mask"].importance)
-    logprobs, columns = rows_of(batch, range(5))
-    metrics = compute(loss, {"logprobs": logprobs}, columns).metrics
+    batch = make_batch()
+    metrics = compute(PolicyLoss(), *rows_of(batch, range(5))).metrics
     mask = batch.ragged("loss_mask").values.astype(bool)
     difference = (batch.ragged("prev_logprobs").values - batch.ragged("generation_logprobs").values)[mask]
     assert metrics["mismatch/max"].value.item() == pytest.approx(np.abs(difference).max())
@@ -201,17 +147,37 @@ def test_mismatch_metrics_compare_trainer_and_generator():
     assert metrics["mismatch/kl"].value.item() / mask.sum() == pytest.approx(
         (np.exp(difference) - difference - 1).mean()
     )
-    rows = np.split(mask, batch.ragged("tokens").offsets[1:-1])
-    sizes = np.split(
-        batch.ragged("prev_logprobs").values - batch.ragged("generation_logprobs").values,
-        batch.ragged("tokens").offsets[1:-1],
-    )
-    means = [math.exp(size[row].mean()) if row.any() else 1.0 for size, row in zip(sizes, rows, strict=True)]
-    assert metrics["mismatch/masked_sequences"].value.item() == sum(not 0.97 <= mean <= 1.03 for mean in means)
+    assert metrics["mismatch/masked_sequences"].value.item() == 0
 
 
-def test_the_loss_asks_only_for_columns_it_uses():
+def test_entropy_is_reported_if_it_is_read_and_the_negative_logprob_always():
+    batch = make_batch()
+    mask = batch.ragged("loss_mask").values.astype(bool)
+    plain = compute(PolicyLoss(), *rows_of(batch, range(5))).metrics
+    assert plain["policy/nll"].value.item() == pytest.approx(-batch.ragged("logprobs").values[mask].sum())
+    assert "policy/entropy" not in plain
+    read = compute(PolicyLoss(entropy_weight=0.0), *rows_of(batch, range(5))).metrics
+    assert read["policy/entropy"].value.item() == pytest.approx(batch.ragged("entropy").values[mask].sum())
+
+
+def test_rows_that_sample_nothing_count_as_no_sequence():
+    totals = PolicyLoss(positive_nll_weight=0.1).totals(make_batch())
+    mask = make_batch().ragged("loss_mask")
+    assert totals["sequences"] == 4
+    assert totals["tokens"] == mask.values.sum()
+    assert totals["positive_tokens"] == mask[0].sum() + mask[4].sum()
+
+
+def test_the_loss_asks_only_for_columns_and_reads_that_it_uses():
     assert "prev_logprobs" not in PolicyLoss(on_policy=True).columns
     assert "ref_logprobs" not in PolicyLoss().columns
     assert "ref_logprobs" in PolicyLoss(kl=KLPenalty(0.1)).columns
-    assert dataclasses.replace(PolicyLoss(), level="sequence").denominator == "sequences"
+    assert "high_covariance" in LOSSES["clip-cov"].columns
+    assert "positive" in LOSSES["positive nll"].columns
+    assert [read.name for read in PolicyLoss().reads] == ["logprobs"]
+    assert [read.name for read in PolicyLoss(entropy_weight=0.0).reads] == ["logprobs", "entropy"]
+    assert dataclasses.replace(PolicyLoss(), aggregation=SEQUENCE_MEAN).aggregation.denominator == "sequences"
+
+
+def test_every_surrogate_has_a_computation():
+    assert COMPUTATIONS.keys() == SURROGATES.keys()

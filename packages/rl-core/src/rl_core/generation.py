@@ -130,6 +130,7 @@ class Placement:
         shares_devices: whether the replica takes turns with others on its devices, and so sleeps.
         awaits_weights: whether weights are sent before anything is generated, so that those of the model's files need
             not be loaded.
+        reports_routing: whether completions carry the experts that tokens were sent to.
     """
 
     device: str
@@ -137,6 +138,7 @@ class Placement:
     cpu_threads: int = 1
     shares_devices: bool = False
     awaits_weights: bool = False
+    reports_routing: bool = False
 
     @property
     def kind(self) -> Device:

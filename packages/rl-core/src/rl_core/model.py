@@ -50,6 +50,10 @@ SCORES = Read("scores")
 VALUES = Read("values")
 
 
+UNDIVIDED = "undivided"
+"""Name of an objective that is a plain sum over the batch, divided by no total; `Loss.totals` does not count it."""
+
+
 def topk(k: int) -> Read:
     """The `k` most likely tokens at each position and their logprobs, in falling order."""
     if k < 1:

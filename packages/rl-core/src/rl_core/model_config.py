@@ -225,6 +225,17 @@ def local_hf_config(policy: ModelConfig) -> dict[str, Any]:
     return {**fields, **policy.hf_config_overrides} if isinstance(fields, dict) else {}
 
 
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Fields by which Hugging Face configs count experts."""
+
+
+def num_experts_of(fields: Mapping[str, Any]) -> int:
+    """Experts of each layer by the fields of a Hugging Face config; 0 if there are none."""
+    text = fields.get("text_config")
+    known = {**fields, **text} if isinstance(text, Mapping) else fields
+    return next((count for name in NUM_EXPERTS if isinstance(count := known.get(name), int) and count), 0)
+
+
 class ColocatedResources(Config):
     gpus_per_node: int | None = Field(default=None, gt=0)
     """GPUs per node of its own."""

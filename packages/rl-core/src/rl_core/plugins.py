@@ -14,6 +14,7 @@ from rl_core.user_code import load_module
 
 if TYPE_CHECKING:
     from rl_core.config import Config, Problem
+    from rl_core.devices import Device
     from rl_core.model import ModelSpec
     from rl_core.selfcheck import MeshCase
 
@@ -47,6 +48,16 @@ def nothing_further(config: Any) -> tuple[Requirement, ...]:
     return ()
 
 
+def reports_routing(config: Any, device: Device) -> str:
+    """Of a generator whose completions can carry the experts that tokens were sent to, wherever it runs."""
+    return ""
+
+
+def reports_no_routing(config: Any, device: Device) -> str:
+    """Of a generator whose completions never carry the experts that tokens were sent to."""
+    return "it has no such output; choose another generation.backend"
+
+
 @dataclass(frozen=True)
 class BackendPlugin:
     """A training backend or a generation engine: its light half.
@@ -72,6 +83,10 @@ class BackendPlugin:
             for each mesh, layout of rows and kind of training on a tiny model of its family, on CPU, and raises
             `ConfigError` if there is no such family.
         mesh_case: from the section of a model to the case that its mesh comes down to at a small size.
+        replay_key: boolean key of a training backend's config by which its passes send tokens to the experts that the
+            generator chose; empty if it has none. The generator then reports them.
+        routing_problem: of a generator, from its config and the device to why its completions cannot carry the experts
+            that tokens were sent to (`Placement.reports_routing`); empty if they can.
         held_families: model types (as in `config.json`) whose every mesh the backend's own tests hold; a run of another
             family checks its case first.
     """
@@ -87,6 +102,8 @@ class BackendPlugin:
     preflight: str = ""
     selfcheck: str = ""
     mesh_case: Callable[[Any], MeshCase] | None = None
+    replay_key: str = ""
+    routing_problem: Callable[[Any, Device], str] = reports_no_routing
     held_families: frozenset[str] = frozenset()
 
 

@@ -18,6 +18,9 @@ ROUTED_EXPERTS = "routed_experts"
 RECORD = "record"
 """Columns of a `RolloutGroup`, beside `tokens`."""
 
+UNKNOWN_EXPERT = -1
+"""In `routed_experts`: the engine did not report where it sent the token."""
+
 Message = Mapping[str, Any]
 """A chat message: `role`, `content`, and what a chat template understands besides (tool calls, names)."""
 
@@ -68,12 +71,17 @@ class Completion:
         logprobs: float32 `[tokens]`, processed logprobs (after temperature, top-k, top-p) of those tokens.
         stop_reason: `stop` (stop token or string), `length` (token limit), `abort` (cut off from outside).
         spans: the weight versions, in order; their token counts add up to the tokens.
+        routed_experts: int16 `[computed, layers, experts_per_token]`, the experts that each token of the prompt and of
+            the completion was sent to, as far as the engine computed them: the last sampled token is not fed back.
+            Layers count over the whole model; those without experts hold any number. None unless
+            `rl_core.generation.Placement.reports_routing`.
     """
 
     token_ids: np.ndarray
     logprobs: np.ndarray
     stop_reason: StopReason
     spans: tuple[WeightSpan, ...]
+    routed_experts: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -101,7 +109,8 @@ class Rollout:
         status: `failed` trains nothing and counts in no statistic; `truncated` ran into a length or turn limit.
         failure: why it failed, empty otherwise.
         info: what the environment reported (numbers are averaged into metrics).
-        routed_experts: int16 `[tokens, layers, experts_per_token]` where the engine reports them.
+        routed_experts: int16 `[tokens, layers, experts_per_token]`, the experts that each token was sent to;
+            `UNKNOWN_EXPERT` for tokens of which the engine reported none. None if it reports none at all.
     """
 
     prompt_id: str
@@ -214,7 +223,8 @@ class RolloutGroup:
         prompt: of all of them.
         rollouts: what is known of each without reading its columns.
         columns: a row per rollout: `tokens` int32, `loss_mask` uint8 and `generation_logprobs` float32 `[tokens]`,
-            `routed_experts` if the engine reports them, and `record` uint8 `[bytes]`, a JSON object for people.
+            `routed_experts` int16 `[tokens, layers, experts_per_token]` if the engine reports them, and `record` uint8
+            `[bytes]`, a JSON object for people.
     """
 
     prompt: Prompt
@@ -241,10 +251,25 @@ def parts_of(prompt: Prompt, rollouts: Sequence[Rollout]) -> tuple[GroupReport, 
         LOSS_MASK: Ragged.from_rows([rollout.loss_mask for rollout in rollouts], np.uint8),
         GENERATION_LOGPROBS: Ragged.from_rows([rollout.generation_logprobs for rollout in rollouts], np.float32),
     }
-    routed = [rollout.routed_experts for rollout in rollouts if rollout.routed_experts is not None]
-    if len(routed) == len(rollouts):
-        columns[ROUTED_EXPERTS] = Ragged.from_rows(routed, np.int16, routed[0].shape[1:])
+    columns.update(_routing(rollouts))
     record = [rollout_record(prompt, index, rollout) for index, rollout in enumerate(rollouts)]
     records: dict[str, Column] = {RECORD: Ragged.from_rows(record, np.uint8)}
     report = GroupReport(tuple(RolloutReport.of(rollout) for rollout in rollouts), tuple(columns), tuple(records))
     return report, Batch(columns), Batch(records)
+
+
+def unknown_routing(num_tokens: int, shape: tuple[int, ...]) -> np.ndarray:
+    """int16 `[num_tokens, *shape]`: experts of tokens of which the engine reported none."""
+    return np.full((num_tokens, *shape), UNKNOWN_EXPERT, dtype=np.int16)
+
+
+def _routing(rollouts: Sequence[Rollout]) -> dict[str, Column]:
+    """The column of routed experts, if a rollout has any; one that failed has none."""
+    shapes = [rollout.routed_experts.shape[1:] for rollout in rollouts if rollout.routed_experts is not None]
+    if not shapes:
+        return {}
+    rows = [
+        unknown_routing(len(rollout.tokens), shapes[0]) if rollout.routed_experts is None else rollout.routed_experts
+        for rollout in rollouts
+    ]
+    return {ROUTED_EXPERTS: Ragged.from_rows(rows, np.int16, shapes[0])}

@@ -42,6 +42,8 @@ class RowWorker:
         if not self._coordinates.leads:
             return None
         tokens = batch.ragged("tokens")
+        if "routed_experts" in batch:
+            return Batch({"logprobs": tokens.like(batch.ragged("routed_experts").values.astype(np.float32))})
         return Batch(
             {"logprobs": tokens.like(tokens.values.astype(np.float32) / temperature * (2 if reference else 1))}
         )
@@ -54,5 +56,6 @@ class RowWorker:
         weighted = float((np.array(sums) * batch.array("advantages")).sum())
         return {
             "weighted": Metric(weighted, reduction="sum"),
+            "num_routed": Metric(float("routed_experts" in batch), reduction="sum"),
             "most_rows": Metric(float(len(batch)), reduction="max"),
         }

@@ -140,6 +140,26 @@ def test_a_model_that_has_left_its_device_comes_back_to_send(workers):
     assert gather(refs, origins, 120) == ["digest"] * 4
 
 
+class Rule:
+    """A store that is in no object store: it knows how to make its rows."""
+
+    def __init__(self, lengths):
+        self.lengths = lengths
+
+    def fetch(self):
+        return Batch({"routed_experts": Ragged.from_rows([np.arange(each) for each in self.lengths], np.int16)})
+
+
+def test_columns_that_all_passes_read_come_with_every_call(workers):
+    model = RemoteModel(workers, role="policy", nodes=["here"] * 4, timeout_s=120, columns=["routed_experts"])
+    batch = with_columns_elsewhere(local_batch(6), [2, 4], workers)
+    assert stepped(model, batch)[2][0]["num_routed"].result() == 0
+    ruled = RemoteRows.of(Rule(batch.lengths), batch.lengths).columns(["routed_experts"])
+    found, _, metrics = stepped(model, batch.with_columns(ruled))
+    assert [row.tolist() for row in found.ragged("logprobs")] == [list(range(each)) for each in batch.lengths]
+    assert metrics[0]["num_routed"].result() == model.num_shards
+
+
 def test_columns_that_a_dead_process_did_not_leave_are_a_death(model, start):
     near = local_batch(4)
     ref = start(Coordinates({}, {})).call.remote("end")

@@ -1,4 +1,4 @@
-"""What ranks of a pool do together, some of which fail."""
+"""Actions of the ranks of a pool, of which some fail."""
 
 import threading
 import time
@@ -18,7 +18,7 @@ FILE = SavedFile("weights", 8, None, 0)
 
 
 def work(rank: Rank, run: str, failing: int | None) -> tuple[list[str], str]:
-    """What this rank did and what was raised, where that rank fails at it."""
+    """The actions of this rank and the error that it raised, if the given rank fails."""
     done: list[str] = []
 
     def action() -> None:
@@ -35,7 +35,7 @@ def work(rank: Rank, run: str, failing: int | None) -> tuple[list[str], str]:
 
 
 def wait(rank: Rank) -> list[str]:
-    """What this rank did, where rank 0 takes longer than a collective may."""
+    """The actions of this rank, if rank 0 takes longer than a collective may."""
     done: list[str] = []
 
     def action() -> None:
@@ -50,7 +50,7 @@ def wait(rank: Rank) -> list[str]:
 
 
 def write(rank: Rank, fails: bool) -> list[object]:
-    """What a background save says: before anything, while writing, after, and after that."""
+    """The answers of a background save: before anything, while writing, after, and after that."""
     with joined(rank):
         background = BackgroundSave()
         said: list[object] = [background.finish(wait=False)]

@@ -32,7 +32,7 @@ def row_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,  # the rows' bounds say it all
+    attention_mask: Tensor | None,  # not used: the rows' bounds replace it
     *,
     layout: Layout | None = None,
     attend: Attend | None = None,
@@ -49,7 +49,7 @@ def row_attention(
         query: `[batch, heads, tokens, head_dim]`; `key` and `value` may have fewer heads.
         layout: the rows, and which of their tokens this rank has.
         attend: what computes it once all keys that a query sees are here.
-        sliding_window: tokens that each token sees, itself included; all before it where None.
+        sliding_window: tokens that each token sees, itself included; all before it if None.
 
     Returns:
         `[batch, tokens, heads, head_dim]`.
@@ -119,7 +119,7 @@ def rows_problem(hf: PreTrainedModel) -> str:
     place = torch.arange(2, device="meta")[None]
     rows = Rows(place[0], {TOKENS: place[0]})
     layout = Layout(rows, place, place, place[0], None, bounds=((0, 2),), length=2, context=None)
-    # with a mask the model does not look for rows in the places, which cannot be done on `meta`
+    # with a mask the model does not derive rows from the positions, which is not possible on `meta`
     inputs = {"input_ids": place, "position_ids": place, "attention_mask": torch.ones_like(place)}
     try:
         body_of(hf)(**inputs, use_cache=False, layout=layout, attend=_tell)
@@ -154,7 +154,7 @@ def attention_for(
         rows_problem: why its attention cannot be told where rows start and end; empty if it can.
 
     Raises:
-        ValueError: where rows of this model cannot be packed or split without one seeing another, or without changing
+        ValueError: if rows of this model cannot be packed or split without one seeing another, or without changing
         its attention, or the backend cannot compute it.
     """
     settings = config.get_text_config().to_dict()

@@ -39,6 +39,7 @@ from rl_dtensor.parallel.stages import Stages
 from rl_dtensor.parallel.tensor import part_of, split_tensors
 from rl_dtensor.probes import check_logits, check_packing, probe_row
 from rl_dtensor.recompute import checkpoint_activations
+from rl_dtensor.replay import Replay
 from rl_dtensor.settings import device_problems, head_problems
 from rl_dtensor.shape import shape_of
 from rl_dtensor.weights import Catalog, Weights
@@ -52,10 +53,10 @@ def build_model(
 ) -> ShardedModel:
     """Build on `meta`, split, shard, then load this rank's slices; collective.
 
-    Parameters are float32 where they train, and of the compute dtype where they don't.
+    Parameters that train are float32, the others have the compute dtype.
 
     Raises:
-        ValueError: where the files, the config, the mesh and the role do not fit together.
+        ValueError: if the files, the config, the mesh and the role do not fit together.
     """
     hf_config = read_hf_config(folder, config.hf_config_overrides)
     problems = (
@@ -116,7 +117,7 @@ class _Builder:
         )
 
     def _adapt(self, hf: PreTrainedModel) -> PreTrainedModel:
-        """The same model, with adapters where they are asked for."""
+        """The same model, with adapters if the config asks for them."""
         if self.config.lora_cfg.enabled:
             with torch.device("meta"):
                 add_adapters(hf, self.config.lora_cfg)
@@ -137,6 +138,10 @@ class _Builder:
             final_norm = Stages.of(hf, 1).final_norm if backend.sequence_parallel and is_last else None
             if not is_headless:
                 vocab = self._vocab_shard(hf)
+        replay = None
+        if backend.moe_router_replay:
+            split = mesh.sizes.tp > 1 and backend.sequence_parallel
+            replay = Replay(hf, (mesh.on("tp"), mesh.sizes.tp) if split else (0, 1))
         if stages is not None:
             stages.cut(hf, stage)
         if mesh.sizes.tp > 1:
@@ -162,6 +167,7 @@ class _Builder:
             is_packed=self.is_packed,
             is_last=is_last,
             head=HeadShard(vocab, backend.sequence_parallel),
+            replay=replay,
         )
         self._shard(model, experts)
         if stages is not None:
@@ -269,7 +275,7 @@ def _on_meta(
 
 
 def _widen_trained(hf: PreTrainedModel) -> None:
-    """What trains is float32, also where the frozen rest is of the compute dtype."""
+    """Make parameters that train float32, even if the frozen ones have the compute dtype."""
     for module in hf.modules():
         for parameter in module.parameters(recurse=False):
             if parameter.requires_grad:

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 MOST_VARIANTS = 64
-"""Of the code of one kind of layer: with and without gradients and dropout, for each kind of attention in it."""
+"""Most variants of the code of one kind of layer: with and without gradients and dropout, for each kind of attention in
+it."""
 
 
 def compile_layers(layers: Sequence[nn.Module]) -> None:
@@ -20,7 +21,7 @@ def compile_layers(layers: Sequence[nn.Module]) -> None:
     bounds, which are numbers that change with every microbatch, runs as it is.
 
     Raises:
-        ValueError: where nothing can be compiled on this machine.
+        ValueError: if nothing can be compiled on this machine.
     """
     problem = compiler_problem()
     if problem:
@@ -32,7 +33,7 @@ def compile_layers(layers: Sequence[nn.Module]) -> None:
 
 @cache
 def compiler_problem() -> str:
-    """Why nothing can be compiled on this machine, found out by compiling a sum; empty where it can be."""
+    """Why nothing can be compiled on this machine, found out by compiling a sum; empty if it can be."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         torch.compile(_sum)(torch.ones(2, device=device))

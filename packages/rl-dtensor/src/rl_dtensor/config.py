@@ -12,7 +12,7 @@ Style = Literal["colwise", "rowwise", "replicated", "embedding", "head", "expert
 """How a module's parameters are split over tensor-parallel ranks; see `rl_dtensor.parallel.plan`."""
 
 AttentionBackend = Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex"]
-"""What computes attention; see `rl_dtensor.kernels`."""
+"""Kernels that compute attention; see `rl_dtensor.kernels`."""
 
 
 class DTensorConfig(BackendConfig):
@@ -34,18 +34,22 @@ class DTensorConfig(BackendConfig):
     """Runs of consecutive layers that each pipeline rank holds, interleaved with those of the others."""
     expert_parallel_size: int = Field(default=1, gt=0)
     """Ranks that share the experts of each layer; they are taken from those that shard parameters."""
+    moe_router_replay: bool = False
+    """Send every token to the experts that the generator sent it to, in all passes; the router weighs them by its own
+    scores and still learns. Logprobs of trainer and generator then differ by rounding alone. For mixtures of experts,
+    with a generator that reports the experts it chose: hf, megatron, or vllm on GPUs."""
     attention_backend: AttentionBackend = "auto"
-    """What computes attention: torch's scaled dot-product attention row by row (`sdpa`), the same in plain matrix
-    products for debugging (`eager`), or one kernel for all rows, on GPUs: `flash_attention_2` (flash-attn is installed,
-    half precision), `flash_attention_3` (on Hopper) or torch's `flex`. `auto` is torch's own flash attention where it
-    can run, else `sdpa`."""
+    """Kernel that computes attention: torch's scaled dot-product attention row by row (`sdpa`), the same in plain
+    matrix products for debugging (`eager`), or one kernel for all rows, on GPUs: `flash_attention_2` (flash-attn is
+    installed, half precision), `flash_attention_3` (on Hopper) or torch's `flex`. `auto` is torch's own flash attention
+    if it can run, else `sdpa`."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory and bring parameters over layer by layer; on
     `cpu` they are there anyway."""
     activation_checkpointing: bool = False
     """Keep only each layer's input and compute the rest again in the backward pass."""
     recompute_granularity: Literal["full", "selective"] = "full"
-    """What `activation_checkpointing` computes again: whole layers, or all in them but matrix products and
+    """Parts that `activation_checkpointing` computes again: whole layers, or all in them but matrix products and
     attention."""
     compile: bool = False
     """Compute each layer, but for its attention, by code that `torch.compile` makes when the layer first runs, which

@@ -17,7 +17,8 @@ from rl_dtensor.parallel.mesh import Mesh
 def grad_norm(model: ShardedModel, mesh: Mesh) -> float:
     """Norm of the whole gradient, the same on every rank; collective.
 
-    What several ranks hold alike is divided by their number, and a tied head counts where the embedding is.
+    Gradients that several ranks hold alike are divided by their number. A tied head counts on the rank of the
+    embedding.
     """
     squares: dict[int, list[Tensor]] = {}
     for parameter in model.trained():

@@ -23,12 +23,12 @@ HALF = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Softmax:
-    """What an attention layer does with its scores.
+    """How an attention layer turns scores into weights.
 
     Args:
-        scaling: of the products; `head_dim ** -0.5` where None.
+        scaling: of the products; `head_dim ** -0.5` if None.
         dropout: share of the weights that are dropped.
-        window: tokens that each token sees, itself included; all before it where None.
+        window: tokens that each token sees, itself included; all before it if None.
     """
 
     scaling: float | None = None
@@ -42,8 +42,8 @@ class Softmax:
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, Segments, Softmax], Tensor]
-"""From `[batch, heads, tokens, head_dim]`, with fewer heads for keys and values where they are grouped, to the same of
-the queries. The segments cover the queries in order; the last query of each is at its last key."""
+"""From `[batch, heads, tokens, head_dim]`, with fewer heads for keys and values if they are grouped, to the same of the
+queries. The segments cover the queries in order; the last query of each is at its last key."""
 
 _Row = Callable[[Tensor, Tensor, Tensor, Softmax], Tensor]
 
@@ -52,7 +52,7 @@ def kernel_of(backend: AttentionBackend) -> Attend:
     """The attention of a backend.
 
     Raises:
-        ValueError: where its package is not installed.
+        ValueError: if its package is not installed.
     """
     if backend == "flash_attention_2":
         return _flash("flash_attn", "pip install 'rl-dtensor[flash]'", takes_dropout=True)
@@ -150,7 +150,7 @@ def _fits_flash(query: Tensor, value: Tensor) -> bool:
 
 
 def _scale(query: Tensor, softmax: Softmax) -> float:
-    """Of the products, by the size that heads have before they are padded."""
+    """Return the scaling of the products, by default that of the size that heads have before they are padded."""
     return query.shape[-1] ** -0.5 if softmax.scaling is None else softmax.scaling
 
 

@@ -40,11 +40,11 @@ class Context:
 
 @dataclass(frozen=True)
 class Alignment:
-    """What a forward pass must fit.
+    """Constraints that the layout of a forward pass must meet.
 
     Args:
         multiple: of the sequence's length.
-        context: None where this rank holds whole rows.
+        context: None if this rank holds whole rows.
     """
 
     multiple: int = 1

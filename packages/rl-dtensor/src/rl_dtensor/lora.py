@@ -19,13 +19,13 @@ from rl_dtensor.parallel.fsdp import local, local_slices, whole
 ADAPTER = "default"
 BASE = ".base_layer"
 LINEAR = (nn.Linear.forward, Conv1D.forward)
-"""What modules that take adapters compute; GPT-2 and its kin do the latter, with a weight that is transposed. A router
-may be a linear layer that returns more than its product."""
+"""Forward functions of the modules that take adapters. The latter is that of GPT-2 and its kin, whose weights are
+transposed. A router may be a linear layer that returns more than its product, which is another function."""
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """What is added to a weight: `scale * up @ down`.
+    """An adapter: `scale * up @ down` is added to the weight.
 
     Args:
         down: `[dim, inputs]`.
@@ -49,12 +49,12 @@ def add_adapters(hf: PreTrainedModel, config: LoraConfig) -> None:
     """Put adapters on linear layers of a model and freeze everything else but a score head.
 
     Raises:
-        ValueError: where the config names no linear layer of the model.
+        ValueError: if the config names no linear layer of the model.
     """
     targets = adapted_modules(hf, config)
     if not targets:
         raise nothing_adapted(config, type(hf).__name__)
-    # where peft knows the family, it takes any `gate_proj` in a model with experts for theirs
+    # if peft knows the family, it takes any `gate_proj` in a model with experts for one of theirs
     shell = nn.ModuleDict({"hf": hf})
     peft = PeftConfig(
         r=config.dim,
@@ -69,7 +69,8 @@ def add_adapters(hf: PreTrainedModel, config: LoraConfig) -> None:
 
 
 def adapted_modules(hf: PreTrainedModel, config: LoraConfig) -> list[str]:
-    """Names of the linear layers that get an adapter: never the head, nor stacked experts, which are none."""
+    """Names of the linear layers that get an adapter: never the head, nor stacked experts, which are
+    not linear layers."""
     heads = (hf.get_output_embeddings(), dict(hf.named_children()).get("score"))
     return [
         name

@@ -27,6 +27,7 @@ from rl_dtensor.layout import Alignment, Layout, lay_out
 from rl_dtensor.parallel.fsdp import local
 from rl_dtensor.parallel.local_parameters import to_local
 from rl_dtensor.parallel.mesh import Mesh
+from rl_dtensor.replay import Replay
 from rl_dtensor.weights import Weights, persistent
 
 
@@ -36,7 +37,7 @@ class HeadShard:
 
     Args:
         vocab: this rank's part of the vocabulary; None if it has the whole head.
-        tokens_are_split: whether tokens are, so that the gradient by the hidden states is summed where they are
+        tokens_are_split: whether tokens are; the gradient by the hidden states is then summed when they are
             scattered.
     """
 
@@ -52,11 +53,12 @@ class ReadingModel(nn.Module):
     Args:
         hf: the model; its names are those of the checkpoint.
         role: decides how the head is read.
-        attend: its attention, where that is told of rows.
+        attend: its attention, if that is told of rows.
         chunk_size: tokens whose logits exist at one time.
         alignment: what a forward pass must fit.
         is_packed: rows lie end to end instead of being padded.
         is_last: whether it has the last layers and the head.
+        replay: of the generator's routing; None if its routers choose.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class ReadingModel(nn.Module):
         is_packed: bool,
         is_last: bool,
         head: HeadShard,
+        replay: Replay | None = None,
     ) -> None:
         super().__init__()
         self.hf = hf
@@ -80,6 +83,7 @@ class ReadingModel(nn.Module):
         self.is_packed = is_packed
         self.is_last = is_last
         self.head_shard = head
+        self.replay = replay
         self.transform = logit_transform(hf.config)
         self.sees_rows = hf.config._attn_implementation == ROWS
         self.takes_positions = "position_ids" in inspect.signature(body_of(hf).forward).parameters
@@ -99,12 +103,18 @@ class ReadingModel(nn.Module):
         Args:
             entered: hidden states from the stage before; None in the first.
         """
+        self.give_routing(layout)
         hidden = self._hidden(layout, entered)
         if not self.is_last:
             return hidden
         if checks_logits:
             return {"logit_error": self._logit_error(hidden, layout, entered)}
         return self._reads(hidden.flatten(0, 1), layout, reads, temperature)
+
+    def give_routing(self, layout: Layout) -> None:
+        """Send the tokens of a pass to the experts of the generator, if those are replayed."""
+        if self.replay is not None:
+            self.replay.give(layout)
 
     def _reads(self, hidden: Tensor, layout: Layout, reads: Sequence[Read], temperature: float) -> Mapping[str, Tensor]:
         rows = layout.rows
@@ -132,7 +142,7 @@ class ReadingModel(nn.Module):
         return Head(to_local(lm_head.weight, own), bias, self.transform)
 
     def _logit_error(self, hidden: Tensor, layout: Layout, entered: Tensor | None) -> Tensor:
-        """How far the head's logits are from the model's own, relative to the largest of those."""
+        """Largest difference between the head's logits and the model's own, relative to the largest of those."""
         head = self._head()
         logits = head.transform(F.linear(hidden, head.weight, head.bias).float())
         own = self.hf(use_cache=False, **self._inputs(layout, entered)).logits.float()
@@ -141,7 +151,7 @@ class ReadingModel(nn.Module):
         return (logits - own).abs().where(is_token, 0.0).amax() / largest.clamp(min=1e-6)
 
     def _hidden(self, layout: Layout, entered: Tensor | None) -> Tensor:
-        """`[batch, seq, hidden]`, after the last norm where this is the last stage."""
+        """`[batch, seq, hidden]`, after the last norm if this is the last stage."""
         hidden: Tensor = body_of(self.hf)(use_cache=False, **self._inputs(layout, entered)).last_hidden_state
         return hidden
 
@@ -150,8 +160,8 @@ class ReadingModel(nn.Module):
         return {**first, **self.rows_of(layout)}
 
     def rows_of(self, layout: Layout) -> dict[str, Any]:
-        """What tells attention where rows start and end and how to compute them, and where in them each token is; a
-        family that takes no places counts from the first token of each row, which is then padded."""
+        """Arguments that tell attention where rows start and end and how to compute them, and the place of each token
+        in its row. A family that takes no places counts from the first token of each row, which is then padded."""
         places = {"position_ids": layout.position_ids} if self.takes_positions else {}
         if self.sees_rows:
             return {**places, "layout": layout, "attend": self.attend}
@@ -198,16 +208,16 @@ class ShardedModel:
         return [parameter for chunk in self.chunks for parameter in chunk.parameters()]
 
     def trained(self) -> list[nn.Parameter]:
-        """Those that steps change."""
+        """Parameters that train."""
         return [parameter for parameter in self.parameters() if parameter.requires_grad]
 
     def trained_parts(self) -> list[Tensor]:
-        """This rank's part of each of those, put back where it was gathered."""
+        """This rank's part of each parameter that trains; parameters that were gathered are sharded again."""
         self.reshard_all()
         return [local(parameter) for parameter in self.trained()]
 
     def state(self) -> dict[str, Tensor]:
-        """What steps change, by name: parameters that train, adapters among them, and persistent buffers."""
+        """Tensors that steps change, by name: parameters that train, adapters among them, and persistent buffers."""
         tied = self.weights.tied
         found: dict[str, Tensor] = {}
         for chunk in self.chunks:
@@ -239,13 +249,13 @@ class ShardedModel:
         return lay_out(rows, self.chunks[0].alignment, is_packed=self.chunks[0].is_packed)
 
     def hidden_shape(self, layout: Layout) -> tuple[int, int, int]:
-        """Of hidden states between stages."""
+        """Shape of the hidden states between stages."""
         batch, tokens = layout.shape
         return batch, tokens // self._split_tokens, self.hf.config.get_text_config().hidden_size
 
 
 def logit_transform(config: PreTrainedConfig) -> LogitTransform:
-    """What a model family does between its head and its logits, as its config says."""
+    """Return the transform that a model family applies between its head and its logits, as its config says."""
     settings = config.get_text_config().to_dict()
     scale = settings.get("logit_scale") or 1.0
     divisor = settings.get("logits_scaling") or 1.0

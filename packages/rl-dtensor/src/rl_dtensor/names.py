@@ -1,4 +1,4 @@
-"""How parameters of a model are called in its Hugging Face files, and how stacked ones are taken apart there."""
+"""Names of a model's parameters in its Hugging Face files, and how stacked parameters are split there."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class Piece:
 
 
 class FileNames:
-    """From a model's parameters to the tensors of its files, as `transformers` converts them.
+    """Maps a model's parameters to the tensors of its files, as `transformers` converts them.
 
     Raises:
-        ValueError: where the family's files hold something else than parameters, experts one by one, and gate and up
+        ValueError: if the family's files hold anything but parameters, experts one by one, and gate and up
             apart.
     """
 

@@ -19,8 +19,8 @@ its own, which takes longer than the arithmetic of small models.
 
 
 def build_sharded_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """As `build_optimizer`, for parameters that are DTensors. The step is fused if the optimizer has a fused one for
-    them and the config does not choose.
+    """Build an optimizer as `build_optimizer` does, for parameters that are DTensors. The step is fused if the
+    optimizer has a fused one for them and the config does not choose.
 
     Raises:
         ValueError: also if the optimizer's fused step has no implementation for them.

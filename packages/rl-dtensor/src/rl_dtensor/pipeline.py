@@ -35,7 +35,7 @@ def run_pipeline(model: ShardedModel, run: Pass, *, mesh: Mesh, backward: bool) 
 
 @dataclass
 class _Passed:
-    """What a backward pass needs of its forward pass."""
+    """Tensors of a forward pass that its backward pass needs."""
 
     entered: Tensor | None
     left: Tensor
@@ -76,6 +76,8 @@ class _Run:
         grad = None
         if stage < self.model.num_stages - 1:
             grad = self._receive("backward", self._lay_out(index)[1])
+        # what was not kept is computed again
+        self.model.chunks[chunk].give_routing(self._lay_out(index)[1])
         if passed.left.requires_grad:
             torch.autograd.backward(passed.left, grad)
         if stage > 0:

@@ -1,4 +1,4 @@
-"""The light half of the backend: its config, and where its worker is."""
+"""The light half of the backend: its config, and the name of its worker class."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def check_device(section: Any, config: Any) -> Iterable[Problem]:
 
 
 def kernels(config: DTensorConfig) -> tuple[Requirement, ...]:
-    """What the chosen attention needs beside torch, where a package index has it."""
+    """Return what the chosen attention needs beside torch, if a package index has it."""
     return (FLASH,) if config.attention_backend == "flash_attention_2" else ()
 
 
@@ -65,7 +65,7 @@ def mesh_case(section: Any) -> MeshCase:
     settings = {**{name: getattr(backend, name) for name in SHAPING}, **sizes}
     least = num_ranks(DTensorConfig(**settings))
     axes = [f"{SIZES[name]}2" for name, size in sizes.items() if size > 1]
-    # nothing is split on one rank but the data, which more ranks than one shard
+    # with one rank per copy only the data is split, which takes two ranks to show
     return MeshCase(
         " x ".join(axes) or "fsdp2",
         max(2, least),
@@ -91,5 +91,6 @@ PLUGIN = BackendPlugin(
     preflight="rl_dtensor.preflight:check",
     selfcheck="rl_dtensor.selfcheck:cases_of",
     mesh_case=mesh_case,
+    replay_key="moe_router_replay",
     held_families=HELD_FAMILIES,
 )

@@ -19,7 +19,7 @@ MAX_PACKING_ERROR = 0.15
 
 
 def check_logits(model: ShardedModel, mesh: Mesh) -> None:
-    """Compare a few tokens' logits with those of the model's own forward pass, where the head is."""
+    """Compare a few tokens' logits with those of the model's own forward pass, on the ranks that hold the head."""
     last = model.chunks[-1]
     if not last.is_last:
         return
@@ -41,7 +41,8 @@ def check_logits(model: ShardedModel, mesh: Mesh) -> None:
 
 
 def check_packing(model: ShardedModel, mesh: Mesh) -> None:
-    """Compare what a row reads behind another with what it reads alone, where one rank sees whole rows and layers."""
+    """Compare the reads of a row that follows another with those of the row alone. Runs only if one rank sees whole
+    rows and all layers."""
     chunk = model.chunks[0]
     if not chunk.is_packed or chunk.alignment.context is not None or model.num_stages > 1:
         return

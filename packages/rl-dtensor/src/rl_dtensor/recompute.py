@@ -27,12 +27,12 @@ KEPT = frozenset(
 """Operations that cost most for what their results take; scores (`bmm`) are not among them."""
 
 KEPT_NAMESPACES = ("torch_attn", "flash_attn", "flash_attn_3")
-"""Of variable-length attention, in torch and in packages."""
+"""Namespaces of variable-length attention, in torch and in packages."""
 
 
 def checkpoint_activations(hf: PreTrainedModel, granularity: Granularity) -> None:
-    """Have each layer of a model keep its input alone, and the results of matrix products and attention too where
-    selective."""
+    """Have each layer of a model keep only its input and, if selective, the results of matrix products and
+    attention."""
     options: dict[str, Any] = {"use_reentrant": False}
     if granularity == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)

@@ -13,7 +13,7 @@ from rl_dtensor.parallel.fsdp import local
 
 
 class ModelResidency(Residency):
-    """Of a sharded model: its parameters, and the state of its optimizer."""
+    """Residency of a sharded model: its parameters, and the state of its optimizer."""
 
     def __init__(self, model: ShardedModel, optimizer: Optimizer | None, device: Device) -> None:
         super().__init__(device)

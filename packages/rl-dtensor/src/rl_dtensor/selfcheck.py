@@ -94,7 +94,7 @@ SMALL: Mapping[str, Any] = {
 """Sizes of the tiny model, for those of these fields that the family's config has a value of, under whatever name."""
 
 DERIVED = ("head_dim", "num_key_value_heads")
-"""Fields that follow from others where they have no value; not every family's code does without one."""
+"""Fields that follow from others if they have no value; not every family's code does without one."""
 
 LONGEST_PERIOD = 8
 """Most layers of the tiny model."""
@@ -147,7 +147,7 @@ def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
     """The family's config at a tiny size, without dropout, with one layer of each kind and two at least.
 
     Raises:
-        ConfigError: where the family's own code refuses a config of such sizes.
+        ConfigError: if the family's own code refuses a config of such sizes.
     """
     text = config.get_text_config()
     fields = text.to_dict()
@@ -198,7 +198,8 @@ def _shorter(fields: Mapping[str, Any], num_layers: str) -> dict[str, Any]:
 
 
 def _by_layer(value: Any) -> dict[int, Mapping[str, Any]]:
-    """What a field says of some layers, by their numbers; nothing where it is another kind of field."""
+    """Return the settings of single layers that a field holds, by layer number; empty if it is another kind of
+    field."""
     if not isinstance(value, dict) or not all(isinstance(said, dict) for said in value.values()):
         return {}
     return {int(key): said for key, said in value.items()} if all(str(key).isdigit() for key in value) else {}

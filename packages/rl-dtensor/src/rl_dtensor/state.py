@@ -24,7 +24,7 @@ OPTIMIZER_PREFIX = "optimizer/"
 
 class TrainingState:
     """The `rl_core.torch.training.backend.RankState` of a sharded model: parameters that train, persistent buffers and
-    the optimizer's state, as DTensors where they are sharded.
+    the optimizer's state, as DTensors if they are sharded.
 
     Args:
         optimizer: None if the model does not train.
@@ -84,7 +84,7 @@ class TrainingState:
             if not key.startswith(OPTIMIZER_PREFIX):
                 continue
             parameter = self._weights.get(key.removeprefix(OPTIMIZER_PREFIX).rpartition("/")[0])
-            if parameter is None:  # of another pipeline rank
+            if parameter is None:  # another pipeline rank holds it
                 continue
             if not isinstance(saved, TensorStorageMetadata):
                 state[key] = None
@@ -96,7 +96,7 @@ class TrainingState:
         return state
 
     def _counts_on_device(self) -> bool:
-        """Whether the optimizer wants its step counts where the parameters are."""
+        """Whether the optimizer wants its step counts on the device of the parameters."""
         assert self._optimizer is not None
         settings = self._optimizer.defaults
         return bool(settings.get("fused") or settings.get("capturable"))

@@ -40,12 +40,12 @@ class DTensorModel:
 
     @property
     def shape(self) -> ModelShape:
-        """Of the whole model."""
+        """Shape of the whole model."""
         return self.sharded.shape
 
     @property
     def hf_config(self) -> PreTrainedConfig:
-        """Of the whole model."""
+        """Config of the whole model."""
         return self.sharded.hf.config
 
     @property
@@ -53,9 +53,10 @@ class DTensorModel:
         """Name of the class that the layers are built from."""
         return type(self.sharded.hf).__name__
 
-    def extra_columns(self, batch: Batch) -> Mapping[str, Ragged]:
-        """None: passes need tokens alone."""
-        return {}
+    def extra_columns(self, batch: Batch, *, for_loss: bool) -> Mapping[str, Ragged]:
+        """The experts that tokens were sent to, if routing is replayed."""
+        replay = self.sharded.chunks[0].replay
+        return {} if replay is None else replay.columns_of(batch, for_loss=for_loss)
 
     def read(self, run: Pass) -> list[Any]:
         """Forward through all stages."""

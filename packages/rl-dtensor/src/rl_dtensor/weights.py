@@ -157,7 +157,8 @@ class Weights:
         return gathered
 
     def _sources(self, entry: Entry, available: Mapping[str, str]) -> list[Piece] | None:
-        """What to read a weight from: its pieces, or one tensor under its own or a tied name."""
+        """Tensors to read a weight from: its pieces, or one tensor under its own or a tied name; None if there are
+        none."""
         if all(piece.name in available for piece in entry.pieces):
             return list(entry.pieces)
         names = [entry.name, *(alias for alias, owner in self.tied.items() if owner == entry.name)]

@@ -67,6 +67,12 @@ class ModelBackend(Backend[ModelConfig]):
     spec: ModelSpec
     colocated: ColocatedConfig
 
+    @property
+    def replays_routing(self) -> bool:
+        """Whether its passes send tokens to the experts that the generator chose."""
+        key = self.plugin.replay_key
+        return bool(key and getattr(self.backend, key))
+
 
 @dataclass(frozen=True)
 class GenerationBackend(Backend[GenerationConfig]):
@@ -74,9 +80,11 @@ class GenerationBackend(Backend[GenerationConfig]):
 
     Args:
         model: that it serves.
+        reports_routing: whether completions carry the experts that tokens were sent to.
     """
 
     model: ModelConfig
+    reports_routing: bool = False
 
 
 @dataclass(frozen=True)
@@ -146,7 +154,11 @@ def backends_of(config: Any) -> Backends:
     strange = {need.section for need in needs.values()} - set(algorithm.model_sections)
     assert not strange, f"the plugin of {algorithm.name} names {strange} in models() and not in model_sections"
     models = {role: _model_backend(config, need) for role, need in needs.items()}
-    return Backends(models, _generation_backend(config) if algorithm.generates else None, algorithm.requirements)
+    generation = None
+    if algorithm.generates:
+        replays = any(model.replays_routing for model in models.values())
+        generation = _generation_backend(config, reports_routing=replays)
+    return Backends(models, generation, algorithm.requirements)
 
 
 @cache
@@ -169,11 +181,16 @@ def _model_backend(config: Any, need: ModelNeed) -> ModelBackend:
     return ModelBackend(found, neutral, own, need.section, need.spec, colocated)
 
 
-def _generation_backend(config: Any) -> GenerationBackend:
+def _generation_backend(config: Any, *, reports_routing: bool) -> GenerationBackend:
     generation = config.policy.generation
     found: BackendPlugin = plugin(GENERATORS, generation.backend)
-    served = _plain(config.policy, ModelConfig)
-    return GenerationBackend(found, _plain(generation, GenerationConfig), getattr(generation, found.key), served)
+    return GenerationBackend(
+        found,
+        _plain(generation, GenerationConfig),
+        getattr(generation, found.key),
+        _plain(config.policy, ModelConfig),
+        reports_routing,
+    )
 
 
 def _enabled(key: str, section: Any) -> BackendPlugin:

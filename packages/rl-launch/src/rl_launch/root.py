@@ -25,7 +25,7 @@ from rl_core.config import (
 from rl_core.devices import Device
 from rl_core.environments.instance import environment_types
 from rl_core.errors import ConfigError
-from rl_core.model_config import ColocatedConfig, GenerationConfig, ModelConfig
+from rl_core.model_config import ColocatedConfig, GenerationConfig, ModelConfig, local_hf_config, num_experts_of
 from rl_core.plugins import (
     ALGORITHMS,
     ENVIRONMENTS,
@@ -35,7 +35,16 @@ from rl_core.plugins import (
     names,
     plugin,
 )
-from rl_launch.backends import POLICY, Backends, backends_of, installed, model_sections, section_of
+from rl_launch.backends import (
+    POLICY,
+    Backends,
+    GenerationBackend,
+    ModelBackend,
+    backends_of,
+    installed,
+    model_sections,
+    section_of,
+)
 from rl_launch.cluster.device import AUTO, resolve_device
 from rl_launch.local_models import MADE_HERE
 from rl_launch.model_folder import MODEL_FILES, TOKENIZER_FILES, folder_problems
@@ -97,7 +106,14 @@ def read_config(source: str | Path, overrides: Sequence[str] = ()) -> Resolved[R
     return resolve(
         raw,
         root_type(algorithm, raw),
-        checks=(_folder_checks, *algorithm.checks, _checkpointing_checks, _backend_checks, _topology_checks),
+        checks=(
+            _folder_checks,
+            *algorithm.checks,
+            _checkpointing_checks,
+            _backend_checks,
+            _replay_checks,
+            _topology_checks,
+        ),
     )
 
 
@@ -245,6 +261,37 @@ def _backend_checks(config: Any) -> Iterable[Problem]:
         for check in found.checks
         for problem in check(section_of(config, key), config)
     ]
+
+
+def _replay_checks(config: Any) -> Iterator[Problem]:
+    """Replay of a routing that there is not, or that nobody reports."""
+    try:
+        backends = backends_of(config)
+    except ProblemError:
+        return
+    for model in backends.models.values():
+        if model.replays_routing:
+            problem = _replay_problem(model, backends.generation, config.cluster)
+            if problem:
+                key = f"{model.section}.{model.plugin.key}.{model.plugin.replay_key}"
+                yield Problem(key, f"{problem}; or set {model.plugin.replay_key}=false")
+
+
+def _replay_problem(model: ModelBackend, generation: GenerationBackend | None, cluster: Any) -> str:
+    """Why a model cannot replay the generator's routing; empty if it can, as far as is known here."""
+    fields = local_hf_config(model.config)
+    if fields and not num_experts_of(fields):
+        return f"replays the routing of experts, and {model.config.model_name} has none; choose a mixture of experts"
+    if model.section != POLICY:
+        return "replays the policy's routing, which is not this model's; remove this key"
+    if generation is None:
+        return "replays the routing of rollouts, and this algorithm generates none; remove this key"
+    if cluster.device == AUTO and os.environ.get("RAY_ADDRESS"):
+        return ""  # the generator checks it when it starts
+    problem = generation.plugin.routing_problem(generation.backend, resolve_device(cluster))
+    if not problem:
+        return ""
+    return f"needs the experts that the generator chose, which {generation.plugin.name} does not report: {problem}"
 
 
 def _topology_checks(config: Any) -> Iterator[Problem]:

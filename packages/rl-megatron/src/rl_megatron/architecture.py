@@ -18,14 +18,14 @@ from rl_megatron.families.catalog import family_of
 def transformer_config(
     hf: PreTrainedConfig, backend: MegatronConfig, *, dtype: torch.dtype, is_cuda: bool, has_te: bool
 ) -> TransformerConfig:
-    """What Megatron builds the model from.
+    """Return the config from which Megatron builds the model.
 
     Args:
         dtype: of parameters and of what travels between pipeline ranks.
         has_te: whether the layers are Transformer Engine's.
 
     Raises:
-        ValueError: where the model does not fit the family, or the layout does not fit the model.
+        ValueError: if the model does not fit the family, or the layout does not fit the model.
     """
     family = dict(family_of(hf).settings(hf))
     if "moe_layer_freq" in family and not any(family["moe_layer_freq"]):

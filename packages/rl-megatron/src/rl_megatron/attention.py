@@ -18,7 +18,7 @@ from rl_core.torch.training.zigzag import zigzag_order, zigzag_slices
 
 
 class RowAttention(nn.Module):
-    """Megatron's core attention where Transformer Engine is not installed; its own knows neither packed rows nor
+    """Megatron's core attention if Transformer Engine is not installed; its own supports neither packed rows nor
     context parallelism.
 
     Under context parallelism each rank has two slices of each row (`rl_core.torch.training.zigzag`) as queries, and
@@ -48,7 +48,7 @@ class RowAttention(nn.Module):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | None,  # the rows' boundaries say it all
+        attention_mask: Tensor | None,  # not used: the rows' boundaries replace it
         *,
         packed_seq_params: PackedSeqParams | None = None,
         **_: Any,
@@ -56,7 +56,7 @@ class RowAttention(nn.Module):
         """Attention of the rows.
 
         Args:
-            query: `[tokens, heads, dim]` where packed, else `[seq, batch, heads, dim]`; keys and values may have fewer
+            query: `[tokens, heads, dim]` if packed, else `[seq, batch, heads, dim]`; keys and values may have fewer
                 heads, values another dim. Sequences are this rank's part. On one context-parallel rank there may be
                 more keys than queries, which are then the last ones: a cache holds the earlier keys.
 
@@ -120,7 +120,7 @@ class RowAttention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         if dropout == 0.0:
             return self._product(query, key, value, mask, 0.0)
-        # heads differ between tensor-parallel ranks, and so must what is dropped
+        # heads differ between tensor-parallel ranks, so dropout must differ too
         with get_cuda_rng_tracker().fork():
             assert num
             return self._product(query, key, value, mask, dropout)

@@ -1,4 +1,4 @@
-"""What a step reports of the loss that balances experts, which routers add on their own."""
+"""Metrics of the loss that balances experts, which routers add on their own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAME = "load_balancing_loss"
 def balance_metrics(
     routing: Routing, config: TransformerConfig, num_tokens: int, *, by_layer: bool
 ) -> dict[str, Metric]:
-    """`load_balancing_loss`, the mean over layers and tokens, 1 where tokens are spread evenly, before its coefficient;
+    """`load_balancing_loss`, the mean over layers and tokens, 1 if tokens are spread evenly, before its coefficient;
     collective. Empty if there is no such loss.
 
     Args:
@@ -25,7 +25,7 @@ def balance_metrics(
     """
     if config.moe_router_load_balancing_type == "none":
         return {}
-    # a rank of a pipeline knows its own layers, and each rank that shares a row's tokens a part
+    # a pipeline rank has only its own layers, and a rank that shares a row's tokens only its part
     values = torch.zeros(config.num_layers, device=torch.cuda.current_device())
     for router in routing.routers:
         if router.noted is not None:

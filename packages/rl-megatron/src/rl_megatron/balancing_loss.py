@@ -15,7 +15,7 @@ def balancing_loss(
     topk: int,
     group: dist.ProcessGroup | None,
 ) -> Tensor:
-    """Return the sum over segments of `tokens x loss`, or this rank's part of it; the loss of a segment is 1 where its
+    """Return the sum over segments of `tokens x loss`, or this rank's part of it; the loss of a segment is 1 if its
     tokens are spread evenly.
 
     `loss = experts / (k tokens^2) sum over experts of (tokens sent there) (sum of its scores)`. A segment is a
@@ -26,7 +26,7 @@ def balancing_loss(
     Args:
         scores: `[tokens, experts]`, normalised.
         routing_map: bool `[tokens, experts]`, the `topk` of each token.
-        segments: int64 `[tokens]`, from 1; 0 for tokens that count nowhere.
+        segments: int64 `[tokens]`, from 1; 0 for tokens that do not count.
         group: ranks that have the other tokens of the same segments; None if this rank has all.
     """
     num_experts = scores.shape[1]

@@ -16,7 +16,7 @@ class Fp8Config(Config):
     fp8: Literal["e4m3", "hybrid"] = "hybrid"
     """Formats: e4m3 throughout, or e5m2 for gradients."""
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "tensorwise"
-    """How scales are found, as Transformer Engine names it."""
+    """Recipe by which scales are found, as Transformer Engine names it."""
 
 
 class DistributedDataParallelConfig(Config):
@@ -33,45 +33,46 @@ class MegatronConfig(BackendConfig):
     pipeline_model_parallel_size: int = Field(default=1, gt=0)
     """Ranks that hold consecutive layers."""
     virtual_pipeline_model_parallel_size: int | None = Field(default=None, gt=1)
-    """Runs of consecutive layers that each pipeline rank holds, interleaved with the others'; one where unset."""
+    """Runs of consecutive layers that each pipeline rank holds, interleaved with the others'; one if unset."""
     num_layers_in_first_pipeline_stage: int | None = Field(default=None, gt=0)
-    """Layers of the first pipeline rank; an equal share where unset."""
+    """Layers of the first pipeline rank; an equal share if unset."""
     num_layers_in_last_pipeline_stage: int | None = Field(default=None, gt=0)
-    """Layers of the last pipeline rank; an equal share where unset."""
+    """Layers of the last pipeline rank; an equal share if unset."""
     context_parallel_size: int = Field(default=1, gt=0)
     """Ranks that share the tokens of each row."""
     expert_model_parallel_size: int = Field(default=1, gt=0)
     """Ranks that share the experts of each layer; they are taken from the data- and tensor-parallel ones."""
     expert_tensor_parallel_size: int | None = Field(default=None, gt=0)
-    """Ranks that share each expert's matrices; `tensor_model_parallel_size` where unset."""
+    """Ranks that share each expert's matrices; `tensor_model_parallel_size` if unset."""
     sequence_parallel: bool = False
     """Share the tokens between layers over the tensor-parallel ranks, which saves activation memory."""
     activation_checkpointing: bool = False
     """Keep only each layer's input and compute the rest again in the backward pass."""
     recompute_granularity: Literal["full", "selective"] = "full"
-    """What `activation_checkpointing` computes again: whole layers, or the `recompute_modules` in each."""
+    """Parts that `activation_checkpointing` computes again: whole layers, or the `recompute_modules` in each."""
     recompute_modules: list[Literal["core_attn", "mlp", "moe", "layernorm", "mla_up_proj"]] = ["core_attn"]
-    """Parts of a layer that are computed again where `recompute_granularity` is selective."""
+    """Parts of a layer that are computed again if `recompute_granularity` is selective."""
     freeze_moe_router: bool = False
     """Leave the routers of a mixture of experts as they are; generation and training then route more alike."""
     moe_router_replay: bool = False
-    """Send tokens to the experts that the generator sent them to, as the column `routed_experts` of a batch has them.
-    Refused in runs as long as no generator reports its routing."""
+    """Send every token to the experts that the generator sent it to, in all passes; the router weighs them by its own
+    scores and still learns. Logprobs of trainer and generator then differ by rounding alone. For mixtures of experts,
+    with a generator that reports the experts it chose: hf, megatron, or vllm on GPUs."""
     moe_router_dtype: Literal["fp32", "fp64"] = "fp32"
     """Dtype of the routers' logits and scores."""
     moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss"] = "none"
     """Loss that spreads tokens evenly over experts, added to the policy's: over those of a microbatch (aux_loss) or of
-    each row (seq_aux_loss), weighed by tokens. Padding counts nowhere."""
+    each row (seq_aux_loss), weighed by tokens. Padding does not count."""
     moe_aux_loss_coeff: float = Field(default=0.0, ge=0)
     """Weight of that loss."""
     moe_per_layer_logging: bool = False
     """Report that loss for each layer beside its mean over layers."""
     moe_token_dispatcher_type: Literal["alltoall", "flex"] = "alltoall"
-    """How tokens travel to their experts' ranks: `alltoall` by NCCL, `flex` by DeepEP, which has to be installed and
+    """Transport of tokens to their experts' ranks: `alltoall` by NCCL, `flex` by DeepEP, which has to be installed and
     runs on GPUs alone. Megatron's `allgather` needs as many tokens on every rank, which rows of different lengths do
     not give."""
     moe_router_bias_update_rate: float = Field(default=0.0, ge=0)
-    """How far a step moves the biases by which routers of some models (DeepSeek-V3) balance experts; 0 leaves them."""
+    """Step size of the biases by which routers of some models (DeepSeek-V3) balance experts; 0 leaves them."""
     transformer_engine: bool | None = None
     """Build layers of Transformer Engine on GPUs. If unset, wherever it is installed, as it is in environments that are
     built for workers (compiling it takes a CUDA toolkit). false neither installs nor uses it; true demands it."""

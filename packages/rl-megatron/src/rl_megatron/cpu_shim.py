@@ -1,4 +1,4 @@
-"""Megatron Core on a machine without CUDA, for development: nothing here runs where torch has CUDA.
+"""Megatron Core on a machine without CUDA, for development: nothing here runs if torch has CUDA.
 
 megatron-core 0.16 asks `torch.cuda` for the current device, for generator states and streams, and writes
 `device="cuda"` in the middle of its schedules. `install` answers with the CPU. It changes functions of `torch` in this
@@ -28,7 +28,7 @@ def install() -> None:
     """Answer Megatron's questions to `torch.cuda` with the CPU; once per process.
 
     Raises:
-        RuntimeError: where torch has CUDA; there is nothing to stand in for.
+        RuntimeError: if torch has CUDA; there is nothing to stand in for.
     """
     global _installed
     if torch.cuda.is_available():
@@ -124,7 +124,7 @@ def _disable_engine_products() -> None:
 
 
 def _patch_all_to_all() -> None:
-    """Split sizes stay tensors where nothing is on CUDA, which torch does not take."""
+    """Convert split sizes to integers: without CUDA they stay tensors, which torch does not accept."""
     all_to_all_single = dist.all_to_all_single
 
     @functools.wraps(all_to_all_single)

@@ -12,7 +12,7 @@ from rl_megatron.model import ReadingModel
 def extra_state(model: ReadingModel) -> dict[str, Tensor]:
     """By chunk and module; empty for a model whose layers keep none."""
     states = {name: module.get_extra_state() for name, module in _keepers(model)}
-    # layers that have nothing to keep say None, or a tensor without elements
+    # layers that have nothing to keep return None, or a tensor without elements
     kept = {name: state for name, state in states.items() if state is not None}
     for name, state in kept.items():
         assert isinstance(state, Tensor), f"{name} keeps its state as {type(state).__name__}, not as a tensor"

@@ -32,7 +32,7 @@ class Holding:
 
 @dataclass(frozen=True)
 class _Packed:
-    """A share of a wanted parameter, by that one's index, and where it lies in its holder's buffer."""
+    """A share of a wanted parameter, by the index of the parameter, and its place in its holder's buffer."""
 
     wanted: int
     holding: Holding

@@ -1,4 +1,4 @@
-"""The layers a model is built of: Transformer Engine's where it is installed, local ones otherwise."""
+"""The layers that a model is built of: Transformer Engine's if it is installed, local ones otherwise."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def adapt_layers(spec: TransformerBlockSubmodules, config: TransformerConfig, *,
         if not has_te:
             _localise(layer)
         elif config.window_size is not None and config.context_parallel_size > 1:
-            # Transformer Engine passes keys from rank to rank, and knows no sliding window when it does
+            # when Transformer Engine passes keys from rank to rank, it does not support sliding windows
             layer.submodules.self_attention.submodules.core_attention = RowAttention
     if not has_te:
         spec.layer_norm = RMSNorm

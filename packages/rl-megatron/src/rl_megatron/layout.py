@@ -15,12 +15,12 @@ from rl_core.torch.training.zigzag import zigzag_tokens
 
 @dataclass(frozen=True)
 class Alignment:
-    """What lengths must be multiples of, and this rank's part of each row.
+    """Numbers of which lengths must be multiples, and this rank's part of each row.
 
     Args:
         context_size, context_rank: among the ranks that share the tokens of each row.
         sequence_size: ranks that share the tokens between layers (sequence parallelism).
-        multiple: of what each rank's number of tokens must be one, for its matrix products.
+        multiple: number of which each rank's tokens must be a multiple, for its matrix products.
     """
 
     context_size: int = 1
@@ -30,12 +30,12 @@ class Alignment:
 
     @property
     def row(self) -> int:
-        """Of each row, so that it can be cut into slices."""
+        """Number of which the length of each row must be a multiple, so that it can be cut into slices."""
         return 2 * self.context_size if self.context_size > 1 else 1
 
     @property
     def total(self) -> int:
-        """Of one sequence of the forward pass."""
+        """Number of which the length of a sequence of the forward pass must be a multiple."""
         return self.row * self.sequence_size * self.multiple
 
 
@@ -47,7 +47,7 @@ class Layout:
         input_ids: int64 `[batch, seq]`; packed rows lie end to end in `[1, tokens]`.
         position_ids: int64, of the same shape.
         places: int64 `[batch * seq]`, the index among the rows' tokens of each position, -1 for padding.
-        packing: Megatron's description of packed rows; None where padded.
+        packing: Megatron's description of packed rows; None if padded.
     """
 
     input_ids: Tensor

@@ -41,7 +41,7 @@ def add_adapters(model: ReadingModel, config: LoraConfig) -> None:
     """Put adapters on linear layers of a model without weights and freeze everything else but a score head.
 
     Raises:
-        ValueError: where the config names no linear layer of the model, or experts and routers, which get none.
+        ValueError: if the config names no linear layer of the model, or experts and routers, which get none.
     """
     maps = family_of(model.hf).weights(model.hf)
     _check_targets(maps, model.hf.model_type, config)
@@ -86,7 +86,7 @@ class Adapter(nn.Module):
 
 
 class Adapters(nn.Module):
-    """What is added to the output of one layer: of each adapted weight `scale * up(down(dropout(input)))`.
+    """The adapters of one layer, which add `scale * up(down(dropout(input)))` of each adapted weight to its output.
 
     Between tensor-parallel ranks travel the `dim` numbers per token that `down` gives.
 
@@ -120,7 +120,7 @@ class Adapters(nn.Module):
             adapter.up.sequence_parallel = config.sequence_parallel and self.split_dim != 0
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """What is added to the layer's output for its input."""
+        """Return the sum that is added to the layer's output for its input."""
         return F.linear(self._exchanged(self._down(hidden)), self._up()) * self.scale
 
     def _down(self, hidden: Tensor) -> Tensor:
@@ -135,10 +135,10 @@ class Adapters(nn.Module):
         return torch.cat([F.linear(part, down) for part, down in zip(dropped, downs, strict=True)], -1)
 
     def _exchanged(self, low: Tensor) -> Tensor:
-        """`down`'s output `[seq, batch, dims]` where `up` needs it."""
+        """`down`'s output `[seq, batch, dims]`, exchanged between ranks as `up` needs it."""
         if self.num_ranks == 1 or self.split_dim is None:
             return low
-        low = low.contiguous()  # megatron-core 0.16.1 sums a copy of what is not, and returns what it copied
+        low = low.contiguous()  # megatron-core 0.16.1 sums a copy of other tensors, and returns the original
         out: Tensor
         if self.split_dim == 0:
             if self.is_sequence_parallel:
@@ -152,7 +152,7 @@ class Adapters(nn.Module):
         return out
 
     def _up(self) -> Tensor:
-        """`[rows of the layer, dims]`: each adapter's rows where the layer has those of its weight, else zeros."""
+        """`[rows of the layer, dims]`: each adapter's rows in the places of those of its weight, zeros elsewhere."""
         blocks = []
         for name, adapter in zip(self.names, self._adapters, strict=True):
             rows = self.get_buffer(f"{name}_rows")
@@ -178,7 +178,8 @@ def _with_adapters(layer: Any, inputs: tuple[Any, ...], output: tuple[Tensor, An
 
 
 def _require_grad(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-    """Recomputed layers pass no gradient to their adapters where no input of theirs requires one."""
+    """Have the embedding's output require a gradient: recomputed layers pass no gradient to their adapters if none of
+    their inputs requires one."""
     return output.requires_grad_() if torch.is_grad_enabled() else output
 
 
@@ -200,7 +201,7 @@ def _adapter_map(entry: WeightMap, source: HFTensor, config: LoraConfig) -> Adap
 
 
 def _rows_of_sources(entry: WeightMap, rank: int, size: int) -> Iterator[tuple[str, Tensor]]:
-    """Each source's name, and where its rows on this rank lie in the layer's output, in their order."""
+    """Each source's name, and the places of its rows on this rank in the layer's output, in their order."""
     counts = [source.shape[0] for source in entry.sources]
     if entry.split.dim != 0:
         yield entry.sources[0].name, torch.arange(counts[0])

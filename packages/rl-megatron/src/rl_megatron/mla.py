@@ -1,4 +1,5 @@
-"""Multi-head latent attention of the local layers, where megatron-core 0.16.1 is wrong without Transformer Engine."""
+"""Multi-head latent attention of the local layers, corrected: megatron-core 0.16.1 computes it wrongly without
+Transformer Engine."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ class WholeProjection(nn.Module):
     of the shared rotary key, of which each rank knows the part of its own heads.
 
     Args:
-        num_shared: last outputs that all heads use directly, and whose gradient is summed here where no
+        num_shared: last outputs that all heads use directly, and whose gradient is summed here if no
             sequence-parallel gather does it.
     """
 
@@ -31,7 +32,7 @@ class WholeProjection(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
-        """As Megatron's linear layers, output and no bias."""
+        """Return the output and no bias, as Megatron's linear layers do."""
         return self.with_summed_grad(nn.functional.linear(hidden, self.weight)), None
 
     def with_summed_grad(self, out: Tensor) -> Tensor:
@@ -41,7 +42,7 @@ class WholeProjection(nn.Module):
         own, shared = out.split([out.shape[-1] - self.num_shared, self.num_shared], -1)
         shared = tensor_parallel.copy_to_tensor_model_parallel_region(shared)
         if shared.requires_grad:
-            # megatron-core 0.16.1 sums a copy of a gradient that is not contiguous, and goes on with what it copied
+            # megatron-core 0.16.1 sums a copy of a gradient that is not contiguous, and goes on with the original
             shared.register_hook(lambda grad: grad.contiguous())
         return torch.cat([own, shared], -1)
 

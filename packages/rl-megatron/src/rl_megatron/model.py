@@ -41,7 +41,7 @@ from rl_megatron.routing import Routing
 
 
 def token_multiple(config: TransformerConfig) -> int:
-    """Of how many tokens the matrix products of a rank take a multiple."""
+    """Number of which the tokens in a rank's matrix products must be a multiple."""
     return get_fp8_align_size(config.fp8_recipe) if config.fp8 else 1
 
 
@@ -80,7 +80,7 @@ class ReadingModel:
         is_packed: whether rows lie end to end instead of being padded.
         adapters: by the name of the weight that each sits on, over the whole model.
         routing: the routers of a mixture of experts.
-        replay: of the generator's routing, where it is replayed.
+        replay: of the generator's routing; None if it is not replayed.
     """
 
     chunks: list[Chunk]
@@ -131,7 +131,7 @@ class ReadingModel:
         """
         whole = self._gathered(hidden)
         if whole.requires_grad:
-            # collectives take contiguous tensors, and what comes back through the transposition is none
+            # collectives need contiguous tensors, and the gradient of the transposition is not contiguous
             whole.register_hook(lambda grad: grad.contiguous())
         flat = whole.transpose(0, 1).flatten(0, 1)
         group = parallel_state.get_context_parallel_group() if self.alignment.context_size > 1 else None
@@ -154,7 +154,7 @@ class ReadingModel:
         )
 
     def _gathered(self, hidden: Tensor) -> Tensor:
-        """Whole sequences, with a gradient summed over the tensor-parallel ranks where each has part of the head."""
+        """Whole sequences, with a gradient summed over the tensor-parallel ranks if each has part of the head."""
         if self.config.sequence_parallel:
             gather = tensor_parallel.gather_from_sequence_parallel_region
             return gather(hidden, tensor_parallel_output_grad=not self.is_headless)
@@ -163,7 +163,7 @@ class ReadingModel:
         return tensor_parallel.copy_to_tensor_model_parallel_region(hidden)
 
     def head_weight(self) -> Tensor:
-        """`[vocab, hidden]`, this rank's part of what makes logits; the embedding's where they are tied."""
+        """`[vocab, hidden]`, this rank's part of the weight that makes logits; the embedding's if they are tied."""
         last = self.chunks[-1]
         if last.share_embeddings_and_output_weights:
             return last.shared_embedding_or_output_weight()
@@ -183,7 +183,7 @@ def build_model(
     """Build this rank's part without weights.
 
     Raises:
-        ValueError: where the files, the config, the layout and the role do not fit together.
+        ValueError: if the files, the config, the layout and the role do not fit together.
     """
     hf = read_hf_config(folder, config.hf_config_overrides)
     is_cuda = mesh.kind.kernels == "cuda"
@@ -255,8 +255,8 @@ def forget_embeddings() -> None:
 
 
 def forget_tokens(chunks: Sequence[nn.Module]) -> None:
-    """Have dispatchers of tokens to experts let go of their last pass: by it a model holds that pass's graph, and the
-    graph's hooks hold the model with its process groups, where no garbage collection sees it.
+    """Have dispatchers of tokens to experts drop the tensors of their last pass. Through them a model holds that pass's
+    graph, whose hooks hold the model with its process groups: a cycle that garbage collection does not see.
     """
     for chunk in chunks:
         for module in chunk.modules():

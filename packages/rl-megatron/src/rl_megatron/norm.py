@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 
 class RMSNorm(nn.Module):
-    """As transformers computes it: the mean in float32, the product with the weight in the input's dtype.
+    """RMS norm as transformers computes it: the mean in float32, the product with the weight in the input's dtype.
 
-    Unlike Megatron's wrapper of torch's norm it may lie in a sequence-parallel region, where its gradient is summed.
+    Unlike Megatron's wrapper of torch's norm it may lie in a sequence-parallel region: its gradient is summed there.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
@@ -24,7 +24,7 @@ class RMSNorm(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Of `[*, hidden]`."""
+        """Normalise `[*, hidden]`."""
         wide = hidden.float()
         normed = wide * (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()
         return self.weight * normed.to(hidden.dtype)

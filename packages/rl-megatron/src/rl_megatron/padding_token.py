@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 def freeze_padding_token(embedding: nn.Module, pad_token_id: int, *, is_scattered: bool) -> None:
-    """Let no gradient reach an embedding from the places where the padding token is looked up (`padding_idx`).
+    """Let no gradient reach an embedding from positions that look up the padding token (`padding_idx`).
 
     Args:
         embedding: the word embedding of the first pipeline rank.

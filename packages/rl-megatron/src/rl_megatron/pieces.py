@@ -61,7 +61,7 @@ class Pieces:
         self._pieces: dict[torch.Size, Tensor] = {}
 
     def add(self, offsets: Sequence[int], piece: Tensor) -> None:
-        """A rectangle: where it begins in the whole tensor, and its memory."""
+        """A rectangle: its offset in the whole tensor, and its memory."""
         self._pieces[torch.Size(offsets)] = piece
 
     def at(self, offsets: torch.Size | None) -> Tensor:
@@ -70,7 +70,7 @@ class Pieces:
         return self._pieces[offsets]
 
     def size(self) -> torch.Size:
-        """Of the whole tensor."""
+        """Shape of the whole tensor."""
         return self._size
 
     def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
@@ -111,7 +111,7 @@ class PiecesLoadPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """As the base, which replaces by None every value that it does not know."""
+        """Create the plan as the base does, which replaces every value that it does not know by None."""
         self.state_dict = self.original_state_dict = state_dict
         self.metadata = metadata
         self.is_coordinator = is_coordinator

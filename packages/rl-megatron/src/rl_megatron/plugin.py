@@ -1,4 +1,4 @@
-"""The light half of the backend: its config, and where its worker is."""
+"""The light half of the backend: its config, and the name of its worker class."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from rl_core.config import Problem
 from rl_core.devices import DEVICES
-from rl_core.model_config import local_hf_config
+from rl_core.model_config import local_hf_config, num_experts_of
 from rl_core.plugins import BackendPlugin, Requirement
 from rl_core.selfcheck import MeshCase, at_most_two
 from rl_megatron.config import MegatronConfig
@@ -49,14 +49,12 @@ def check_layout(section: Any, config: Any) -> Iterable[Problem]:
 
 
 def check_shape(section: Any, config: Any) -> Iterable[Problem]:
-    """A layout that does not divide the model, where the model's config is on this machine."""
+    """Sizes of the layout that do not divide the model, if the model's config is on this machine."""
     backend: MegatronConfig = section.megatron_cfg
     model = local_hf_config(section)
     is_latent = "kv_lora_rank" in model
     shared = ("num_attention_heads", "intermediate_size", *(() if is_latent else ("num_key_value_heads",)))
-    experts = next(
-        (model[name] for name in ("num_experts", "num_local_experts", "n_routed_experts") if name in model), 0
-    )
+    experts = num_experts_of(model)
     for name, size, what, count in (
         *(("tensor_model_parallel_size", backend.tensor_model_parallel_size, part, model.get(part)) for part in shared),
         ("expert_model_parallel_size", backend.expert_model_parallel_size, "experts", experts),
@@ -123,15 +121,6 @@ def check_lora(section: Any, config: Any) -> Iterable[Problem]:
         )
 
 
-def check_replay(section: Any, config: Any) -> Iterable[Problem]:
-    """Replay of routing that no generator reports."""
-    if section.megatron_cfg.moe_router_replay:
-        yield Problem(
-            f"{KEY}.moe_router_replay",
-            "needs the experts that the generator chose, which no generator reports; set it to false",
-        )
-
-
 def check_recompute(section: Any, config: Any) -> Iterable[Problem]:
     """Settings of recomputation that do nothing."""
     backend: MegatronConfig = section.megatron_cfg
@@ -156,7 +145,7 @@ def _check_experts(backend: MegatronConfig) -> Iterable[Problem]:
     if has_experts_over_ranks and tensor > 1 and not backend.sequence_parallel:
         yield Problem(
             f"{KEY}.sequence_parallel",
-            f"must be true where {KEY}.expert_model_parallel_size and {KEY}.tensor_model_parallel_size are above 1",
+            f"must be true if {KEY}.expert_model_parallel_size and {KEY}.tensor_model_parallel_size are above 1",
         )
     is_balanced = backend.moe_router_load_balancing_type != "none"
     if is_balanced != (backend.moe_aux_loss_coeff > 0):
@@ -175,7 +164,8 @@ def _check_experts(backend: MegatronConfig) -> Iterable[Problem]:
     if backend.moe_per_layer_logging and not is_balanced:
         yield Problem(
             f"{KEY}.moe_per_layer_logging",
-            f"reports the loss of {KEY}.moe_router_load_balancing_type, which is none; set that, or this to false",
+            f"reports the loss of {KEY}.moe_router_load_balancing_type, which is 'none'; choose another, or set this "
+            "to false",
         )
 
 
@@ -209,7 +199,7 @@ def mesh_case(section: Any) -> MeshCase:
 
 
 def engine(config: MegatronConfig) -> tuple[Requirement, ...]:
-    """What layers on GPUs are made of, beside what the worker always needs."""
+    """Return what layers on GPUs need installed, beside what the worker always needs."""
     return () if config.transformer_engine is False else (TRANSFORMER_ENGINE,)
 
 
@@ -230,12 +220,12 @@ PLUGIN = BackendPlugin(
         check_shape,
         check_recompute,
         check_lora,
-        check_replay,
         check_8_bit,
         check_device,
     ),
     preflight="rl_megatron.preflight:check",
     selfcheck="rl_megatron.selfcheck:cases_of",
     mesh_case=mesh_case,
+    replay_key="moe_router_replay",
     held_families=HELD_FAMILIES,
 )

@@ -7,7 +7,7 @@ from megatron.core import parallel_state, tensor_parallel
 
 
 def seed_all(seed: int) -> None:
-    """Seed all generators: ranks that hold parts of one model on one shard's rows agree where they must."""
+    """Seed all generators: ranks that hold parts of one model on one shard's rows agree if they must."""
     place = 100 * parallel_state.get_pipeline_model_parallel_rank()
     place += 10_000 * parallel_state.get_data_parallel_rank()
     torch.manual_seed(seed + place)

@@ -14,7 +14,7 @@ from rl_megatron.sharded_optimizer import ShardedOptimizer
 
 
 class ModelResidency(Residency):
-    """Of Megatron's model: its parameters, and the state of its optimizer, with which gradient buffers go."""
+    """Residency of Megatron's model: its parameters, and the state of its optimizer, with which gradient buffers go."""
 
     def __init__(self, model: ReadingModel, optimizer: ShardedOptimizer | None, device: Device) -> None:
         super().__init__(device)

@@ -1,4 +1,4 @@
-"""Routers that look at a batch's own tokens alone where they balance experts."""
+"""Routers that balance experts by a batch's own tokens alone."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ T = TypeVar("T")
 
 
 class PerMicrobatch(Generic[T]):
-    """Hands a router what belongs to the tokens of each microbatch.
+    """Hands a router the value that belongs to the tokens of each microbatch.
 
-    Where the router is recomputed in the backward pass, it runs again microbatch by microbatch in the order of the
+    If the router is recomputed in the backward pass, it runs again microbatch by microbatch in the order of the
     first time.
     """
 
@@ -98,7 +98,7 @@ class RowRouter(TopKRouter):
         self.noted = None
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """As Megatron's, for the rows that were handed over."""
+        """Route as Megatron's router does, for the rows that were handed over."""
         assert padding_mask is None
         self._now = self.rows.next()
         probs, routing_map = super().routing(logits)
@@ -169,10 +169,10 @@ class Routing:
             router.start(is_recomputed=trains and is_router_recomputed(self._config))
 
     def give(self, chunk: nn.Module, rows: Rows, layout: Layout, *, is_own: bool) -> None:
-        """Tell the routers of a chunk the rows of the microbatch that passes next; needed where it trains.
+        """Tell the routers of a chunk the rows of the microbatch that passes next; needed in training.
 
         Args:
-            is_own: whether the rows are the rank's own rather than company for other ranks.
+            is_own: whether the rows are the rank's own; others only let it join in a pass of other ranks.
         """
         ends = rows.offsets[1:].contiguous()
         numbers = torch.bucketize(layout.places, ends, right=True) + 1
@@ -182,11 +182,11 @@ class Routing:
             router.rows.give(value)
 
     def biases(self) -> list[Tensor]:
-        """Copies of what the finalisation of gradients moves."""
+        """Copies of the biases, which the finalisation of gradients moves."""
         return [router.expert_bias.clone() for router in self.routers if router.enable_expert_bias]
 
     def restore(self, biases: Sequence[Tensor]) -> None:
-        """Undo that."""
+        """Put biases back that `biases` returned."""
         for router, bias in zip((each for each in self.routers if each.enable_expert_bias), biases, strict=True):
             router.expert_bias.copy_(bias)
 
@@ -197,7 +197,8 @@ def routers_of(chunk: nn.Module) -> list[RowRouter]:
 
 
 def in_router_order(values: Tensor, layout: Layout, config: TransformerConfig) -> Tensor:
-    """What belongs to each position of a layout, `[batch * seq, *inner]`, for the tokens of this rank's routers."""
+    """Select and order the values of a layout's positions, `[batch * seq, *inner]`, as this rank's routers see the
+    tokens."""
     placed = values.unflatten(0, layout.input_ids.shape).transpose(0, 1)  # [seq, batch, *inner]
     if config.sequence_parallel:
         size = parallel_state.get_tensor_model_parallel_world_size()

@@ -68,7 +68,7 @@ def cases_of(model: str, only: MeshCase | None = None) -> Iterator[FamilyCase]:
         only: the one to check; all if None.
 
     Raises:
-        ConfigError: if transformers knows no such family, or this backend has no maps of its weights.
+        ConfigError: if transformers does not know the family, or this backend has no maps of its weights.
     """
     try:
         config = AutoConfig.from_pretrained(model)

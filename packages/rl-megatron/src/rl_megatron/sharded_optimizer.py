@@ -19,9 +19,9 @@ class Shard:
 
     Args:
         parameter: of the model.
-        start, stop: where the run lies in the flattened parameter.
-        main: float32 `[stop - start]`, what the optimizer steps; the parameter's own memory where that is float32.
-        grad: `[stop - start]`, summed over the ranks; float32, or the parameter's dtype where they are reduced in that.
+        start, stop: bounds of the run in the flattened parameter.
+        main: float32 `[stop - start]`, which the optimizer steps; the parameter's own memory if that is float32.
+        grad: `[stop - start]`, summed over the ranks; float32, or the parameter's dtype if they are reduced in that.
         group: the ranks that hold the other runs.
     """
 
@@ -54,7 +54,7 @@ class ShardedOptimizer:
         self._chunks = chunks
         self._is_counted = is_counted
         self.shards = list(_shards(chunks))
-        # an optimizer refuses to have no parameters, as a rank with nothing but a buffer's padding has
+        # an optimizer needs a parameter, and a rank may hold nothing but a buffer's padding
         mains = [shard.main for shard in self.shards] or [torch.zeros(0)]
         self.inner = build([nn.Parameter(main) for main in mains])
         self.parameters: list[nn.Parameter] = self.inner.param_groups[0]["params"][: len(self.shards)]
@@ -123,7 +123,7 @@ class ShardedOptimizer:
                 shard.main.copy_(own)
 
     def state_tensors(self) -> list[Tensor]:
-        """What the optimizer keeps beside the parameters."""
+        """Tensors that the optimizer keeps beside the parameters."""
         states = [value for state in self.inner.state.values() for value in state.values() if isinstance(value, Tensor)]
         copies = [shard.main for shard in self.shards if shard.parameter.dtype != torch.float32]
         return [*states, *copies]

@@ -24,7 +24,7 @@ from rl_megatron.weights import Weights
 
 MODEL = "model"
 MAIN = "main"
-"""The float32 weights that the optimizer steps, where the parameters are of another dtype."""
+"""The float32 weights that the optimizer steps, if the parameters have another dtype."""
 
 
 class TrainingState:
@@ -45,7 +45,7 @@ class TrainingState:
         self._dtypes: dict[str, str] = {}
 
     def tensors(self, *, copies: bool) -> dict[str, Pieces]:
-        """What this rank writes; collective.
+        """Tensors that this rank writes; collective.
 
         Args:
             copies: whether no tensor shares its memory with the model or the optimizer, so that both may change.
@@ -217,7 +217,7 @@ class TrainingState:
 
 @dataclass(frozen=True)
 class Part:
-    """Where a tensor of the whole model lies in a parameter of this rank.
+    """The place of a tensor of the whole model in a parameter of this rank.
 
     Args:
         index: among the tensors that the parameter is kept as.

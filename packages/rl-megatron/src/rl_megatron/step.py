@@ -35,7 +35,7 @@ class MegatronModel:
     Args:
         reading: this rank's part of the model.
         chunks: the same, wrapped to reduce gradients; empty if it does not train.
-        shape: of the whole model; None if no step's operations are counted.
+        shape: of the whole model; None if the operations of steps are not counted.
         reports_layers: whether a loss that balances experts is reported for each layer too.
     """
 
@@ -67,7 +67,7 @@ class MegatronModel:
 
     @property
     def hf_config(self) -> PreTrainedConfig:
-        """Of the whole model."""
+        """Config of the whole model."""
         return self.reading.hf
 
     @property
@@ -83,9 +83,9 @@ class MegatronModel:
             raise ValueError(f"transformers has no sequence classifier for {self.reading.hf.model_type} models")
         return str(classes[kind].__name__)
 
-    def extra_columns(self, batch: Batch) -> Mapping[str, Ragged]:
+    def extra_columns(self, batch: Batch, *, for_loss: bool) -> Mapping[str, Ragged]:
         """The experts that tokens were sent to, if routing is replayed."""
-        return {} if self.reading.replay is None else self.reading.replay.columns_of(batch)
+        return {} if self.reading.replay is None else self.reading.replay.columns_of(batch, for_loss=for_loss)
 
     def read(self, run: Pass) -> list[Any]:
         """Forward through all stages."""
@@ -111,7 +111,7 @@ class MegatronModel:
             self.reading.routing.restore(self._biases)
 
     def trained_parts(self) -> list[Tensor]:
-        """What steps change of this rank's parameters and buffers."""
+        """This rank's parameters and buffers that steps change."""
         return list(self._weights.kept.values())
 
     def close(self) -> None:

@@ -27,7 +27,7 @@ EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
 SCORE = "score.weight"
 BUCKET_BYTES = 64 * 2**20
-"""Of the weights that `stream` brings together at one time, where it is not told otherwise."""
+"""Default size of the weights that `stream` brings together at one time."""
 SHOWN = 8
 """Most names that an error spells out."""
 
@@ -53,7 +53,7 @@ class Weights:
         model: as built; the tensors keep their identity.
 
     Raises:
-        ValueError: where the family's maps and the model do not agree, or the layout does not divide a weight.
+        ValueError: if the family's maps and the model do not agree, or the layout does not divide a weight.
     """
 
     def __init__(self, model: ReadingModel, mesh: Mesh) -> None:
@@ -98,7 +98,8 @@ class Weights:
 
     @property
     def kept(self) -> dict[str, Tensor]:
-        """What of `held` steps change, and checkpoints have: all of it, or the adapters, a score head and buffers."""
+        """The tensors of `held` that steps change and checkpoints have: all of it, or the adapters, a score head and
+        buffers."""
         if not self._model.adapters:
             return self.held
         adapters = {entry.target for entry in self.maps} - {entry.target for entry in self._own_maps}
@@ -165,7 +166,7 @@ class Weights:
 
     def is_counted(self, parameter: nn.Parameter) -> bool:
         """Whether no other rank of the same data-parallel index holds the same elements, so that they count once in a
-        norm. (Megatron marks split parameters only where it initialises them.)"""
+        norm. (Megatron marks split parameters only if it initialises them.)"""
         return self._counted[parameter]
 
     @property

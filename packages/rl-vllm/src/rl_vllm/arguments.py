@@ -34,7 +34,7 @@ def engine_arguments(
         dtype=model.precision,
         hf_overrides=dict(model.hf_config_overrides),
         enforce_eager=eager,
-        # scoring a row of full length asks for one token more, which is thrown away
+        # scoring a row of full length asks for one more token, which is discarded
         max_model_len=max_len + 1,
         max_num_seqs=backend.max_num_seqs,
         tensor_parallel_size=backend.tensor_parallel_size,
@@ -44,6 +44,7 @@ def engine_arguments(
         kv_cache_memory_bytes=None if kv_cache_gib is None else int(kv_cache_gib * GIB),
         logprobs_mode="processed_logprobs",
         worker_extension_cls=extension,
+        enable_return_routed_experts=placement.reports_routing,
         enable_sleep_mode=placement.shares_devices and not on_cpu,
         # vLLM 0.32 dies on CPU when the prompt of a request with a seed is read in parts: it takes back
         # the token drawn too early by rewinding the request's generator, which CPU generators cannot

@@ -15,7 +15,7 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
 _PLACED = "the runtime places replicas and their ranks; give generation more devices"
 _DRAFT = "a draft model would keep its old weights after a weight sync"
 _SAMPLING = "sampling parameters come from `policy.generation` alone"
-_TASK = "the engine generates, and does nothing else"
+_TASK = "the engine only generates"
 
 OWNED_ARGUMENTS = {
     "convert": _TASK,
@@ -35,6 +35,7 @@ OWNED_ARGUMENTS = {
     "dtype": "write `policy.precision`",
     "enable_chunked_prefill": "the generator chooses it for the device",
     "enable_lora": "adapters are merged into the weights that are sent",
+    "enable_return_routed_experts": "write `moe_router_replay` in the section of the policy's training backend",
     "enable_sleep_mode": "the generator sleeps if it shares its device",
     "enforce_eager": "write `vllm_cfg.enforce_eager`",
     "generation_config": _SAMPLING,
@@ -81,7 +82,8 @@ class VllmConfig(Config):
     """Share of a GPU's memory for weights and KV cache if `kv_cache_gib` is unset; unset means 0.6 on GPUs that the
     policy shares, else 0.9."""
     kv_cache_gib: float | None = Field(default=None, gt=0)
-    """Size of the KV cache per rank in GiB. Unset means 1 on CPU, and on a GPU what `gpu_memory_utilization` leaves."""
+    """Size of the KV cache per rank in GiB. Unset means 1 on CPU, and on a GPU the memory that `gpu_memory_utilization`
+    leaves."""
     kv_cache_dtype: str = "auto"
     """Dtype of the KV cache; `auto` is the model's."""
     max_model_len: int | None = Field(default=None, gt=1)
@@ -96,10 +98,10 @@ class VllmConfig(Config):
     """Run the engine in a process beside the replica's. Unset means true, except for one rank on CPU, which starts in
     half the time without."""
     sleep_level: Literal[1, 2] | None = None
-    """What sleeping on a GPU does with the weights: 1 keeps them in host memory, 2 drops them, and they are sent again.
-    Unset means 2, as a weight sync follows nearly every sleep; 1 if no weights are sent."""
+    """Treatment of the weights when the engine sleeps on a GPU: 1 keeps them in host memory, 2 drops them, and they are
+    sent again. Unset means 2, as a weight sync follows nearly every sleep; 1 if no weights are sent."""
     vllm_kwargs: dict[str, Any] = {}
-    """Further arguments of vLLM's engine, as they are."""
+    """Further arguments of vLLM's engine, passed on unchanged."""
 
     @model_validator(mode="after")
     def _refuse_owned_arguments(self) -> VllmConfig:

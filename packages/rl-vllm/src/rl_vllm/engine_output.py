@@ -45,7 +45,7 @@ class EngineOutput:
 
     @contextmanager
     def captured(self) -> Iterator[None]:
-        """Processes started in this block write to a pipe, whose lines go where this process's standard error goes.
+        """Processes started in this block write to a pipe, whose lines are copied to this process's standard error.
 
         This process writes there too inside the block, as file descriptors belong to it as a whole.
         """
@@ -122,7 +122,7 @@ def _report(text: str) -> str:
 
 
 def end_of(exit_code: int) -> str:
-    """How a process ended, in words."""
+    """Return in words how a process ended."""
     if exit_code >= 0:
         return f"ended with exit code {exit_code}"
     try:
@@ -132,7 +132,7 @@ def end_of(exit_code: int) -> str:
 
 
 def ends_of(processes: Sequence[BaseProcess]) -> str:
-    """How those of these processes ended that failed, in words; empty if none did."""
+    """Return in words how those processes that failed have ended; empty if none failed."""
     codes = [(process.name, process.exitcode) for process in processes]
     return ", ".join(f"{name} {end_of(code)}" for name, code in codes if code)
 

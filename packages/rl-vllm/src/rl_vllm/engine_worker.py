@@ -49,7 +49,7 @@ class EngineWorker:
         return self._reported(self._begin, pickle.loads(manifest))
 
     def receive_weights(self, order: bytes, first_rank: int) -> Report:
-        """Take the announced tensors in; the digest of all of them.
+        """Receive the announced tensors; returns the digest of all of them.
 
         Args:
             order: the transport, and the device of the engine's first rank.
@@ -68,7 +68,7 @@ class EngineWorker:
         return WeightReceiver(self.get_model(), self.vllm_config.model_config, manifest, plan)
 
     def _plan(self, manifest: Manifest) -> LoadPlan:
-        """Where the tensors land; made once, for versions of one policy differ in nothing but the values."""
+        """Plan of the load of these tensors; made once, as versions of one policy differ only in their values."""
         if self._planned is None or self._planned[0] != replace(manifest, version=self._planned[0].version):
             self._planned = manifest, plan_load(self.get_model(), manifest)
         return self._planned[1]

@@ -18,6 +18,7 @@ from rl_vllm import process_env
 from rl_vllm.admission import Admission
 from rl_vllm.config import VllmConfig
 from rl_vllm.parent_watch import forget_semaphores
+from rl_vllm.plugin import routing_problem
 
 if TYPE_CHECKING:
     from rl_vllm.engine import Engine
@@ -66,7 +67,15 @@ class VllmGenerator:
         return self._backend.num_ranks
 
     async def start(self) -> None:
-        """Load the engine; raises `GeneratorError` with the engine's reason if it does not come up."""
+        """Load the engine.
+
+        Raises:
+            GeneratorError: with the reason, if it does not come up or cannot report what is asked of it.
+        """
+        if self._placement.reports_routing:
+            problem = routing_problem(self._backend, self._placement.kind)
+            if problem:
+                raise GeneratorError(f"the routing of experts is not reported: {problem}")
         eager = self._backend.enforce_eager
         eager = not self._placement.kind.runs_on_gpus if eager is None else eager
         own_process = self._backend.has_own_process(self._placement.kind)
@@ -109,7 +118,8 @@ class VllmGenerator:
         room = self._max_len - num_prompt_tokens
         if num_prompt_tokens < 1 or room < 1:
             raise RequestRefused(
-                f"a prompt of {num_prompt_tokens} tokens leaves no room for a completion: 1 to {self._max_len - 1} do"
+                f"a prompt of {num_prompt_tokens} tokens leaves no room for a completion; it may have 1 to "
+                f"{self._max_len - 1}"
             )
         max_tokens = min(request.sampling.max_new_tokens, room)
         async with self._admission.passage():
@@ -201,7 +211,7 @@ class VllmGenerator:
         self._announced = manifest
 
     async def receive(self, transport: Transport, first_rank: int) -> Sequence[str]:
-        """Take all tensors in as receivers `first_rank`, `first_rank + 1`, ...; their digest, per engine rank.
+        """Receive all tensors as receivers `first_rank`, `first_rank + 1`, ...; returns their digest per engine rank.
 
         Raises:
             WeightSyncError: naming rank and phase, or tensors.
@@ -262,7 +272,16 @@ class VllmGenerator:
             logprobs=np.array(output.logprobs.logprobs, dtype=np.float32),
             stop_reason=output.finish_reason,
             spans=(WeightSpan(version, len(tokens)),) if len(tokens) else (),
+            routed_experts=self._routed_experts(output),
         )
+
+    def _routed_experts(self, output: Any) -> np.ndarray | None:
+        """int16 `[computed, layers, experts per token]`, as the engine has taken them together."""
+        if not self._placement.reports_routing or not len(output.token_ids):
+            return None
+        if output.routed_experts is None:
+            raise GeneratorError("the engine reported no routing of a request")
+        return np.asarray(output.routed_experts).astype(np.int16)
 
     async def _on_every_rank(self, method: str, *args: Any) -> list[Any]:
         reports = await self._running().call(method, *args)

@@ -66,13 +66,13 @@ class Piece:
 
 @dataclass
 class LoadPlan:
-    """How one manifest fills one rank of an engine.
+    """The load of one manifest into one rank of an engine.
 
     Args:
         pieces: engine parameter to the copies that fill it.
         opaque: engine parameters whose loader computes more than copies.
         unknown: tensors that no loader of this rank took, to the reason.
-        missing: Hugging Face names of tensors that parameters of this rank wait for in vain.
+        missing: Hugging Face names of tensors that parameters of this rank need and the manifest does not have.
     """
 
     pieces: dict[str, list[Piece]] = field(default_factory=dict)

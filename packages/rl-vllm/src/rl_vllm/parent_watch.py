@@ -11,7 +11,7 @@ from pathlib import Path
 from threading import Thread
 
 CPU_GROUPS = "/dev/shm/vllm_dist_"
-"""How the files begin through which tensor-parallel ranks on CPU reduce."""
+"""Beginning of the names of the files through which tensor-parallel ranks on CPU reduce."""
 
 
 def end_with(pid: int) -> None:

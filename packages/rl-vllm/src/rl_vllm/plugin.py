@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from rl_core.config import Problem
+from rl_core.devices import Device
 from rl_core.model_config import local_hf_config
 from rl_core.plugins import BackendPlugin, Requirement
 from rl_vllm.config import MAX_TEMPERATURE, MIN_TEMPERATURE, VllmConfig
@@ -47,6 +48,19 @@ def _temperatures(section: Any, config: Any) -> Iterable[Problem]:
             )
 
 
+def routing_problem(config: VllmConfig, device: Device) -> str:
+    """Why completions cannot carry the experts that tokens were sent to; empty if they can."""
+    if not device.runs_on_gpus:
+        # of vLLM 0.32; its AuxOutput connector is part of that model runner
+        return (
+            f"on {device.name} vLLM has only its model runner V1, and V2 alone, which needs Triton, reports routing; "
+            "choose generation.backend=hf or megatron"
+        )
+    if config.pipeline_parallel_size > 1:
+        return "of several pipeline ranks only the last one reports; set generation.vllm_cfg.pipeline_parallel_size=1"
+    return ""
+
+
 def _ranks(config: VllmConfig) -> int:
     return config.num_ranks
 
@@ -59,5 +73,6 @@ PLUGIN = BackendPlugin(
     requirement=Requirement("rl-vllm", {"cpu": ("cpu",), "cuda": ("cuda",)}, imports=("vllm",)),
     ranks=_ranks,
     checks=(_room_for_prompts, _heads, _temperatures),
+    routing_problem=routing_problem,
     preflight="rl_vllm.preflight:problems",
 )

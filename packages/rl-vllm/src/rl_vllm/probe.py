@@ -17,10 +17,11 @@ NUM_COLUMNS = 8
 
 
 class WeightProbe:
-    """Samples what arrives and compares it with what the layers then compute, bit by bit.
+    """Samples the tensors that arrive and compares them with the results of the layers, bit by bit.
 
-    Of every matrix a few columns are kept, other ones in each version. A layer applied to one-hot rows must give them
-    back exactly, by whatever packed copy it computes: products with 1 and 0 do not round. Vectors are kept whole.
+    A few columns of every matrix are kept, different ones in each version. A layer applied to one-hot rows must give
+    them back exactly, whatever packed copy it computes with: products with 1 and 0 do not round. Vectors are kept
+    whole.
     Layers that quantise, and stacked expert weights, whose layout the kernels choose, are left to the coverage check.
 
     Args:
@@ -134,7 +135,7 @@ def _is_block(piece: Piece) -> bool:
 
 
 def _beyond_rounding(actual: Tensor, expected: Tensor, bad: Tensor) -> Tensor:
-    """Where the two differ by more than a matrix product in reduced precision (TF32) may."""
+    """Mask of the elements that differ by more than a matrix product in reduced precision (TF32) may."""
     if actual.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest":
         return bad
     return bad & ((actual - expected).abs() > 2.0**-9 * expected.abs())

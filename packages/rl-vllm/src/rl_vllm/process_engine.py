@@ -24,7 +24,7 @@ from rl_vllm.engine_output import EngineOutput, ends_of
 
 SHUTDOWN_S = 10.0
 LAST_WORDS_S = 10.0
-"""How long a dead engine's processes may take to write why."""
+"""Longest time that a dead engine's processes may take to write the cause."""
 
 
 class ProcessEngine(Engine):

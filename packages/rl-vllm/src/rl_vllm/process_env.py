@@ -21,13 +21,13 @@ def variables(placement: Placement, *, eager: bool) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_HOST_IP": node_address(),
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        # one position more than the model's, which is sampled and thrown away when a full-length row is scored
+        # one position more than the model's: scoring a full-length row samples one more token, which is discarded
         "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
         "OMP_NUM_THREADS": str(placement.cpu_threads),
     }
     if placement.kind.runs_on_gpus:
         return found
-    # binding threads to cores is the scheduler's affair: several replicas and trainers share them
+    # binding threads to cores is left to the scheduler: several replicas and trainers share them
     found["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     if eager:
         # the sampler compiles a kernel of its own otherwise, whatever `enforce_eager` says
@@ -53,7 +53,7 @@ def apply(
 
 
 def bytecode_folder(environ: Mapping[str, str]) -> Path | None:
-    """Where to keep bytecode, if vLLM came without and none can be written beside it.
+    """Folder in which to keep bytecode, if vLLM came without and none can be written beside it; otherwise None.
 
     Importing vLLM takes twice as long without bytecode.
     """

@@ -35,7 +35,8 @@ class WeightReceiver:
         self._probe: WeightProbe | None = None
 
     def receive(self, end: ReceivingEnd, transport: Transport, rank: int) -> str:
-        """Take all tensors in as receiver `rank`; the digest of all of them, before the engine casts or packs anything.
+        """Receive all tensors as receiver `rank`; returns the digest of all of them, before the engine casts or packs
+        anything.
 
         Args:
             end: this rank's, used again by the next transfer.

@@ -8,40 +8,56 @@ import numpy as np
 
 from rl_algos.grpo.advantages import Advantages
 from rl_algos.grpo.config import GRPOConfig
+from rl_algos.grpo.objective import Objective
+from rl_algos.rollouts.routing import with_routing
 from rl_core.batch import Batch, Column
-from rl_core.model import LOGPROBS, Loss, Model
+from rl_core.model import LOGPROBS, Model
 from rl_core.ragged import Ragged
-from rl_core.rollout import LOSS_MASK, RECORD, RolloutGroup
+from rl_core.rollout import LOSS_MASK, RECORD, RolloutGroup, RolloutReport
 
 
-def build_batch(groups: Sequence[RolloutGroup], advantages: Advantages, config: GRPOConfig) -> Batch:
-    """One row per rollout: `tokens`, `loss_mask` and `generation_logprobs` by token, `advantages` by row or by token.
+def build_batch(groups: Sequence[RolloutGroup], config: GRPOConfig) -> Batch:
+    """One row per rollout: `tokens`, `loss_mask` and `generation_logprobs` by token.
 
     Rollouts that train nothing (failed; cut off, with overlong filtering) have an empty loss mask. The token-aligned
     columns stay where they are.
     """
-    # a failed rollout has no routed experts, for one
-    shared = set.intersection(*(set(group.columns) for group in groups)) - {RECORD}
-    names = [name for name in groups[0].columns if name in shared]
-    batch = Batch.concat([group.columns.only(names) for group in groups])
-    if isinstance(advantages, Ragged):
-        single: Column = advantages.like(advantages.values.astype(np.float32))
-    else:
-        single = advantages.astype(np.float32)
-    batch = batch.with_columns({"advantages": single})
+    parts = with_routing([group.columns for group in groups])
+    shared = set.intersection(*(set(part) for part in parts)) - {RECORD}
+    names = [name for name in parts[0] if name in shared]
+    batch = Batch.concat([part.only(names) for part in parts])
     if config.overlong_filtering:
-        cut = [rollout.stop_reason == "length" for group in groups for rollout in group.rollouts]
+        cut = [is_cut(rollout, config.max_rollout_turns) for group in groups for rollout in group.rollouts]
         batch = batch.with_zeros(LOSS_MASK, np.array(cut))
     return batch
 
 
-def with_logprobs(batch: Batch, policy: Model, loss: Loss) -> Batch:
-    """The batch with `prev_logprobs` and `ref_logprobs`, as far as the loss asks for them."""
+def is_cut(rollout: RolloutReport, max_turns: int) -> bool:
+    """Whether a rollout ran into a token limit: in a completion, or because an observation did not fit behind it.
+
+    One that ended at the last turn allowed was not cut by a token limit.
+    """
+    if rollout.stop_reason != "stop":
+        return rollout.stop_reason == "length"
+    return rollout.status == "truncated" and rollout.num_turns < max_turns
+
+
+def with_logprobs(batch: Batch, policy: Model, objective: Objective) -> Batch:
+    """The batch with `prev_logprobs` and `ref_logprobs`, as far as the objective asks for them."""
     for column, reference in (("prev_logprobs", False), ("ref_logprobs", True)):
-        if column in loss.columns:
-            read = policy.infer(batch, [LOGPROBS], reference=reference, temperature=loss.temperature)
+        if column in objective.columns:
+            read = policy.infer(batch, [LOGPROBS], reference=reference, temperature=objective.loss.temperature)
             batch = batch.with_columns({column: read.columns["logprobs"]})
     return batch
+
+
+def with_advantages(batch: Batch, advantages: Advantages) -> Batch:
+    """The batch with `advantages`, float32 by row or by token."""
+    if isinstance(advantages, Ragged):
+        single: Column = advantages.like(advantages.values.astype(np.float32))
+    else:
+        single = advantages.astype(np.float32)
+    return batch.with_columns({"advantages": single})
 
 
 def minibatches(batch: Batch, rows: int) -> Iterator[Batch]:

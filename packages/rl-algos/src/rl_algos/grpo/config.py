@@ -1,12 +1,13 @@
-"""Settings of GRPO and of its loss."""
+"""Settings of the GRPO loop."""
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Protocol
 
 from pydantic import Field
 
 from rl_algos.data.config import DataRoot
+from rl_algos.grpo.loss_config import CustomLossConfig, LossConfig
 from rl_core.config import Config, NamedConfig
 from rl_core.model_config import GenerationConfig
 
@@ -97,54 +98,6 @@ class GRPOConfig(Config):
     def rollouts_per_step(self) -> int:
         """Rollouts that one step trains on."""
         return self.num_prompts_per_step * self.num_generations_per_prompt
-
-
-class LossConfig(NamedConfig):
-    """The clipped policy loss."""
-
-    name: Literal["policy"] = "policy"
-    """`policy`, or the class of another loss: `package.module:Class` or `file.py:Class`."""
-    reference_policy_kl_penalty: float = Field(default=0.01, ge=0)
-    """Weight of the KL term; 0 keeps no reference policy."""
-    reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of the KL divergence to the reference policy."""
-    kl_input_clamp_value: float | None = Field(default=20.0, gt=0)
-    """Bound of the log-ratio that enters the estimator."""
-    kl_output_clamp_value: float | None = Field(default=10.0, gt=0)
-    """Bound of the estimate."""
-    ratio_clip_min: float = Field(default=0.2, ge=0, le=1)
-    """The ratio is clipped below at 1 minus this."""
-    ratio_clip_max: float = Field(default=0.2, ge=0)
-    """The ratio is clipped above at 1 plus this."""
-    ratio_clip_c: float | None = Field(default=None, gt=1)
-    """Dual clip: bound of the loss, in units of -advantage, where the advantage is negative."""
-    token_level_loss: bool = True
-    """Mean over all tokens; otherwise mean over sequences of each sequence's mean."""
-    sequence_level_importance_ratios: bool = False
-    """One ratio per sequence, from its mean log-ratio (GSPO)."""
-    use_cispo: bool = False
-    """Clip the ratio and stop its gradient, so that every token keeps one (CISPO)."""
-    force_on_policy_ratio: bool | None = None
-    """Take the ratio as 1 with its gradient, and spare the pass that computes `prev_logprobs`, which with one minibatch
-    a step are the logprobs of the update itself. Unset, it is so where a step has one minibatch.
-    """
-    use_importance_sampling_correction: bool = False
-    """Weigh the policy term by `exp(prev - generation)` logprobs."""
-    truncated_importance_sampling_type: Literal["tis", "icepop", "seq-mask-tis"] = "tis"
-    """`tis` caps the weight, `icepop` zeroes tokens outside the bounds, `seq-mask-tis` masks sequences whose mean is
-    outside.
-    """
-    truncated_importance_sampling_ratio: float | None = Field(default=None, gt=0)
-    """Upper bound of the importance weight; not truncated where unset."""
-    truncated_importance_sampling_ratio_min: float | None = Field(default=None, ge=0)
-    """Lower bound of the importance weight, for `icepop` and `seq-mask-tis`."""
-
-
-class CustomLossConfig(NamedConfig):
-    """A loss other than `policy`; the keys beside `name` are the fields of its class."""
-
-    name: str
-    """`package.module:Class` or `file.py:Class`."""
 
 
 class GeneratingPolicy(Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,41 +25,53 @@ ESTIMATORS: Mapping[str, Estimator] = {"grpo": grpo, "rloo": rloo}
 """Estimators by the name that `grpo.adv_estimator` gives."""
 
 
-def _rewards(groups: Sequence[RolloutGroup], config: GRPOConfig) -> np.ndarray:
-    rewards = scale_rewards(np.concatenate([group.rewards() for group in groups]), config.reward_scaling)
-    return shape_rewards(rewards, _lengths(groups, config), config.reward_shaping)
+@dataclass(frozen=True)
+class _Step:
+    """What the inputs of an estimator are taken from.
 
+    Args:
+        groups, config: of the step.
+        penalties: `[tokens]`, what each sampled token takes from the reward; None for nothing.
+        by_token: whether the estimator takes the penalties off by token itself.
+    """
 
-def _groups(groups: Sequence[RolloutGroup], _config: GRPOConfig) -> np.ndarray:
-    return np.repeat(np.arange(len(groups)), [len(group.rollouts) for group in groups])
+    groups: Sequence[RolloutGroup]
+    config: GRPOConfig
+    penalties: Ragged | None
+    by_token: bool
 
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.array([rollout.num_sampled for group in self.groups for rollout in group.rollouts])
 
-def _lengths(groups: Sequence[RolloutGroup], _config: GRPOConfig) -> np.ndarray:
-    return np.array([rollout.num_sampled for group in groups for rollout in group.rollouts])
+    @property
+    def rewards(self) -> np.ndarray:
+        scaled = scale_rewards(np.concatenate([group.rewards() for group in self.groups]), self.config.reward_scaling)
+        shaped = shape_rewards(scaled, self.lengths, self.config.reward_shaping)
+        return shaped if self.penalties is None or self.by_token else shaped - self.penalties.sums()
 
-
-def _loss_mask(groups: Sequence[RolloutGroup], _config: GRPOConfig) -> Ragged:
-    return _masks(groups)
+    @property
+    def group_of_rollout(self) -> np.ndarray:
+        return np.repeat(np.arange(len(self.groups)), [len(group.rollouts) for group in self.groups])
 
 
 def _masks(groups: Sequence[RolloutGroup]) -> Ragged:
     return Ragged.concat([group.columns.ragged(LOSS_MASK) for group in groups])
 
 
-def _normalize(_groups: Sequence[RolloutGroup], config: GRPOConfig) -> bool:
-    return config.normalize_rewards
-
-
-INPUTS: Mapping[str, Callable[[Sequence[RolloutGroup], GRPOConfig], Any]] = {
-    "rewards": _rewards,
-    "groups": _groups,
-    "lengths": _lengths,
-    "loss_mask": _loss_mask,
-    "normalize": _normalize,
+INPUTS: Mapping[str, Callable[[_Step], Any]] = {
+    "rewards": lambda step: step.rewards,
+    "groups": lambda step: step.group_of_rollout,
+    "lengths": lambda step: step.lengths,
+    "loss_mask": lambda step: _masks(step.groups),
+    "normalize": lambda step: step.config.normalize_rewards,
+    "penalties": lambda step: step.penalties,
 }
 """What an estimator may read, by the name of its parameter: `rewards` float64 `[rollouts]`, scaled and shaped, NaN for
 failed rollouts; `groups` int64 `[rollouts]`, the group of each; `lengths` int64 `[rollouts]`, sampled tokens;
-`loss_mask` uint8 `[tokens]` (a `Ragged`), 1 on sampled tokens; `normalize`, the setting `grpo.normalize_rewards`.
+`loss_mask` uint8 `[tokens]` (a `Ragged`), 1 on sampled tokens; `normalize`, the setting `grpo.normalize_rewards`;
+`penalties` float64 `[tokens]` (a `Ragged`), with KL in the reward what each sampled token takes from it, None without:
+an estimator that does not read them finds their sums taken off the rewards.
 """
 
 
@@ -95,16 +108,20 @@ def normalizes(config: GRPOConfig) -> bool:
     return "normalize" in inputs_of(_function(chosen(config)))
 
 
-def advantages_of(groups: Sequence[RolloutGroup], config: GRPOConfig) -> Advantages:
+def advantages_of(groups: Sequence[RolloutGroup], config: GRPOConfig, penalties: Ragged | None = None) -> Advantages:
     """Advantages of all rollouts, in the order of groups and of rollouts within them.
+
+    Args:
+        penalties: `[tokens]`, what each sampled token takes from the reward; None for nothing.
 
     Raises:
         ValueError: if the estimator returns something else, or numbers that are not finite.
     """
     name = chosen(config)
     function = _function(name)
-    inputs = [INPUTS[wanted](groups, config) for wanted in inputs_of(function)]
-    advantages = function(*inputs, **settings_of(config.adv_estimator))
+    wanted = inputs_of(function)
+    step = _Step(groups, config, penalties, by_token="penalties" in wanted)
+    advantages = function(*[INPUTS[name](step) for name in wanted], **settings_of(config.adv_estimator))
     _check(advantages, name, groups)
     return clip_advantages(advantages, config.advantage_clip_low, config.advantage_clip_high)
 

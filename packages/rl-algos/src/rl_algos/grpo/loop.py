@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from rl_algos.grpo.batch import build_batch, minibatches, with_logprobs
+from rl_algos.grpo.batch import build_batch, minibatches, with_advantages, with_logprobs
 from rl_algos.grpo.collect import Validation, collect_groups
 from rl_algos.grpo.config import GRPOConfig
 from rl_algos.grpo.estimators import advantages_of, by_rollout
 from rl_algos.grpo.metrics import rollout_metrics, training_metrics
+from rl_algos.grpo.objective import Objective, StepData
 from rl_core.generation import RolloutSource, Weights
-from rl_core.model import Loss, Model
-from rl_core.run import Run
+from rl_core.model import Model
+from rl_core.run import Checkpointable, Run
 
 
 def train(
     config: GRPOConfig,
-    loss: Loss,
+    objective: Objective,
     *,
     policy: Model,
     rollouts: RolloutSource,
@@ -27,7 +28,8 @@ def train(
 
     Whether rollouts are synchronous, where models run and on what backend are properties of the objects handed in.
     """
-    steps = run.steps(config.max_num_steps, models={"policy": policy}, state={"rollouts": rollouts, "weights": weights})
+    state: dict[str, Checkpointable] = {"rollouts": rollouts, "weights": weights, **objective.checkpointed}
+    steps = run.steps(config.max_num_steps, models={"policy": policy}, state=state)
     with run.phase("weight_sync"):
         rollouts.adopt(weights.publish())
     for step in steps:
@@ -38,16 +40,19 @@ def train(
         if len(groups) < config.num_prompts_per_step:
             run.stop("the data has ended")
             break
-        advantages = advantages_of(groups, config)
-        batch = build_batch(groups, advantages, config)
+        batch = build_batch(groups, config)
         with run.phase("logprobs"):
-            batch = with_logprobs(batch, policy, loss)
+            batch = with_logprobs(batch, policy, objective)
+        advantages = advantages_of(groups, config, objective.penalties(batch))
+        batch = objective.prepared(StepData(step, groups, with_advantages(batch, advantages)))
+        loss = objective.loss
         with run.phase("training"):
             updates = [policy.train_step(minibatch, loss) for minibatch in minibatches(batch, rows_per_minibatch)]
         with run.phase("weight_sync"):
             update = weights.publish()
             rollouts.adopt(update)
-        run.record(step, {"weight_version": update.version, **training_metrics(updates)})
+        metrics = training_metrics(updates)
+        run.record(step, {"weight_version": update.version, **metrics, **objective.observe(metrics)})
         run.record(step, rollout_metrics(groups, aside, advantages))
         run.record_rollouts(step, [*groups, *aside], by_rollout(advantages, groups))
         if run.due(config.val_period, step, at_end=config.val_at_end):

@@ -1,4 +1,4 @@
-"""The loss that `loss_fn` describes: the clipped policy loss, or a class of the user's."""
+"""The loss that `loss_fn` describes: the policy loss, or a class of the user's."""
 
 from __future__ import annotations
 
@@ -6,14 +6,34 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from rl_algos.grpo.config import CustomLossConfig, GRPORoot, LossConfig
-from rl_algos.losses.policy import ImportanceCorrection, KLPenalty, PolicyLoss
-from rl_core.config import Config, section_of, settings_of
+from rl_algos.grpo.config import GRPORoot
+from rl_algos.grpo.loss_config import CustomLossConfig, LossConfig, RejectionConfig, SurrogateConfig
+from rl_algos.grpo.objective import (
+    AdaptiveEntropy,
+    AdaptiveKL,
+    Objective,
+    RewardKL,
+    Statistic,
+    high_covariance,
+    positive_examples,
+)
+from rl_algos.losses.aggregation import Aggregation
+from rl_algos.losses.importance import ImportanceCorrection, Rejection
+from rl_algos.losses.kl import KLPenalty
+from rl_algos.losses.policy import PolicyLoss
+from rl_algos.losses.surrogates import SURROGATES, ClipCov, KLCov, Surrogate
+from rl_core.config import Config, did_you_mean, section_of, settings_of
 from rl_core.model import Loss
 from rl_core.plugins import resolve
 
 COLUMNS = ("loss_mask", "advantages", "generation_logprobs", "prev_logprobs", "ref_logprobs")
 """What a loss may read of a batch, beside `tokens`."""
+
+CLIP_KEYS = {"clip_low": "ratio_clip_min", "clip_high": "ratio_clip_max", "dual_clip": "ratio_clip_c"}
+"""Fields of surrogates that have a key of `loss_fn` in common, and that key."""
+
+SWITCHES = {"sequence_level_importance_ratios": "gspo", "use_cispo": "cispo", "disable_ppo_ratio": "reinforce"}
+"""Keys of `loss_fn` that choose a surrogate, and which."""
 
 _DERIVED = ("temperature", "implementation")
 _MEMBERS = ("columns", "reads", "temperature", "implementation", "totals")
@@ -31,6 +51,33 @@ def loss_section(name: str | None) -> type[Config]:
     return section_of(_loss_class(str(name)), CustomLossConfig, derived=_DERIVED)
 
 
+def surrogate_section(name: str | None) -> type[Config]:
+    """The type of `loss_fn.surrogate`: the name of a surrogate and its settings.
+
+    Raises:
+        ValueError: if there is no such surrogate.
+    """
+    if name is None:
+        return SurrogateConfig
+    if name not in SURROGATES:
+        raise ValueError(f"got {name!r}{did_you_mean(name, SURROGATES)}; allowed: {', '.join(SURROGATES)}")
+    return section_of(SURROGATES[name], SurrogateConfig, derived=tuple(CLIP_KEYS))
+
+
+def surrogate_name(loss: LossConfig) -> str:
+    """Name of the surrogate in force."""
+    switched = [name for key, name in SWITCHES.items() if getattr(loss, key)]
+    return loss.surrogate.name or (switched[0] if switched else "clip")
+
+
+def surrogate_of(loss: LossConfig) -> Surrogate:
+    """The surrogate in force, with its settings."""
+    kind = SURROGATES[surrogate_name(loss)]
+    fields = {field.name for field in dataclasses.fields(kind)}
+    shared = {field: getattr(loss, key) for field, key in CLIP_KEYS.items() if field in fields}
+    return kind(**shared, **settings_of(loss.surrogate))
+
+
 def loss_of(config: GRPORoot) -> Loss:
     """The loss of a run."""
     if isinstance(config.loss_fn, LossConfig):
@@ -43,42 +90,106 @@ def loss_of(config: GRPORoot) -> Loss:
     return loss
 
 
-def columns_of(config: GRPORoot) -> tuple[str, ...]:
-    """Columns that the loss reads; none of a loss that cannot be made, which the plugin's checks report."""
+def objective_of(config: GRPORoot) -> Objective:
+    """The loss of a run with what is computed once a step for it."""
+    loss, settings = loss_of(config), config.loss_fn
+    if not isinstance(settings, LossConfig):
+        return Objective(loss)
+    assert isinstance(loss, PolicyLoss)
+    statistics: dict[str, Statistic] = {}
+    if isinstance(loss.surrogate, ClipCov | KLCov):
+        statistics["high_covariance"] = high_covariance(loss.surrogate, config.grpo.seed)
+    if loss.positive_nll_weight:
+        statistics["positive"] = positive_examples
+    kl, bonus = settings.adaptive_kl, settings.entropy_bonus
+    penalty = settings.reference_policy_kl_penalty
+    rate = config.grpo.rollouts_per_step / kl.horizon
+    return Objective(
+        loss,
+        statistics=statistics,
+        reward_kl=_reward_kl(settings) if settings.use_kl_in_reward and penalty else None,
+        kl_weight=AdaptiveKL(penalty, target=kl.target, rate=rate) if kl.target else None,
+        entropy_weight=(
+            AdaptiveEntropy(bonus.weight, target=bonus.target, step=bonus.weight_step) if bonus.target else None
+        ),
+    )
+
+
+def columns_of(config: GRPORoot) -> frozenset[str]:
+    """Columns that the loss of a run reads; none of a loss that cannot be made, which the plugin's checks report."""
     try:
-        return tuple(loss_of(config).columns)
+        return objective_of(config).columns
     except (ValueError, TypeError):
-        return ()
+        return frozenset()
 
 
 def policy_loss(config: GRPORoot, loss: LossConfig) -> PolicyLoss:
-    """The clipped policy loss."""
-    kl = KLPenalty(
+    """The policy loss."""
+    surrogate = surrogate_of(loss)
+    has_one_minibatch = config.policy.train_global_batch_size == config.grpo.rollouts_per_step
+    on_policy = has_one_minibatch and not needs_prev(loss)
+    bonus = loss.entropy_bonus
+    return PolicyLoss(
+        surrogate=surrogate,
+        aggregation=aggregation_of(loss),
+        on_policy=on_policy if loss.force_on_policy_ratio is None else loss.force_on_policy_ratio,
+        kl=_kl(loss) if loss.reference_policy_kl_penalty and not loss.use_kl_in_reward else None,
+        importance=_importance(loss, surrogate) if loss.use_importance_sampling_correction else None,
+        off_policy_threshold=loss.off_policy_sequence_mask_threshold,
+        mismatch_threshold=config.grpo.seq_logprob_error_threshold,
+        entropy_weight=bonus.weight if bonus.weight or bonus.target else None,
+        positive_nll_weight=loss.positive_example_nll_weight,
+        temperature=config.policy.generation.temperature,
+    )
+
+
+def needs_prev(loss: LossConfig) -> bool:
+    """Whether `prev_logprobs` have to be read before the update, even if it is the only one of the step."""
+    has_weights = loss.use_importance_sampling_correction and loss.importance_sampling_batch_normalize
+    return has_weights or issubclass(SURROGATES[surrogate_name(loss)], ClipCov | KLCov)
+
+
+def aggregation_of(loss: LossConfig) -> Aggregation:
+    """The aggregation in force."""
+    name = loss.aggregation or ("token-mean" if loss.token_level_loss else "sequence-mean")
+    return Aggregation(name, divisor=loss.aggregation_divisor or 1.0)
+
+
+def _kl(loss: LossConfig) -> KLPenalty:
+    return KLPenalty(
+        weight=loss.reference_policy_kl_penalty,
+        estimator=loss.reference_policy_kl_type,
+        input_clamp=loss.kl_input_clamp_value,
+        output_clamp=loss.kl_output_clamp_value,
+        unbiased=loss.reference_policy_kl_unbiased,
+        from_generation=loss.use_on_policy_kl_approximation,
+    )
+
+
+def _reward_kl(loss: LossConfig) -> RewardKL:
+    return RewardKL(
         weight=loss.reference_policy_kl_penalty,
         estimator=loss.reference_policy_kl_type,
         input_clamp=loss.kl_input_clamp_value,
         output_clamp=loss.kl_output_clamp_value,
     )
-    importance = ImportanceCorrection(
+
+
+def _importance(loss: LossConfig, surrogate: Surrogate) -> ImportanceCorrection:
+    return ImportanceCorrection(
         truncation=loss.truncated_importance_sampling_type,
         low=loss.truncated_importance_sampling_ratio_min,
         high=loss.truncated_importance_sampling_ratio,
+        level=loss.importance_sampling_level or surrogate.level,
+        rejection=_rejection(loss.importance_sampling_rejection),
+        batch_normalize=loss.importance_sampling_batch_normalize,
     )
-    has_one_minibatch = config.policy.train_global_batch_size == config.grpo.rollouts_per_step
-    on_policy = has_one_minibatch if loss.force_on_policy_ratio is None else loss.force_on_policy_ratio
-    return PolicyLoss(
-        clip_low=loss.ratio_clip_min,
-        clip_high=loss.ratio_clip_max,
-        dual_clip=loss.ratio_clip_c,
-        level="token" if loss.token_level_loss else "sequence",
-        sequence_ratio=loss.sequence_level_importance_ratios,
-        cispo=loss.use_cispo,
-        on_policy=on_policy,
-        kl=kl if kl.weight > 0 else None,
-        importance=importance if loss.use_importance_sampling_correction else None,
-        mismatch_threshold=config.grpo.seq_logprob_error_threshold,
-        temperature=config.policy.generation.temperature,
-    )
+
+
+def _rejection(rejection: RejectionConfig) -> Rejection | None:
+    if rejection.high is None and rejection.low is None:
+        return None
+    return Rejection(rejection.statistic, rejection.estimator, high=rejection.high, low=rejection.low)
 
 
 def _loss_class(name: str) -> Any:

@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from rl_algos.data.config import DataConfig, dataset_names
-from rl_algos.grpo.config import GRPOConfig, GRPORoot, LossConfig
+from rl_algos.grpo.config import GRPOConfig, GRPORoot
 from rl_algos.grpo.estimators import chosen, estimator_section, normalizes
-from rl_algos.grpo.loss import COLUMNS, columns_of, loss_of, loss_section
+from rl_algos.grpo.loss import COLUMNS, columns_of, loss_of, loss_section, surrogate_section
+from rl_algos.grpo.loss_checks import policy_loss_problems
+from rl_algos.grpo.loss_config import LossConfig
 from rl_algos.requirement import LOSSES
 from rl_core.config import Config, Problem, ProblemError, assemble
 from rl_core.environments.instance import problem_with
@@ -24,8 +26,13 @@ def grpo_section(written: Any) -> type[Config]:
 
 
 def loss_fn_section(written: Any) -> type[Config]:
-    """The type of `loss_fn`, with the settings of the loss that is written there."""
-    return _chosen_type("name", written, loss_section)
+    """The type of `loss_fn`, with the settings of the loss, or of its surrogate, that is written there."""
+    kind = _chosen_type("name", written, loss_section)
+    if not issubclass(kind, LossConfig):
+        return kind
+    surrogate = written.get("surrogate") if isinstance(written, Mapping) else None
+    part = _chosen_type("surrogate.name", surrogate, surrogate_section)
+    return assemble("PolicyLoss", {"surrogate": part}, base=LossConfig)
 
 
 def _chosen_type(key: str, written: Any, section: Callable[[str | None], type[Config]]) -> type[Config]:
@@ -110,7 +117,7 @@ def _estimator(config: GRPORoot) -> Iterator[Problem]:
 
 def _loss(config: GRPORoot) -> Iterator[Problem]:
     if isinstance(config.loss_fn, LossConfig):
-        yield from _policy_loss(config.loss_fn)
+        yield from policy_loss_problems(config.loss_fn)
         return
     name = config.loss_fn.name
     try:
@@ -130,26 +137,6 @@ def _loss(config: GRPORoot) -> Iterator[Problem]:
         )
     if config.grpo.seq_logprob_error_threshold is not None:
         yield Problem("grpo.seq_logprob_error_threshold", f"has no effect with the loss {name}; remove this key")
-
-
-def _policy_loss(loss: LossConfig) -> Iterator[Problem]:
-    if loss.truncated_importance_sampling_ratio is not None and not loss.use_importance_sampling_correction:
-        yield Problem(
-            "loss_fn.truncated_importance_sampling_ratio",
-            "has no effect without use_importance_sampling_correction=true",
-        )
-    low_used = loss.truncated_importance_sampling_type != "tis"
-    if loss.truncated_importance_sampling_ratio_min is not None and not low_used:
-        yield Problem(
-            "loss_fn.truncated_importance_sampling_ratio_min", "has no effect with type tis; use icepop or seq-mask-tis"
-        )
-    if loss.use_importance_sampling_correction and low_used and loss.truncated_importance_sampling_ratio is None:
-        yield Problem(
-            "loss_fn.truncated_importance_sampling_ratio",
-            f"{loss.truncated_importance_sampling_type} needs an upper bound",
-        )
-    if loss.use_cispo and loss.ratio_clip_c is not None:
-        yield Problem("loss_fn.ratio_clip_c", "CISPO has no dual clip; leave it unset")
 
 
 def _validation(config: GRPORoot) -> Iterator[Problem]:

@@ -14,7 +14,7 @@ from rl_algos.data.stream import Stream
 from rl_algos.grpo.collect import Validation
 from rl_algos.grpo.config import GRPORoot
 from rl_algos.grpo.loop import train
-from rl_algos.grpo.loss import loss_of
+from rl_algos.grpo.loss import objective_of
 from rl_algos.rollouts.source import SyncRolloutSource
 from rl_core.environments.instance import unknown_environment
 from rl_core.environments.trial import Attempt, attempts_on
@@ -113,7 +113,7 @@ def run(config: GRPORoot, components: Components, run: Run) -> None:
     sampling = validation_sampling(config.policy.generation, data.end_of_sequence)
     train(
         config.grpo,
-        loss_of(config),
+        objective_of(config),
         policy=components.models["policy"],
         rollouts=_source(config, data, components.pool),
         weights=components.weights,

@@ -1,78 +1,62 @@
-"""The clipped policy loss of GRPO and its variants, described; computed by `rl_algos.torch.policy_loss`."""
+"""The policy loss of GRPO and its family, described; computed by `rl_algos.torch.policy_loss`.
+
+It is put together from parts that know nothing of one another:
+
+- a surrogate (`rl_algos.losses.surrogates`), the policy term of a token;
+- an importance correction (`rl_algos.losses.importance`), weights of that term, and filters of whole sequences;
+- a KL penalty (`rl_algos.losses.kl`), an entropy bonus and a term for positive examples, each added to it;
+- an aggregation (`rl_algos.losses.aggregation`), from tokens to one number.
+
+Each is a function of one sequence, and the loss is sums over sequences divided by global counts: microbatches, packing
+and meshes change nothing. What needs the whole step (the tokens of highest covariance, weights that adapt) comes as a
+column or as a setting, computed before the step (`rl_algos.grpo.objective`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
+from rl_algos.losses.aggregation import Aggregation
+from rl_algos.losses.importance import ImportanceCorrection, importance_weights
+from rl_algos.losses.kl import KLPenalty
+from rl_algos.losses.surrogates import Clip, Surrogate
 from rl_core.batch import Batch
-from rl_core.model import LOGPROBS, Read
+from rl_core.model import ENTROPY, LOGPROBS, Read
 
-KLType = Literal["k1", "k2", "k3"]
-Truncation = Literal["tis", "icepop", "seq-mask-tis"]
-
-
-@dataclass(frozen=True)
-class ImportanceCorrection:
-    """Weighing of the policy term by `exp(prev - generation)`, against what the engine sampled differently.
-
-    Args:
-        truncation: `tis` caps weights at `high`, `icepop` zeroes
-            tokens outside `[low, high]`, `seq-mask-tis` drops sequences whose geometric mean weight is outside.
-        low, high: bounds; None is unbounded.
-    """
-
-    truncation: Truncation = "tis"
-    low: float | None = None
-    high: float | None = None
-
-
-@dataclass(frozen=True)
-class KLPenalty:
-    """KL divergence to the reference policy, estimated per token (Schulman, "Approximating KL Divergence").
-
-    Args:
-        weight: of the term.
-        estimator: with `d = ref - logp`: k1 `-d`, k2 `d^2 / 2`, k3 `exp(d) - d - 1`.
-        input_clamp, output_clamp: bounds of `|d|` and of the absolute estimate; None is unbounded.
-    """
-
-    weight: float
-    estimator: KLType = "k3"
-    input_clamp: float | None = 20.0
-    output_clamp: float | None = 10.0
+_CLIP, _TOKEN_MEAN = Clip(), Aggregation()
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """`max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))` per token, with `r = exp(logp - prev)` (arXiv:1707.06347).
+    """Aggregation of `w surrogate + kl - entropy_weight H` over sampled tokens, plus the term of positive examples.
 
     Args:
-        clip_low, clip_high: asymmetric clipping (DAPO, arXiv:2503.14476).
-        dual_clip: bounds the loss at `-dual_clip * A` where `A < 0` (arXiv:1912.09729).
-        level: `token` means over all tokens of the batch, `sequence` over sequences of each sequence's mean.
-        sequence_ratio: the ratio of a token is that of its sequence's mean log-ratio (GSPO, arXiv:2507.18071).
-        cispo: `-A stopgrad(clip(r)) logp` (arXiv:2506.13585).
-        on_policy: the ratio is 1 with its gradient; `prev_logprobs` are those of the pass itself and no column.
+        surrogate: the policy term.
+        aggregation: from tokens to one number.
+        on_policy: the ratio is 1 with its gradient; `prev_logprobs` are those of the pass itself and not a column.
         kl: the KL term, None for none.
-        importance: the correction, None for none.
-        mismatch_threshold: sequences whose mean `exp|prev - generation|` is above it are left out of the numerators.
+        importance: the correction w, None for none.
+        off_policy_threshold: leaves sequences with a negative advantage out of the policy term whose mean
+            `generation - logp` is above it (off-policy sequence masking, DeepSeek-V3.2, arXiv:2512.02556).
+        mismatch_threshold: leaves sequences whose mean `exp|prev - generation|` is above it out of all terms.
+        entropy_weight: of the mean entropy H of the next token's distribution, which is raised; None does not read it.
+        positive_nll_weight: of the mean `-logp` over the tokens of positive examples (VAPO, arXiv:2504.05118),
+            the rows whose column `positive` is 1.
         temperature: of sampling.
     """
 
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float | None = None
-    level: Literal["token", "sequence"] = "token"
-    sequence_ratio: bool = False
-    cispo: bool = False
+    surrogate: Surrogate = _CLIP
+    aggregation: Aggregation = _TOKEN_MEAN
     on_policy: bool = False
     kl: KLPenalty | None = None
     importance: ImportanceCorrection | None = None
+    off_policy_threshold: float | None = None
     mismatch_threshold: float | None = None
+    entropy_weight: float | None = None
+    positive_nll_weight: float = 0.0
     temperature: float = 1.0
     implementation: str = "rl_algos.torch.policy_loss:compute"
 
@@ -83,19 +67,28 @@ class PolicyLoss:
         """
         prev = () if self.on_policy else ("prev_logprobs",)
         ref = ("ref_logprobs",) if self.kl else ()
-        return ("loss_mask", "advantages", "generation_logprobs", *prev, *ref)
+        positive = ("positive",) if self.positive_nll_weight else ()
+        return ("loss_mask", "advantages", "generation_logprobs", *prev, *ref, *positive, *self.surrogate.columns)
 
     @property
     def reads(self) -> tuple[Read, ...]:
-        """The policy's logprobs."""
-        return (LOGPROBS,)
+        """The policy's logprobs, and its entropy for a bonus."""
+        return (LOGPROBS,) if self.entropy_weight is None else (LOGPROBS, ENTROPY)
 
     @property
-    def denominator(self) -> str:
-        """Name of the total that the loss is divided by."""
-        return "tokens" if self.level == "token" else "sequences"
+    def normalizes_weights(self) -> bool:
+        """Whether the policy term is divided by importance weights in place of a count."""
+        return self.importance is not None and self.importance.batch_normalize
 
     def totals(self, batch: Batch) -> Mapping[str, float]:
-        """`tokens` that train, and `sequences` with at least one."""
-        sampled = batch.ragged("loss_mask").sums()
-        return {"tokens": float(sampled.sum()), "sequences": float(np.count_nonzero(sampled))}
+        """`tokens` that train, `sequences` with at least one, and what the terms in use are divided by besides."""
+        mask = batch.ragged("loss_mask")
+        sampled = mask.sums()
+        totals = {"tokens": float(sampled.sum()), "sequences": float(np.count_nonzero(sampled))}
+        if self.importance is not None and self.importance.batch_normalize:
+            weights = importance_weights(self.importance, batch).sums()
+            of_tokens = self.aggregation.denominator == "tokens"
+            totals["importance_weights"] = float((weights if of_tokens else weights / np.maximum(sampled, 1)).sum())
+        if self.positive_nll_weight:
+            totals["positive_tokens"] = float(sampled[batch.array("positive") > 0].sum())
+        return totals

@@ -10,7 +10,7 @@ import numpy as np
 
 from rl_core.environment import Conversation, StepResult
 from rl_core.generation import GenerationClient, SamplingParams
-from rl_core.rollout import Completion, Message, Prompt, Rollout, Turn, WeightSpan
+from rl_core.rollout import Completion, Message, Prompt, Rollout, Turn, WeightSpan, unknown_routing
 
 
 class Transcript:
@@ -21,6 +21,7 @@ class Transcript:
         self._tokens: list[np.ndarray] = []
         self._mask: list[np.ndarray] = []
         self._logprobs: list[np.ndarray] = []
+        self._routing: list[np.ndarray] = []
         self._spans: list[WeightSpan] = []
         self._turns: list[Turn] = []
         self._rewards: Counter[str] = Counter()
@@ -38,7 +39,12 @@ class Transcript:
         self._append(tokens, 0, np.zeros(len(tokens), dtype=np.float32))
 
     def add_completion(self, completion: Completion) -> None:
-        """Append sampled tokens as they are."""
+        """Append sampled tokens as they are.
+
+        Of the experts that tokens were sent to the first report stays, which is that of the pass they were sampled in.
+        """
+        if completion.routed_experts is not None:
+            self._routing.append(completion.routed_experts[sum(map(len, self._routing)) :])
         self._append(completion.token_ids, 1, completion.logprobs)
         self._spans.extend(completion.spans)
         self._stop_reason = completion.stop_reason
@@ -64,7 +70,14 @@ class Transcript:
             stop_reason=self._stop_reason,  # type: ignore[arg-type]  # set from Completion.stop_reason
             status="truncated" if truncated else "ok",
             info=dict(self._info),
+            routed_experts=self._routed_experts(),
         )
+
+    def _routed_experts(self) -> np.ndarray | None:
+        if not self._routing:
+            return None
+        num_missing = len(self.tokens) - sum(map(len, self._routing))
+        return np.concatenate([*self._routing, unknown_routing(num_missing, self._routing[0].shape[1:])])
 
     def _append(self, tokens: np.ndarray, mask: int, logprobs: np.ndarray) -> None:
         self._tokens.append(np.asarray(tokens, dtype=np.int32))

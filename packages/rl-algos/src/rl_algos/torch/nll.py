@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from rl_algos.losses.nll import NLLLoss
@@ -17,5 +18,5 @@ def compute(_loss: NLLLoss, reads: Mapping[str, Tensor], rows: Rows) -> LossSums
         reads: `logprobs` float32 `[tokens]`, with gradient.
         rows: `loss_mask` `[tokens]`.
     """
-    logprobs = reads["logprobs"]
-    return LossSums({"tokens": -(logprobs * rows["loss_mask"].to(logprobs.dtype)).sum()})
+    # selected rather than multiplied: what lies off the mask may not be finite
+    return LossSums({"tokens": -torch.where(rows["loss_mask"] > 0, reads["logprobs"], 0.0).sum()})

@@ -7,7 +7,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from rl_algos.losses.policy import ImportanceCorrection, KLPenalty, PolicyLoss
+from rl_algos.losses.aggregation import Aggregation
+from rl_algos.losses.policy import PolicyLoss
+from rl_algos.torch.importance import importance_weights, mismatched_sequences, off_policy_sequences
+from rl_algos.torch.kl import reference_kl, weighed
+from rl_algos.torch.sampled import Sampled, bounded
+from rl_algos.torch.surrogates import PolicyTerms, policy_terms
 from rl_core.torch.loss import LossSums, MetricSum, Rows
 
 
@@ -16,99 +21,94 @@ def compute(loss: PolicyLoss, reads: Mapping[str, Tensor], rows: Rows) -> LossSu
 
     Args:
         loss: what to compute.
-        reads: `logprobs` float32 `[tokens]`, with gradient.
+        reads: `logprobs` float32 `[tokens]`, with gradient, and `entropy` likewise if the loss reads it.
         rows: columns that `loss.columns` names.
     """
-    logprobs = reads["logprobs"]
-    prev = logprobs.detach() if loss.on_policy else rows["prev_logprobs"]
-    generation = rows["generation_logprobs"]
-    mask = rows["loss_mask"].to(logprobs.dtype)
-    lengths = rows.row_sums(mask).clamp(min=1)
+    sampled = Sampled.of(reads["logprobs"], rows, on_policy=loss.on_policy)
+    terms = policy_terms(loss.surrogate, sampled)
+    policy, without_policy = _corrected(loss, terms.loss, sampled)
+    penalties, metrics = _penalties(loss, reads, sampled)
+    left_out = torch.zeros_like(without_policy)
+    if loss.mismatch_threshold is not None:
+        left_out = mismatched_sequences(loss.mismatch_threshold, sampled)
+    kept = sampled.mask & ~sampled.spread(left_out)
 
-    mismatch = mask * (prev - generation)
-    kept = _below_threshold(loss, rows, mismatch, mask, lengths)
-    advantages = rows.per_token("advantages").to(logprobs.dtype)
-    ratio = _ratio(loss, rows, mask * (logprobs - prev), lengths)
-    clipped = ratio.clamp(1 - loss.clip_low, 1 + loss.clip_high)
-    per_token = _surrogate(loss, ratio, clipped, logprobs, advantages)
-    masked_sequences = len(kept) - kept.sum()
+    denominator = loss.aggregation.denominator
+    if loss.normalizes_weights:
+        objective = {"importance_weights": _aggregated(loss.aggregation, policy, kept, sampled)}
+        if penalties is not None:
+            objective[denominator] = _aggregated(loss.aggregation, penalties, kept, sampled)
+    else:
+        per_token = policy if penalties is None else policy + penalties
+        objective = {denominator: _aggregated(loss.aggregation, per_token, kept, sampled)}
+    if loss.positive_nll_weight:
+        nll = torch.where(kept & (rows.per_token("positive") > 0), -sampled.logprobs, 0.0).sum()
+        objective["positive_tokens"] = loss.positive_nll_weight * nll
+        metrics["policy/positive_nll"] = MetricSum(nll, "positive_tokens")
+    metrics |= _policy_metrics(terms, sampled) | _mismatch_metrics(sampled, without_policy | left_out)
+    return LossSums(objective, metrics)
+
+
+def _corrected(loss: PolicyLoss, policy: Tensor, sampled: Sampled) -> tuple[Tensor, Tensor]:
+    """The policy term with importance weights, and the sequences that it leaves out, bool `[rows]`."""
+    dropped = torch.zeros_like(sampled.lengths, dtype=torch.bool)
+    if loss.off_policy_threshold is not None:
+        dropped = off_policy_sequences(loss.off_policy_threshold, sampled)
+        policy = torch.where(sampled.spread(dropped), 0.0, policy)
     if loss.importance is not None:
-        weight, dropped = _importance_weight(loss.importance, rows, mismatch, lengths)
-        per_token = per_token * weight
-        masked_sequences = masked_sequences + dropped
-    metrics = _mismatch_metrics(mismatch, mask, masked_sequences)
-    metrics["policy/ratio"] = MetricSum((mask * ratio.detach()).sum(), "tokens")
-    metrics["policy/clipped"] = MetricSum((mask * (ratio.detach() != clipped.detach())).sum(), "tokens")
-    metrics["policy/entropy"] = MetricSum(-(mask * logprobs.detach()).sum(), "tokens")
+        weight, without_weight = importance_weights(loss.importance, sampled)
+        policy, dropped = policy * weight, dropped | without_weight
+    return policy, dropped
+
+
+def _penalties(
+    loss: PolicyLoss, reads: Mapping[str, Tensor], sampled: Sampled
+) -> tuple[Tensor | None, dict[str, MetricSum]]:
+    """What is added to the policy term of each token, None for nothing, and what to report of it."""
+    metrics: dict[str, MetricSum] = {}
+    penalties: Tensor | None = None
     if loss.kl is not None:
-        kl = reference_kl(loss.kl, logprobs, rows["ref_logprobs"])
-        per_token = per_token + loss.kl.weight * kl
-        metrics["policy/kl"] = MetricSum((mask * kl.detach()).sum(), "tokens")
-
-    per_token = per_token * mask * rows.spread(kept)
-    if loss.level == "sequence":
-        per_token = per_token / rows.spread(lengths)
-    return LossSums({loss.denominator: per_token.sum()}, metrics)
-
-
-def reference_kl(kl: KLPenalty, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Estimate of KL(policy || reference) per token, `[tokens]`."""
-    d = _clamp(ref_logprobs - logprobs, kl.input_clamp)
-    estimate = {"k1": lambda: -d, "k2": lambda: 0.5 * d.square(), "k3": lambda: torch.expm1(d) - d}[kl.estimator]()
-    return _clamp(estimate, kl.output_clamp)
+        kl = reference_kl(loss.kl, sampled.logprobs, sampled.select(sampled.rows["ref_logprobs"]))
+        penalties = loss.kl.weight * weighed(loss.kl, kl, sampled)
+        metrics["policy/kl"] = _token_mean(kl, sampled)
+    if loss.entropy_weight is not None:
+        entropy = sampled.select(reads["entropy"])
+        bonus = loss.entropy_weight * entropy
+        penalties = -bonus if penalties is None else penalties - bonus
+        metrics["policy/entropy"] = _token_mean(entropy, sampled)
+    return penalties, metrics
 
 
-def _surrogate(loss: PolicyLoss, ratio: Tensor, clipped: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
-    if loss.cispo:
-        return -advantages * clipped.detach() * logprobs
-    surrogate = torch.maximum(-advantages * ratio, -advantages * clipped)
-    if loss.dual_clip is None:
-        return surrogate
-    return torch.where(advantages < 0, torch.minimum(surrogate, -advantages * loss.dual_clip), surrogate)
+def _aggregated(aggregation: Aggregation, per_token: Tensor, kept: Tensor, sampled: Sampled) -> Tensor:
+    """The sum over the microbatch, a scalar, of which `aggregation.denominator` is the count."""
+    per_token = torch.where(kept, per_token, 0.0)
+    if aggregation.name == "sequence-mean":
+        per_token = per_token / sampled.spread(sampled.lengths)
+    total = per_token.sum()
+    return total if aggregation.divisor == 1.0 else total / aggregation.divisor
 
 
-def _ratio(loss: PolicyLoss, rows: Rows, log_ratio: Tensor, lengths: Tensor) -> Tensor:
-    if loss.sequence_ratio:
-        log_ratio = rows.spread(rows.row_sums(log_ratio) / lengths)
-    return log_ratio.exp()
-
-
-def _importance_weight(
-    correction: ImportanceCorrection, rows: Rows, mismatch: Tensor, lengths: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Weights `[tokens]` and the number of sequences dropped."""
-    weight = mismatch.exp()
-    low = 0.0 if correction.low is None else correction.low
-    high = torch.inf if correction.high is None else correction.high
-    dropped = torch.zeros((), dtype=weight.dtype, device=weight.device)
-    if correction.truncation == "tis":
-        return weight.clamp(max=high), dropped
-    if correction.truncation == "icepop":
-        return torch.where((weight >= low) & (weight <= high), weight, 0.0), dropped
-    mean = (rows.row_sums(mismatch) / lengths).exp()
-    inside = ((mean >= low) & (mean <= high)).to(weight.dtype)
-    return weight * rows.spread(inside), (1 - inside).sum()
-
-
-def _below_threshold(loss: PolicyLoss, rows: Rows, mismatch: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
-    """1.0 for each sequence that trains, `[rows]`."""
-    if loss.mismatch_threshold is None:
-        return torch.ones(len(rows), dtype=mismatch.dtype, device=mismatch.device)
-    error = rows.row_sums(mask * mismatch.abs().exp()) / lengths
-    return (error <= loss.mismatch_threshold).to(mismatch.dtype)
-
-
-def _mismatch_metrics(mismatch: Tensor, mask: Tensor, masked_sequences: Tensor) -> dict[str, MetricSum]:
-    """How far trainer and generator disagree on the sampled tokens; `mismatch` is prev - generation, 0 off the mask."""
-    size = mismatch.abs()
-    largest = size.max() if len(size) else size.sum()
+def _policy_metrics(terms: PolicyTerms, sampled: Sampled) -> dict[str, MetricSum]:
     return {
-        "mismatch/mean": MetricSum((mask * size.exp()).sum(), "tokens"),
-        "mismatch/kl": MetricSum((mask * (torch.expm1(mismatch) - mismatch)).sum(), "tokens"),
-        "mismatch/max": MetricSum(largest, reduction="max"),
-        "mismatch/masked_sequences": MetricSum(masked_sequences, reduction="sum"),
+        "policy/ratio": _token_mean(terms.ratio, sampled),
+        "policy/clipped": _token_mean(terms.clipped.to(terms.ratio.dtype), sampled),
+        "policy/nll": _token_mean(-sampled.logprobs, sampled),
     }
 
 
-def _clamp(values: Tensor, bound: float | None) -> Tensor:
-    return values if bound is None else values.clamp(-bound, bound)
+def _mismatch_metrics(sampled: Sampled, left_out: Tensor) -> dict[str, MetricSum]:
+    """How far trainer and generator disagree on the sampled tokens, and how many sequences a filter left out."""
+    size = sampled.mismatch.abs()
+    largest = size.max() if len(size) else size.sum()
+    difference = bounded(sampled.mismatch)
+    has_tokens = sampled.rows.row_sums(sampled.mask.to(size.dtype)) > 0
+    return {
+        "mismatch/mean": _token_mean(bounded(size).exp(), sampled),
+        "mismatch/kl": _token_mean(torch.expm1(difference) - difference, sampled),
+        "mismatch/max": MetricSum(largest, reduction="max"),
+        "mismatch/masked_sequences": MetricSum((left_out & has_tokens).to(size.dtype).sum(), reduction="sum"),
+    }
+
+
+def _token_mean(values: Tensor, sampled: Sampled) -> MetricSum:
+    return MetricSum(sampled.select(values.detach()).sum(), "tokens")

@@ -70,6 +70,7 @@ class RemoteModel:
         timeout_s: bound of each call; past it every rank writes the stacks of its threads to its log.
         logs: log of each rank, for messages.
         trains: as `rl_core.model.Model.trains`.
+        columns: that all its passes read beside `tokens`.
     """
 
     def __init__(
@@ -83,8 +84,10 @@ class RemoteModel:
         timeout_s: float = CALL_TIMEOUT_S,
         logs: Sequence[str] = (),
         trains: bool = True,
+        columns: Sequence[str] = (),
     ) -> None:
         self.trains = trains
+        self._columns = ("tokens", *columns)
         self._workers = list(workers)
         self._role = role
         self._section = section
@@ -109,7 +112,7 @@ class RemoteModel:
     def infer(self, batch: Batch, reads: Sequence[Read], *, reference: bool = False, temperature: float = 1.0) -> Batch:
         """As `rl_core.model.Model.infer`."""
         rows = self._rows_per_shard(batch)
-        inputs = batch.only([name for name in ("tokens", PAIR) if name in batch])
+        inputs = batch.only([name for name in (*self._columns, PAIR) if name in batch])
         options = {"reference": reference, "temperature": temperature}
         with self._hold():
             shards = self._send(inputs, rows)
@@ -211,7 +214,8 @@ class RemoteModel:
         return self._gather(calls, method, self._timeout_s)
 
     def _loss_call(self, method: str, batch: Batch, loss: Loss) -> Metrics:
-        inputs = batch.only([name for name in ("tokens", PAIR, *loss.columns) if name in batch])
+        names = dict.fromkeys((*self._columns, PAIR, *loss.columns))
+        inputs = batch.only([name for name in names if name in batch])
         inputs.require("tokens", *loss.columns)
         return combine(self._call_shards(method, inputs, loss))
 
@@ -223,7 +227,8 @@ class RemoteModel:
         """Have the rows of each shard brought together, but for what was before for the same batch."""
         column = batch.columns["tokens"]
         key = column.rows if isinstance(column, RemoteColumn) else None
-        if key is not None and list(batch) == ["tokens"] and key in self._sent:
+        is_plain = tuple(batch) == self._columns
+        if key is not None and is_plain and key in self._sent:
             return self._sent[key]
         plan = plan_shuffle(batch, rows, self._num_pickers(int(batch.lengths.sum())))
         chunks = []
@@ -237,7 +242,7 @@ class RemoteModel:
             _Sent(ray.put(each) if shared else each, tuple(picked[number] for picked in chunks))
             for number, each in enumerate(plan.shards)
         ]
-        if key is not None and list(batch) == ["tokens"]:
+        if key is not None and is_plain:
             self._sent[key] = sent
         return sent
 
@@ -282,5 +287,4 @@ class RemoteModel:
 
 
 def _ref(store: RowStore) -> ray.ObjectRef:
-    assert isinstance(store, StoredRows), f"rows of a remote model lie in Ray's object store, not in a {type(store)}"
-    return store.ref
+    return store.ref if isinstance(store, StoredRows) else ray.put(store.fetch())

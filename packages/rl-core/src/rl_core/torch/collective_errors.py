@@ -28,7 +28,7 @@ def on_rank0(group: dist.ProcessGroup, action: Callable[[], None]) -> None:
 
 
 def on_all_ranks(group: dist.ProcessGroup, action: Callable[[], None]) -> None:
-    """Run `action` on every rank; a failure is raised where it was, and as an `RLError` that repeats it elsewhere.
+    """Run `action` on every rank; a failure is raised on its rank, and on the others as an `RLError` that repeats it.
 
     Args:
         group: all ranks, on gloo; its own time-out does not bound the action.

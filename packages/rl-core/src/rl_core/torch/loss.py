@@ -1,4 +1,4 @@
-"""What a loss implementation sees and returns, and how a step turns it into one scalar."""
+"""Inputs and results of a loss implementation, and the scalar that a step makes of them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from rl_core.batch import TOKENS
+from rl_core.model import UNDIVIDED
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of one microbatch, end to end, whole even where the backend splits sequences.
+    """The rows of one microbatch, end to end, whole even if the backend splits sequences.
 
     Args:
         offsets: int64 `[rows + 1]`, where each row starts and ends in the flat tokens.
@@ -76,8 +77,8 @@ class LossSums:
 
     Args:
         objective: name of a total (a key of `Loss.totals`) to the differentiable scalar that is divided by that total,
-            taken over
-            all microbatches and ranks; the loss is the sum of these quotients.
+            taken over all microbatches and ranks; the loss is the sum of these quotients. That under `UNDIVIDED` is
+            added as it is.
         metrics: what to report.
     """
 
@@ -86,5 +87,6 @@ class LossSums:
 
     def loss(self, totals: Mapping[str, float]) -> Tensor:
         """This microbatch's share of the loss; a total of zero contributes zero."""
-        terms = [value / totals[name] if totals[name] else value * 0.0 for name, value in self.objective.items()]
+        counts = {**totals, UNDIVIDED: 1.0}
+        terms = [value / counts[name] if counts[name] else value * 0.0 for name, value in self.objective.items()]
         return torch.stack(terms).sum()

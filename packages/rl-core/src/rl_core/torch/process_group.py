@@ -1,4 +1,4 @@
-"""How the ranks of one model meet."""
+"""The process group in which the ranks of one model meet."""
 
 from __future__ import annotations
 

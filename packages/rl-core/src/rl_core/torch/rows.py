@@ -56,7 +56,7 @@ class ModelInputs:
         input_ids: int64 `[batch, seq]`; packed rows lie end to end in `[1, tokens]`.
         position_ids: int64, of the same shape; they start at 0 in every row.
         row_lengths: tokens of each row.
-        attention_mask: int64 `[batch, seq]`, 1 on tokens; None where packed.
+        attention_mask: int64 `[batch, seq]`, 1 on tokens; None if packed.
     """
 
     input_ids: Tensor

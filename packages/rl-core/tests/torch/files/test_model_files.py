@@ -1,4 +1,4 @@
-"""What an export has beside config and weights."""
+"""Files of an export beside config and weights."""
 
 import json
 from pathlib import Path

@@ -11,16 +11,21 @@ from transformers import PreTrainedModel
 from rl_core.torch.generation.row import Row
 from rl_core.torch.generation.sampling import draw
 from rl_dtensor.generation.cache import RowCache
+from rl_dtensor.replay import RoutingRecorder
 
 
 class DecodingBatch:
     """A continuous batch.
 
     Rows are padded on the left to the longest; positions count from each row's own first token.
+
+    Args:
+        recorder: of the experts that tokens are sent to; None if they are not reported.
     """
 
-    def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
+    def __init__(self, model: PreTrainedModel, device: torch.device, recorder: RoutingRecorder | None = None) -> None:
         self._model = model
+        self._recorder = recorder
         self._device = device
         self.rows: list[Row] = []
         self._cache = RowCache()
@@ -36,6 +41,7 @@ class DecodingBatch:
             tokens[index, columns - lengths[index] :] = torch.from_numpy(row.request.token_ids)
         cache = RowCache()
         logits = self._forward(tokens, lengths, cache)
+        self._add_routing(rows, lengths)
         going_on = self._sample(rows, logits, version)
         if not going_on:
             return
@@ -55,10 +61,11 @@ class DecodingBatch:
         tokens = torch.tensor([[row.tokens[-1]] for row in self.rows])
         self._lengths = [length + 1 for length in self._lengths]
         logits = self._forward(tokens, self._lengths, self._cache)
+        self._add_routing(self.rows, [1] * len(self.rows))
         self._keep(self._sample(self.rows, logits, version))
 
     def drop_cancelled(self) -> None:
-        """Let go of rows that nobody waits for any more."""
+        """Drop rows that nobody waits for any longer."""
         self._keep([index for index, row in enumerate(self.rows) if not row.future.cancelled()])
 
     def clear(self) -> list[Row]:
@@ -83,6 +90,12 @@ class DecodingBatch:
             logits_to_keep=1,
         )
         return output.logits[:, -1].float()
+
+    def _add_routing(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
+        """Tell each row where its last tokens, so many, were sent in the forward pass before."""
+        if self._recorder is not None:
+            for row, experts, count in zip(rows, self._recorder.take(len(rows)), counts, strict=True):
+                row.add_routing(experts[len(experts) - count :])
 
     def _sample(self, rows: Sequence[Row], logits: Tensor, version: int) -> list[int]:
         """Give each row its next token; indices of those that go on."""

@@ -95,7 +95,7 @@ def _room(states: Tensor, columns: int) -> Tensor:
 
 def _below(upper: Tensor, lower: Tensor, columns: int) -> Tensor:
     rows = upper.shape[0] + lower.shape[0]
-    # zeros, for attention weighs the padding with 0 and 0 times whatever lay there need not be 0
+    # zeros: attention multiplies padding by 0, which gives 0 only for finite values
     joined = upper.new_zeros(rows, upper.shape[1], columns + columns // 4 + _SLACK, upper.shape[3])
     joined[: upper.shape[0], :, columns - upper.shape[2] : columns] = upper
     joined[upper.shape[0] :, :, columns - lower.shape[2] : columns] = lower

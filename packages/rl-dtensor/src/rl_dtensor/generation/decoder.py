@@ -17,6 +17,7 @@ from rl_dtensor.generation.batch import DecodingBatch
 from rl_dtensor.generation.cache import RowCache
 from rl_dtensor.generation.config import HFConfig
 from rl_dtensor.generation.weights import WeightAdoption
+from rl_dtensor.replay import RoutingRecorder
 
 
 class HFDecoder:
@@ -25,14 +26,23 @@ class HFDecoder:
     Args:
         module: in its precision, without dropout.
         chunk_size: tokens whose logits exist at one time when given ones are scored.
+        recorder: of the experts that tokens are sent to; None if they are not reported.
     """
 
-    def __init__(self, module: PreTrainedModel, config: HFConfig, device: Device, *, chunk_size: int) -> None:
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        config: HFConfig,
+        device: Device,
+        *,
+        chunk_size: int,
+        recorder: RoutingRecorder | None,
+    ) -> None:
         self.module = module
         self._config = config
         self._device = device.torch_device
         self._chunk_size = chunk_size
-        self._batch = DecodingBatch(module, self._device)
+        self._batch = DecodingBatch(module, self._device, recorder)
         self._residency = ModuleResidency(module, device)
 
     @property
@@ -73,7 +83,7 @@ class HFDecoder:
         return num_rows
 
     def drop_cancelled(self) -> None:
-        """Let go of rows that nobody waits for any more."""
+        """Drop rows that nobody waits for any longer."""
         self._batch.drop_cancelled()
 
     def clear(self) -> list[Row]:
@@ -86,7 +96,7 @@ class HFDecoder:
         tokens = torch.from_numpy(token_ids.astype(np.int64)).to(self._device)
         logprobs = torch.zeros(len(tokens), dtype=torch.float32, device=self._device)
         cache = RowCache()
-        # in chunks, for whole logits of a long row may be larger than the model
+        # in chunks, as the logits of a whole long row may be larger than the model
         for start in range(0, len(tokens) - 1, self._chunk_size):
             end = min(start + self._chunk_size, len(tokens) - 1)
             logits = self.module(

@@ -10,6 +10,7 @@ from rl_core.torch.generation.generator import LocalGenerator
 from rl_dtensor.generation.config import HFConfig
 from rl_dtensor.generation.decoder import HFDecoder
 from rl_dtensor.generation.loading import load_model
+from rl_dtensor.replay import RoutingRecorder
 
 
 class HFGenerator(LocalGenerator[HFDecoder]):
@@ -21,6 +22,7 @@ class HFGenerator(LocalGenerator[HFDecoder]):
 
         def load() -> HFDecoder:
             module = load_model(model, backend.attn_implementation, device.torch_device)
-            return HFDecoder(module, backend, device, chunk_size=model.logprob_chunk_size)
+            recorder = RoutingRecorder(module) if placement.reports_routing else None
+            return HFDecoder(module, backend, device, chunk_size=model.logprob_chunk_size, recorder=recorder)
 
         super().__init__(load, AutoTokenizer.from_pretrained, model, placement)

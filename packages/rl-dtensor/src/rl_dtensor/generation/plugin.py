@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rl_core.plugins import BackendPlugin, Requirement
+from rl_core.plugins import BackendPlugin, Requirement, reports_routing
 from rl_dtensor.generation.config import HFConfig
 
 
@@ -23,4 +23,5 @@ PLUGIN = BackendPlugin(
         imports=("torch", "transformers", "safetensors"),
     ),
     ranks=ranks,
+    routing_problem=reports_routing,
 )

@@ -16,7 +16,8 @@ from rl_dtensor.parallel.collectives import exchange
 from rl_dtensor.parallel.local_parameters import distribute, localize
 
 NUM_ARGUMENTS = 3
-"""Of stacked experts: hidden states `[tokens, hidden]`, ids of the chosen experts and their weights `[tokens, k]`."""
+"""Number of arguments of stacked experts: hidden states `[tokens, hidden]`, ids of the chosen experts and their weights
+`[tokens, k]`."""
 
 WHOLE_EXPERTS = "set dtensor_cfg.expert_parallel_size=1 and tensor_parallel_size=1"
 
@@ -92,7 +93,7 @@ def dispatch_tokens(module: Any, group: dist.ProcessGroup) -> None:
         sent, received = per_rank.tolist(), arriving.tolist()
         tokens = exchange(hidden[order // num_choices], sent, received, group)
         chosen = exchange(flat[order], sent, received, group) - rank * own
-        if not len(tokens):  # all parameters need a gradient, though a zero one: FSDP2 reduces them together
+        if not len(tokens):  # all parameters need a gradient, if only zeros: FSDP2 reduces them together
             tokens, chosen = torch.cat([tokens, tokens.new_zeros(1, hidden.shape[1])]), chosen.new_zeros(1)
         outputs = original(tokens, chosen[:, None], tokens.new_ones(len(tokens), 1))[: sum(received)]
         back = exchange(outputs, received, sent, group)

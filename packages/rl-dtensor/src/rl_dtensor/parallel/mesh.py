@@ -24,7 +24,7 @@ Direction = Literal["forward", "backward"]
 
 @dataclass(frozen=True)
 class Mesh:
-    """Where this rank is among the ranks of its model.
+    """The place of this rank among the ranks of its model.
 
     Args:
         sizes: ranks along each axis.
@@ -32,8 +32,8 @@ class Mesh:
         control: all ranks, on gloo: scalars that decide what every rank does next.
         axes: `(pp, dp, cp, tp)`, whose groups compute and count together.
         dense: `(pp, dp_replicate, fsdp, tp)`, over which parameters are split; `fsdp` is `dp_shard x cp`.
-        experts: `(pp, dp_replicate, efsdp, ep)`, over which experts are split where there is expert parallelism.
-        ends: the first and the last rank of this rank's pipeline; None where it is neither.
+        experts: `(pp, dp_replicate, efsdp, ep)`, over which experts are split; None without expert parallelism.
+        ends: the first and the last rank of this rank's pipeline; None if it is neither.
         edges: direction and sending pipeline rank, to the group of it and the receiver; of this rank's pipeline.
     """
 

@@ -11,7 +11,7 @@ A plan says so by module name, with `*` for the number of a layer:
   shared experts beside it are outside.
 - `embedding`, `head`: split by vocabulary.
 
-What a plan does not name, every rank has whole.
+Every rank has the modules that a plan does not name whole.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def plan_of(hf: PreTrainedModel, custom: Mapping[str, Style] | None) -> dict[str
     """Every split module's name to its style: the custom plan, or this backend's for the family, or the model's own.
 
     Raises:
-        ValueError: if there is no plan, it names no module of the model, or it says what cannot be done here.
+        ValueError: if there is no plan, or if it names no module of the model or a split that is not supported here.
     """
     patterns = _with_vocabulary(hf, custom if custom is not None else _layers_plan(hf))
     modules = {name.replace(".base_layer", ""): module for name, module in hf.named_modules()}

@@ -23,13 +23,13 @@ def forward_only(rank: int, size: int, num_chunks: int, num_microbatches: int) -
 
 
 def one_forward_one_backward(rank: int, size: int, num_chunks: int, num_microbatches: int) -> Iterator[Action]:
-    """1F1B, interleaved where a rank has several chunks: a few forward passes to fill the pipeline, then a backward
+    """1F1B, interleaved if a rank has several chunks: a few forward passes to fill the pipeline, then a backward
     pass after each, so that no rank keeps the activations of more microbatches than the pipeline is long.
 
     See Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM" (2021).
 
     Args:
-        num_microbatches: a multiple of `size` where there are several chunks.
+        num_microbatches: a multiple of `size` if there are several chunks.
     """
     total = num_microbatches * num_chunks
     ahead = size - rank - 1 if num_chunks == 1 else 2 * (size - rank - 1) + (num_chunks - 1) * size

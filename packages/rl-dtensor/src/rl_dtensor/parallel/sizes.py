@@ -1,4 +1,4 @@
-"""How many ranks lie along each axis, and which combinations there are."""
+"""Numbers of ranks along each axis, and the combinations of settings that can run."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_core.config import Problem
+from rl_core.model_config import num_experts_of
 from rl_dtensor.config import DTensorConfig
 
 SECTION = "dtensor_cfg"
-
-NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Fields by which Hugging Face configs count experts."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class AxisSizes:
         """All ranks that the other axes leave shard the parameters.
 
         Raises:
-            ValueError: where the world is no multiple of what the config asks for.
+            ValueError: if the world is not a multiple of what the config asks for.
         """
         needed = num_ranks(config)
         if world % needed:
@@ -153,7 +151,7 @@ def shape_problems(config: DTensorConfig, model: Mapping[str, Any]) -> Iterator[
                 f"{cp} neither divides nor is a multiple of the {own_kv} key-value heads of a rank; "
                 f"set it to {_nearest(own_kv, cp)}, or context_parallel_method=all_gather",
             )
-    experts = next((count for name in NUM_EXPERTS if (count := _number(model, name))), None)
+    experts = num_experts_of(model)
     if experts and config.compile:
         yield Problem(
             f"{SECTION}.compile", "compiles layers without experts, and the model has some; set compile=false"

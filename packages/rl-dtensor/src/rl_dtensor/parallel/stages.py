@@ -41,7 +41,7 @@ class Stages:
         """Read off a whole model on `meta`.
 
         Raises:
-            ValueError: where the model is more than an embedding, a list of layers and a norm, and cannot be cut.
+            ValueError: if the model is more than an embedding, a list of layers and a norm, and cannot be cut.
         """
         base = hf.base_model
         prefix = f"{hf.base_model_prefix}."
@@ -58,13 +58,13 @@ class Stages:
         return cls(prefix + lists[0], prefix + embedding, prefix + norms[0], num_layers, count)
 
     def layers_of(self, stage: int) -> range:
-        """As even as can be, the first stages one more."""
+        """Layers of a stage: split evenly, the first stages taking one more each if need be."""
         share, more = divmod(self.num_layers, self.count)
         start = stage * share + min(stage, more)
         return range(start, start + share + (stage < more))
 
     def stage_of(self, name: str) -> int:
-        """Where a parameter of the whole model is."""
+        """Stage that holds a parameter of the whole model."""
         layer = re.match(rf"{re.escape(self.layers)}\.(\d+)\.", name)
         if layer:
             return next(stage for stage in range(self.count) if int(layer[1]) in self.layers_of(stage))
@@ -95,7 +95,7 @@ class Stages:
             rows: what the model's forward pass is told of the rows.
 
         Raises:
-            ValueError: where they change: the model does something between its modules that a stage would repeat.
+            ValueError: if they change: the model does something between its modules that a stage would repeat.
         """
         if stage == 0:
             return

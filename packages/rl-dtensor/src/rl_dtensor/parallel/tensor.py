@@ -42,7 +42,7 @@ def split_tensors(
     Args:
         plan: module name to style; modules that this model lacks are passed over.
         sequence_parallel: whether tokens are split between blocks.
-        final_norm: name of the module whose output is made whole for the head; None where another rank has the head.
+        final_norm: name of the module whose output is made whole for the head; None if another rank has the head.
         has_split_head: whether the head is split, so that ranks have different gradients by its input.
     """
     splitter = _Splitter(hf, plan, mesh, sequence_parallel)
@@ -105,7 +105,7 @@ class _Splitter:
         return None
 
     def _placement_of(self, name: str, plain: str) -> Placement:
-        """Of the gradients of a module that every rank has whole."""
+        """Placement of the gradients of a module that every rank has whole."""
         if any(plain.startswith(f"{block}.") for block in self._blocks):
             return Partial()
         is_after_gathering = plain == "score"

@@ -119,6 +119,41 @@ def runs(
 
 
 @app.command()
+def show(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory; rl runs lists them.")],
+    step: Annotated[
+        int | None, typer.Option("--step", metavar="N", help="The rollouts of this step, and metrics up to it.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    png: Annotated[
+        Path | None, typer.Option("--png", metavar="DIR", help="Write plots of all metrics into this folder as well.")
+    ] = None,
+) -> None:
+    """Show a run: plots and a table of metrics, time by phase, samples of rollouts, and what to look at next.
+
+    With --json: {"schema": 1, "path", "description", "state", "summaries": [{"name", "first", "best", "best_step",
+    "last", "last_step"}, ...], "timings": {PHASE: SECONDS}, "rollouts": {"step", "num_rollouts", "best", "worst",
+    "failures": {REASON: COUNT}}|null, "advice": [{"found", "remedy"}, ...]}.
+    """
+    with reported():
+        from rl_launch import show as showing
+        from rl_launch.session.run_folder import RunFolder
+        from rl_launch.show.images import check_matplotlib, write_images
+
+        if png is not None:
+            check_matplotlib()
+        report = showing.report_of(RunFolder(run), step)
+        if as_json:
+            sys.stdout.write(json.dumps(report.as_json(), indent=2) + "\n")
+        else:
+            from rich.console import Console
+
+            showing.show(report, Console())
+        for path in write_images(report, png.expanduser()) if png is not None else ():
+            sys.stderr.write(f"{path}\n")
+
+
+@app.command()
 def convert(
     source: Annotated[
         str, typer.Argument(metavar="SOURCE", help="A checkpoint, a run directory (its newest one), or a model.")

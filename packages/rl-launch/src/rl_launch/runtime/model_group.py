@@ -91,10 +91,24 @@ class ModelGroup:
         )
         self._timeout_s = CALL_TIMEOUT_S
         self._trains = True
+        self._columns: tuple[str, ...] = ()
         self._builds: list[ray.ObjectRef] = []
 
-    def begin(self, plugin: BackendPlugin, config: ModelConfig, backend: Config, spec: ModelSpec) -> None:
-        """Have the ranks meet at rank 0 and build the model."""
+    def begin(
+        self,
+        plugin: BackendPlugin,
+        config: ModelConfig,
+        backend: Config,
+        spec: ModelSpec,
+        *,
+        columns: Sequence[str],
+    ) -> None:
+        """Have the ranks meet at rank 0 and build the model.
+
+        Args:
+            columns: that all its passes read beside `tokens`.
+        """
+        self._columns = tuple(columns)
         self._timeout_s = config.worker_timeout_s
         self._trains = spec.trains
         head, world_size = self.places[0], len(self._workers)
@@ -122,6 +136,7 @@ class ModelGroup:
             timeout_s=self._timeout_s,
             logs=self._logs,
             trains=self._trains,
+            columns=self._columns,
         )
 
     def meeting_point(self) -> str:

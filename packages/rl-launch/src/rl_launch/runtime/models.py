@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 
 from rl_core.ray.model import RemoteModel
+from rl_core.rollout import ROUTED_EXPERTS
 from rl_launch.backends import ModelBackend
 from rl_launch.cluster.virtual_cluster import Bundle, VirtualCluster
 from rl_launch.placement.residency import Residency, Tenant
@@ -134,7 +135,8 @@ class Models:
 
     def _build(self, role: str) -> None:
         backend = self._backends[role]
-        self._groups[role].begin(backend.plugin, backend.config, backend.backend, backend.spec)
+        columns = (ROUTED_EXPERTS,) if backend.replays_routing else ()
+        self._groups[role].begin(backend.plugin, backend.config, backend.backend, backend.spec, columns=columns)
 
     def _finished(self, role: str, hold: Hold) -> RemoteModel:
         model = self._groups[role].finish(hold)

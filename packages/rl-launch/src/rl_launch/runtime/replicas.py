@@ -142,6 +142,8 @@ class Replicas:
 
     def _spec(self, placement: Placement) -> RolloutWorkerSpec:
         backend = self._backend
+        # an evaluation, whose replicas wait for no weights, trains nothing
+        placement = replace(placement, reports_routing=backend.reports_routing and placement.awaits_weights)
         return RolloutWorkerSpec(
             generator=backend.plugin.worker,
             generator_args=(backend.config, backend.backend, backend.model, placement),

@@ -19,7 +19,7 @@ FUSED_NORMS = {
     "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
     "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
 }
-"""Where Transformer Engine's fused layers keep the norms before them, and what the local layers call those."""
+"""Names of the norms in Transformer Engine's fused layers, to their names in the local layers."""
 
 
 def held_weights(chunks: Sequence[Any], config: TransformerConfig, expert_rank: int) -> dict[str, Tensor]:

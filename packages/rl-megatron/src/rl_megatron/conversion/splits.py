@@ -1,4 +1,4 @@
-"""How one Megatron parameter is made of Hugging Face tensors, and spread over ranks."""
+"""Conversions of one Megatron parameter from and to Hugging Face tensors, spread over ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Split(Protocol):
     """Both directions of one parameter; `part` then `join` over all ranks gives back what was read, bit for bit."""
 
     def part(self, read: Reader, rank: int, size: int) -> Tensor:
-        """What rank `rank` of `size` holds; reads no more than it needs."""
+        """Return the part that rank `rank` of `size` holds; reads only the slices that it needs."""
         ...
 
     def join(self, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -34,7 +34,7 @@ class Split(Protocol):
 
     @property
     def dim(self) -> int | None:
-        """Along which the parts lie side by side; None where every rank holds all of it."""
+        """Dim along which the parts lie side by side; None if every rank holds all of it."""
         ...
 
 

@@ -18,7 +18,7 @@ class HFTensor:
 
 @dataclass(frozen=True)
 class WeightMap:
-    """Where a parameter comes from and goes to.
+    """Source and target of a parameter.
 
     Args:
         target: Megatron's name with the local layers, layers and experts numbered over the whole model.
@@ -27,7 +27,7 @@ class WeightMap:
         over: the ranks it is spread over: `tp`, or `etp` for experts.
         copy_of: target of the map whose weights it repeats (a tied head on a pipeline rank of its own); a copy is
             loaded, and never sent, exported or saved.
-        dtype: of the tensors in files and on the wire where it is not that of the model.
+        dtype: of the tensors in files and on the wire; None if it is that of the model.
     """
 
     target: str

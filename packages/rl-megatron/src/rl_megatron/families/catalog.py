@@ -36,7 +36,7 @@ def family_of(config: PreTrainedConfig) -> Family:
     """The family of a model.
 
     Raises:
-        ValueError: where there is none, naming those there are and how another is added.
+        ValueError: if there is none, naming those there are and how another is added.
     """
     if config.model_type in BUILT_IN:
         return BUILT_IN[config.model_type]

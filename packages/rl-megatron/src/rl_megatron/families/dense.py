@@ -146,7 +146,8 @@ def _refuse_biases(config: Any) -> None:
 
 
 def _window(config: Any) -> tuple[int, int] | None:
-    """Tokens before each that it sees, where all layers are alike."""
+    """Numbers of tokens before and after each token that it sees, the same in all layers; None if it sees all before
+    it."""
     settings = config.to_dict()
     kinds = set(settings.get("layer_types") or [])
     if len(kinds) > 1:

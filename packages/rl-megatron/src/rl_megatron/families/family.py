@@ -13,11 +13,11 @@ from rl_megatron.conversion.weight_map import WeightMap
 
 @dataclass(frozen=True)
 class Family:
-    """What Megatron must know of a family.
+    """The settings and weight maps by which Megatron builds and loads a family.
 
     Args:
         settings: from the Hugging Face config to fields of Megatron's `TransformerConfig` (of `MLATransformerConfig`
-            where `multi_latent_attention` is among them).
+            if `multi_latent_attention` is among them).
         weights: from the Hugging Face config to the maps of all weights of the whole model but for its head.
         rotary_dim: from the Hugging Face config to the dims of a head that rotary embedding turns.
     """

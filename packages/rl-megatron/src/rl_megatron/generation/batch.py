@@ -13,6 +13,7 @@ from torch import Tensor
 from rl_core.torch.generation.row import Row
 from rl_core.torch.generation.sampling import draw
 from rl_megatron.model import ReadingModel
+from rl_megatron.replay import RoutingRecorder
 
 COLUMNS = 64
 """A cache's columns are a multiple of so many, for Megatron keeps the rotary embedding of each size it saw."""
@@ -24,10 +25,16 @@ class StaticBatch:
     Token i of every row lies in column i of the cache, which needs no padding and no mask then. Prompts are read
     together up to the end of the shortest; the rest of longer ones is read column by column, while shorter rows are
     decoded already.
+
+    Args:
+        recorder: of the experts that tokens are sent to; None if they are not reported.
     """
 
-    def __init__(self, model: ReadingModel, device: torch.device, *, max_prefill_tokens: int) -> None:
+    def __init__(
+        self, model: ReadingModel, device: torch.device, *, max_prefill_tokens: int, recorder: RoutingRecorder | None
+    ) -> None:
         self._model = model
+        self._recorder = recorder
         self._device = device
         self._max_prefill_tokens = max_prefill_tokens
         self.rows: list[Row] = []
@@ -56,7 +63,7 @@ class StaticBatch:
         size = max(1, self._max_prefill_tokens // end)
         for first in range(0, len(rows), size):
             context.batch_size_offset, context.sequence_len_offset = first, 0
-            last.append(self._forward(tokens[first : first + size], 0))
+            last.append(self._forward(tokens[first : first + size], 0, self.rows[first : first + size]))
         context.batch_size_offset = 0
         context.enable_decode_mode()
         return self._sample(torch.cat(last), version)
@@ -66,10 +73,11 @@ class StaticBatch:
         """Go on by one column: a token of its prompt for rows that still have one there, else the token sampled last;
         the number of tokens sampled."""
         column = self._num_columns
-        return self._sample(self._forward(torch.tensor([[row.token(column)] for row in self.rows]), column), version)
+        tokens = torch.tensor([[row.token(column)] for row in self.rows])
+        return self._sample(self._forward(tokens, column, self.rows), version)
 
     def drop_cancelled(self) -> None:
-        """Let go of rows that nobody waits for any more."""
+        """Drop rows that nobody waits for any longer."""
         self._keep([index for index, row in enumerate(self.rows) if not row.future.cancelled()])
 
     def clear(self) -> list[Row]:
@@ -82,11 +90,14 @@ class StaticBatch:
     def _num_columns(self) -> int:
         return int(self._wrapper.inference_context.sequence_len_offset)
 
-    def _forward(self, tokens: Tensor, column: int) -> Tensor:
+    def _forward(self, tokens: Tensor, column: int, rows: Sequence[Row]) -> Tensor:
         """`[rows, hidden]` of the last of these columns, `tokens` being `[rows, columns]`."""
         places = torch.arange(column, column + tokens.shape[1]).expand_as(tokens)
         batch = {"tokens": tokens.to(self._device), "position_ids": places.to(self._device), "attention_mask": None}
         hidden: Tensor = self._wrapper.run_one_forward_step(batch)
+        if self._recorder is not None:
+            for row, experts in zip(rows, self._recorder.take(len(rows)), strict=True):
+                row.add_routing(experts)
         return hidden[-1]
 
     def _sample(self, hidden: Tensor, version: int) -> int:

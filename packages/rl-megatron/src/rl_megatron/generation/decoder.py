@@ -23,6 +23,7 @@ from rl_megatron.generation.loading import join_alone, load_model
 from rl_megatron.generation.weights import WeightAdoption
 from rl_megatron.model import forget_embeddings
 from rl_megatron.parallel.mesh import leave_groups
+from rl_megatron.replay import RoutingRecorder
 from rl_megatron.residency import ModelResidency
 from rl_megatron.step import MegatronModel
 
@@ -35,21 +36,28 @@ class MegatronDecoder:
     Args:
         config: of the generator.
         model: what is generated with.
+        reports_routing: whether completions carry the experts that tokens were sent to.
 
     Raises:
-        ValueError: where the model's files and config do not fit together, or its family has no weight mapping.
+        ValueError: if the model's files and config do not fit together, its family has no weight mapping, or it has no
+            experts to report.
     """
 
-    def __init__(self, config: MegatronGenerationConfig, model: ModelConfig, device: Device) -> None:
+    def __init__(
+        self, config: MegatronGenerationConfig, model: ModelConfig, device: Device, *, reports_routing: bool
+    ) -> None:
         self._config = config
         self._mesh = join_alone(device)
         try:
             self.model, self._weights = load_model(model, self._mesh)
+            recorder = RoutingRecorder(self.model.chunks[0], self.model.config) if reports_routing else None
         except BaseException:
             leave_groups()
             raise
         self._residency = ModelResidency(self.model, None, device)
-        self._batch = StaticBatch(self.model, device.torch_device, max_prefill_tokens=config.max_prefill_tokens)
+        self._batch = StaticBatch(
+            self.model, device.torch_device, max_prefill_tokens=config.max_prefill_tokens, recorder=recorder
+        )
 
     @property
     def vocab_size(self) -> int:
@@ -62,7 +70,7 @@ class MegatronDecoder:
         return self._batch.rows
 
     def admit(self, waiting: deque[Row], version: int) -> int:
-        """Start a batch where none is under way: of the request that has waited longest and of others whose prompts are
+        """Start a batch if none is under way: of the request that has waited longest and of others whose prompts are
         about as long."""
         if self.rows:
             return 0
@@ -74,7 +82,7 @@ class MegatronDecoder:
         return self._batch.step(version)
 
     def drop_cancelled(self) -> None:
-        """Let go of rows that nobody waits for any more."""
+        """Drop rows that nobody waits for any longer."""
         self._batch.drop_cancelled()
 
     def clear(self) -> list[Row]:
@@ -112,8 +120,8 @@ class MegatronDecoder:
 def next_batch(waiting: deque[Row], max_rows: int) -> list[Row]:
     """Take the next batch out of the rows that wait, in their order.
 
-    Where two prompts differ in length, the difference is read column by column. A row joins the one that has waited
-    longest where that takes fewer steps than to decode it after the others.
+    If two prompts differ in length, the difference is read column by column. A row joins the one that has waited
+    longest if that takes fewer steps than to decode it after the others.
     """
     while waiting and waiting[0].future.cancelled():
         waiting.popleft()

@@ -30,6 +30,10 @@ class MegatronGenerator(LocalGenerator[MegatronDecoder]):
         device = placement.kind
         if device.kernels == "cpu":
             cpu_shim.install()
+        reports = placement.reports_routing
         super().__init__(
-            lambda: MegatronDecoder(backend, model, device), AutoTokenizer.from_pretrained, model, placement
+            lambda: MegatronDecoder(backend, model, device, reports_routing=reports),
+            AutoTokenizer.from_pretrained,
+            model,
+            placement,
         )

@@ -28,7 +28,7 @@ def load_model(config: ModelConfig, mesh: Mesh) -> tuple[ReadingModel, Weights]:
     with them merged in.
 
     Raises:
-        ValueError: where the files, the config and the family do not fit together.
+        ValueError: if the files, the config and the family do not fit together.
     """
     folder = model_folder(config.model_name)
     plain = config.model_copy(update={"lora_cfg": LoraConfig()})

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from rl_core.config import Problem
-from rl_core.plugins import BackendPlugin, Requirement
+from rl_core.plugins import BackendPlugin, Requirement, reports_routing
 from rl_megatron.generation.config import MegatronGenerationConfig
 
 
@@ -38,4 +38,5 @@ PLUGIN = BackendPlugin(
     ),
     ranks=ranks,
     checks=(check_size,),
+    routing_problem=reports_routing,
 )

@@ -80,5 +80,5 @@ class WeightAdoption:
         return [(source.name, tensor) for source, tensor in zip(entry.sources, joined, strict=True)]
 
     def _is_stale(self, name: str, found: Tensor) -> bool:
-        # a tensor that never arrived has no digest, which none equals
+        # a tensor that never arrived has no digest, so that no tensor equals it
         return digest(found.contiguous()) != self._digests.get(name)

@@ -22,7 +22,7 @@ from rl_megatron.random import seed_all
 
 @dataclass(frozen=True)
 class Mesh:
-    """Where this rank is among the ranks of its model. Megatron keeps the groups themselves, one set per process.
+    """The place of this rank among the ranks of its model. Megatron keeps the groups themselves, one set per process.
 
     Args:
         kind: the device that it computes on.

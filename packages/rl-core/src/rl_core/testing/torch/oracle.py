@@ -1,4 +1,4 @@
-"""What a model must answer, computed row by row in float64 by transformers on one process."""
+"""The answers that a model must give, computed row by row in float64 by transformers on one process."""
 
 from __future__ import annotations
 

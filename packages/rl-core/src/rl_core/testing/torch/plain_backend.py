@@ -152,7 +152,7 @@ class PlainModel:
         """Name of the model's class."""
         return type(self.hf).__name__
 
-    def extra_columns(self, batch: Batch) -> Mapping[str, Ragged]:
+    def extra_columns(self, batch: Batch, *, for_loss: bool) -> Mapping[str, Ragged]:
         """None."""
         return {}
 

@@ -30,7 +30,7 @@ EMBEDDING = "model.embed_tokens.weight"
 
 @dataclass(frozen=True)
 class Fault:
-    """What the sender does wrong.
+    """A fault of the sender.
 
     Args:
         corrupt: name of a tensor that arrives other than it was.
@@ -44,7 +44,7 @@ class Fault:
 
 
 def manifest_of(folder: Path, version: int) -> Manifest:
-    """What a policy with the weights in this folder would send."""
+    """The manifest with which a policy would send the weights in this folder."""
     tied = {HEAD: EMBEDDING} if json.loads((folder / "config.json").read_text())["tie_word_embeddings"] else {}
     tensors = load_file(folder / "model.safetensors")
     specs = [TensorSpec(name, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 SUFFIX = "_scale_inv"
-"""Of the name of the tensor that holds a weight's scales, after the weight's own name."""
+"""Ends the name of the tensor that holds a weight's scales, after the weight's own name."""
 
 BLOCK = 128
 """Rows and columns that share a scale."""

@@ -56,7 +56,7 @@ def copy_side_files(target: Path, *, source: Path, tokenizer: Path, settings: To
 
 
 def _own_template(folder: Path) -> str | None:
-    """A tokenizer's template; None where it has none, or several by name."""
+    """A tokenizer's template; None if it has none, or several by name."""
     if (folder / TEMPLATE).is_file():
         return (folder / TEMPLATE).read_text(encoding="utf-8")
     config = folder / "tokenizer_config.json"
@@ -69,7 +69,7 @@ def model_folder(name: str) -> Path:
     if Path(name).is_dir():
         return Path(name)
     if name.startswith((".", "/", "~")):
-        raise ValueError(f"model_name {name!r} is no folder; give a folder with Hugging Face files, or a hub name")
+        raise ValueError(f"model_name {name!r} is not a folder; give a folder with Hugging Face files, or a hub name")
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(name, allow_patterns=PATTERNS))
@@ -99,7 +99,7 @@ class WeightFiles:
     """The safetensors of one folder.
 
     Args:
-        folder: where they lie.
+        folder: that holds them.
         file_of: tensor name to the file that holds it.
         scales_of: name of each 8-bit weight to the file that holds the scales of its blocks.
     """
@@ -113,7 +113,7 @@ class WeightFiles:
         """Reads the index, or the names in the single file.
 
         Raises:
-            ValueError: where there are no safetensors.
+            ValueError: if there are no safetensors.
         """
         if (folder / INDEX).is_file():
             return cls._apart(folder, dict(json.loads((folder / INDEX).read_text())["weight_map"]))

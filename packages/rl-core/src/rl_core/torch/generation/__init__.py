@@ -1,1 +1,1 @@
-"""What generators that run a model in their own process share: rows, sampling, the engine's thread and the facade."""
+"""Shared by generators that run a model in their own process: rows, sampling, the engine's thread and the facade."""

@@ -57,19 +57,20 @@ class Decoder(Protocol):
         ...
 
     def admit(self, waiting: deque[Row], version: int) -> int:
-        """Take waiting rows in, where there is room, and read their prompts; the number of tokens sampled."""
+        """Take waiting rows in, as far as there is room, and read their prompts; returns the number of tokens
+        sampled."""
         ...
 
     def step(self, version: int) -> int:
-        """Decode one token of every row under way; the number of tokens sampled. Rows that end leave."""
+        """Decode one token of every row under way; returns the number of tokens sampled. Rows that end leave."""
         ...
 
     def drop_cancelled(self) -> None:
-        """Let go of rows that nobody waits for any more."""
+        """Drop rows that nobody waits for any longer."""
         ...
 
     def clear(self) -> list[Row]:
-        """Drop all rows and their cache; the rows that were there."""
+        """Drop all rows and their cache; returns the rows that were there."""
         ...
 
     def score(self, token_ids: np.ndarray) -> np.ndarray:
@@ -93,5 +94,5 @@ class Decoder(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of what outlives the object."""
+        """Release what outlives the object."""
         ...

@@ -39,17 +39,17 @@ class Engine(Generic[Model]):
 
     @property
     def loaded(self) -> Future[None]:
-        """Done once the model is there; its error where it does not come up."""
+        """Done once the model is loaded; holds the error if it cannot be."""
         return self._thread.loaded
 
     @property
     def failure(self) -> str | None:
-        """Why nothing is decoded any more."""
+        """Reason why nothing is decoded any longer; None while the engine works."""
         return self._thread.failure
 
     @property
     def num_waiting(self) -> int:
-        """Requests that have no row yet."""
+        """Number of requests that have no row yet."""
         return len(self._waiting)
 
     def start(self) -> None:

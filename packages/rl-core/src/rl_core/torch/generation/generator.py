@@ -29,11 +29,11 @@ class LocalGenerator(Generic[Model]):
     """`rl_core.generation.Generator` on one device; all methods are called on one event loop.
 
     A request ends at `sampling.stop_token_ids`, `sampling.stop_strings` or its token limit; the end-of-sequence token
-    ends it where the request lists it.
+    ends it if the request lists it.
 
     Args:
         load: makes the model, in the engine's thread.
-        load_tokenizer: from a folder or hub name; called where a request has stop strings.
+        load_tokenizer: from a folder or hub name; called if a request has stop strings.
         model: what is generated with.
         placement: the device and the engine's threads.
     """
@@ -63,7 +63,7 @@ class LocalGenerator(Generic[Model]):
 
     @property
     def num_ranks(self) -> int:
-        """One: the model is on one device."""
+        """1, as the model is on one device."""
         return 1
 
     async def start(self) -> None:
@@ -108,7 +108,7 @@ class LocalGenerator(Generic[Model]):
         self._serving.set()
 
     async def sleep(self) -> bool:
-        """Move the weights to host memory (on CPU they are there), where they are kept, and refuse requests until
+        """Move the weights to host memory (on CPU they are there already), keep them there, and refuse requests until
         `wake`.
         """
         if self._num_in_flight:

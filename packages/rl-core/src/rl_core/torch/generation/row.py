@@ -13,11 +13,11 @@ from rl_core.torch.generation.stop_text import StopText
 
 
 class Row:
-    """A request, what was sampled for it, and who waits for it.
+    """A request, the tokens sampled for it, and the future of its completion.
 
     Args:
         limit: most tokens sampled, by the request and by the context.
-        stop_text: where the request has stop strings.
+        stop_text: None if the request has no stop strings.
     """
 
     def __init__(self, request: GenerationRequest, limit: int, stop_text: StopText | None) -> None:
@@ -26,6 +26,7 @@ class Row:
         self.tokens: list[int] = []
         self._logprobs: list[float] = []
         self._versions: list[int] = []
+        self._routing: list[np.ndarray] = []
         self.limit = limit
         self._stop_text = stop_text
         self._uniforms = uniforms(request.seed, limit)
@@ -37,17 +38,21 @@ class Row:
         return len(self.request.token_ids)
 
     def token(self, index: int) -> int:
-        """A token of the prompt and what was sampled after it, by its index."""
+        """A token of the prompt or of those sampled after it, by its index."""
         prompt = self.request.token_ids
         return int(prompt[index]) if index < len(prompt) else self.tokens[index - len(prompt)]
 
     @property
     def uniform(self) -> float:
-        """What draws the next token."""
+        """Uniform number that draws the next token."""
         return float(self._uniforms[len(self.tokens)])
 
+    def add_routing(self, experts: np.ndarray) -> None:
+        """Take the experts, int16 `[tokens, layers, experts per token]`, that the next of its tokens were sent to."""
+        self._routing.append(experts)
+
     def append(self, token: int, logprob: float, version: int) -> bool:
-        """Take a sampled token; True where it ends the completion, which is then handed over."""
+        """Take a sampled token; True if it ends the completion, which is then handed over."""
         self.tokens.append(token)
         self._logprobs.append(logprob)
         self._versions.append(version)
@@ -67,6 +72,7 @@ class Row:
             logprobs=np.array(self._logprobs, dtype=np.float32),
             stop_reason=reason,
             spans=tuple(WeightSpan(int(v), int(n)) for v, n in zip(versions, counts, strict=True)),
+            routed_experts=np.concatenate(self._routing) if self._routing else None,
         )
         if self.future.set_running_or_notify_cancel():
             self.future.set_result(completion)

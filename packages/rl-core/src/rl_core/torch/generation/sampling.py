@@ -41,7 +41,8 @@ def draw(logits: Tensor, sampling: Sequence[SamplingParams], uniform: Sequence[f
 
 
 def processed_logprobs(logits: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
-    """float32 `[rows, vocab]`, logprobs after temperature, top-k and top-p, in this order; -inf where filtered out."""
+    """float32 `[rows, vocab]`, logprobs after temperature, top-k and top-p, in this order; -inf for tokens filtered
+    out."""
     temperature = _column([params.temperature or 1.0 for params in sampling], logits)
     scaled = logits.float() / temperature
     filtering = [params for params in sampling if params.temperature > 0]

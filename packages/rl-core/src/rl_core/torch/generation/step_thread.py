@@ -15,7 +15,7 @@ from rl_core.errors import GeneratorError
 
 
 class Stepped(Protocol):
-    """What works in steps; called by one thread."""
+    """Work that is done in steps; called by one thread."""
 
     @property
     def busy(self) -> bool:
@@ -31,14 +31,14 @@ class Stepped(Protocol):
         ...
 
     def dispose(self) -> None:
-        """Let go of what outlives the object."""
+        """Release what outlives the object."""
         ...
 
 
 _log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 20.0
-"""How long `close` waits for a step under way."""
+"""Longest wait of `close` for a step under way."""
 
 Work = TypeVar("Work", bound=Stepped)
 Result = TypeVar("Result")
@@ -79,7 +79,7 @@ class StepThread(Generic[Work]):
             self._calls.put(function)
 
     def call(self, function: Callable[[], Result]) -> Future[Result]:
-        """What a function returns that is run between two steps."""
+        """Run a function between two steps, and return the future of its result."""
         future: Future[Result] = Future()
 
         def run() -> None:
@@ -128,12 +128,12 @@ class StepThread(Generic[Work]):
         work.dispose()
 
     def _end(self, reason: str) -> None:
-        """Take no more functions."""
+        """Refuse further functions."""
         with self._ending:
             self.failure = reason
 
     def _run_calls(self, *, block: bool) -> bool:
-        """Run what has been asked for; False where the end has."""
+        """Run the functions that were handed over; False if the end was asked for."""
         while block or not self._calls.empty():
             function = self._calls.get()
             if function is None:

@@ -1,1 +1,1 @@
-"""What is read from a model's hidden states."""
+"""Reads from a model's hidden states: logprobs, entropy, top-k, scores and values."""

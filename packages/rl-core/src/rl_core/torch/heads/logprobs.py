@@ -14,8 +14,8 @@ from torch.autograd.function import once_differentiable
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """What a model does to the product of hidden states and head: `softcap * tanh(scale * x / softcap)`, or `scale *
-    x`."""
+    """The transform from the product of hidden states and head to logits: `softcap * tanh(scale * x / softcap)`, or
+    `scale * x`."""
 
     scale: float = 1.0
     softcap: float | None = None
@@ -69,8 +69,8 @@ def head_reads(
     k: int = 0,
     chunk_size: int = 1024,
 ) -> TokenReads:
-    """What the head says at each position; at most `[chunk_size, vocab]` logits exist, in the forward and in the
-    backward pass.
+    """Read the head at each position. At most `[chunk_size, vocab]` logits exist, in the forward and in the backward
+    pass.
 
     The backward pass computes each chunk's logits again. Reductions are in float32 whatever the dtype of the hidden
     states.
@@ -93,8 +93,8 @@ def head_reads(
 
 @dataclass(frozen=True)
 class HeadPass:
-    """How the products of a chunk's hidden states and a head become results; methods that end in `_` use up what they
-    are given."""
+    """Conversion of the products of a chunk's hidden states and a head into results. Methods that end in `_` use up
+    their arguments."""
 
     transform: LogitTransform
     temperature: float
@@ -130,10 +130,10 @@ class HeadPass:
             log_sum: `[n]`, of the exponentials of the logits over the temperature.
             entropy, by_entropy: `[n]`, or empty; the latter is the gradient by it.
             columns: `[n, 1 + k]`, of the target and the top-k tokens.
-            by_columns: `[n, 1 + k]`, gradients by their logprobs, 0 where the column is not the token's.
+            by_columns: `[n, 1 + k]`, gradients by their logprobs, 0 if the column is not the token's.
             by_targets: `[n]`, the sum of gradients by all logprobs.
         """
-        used = logits if self.transform.softcap is None else logits.clone()  # a cap's gradient wants them whole
+        used = logits if self.transform.softcap is None else logits.clone()  # a cap's gradient needs them unchanged
         logprobs = self.cooled_(used).sub_(log_sum[:, None])
         coefficient = -by_targets[:, None]
         if self.entropy:
@@ -199,7 +199,7 @@ class HeadGradients:
             self.bias.add_(grad.sum(0))
 
     def results(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """By hidden states, weight and bias, each in the dtype of its input."""
+        """Gradients by hidden states, weight and bias, each in the dtype of its input."""
         _, weight, bias = self.inputs
         return (
             self.hidden,
@@ -258,8 +258,8 @@ class _HeadReads(torch.autograd.Function):
 
 
 def _log_sum_(logits: Tensor, entropy: Tensor | None) -> Tensor:
-    """`[n]`, the logarithm of the sum S of the exponentials of logits z `[n, vocab]`, of which none is positive and
-    which are used up. Where the entropy is wanted, it is written: log S - sum exp(z) z / S."""
+    """`[n]`, the logarithm of the sum S of the exponentials of logits z `[n, vocab]`, none of them positive;
+    they are used up. If `entropy` is given, the entropy is written to it: log S - sum exp(z) z / S."""
     if entropy is None:
         return logits.exp_().sum(1).log_()
     weights = logits.exp()
@@ -270,7 +270,8 @@ def _log_sum_(logits: Tensor, entropy: Tensor | None) -> Tensor:
 
 
 def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add `a @ b` to a total, which may have a wider dtype, without a tensor of the product's size where it has not."""
+    """Add `a @ b` to a total, which may have a wider dtype, without a tensor of the product's size if it has
+    not."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     else:

@@ -18,7 +18,7 @@ READS_OF_ROLE: Mapping[Role, tuple[str, ...]] = {
     "reward_model": ("scores",),
     "critic": ("values",),
 }
-"""What each role's head can answer."""
+"""Reads that the head of each role can answer."""
 
 ROW_READS = ("scores",)
 """Reads with one value per row; all others have one per token."""

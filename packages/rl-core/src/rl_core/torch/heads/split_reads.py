@@ -1,4 +1,4 @@
-"""Reads of whole rows where a rank's forward pass holds some of the tokens, or of the vocabulary.
+"""Reads of whole rows if a rank's forward pass holds only part of the tokens, or of the vocabulary.
 
 A backend with context parallelism gives each rank some positions of each row; the losses still see whole rows. Results,
 one number per token, are joined; hidden states never are.
@@ -34,14 +34,15 @@ def split_language_reads(
     group: dist.ProcessGroup | None = None,
     sums_hidden_grad: bool = True,
 ) -> dict[str, Tensor]:
-    """As `rl_core.torch.heads.reads.language_reads`, from the positions and the part of the head that this rank holds.
+    """Read as `rl_core.torch.heads.reads.language_reads` does, from the positions and the part of the head that this
+    rank holds.
 
     Args:
         hidden: `[positions, hidden]`, after the model's last norm.
         places: int64 `[positions]`, the index among the rows' tokens of each position; -1 for padding.
-        head: the whole head, or this rank's rows of it where there is a `shard`.
-        shard: where this rank's rows of the head lie.
-        group: the ranks that hold all positions between them, each token once; None where this one does.
+        head: the whole head, or this rank's rows of it if there is a `shard`.
+        shard: the place of this rank's rows in the head; None if it has the whole head.
+        group: the ranks that hold all positions between them, each token once; None if this one does.
         sums_hidden_grad: as in `vocab_parallel_reads`.
 
     Returns:

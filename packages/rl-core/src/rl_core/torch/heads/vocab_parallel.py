@@ -19,7 +19,7 @@ class VocabShard:
 
     Args:
         start: token id of the first of them.
-        vocab_size: tokens of the whole head; rows that stand for ids beyond it are padding and count for nothing.
+        vocab_size: tokens of the whole head; rows that stand for ids beyond it are padding and do not count.
         group: the ranks that hold the whole head between them.
     """
 
@@ -28,7 +28,7 @@ class VocabShard:
     group: dist.ProcessGroup
 
     def trim(self, rows: Tensor) -> Tensor:
-        """The rows (weight or bias) that are no padding; there may be none."""
+        """The rows (weight or bias) that are not padding; possibly none."""
         return rows[: max(0, min(len(rows), self.vocab_size - self.start))]
 
 
@@ -44,7 +44,8 @@ def vocab_parallel_reads(
     chunk_size: int = 1024,
     sums_hidden_grad: bool = True,
 ) -> TokenReads:
-    """As `rl_core.torch.heads.logprobs.head_reads`, from this rank's rows of the head; collective over its group.
+    """Read the head as `rl_core.torch.heads.logprobs.head_reads` does, from this rank's rows of the head; collective
+    over its group.
 
     At most `[chunk_size, vocab / ranks]` logits exist on a rank. Per chunk, three numbers per position are summed over
     the group (and `2 k` gathered for top-k); the backward pass talks once, about the hidden states.
@@ -76,7 +77,7 @@ class _Options:
     sums_hidden_grad: bool
 
     def own(self, ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-        """Columns of token ids on this rank (any column where it is another's), and whether they are here."""
+        """Columns of token ids on this rank (any column if another rank has it), and whether they are here."""
         columns = ids - self.shard.start
         is_here = (columns >= 0) & (columns < num_rows)
         return columns.clamp(0, max(num_rows - 1, 0)), is_here
@@ -134,7 +135,7 @@ class _VocabParallelReads(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Statistics:
-    """Of the whole vocabulary's logits, each `[n]`."""
+    """Statistics of the whole vocabulary's logits, each `[n]`."""
 
     log_sum: Tensor
     target: Tensor

@@ -29,7 +29,7 @@ class HalfStateAdamW(Optimizer):
         lr, betas, eps, weight_decay: as of `torch.optim.AdamW`.
 
     Raises:
-        ValueError: where one of these is out of range.
+        ValueError: if one of these is out of range.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class HalfStateAdamW(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """As of any optimizer; torch would widen the averages to the dtype of the parameters."""
+        """Load the state and keep the averages in bfloat16, which torch would widen to the dtype of the parameters."""
         super().load_state_dict(dict(state_dict))
         for state in self.state.values():
             for name in AVERAGES:
@@ -89,7 +89,7 @@ class HalfStateAdamW(Optimizer):
 
 
 def _own(tensor: Any) -> Tensor:
-    """What this rank has of it, sharing memory."""
+    """The part of a tensor that this rank holds, sharing memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -21,17 +21,17 @@ def build_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter])
     """The optimizer over the parameters.
 
     Raises:
-        ValueError: where the name is no optimizer class, or it does not take these arguments.
+        ValueError: if the name is not an optimizer class, or the class does not take these arguments.
     """
     optimizer_class = _class_of(config.name, Optimizer, "optimizer.name")
     return _built(optimizer_class, config.name, "optimizer", config.kwargs, list(parameters))
 
 
 def build_schedule(configs: Sequence[SchedulerConfig], optimizer: Optimizer) -> LRScheduler | None:
-    """The schedules one after another, each taking over at the next milestone; None where there are none.
+    """The schedules one after another, each taking over at the next milestone; None if there are none.
 
     Raises:
-        ValueError: where a name is no schedule, its arguments do not fit, or the milestones do not go with the
+        ValueError: if a name is not a schedule, its arguments do not fit, or the milestones do not go with the
         schedules.
     """
     named = [config for config in configs if config.name is not None]
@@ -63,7 +63,7 @@ def _class_of(name: str, base: type, key: str) -> Any:
             f"{key}={name!r} cannot be imported ({error}); give a dotted name such as torch.optim.AdamW"
         ) from error
     if not (isinstance(found, type) and issubclass(found, base)):
-        raise ValueError(f"{key}={name!r} is no torch {base.__name__}")
+        raise ValueError(f"{key}={name!r} is not a torch {base.__name__}")
     return found
 
 

@@ -45,7 +45,7 @@ class HostOffload:
         self._offloaded, self._host = [], None
 
     def _places(self) -> Iterator[tuple[int, torch.UntypedStorage, int]]:
-        """Where each storage's bytes start on the host, the storage, and their number."""
+        """Offset of each storage's bytes on the host, the storage, and the number of bytes."""
         start = 0
         for storage, num_bytes in self._offloaded:
             yield start, storage, num_bytes

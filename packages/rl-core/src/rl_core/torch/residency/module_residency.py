@@ -25,10 +25,10 @@ class Residency(ABC):
 
     @abstractmethod
     def kept(self, part: Part) -> Iterable[Tensor]:
-        """What a part consists of, which comes back bit for bit."""
+        """Tensors of a part, which come back bit for bit."""
 
     def lost(self, part: Part) -> Iterable[Tensor]:
-        """What leaves the device with a part and comes back as zeros."""
+        """Tensors that leave the device with a part and come back as zeros."""
         return ()
 
     def offload(self, parts: Sequence[Part]) -> None:
@@ -65,7 +65,7 @@ class ModuleResidency(Residency):
         self._module = module
         for tensor in self._held(self.kept("parameters")):
             if not tensor.untyped_storage().resizable():
-                # mapped from a file, whose pages are not the module's to free
+                # mapped from a file: its pages cannot be freed here
                 tensor.data = tensor.detach().clone()
 
     def kept(self, part: Part) -> list[Tensor]:

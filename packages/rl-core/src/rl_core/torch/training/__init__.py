@@ -1,1 +1,1 @@
-"""What every training backend shares."""
+"""The skeleton that every training backend shares."""

@@ -1,4 +1,4 @@
-"""What a training backend supplies; `TrainingWorker` makes a model worker of it.
+"""The parts that a training backend supplies; `TrainingWorker` makes a model worker of them.
 
 A backend is a mesh, a function that builds the five parts of a model on it, and a worker class whose constructor hands
 both to `TrainingWorker`::
@@ -54,7 +54,7 @@ class RankMesh(Protocol):
 
     @property
     def rank(self) -> int:
-        """Of this process, among all ranks."""
+        """Rank of this process, among all ranks."""
         ...
 
     @property
@@ -151,12 +151,12 @@ class RankModel(Protocol):
 
     @property
     def multiple(self) -> int:
-        """Of how many microbatches a pass takes a multiple."""
+        """Number of which the microbatches of a pass must be a multiple."""
         ...
 
     @property
     def shape(self) -> ModelShape | None:
-        """Of the whole model, to count the operations of a step; None if they are not counted."""
+        """Shape of the whole model, to count the operations of a step; None if they are not counted."""
         ...
 
     @property
@@ -173,11 +173,14 @@ class RankModel(Protocol):
         """
         ...
 
-    def extra_columns(self, batch: Batch) -> Mapping[str, Ragged]:
-        """Columns, beside tokens and those of the loss, that passes need of a batch; often none.
+    def extra_columns(self, batch: Batch, *, for_loss: bool) -> Mapping[str, Ragged]:
+        """Columns, beside tokens and those of the loss, that passes take from a batch; often none.
+
+        Args:
+            for_loss: whether the pass is of a loss. One that only reads does without columns that the batch lacks.
 
         Raises:
-            ValueError: if the batch lacks one.
+            ValueError: if the batch lacks one that a loss needs.
         """
         ...
 
@@ -214,7 +217,7 @@ class RankWeights(Protocol):
 
     @property
     def num_holders(self) -> int:
-        """How many ranks, counted from rank 0, get whole tensors from a `stream` that is not `everywhere`."""
+        """Number of ranks, counted from rank 0, that get whole tensors from a `stream` that is not `everywhere`."""
         ...
 
     def specs(self, dtype: str) -> list[TensorSpec]:
@@ -263,7 +266,7 @@ class RankState(Protocol):
     """Parameters and optimizer state of one rank, for checkpoints."""
 
     def tensors(self, *, copies: bool) -> dict[str, Any]:
-        """What this rank writes, by names that do not depend on the mesh; collective.
+        """Tensors that this rank writes, by names that do not depend on the mesh; collective.
 
         Args:
             copies: whether the values share no memory with the model or the optimizer, so that both may change.
@@ -271,7 +274,8 @@ class RankState(Protocol):
         ...
 
     def description(self) -> dict[str, Any]:
-        """What `restore` needs to know beside tensors, as plain data and small tensors; collective, after `tensors`."""
+        """Everything that `restore` needs beside tensors, as plain data and small tensors; collective, after
+        `tensors`."""
         ...
 
     def restore(self, path: Path, description: Mapping[str, Any]) -> None:
@@ -287,7 +291,8 @@ class RankState(Protocol):
         ...
 
     def save_planner(self) -> SavePlanner | None:
-        """How torch's distributed checkpoint takes the values of `tensors`; None for plain and distributed tensors."""
+        """Planner by which torch's distributed checkpoint takes the values of `tensors`; None for plain and distributed
+        tensors."""
         ...
 
 

@@ -18,7 +18,7 @@ from rl_core.errors import RLError
 from rl_core.model import SavedFile
 
 WRITE_TIMEOUT = timedelta(hours=2)
-"""How much longer than the others a rank may take to write its part."""
+"""Longest time that a rank may take beyond the others to write its part."""
 
 _log = logging.getLogger(__name__)
 

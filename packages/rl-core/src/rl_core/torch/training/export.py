@@ -18,12 +18,12 @@ from rl_core.torch.training.backend import RankMesh, RankModel, RankWeights
 from rl_core.weights import TensorSpec, buckets, num_bytes
 
 FILE_BYTES = 2 * 2**30
-"""Most bytes of one safetensors file, and of what a writing rank gathers at a time."""
+"""Most bytes of one safetensors file, and of the tensors that a writing rank gathers at a time."""
 
 
 def export_dtype(folder: Path, precision: str) -> str:
-    """float32 where the model computes in it, else the dtype that its source has on disk; the compute dtype where the
-    source doesn't say.
+    """float32 if the model computes in it, else the dtype that its source has on disk; the compute dtype if the source
+    does not say.
 
     Args:
         folder: of the model's source.
@@ -98,7 +98,7 @@ class ExportPlan:
         save_file(tensors, self.folder / self._name(index), metadata={"format": "pt"})
 
     def write_index(self) -> None:
-        """Write which tensor is in which file, where there are several."""
+        """Write which tensor is in which file, if there are several files."""
         if len(self.files) == 1:
             return
         file_of = {spec.name: self._name(index) for index, specs in enumerate(self.files) for spec in specs}

@@ -42,7 +42,7 @@ the first that fit count."""
 
 
 def peak_flops(device_name: str) -> float | None:
-    """bfloat16 operations per second of a GPU by the name that the driver gives it; None where it is not known."""
+    """bfloat16 operations per second of a GPU by the name that the driver gives it; None if it is not known."""
     for words, peak in PEAK_FLOPS.items():
         if all(re.search(rf"\b{word}\b", device_name) for word in words.split()):
             return peak
@@ -56,7 +56,7 @@ class AttentionShape:
     Args:
         num_heads: of queries.
         key_dim, value_dim: of a head.
-        window: tokens that each token sees, itself included; all before it where None.
+        window: tokens that each token sees, itself included; all before it if None.
     """
 
     num_heads: int
@@ -118,8 +118,9 @@ class ModelShape:
     attention: tuple[AttentionShape, ...]
 
     def training_flops(self, lengths: ArrayLike) -> float:
-        """Of a forward and a backward pass over rows of these lengths: products with matrices run forward, backward by
-        their inputs and, where they train, by their entries; those of attention forward and by both factors."""
+        """Operations of a forward and a backward pass over rows of these lengths. Products with matrices run forward,
+        backward by their inputs and, if they train, by their entries; those of attention run forward and backward by
+        both factors."""
         rows = np.asarray(lengths, dtype=np.float64)
         products = 2.0 * rows.sum() * (2 * self.matrices + self.trained)
         attention = sum(3.0 * layer.pair_flops() * _num_pairs(rows, layer.window) for layer in self.attention)
@@ -127,14 +128,14 @@ class ModelShape:
 
 
 def _num_pairs(lengths: np.ndarray, window: int | None) -> float:
-    """Queries and keys that they see."""
+    """Number of pairs of a query and a key that it sees."""
     seen = lengths if window is None else np.minimum(lengths, window)
     return float((seen * (seen + 1) / 2 + (lengths - seen) * seen).sum())
 
 
 def speed_metrics(flops: float, seconds: float, peak: float | None) -> dict[str, Metric]:
-    """A data-parallel shard's part of `flops` (of the step, on all ranks), `flops_per_second` and, where the devices'
-    peak is known, `mfu`: the share of it that was used.
+    """A data-parallel shard's part of `flops` (of the step, on all ranks), `flops_per_second` and, if the devices' peak
+    is known, `mfu`: the share of it that was used.
 
     Args:
         peak: operations per second of the ranks that share the shard, together.

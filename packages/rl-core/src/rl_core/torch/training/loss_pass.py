@@ -12,7 +12,7 @@ from torch import Tensor
 from rl_core.batch import TOKENS, Batch
 from rl_core.metrics import Metric, Reduction
 from rl_core.microbatch import PAIR
-from rl_core.model import Loss
+from rl_core.model import UNDIVIDED, Loss
 from rl_core.plugins import resolve
 from rl_core.torch.loss import LossSums, MetricSum, Rows
 from rl_core.user_code import implementation_name
@@ -39,7 +39,7 @@ class LossPass:
         group: the data-parallel group, on a backend that reduces CPU tensors; the totals are summed over it.
 
     Raises:
-        ValueError: where the batch lacks a column that the loss names.
+        ValueError: if the batch lacks a column that the loss names.
     """
 
     def __init__(self, loss: Loss, batch: Batch, group: dist.ProcessGroup | None) -> None:
@@ -55,7 +55,7 @@ class LossPass:
         """This microbatch's share of the loss, a scalar with gradients; over all microbatches and ranks the shares
         add up to the loss."""
         sums = self._compute(self.loss, reads, rows)
-        unknown = sorted(set(sums.objective) - set(self.totals))
+        unknown = sorted(set(sums.objective) - set(self.totals) - {UNDIVIDED})
         if unknown:
             raise ValueError(
                 f"{self.loss.implementation} returned sums over {unknown}, but Loss.totals counts {sorted(self.totals)}"
@@ -75,7 +75,8 @@ class LossPass:
 
 
 def idle(reads: Mapping[str, Tensor]) -> Tensor:
-    """A zero that still sends (zero) gradients to all parameters, for a rank that has no rows where others have."""
+    """A zero that still sends (zero) gradients to all parameters, for a rank that has no rows while others
+    have."""
     return torch.stack([read.float().mean() * 0.0 for read in reads.values() if read.requires_grad]).sum()
 
 

@@ -12,7 +12,7 @@ from rl_core.torch.residency.host_slabs import HostSlabs, bytes_of
 
 
 class Reference:
-    """A copy in host memory of what a rank trains, exchanged with the model's while the reference is read.
+    """A copy in host memory of the tensors that a rank trains, exchanged with the model's while the reference is read.
 
     With adapters it is a copy of the adapters alone.
 
@@ -31,7 +31,7 @@ class Reference:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The model has the initial weights inside, and bit for bit its own again outside."""
+        """Context in which the model has the initial weights; afterwards it has its own again, bit for bit."""
         self._exchange()
         try:
             yield
@@ -47,7 +47,7 @@ class Reference:
 
 
 def _placed(parts: Iterable[Tensor]) -> Iterator[tuple[int, Tensor]]:
-    """Each part, and where its bytes start on the host."""
+    """Each part, after the offset of its bytes on the host."""
     start = 0
     for part in parts:
         yield start, part

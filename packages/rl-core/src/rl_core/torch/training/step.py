@@ -35,7 +35,7 @@ def run_reads(
     model: RankModel, batch: Batch, reads: Sequence[Read], *, temperature: float, batching: Batching, mesh: RankMesh
 ) -> Batch | None:
     """Columns of the reads for this rank's rows, in their order, on ranks that lead their shard; collective."""
-    extra = model.extra_columns(batch)
+    extra = model.extra_columns(batch, for_loss=False)
     batch = batch.only([name for name in batch if name in (TOKENS, PAIR)]).local()
     plan = plan_together(batch, batching, mesh.control, multiple=model.multiple)
     tokens = batch.only([TOKENS])
@@ -160,7 +160,7 @@ def _pass(
     model: RankModel, loss_pass: LossPass, batch: Batch, on_reads: OnReads, *, batching: Batching, mesh: RankMesh
 ) -> Pass:
     """The pass of a loss, whose rows also have the columns that the model itself needs; collective."""
-    columns = loss_pass.columns.with_columns(model.extra_columns(batch))
+    columns = loss_pass.columns.with_columns(model.extra_columns(batch, for_loss=True))
     plan = plan_together(columns, batching, mesh.control, multiple=model.multiple)
     loss = loss_pass.loss
     return Pass(_on_device(columns, plan, mesh), loss.reads, loss.temperature, on_reads, _num_tokens(columns))

@@ -31,7 +31,7 @@ class Channel:
         self._timeout_s = timeout_s
 
     def send(self, message: dict[str, Any], phase: str) -> None:
-        """Send a message; raises `WeightSyncError` where the peer is gone or does not read."""
+        """Send a message; raises `WeightSyncError` if the peer is gone or does not read."""
         body = json.dumps(message).encode()
         self._socket.settimeout(self._timeout_s)
         try:
@@ -42,7 +42,7 @@ class Channel:
             raise self._last_words(phase) from None
 
     def receive(self, phase: str, deadline: Deadline | None = None) -> dict[str, Any]:
-        """The next message; raises `WeightSyncError` where none comes in time, the peer is gone or gave up."""
+        """The next message; raises `WeightSyncError` if none comes in time, the peer is gone or gave up."""
         deadline = deadline or self._deadline(phase)
         length = _LENGTH.unpack(self._read(_LENGTH.size, phase, deadline))[0]
         message: dict[str, Any] = json.loads(self._read(length, phase, deadline))
@@ -51,7 +51,7 @@ class Channel:
         return message
 
     def check(self, phase: str) -> None:
-        """Raise `WeightSyncError` where the peer is gone or gave up; messages yet unread stay unread."""
+        """Raise `WeightSyncError` if the peer is gone or gave up; messages yet unread stay unread."""
         waiting = select.poll()
         waiting.register(self._socket, select.POLLIN)
         if not waiting.poll(0):
@@ -122,7 +122,7 @@ class Channel:
         return bytes(data)
 
     def _last_words(self, phase: str) -> WeightSyncError:
-        """Why the peer left, where it managed to say so."""
+        """The reason why the peer left, if it managed to say so."""
         deadline = Deadline(1.0, phase)
         try:
             while True:

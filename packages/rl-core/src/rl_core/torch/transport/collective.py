@@ -30,7 +30,7 @@ _POLL_S = 0.0005
 _GRACE_S = 60.0
 _LEAVE_S = 5.0
 _LAST_WORDS_S = 20.0
-"""How long a peer may take to say why it left, or to be seen gone, after a collective with it has failed."""
+"""Longest time that a peer may take to say why it left, or to be seen gone, after a collective with it has failed."""
 
 
 class _Broadcasts:
@@ -111,7 +111,7 @@ class _Broadcasts:
             self._group.abort()
         self._works.clear()
         self._buffers.clear()
-        # gloo lets go of a group only when what is under way in it has ended: when the peers have left, or time is up
+        # gloo releases a group only when the calls under way in it have ended: when the peers have left, or time is up
         groups = [self._group]
         del self._group
         leaving = threading.Thread(target=groups.clear, name="leave", daemon=True)
@@ -246,7 +246,7 @@ def _group(store: Any, rank: int, size: int, device: Device, host: str, timeout_
     prefixed = dist.PrefixStore("weights", store)
     if device.collectives == "nccl":
         options = dist.ProcessGroupNCCL.Options()
-        # later than our own deadlines, for NCCL's watchdog ends the process
+        # later than our own deadlines, as NCCL's watchdog ends the process
         options._timeout = timedelta(seconds=2 * timeout_s + _GRACE_S)
         return dist.ProcessGroupNCCL(prefixed, rank, size, options)
     options = dist.ProcessGroupGloo._Options()

@@ -1,4 +1,4 @@
-"""Digests of tensors, taken where the tensor lies."""
+"""Digests of tensors, computed on the device that holds the tensor."""
 
 from __future__ import annotations
 
@@ -72,13 +72,13 @@ def read_digests(pending: Sequence[PendingDigest]) -> list[str]:
 def _mixed_sum(lanes: Tensor, start: int) -> Tensor | int:
     """The sum of the mixed lanes at positions `start`, `start + 1`, ..., but for multiples of 2^64."""
     if lanes.device.type == "cpu":
-        # not `numpy()`, after which torch would not let go of the memory
+        # not `numpy()`, after which torch would not release the memory
         return _host_sum(np.from_dlpack(lanes), start)
     return _device_sum(lanes, start)
 
 
 def _device_sum(lanes: Tensor, start: int) -> Tensor:
-    """`_mixed_sum` where the lanes lie, int64."""
+    """`_mixed_sum` on the device of the lanes, int64."""
     size = min(DEVICE_CHUNK, len(lanes))
     keys = torch.arange(start, start + size, dtype=torch.int64, device=lanes.device).add_(1).mul_(KEY)
     total = torch.zeros((), dtype=torch.int64, device=lanes.device)

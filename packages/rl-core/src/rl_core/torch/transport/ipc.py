@@ -21,7 +21,7 @@ KEPT = {"buffers": "kept"}
 """Said in place of an offer of memory: that of the transfer before is used again."""
 
 RELEASE_S = 10.0
-"""How long the receivers may take to let the sender's memory go before it frees its own part in it."""
+"""Longest time that the receivers may take to release the sender's memory before the sender frees its own part."""
 
 
 class IpcSenderLink:
@@ -75,7 +75,7 @@ class IpcSenderLink:
 
     def close(self) -> None:
         if self._buffers is not None and self._buffers.need_release:
-            # a receiver closes its end when it has let the buffers go
+            # a receiver closes its end when it has released the buffers
             for channel in self._channels.values():
                 channel.await_close(RELEASE_S)
         for channel in self._channels.values():
@@ -93,7 +93,7 @@ class IpcSenderLink:
 
 
 class IpcReceiverLink:
-    """Reads the sender's buffers where they lie."""
+    """Reads the sender's buffers in place."""
 
     def __init__(self, transport: Transport, rank: int, device: Device) -> None:
         self._device = device

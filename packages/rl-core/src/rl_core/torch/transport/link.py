@@ -66,7 +66,7 @@ class ReceiverLink(Protocol):
         ...
 
     def abort(self, reason: str) -> None:
-        """Tell the sender that this receiver takes no more."""
+        """Tell the sender that this receiver has given up."""
         ...
 
     def close(self) -> None:

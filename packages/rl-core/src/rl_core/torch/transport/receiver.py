@@ -53,7 +53,8 @@ class Receiver:
 
     @property
     def digest(self) -> str:
-        """Of everything as it arrived, before any conversion, which is that of what was sent; empty before the end."""
+        """Digest of everything as it arrived, before any conversion, equal to that of everything sent; empty before the
+        end."""
         return self._digest
 
 
@@ -63,7 +64,7 @@ class ReceivingEnd:
     It is opened by the first transfer, replaced by one with another transport, and closed by a transfer that fails.
 
     Args:
-        device: where the tensors arrive; if every rank sends, the sender is the one on the same device.
+        device: at which the tensors arrive; if every rank sends, the sender is the one on the same device.
     """
 
     def __init__(self, device: Device) -> None:

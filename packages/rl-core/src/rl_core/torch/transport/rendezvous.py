@@ -1,4 +1,4 @@
-"""How the sender and its receivers find each other."""
+"""Rendezvous of the sender and its receivers."""
 
 from __future__ import annotations
 

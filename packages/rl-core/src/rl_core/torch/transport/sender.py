@@ -92,7 +92,7 @@ class SendingEnd:
     It is opened by the first transfer, replaced by one with another transport, and closed by a transfer that fails.
 
     Args:
-        device: where the buckets lie; on a GPU they travel by CUDA IPC or NCCL.
+        device: that holds the buckets; on a GPU they travel by CUDA IPC or NCCL.
     """
 
     def __init__(self, device: Device) -> None:

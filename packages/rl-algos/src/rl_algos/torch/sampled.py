@@ -1,0 +1,83 @@
+"""The sampled tokens of a microbatch, as the parts of a policy loss see them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from rl_algos.losses.importance import LOG_RATIO_BOUND
+from rl_core.torch.loss import Rows
+
+
+def bounded(log_ratio: Tensor) -> Tensor:
+    """Log-ratios within the bounds that keep their exponential and its gradient finite in float32."""
+    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Columns at the sampled tokens and 0 at all others, whatever lies there: NaN times 0 would be NaN.
+
+    Args:
+        rows: of the microbatch.
+        mask: bool `[tokens]`, the tokens that the policy sampled.
+        logprobs: `[tokens]`, with gradient.
+        prev: `[tokens]`, logprobs before the step.
+        generation: `[tokens]`, logprobs by the engine.
+        advantages: `[tokens]`.
+    """
+
+    rows: Rows
+    mask: Tensor
+    logprobs: Tensor
+    prev: Tensor
+    generation: Tensor
+    advantages: Tensor
+
+    @classmethod
+    def of(cls, logprobs: Tensor, rows: Rows, *, on_policy: bool) -> Sampled:
+        """From the logprobs of the pass and the columns; `on_policy` takes the logprobs themselves as `prev`."""
+        mask = rows["loss_mask"] > 0
+        selected = torch.where(mask, logprobs, 0.0)
+        return cls(
+            rows=rows,
+            mask=mask,
+            logprobs=selected,
+            prev=selected.detach() if on_policy else torch.where(mask, rows["prev_logprobs"], 0.0),
+            generation=torch.where(mask, rows["generation_logprobs"], 0.0),
+            advantages=torch.where(mask, rows.per_token("advantages").to(logprobs.dtype), 0.0),
+        )
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """`[rows]`, sampled tokens of each row; 1 for a row without any."""
+        return self.rows.row_sums(self.mask.to(self.logprobs.dtype)).clamp(min=1)
+
+    @cached_property
+    def mismatch(self) -> Tensor:
+        """`[tokens]`, `prev - generation`."""
+        return self.prev - self.generation
+
+    @property
+    def ratio(self) -> Tensor:
+        """`[tokens]`, `exp(logp - prev)`."""
+        return bounded(self.logprobs - self.prev).exp()
+
+    def select(self, values: Tensor) -> Tensor:
+        """`[tokens]`, the values at sampled tokens and 0 at all others."""
+        return torch.where(self.mask, values, 0.0)
+
+    def row_sums(self, values: Tensor) -> Tensor:
+        """`[rows]`, the sum over each row's sampled tokens."""
+        return self.rows.row_sums(self.select(values))
+
+    def row_means(self, values: Tensor) -> Tensor:
+        """`[rows]`, the mean over each row's sampled tokens; 0 for a row without any."""
+        return self.row_sums(values) / self.lengths
+
+    def spread(self, values: Tensor) -> Tensor:
+        """`[tokens]`, each row's value at all its tokens."""
+        return self.rows.spread(values)

@@ -1,0 +1,178 @@
+"""The computations behind `rl_algos.losses.surrogates`: the policy term of each token, by the surrogate's name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_algos.losses.importance import LOG_RATIO_BOUND
+from rl_algos.losses.surrogates import (
+    CISPO,
+    DPPOKL,
+    DPPOTV,
+    GMPO,
+    GSPO,
+    SAPO,
+    VESPO,
+    Clip,
+    ClipCov,
+    KLCov,
+    Reinforce,
+    Surrogate,
+)
+from rl_algos.torch.sampled import Sampled, bounded
+
+
+@dataclass(frozen=True)
+class PolicyTerms:
+    """The policy term of a microbatch.
+
+    Args:
+        loss: `[tokens]`, with gradient.
+        ratio: `[tokens]`, of policy and `prev`, to report.
+        clipped: bool `[tokens]`, where a bound changed the term or took its gradient away.
+    """
+
+    loss: Tensor
+    ratio: Tensor
+    clipped: Tensor
+
+
+def clip(surrogate: Clip, sampled: Sampled) -> PolicyTerms:
+    """As `Clip` says."""
+    return _clipped(surrogate, sampled.ratio, sampled.advantages)
+
+
+def gspo(surrogate: GSPO, sampled: Sampled) -> PolicyTerms:
+    """As `GSPO` says."""
+    mean = sampled.row_means((sampled.logprobs - sampled.prev).detach())
+    own = torch.where(sampled.spread(mean.abs() < LOG_RATIO_BOUND), sampled.logprobs - sampled.logprobs.detach(), 0.0)
+    return _clipped(surrogate, (sampled.spread(bounded(mean)) + own).exp(), sampled.advantages)
+
+
+def cispo(surrogate: CISPO, sampled: Sampled) -> PolicyTerms:
+    """As `CISPO` says."""
+    ratio = sampled.ratio.detach()
+    weight = ratio.clamp(1 - surrogate.clip_low, 1 + surrogate.clip_high)
+    return PolicyTerms(-sampled.advantages * weight * sampled.logprobs, ratio, ratio != weight)
+
+
+def reinforce(_surrogate: Reinforce, sampled: Sampled) -> PolicyTerms:
+    """As `Reinforce` says."""
+    return _unclipped(-sampled.advantages * sampled.logprobs, sampled.ratio)
+
+
+def sapo(surrogate: SAPO, sampled: Sampled) -> PolicyTerms:
+    """As `SAPO` says."""
+    ratio, advantages = sampled.ratio, sampled.advantages
+    positive, negative = (_gate(ratio, tau) for tau in (surrogate.tau_positive, surrogate.tau_negative))
+    return _unclipped(-advantages * torch.where(advantages > 0, positive, negative), ratio)
+
+
+def gmpo(surrogate: GMPO, sampled: Sampled) -> PolicyTerms:
+    """As `GMPO` says."""
+    log_ratio = bounded(sampled.logprobs - sampled.prev)
+    low = math.log(1 - surrogate.clip_low) if surrogate.clip_low < 1 else -LOG_RATIO_BOUND
+    clamped = log_ratio.clamp(low, math.log1p(surrogate.clip_high))
+    smaller, larger = torch.minimum(log_ratio, clamped), torch.maximum(log_ratio, clamped)
+    kept = torch.where(sampled.advantages > 0, smaller, torch.where(sampled.advantages < 0, larger, log_ratio))
+    mean_ratio = sampled.row_means(kept).exp()
+    loss = -sampled.spread(sampled.row_means(sampled.advantages) * mean_ratio)
+    return PolicyTerms(loss, log_ratio.exp(), log_ratio.detach() != kept.detach())
+
+
+def dppo_tv(surrogate: DPPOTV, sampled: Sampled) -> PolicyTerms:
+    """As `DPPOTV` says."""
+    divergence = (sampled.logprobs.detach().exp() - sampled.prev.exp()).abs()
+    return _within_region(sampled, divergence <= surrogate.threshold)
+
+
+def dppo_kl(surrogate: DPPOKL, sampled: Sampled) -> PolicyTerms:
+    """As `DPPOKL` says."""
+    logprobs, prev = sampled.logprobs.detach(), sampled.prev
+    before, others = prev.exp(), -torch.expm1(prev)
+    # at log(1 - p) of a p that rounds to 1, the smallest number above 0 stands for 1 - p
+    tiny = torch.finfo(prev.dtype).tiny
+    log_others = (others.clamp(min=tiny) / (-torch.expm1(logprobs)).clamp(min=tiny)).log()
+    divergence = before * (prev - logprobs) + others * log_others
+    return _within_region(sampled, divergence <= surrogate.threshold)
+
+
+def clip_cov(surrogate: ClipCov, sampled: Sampled) -> PolicyTerms:
+    """As `ClipCov` says."""
+    terms = _clipped(surrogate, sampled.ratio, sampled.advantages)
+    chosen = sampled.mask & (sampled.rows["high_covariance"] > 0)
+    return PolicyTerms(torch.where(chosen, 0.0, terms.loss), terms.ratio, terms.clipped | chosen)
+
+
+def kl_cov(surrogate: KLCov, sampled: Sampled) -> PolicyTerms:
+    """As `KLCov` says."""
+    log_ratio = bounded(sampled.logprobs - sampled.prev)
+    ratio = log_ratio.exp()
+    chosen = sampled.mask & (sampled.rows["high_covariance"] > 0)
+    penalty = torch.where(chosen, surrogate.weight * log_ratio.abs(), 0.0)
+    return PolicyTerms(-sampled.advantages * ratio + penalty, ratio, chosen)
+
+
+def vespo(surrogate: VESPO, sampled: Sampled) -> PolicyTerms:
+    """As `VESPO` says."""
+    log_ratio = sampled.spread(bounded(sampled.row_sums((sampled.logprobs - sampled.prev).detach())))
+    positive = _soft_weight(log_ratio, surrogate.k_positive, surrogate.lambda_positive)
+    negative = _soft_weight(log_ratio, surrogate.k_negative, surrogate.lambda_negative)
+    weight = torch.where(sampled.advantages >= 0, positive, negative)
+    return _unclipped(-sampled.advantages * weight * sampled.logprobs, log_ratio.exp())
+
+
+COMPUTATIONS: Mapping[str, Callable[[Any, Sampled], PolicyTerms]] = {
+    Clip.name: clip,
+    GSPO.name: gspo,
+    CISPO.name: cispo,
+    Reinforce.name: reinforce,
+    SAPO.name: sapo,
+    GMPO.name: gmpo,
+    DPPOTV.name: dppo_tv,
+    DPPOKL.name: dppo_kl,
+    ClipCov.name: clip_cov,
+    KLCov.name: kl_cov,
+    VESPO.name: vespo,
+}
+"""The computation of each surrogate, by its name."""
+
+
+def policy_terms(surrogate: Surrogate, sampled: Sampled) -> PolicyTerms:
+    """The policy term of each sampled token; what stands at other tokens is finite and means nothing."""
+    return COMPUTATIONS[surrogate.name](surrogate, sampled)
+
+
+def _clipped(surrogate: Clip | GSPO | ClipCov, ratio: Tensor, advantages: Tensor) -> PolicyTerms:
+    clipped = ratio.clamp(1 - surrogate.clip_low, 1 + surrogate.clip_high)
+    loss = torch.maximum(-advantages * ratio, -advantages * clipped)
+    dual_clip = None if isinstance(surrogate, ClipCov) else surrogate.dual_clip
+    if dual_clip is not None:
+        loss = torch.where(advantages < 0, torch.minimum(loss, -advantages * dual_clip), loss)
+    return PolicyTerms(loss, ratio.detach(), ratio.detach() != clipped.detach())
+
+
+def _unclipped(loss: Tensor, ratio: Tensor) -> PolicyTerms:
+    return PolicyTerms(loss, ratio.detach(), torch.zeros_like(ratio, dtype=torch.bool))
+
+
+def _gate(ratio: Tensor, tau: float) -> Tensor:
+    return torch.sigmoid(tau * (ratio - 1)) * (4 / tau)
+
+
+def _soft_weight(log_ratio: Tensor, k: float, scale: float) -> Tensor:
+    return (scale + k * log_ratio - scale * log_ratio.exp()).exp()
+
+
+def _within_region(sampled: Sampled, is_near: Tensor) -> PolicyTerms:
+    """`-A r`, left out where the policy is not near and the advantage leads it further away."""
+    ratio = sampled.ratio
+    leads_away = torch.where(sampled.advantages > 0, ratio > 1, ratio < 1).detach()
+    left_out = sampled.mask & ~is_near & leads_away
+    return PolicyTerms(torch.where(left_out, 0.0, -sampled.advantages * ratio), ratio.detach(), left_out)

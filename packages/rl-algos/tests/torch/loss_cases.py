@@ -1,0 +1,149 @@
+"""Policy losses to test, batches for them, and how a worker computes one."""
+
+import numpy as np
+import torch
+
+from rl_algos.losses.aggregation import Aggregation
+from rl_algos.losses.importance import ImportanceCorrection, Rejection
+from rl_algos.losses.kl import KLPenalty
+from rl_algos.losses.policy import PolicyLoss
+from rl_algos.losses.surrogates import (
+    CISPO,
+    DPPOKL,
+    DPPOTV,
+    GMPO,
+    GSPO,
+    SAPO,
+    VESPO,
+    Clip,
+    ClipCov,
+    KLCov,
+    Reinforce,
+)
+from rl_algos.torch.policy_loss import compute
+from rl_core.batch import Batch
+from rl_core.ragged import Ragged
+from rl_core.torch.loss import Rows
+
+SEQUENCE_MEAN = Aggregation("sequence-mean")
+
+
+def _weighed(surrogate=None, aggregation=None, **settings) -> PolicyLoss:
+    """With importance weights, and a KL term that they must not touch."""
+    correction = ImportanceCorrection(**settings)
+    return PolicyLoss(surrogate or Clip(), aggregation or Aggregation(), importance=correction, kl=KLPenalty(0.3))
+
+
+def _rejecting(statistic, estimator, high, low=None) -> PolicyLoss:
+    return _weighed(rejection=Rejection(statistic, estimator, high=high, low=low))
+
+
+LOSSES = {
+    "clip": PolicyLoss(),
+    "clip-higher": PolicyLoss(Clip(0.1, 0.4)),
+    "dual clip": PolicyLoss(Clip(dual_clip=1.5)),
+    "sequence mean": PolicyLoss(aggregation=SEQUENCE_MEAN),
+    "token sum": PolicyLoss(aggregation=Aggregation("token-sum")),
+    "token sum, divided": PolicyLoss(aggregation=Aggregation("token-sum", divisor=7.0)),
+    "drgrpo": PolicyLoss(aggregation=Aggregation("sequence-mean-token-sum", divisor=9.0)),
+    "gspo": PolicyLoss(GSPO(), SEQUENCE_MEAN),
+    "gspo dual clip": PolicyLoss(GSPO(0.05, 0.05, dual_clip=1.1), SEQUENCE_MEAN),
+    "luspo": PolicyLoss(GSPO(0.05, 0.1), Aggregation("sequence-mean-token-sum")),
+    "cispo": PolicyLoss(CISPO(clip_low=1.0, clip_high=0.3)),
+    "reinforce": PolicyLoss(Reinforce()),
+    "sapo": PolicyLoss(SAPO(1.0, 1.5), SEQUENCE_MEAN),
+    "gmpo": PolicyLoss(GMPO(0.2, 0.3), SEQUENCE_MEAN),
+    "gmpo, open below": PolicyLoss(GMPO(1.0, 0.3), SEQUENCE_MEAN),
+    "dppo-tv": PolicyLoss(DPPOTV(0.05)),
+    "dppo-kl": PolicyLoss(DPPOKL(0.01)),
+    "clip-cov": PolicyLoss(ClipCov()),
+    "kl-cov": PolicyLoss(KLCov(weight=0.7)),
+    "vespo": PolicyLoss(VESPO()),
+    "on policy": PolicyLoss(on_policy=True),
+    "on policy gspo": PolicyLoss(GSPO(), SEQUENCE_MEAN, on_policy=True),
+    "k1 unbiased": PolicyLoss(kl=KLPenalty(0.3, "k1", unbiased=True)),
+    "k2": PolicyLoss(kl=KLPenalty(0.3, "k2")),
+    "k3": PolicyLoss(kl=KLPenalty(0.3, "k3"), aggregation=SEQUENCE_MEAN),
+    "k3 unbiased": PolicyLoss(kl=KLPenalty(0.3, "k3", unbiased=True)),
+    "k3 unbiased, on policy": PolicyLoss(kl=KLPenalty(0.3, "k3", unbiased=True), on_policy=True),
+    "k3 from generation": PolicyLoss(kl=KLPenalty(0.3, "k3", from_generation=True)),
+    "k3 of DeepSeek-V3.2": PolicyLoss(kl=KLPenalty(0.3, "k3", unbiased=True, from_generation=True)),
+    "kl clamps": PolicyLoss(kl=KLPenalty(0.3, "k3", input_clamp=0.2, output_clamp=0.01)),
+    "importance": _weighed(),
+    "tis": _weighed(high=1.1),
+    "tis with a lower bound": _weighed(low=0.95, high=1.1),
+    "icepop": _weighed(truncation="icepop", low=0.9, high=1.1),
+    "seq mask": _weighed(truncation="seq-mask-tis", low=0.97, high=1.03),
+    "sequence weights": _weighed(level="sequence", high=1.2),
+    "sequence icepop": _weighed(level="sequence", truncation="icepop", low=0.8, high=1.2),
+    "gspo, sequence weights": _weighed(GSPO(), SEQUENCE_MEAN, level="sequence", high=1.2),
+    "rejection by mean k1": _rejecting("mean", "k1", 0.02, -0.02),
+    "rejection by sum k2": _rejecting("sum", "k2", 0.02),
+    "rejection by max k3": _rejecting("max", "k3", 0.02),
+    "normalized weights": _weighed(high=1.1, batch_normalize=True),
+    "normalized sequence weights": _weighed(Clip(), SEQUENCE_MEAN, level="sequence", batch_normalize=True),
+    "normalized, rejecting": _weighed(
+        Clip(), SEQUENCE_MEAN, rejection=Rejection("max", "k2", high=0.02), batch_normalize=True
+    ),
+    "off-policy sequence mask": PolicyLoss(off_policy_threshold=0.02, kl=KLPenalty(0.3)),
+    "mismatch threshold": PolicyLoss(mismatch_threshold=1.12, kl=KLPenalty(0.3)),
+    "entropy bonus": PolicyLoss(entropy_weight=0.4),
+    "entropy bonus and kl": PolicyLoss(entropy_weight=0.4, kl=KLPenalty(0.3), aggregation=SEQUENCE_MEAN),
+    "positive nll": PolicyLoss(positive_nll_weight=0.2),
+}
+
+LENGTHS = (5, 9, 1, 7, 4)
+
+
+def make_batch(seed: int = 0, *, scale: float = 1.0) -> Batch:
+    """Ragged rows, one of which samples nothing; `scale` multiplies all log-ratios."""
+    random = np.random.default_rng(seed)
+    total = sum(LENGTHS)
+
+    def near(column: Ragged, deviation: float) -> Ragged:
+        return column.like(np.minimum(column.values + scale * random.normal(0, deviation, total), -1e-3))
+
+    generation = Ragged.from_rows([-random.exponential(1, n) - 0.01 for n in LENGTHS], np.float64)
+    mask = [(random.random(n) < 0.7).astype(np.uint8) for n in LENGTHS]
+    mask[2][:] = 0
+    prev = near(generation, 0.1)
+    return Batch(
+        {
+            "tokens": Ragged.from_rows([np.arange(n) for n in LENGTHS], np.int32),
+            "logprobs": near(prev, 0.3),
+            "entropy": generation.like(random.exponential(1, total)),
+            "prev_logprobs": prev,
+            "ref_logprobs": near(prev, 0.5),
+            "generation_logprobs": generation,
+            "loss_mask": Ragged.from_rows(mask, np.uint8),
+            "advantages": np.array([1.0, -2.0, 1.5, -0.5, 0.0]),
+            "high_covariance": generation.like((random.random(total) < 0.3).astype(np.uint8)),
+            "positive": np.array([1, 0, 1, 0, 1], np.uint8),
+        }
+    )
+
+
+def rows_of(batch: Batch, rows) -> tuple[dict[str, torch.Tensor], Rows]:
+    """Reads, with gradient, and columns of a microbatch."""
+    part = batch.select(rows)
+    columns = {name: torch.from_numpy(getattr(part[name], "values", part[name])) for name in part}
+    reads = {name: columns.pop(name).requires_grad_() for name in ("logprobs", "entropy")}
+    return reads, Rows(torch.from_numpy(part.ragged("tokens").offsets), columns)
+
+
+def loss_and_gradients(loss: PolicyLoss, batch: Batch, parts) -> tuple[float, dict[str, np.ndarray]]:
+    """Loss and its gradients by the reads, summed over microbatches."""
+    totals = loss.totals(batch)
+    value = 0.0
+    gradients: dict[str, dict[int, np.ndarray]] = {"logprobs": {}, "entropy": {}}
+    for rows in parts:
+        reads, columns = rows_of(batch, rows)
+        share = compute(loss, reads, columns).loss(totals)
+        share.backward()
+        value += share.item()
+        ends = np.cumsum(batch.ragged("tokens").lengths[list(rows)])
+        for name, read in reads.items():
+            gradient = np.zeros(len(read)) if read.grad is None else read.grad.numpy()
+            gradients[name].update(zip(rows, np.split(gradient, ends[:-1]), strict=True))
+    joined = {name: np.concatenate([by_row[row] for row in range(len(batch))]) for name, by_row in gradients.items()}
+    return value, joined

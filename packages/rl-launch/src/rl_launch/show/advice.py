@@ -1,0 +1,249 @@
+"""What to look at next in a run: rules over its metrics, each with a threshold and a remedy that names a key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+FEWEST_STEPS = 8
+"""Steps before trends are judged."""
+
+FLAT_REWARD = 0.05
+"""The reward is flat if it moves by less than this share of its own spread between the halves of a run."""
+
+NO_SIGNAL = 0.6
+"""Share of groups whose rewards are all equal, beyond which most generation is for nothing."""
+
+COLLAPSED_ENTROPY = 0.2
+"""The entropy has collapsed if the last quarter of a run has less than this share of the first."""
+
+LARGE_KL = 0.1
+"""Mean KL divergence from the reference policy, in nats per token, beyond which a policy has moved far."""
+
+TRUNCATED = 0.1
+"""Share of rollouts that run into the token limit."""
+
+FAILED = 0.05
+"""Share of rollouts that fail."""
+
+CLIPPED = 0.3
+"""Share of tokens whose ratio is clipped."""
+
+MISMATCH_KL = 0.01
+"""Mean KL divergence between generator and trainer, in nats per token."""
+
+OVERFIT = 0.05
+"""Rise of the validation loss above its least, as a share of that."""
+
+DOMINATES = {"generation": 0.7, "training": 0.7, "logprobs": 0.4, "validation": 0.3, "data": 0.2, "weight_sync": 0.25}
+"""Share of the time, by phase, beyond which it is worth a look."""
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Something to look at.
+
+    Args:
+        found: what the metrics show, with the figures.
+        remedy: what to try, naming keys.
+    """
+
+    found: str
+    remedy: str
+
+
+def advice(rows: Rows, timings: Mapping[str, float], config: Mapping[str, Any]) -> list[Advice]:
+    """What the rules find, the gravest first.
+
+    Args:
+        rows: the metrics of every step.
+        timings: seconds by phase, `step` for the whole.
+        config: of the run, as nested plain values.
+    """
+    return [found for rule in _RULES for found in rule(rows, config)] + list(_slow(timings, config))
+
+
+def _failed(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
+    share = _share_of_rollouts("rollout/failed", rows, config)
+    if share > FAILED:
+        yield Advice(
+            f"{share:.0%} of the rollouts failed",
+            "the reasons are listed with the samples; env.NAME.deadline_s and env.NAME.memory_limit_gib bound an "
+            "environment, and logs/environment-NAME.log holds what it prints",
+        )
+
+
+def _skipped(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
+    skipped = sum(_values("train/skipped_steps", rows))
+    if skipped:
+        yield Advice(
+            f"{skipped:g} optimizer steps were skipped, as their gradient was not finite",
+            "lower policy.optimizer.kwargs.lr or policy.max_grad_norm, or train with policy.precision=float32",
+        )
+
+
+def _mismatch(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
+    values = _last_quarter("mismatch/kl", rows)
+    if values and fmean(values) > MISMATCH_KL:
+        yield Advice(
+            f"generator and trainer disagree: mismatch/kl is {fmean(values):.2g}, above {MISMATCH_KL}",
+            "correct for it with loss_fn.use_importance_sampling_correction=true, or compute alike with "
+            "policy.precision=float32",
+        )
+
+
+def _signal(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
+    groups = _last_quarter("rollout/groups_without_signal", rows)
+    prompts = _at(config, "grpo.num_prompts_per_step")
+    rewards = _last_quarter("reward/mean", rows)
+    if groups and rewards and isinstance(prompts, int) and fmean(groups) > NO_SIGNAL * prompts:
+        share = min(fmean(groups) / prompts, 1.0)
+        yield Advice(
+            f"{share:.0%} of the groups have equal rewards and teach nothing (reward/mean {fmean(rewards):.2g})",
+            "choose prompts that are neither too easy nor too hard, raise grpo.num_generations_per_prompt, or sample "
+            "until groups differ: grpo.use_dynamic_sampling=true",
+        )
+
+
+def _flat(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
+    values, spread = _values("reward/mean", rows), _values("reward/std", rows)
+    if len(values) < FEWEST_STEPS or not spread or not fmean(spread):
+        return
+    half = len(values) // 2
+    moved = fmean(values[half:]) - fmean(values[:half])
+    if moved < FLAT_REWARD * fmean(spread):
+        what = "falls" if moved < -FLAT_REWARD * fmean(spread) else "is flat"
+        yield Advice(
+            f"the reward {what}: reward/mean {fmean(values[:half]):.3g} in the first half, "
+            f"{fmean(values[half:]):.3g} in the second",
+            "read the samples below for what is rewarded; then try another policy.optimizer.kwargs.lr, or more "
+            "rollouts per prompt (grpo.num_generations_per_prompt)",
+        )
+
+
+def _entropy(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
+    first, last = _first_quarter("policy/entropy", rows), _last_quarter("policy/entropy", rows)
+    if len(rows) >= FEWEST_STEPS and first and fmean(last) < COLLAPSED_ENTROPY * fmean(first):
+        yield Advice(
+            f"the entropy collapsed: policy/entropy {fmean(first):.2g} at first, {fmean(last):.2g} now",
+            "widen the upper clip (loss_fn.ratio_clip_max=0.28), lower policy.optimizer.kwargs.lr, or hold the policy "
+            "to its reference with loss_fn.reference_policy_kl_penalty",
+        )
+
+
+def _kl(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
+    values = _last_quarter("policy/kl", rows)
+    first = _first_quarter("policy/kl", rows)
+    if values and fmean(values) > LARGE_KL and fmean(values) > fmean(first):
+        yield Advice(
+            f"the policy moves away from its reference: policy/kl grew from {fmean(first):.2g} to {fmean(values):.2g}",
+            "raise loss_fn.reference_policy_kl_penalty, or lower policy.optimizer.kwargs.lr",
+        )
+
+
+def _clipped(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
+    values = _last_quarter("policy/clipped", rows)
+    if values and fmean(values) > CLIPPED:
+        yield Advice(
+            f"{fmean(values):.0%} of the tokens are clipped, so they teach nothing",
+            "take fewer updates per step (a larger policy.train_global_batch_size), or lower "
+            "policy.optimizer.kwargs.lr",
+        )
+
+
+def _truncated(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
+    values = _last_quarter("rollout/truncated", rows)
+    if values and fmean(values) > TRUNCATED:
+        limit = _at(config, "policy.generation.max_new_tokens")
+        yield Advice(
+            f"{fmean(values):.0%} of the rollouts run into the token limit",
+            f"raise policy.generation.max_new_tokens{f' (it is {limit})' if limit else ''}, leave such rollouts out "
+            "with grpo.overlong_filtering=true, or reward shorter ones with grpo.reward_shaping.enabled=true",
+        )
+
+
+def _overfit(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
+    seen = [(row["step"], row["val/loss"]) for row in rows if row.get("val/loss") is not None]
+    if len(seen) < 3:
+        return
+    step, least = min(seen, key=lambda each: each[1])
+    if seen[-1][1] > (1 + OVERFIT) * least and step < seen[-1][0]:
+        yield Advice(
+            f"the validation loss rises: {least:.4g} at step {step}, {seen[-1][1]:.4g} at step {seen[-1][0]}",
+            "keep the best checkpoint (checkpointing.metric_name=val:loss with checkpointing.higher_is_better=false), "
+            "and end earlier: sft.max_num_steps or sft.stop_at_validation_loss",
+        )
+
+
+_RULES: tuple[Callable[[Rows, Mapping[str, Any]], Iterator[Advice]], ...] = (
+    _failed,
+    _skipped,
+    _mismatch,
+    _signal,
+    _flat,
+    _entropy,
+    _kl,
+    _clipped,
+    _truncated,
+    _overfit,
+)
+
+
+def _slow(timings: Mapping[str, float], config: Mapping[str, Any]) -> Iterator[Advice]:
+    backend = _at(config, "policy.generation.backend") or "vllm"
+    remedies = {
+        "generation": "give it devices of its own (policy.generation.colocated.enabled=false), more devices "
+        f"(cluster.gpus_per_node), more memory or rows at a time (policy.generation.{backend}_cfg), or fewer tokens "
+        "(policy.generation.max_new_tokens)",
+        "training": "raise policy.train_micro_batch_size (or policy.sequence_packing.train_mb_tokens) as far as memory "
+        "allows",
+        "logprobs": "raise policy.logprob_batch_size (or policy.sequence_packing.logprob_mb_tokens) as far as memory "
+        "allows",
+        "weight_sync": "take more prompts per step (grpo.num_prompts_per_step), or set policy.generation.weight_sync",
+        "validation": "validate less often or on fewer prompts: the keys val_period and max_val_samples",
+        "data": "tokenise in processes beside the run: data.num_workers",
+    }
+    whole = timings.get("step", 0.0)
+    for phase, remedy in remedies.items():
+        seconds = timings.get(phase, 0.0)
+        # training alone is all that fine-tuning does
+        is_all = phase == "training" and "generation" not in timings
+        if seconds > DOMINATES[phase] * whole and not is_all:
+            yield Advice(f"{phase} takes {seconds / whole:.0%} of the time", remedy)
+
+
+def _share_of_rollouts(name: str, rows: Rows, config: Mapping[str, Any]) -> float:
+    counts = _last_quarter(name, rows)
+    prompts, each = _at(config, "grpo.num_prompts_per_step"), _at(config, "grpo.num_generations_per_prompt")
+    if not counts or not isinstance(prompts, int) or not isinstance(each, int):
+        return 0.0
+    return fmean(counts) / (prompts * each)
+
+
+def _values(name: str, rows: Rows) -> list[float]:
+    return [row[name] for row in rows if row.get(name) is not None]
+
+
+def _quarter(values: list[float]) -> int:
+    return max(1, len(values) // 4)
+
+
+def _first_quarter(name: str, rows: Rows) -> list[float]:
+    values = _values(name, rows)
+    return values[: _quarter(values)]
+
+
+def _last_quarter(name: str, rows: Rows) -> list[float]:
+    values = _values(name, rows)
+    return values[-_quarter(values) :] if values else []
+
+
+def _at(config: Mapping[str, Any], key: str) -> Any:
+    found: Any = config
+    for name in key.split("."):
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found

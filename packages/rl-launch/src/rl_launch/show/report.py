@@ -1,0 +1,226 @@
+"""A run summed up: figures, samples of rollouts, times, and what to look at next."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import isfinite
+from typing import Any
+
+from rl_core.errors import RunDirectoryError
+from rl_launch.session.run_folder import Description, RunFolder
+from rl_launch.session.run_state import RunState
+from rl_launch.show.advice import Advice, advice
+
+NUM_SAMPLES = 2
+"""Rollouts shown of the highest rewards, and of the lowest."""
+
+MOST_FAILURES = 5
+"""Reasons of failed rollouts that are shown."""
+
+_HIGHER_IS_BETTER = (
+    "reward/",
+    "val/accuracy",
+    "environment/accuracy",
+    "generation/tokens_per_second",
+    "train/tokens_per_second",
+    "train/mfu",
+    "train/flops_per_second",
+)
+_LOWER_IS_BETTER = ("train/loss", "val/loss", "rollout/failed", "rollout/truncated", "mismatch/")
+_NEITHER = ("reward/std", "mismatch/masked_sequences", "mismatch/mean")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A metric over the steps of a run.
+
+    Args:
+        name: as `metrics.jsonl` spells it.
+        first: the first value.
+        best: None for a metric of which neither end is better.
+        best_step: of the best value.
+        last: the last value.
+        last_step: that recorded it.
+    """
+
+    name: str
+    first: float
+    best: float | None
+    best_step: int | None
+    last: float
+    last_step: int
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A rollout, as people read it.
+
+    Args:
+        reward: None if it failed.
+        prompt: text of the prompt's last message.
+        response: text of all turns.
+        why: of a failed one, or how it ended.
+        num_tokens: sampled.
+    """
+
+    reward: float | None
+    prompt: str
+    response: str
+    why: str
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """The rollouts of a step.
+
+    Args:
+        step: that trained on them.
+        num_rollouts: in all.
+        best: of the highest rewards, each of another prompt where there are several.
+        worst: of the lowest.
+        failures: reasons of failed ones, the most frequent first, each with its count.
+    """
+
+    step: int
+    num_rollouts: int
+    best: tuple[Sample, ...]
+    worst: tuple[Sample, ...]
+    failures: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Report:
+    """A run summed up.
+
+    Args:
+        series: values of each metric over steps, without those that are not finite.
+        timings: seconds of all steps by phase, `step` for the whole.
+        rollouts: None if the run generates nothing.
+    """
+
+    path: str
+    description: Description
+    state: RunState
+    summaries: tuple[Summary, ...]
+    series: Mapping[str, Sequence[tuple[int, float]]]
+    timings: Mapping[str, float]
+    rollouts: Rollouts | None
+    advice: tuple[Advice, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """What `rl show --json` prints."""
+        fields = ("path", "description", "state", "summaries", "timings", "rollouts", "advice")
+        data = asdict(self)
+        return {"schema": 1, **{name: data[name] for name in fields}}
+
+
+def report_of(run: RunFolder, step: int | None = None) -> Report:
+    """Sum a run up.
+
+    Args:
+        run: finished or going on.
+        step: whose rollouts to show, and up to which the metrics are taken; the last one if not given.
+
+    Raises:
+        RunDirectoryError: if nothing was recorded of that step.
+    """
+    rows = run.metrics()
+    steps = [row["step"] for row in rows]
+    if step is not None and step not in steps:
+        known = f"it has {steps[0]} to {steps[-1]}" if steps else "it has none yet"
+        raise RunDirectoryError(f"{run.path} has no metrics of step {step}; {known}.")
+    if step is not None:
+        rows = [row for row in rows if row["step"] <= step]
+    series = _series(rows)
+    timings = _timings(rows)
+    return Report(
+        path=str(run.path),
+        description=run.description(),
+        state=run.state(),
+        summaries=tuple(_summary(name, points) for name, points in series.items()),
+        series=series,
+        timings=timings,
+        rollouts=_rollouts(run, step),
+        advice=tuple(advice(rows, timings, run.config())),
+    )
+
+
+def higher_is_better(name: str) -> bool | None:
+    """Which end of a metric is best; None for neither."""
+    if name in _NEITHER:
+        return None
+    if name.startswith(_HIGHER_IS_BETTER) or (name.startswith("val/") and name.endswith("/accuracy")):
+        return True
+    return False if name.startswith(_LOWER_IS_BETTER) else None
+
+
+def _series(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[int, float]]]:
+    series: dict[str, list[tuple[int, float]]] = {}
+    for row in rows:
+        for name, value in row.items():
+            if name != "step" and not name.startswith("time/") and value is not None and isfinite(value):
+                series.setdefault(name, []).append((row["step"], value))
+    return series
+
+
+def _summary(name: str, points: Sequence[tuple[int, float]]) -> Summary:
+    higher = higher_is_better(name)
+    step, best = None, None
+    if higher is not None:
+        step, best = (max if higher else min)(points, key=lambda point: point[1])
+    return Summary(name, points[0][1], best, step, points[-1][1], points[-1][0])
+
+
+def _timings(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    total: Counter[str] = Counter()
+    for row in rows:
+        total.update({name.removeprefix("time/"): row[name] for name in row if name.startswith("time/") and row[name]})
+    return dict(total.most_common())
+
+
+def _rollouts(run: RunFolder, step: int | None) -> Rollouts | None:
+    steps = run.rollout_steps()
+    if not steps or (step is not None and step not in steps):
+        return None
+    chosen = steps[-1] if step is None else step
+    records = list(run.rollouts(chosen))
+    failed = [record for record in records if record.get("status") == "failed"]
+    scored = [record for record in records if record.get("status") != "failed" and record.get("rewards")]
+    scored.sort(key=_reward, reverse=True)
+    best = _of_different_prompts(scored)
+    rest = [record for record in reversed(scored) if not any(record is other for other in best)]
+    return Rollouts(
+        step=chosen,
+        num_rollouts=len(records),
+        best=tuple(map(_sample, best)),
+        worst=tuple(map(_sample, _of_different_prompts(rest))),
+        failures=dict(Counter(str(record.get("failure", "")) for record in failed).most_common(MOST_FAILURES)),
+    )
+
+
+def _of_different_prompts(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The first rollouts of a list, of as many prompts as can be."""
+    firsts: dict[Any, Mapping[str, Any]] = {}
+    for record in records:
+        firsts.setdefault(record.get("prompt_id"), record)
+    others = [record for record in records if not any(record is first for first in firsts.values())]
+    return [*firsts.values(), *others][:NUM_SAMPLES]
+
+
+def _reward(record: Mapping[str, Any]) -> float:
+    rewards = record["rewards"]
+    return float(rewards.get("reward", sum(rewards.values())))
+
+
+def _sample(record: Mapping[str, Any]) -> Sample:
+    prompt = record.get("prompt") or [{}]
+    return Sample(
+        reward=_reward(record),
+        prompt=str(prompt[-1].get("content", "")),
+        response="\n".join(str(turn.get("text", "")) for turn in record.get("turns", ())),
+        why=str(record.get("stop_reason", "")),
+        num_tokens=int(record.get("num_sampled", 0)),
+    )

@@ -1,0 +1,143 @@
+"""A report on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from rl_launch.session.progress import duration
+from rl_launch.show.chart import beside, chart
+from rl_launch.show.report import Report, Rollouts, Sample
+
+PLOTTED = (
+    "reward/mean",
+    "val/accuracy",
+    "val/loss",
+    "train/loss",
+    "policy/entropy",
+    "policy/kl",
+    "rollout/mean_length",
+    "train/grad_norm",
+)
+"""Metrics that are plotted, the most telling first."""
+
+MOST_PLOTS = 4
+
+_PROMPT, _RESPONSE = 160, 320
+_GAP = 2
+_WIDEST = 120
+
+
+def show(report: Report, console: Console) -> None:
+    """Print a report, no line wider than the console."""
+    width = min(console.width, _WIDEST)
+    for line in _heading(report):
+        console.print(line, style="bold", highlight=False, markup=False, soft_wrap=True)
+    if not report.series:
+        console.print("Nothing is recorded yet; logs/driver.log says what the run does.", highlight=False)
+        return
+    console.print()
+    for line in _charts(report, width):
+        console.print(line.rstrip(), style="green", highlight=False, markup=False, no_wrap=True, overflow="crop")
+    console.print()
+    console.print(_metrics(report), width=width)
+    console.print()
+    console.print(_times(report), width=width)
+    if report.rollouts is not None:
+        _show_rollouts(report.rollouts, console, width)
+    console.print("\nWhat to look at next", style="bold")
+    for each in report.advice:
+        console.print(_indented(Text(f"{each.found}."), 2), width=width)
+        console.print(_indented(Text(f"{each.remedy}.", style="dim"), 6), width=width)
+    if not report.advice:
+        console.print("  Nothing stands out.")
+
+
+def plotted(report: Report) -> list[str]:
+    """Metrics to plot, of those that have more than one value."""
+    return [name for name in PLOTTED if len(report.series.get(name, ())) > 1][:MOST_PLOTS]
+
+
+def _heading(report: Report) -> list[str]:
+    state, known = report.state, report.description
+    steps = f"step {state.step}/{state.max_steps}" if state.max_steps else f"step {state.step}"
+    progress = "  ".join(part for part in (known.algorithm, state.status, steps, state.reason) if part)
+    return [report.path, progress, *([f"model {known.model}"] if known.model else [])]
+
+
+def _charts(report: Report, width: int) -> Iterator[str]:
+    names = plotted(report)
+    half = (width - _GAP) // 2
+    drawn = [chart(name, report.series[name], width=half) for name in names]
+    for left, right in zip(drawn[::2], drawn[1::2], strict=False):
+        yield from beside(left, right)
+    if len(drawn) % 2:
+        yield from drawn[-1]
+
+
+def _metrics(report: Report) -> Table:
+    table = _table("metric", "first", "best", "at step", "last")
+    for each in report.summaries:
+        if any(value != each.first for _, value in report.series[each.name]):
+            best = "" if each.best is None else f"{each.best:.4g}"
+            step = "" if each.best_step is None else str(each.best_step)
+            table.add_row(each.name, f"{each.first:.4g}", best, step, f"{each.last:.4g}")
+    return table
+
+
+def _times(report: Report) -> Table:
+    table = _table("phase", "time", "share")
+    whole = report.timings.get("step", 0.0)
+    phases = {name: seconds for name, seconds in report.timings.items() if name != "step"}
+    for name, seconds in phases.items():
+        table.add_row(name.replace("_", " "), duration(seconds), _share(seconds, whole))
+    rest = whole - sum(phases.values())
+    if rest > 0.01 * whole:
+        table.add_row("the rest", duration(rest), _share(rest, whole))
+    table.add_row("all steps", duration(whole), "")
+    return table
+
+
+def _show_rollouts(rollouts: Rollouts, console: Console, width: int) -> None:
+    console.print(f"\nRollouts of step {rollouts.step}: {rollouts.num_rollouts}", style="bold", highlight=False)
+    for title, samples in (("highest reward", rollouts.best), ("lowest reward", rollouts.worst)):
+        for sample in samples:
+            console.print(_indented(_sampled(title, sample), 2), width=width)
+    for reason, count in rollouts.failures.items():
+        text = Text.assemble((f"{count} failed: ", "red"), shortened(reason, _RESPONSE))
+        console.print(_indented(text, 2), width=width)
+
+
+def _sampled(title: str, sample: Sample) -> Text:
+    head = f"{title} {sample.reward:.4g}, {sample.num_tokens} tokens, {sample.why}\n"
+    prompt, response = shortened(sample.prompt, _PROMPT), shortened(sample.response, _RESPONSE)
+    return Text.assemble((head, "cyan"), ("prompt   ", "dim"), f"{prompt}\n", ("response ", "dim"), response)
+
+
+def _indented(text: Text, columns: int) -> Padding:
+    return Padding(text, (0, 0, 0, columns), expand=False)
+
+
+def shortened(text: str, most: int) -> str:
+    """A text on one line, its middle left out if it is long."""
+    line = " ".join(text.split())
+    if len(line) <= most:
+        return line
+    head = 2 * (most - 5) // 3
+    return f"{line[:head]} ... {line[-(most - 5 - head) :]}"
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
+    table.add_column(columns[0], no_wrap=True)
+    for name in columns[1:]:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _share(seconds: float, whole: float) -> str:
+    return f"{seconds / whole:.0%}" if whole else ""

@@ -1,0 +1,121 @@
+"""What the rules find, and that a healthy run is left alone."""
+
+import pytest
+
+from rl_core.config import all_keys
+from rl_launch.root import read_raw, type_of
+from rl_launch.show.advice import advice
+
+CONFIG = {
+    "grpo": {"num_prompts_per_step": 10, "num_generations_per_prompt": 4},
+    "policy": {"generation": {"backend": "vllm", "max_new_tokens": 64}},
+}
+NUM_STEPS = 16
+
+
+def healthy(step):
+    return {
+        "step": step,
+        "reward/mean": 0.2 + 0.04 * step,
+        "reward/std": 0.4,
+        "rollout/failed": 0.0,
+        "rollout/groups_without_signal": 3.0,
+        "rollout/truncated": 0.02,
+        "policy/entropy": 1.0 - 0.02 * step,
+        "policy/kl": 0.001 * step,
+        "policy/clipped": 0.1,
+        "mismatch/kl": 1e-4,
+        "train/skipped_steps": 0.0,
+        "val/loss": 2.0 - 0.1 * step,
+    }
+
+
+HEALTHY_TIMES = {"step": 100.0, "generation": 50.0, "training": 40.0}
+
+
+def found(change=lambda step: {}, timings=HEALTHY_TIMES):
+    rows = [{**healthy(step), **change(step)} for step in range(1, NUM_STEPS + 1)]
+    return advice(rows, timings, CONFIG)
+
+
+def test_a_healthy_run_is_left_alone():
+    assert found() == []
+
+
+@pytest.mark.parametrize(
+    ("change", "says", "names"),
+    [
+        (lambda step: {"rollout/failed": 8.0}, "20% of the rollouts failed", "env.NAME.deadline_s"),
+        (lambda step: {"train/skipped_steps": float(step == 3)}, "1 optimizer steps were skipped", "kwargs.lr"),
+        (lambda step: {"mismatch/kl": 0.05}, "mismatch/kl is 0.05", "loss_fn.use_importance_sampling_correction"),
+        (lambda step: {"rollout/groups_without_signal": 8.0}, "80% of the groups", "grpo.use_dynamic_sampling"),
+        (lambda step: {"reward/mean": 0.3}, "the reward is flat", "grpo.num_generations_per_prompt"),
+        (lambda step: {"reward/mean": 0.9 - 0.04 * step}, "the reward falls", "policy.optimizer.kwargs.lr"),
+        (lambda step: {"policy/entropy": 1.0 / step**2}, "the entropy collapsed", "loss_fn.ratio_clip_max"),
+        (lambda step: {"policy/kl": 0.05 * step}, "away from its reference", "loss_fn.reference_policy_kl_penalty"),
+        (lambda step: {"policy/clipped": 0.5}, "50% of the tokens are clipped", "policy.train_global_batch_size"),
+        (lambda step: {"rollout/truncated": 0.4}, "40% of the rollouts run into", "policy.generation.max_new_tokens"),
+        (lambda step: {"val/loss": 1.0 + abs(step - 4)}, "the validation loss rises", "checkpointing.metric_name"),
+    ],
+)
+def test_a_rule_finds_its_trouble_and_names_a_key(change, says, names):
+    (one,) = found(change)
+    assert says in one.found
+    assert names in one.remedy
+
+
+@pytest.mark.parametrize(
+    ("phase", "names"),
+    [
+        ("generation", "policy.generation.vllm_cfg"),
+        ("training", "policy.train_micro_batch_size"),
+        ("logprobs", "policy.logprob_batch_size"),
+        ("validation", "max_val_samples"),
+        ("data", "data.num_workers"),
+        ("weight_sync", "policy.generation.weight_sync"),
+    ],
+)
+def test_a_phase_that_takes_most_of_the_time(phase, names):
+    (one,) = found(timings={"step": 100.0, "generation": 10.0, phase: 80.0})
+    assert one.found == f"{phase} takes 80% of the time"
+    assert names in one.remedy
+
+
+def test_fine_tuning_does_nothing_but_train():
+    assert found(timings={"step": 100.0, "training": 95.0}) == []
+
+
+def test_a_short_run_has_no_trends():
+    assert advice([{**healthy(1), "reward/mean": 0.3}] * 3, HEALTHY_TIMES, CONFIG) == []
+
+
+def test_nothing_recorded_is_nothing_to_look_at():
+    assert advice([], {}, {}) == []
+
+
+def test_every_key_that_a_remedy_names_exists():
+    """All rules at once, over a run in which everything is wrong."""
+
+    def broken(step):
+        return {
+            "rollout/failed": 30.0,
+            "train/skipped_steps": 1.0,
+            "mismatch/kl": 1.0,
+            "rollout/groups_without_signal": 9.0,
+            "reward/mean": 0.3,
+            "policy/entropy": 1.0 / step**2,
+            "policy/kl": 0.1 * step,
+            "policy/clipped": 0.9,
+            "rollout/truncated": 0.9,
+            "val/loss": float(step),
+        }
+
+    phases = ("generation", "training", "logprobs", "validation", "data", "weight_sync")
+    each = found(broken, {"step": 1.0, **dict.fromkeys(phases, 0.9)})
+    known = {key for name in ("grpo-arithmetic", "sft-arithmetic") for key in all_keys(type_of(read_raw(name)), {})}
+    sections = {key.partition(".")[0] for key in known}
+    words = {word.strip("(),:;") for one in each for word in one.remedy.split()}
+    keys = {word.partition("=")[0] for word in words if word.partition(".")[0] in sections and "." in word}
+    free = {"policy.optimizer.kwargs.lr", "env.NAME.deadline_s", "env.NAME.memory_limit_gib"}
+    assert len(each) == 16
+    assert keys - free <= known

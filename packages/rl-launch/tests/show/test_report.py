@@ -1,0 +1,150 @@
+"""A run summed up, on a terminal, as JSON and as images."""
+
+import json
+
+import pytest
+from conftest import rollout
+from rich.console import Console
+from typer.testing import CliRunner
+
+from rl_core.errors import RunDirectoryError
+from rl_launch.cli import app
+from rl_launch.show import report_of, show
+from rl_launch.show.terminal import shortened
+
+
+def rows(num_steps=12):
+    return [
+        {
+            "step": step,
+            "reward/mean": 0.1 * step,
+            "reward/std": 0.3,
+            "train/loss": 2.0 / step,
+            "train/lr": 1e-4,
+            "policy/entropy": None if step == 3 else 1.0,
+            "time/generation": 8.0,
+            "time/training": 1.0,
+            "time/step": 10.0,
+        }
+        for step in range(1, num_steps + 1)
+    ]
+
+
+ROLLOUTS = [
+    rollout("3+4=", "7", 1.0, prompt_id="a"),
+    rollout("3+4=", " 7 ", 1.0, prompt_id="a"),
+    rollout("5+5=", "11", 0.0, prompt_id="b"),
+    rollout("6+6=", "the answer " * 100, 0.5, prompt_id="c"),
+    rollout("1+1=", "2", 0.0, prompt_id="d", failure="score raised ZeroDivisionError"),
+    rollout("2+1=", "3", 0.0, prompt_id="d", failure="score raised ZeroDivisionError"),
+    rollout("9+9=", "18", 0.0, prompt_id="e", failure="the deadline of 30 s passed"),
+]
+
+
+def printed(report, width=80):
+    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    show(report, console)
+    return console.export_text()
+
+
+def test_first_best_and_last_of_each_metric(record):
+    report = report_of(record(rows()))
+    by_name = {each.name: each for each in report.summaries}
+    reward, loss = by_name["reward/mean"], by_name["train/loss"]
+    assert (reward.first, reward.best, reward.best_step, reward.last) == (
+        0.1,
+        pytest.approx(1.2),
+        12,
+        pytest.approx(1.2),
+    )
+    assert (loss.first, loss.best, loss.best_step) == (2.0, pytest.approx(2.0 / 12), 12)
+    assert by_name["train/lr"].best is None
+    assert [step for step, _ in report.series["policy/entropy"]] == [1, 2, *range(4, 13)]
+
+
+def test_samples_are_of_different_prompts_and_failures_are_counted(record):
+    found = report_of(record(rows(), {1: [], 12: ROLLOUTS})).rollouts
+    assert (found.step, found.num_rollouts) == (12, 7)
+    assert [(each.prompt, each.reward) for each in found.best] == [("3+4=", 1.0), ("6+6=", 0.5)]
+    assert [(each.prompt, each.reward) for each in found.worst] == [("5+5=", 0.0), ("3+4=", 1.0)]
+    assert found.failures == {"score raised ZeroDivisionError": 2, "the deadline of 30 s passed": 1}
+
+
+def test_a_step_shows_the_run_up_to_it(record):
+    run = record(rows(), {4: ROLLOUTS, 12: ROLLOUTS})
+    report = report_of(run, 4)
+    assert report.rollouts.step == 4
+    assert report.timings["step"] == 40.0
+    assert report.series["train/loss"][-1][0] == 4
+    with pytest.raises(RunDirectoryError, match="no metrics of step 99; it has 1 to 12"):
+        report_of(run, 99)
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_a_report_fits_the_terminal(record, width):
+    text = printed(report_of(record(rows(), {12: ROLLOUTS})), width)
+    body = text.splitlines()[1:]  # the first line is the path of the run
+    assert max(len(line) for line in body) <= width
+
+
+def test_a_report_says_what_people_look_for(record):
+    text = printed(report_of(record(rows(), {12: ROLLOUTS})))
+    assert "step 12" in text
+    assert "reward/mean" in text
+    assert "train/lr" not in text, "it never changes"
+    words = " ".join(text.split())
+    assert "generation 1:36 80%" in words
+    assert "the rest 12 s 10%" in words
+    assert "highest reward 1, 1 tokens, stop" in text
+    assert "2 failed: score raised ZeroDivisionError" in text
+    assert "generation takes 80% of the time" in text
+    assert "policy.generation.vllm_cfg" in words
+
+
+def test_a_run_without_steps_says_so(record):
+    assert "Nothing is recorded yet" in printed(report_of(record([])))
+
+
+def test_a_long_text_keeps_its_beginning_and_end():
+    text = " ".join(str(number) for number in range(500))
+    short = shortened(text, 100)
+    assert len(short) == 100
+    assert short.startswith("0 1 2")
+    assert short.endswith("498 499")
+    assert shortened("a\n  b", 100) == "a b"
+
+
+def test_the_command_prints_json(record):
+    run = record(rows(), {12: ROLLOUTS})
+    answer = CliRunner().invoke(app, ["show", str(run.path), "--json"])
+    data = json.loads(answer.stdout)
+    assert data["schema"] == 1
+    assert data["rollouts"]["num_rollouts"] == 7
+    assert data["state"]["step"] == 12
+    assert data["advice"][0]["found"] == "generation takes 80% of the time"
+
+
+def test_the_command_refuses_what_is_not_a_run(tmp_path):
+    answer = CliRunner().invoke(app, ["show", str(tmp_path / "nowhere")])
+    assert answer.exit_code == 2
+    assert "is not a folder. Give a run directory" in answer.stderr
+
+
+def test_the_command_writes_images(record, tmp_path):
+    pytest.importorskip("matplotlib")
+    run = record(rows())
+    answer = CliRunner().invoke(app, ["show", str(run.path), "--png", str(tmp_path / "plots")])
+    assert answer.exit_code == 0, answer.output
+    written = sorted((tmp_path / "plots").iterdir())
+    assert [path.name for path in written] == ["policy.png", "reward.png", "train.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
+
+
+def test_images_without_matplotlib_are_refused_with_the_command(record, tmp_path, monkeypatch):
+    monkeypatch.setattr("rl_launch.show.images.importlib.util.find_spec", lambda name: None)
+    run = record(rows())
+    answer = CliRunner().invoke(app, ["show", str(run.path), "--png", str(tmp_path / "plots")])
+    assert answer.exit_code == 2
+    assert "--png needs matplotlib" in answer.stderr
+    assert "pip install 'rl-launch[plot]'" in answer.stderr
+    assert not (tmp_path / "plots").exists()
