@@ -1,14 +1,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from rl_core.errors import WeightSyncError
+from rl_core.testing.torch.tiny_model import write_tiny_model
 from rl_core.weights import Manifest, TensorSpec
 from rl_dtensor.generation.weights import WeightAdoption
+from rl_dtensor.names import FileNames
 
 
 class Model(nn.Module):
@@ -101,3 +106,26 @@ def test_weights_convert_to_the_models_precision() -> None:
     sent = _take_all(adoption, manifest)
     adoption.verify()
     assert torch.equal(model.middle.weight, sent["middle.weight"].bfloat16())
+
+
+def test_experts_that_the_model_stacks_are_taken_in_one_by_one(tmp_path: Path) -> None:
+    fields = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    folder = write_tiny_model(tmp_path / "sent", "qwen3_moe", seed=1, **fields)
+    model = AutoModelForCausalLM.from_pretrained(write_tiny_model(tmp_path / "own", "qwen3_moe", seed=2, **fields))
+    sent = load_file(folder / "model.safetensors")
+    specs = tuple(TensorSpec(name, tuple(tensor.shape), "float32") for name, tensor in sent.items())
+    adoption = WeightAdoption(model, Manifest(1, specs, {}), FileNames(model))
+    for name, tensor in sent.items():
+        adoption.take(name, tensor)
+    adoption.verify()
+    expected = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
+    with torch.no_grad():
+        model.model.layers[1].mlp.experts.gate_up_proj[3, 30] += 1
+    with pytest.raises(WeightSyncError) as caught:
+        adoption.verify()
+    assert caught.value.tensors == ("model.layers.1.mlp.experts.3.up_proj.weight",)
+    missing = Manifest(2, tuple(spec for spec in specs if ".0.mlp.experts.2.down_proj" not in spec.name), {})
+    with pytest.raises(WeightSyncError) as caught:
+        WeightAdoption(model, missing, FileNames(model))
+    assert caught.value.tensors == ("model.layers.0.mlp.experts.2.down_proj.weight",)

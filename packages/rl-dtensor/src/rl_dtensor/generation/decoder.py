@@ -17,6 +17,7 @@ from rl_dtensor.generation.batch import DecodingBatch
 from rl_dtensor.generation.cache import RowCache
 from rl_dtensor.generation.config import HFConfig
 from rl_dtensor.generation.weights import WeightAdoption
+from rl_dtensor.names import FileNames
 from rl_dtensor.replay import RoutingRecorder
 
 
@@ -110,8 +111,8 @@ class HFDecoder:
         return logprobs.cpu().numpy()
 
     def adoption(self, manifest: Manifest) -> WeightAdoption:
-        """Make ready for these weights."""
-        return WeightAdoption(self.module, manifest)
+        """Make ready for these weights, which come by the names and in the parts that the model's files have."""
+        return WeightAdoption(self.module, manifest, FileNames(self.module))
 
     def offload(self) -> None:
         """Free the device of the weights."""

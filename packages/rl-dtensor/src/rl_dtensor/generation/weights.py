@@ -2,38 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
 from rl_core.torch.generation.decoder import refuse_tensors
 from rl_core.torch.transport.digest import digest
 from rl_core.weights import Manifest
+from rl_dtensor.names import FileNames
 
 
 class WeightAdoption:
     """One weight version on its way into a model, whose tensors are overwritten in place.
+
+    Args:
+        names: of its tensors in its files, which may hold parts of them; None if they are those of the model.
 
     Raises:
         WeightSyncError: naming tensors that the model does not have, that the manifest leaves out, of another shape, or
             sent apart though the model has them tied.
     """
 
-    def __init__(self, model: nn.Module, manifest: Manifest) -> None:
+    def __init__(self, model: nn.Module, manifest: Manifest, names: FileNames | None = None) -> None:
         self._model = model
         self._manifest = manifest
+        self._names = names
         self._digests: dict[str, str] = {}
-        tensors = model.state_dict()
+        tensors = self._tensors()
         shapes = {spec.name: spec.shape for spec in manifest.tensors}
         sources = {name: name for name in shapes} | dict(manifest.tied)
         refuse_tensors(manifest, [name for name in sources if name not in tensors], "the engine has no")
         wrong = [name for name, source in sources.items() if tuple(tensors[name].shape) != shapes.get(source)]
         refuse_tensors(manifest, wrong, "the engine has another shape for")
-        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        parameters = self._split(dict(model.named_parameters(remove_duplicate=False)))
         for tied in _tied_names(tensors):
             sent = [name for name in tied if name in shapes]
             refuse_tensors(manifest, sent[1:] and sent, "tied in the engine, yet sent apart:")
             covered = {sources[name] for name in tied if name in sources}
-            refuse_tensors(manifest, [] if covered or not parameters & set(tied) else tied[:1], "it leaves out")
+            refuse_tensors(manifest, [] if covered or not parameters.keys() & set(tied) else tied[:1], "it leaves out")
             for name in tied if covered else ():
                 sources.setdefault(name, next(iter(covered)))
         self._sources = sources
@@ -54,10 +61,23 @@ class WeightAdoption:
         Raises:
             WeightSyncError: naming those that are not, under every name a module reads them by.
         """
-        current = self._model.state_dict()
+        current = self._tensors()
         # a source that never arrived has no digest, which no tensor equals
         stale = [name for name, source in self._sources.items() if digest(current[name]) != self._digests.get(source)]
         refuse_tensors(self._manifest, stale, "the engine computes with a stale")
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """What the model computes with, by the names in its files."""
+        return self._split(self._model.state_dict())
+
+    def _split(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if self._names is None:
+            return dict(tensors)
+        return {
+            piece.name: tensor[piece.region] if piece.region else tensor
+            for name, tensor in tensors.items()
+            for piece in self._names.pieces(name, tuple(tensor.shape))
+        }
 
 
 def _tied_names(tensors: dict[str, Tensor]) -> list[list[str]]:
