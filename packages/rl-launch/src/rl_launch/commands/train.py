@@ -16,7 +16,8 @@ from rl_core.plugins import ALGORITHMS, AlgorithmPlugin, plugin, resolve
 from rl_launch.backends import backends_of, model_sections, section_of, with_section
 from rl_launch.cluster.device import check_devices, resolve_device
 from rl_launch.cluster.ray_address import check_ray_address
-from rl_launch.local_models import TINY, WARMED_UP, models_folder, tiny_model
+from rl_launch.local_models import MADE_HERE, TINY, WARMED_UP, models_folder, tiny_model
+from rl_launch.model_folder import check_models
 from rl_launch.placement.bundles import PlacementError
 from rl_launch.root import check_placement, read_config
 from rl_launch.runtime.environment_trials import trials_of, try_here, try_in
@@ -76,6 +77,7 @@ def train(config: Any, *, run_dir: str | Path, title: str = "", fresh: bool = Fa
     check_ray_address()
     check_devices(config.cluster)
     check_run_dir(run_dir, config, fresh=fresh)
+    check_models(model_names(config))
     loaded = resolve(algorithm.load)(config)
     untried = try_here(trials_of(config, algorithm, loaded), config.cluster.worker_envs)
     restoration = Restoration(saves=config.checkpointing.enabled)
@@ -147,6 +149,15 @@ def check_run_dir(run_dir: str | Path, config: Any, *, fresh: bool) -> None:
     if names and (LOCK not in names or directory.config.is_file()):
         directory.open(config, fresh=fresh)
         directory.close()
+
+
+def model_names(config: Any) -> dict[str, str]:
+    """Folders and hub names that a run loads models and tokenizers from, by key; without those that are made here."""
+    names = {f"{key}.model_name": section_of(config, key).model_name for key in model_sections(config)}
+    tokenizer = config.policy.tokenizer.name
+    if tokenizer is not None:
+        names["policy.tokenizer.name"] = tokenizer
+    return {key: name for key, name in names.items() if name not in MADE_HERE}
 
 
 def with_local_models(config: Any) -> Any:
