@@ -61,7 +61,7 @@ def check_models(names: Mapping[str, str]) -> None:
     Raises:
         ConfigError: listing every one.
     """
-    problems = []
+    problems: list[str] = []
     for key, name in names.items():
         found = [problem.message for problem in folder_problems(key, name, ())]
         if not found and not Path(name).expanduser().is_dir() and (problem := hub.problem("model", name)):
