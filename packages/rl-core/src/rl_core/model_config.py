@@ -6,11 +6,11 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from rl_core.config import Config, EnvVars, Problem, ProblemError
+from rl_core.config import Config, EnvVars, PathText, Problem, ProblemError, WhenChanged
 from rl_core.weights import WeightSyncChoice
 
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
@@ -30,14 +30,14 @@ def _dotted(example: str) -> Callable[[str | None], str | None]:
 class BackendConfig(Config):
     """The settings of a training backend, which extends it with its own."""
 
-    enabled: bool | None = None
+    enabled: Annotated[bool | None, WhenChanged.NEW_RUN] = None
     """Train with this backend. A model trains with exactly one; with none enabled, with dtensor."""
 
 
 class TokenizerConfig(Config):
-    name: str | None = None
+    name: PathText | None = None
     """Folder or hub name of the tokenizer; the model's own where unset."""
-    chat_template: str | None = None
+    chat_template: PathText | None = None
     """Jinja chat template, or a path to one; the tokenizer's own where unset."""
     chat_template_kwargs: dict[str, Any] = {}
     """Extra variables of the chat template."""
@@ -79,7 +79,7 @@ class TokenizerConfig(Config):
 
 
 class OptimizerConfig(Config):
-    name: str = "torch.optim.AdamW"
+    name: Annotated[str, WhenChanged.NEW_RUN] = "torch.optim.AdamW"
     """Dotted name of a torch optimizer class."""
     kwargs: dict[str, Any] = {"lr": 1e-6, "weight_decay": 0.01, "betas": [0.9, 0.999], "eps": 1e-8}
     """Arguments of that class."""
@@ -99,6 +99,8 @@ class SchedulerConfig(Config):
 
 
 class SequencePackingConfig(Config):
+    when_changed: ClassVar[WhenChanged | None] = WhenChanged.RESUME
+
     enabled: bool = True
     """Put several rows into one microbatch without padding."""
     train_mb_tokens: int | None = Field(default=None, gt=0)
@@ -108,6 +110,8 @@ class SequencePackingConfig(Config):
 
 
 class DynamicBatchingConfig(Config):
+    when_changed: ClassVar[WhenChanged | None] = WhenChanged.RESUME
+
     enabled: bool = False
     """Pad rows of like length together up to a token budget."""
     train_mb_tokens: int | None = Field(default=None, gt=0)
@@ -117,6 +121,8 @@ class DynamicBatchingConfig(Config):
 
 
 class LoraConfig(Config):
+    when_changed: ClassVar[WhenChanged | None] = WhenChanged.NEW_RUN
+
     enabled: bool = False
     """Train low-rank adapters on linear layers and leave the weights they sit on as they are."""
     target_modules: list[str] = []
@@ -127,21 +133,21 @@ class LoraConfig(Config):
     """Put one on every linear layer but the head, and routers and experts, whatever `target_modules` says."""
     dim: int = Field(default=8, gt=0)
     """Rank of an adapter."""
-    alpha: float = Field(default=32, gt=0)
+    alpha: Annotated[float, WhenChanged.BRANCH] = Field(default=32, gt=0)
     """An adapter's product is scaled by `alpha / dim`."""
-    dropout: float = Field(default=0.0, ge=0, lt=1)
+    dropout: Annotated[float, WhenChanged.BRANCH] = Field(default=0.0, ge=0, lt=1)
     """Share of an adapter's inputs that are dropped in training."""
 
 
 class ModelConfig(Config):
-    model_name: str
+    model_name: Annotated[PathText, WhenChanged.NEW_RUN]
     """Folder with Hugging Face files, or a hub name."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     train_global_batch_size: int = Field(default=512, gt=0)
     """Rows of one optimizer step."""
-    train_micro_batch_size: int = Field(default=4, gt=0)
+    train_micro_batch_size: Annotated[int, WhenChanged.RESUME] = Field(default=4, gt=0)
     """Rows of one training forward pass, where neither packing nor dynamic batching sets a token budget."""
-    logprob_batch_size: int = Field(default=4, gt=0)
+    logprob_batch_size: Annotated[int, WhenChanged.RESUME] = Field(default=4, gt=0)
     """Rows of one forward-only pass, where neither packing nor dynamic batching sets a token budget."""
     max_total_sequence_length: int = Field(default=2048, gt=1)
     """Most tokens of a row: prompt, completions and observations."""
@@ -149,17 +155,17 @@ class ModelConfig(Config):
     """Compute dtype; master weights and optimizer state are float32 either way."""
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     """Gradients are clipped to this norm; null does not clip."""
-    max_skipped_steps: int = Field(default=10, ge=0)
+    max_skipped_steps: Annotated[int, WhenChanged.RESUME] = Field(default=10, ge=0)
     """Optimizer steps in a row that may be skipped because their gradient is not finite. One more ends the run; 0 ends
     it at the first."""
-    family_check: Literal["auto", "off"] = "auto"
+    family_check: Annotated[Literal["auto", "off"], WhenChanged.RESUME] = "auto"
     """`auto` proves once, before a model family is trained on a mesh that no test holds, that a tiny model of it trains
     right there; `off` trains without a proof."""
-    hf_config_overrides: dict[str, Any] = {}
+    hf_config_overrides: Annotated[dict[str, Any], WhenChanged.NEW_RUN] = {}
     """Fields of the Hugging Face config to replace."""
-    logprob_chunk_size: int = Field(default=1024, gt=0)
+    logprob_chunk_size: Annotated[int, WhenChanged.RESUME] = Field(default=1024, gt=0)
     """Tokens whose logits exist at one time."""
-    worker_timeout_s: float = Field(default=3600.0, gt=0)
+    worker_timeout_s: Annotated[float, WhenChanged.RESUME] = Field(default=3600.0, gt=0)
     """Seconds that one call of the model's workers may take, such as an optimizer step, a pass over a batch or a save.
     Past it every rank writes the stacks of its threads to its log, and the run is restored as after a death."""
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -168,7 +174,7 @@ class ModelConfig(Config):
     lora_cfg: LoraConfig = LoraConfig()
     sequence_packing: SequencePackingConfig = SequencePackingConfig()
     dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig()
-    env_vars: EnvVars = {}
+    env_vars: Annotated[EnvVars, WhenChanged.RESUME] = {}
     """Environment variables of the model's workers, over those of `cluster.env_vars`."""
 
     @model_validator(mode="after")
@@ -244,6 +250,8 @@ class ColocatedResources(Config):
 
 
 class ColocatedConfig(Config):
+    when_changed: ClassVar[WhenChanged | None] = WhenChanged.RESUME
+
     enabled: bool = True
     """Share the policy's devices, taking turns; otherwise it has devices of its own."""
     resources: ColocatedResources = ColocatedResources()
@@ -264,23 +272,23 @@ class GenerationConfig(Config):
     """Tokens that end a completion, beside the tokenizer's end of sequence."""
     stop_strings: list[str] = []
     """Texts that end a completion."""
-    val_temperature: float = Field(default=0.0, ge=0)
+    val_temperature: Annotated[float, WhenChanged.RESUME] = Field(default=0.0, ge=0)
     """Temperature in validation; 0 is greedy."""
-    val_top_p: float = Field(default=1.0, gt=0, le=1)
+    val_top_p: Annotated[float, WhenChanged.RESUME] = Field(default=1.0, gt=0, le=1)
     """Nucleus mass kept in validation."""
-    val_top_k: int | None = Field(default=None, gt=0)
+    val_top_k: Annotated[int | None, WhenChanged.RESUME] = Field(default=None, gt=0)
     """Most likely tokens kept in validation; all where unset."""
-    stall_timeout_s: float = Field(default=600.0, gt=0)
+    stall_timeout_s: Annotated[float, WhenChanged.RESUME] = Field(default=600.0, gt=0)
     """Seconds for which a replica that has work may make no progress (no token, no finished group); past it the stacks
     of its threads are written to its log, and it is replaced."""
-    canary_tolerance: float | None = Field(default=None, gt=0)
+    canary_tolerance: Annotated[float | None, WhenChanged.RESUME] = Field(default=None, gt=0)
     """Largest mean difference between the engine's logprobs and the policy's, for the same tokens after a weight sync;
     unset means 0.001 in float32 and 0.1 in bfloat16. An engine that quantises weights needs more."""
-    weight_sync: WeightSyncChoice = "auto"
+    weight_sync: Annotated[WeightSyncChoice, WhenChanged.RESUME] = "auto"
     """How weights travel to the generators. `ipc`: through memory of a GPU, or of a node, that policy and generator
     share. `collective`: NCCL, or gloo on CPU. `disk`: through files under `weights/` in the run directory, one version
     at a time, for generators that share only a file system with the policy. `auto`: `ipc` if memory is shared, else
     `collective`."""
     colocated: ColocatedConfig = ColocatedConfig()
-    env_vars: EnvVars = {}
+    env_vars: Annotated[EnvVars, WhenChanged.RESUME] = {}
     """Environment variables of the engine's workers, over those of `cluster.env_vars`."""

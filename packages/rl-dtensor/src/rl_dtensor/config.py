@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from rl_core.config import WhenChanged
 from rl_core.model_config import BackendConfig
 
 Style = Literal["colwise", "rowwise", "replicated", "embedding", "head", "experts"]
@@ -16,6 +17,8 @@ AttentionBackend = Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_
 
 
 class DTensorConfig(BackendConfig):
+    when_changed: ClassVar[WhenChanged | None] = WhenChanged.RESUME
+
     dp_replicate_size: int = Field(default=1, gt=0)
     """Replicas of the sharded parameters (HSDP); the ranks of each replica share one copy."""
     tensor_parallel_size: int = Field(default=1, gt=0)

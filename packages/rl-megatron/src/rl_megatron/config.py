@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rl_core.config import Config
+from rl_core.config import Config, WhenChanged
 from rl_core.model_config import BackendConfig
 
 
@@ -23,34 +23,36 @@ class DistributedDataParallelConfig(Config):
     grad_reduce_in_fp32: bool = True
     """Sum gradients over microbatches and ranks in float32; otherwise in the compute dtype, which halves their memory
     and traffic, and rounds."""
-    overlap_grad_reduce: bool = False
+    overlap_grad_reduce: Annotated[bool, WhenChanged.RESUME] = False
     """Reduce gradients over the data-parallel ranks bucket by bucket while the backward pass goes on."""
 
 
 class MegatronConfig(BackendConfig):
-    tensor_model_parallel_size: int = Field(default=1, gt=0)
+    tensor_model_parallel_size: Annotated[int, WhenChanged.RESUME] = Field(default=1, gt=0)
     """Ranks that share each layer's matrices."""
-    pipeline_model_parallel_size: int = Field(default=1, gt=0)
+    pipeline_model_parallel_size: Annotated[int, WhenChanged.RESUME] = Field(default=1, gt=0)
     """Ranks that hold consecutive layers."""
-    virtual_pipeline_model_parallel_size: int | None = Field(default=None, gt=1)
+    virtual_pipeline_model_parallel_size: Annotated[int | None, WhenChanged.RESUME] = Field(default=None, gt=1)
     """Runs of consecutive layers that each pipeline rank holds, interleaved with the others'; one if unset."""
-    num_layers_in_first_pipeline_stage: int | None = Field(default=None, gt=0)
+    num_layers_in_first_pipeline_stage: Annotated[int | None, WhenChanged.RESUME] = Field(default=None, gt=0)
     """Layers of the first pipeline rank; an equal share if unset."""
-    num_layers_in_last_pipeline_stage: int | None = Field(default=None, gt=0)
+    num_layers_in_last_pipeline_stage: Annotated[int | None, WhenChanged.RESUME] = Field(default=None, gt=0)
     """Layers of the last pipeline rank; an equal share if unset."""
-    context_parallel_size: int = Field(default=1, gt=0)
+    context_parallel_size: Annotated[int, WhenChanged.RESUME] = Field(default=1, gt=0)
     """Ranks that share the tokens of each row."""
-    expert_model_parallel_size: int = Field(default=1, gt=0)
+    expert_model_parallel_size: Annotated[int, WhenChanged.RESUME] = Field(default=1, gt=0)
     """Ranks that share the experts of each layer; they are taken from the data- and tensor-parallel ones."""
-    expert_tensor_parallel_size: int | None = Field(default=None, gt=0)
+    expert_tensor_parallel_size: Annotated[int | None, WhenChanged.RESUME] = Field(default=None, gt=0)
     """Ranks that share each expert's matrices; `tensor_model_parallel_size` if unset."""
-    sequence_parallel: bool = False
+    sequence_parallel: Annotated[bool, WhenChanged.RESUME] = False
     """Share the tokens between layers over the tensor-parallel ranks, which saves activation memory."""
-    activation_checkpointing: bool = False
+    activation_checkpointing: Annotated[bool, WhenChanged.RESUME] = False
     """Keep only each layer's input and compute the rest again in the backward pass."""
-    recompute_granularity: Literal["full", "selective"] = "full"
+    recompute_granularity: Annotated[Literal["full", "selective"], WhenChanged.RESUME] = "full"
     """Parts that `activation_checkpointing` computes again: whole layers, or the `recompute_modules` in each."""
-    recompute_modules: list[Literal["core_attn", "mlp", "moe", "layernorm", "mla_up_proj"]] = ["core_attn"]
+    recompute_modules: Annotated[
+        list[Literal["core_attn", "mlp", "moe", "layernorm", "mla_up_proj"]], WhenChanged.RESUME
+    ] = ["core_attn"]
     """Parts of a layer that are computed again if `recompute_granularity` is selective."""
     freeze_moe_router: bool = False
     """Leave the routers of a mixture of experts as they are; generation and training then route more alike."""
@@ -65,9 +67,9 @@ class MegatronConfig(BackendConfig):
     each row (seq_aux_loss), weighed by tokens. Padding does not count."""
     moe_aux_loss_coeff: float = Field(default=0.0, ge=0)
     """Weight of that loss."""
-    moe_per_layer_logging: bool = False
+    moe_per_layer_logging: Annotated[bool, WhenChanged.RESUME] = False
     """Report that loss for each layer beside its mean over layers."""
-    moe_token_dispatcher_type: Literal["alltoall", "flex"] = "alltoall"
+    moe_token_dispatcher_type: Annotated[Literal["alltoall", "flex"], WhenChanged.RESUME] = "alltoall"
     """Transport of tokens to their experts' ranks: `alltoall` by NCCL, `flex` by DeepEP, which has to be installed and
     runs on GPUs alone. Megatron's `allgather` needs as many tokens on every rank, which rows of different lengths do
     not give."""

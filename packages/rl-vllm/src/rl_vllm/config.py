@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from rl_core.config import Config, Problem, ProblemError
+from rl_core.config import Config, Problem, ProblemError, WhenChanged
 from rl_core.devices import Device
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
@@ -74,30 +74,30 @@ OWNED_ARGUMENTS = {
 class VllmConfig(Config):
     """Settings of the vLLM generator."""
 
-    tensor_parallel_size: int = Field(default=1, gt=0)
+    tensor_parallel_size: Annotated[int, WhenChanged.RESUME] = Field(default=1, gt=0)
     """Ranks that each layer is split over."""
-    pipeline_parallel_size: int = Field(default=1, gt=0)
+    pipeline_parallel_size: Annotated[int, WhenChanged.RESUME] = Field(default=1, gt=0)
     """Ranks that the layers are spread over."""
-    gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
+    gpu_memory_utilization: Annotated[float | None, WhenChanged.RESUME] = Field(default=None, gt=0, le=1)
     """Share of a GPU's memory for weights and KV cache if `kv_cache_gib` is unset; unset means 0.6 on GPUs that the
     policy shares, else 0.9."""
-    kv_cache_gib: float | None = Field(default=None, gt=0)
+    kv_cache_gib: Annotated[float | None, WhenChanged.RESUME] = Field(default=None, gt=0)
     """Size of the KV cache per rank in GiB. Unset means 1 on CPU, and on a GPU the memory that `gpu_memory_utilization`
     leaves."""
     kv_cache_dtype: str = "auto"
     """Dtype of the KV cache; `auto` is the model's."""
     max_model_len: int | None = Field(default=None, gt=1)
     """Most tokens of a prompt and its completion; unset means `policy.max_total_sequence_length`."""
-    max_num_seqs: int = Field(default=256, gt=0)
+    max_num_seqs: Annotated[int, WhenChanged.RESUME] = Field(default=256, gt=0)
     """Most completions decoded at one time."""
-    max_num_batched_tokens: int | None = Field(default=None, gt=0)
+    max_num_batched_tokens: Annotated[int | None, WhenChanged.RESUME] = Field(default=None, gt=0)
     """Most tokens of one forward pass; unset means vLLM's choice, and on CPU at least 4096 and one whole row."""
-    enforce_eager: bool | None = None
+    enforce_eager: Annotated[bool | None, WhenChanged.RESUME] = None
     """Run without compilation and CUDA graphs. Unset means true on CPU, as compiling costs more than it saves there."""
-    own_process: bool | None = None
+    own_process: Annotated[bool | None, WhenChanged.RESUME] = None
     """Run the engine in a process beside the replica's. Unset means true, except for one rank on CPU, which starts in
     half the time without."""
-    sleep_level: Literal[1, 2] | None = None
+    sleep_level: Annotated[Literal[1, 2] | None, WhenChanged.RESUME] = None
     """Treatment of the weights when the engine sleeps on a GPU: 1 keeps them in host memory, 2 drops them, and they are
     sent again. Unset means 2, as a weight sync follows nearly every sleep; 1 if no weights are sent."""
     vllm_kwargs: dict[str, Any] = {}

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import Field, model_validator
 
-from rl_core.config import Config, Problem, ProblemError
+from rl_core.config import Config, PathText, Problem, ProblemError, WhenChanged
 
 Purpose = Literal["train", "validation"]
 
@@ -17,7 +17,7 @@ Purpose = Literal["train", "validation"]
 class DatasetConfig(Config):
     dataset_name: str | None = None
     """Name of an installed dataset plugin or of a dataset on the hub; give this or `data_path`."""
-    data_path: str | None = None
+    data_path: PathText | None = None
     """JSON Lines, Parquet or Arrow: a file, a folder or a glob pattern; give this or `dataset_name`."""
     subset: str | None = None
     """Configuration of a hub dataset that has several."""
@@ -37,9 +37,9 @@ class DatasetConfig(Config):
     env_name: str | None = None
     """Scores completions: a function of yours (`file.py:function` or `package.module:function`), an installed
     environment, or one of `env`; the one that the row names if unset."""
-    prompt_file: str | None = None
+    prompt_file: PathText | None = None
     """Text file that the input is put into, at `{input}`; `{column}` is replaced by that column of the row."""
-    system_prompt_file: str | None = None
+    system_prompt_file: PathText | None = None
     """Text file with a system message to put first."""
     processor: str | None = None
     """How a row becomes a conversation: a built-in name (`gsm8k`, `squad`), or a function of yours,
@@ -63,9 +63,9 @@ class DatasetDefaults(Config):
     """As of a dataset."""
     env_name: str | None = None
     """As of a dataset."""
-    prompt_file: str | None = None
+    prompt_file: PathText | None = None
     """As of a dataset."""
-    system_prompt_file: str | None = None
+    system_prompt_file: PathText | None = None
     """As of a dataset."""
     processor: str | None = None
     """As of a dataset."""
@@ -84,7 +84,7 @@ class DataConfig(Config):
     """Rows over `max_input_seq_length` end the run with the longest named, or are left out and counted in the log."""
     shuffle: bool = True
     """Draw training rows in an order of their own in every epoch; otherwise as they lie."""
-    num_workers: int = Field(default=0, ge=0)
+    num_workers: Annotated[int, WhenChanged.RESUME] = Field(default=0, ge=0)
     """Processes that render and tokenise; 0 does it in the driver."""
 
     @model_validator(mode="after")

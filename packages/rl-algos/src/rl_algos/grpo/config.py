@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Annotated, Protocol
 
 from pydantic import Field
 
 from rl_algos.data.config import DataRoot
 from rl_algos.grpo.loss_config import CustomLossConfig, LossConfig
-from rl_core.config import Config, NamedConfig
+from rl_core.config import Config, NamedConfig, WhenChanged
 from rl_core.model_config import GenerationConfig
 
 
@@ -16,9 +16,8 @@ class EstimatorConfig(NamedConfig):
     """How rewards become advantages; the keys beside `name` are the settings of that estimator."""
 
     name: str | None = None
-    """`grpo`, `grpo_batch_std`, `drgrpo`, `rloo`, `reinforce`, `reinforce_plus_plus`, `reinforce_plus_plus_baseline`,
-    `gpg`, `opo`, `remax`, `pass_at_k`, `maxrl`, `gdpo`, or a function of yours as `package.module:function` or
-    `file.py:function`. Unset, it is `rloo` with `use_leave_one_out_baseline` and `grpo` without it."""
+    """`grpo`, `rloo`, `package.module:function` or `file.py:function`; if unset, `rloo` with
+    `use_leave_one_out_baseline` and `grpo` without it."""
 
 
 class RewardScalingConfig(Config):
@@ -50,17 +49,17 @@ class GRPOConfig(Config):
     """Prompts of one step."""
     num_generations_per_prompt: int = Field(default=16, gt=0)
     """Rollouts of each prompt: the group."""
-    max_num_steps: int = Field(default=1000, gt=0)
+    max_num_steps: Annotated[int, WhenChanged.GOAL] = Field(default=1000, gt=0)
     """Steps of the run."""
-    max_num_epochs: int | None = Field(default=None, gt=0)
+    max_num_epochs: Annotated[int | None, WhenChanged.GOAL] = Field(default=None, gt=0)
     """Passes over the data after which the run ends, if it has not ended before."""
-    max_failed_share: float = Field(default=0.5, ge=0, le=1)
+    max_failed_share: Annotated[float, WhenChanged.RESUME] = Field(default=0.5, ge=0, le=1)
     """Largest share of the rollouts collected or evaluated together that may fail (rewards that raise, environments
     that hang or crash, prompts that the engine refuses); past it, or if all fail, the run stops with the reasons."""
     max_rollout_turns: int = Field(default=1, gt=0)
     """Most turns of one rollout."""
     normalize_rewards: bool = True
-    """Divide advantages by the standard deviation of their group (`grpo`, `rloo`)."""
+    """Divide advantages by the standard deviation of their group."""
     use_leave_one_out_baseline: bool = False
     """Compare each reward with the mean of the others in its group instead of the mean of all."""
     adv_estimator: EstimatorConfig = EstimatorConfig()
@@ -78,19 +77,19 @@ class GRPOConfig(Config):
     """Leave rollouts out of the loss whose mean `exp|prev - generation|` logprob is above this."""
     reward_scaling: RewardScalingConfig = RewardScalingConfig()
     reward_shaping: RewardShapingConfig = RewardShapingConfig()
-    val_period: int = Field(default=0, ge=0)
+    val_period: Annotated[int, WhenChanged.RESUME] = Field(default=0, ge=0)
     """Validate after every this many steps; 0 does not."""
-    val_at_start: bool = False
+    val_at_start: Annotated[bool, WhenChanged.RESUME] = False
     """Validate before the first step."""
-    val_at_end: bool = False
+    val_at_end: Annotated[bool, WhenChanged.RESUME] = False
     """Validate after the last step."""
-    max_val_samples: int | None = Field(default=None, gt=0)
+    max_val_samples: Annotated[int | None, WhenChanged.RESUME] = Field(default=None, gt=0)
     """Most validation prompts; all where unset."""
-    val_num_generations_per_prompt: int = Field(default=1, gt=0)
+    val_num_generations_per_prompt: Annotated[int, WhenChanged.RESUME] = Field(default=1, gt=0)
     """Rollouts of each validation prompt."""
-    stop_at_validation_metric: str | None = None
+    stop_at_validation_metric: Annotated[str | None, WhenChanged.GOAL] = None
     """End the run once this validation metric (such as `accuracy`) reaches the threshold."""
-    stop_at_validation_threshold: float | None = None
+    stop_at_validation_threshold: Annotated[float | None, WhenChanged.GOAL] = None
     """Threshold of `stop_at_validation_metric`."""
     seed: int = 42
     """Of data order, sampling and dropout."""

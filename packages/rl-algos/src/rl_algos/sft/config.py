@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Annotated, Protocol
 
 from pydantic import Field
 
 from rl_algos.data.config import DataRoot
-from rl_core.config import Config
+from rl_core.config import Config, WhenChanged
 from rl_core.model_config import ModelConfig
 
 
 class SFTConfig(Config):
-    max_num_epochs: int | None = Field(default=None, gt=0)
+    max_num_epochs: Annotated[int | None, WhenChanged.GOAL] = Field(default=None, gt=0)
     """Passes over the training data; unbounded where unset, but 1 where `max_num_steps` is unset as well."""
-    max_num_steps: int | None = Field(default=None, gt=0)
+    max_num_steps: Annotated[int | None, WhenChanged.GOAL] = Field(default=None, gt=0)
     """Most optimizer steps; as many as the epochs have where unset."""
-    val_period: int = Field(default=10, ge=0)
+    val_period: Annotated[int, WhenChanged.RESUME] = Field(default=10, ge=0)
     """Validate after every so many steps; 0 never. Only where `data.validation` is given."""
-    val_batches: int | None = Field(default=None, gt=0)
+    val_batches: Annotated[int | None, WhenChanged.RESUME] = Field(default=None, gt=0)
     """Batches of a validation; all the validation data where unset."""
-    val_global_batch_size: int | None = Field(default=None, gt=0)
+    val_global_batch_size: Annotated[int | None, WhenChanged.RESUME] = Field(default=None, gt=0)
     """Rows of a validation batch; `policy.train_global_batch_size` where unset."""
-    val_at_start: bool = False
+    val_at_start: Annotated[bool, WhenChanged.RESUME] = False
     """Validate before the first step as well."""
-    val_at_end: bool = False
+    val_at_end: Annotated[bool, WhenChanged.RESUME] = False
     """Validate after the last step as well."""
-    stop_at_validation_loss: float | None = Field(default=None, gt=0)
+    stop_at_validation_loss: Annotated[float | None, WhenChanged.GOAL] = Field(default=None, gt=0)
     """End the run once the validation loss is at or below this."""
     seed: int = Field(default=42, ge=0)
     """Of the order of the data."""

@@ -18,14 +18,24 @@ is replaced as a whole, and so is a section whose `name` chooses another `module
 YAML 1.2 (`no` is text, `1e-5` a number) and reach a text field as typed.
 """
 
-from rl_core.config.dump import ABSENT, Change, as_written, diff, to_yaml
+from rl_core.config.changes import RuledChange, changed_keys, keys_when_changed, rule_of, with_absolute_paths
+from rl_core.config.dump import ABSENT, Change, as_written, diff, to_override, to_yaml, tree_to_yaml
 from rl_core.config.explain import Explanation, explain
 from rl_core.config.json_schema import JsonSchema
 from rl_core.config.keys import all_keys
 from rl_core.config.load import RawConfig, load
 from rl_core.config.messages import did_you_mean, nearest, show
 from rl_core.config.resolve import Resolved, Values, resolve, values_of
-from rl_core.config.schema import Config, EnvVars, Problem, ProblemError, assemble, plain
+from rl_core.config.schema import (
+    Config,
+    EnvVars,
+    PathText,
+    Problem,
+    ProblemError,
+    WhenChanged,
+    assemble,
+    plain,
+)
 from rl_core.config.signature import NamedConfig, section_of, settings_of
 from rl_core.config.tree import COMMAND_LINE, DEFAULT, Origin
 
@@ -40,24 +50,33 @@ __all__ = [
     "JsonSchema",
     "NamedConfig",
     "Origin",
+    "PathText",
     "Problem",
     "ProblemError",
     "RawConfig",
     "Resolved",
+    "RuledChange",
     "Values",
+    "WhenChanged",
     "all_keys",
     "as_written",
     "assemble",
+    "changed_keys",
     "did_you_mean",
     "diff",
     "explain",
+    "keys_when_changed",
     "load",
     "nearest",
     "plain",
     "resolve",
+    "rule_of",
     "section_of",
     "settings_of",
     "show",
+    "to_override",
     "to_yaml",
+    "tree_to_yaml",
     "values_of",
+    "with_absolute_paths",
 ]

@@ -44,7 +44,18 @@ def to_yaml(config: Config) -> str:
 
     Values from environment variables stay interpolations.
     """
-    return yaml.dump(as_written(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
+    return tree_to_yaml(as_written(config))
+
+
+def tree_to_yaml(tree: Any) -> str:
+    """Nested plain values, as `as_written` returns them, as YAML."""
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
+
+
+def to_override(key: str, value: Any) -> str:
+    """`key=value` as it is given on the command line, for a value as `as_written` has it."""
+    written = yaml.dump([value], Dumper=_Dumper, default_flow_style=True, allow_unicode=True, width=10**6)
+    return f"{key}={written.strip()[1:-1]}"
 
 
 def diff(old: Config, new: Config) -> list[Change]:
@@ -52,7 +63,7 @@ def diff(old: Config, new: Config) -> list[Change]:
 
     Values from environment variables are compared as they are written: another value of the variable is not a change.
     """
-    return list(_changes((), as_written(old), as_written(new)))
+    return [change for _, change in tree_changes(as_written(old), as_written(new))]
 
 
 def as_written(config: Config) -> Any:
@@ -82,16 +93,17 @@ def _replaced(tree: Any, path: KeyPath, text: str) -> Any:
             return tree
 
 
-def _changes(path: KeyPath, old: Any, new: Any) -> Iterator[Change]:
+def tree_changes(old: Any, new: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Change]]:
+    """The changes between nested plain values, by path."""
     match old, new:
         case dict(), dict():
             for key in [*old, *(key for key in new if key not in old)]:
-                yield from _changes((*path, key), old.get(key, ABSENT), new.get(key, ABSENT))
+                yield from tree_changes(old.get(key, ABSENT), new.get(key, ABSENT), (*path, key))
         case list(), list() if len(old) == len(new) and any(isinstance(item, dict) for item in old):
             for index, pair in enumerate(zip(old, new, strict=True)):
-                yield from _changes((*path, index), *pair)
+                yield from tree_changes(*pair, (*path, index))
         case _ if type(old) is not type(new) or old != new:
-            yield Change(format_path(path), old, new)
+            yield path, Change(format_path(path), old, new)
 
 
 class _Dumper(yaml.SafeDumper):

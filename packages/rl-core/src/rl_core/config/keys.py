@@ -58,6 +58,12 @@ class Key:
         return _described(self.annotation, self.field.metadata if self.field else ())
 
     @property
+    def marks(self) -> list[Any]:
+        """What was said of it beside its type: bounds and other annotations, also of the members of a union."""
+        of_members = [item for _, constraints in members(self.annotation) for item in constraints]
+        return [*(self.field.metadata if self.field else ()), *of_members]
+
+    @property
     def required(self) -> bool:
         """Whether it must be set."""
         return self.field is not None and self.field.is_required()

@@ -119,7 +119,7 @@ def _over_defaults(key: Key, written: Any, default: Any) -> tuple[Any, Any]:
     given: Any = written.copy()
     everything: Any = written.copy()
     # exactly the type: another member of a union has other keys
-    default = default if type(default) is key.section(written) else None
+    default = default if isinstance(written, dict) and type(default) is key.section(written) else None
     for child in key.children(written):
         name = child.path[-1]
         value = child.typed_default if default is None else getattr(default, str(name))

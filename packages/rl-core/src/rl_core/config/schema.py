@@ -57,11 +57,36 @@ class ProblemError(ValueError):
         return "; ".join(f"{problem.key}: {problem.message}" for problem in self.problems)
 
 
+class WhenChanged(Enum):
+    """What a run may do with another value of a key than the one that it was started with, the freest first.
+
+    Said of a field, as in `save_period: Annotated[int, WhenChanged.RESUME]`, or of a whole section by its
+    `when_changed`; what is said closest to a key holds.
+    """
+
+    RESUME = "may change when a run is resumed"
+    GOAL = "may change when a run is resumed, and lets a finished run go on"
+    BRANCH = "needs a branch"
+    NEW_RUN = "needs a new run"
+
+
+@dataclass(frozen=True)
+class NamesPath:
+    """Marks text that is, or may be, the path of a file or folder: two such texts are equal if they name the same."""
+
+
+PathText = Annotated[str, NamesPath()]
+"""The path of a file or folder, or something else if there is no such file."""
+
+
 class Config(BaseModel):
     """A frozen, strictly typed group of settings; the text under a field is its documentation.
 
     Unknown keys are refused, and no value changes its type on the way in, except that a float field takes an int.
     """
+
+    when_changed: ClassVar[WhenChanged | None] = None
+    """Of the keys below that say nothing else; None leaves it to the section around."""
 
     model_config = ConfigDict(
         frozen=True,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field
 
-from rl_core.config import Config, EnvVars
+from rl_core.config import Config, EnvVars, WhenChanged
 
 
 class EnvironmentConfig(Config):
@@ -13,17 +15,17 @@ class EnvironmentConfig(Config):
     type: str | None = None
     """An installed environment, or one of your own: `file.py:function`, `package.module:function`, or a class instead
     of the function; the installed environment of the section's name if unset."""
-    num_workers: int | None = Field(default=None, ge=1)
+    num_workers: Annotated[int | None, WhenChanged.RESUME] = Field(default=None, ge=1)
     """Processes that run the environment; by default one per CPU of their node, 8 at most. Answers that take up to the
     deadline are checked that many at a time."""
-    deadline_s: float = Field(default=30.0, gt=0)
+    deadline_s: Annotated[float, WhenChanged.RESUME] = Field(default=30.0, gt=0)
     """Most seconds of a call; a rollout whose call takes longer fails, and the process that hangs is replaced."""
-    max_batch: int = Field(default=1, ge=1)
+    max_batch: Annotated[int, WhenChanged.RESUME] = Field(default=1, ge=1)
     """Most conversations of one call of the environment's `step`, which share its deadline. Raise it for an
     environment that answers many at once faster than one after the other, such as one that asks a server."""
-    memory_limit_gib: float | None = Field(default=4.0, gt=0)
+    memory_limit_gib: Annotated[float | None, WhenChanged.RESUME] = Field(default=4.0, gt=0)
     """Most memory that a process may allocate (RLIMIT_DATA); a rollout whose call needs more fails. None for no
     limit."""
-    env_vars: EnvVars = {}
+    env_vars: Annotated[EnvVars, WhenChanged.RESUME] = {}
     """Environment variables of the processes. They see no others of the driver's than paths, locale and caches, so an
     environment that needs a key gets it here: `{OPENAI_API_KEY: "${oc.env:OPENAI_API_KEY}"}`."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from rl_core.config import Config
+from rl_core.config import Config, WhenChanged
 
 
 class HFConfig(Config):
+    when_changed: ClassVar[WhenChanged | None] = WhenChanged.RESUME
+
     max_batch_size: int = Field(default=64, gt=0)
     """Most completions decoded together; further requests wait for a free row."""
     max_prefill_tokens: int = Field(default=16384, gt=0)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from pydantic import Field
 
-from rl_core.config import Config
+from rl_core.config import Config, WhenChanged
 
 
 class MegatronGenerationConfig(Config):
+    when_changed: ClassVar[WhenChanged | None] = WhenChanged.RESUME
+
     tensor_model_parallel_size: int = Field(default=1, gt=0)
     """Ranks that share each layer's matrices; a replica has one."""
     max_batch_size: int = Field(default=64, gt=0)

@@ -38,7 +38,7 @@ class SharedBuffers(Protocol):
         ...
 
     def close(self) -> None:
-        """Release them."""
+        """Let go of them."""
         ...
 
 
