@@ -189,24 +189,9 @@ _TEXT = (
 )
 
 _PLUGINS = (
-    _case(
-        "unknown algorithm",
-        GRPO,
-        "algorithm=grop",
-        says=r"algorithm \(command line\): got 'grop'; did you mean grpo\?; allowed are .*algorithms: grpo, sft",
-    ),
-    _case(
-        "no algorithm",
-        "recipe.yaml",
-        says="algorithm .*must be set; allowed are the installed algorithms",
-        files=_text("policy: {}\n"),
-    ),
-    _case(
-        "unknown generation backend",
-        GRPO,
-        "policy.generation.backend=vlm",
-        says="policy.generation.backend .*did you mean vllm",
-    ),
+    _case("unknown algorithm", GRPO, "algorithm=grop", says="did you mean 'grpo'.* Installed: grpo, sft"),
+    _case("no algorithm", "recipe.yaml", says="name one of the installed algorithms", files=_text("policy: {}\n")),
+    _case("unknown generation backend", GRPO, "policy.generation.backend=vlm", says="did you mean 'vllm'"),
     _case(
         "two training backends",
         GRPO,
@@ -345,13 +330,6 @@ _MODELS = (
     _case(
         "missing model folder", SFT, MODEL, says=r"policy\.model_name \(command line\): there is no folder './model'"
     ),
-    _case(
-        "a model neither here nor on a hub that may be asked",
-        SFT,
-        "policy.model_name=no-such/model",
-        says=r"policy\.model_name: 'no-such/model' is not a local folder, .*HF_HUB_OFFLINE is set.*hf download",
-    ),
-    _case("a path that is taken for no hub name", SFT, "policy.model_name=a/b/c", says="there is no folder 'a/b/c'"),
     _case("model folder without config.json", SFT, MODEL, says=r"no config\.json \(it", files=_model("config.json")),
     _case(
         "model folder without weights",
@@ -598,7 +576,7 @@ _RUN_DIRECTORIES = (
         "run directory of another config",
         SFT,
         *RUN,
-        says=r"run holds a run of another config:\s+sft\.seed: 7 -> 42\s+Put these back to resume it, or choose",
+        says=r"run holds a run of another config:\s+needs a branch  sft\.seed: 7 -> 42\s.*no checkpoint .*another run",
         files=_run_of("sft.seed=7"),
     ),
     _case(
@@ -609,7 +587,41 @@ _RUN_DIRECTORIES = (
         says="is not empty, and --fresh starts anew",
         files=_run_of(),
     ),
-    _case("a file for a run directory", SFT, *RUN, says="run cannot be made", files=_both(_model(), _text("", "run"))),
+    _case(
+        "a file for a run directory",
+        SFT,
+        *RUN,
+        says="run cannot be made: it is a file",
+        files=_both(_model(), _text("", "run")),
+    ),
+    _case(
+        "a file above the run directory",
+        SFT,
+        *RUN[:-1],
+        "run_dir=file/run",
+        says=r"run cannot be made: \S*/file is a file",
+        files=_both(_model(), _text("", "file")),
+    ),
+    _case(
+        "a run directory in a place that cannot be written",
+        SFT,
+        *RUN[:-1],
+        "run_dir=/proc/run",
+        says=r"/proc/run cannot be made in /proc: .* Choose another run_dir",
+        files=_model(),
+    ),
+    _case(
+        "a branch of a run without a checkpoint",
+        SFT,
+        *RUN[:-1],
+        "--from",
+        "run",
+        says="run has no checkpoint",
+        files=_run_of(),
+    ),
+    _case(
+        "a branch of what is no run", SFT, *RUN[:-1], "--from", "model", says="is not a run directory", files=_model()
+    ),
 )
 
 CASES = (*_SPELLING, *_TEXT, *_PLUGINS, *_DATA, *_MODELS, *_SIZES, *_TOGETHER, *_RUN_DIRECTORIES)

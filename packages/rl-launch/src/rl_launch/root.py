@@ -6,17 +6,19 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from rl_core.config import (
     Config,
     EnvVars,
+    PathText,
     Problem,
     ProblemError,
     RawConfig,
     Resolved,
+    WhenChanged,
     assemble,
     did_you_mean,
     load,
@@ -51,9 +53,12 @@ from rl_launch.model_folder import MODEL_FILES, TOKENIZER_FILES, folder_problems
 from rl_launch.placement.topology import Topology, colocated_problems, plan, topology_problems, weight_sync_problems
 from rl_launch.recipes import RECIPES
 from rl_launch.session.config import CheckpointingConfig, LoggerConfig
+from rl_launch.session.run_folder import is_run
 
 
 class ClusterConfig(Config):
+    when_changed: ClassVar[WhenChanged | None] = WhenChanged.RESUME
+
     num_nodes: int = Field(default=1, gt=0)
     """Machines; more than one are those of the Ray cluster that RAY_ADDRESS names."""
     gpus_per_node: int = Field(default=1, gt=0)
@@ -87,9 +92,9 @@ class ClusterConfig(Config):
 
 
 class RootConfig(Config):
-    algorithm: str
+    algorithm: Annotated[str, WhenChanged.NEW_RUN]
     """Name of an installed `rl.algorithms` plugin."""
-    run_dir: str | None = None
+    run_dir: Annotated[PathText | None, WhenChanged.RESUME] = None
     """Folder of the run, resumed where it holds one; a new one under `runs` where unset."""
 
 
@@ -103,6 +108,8 @@ def read_config(source: str | Path, overrides: Sequence[str] = ()) -> Resolved[R
     """
     raw = read_raw(source, overrides)
     algorithm = _algorithm(raw)
+    if algorithm.generates and is_run(Path(source)):
+        check_environments(raw)
     return resolve(
         raw,
         root_type(algorithm, raw),
@@ -138,6 +145,24 @@ def read_raw(source: str | Path, overrides: Sequence[str] = ()) -> RawConfig:
     folder = Path(source)
     written = folder / "config.yaml"
     return load(written if folder.is_dir() and written.is_file() else source, overrides, search=[RECIPES])
+
+
+def check_environments(raw: RawConfig) -> None:
+    """Refuse the config of a run that uses an environment which is not installed.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    known = names(ENVIRONMENTS)
+    sections = raw.select("env") or {}
+    missing = [name for name, section in sections.items() if name not in known and not (section or {}).get("type")]
+    if missing:
+        listed = ", ".join(map(repr, missing))
+        verb = "is" if len(missing) == 1 else "are"
+        raise ConfigError(
+            f"environment {listed} {verb} not installed, and {raw.name} has settings of it: install the package that "
+            f"the run was started with (installed are: {', '.join(known) or 'none'})"
+        )
 
 
 def type_of(raw: RawConfig) -> type[RootConfig]:
@@ -181,13 +206,9 @@ def _environments_type(written: Any) -> type[Config]:
 
 def _algorithm(raw: RawConfig) -> AlgorithmPlugin:
     name = raw.select("algorithm")
-    if name is None:
+    if not isinstance(name, str):
         known = ", ".join(names(ALGORITHMS))
-        raise ConfigError(f"algorithm ({raw.name}): must be set; allowed are the installed algorithms: {known}")
-    if not isinstance(name, str) or name not in names(ALGORITHMS):
-        known, near = ", ".join(names(ALGORITHMS)), did_you_mean(str(name), names(ALGORITHMS))
-        place = raw.origin("algorithm")
-        raise ConfigError(f"algorithm ({place}): got {name!r}{near}; allowed are the installed algorithms: {known}")
+        raise ConfigError(f"algorithm ({raw.name}): got {name!r}; name one of the installed algorithms: {known}")
     return plugin(ALGORITHMS, name)
 
 

@@ -8,7 +8,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from rl_launch.cli import app
-from rl_launch.commands.runs import age, command_to_go_on, list_runs, short_model, show
+from rl_launch.commands.runs import age, list_runs, short_model, show
 from rl_launch.session.run_state import Best, RunState
 
 
@@ -66,13 +66,6 @@ def test_a_folder_without_runs_says_so_and_one_that_is_missing_is_refused(tmp_pa
     answer = CliRunner().invoke(app, ["runs", str(tmp_path / "nowhere")])
     assert answer.exit_code == 2
     assert "is not a folder" in answer.stderr
-
-
-def test_a_run_that_met_its_goal_goes_on_by_the_key_of_the_goal():
-    goals = {"sft.max_num_steps": 400, "sft.stop_at_validation_loss": 0.6}
-    met = RunState("finished", 150, 400, "val/loss is 0.59, the goal was 0.6", goals=goals)
-    assert command_to_go_on("a run", met) == "rl train 'a run' sft.stop_at_validation_loss=..."
-    assert command_to_go_on("a", RunState("running")) == ""
 
 
 @pytest.mark.parametrize(

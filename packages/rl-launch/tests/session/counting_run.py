@@ -10,25 +10,25 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field
 from rich.console import Console
 
-from rl_core.config import Config
+from rl_core.config import Config, WhenChanged
 from rl_core.errors import CheckpointDamaged
 from rl_core.model import SavedFile
 from rl_launch.session import CheckpointingConfig, LoggerConfig, RunSession
 
 
 class LoopConfig(Config):
-    max_num_steps: int = 6
+    max_num_steps: Annotated[int, WhenChanged.GOAL] = 6
     learning_rate: float = 0.1
 
 
 class CountingConfig(Config):
-    run_dir: str | None = None
+    run_dir: Annotated[str | None, WhenChanged.RESUME] = None
     loop: LoopConfig = LoopConfig()
     checkpointing: CheckpointingConfig = Field(default=CheckpointingConfig(save_period=2))
     logger: LoggerConfig = LoggerConfig(tensorboard_enabled=False)

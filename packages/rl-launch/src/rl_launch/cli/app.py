@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated
@@ -32,14 +31,6 @@ app.add_typer(
     doctor_commands.app, name="doctor", help="Say what this machine can run: rl doctor [RECIPE] [KEY=VALUE]..."
 )
 
-Recipe = Annotated[
-    str,
-    typer.Argument(
-        metavar="RECIPE|FILE.yaml",
-        help="A recipe's name, a YAML file, or a run directory.",
-        autocompletion=complete_recipe,
-    ),
-]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
@@ -73,26 +64,42 @@ def root(
 
 @app.command()
 def train(
-    recipe: Recipe,
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE|FILE.yaml|RUN",
+            help="A recipe's name, a YAML file, or a run directory to go on with; may be left out with --from.",
+            autocompletion=complete_recipe,
+        ),
+    ] = "",
     overrides: Overrides = None,
+    start: Annotated[
+        str,
+        typer.Option(
+            "--from",
+            metavar="RUN[:STEP]",
+            help="Branch from a checkpoint of another run, its newest one if no step is given.",
+        ),
+    ] = "",
     fresh: Annotated[bool, typer.Option("--fresh", help="Refuse to go on with a run that is in run_dir.")] = False,
     verbose: Verbose = False,
 ) -> None:
-    """Train by a recipe; a run_dir that holds a run of the same config is resumed."""
+    """Train by a recipe; a run_dir that holds a run of the same config is resumed.
+
+    With --from, a new run starts from the weights, optimizer state, step and data position of another run's checkpoint.
+    """
     with reported() as failure:
-        from rl_launch.root import read_config
+        from rl_launch.commands.start import run_of
+
+        given = run_of(recipe, overrides or (), start)
+        failure.run_dir = given.run_dir
+
+        from rl_launch.commands.train import train as run
         from rl_launch.session import show_logs
 
         show_logs(verbose=verbose)
-        name = recipe_name(recipe)
-        config = read_config(recipe, overrides or ()).config
-        run_dir = _run_dir(recipe, overrides or (), config.run_dir)
-        failure.run_dir = run_dir
-
-        from rl_launch.commands.train import train as run
-
-        run(config, run_dir=run_dir, title=name, fresh=fresh)
-        sys.stdout.write(f"{run_dir}\n")
+        run(given.config, run_dir=given.run_dir, title=given.name, fresh=fresh, branch_point=given.branch_point)
+        sys.stdout.write(f"{given.run_dir}\n")
 
 
 @app.command()
@@ -204,30 +211,6 @@ def quickstart(
         from rl_launch.commands.quickstart import run
 
         run(run_dir, cluster)
-
-
-def recipe_name(recipe: str) -> str:
-    """Name of a recipe's runs: the recipe's name, or the file's without its ending.
-
-    Raises:
-        ConfigError: if an override stands in the recipe's place.
-    """
-    if "=" in recipe:
-        from rl_core.errors import ConfigError
-
-        raise ConfigError(f"got {recipe!r} in the place of the recipe; write rl train RECIPE {recipe}")
-    return Path(recipe).stem
-
-
-def _run_dir(recipe: str, overrides: Sequence[str], configured: str | None) -> Path:
-    """The folder of the run: the one that was named last, that of the run that was given in the recipe's place, or a
-    new one."""
-    from rl_launch.session.run_folder import is_run
-
-    is_given = any(override.startswith("run_dir=") for override in overrides)
-    if is_run(Path(recipe).expanduser()) and not is_given:
-        return Path(recipe).expanduser()
-    return Path(configured or f"runs/{recipe_name(recipe)}-{datetime.now():%Y%m%d-%H%M%S}").expanduser()
 
 
 def main() -> None:

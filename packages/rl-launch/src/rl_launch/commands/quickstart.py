@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,12 @@ from rl_algos.tiny_model import make_tiny_model
 from rl_launch.commands.train import train
 from rl_launch.root import read_config
 from rl_launch.session.checkpoints import newest_checkpoint
+from rl_launch.session.run_folder import RunFolder, is_run
+from rl_launch.session.writable import check_writable
+
+_MEASURED = (("initial", "before SFT"), ("sft", "after SFT"), ("grpo", "after GRPO"))
+
+_log = logging.getLogger(__name__)
 
 
 class Quickstart:
@@ -33,6 +40,19 @@ class Quickstart:
         self._console = console
         self.seconds: dict[str, float] = {}
         self.accuracy: dict[str, float] = {}
+        self._read_summary()
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether an earlier quickstart in this folder has done everything."""
+        runs = [self._folder / name for name in ("sft", "grpo")]
+        is_measured = self.accuracy.keys() >= {label for label, _ in _MEASURED}
+        return is_measured and all(is_run(path) and RunFolder(path).state().status == "finished" for path in runs)
+
+    @property
+    def model(self) -> Path:
+        """The model that the quickstart ends with."""
+        return newest_checkpoint(self._folder / "grpo") / "hf"
 
     @contextmanager
     def stage(self, name: str, what: str) -> Iterator[None]:
@@ -79,55 +99,78 @@ class Quickstart:
         lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
         scores = [line["val/accuracy"] for line in lines if "val/accuracy" in line]
         self.accuracy |= {"sft": scores[0], "grpo": scores[-1]}
-        return newest_checkpoint(run_dir) / "hf"
+        return self.model
 
-    def close(self, model: Path, total_seconds: float) -> None:
-        """Show the table, write the summary, and name the next command."""
-        self.seconds["total"] = round(total_seconds, 1)
-        summary = {"accuracy": self.accuracy, "seconds": self.seconds, "model": str(model)}
-        path = self._folder / "summary.json"
-        path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    def write_summary(self) -> None:
+        """Write what is known so far."""
+        model = {"model": str(self.model)} if is_run(self._folder / "grpo") else {}
+        summary = {"accuracy": self.accuracy, "seconds": self.seconds, **model}
+        self._summary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+
+    def show(self) -> None:
+        """Show the table, and name the next command."""
         table = Table(title="Held-out sums answered right (greedy)")
         table.add_column("model")
         table.add_column("accuracy", justify="right")
-        for name, label in (("initial", "before SFT"), ("sft", "after SFT"), ("grpo", "after GRPO")):
+        for name, label in _MEASURED:
             table.add_row(label, f"{100 * self.accuracy[name]:.1f} %")
         self._console.print()
         self._console.print(table)
-        self._console.print(f"Model, in Hugging Face format:  {model}", soft_wrap=True)
+        self._console.print(f"Model, in Hugging Face format:  {self.model}", soft_wrap=True)
         self._console.print(f"Runs, metrics and rollouts:     {self._folder}/sft  {self._folder}/grpo", soft_wrap=True)
-        self._console.print(f"These figures:                  {path}", soft_wrap=True)
-        self._console.print(f"It took {total_seconds:.0f} s. Next, change something and train again:")
+        self._console.print(f"These figures:                  {self._summary}", soft_wrap=True)
+        self._console.print(f"It took {self.seconds['total']:.0f} s. Next, change something and train again:")
         self._console.print(
-            f"  rl train grpo-arithmetic policy.model_name={model} grpo.normalize_rewards=false",
+            f"  rl train grpo-arithmetic policy.model_name={self.model} grpo.normalize_rewards=false",
             soft_wrap=True,
         )
 
+    @property
+    def _summary(self) -> Path:
+        return self._folder / "summary.json"
+
+    def _read_summary(self) -> None:
+        try:
+            earlier = json.loads(self._summary.read_text(encoding="utf-8"))
+            self.accuracy, self.seconds = dict(earlier["accuracy"]), dict(earlier["seconds"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return
+
 
 def run(folder: Path, cluster: Sequence[str] = (), console: Console | None = None) -> None:
-    """Run all stages; one that is done already is not done again.
+    """Run all stages; one that is done already is not done again, and nothing is started if all are.
 
     Args:
         folder: where everything is written.
         cluster: overrides of the `cluster` section, such as `cluster.device=rehearsal`.
         console: where it tells what it is doing.
     """
+    started = time.monotonic()
+    folder = folder.absolute()
+    check_writable(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    stages = Quickstart(folder, console or Console(), cluster)
+    if stages.is_finished:
+        _log.info("%s holds a quickstart that is finished. To run it again, choose another run_dir.", folder)
+        stages.show()
+        return
+
     # one Ray for all stages; imported here so that help and errors in arguments answer at once
     from rl_launch.cluster.device import resolve_device
     from rl_launch.cluster.virtual_cluster import VirtualCluster
 
-    started = time.monotonic()
-    folder = folder.absolute()
-    folder.mkdir(parents=True, exist_ok=True)
-    stages = Quickstart(folder, console or Console(), cluster)
     with stages.stage("model", "1/4  Making a tiny Qwen3 (about 0.7M parameters) and its tokenizer"):
         model = stages.make_model()
     config: Any = read_config("grpo-arithmetic", [f"policy.model_name={model}", *cluster]).config
     with VirtualCluster.of(config.cluster, resolve_device(config.cluster)):
-        with stages.stage("initial", "2/4  Scoring it on held-out sums"):
-            stages.accuracy["initial"] = stages.score(model)
+        if "initial" not in stages.accuracy:
+            with stages.stage("initial", "2/4  Scoring it on held-out sums"):
+                stages.accuracy["initial"] = stages.score(model)
+            stages.write_summary()
         with stages.stage("sft", "3/4  Supervised fine-tuning on generated sums, FSDP2 on two ranks"):
             model = stages.fine_tune(model)
         with stages.stage("grpo", "4/4  GRPO: vLLM samples, the sums are checked, FSDP2 learns"):
-            model = stages.reinforce(model)
-    stages.close(model, time.monotonic() - started)
+            stages.reinforce(model)
+    stages.seconds["total"] = round(time.monotonic() - started, 1)
+    stages.write_summary()
+    stages.show()

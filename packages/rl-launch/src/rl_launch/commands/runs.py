@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -16,8 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from rl_core.errors import RunDirectoryError
+from rl_launch.session.remedies import command_to_go_on
 from rl_launch.session.run_folder import RunFolder, find_runs
-from rl_launch.session.run_state import Best, RunState
+from rl_launch.session.run_state import Best
 
 _STYLES = {"running": "green", "finished": "bold", "interrupted": "yellow", "failed": "red"}
 _OF_A_RUN = re.compile(r"(?:.*/)?([^/]+)/checkpoints/(step_\d+)/hf/?")
@@ -115,26 +115,6 @@ def short_model(name: str) -> str:
     if match := _OF_A_RUN.fullmatch(name):
         return f"{match[1]}/{match[2]}"
     return name.rstrip("/").rpartition("/")[2]
-
-
-def command_to_go_on(path: str, state: RunState) -> str:
-    """The command that goes on with a run: as it is, or beyond its end if it has finished."""
-    command = f"rl train {shlex.quote(path)}"
-    if state.status == "running":
-        return ""
-    if state.status != "finished":
-        return command
-    return " ".join([command, *(f"{key}={_raised(key, value)}" for key, value in _bound(state))])
-
-
-def _bound(state: RunState) -> list[tuple[str, Any]]:
-    """The key that bounds a finished run: its steps if they were all made, else the others that may have ended it."""
-    steps = [(key, value) for key, value in state.goals.items() if key.endswith(".max_num_steps")]
-    return steps if not state.reason and steps else [each for each in state.goals.items() if each not in steps][:1]
-
-
-def _raised(key: str, value: Any) -> str:
-    return str(2 * value) if isinstance(value, int) else "..."
 
 
 def _listed(run: RunFolder) -> ListedRun:

@@ -5,26 +5,31 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rl_core.environments.trial import Trial
-from rl_core.errors import RLError
+from rl_core.errors import RLError, RunDirectoryError
 from rl_core.plugins import ALGORITHMS, AlgorithmPlugin, plugin, resolve
 from rl_launch.backends import backends_of, model_sections, section_of, with_section
 from rl_launch.cluster.device import check_devices, resolve_device
 from rl_launch.cluster.ray_address import check_ray_address
-from rl_launch.local_models import MADE_HERE, TINY, WARMED_UP, models_folder, tiny_model
-from rl_launch.model_folder import check_models
+from rl_launch.local_models import TINY, WARMED_UP, models_folder, tiny_model
 from rl_launch.placement.bundles import PlacementError
 from rl_launch.root import check_placement, read_config
+from rl_launch.run_recording import RunRecording, recorded_environments
 from rl_launch.runtime.environment_trials import trials_of, try_here, try_in
 from rl_launch.runtime.restoration import Restoration
 from rl_launch.session import RunDirectory, RunSession
+from rl_launch.session.branch import Branch, BranchPoint
 from rl_launch.session.checkpoints import newest_checkpoint
 from rl_launch.session.lock import FILE_NAME as LOCK
+from rl_launch.session.remedies import finished
+from rl_launch.session.run_folder import CONFIG, RunFolder, is_run
+from rl_launch.session.writable import check_writable
 from rl_launch.session.writers import check_writers
 
 _log = logging.getLogger(__name__)
@@ -55,9 +60,11 @@ class Outcome:
             raise SystemExit(128 + self.stop_signal)
 
 
-def train(config: Any, *, run_dir: str | Path, title: str = "", fresh: bool = False) -> Outcome:
+def train(
+    config: Any, *, run_dir: str | Path, title: str = "", fresh: bool = False, branch_point: BranchPoint | None = None
+) -> Outcome:
     """Run the configured algorithm in a run directory, resuming what is there; a run that lost a model worker or a node
-    goes on from its newest checkpoint, on what is left.
+    goes on from its newest checkpoint, on what is left. A run that is finished is left as it is.
 
     What can be found wrong without a worker is, before a process is started, and what is found soonest comes first.
 
@@ -66,6 +73,7 @@ def train(config: Any, *, run_dir: str | Path, title: str = "", fresh: bool = Fa
         run_dir: made, or resumed.
         title: shown with the progress.
         fresh: refuse to go on with an earlier run.
+        branch_point: the run and step that a new run starts from.
 
     Raises:
         ConfigError, DataError, RunDirectoryError, WorkerEnvironmentError: before anything is started.
@@ -73,29 +81,36 @@ def train(config: Any, *, run_dir: str | Path, title: str = "", fresh: bool = Fa
     """
     started = time.monotonic()
     algorithm: AlgorithmPlugin = plugin(ALGORITHMS, config.algorithm)
+    branch = check_run_dir(run_dir, config, fresh=fresh, branch_point=branch_point)
+    metrics = finished_metrics(run_dir, config) if branch is None else None
+    if metrics is not None:
+        return Outcome(metrics)
     check_writers(config.logger)
     check_ray_address()
     check_devices(config.cluster)
-    check_run_dir(run_dir, config, fresh=fresh)
-    check_models(model_names(config))
     loaded = resolve(algorithm.load)(config)
     untried = try_here(trials_of(config, algorithm, loaded), config.cluster.worker_envs)
     restoration = Restoration(saves=config.checkpointing.enabled)
-    session = RunSession(run_dir, config, title=title, fresh=fresh, since=started)
+    sessions = partial(RunSession, run_dir, config, title=title, since=started)
+    start = partial(sessions, fresh=fresh, branch=branch)
     while True:
         try:
-            _run(config, loaded, untried, session, restoration)
-            return Outcome(session.last_metrics, session.stop_signal)
+            return _run(config, loaded, untried, start, restoration)
         except PlacementError as error:
             raise restoration.failed(error) from None
         except RLError:
             if not restoration.goes_on:
                 raise
-        untried = []
-        session = RunSession(run_dir, config, title=title, since=started)
+        untried, start = [], sessions
 
 
-def _run(config: Any, loaded: Any, untried: Sequence[Trial], session: RunSession, restoration: Restoration) -> None:
+def _run(
+    config: Any,
+    loaded: Any,
+    untried: Sequence[Trial],
+    start: Callable[..., RunSession],
+    restoration: Restoration,
+) -> Outcome:
     # imports transformers, which takes a second
     from rl_algos.tokenizer import load_tokenizer
 
@@ -105,6 +120,10 @@ def _run(config: Any, loaded: Any, untried: Sequence[Trial], session: RunSession
     tokenizer = load_tokenizer(config.policy.tokenizer, config.policy.model_name)
     data = resolve(algorithm.prepare)(config, tokenizer, loaded)
     needs = resolve(algorithm.rollouts)(config, data) if algorithm.generates else None
+    recording = RunRecording(needs.environments if needs is not None else ())
+    session = start(recording=recording)
+    if not restoration.follows_a_loss:
+        _log.info("run directory: %s", session.directory.path)
 
     # Ray takes a second to import: only a run that will start may pay for it
     from rl_launch.cluster.virtual_cluster import VirtualCluster
@@ -133,31 +152,53 @@ def _run(config: Any, loaded: Any, untried: Sequence[Trial], session: RunSession
         except RLError as error:
             restoration.judge(error, session, runtime.lost_nodes)
             raise
+    return Outcome(session.last_metrics, session.stop_signal)
 
 
-def check_run_dir(run_dir: str | Path, config: Any, *, fresh: bool) -> None:
-    """Refuse a folder that is there and that the run could not have. One that is not there, is empty, or holds a start
-    that was cut short is left as it is: it becomes a run once all else is right.
+def check_run_dir(
+    run_dir: str | Path, config: Any, *, fresh: bool, branch_point: BranchPoint | None = None
+) -> Branch | None:
+    """Refuse a folder that the run could not have, and say where the run starts if it is a new branch. A folder that is
+    not there, is empty, or holds a start that was cut short is left as it is: it becomes a run once all else is right.
 
     Raises:
-        RunDirectoryError: as `RunDirectory.open`.
+        RunDirectoryError: as `RunDirectory.open`, and if a branch is to begin in the folder of another run.
+        ConfigError: if a branch changes what it cannot change.
     """
-    directory = RunDirectory(run_dir)
-    if not directory.path.exists():
-        return
-    names = {entry.name for entry in directory.path.iterdir()} if directory.path.is_dir() else {directory.path.name}
+    path = Path(run_dir).expanduser().absolute()
+    recording = RunRecording(recorded_environments(path / CONFIG) if is_run(path) else None)
+    directory = RunDirectory(path, recording)
+    if is_run(path) and branch_point is not None:
+        known = directory.branch
+        if known is None or not branch_point.is_of(known):
+            raise RunDirectoryError(
+                f"{run_dir} holds a run already, which did not branch from {branch_point}. Choose another run_dir for "
+                "the branch; to go on with that run, leave --from out."
+            )
+    names = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
     if names and (LOCK not in names or directory.config.is_file()):
         directory.open(config, fresh=fresh)
         directory.close()
+    else:
+        check_writable(path)
+    if branch_point is None or is_run(path):
+        return None
+    recording = RunRecording(recorded_environments(branch_point.run.path / CONFIG))
+    return branch_point.branch(config, recording)
 
 
-def model_names(config: Any) -> dict[str, str]:
-    """Folders and hub names that a run loads models and tokenizers from, by key; without those that are made here."""
-    names = {f"{key}.model_name": section_of(config, key).model_name for key in model_sections(config)}
-    tokenizer = config.policy.tokenizer.name
-    if tokenizer is not None:
-        names["policy.tokenizer.name"] = tokenizer
-    return {key: name for key, name in names.items() if name not in MADE_HERE}
+def finished_metrics(run_dir: str | Path, config: Any) -> Mapping[str, float] | None:
+    """The last metrics of a run that is finished, which is said in the log; None if there is something left to do."""
+    path = Path(run_dir).expanduser()
+    if not is_run(path):
+        return None
+    run = RunFolder(path)
+    steps, saves = run.checkpoint_steps(), config.checkpointing.enabled
+    message = finished(str(path), run.state(), steps[-1] if steps else None, config, saves=saves)
+    if not message:
+        return None
+    _log.info("%s", message)
+    return {name: value for name, value in run.last_metrics().items() if name != "step" and value is not None}
 
 
 def with_local_models(config: Any) -> Any:

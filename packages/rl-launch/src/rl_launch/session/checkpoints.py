@@ -288,6 +288,22 @@ def newest_checkpoint(run_dir: str | Path) -> Path:
     return found[1]
 
 
+def checkpoint_at(run_dir: str | Path, step: int) -> Path:
+    """The checkpoint of a run directory at a step.
+
+    Raises:
+        RunDirectoryError: if there is none, naming those there are, or it is damaged.
+    """
+    path = Path(run_dir).expanduser() / "checkpoints" / f"step_{step}"
+    if not path.is_dir():
+        steps = sorted(int(match[1]) for other in path.parent.glob("step_*") if (match := _NAME.fullmatch(other.name)))
+        known = f"it has {', '.join(f'step_{each}' for each in steps)}" if steps else "it has none"
+        raise RunDirectoryError(f"{run_dir} has no checkpoint of step {step}; {known}.")
+    if problem := _damage(path):
+        raise RunDirectoryError(f"{path} is damaged: {problem}. Choose another step.")
+    return path
+
+
 def written_at(path: Path) -> float:
     """When the last file of a checkpoint's models and loop state was written, by the file system's clock."""
     files = (file for file in path.rglob("*") if file.is_file() and file.name != FILE_NAME)

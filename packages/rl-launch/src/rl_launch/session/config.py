@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+from typing import ClassVar
 
 from pydantic import Field, field_validator
 
-from rl_core.config import Config
+from rl_core.config import Config, WhenChanged
 
 _DURATION = re.compile(r"(\d+):([01]?\d|2[0-3]):([0-5]?\d):([0-5]?\d)")
 
 
 class CheckpointingConfig(Config):
+    when_changed: ClassVar[WhenChanged | None] = WhenChanged.RESUME
+
     enabled: bool = True
     """Save checkpoints; without them a run cannot be resumed."""
     save_period: int = Field(default=10, ge=0)
@@ -68,6 +71,8 @@ class MLflowConfig(Config):
 
 
 class LoggerConfig(Config):
+    when_changed: ClassVar[WhenChanged | None] = WhenChanged.RESUME
+
     tensorboard_enabled: bool = True
     """Write TensorBoard events into `logs/tensorboard`."""
     wandb_enabled: bool = False

@@ -4,51 +4,23 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from datetime import datetime
-from fnmatch import fnmatchcase
 from importlib.metadata import distributions
 from pathlib import Path
+from typing import Any
 
-from rl_core.config import Change, Config, as_written, diff, load, resolve, to_yaml
+from rl_core.config import Config, tree_to_yaml
 from rl_core.errors import ConfigError, RunDirectoryError
 from rl_core.user_code import SourceFile
 from rl_launch.session import lock
+from rl_launch.session.branch import Branch
 from rl_launch.session.lock import DirectoryLock
 from rl_launch.session.manifest import sync_folder
-from rl_launch.session.run_folder import CONFIG, DESCRIPTION, is_run
+from rl_launch.session.recording import Recording, WholeConfig, changes_since, kept
+from rl_launch.session.remedies import refusal, train_command
+from rl_launch.session.run_folder import CONFIG, DESCRIPTION, RunFolder, is_run
 from rl_launch.session.user_files import FOLDER, changed_files, copies_of
-
-MAY_CHANGE = (
-    "run_dir",
-    "checkpointing.*",
-    "logger.*",
-    "cluster.*",
-    "policy.env_vars*",
-    "policy.generation.env_vars*",
-    "*.max_num_steps",
-    "*.max_num_epochs",
-    "*.val_period",
-    "*.val_at_*",
-    "*.val_batches",
-    "*.val_global_batch_size",
-    "*.val_micro_batch_size",
-    "*.val_num_generations_per_prompt",
-    "*.max_val_samples",
-    "*.stop_at_validation_*",
-    "policy.*_cfg.*parallel*_size",
-    "policy.generation.*_cfg.*parallel*_size",
-    "policy.generation.*_cfg.gpu_memory_utilization",
-    "policy.generation.*_cfg.sleep_level",
-    "policy.generation.canary_tolerance",
-    "policy.generation.weight_sync",
-    "env.*.num_workers",
-    "env.*.deadline_s",
-    "env.*.memory_limit_gib",
-    "env.*.env_vars*",
-    "data.num_workers",
-)
-"""Keys that may differ when a run is resumed: how long it runs, how often it validates, saves and logs, and on what."""
+from rl_launch.session.writable import check_writable
 
 
 class RunDirectory:
@@ -56,10 +28,12 @@ class RunDirectory:
 
     Args:
         path: of the folder.
+        recording: decides what is kept of the config.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, recording: Recording | None = None) -> None:
         self.path = Path(path).expanduser().absolute()
+        self._recording = recording or WholeConfig()
         self._lock = DirectoryLock(self.path)
 
     @property
@@ -92,12 +66,19 @@ class RunDirectory:
         """Copies of the files of the user's own code that the config names."""
         return self.path / FOLDER
 
-    def open(self, config: Config, *, fresh: bool = False) -> bool:
+    @property
+    def branch(self) -> Branch | None:
+        """Where the run that is in it started, if it is a branch of another."""
+        origin = RunFolder(self.path).description().origin
+        return Branch.from_json(origin) if origin else None
+
+    def open(self, config: Config, *, fresh: bool = False, branch: Branch | None = None) -> bool:
         """Take the folder for this run, and say whether it goes on with an earlier one.
 
         Args:
             config: the resolved config.
             fresh: refuse to go on with an earlier run.
+            branch: where a new run starts; a run that is there keeps its own.
 
         Raises:
             RunDirectoryError: if the folder is something else's, is in use, holds a run of another config or of other
@@ -106,7 +87,7 @@ class RunDirectory:
         self._make()
         self._lock.acquire()
         try:
-            return self._claim(config, fresh=fresh)
+            return self._claim(config, fresh=fresh, branch=branch)
         except BaseException:
             self.close()
             raise
@@ -120,14 +101,10 @@ class RunDirectory:
             raise RunDirectoryError(
                 f"{self.path} holds files but no run ({', '.join(self._contents()[:3])}). Choose another run_dir."
             )
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise RunDirectoryError(f"{self.path} cannot be made: {error.strerror}. Choose another run_dir.") from None
-        if not os.access(self.path, os.W_OK):
-            raise RunDirectoryError(f"{self.path} cannot be written to. Choose another run_dir.")
+        check_writable(self.path)
+        self.path.mkdir(parents=True, exist_ok=True)
 
-    def _claim(self, config: Config, *, fresh: bool) -> bool:
+    def _claim(self, config: Config, *, fresh: bool, branch: Branch | None) -> bool:
         resumes = self._is_run()
         if fresh and self._contents():
             raise RunDirectoryError(
@@ -140,12 +117,13 @@ class RunDirectory:
             self._compare_code(copies)
         for folder in (self.rollouts, self.checkpoints, self.logs):
             folder.mkdir(exist_ok=True)
-        self._write(self.config, to_yaml(config))
+        tree = kept(config, self._recording)
+        self._write(self.config, tree_to_yaml(tree))
         for name, file in copies.items():
             self.code.mkdir(exist_ok=True)
             self._write(self.code / name, file.text)
         if not resumes:
-            self._write(self.path / DESCRIPTION, json.dumps(_description(config), indent=2) + "\n")
+            self._write(self.path / DESCRIPTION, json.dumps(_description(tree, branch), indent=2) + "\n")
         return resumes
 
     def _is_run(self) -> bool:
@@ -164,23 +142,16 @@ class RunDirectory:
 
     def _compare(self, config: Config) -> None:
         try:
-            earlier = resolve(load(self.config), type(config)).config
+            changes = changes_since(self.config, config, self._recording)
         except ConfigError as error:
             raise RunDirectoryError(
                 f"{self.config} does not fit what is installed, so the run cannot be resumed: {error}\n"
                 "Choose another run_dir."
             ) from None
-        refused = list(_refused(diff(earlier, config)))
-        if refused:
-            raise RunDirectoryError(
-                "\n".join(
-                    [
-                        f"{self.path} holds a run of another config:",
-                        *(f"  {change}" for change in refused),
-                        "Put these back to resume it, or choose another run_dir.",
-                    ]
-                )
-            )
+        steps = RunFolder(self.path).checkpoint_steps()
+        newest = self.checkpoints / f"step_{steps[-1]}" if steps else None
+        if message := refusal(str(self.path), changes, kept(config, self._recording), newest):
+            raise RunDirectoryError(message)
 
     def _compare_code(self, copies: dict[str, SourceFile]) -> None:
         # without a checkpoint the run begins anew, and nothing is left of what the earlier code did
@@ -191,7 +162,8 @@ class RunDirectory:
                     [
                         f"{self.path} holds a run of other code:",
                         *(f"  {line}" for line in changed),
-                        "Copy these back to resume it, or choose another run_dir.",
+                        "Copy these back to resume it, or choose another run_dir. To branch with the other code:",
+                        f"  {train_command(str(self.path), (), {}, branches=True)}",
                     ]
                 )
             )
@@ -207,18 +179,12 @@ class RunDirectory:
         sync_folder(path.parent)
 
 
-def _refused(changes: list[Change]) -> Iterator[Change]:
-    for change in changes:
-        if not any(fnmatchcase(change.key, pattern) for pattern in MAY_CHANGE):
-            yield change
-
-
-def _description(config: Config) -> dict:
-    written = as_written(config)
+def _description(tree: dict[str, Any], branch: Branch | None) -> dict[str, Any]:
     ours = {each.metadata["Name"]: each.version for each in distributions() if each.metadata["Name"].startswith("rl-")}
     return {
-        "algorithm": written.get("algorithm", ""),
-        "model": written.get("policy", {}).get("model_name", ""),
+        "algorithm": tree.get("algorithm", ""),
+        "model": tree.get("policy", {}).get("model_name", ""),
         "created": datetime.now().astimezone().isoformat(timespec="seconds"),
         "versions": dict(sorted(ours.items())),
+        "origin": branch.as_json() if branch is not None else {},
     }

@@ -14,15 +14,18 @@ from typing import Any, Protocol, Self
 import numpy as np
 from rich.console import Console
 
+from rl_core.config import WhenChanged, keys_when_changed
 from rl_core.errors import CheckpointDamaged, RLError, RunDirectoryError, WorkerDied, WorkerError
 from rl_core.metrics import Metric, results
 from rl_core.model import Model
 from rl_core.rollout import RolloutGroup
 from rl_core.run import Checkpointable
+from rl_launch.session.branch import Branch
 from rl_launch.session.checkpoints import Checkpoints, written_at
 from rl_launch.session.config import CheckpointingConfig, LoggerConfig
 from rl_launch.session.log_output import logged_to, shared_console
 from rl_launch.session.progress import Progress
+from rl_launch.session.recording import Recording
 from rl_launch.session.records import MetricsFile, RolloutFiles
 from rl_launch.session.run_directory import RunDirectory
 from rl_launch.session.run_state import FILE_NAME as STATE
@@ -71,6 +74,8 @@ class RunSession:
         fresh: refuse to go on with an earlier run.
         since: when the run's time limit began to count, by `time.monotonic`; now where not given.
         console: where progress is shown.
+        recording: decides what the run directory keeps of the config.
+        branch: where a new run starts, if it is a branch of another.
     """
 
     def __init__(
@@ -82,8 +87,11 @@ class RunSession:
         fresh: bool = False,
         since: float | None = None,
         console: Console | None = None,
+        recording: Recording | None = None,
+        branch: Branch | None = None,
     ) -> None:
-        self.directory = RunDirectory(run_dir)
+        self.directory = RunDirectory(run_dir, recording)
+        self._branch = branch
         self._config = config
         self._fresh = fresh
         self._checkpointing: CheckpointingConfig = config.checkpointing
@@ -112,16 +120,17 @@ class RunSession:
 
     def __enter__(self) -> Self:
         check_writers(self._config.logger)
-        resumes = self.directory.open(self._config, fresh=self._fresh)
+        resumes = self.directory.open(self._config, fresh=self._fresh, branch=self._branch)
         with ExitStack() as stack:
             stack.callback(self.directory.close)
+            self._branch = self.directory.branch
             if resumes and not self._checkpointing.enabled and self._metrics.read():
                 raise RunDirectoryError(
                     f"{self.directory.path} holds a run that saved no checkpoints, so it cannot be resumed. "
                     "Choose another run_dir."
                 )
             stack.enter_context(logged_to(self.directory.logs / "driver.log"))
-            self._found = self._checkpoints.newest()
+            self._found = self._checkpoints.newest() or self._branch_point()
             after = self._found[0] if self._found else 0
             self._checkpoints.tidy(after)
             self._writers = MetricWriters(
@@ -130,7 +139,8 @@ class RunSession:
             stack.callback(self._writers.close)
             self._stop.listen(gracefully=False)
             stack.callback(self._stop.unlisten)
-            self._noted = RunState.read(self.directory.path) or self._noted
+            goals = keys_when_changed(self._config, WhenChanged.GOAL)
+            self._noted = replace(RunState.read(self.directory.path) or self._noted, goals=goals)
             self._note("running")
             self._progress.start()
             stack.callback(self._progress.close)
@@ -398,6 +408,9 @@ class RunSession:
             return 0
         step, path = self._found
         with self.phase("restoring"):
+            if self._branch is not None and path == self._branch.checkpoint:
+                self._restore_branch(self._branch)
+                return step
             while True:
                 try:
                     self._checkpoints.restore(path, models=self._models, state=self._state)
@@ -407,3 +420,19 @@ class RunSession:
                     self._checkpoints.tidy(step)
         _logger.info("going on after step %d", step)
         return step
+
+    def _branch_point(self) -> tuple[int, Path] | None:
+        """Step and checkpoint of another run that this one starts from."""
+        if self._branch is None:
+            return None
+        self._branch.require()
+        return self._branch.step, self._branch.checkpoint
+
+    def _restore_branch(self, branch: Branch) -> None:
+        try:
+            state = self._state if branch.keeps_position else {}
+            self._checkpoints.restore(branch.checkpoint, models=self._models, state=state)
+        except CheckpointDamaged as error:
+            raise RunDirectoryError(f"cannot branch: {error}. Branch from another step.") from None
+        data = "" if branch.keeps_position else "; its data or seed is another, so it begins at the start of the data"
+        _logger.info("branching from %s at step %d%s", branch.run_dir, branch.step, data)

@@ -1,0 +1,79 @@
+"""The run that a command line of `rl train` asks for: its config, its folder, and where it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from rl_core.errors import ConfigError
+from rl_launch.root import read_config
+from rl_launch.session.branch import BranchPoint
+from rl_launch.session.run_folder import is_run
+
+_RUN_DIR = "run_dir="
+
+
+@dataclass(frozen=True)
+class GivenRun:
+    """A run as it was asked for.
+
+    Args:
+        config: resolved root.
+        run_dir: the folder of the run, which may hold it already.
+        name: shown with the progress.
+        branch_point: the run and step that it starts from.
+    """
+
+    config: Any
+    run_dir: Path
+    name: str
+    branch_point: BranchPoint | None = None
+
+
+def run_of(recipe: str, overrides: Sequence[str] = (), start: str = "") -> GivenRun:
+    """The run that is asked for.
+
+    Args:
+        recipe: a recipe's name, a YAML file, or the directory of a run to go on with. Empty with `start`: the config of
+            the run that is branched from.
+        overrides: keys to set.
+        start: `RUN[:STEP]` to branch from; empty for none.
+
+    Raises:
+        ConfigError: listing every problem of the config.
+        RunDirectoryError: if there is no such run to branch from.
+    """
+    point = BranchPoint.parse(start) if start else None
+    if point is not None and (not recipe or "=" in recipe):
+        recipe, overrides = str(point.run.path), [*([recipe] if recipe else []), *overrides]
+    name = recipe_name(recipe)
+    config = read_config(recipe, overrides).config
+    return GivenRun(config, _run_dir(recipe, name, overrides, config.run_dir, branches=point is not None), name, point)
+
+
+def recipe_name(recipe: str) -> str:
+    """Name of a recipe's runs: the recipe's name, or the file's without its ending.
+
+    Raises:
+        ConfigError: if it is missing, or an override stands in its place.
+    """
+    if not recipe:
+        raise ConfigError("rl train needs a recipe, a YAML file or a run directory: rl train RECIPE [KEY=VALUE]...")
+    if "=" in recipe:
+        raise ConfigError(f"got {recipe!r} in the place of the recipe; write rl train RECIPE {recipe}")
+    return Path(recipe).stem
+
+
+def _run_dir(recipe: str, name: str, overrides: Sequence[str], configured: str | None, *, branches: bool) -> Path:
+    """The folder of the run: the one that was named; else that of the run which was given in the recipe's place, unless
+    another branches from it; else a new one."""
+    given = Path(recipe).expanduser()
+    is_of_run = is_run(given) and not any(override.startswith(_RUN_DIR) for override in overrides)
+    if is_of_run and not branches:
+        return given
+    if configured is None or is_of_run:
+        return Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    return Path(configured).expanduser()

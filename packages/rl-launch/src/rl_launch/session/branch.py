@@ -1,0 +1,157 @@
+"""The checkpoint of another run that a run starts from.
+
+A branch has the weights and optimizer state of that checkpoint, and goes on counting its steps, so that schedules and
+the length of a run mean the same in both. It draws the prompts that would have come next, unless its data or its seed
+are others: then it begins at the start of its data. Learning rates, schedules and all else follow from its own config.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_core.config import Config, RuledChange, WhenChanged
+from rl_core.errors import ConfigError, RunDirectoryError
+from rl_launch.session.checkpoints import checkpoint_at, newest_checkpoint
+from rl_launch.session.recording import Recording, changes_since
+from rl_launch.session.remedies import described, step_bounds
+from rl_launch.session.run_folder import CONFIG, RunFolder
+
+_CHECKPOINT = re.compile(r"(?P<run>.+)/checkpoints/step_(?P<step>\d+)/?")
+_AT_STEP = re.compile(r"(?P<run>.+):(?:step_)?(?P<step>\d+)")
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Where a branch starts.
+
+    Args:
+        run_dir: of the run that it branches from, absolute.
+        step: of that run, the last that it shares.
+        checkpoint: of that step, absolute.
+        changed: keys with other values than in that run, each with both.
+        keeps_position: whether the data goes on after that step; it begins anew otherwise.
+    """
+
+    run_dir: Path
+    step: int
+    checkpoint: Path
+    changed: tuple[str, ...] = ()
+    keeps_position: bool = True
+
+    def as_json(self) -> dict[str, Any]:
+        """As `run.json` holds it."""
+        return {
+            "run_dir": str(self.run_dir),
+            "step": self.step,
+            "checkpoint": str(self.checkpoint),
+            "changed": list(self.changed),
+            "keeps_position": self.keeps_position,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Branch:
+        """As it was written."""
+        return cls(
+            Path(data["run_dir"]),
+            data["step"],
+            Path(data["checkpoint"]),
+            tuple(data["changed"]),
+            data["keeps_position"],
+        )
+
+    def require(self) -> None:
+        """Refuse a checkpoint that is not there any more.
+
+        Raises:
+            RunDirectoryError: naming it.
+        """
+        if not self.checkpoint.is_dir():
+            raise RunDirectoryError(
+                f"{self.checkpoint}, from which this run branches, does not exist any more, and the run has saved no "
+                "checkpoint of its own. Branch from another step, into another run_dir."
+            )
+
+
+@dataclass(frozen=True)
+class BranchPoint:
+    """What a user names to branch from: `RUN`, `RUN:STEP`, or a checkpoint's folder.
+
+    Args:
+        run: that is branched from.
+        step: None for the newest checkpoint.
+    """
+
+    run: RunFolder
+    step: int | None
+
+    @classmethod
+    def parse(cls, text: str) -> BranchPoint:
+        """The branch point that a text names.
+
+        Raises:
+            RunDirectoryError: if there is no such run.
+        """
+        path = Path(text).expanduser()
+        match = _CHECKPOINT.fullmatch(str(path.absolute()))
+        if match is None and not path.is_dir():
+            match = _AT_STEP.fullmatch(str(path))
+        return cls(RunFolder(path), None) if match is None else cls(RunFolder(match["run"]), int(match["step"]))
+
+    def __str__(self) -> str:
+        return str(self.run.path) if self.step is None else f"{self.run.path} at step {self.step}"
+
+    def is_of(self, branch: Branch) -> bool:
+        """Whether a run that was started as this branch may be named by it again."""
+        return _same(self.run.path, branch.run_dir) and self.step in (None, branch.step)
+
+    def branch(self, config: Config, recording: Recording) -> Branch:
+        """The start of a branch with this config.
+
+        Raises:
+            RunDirectoryError: if there is no whole checkpoint.
+            ConfigError: listing what cannot change in a branch.
+        """
+        path = self.run.path
+        checkpoint = newest_checkpoint(path) if self.step is None else checkpoint_at(path, self.step)
+        step = int(checkpoint.name.removeprefix("step_"))
+        changes = changes_since(path / CONFIG, config, recording)
+        for_new_run = [each for each in changes if each.rule is WhenChanged.NEW_RUN]
+        if for_new_run:
+            raise ConfigError(
+                "\n".join(
+                    [
+                        f"a branch of {path} cannot change these keys, as its checkpoints would not fit:",
+                        *described(for_new_run),
+                        "Put them back, or start a new run from the weights alone: leave --from out and give",
+                        f"  policy.model_name={checkpoint / 'hf'}",
+                    ]
+                )
+            )
+        for key, bound in step_bounds(config).items():
+            if bound <= step:
+                raise ConfigError(
+                    f"{key}: got {bound}, but the branch starts at step {step} of {path} and goes on counting; "
+                    f"set it higher, such as {key}={2 * step}"
+                )
+        return Branch(
+            run_dir=path.absolute(),
+            step=step,
+            checkpoint=checkpoint.absolute(),
+            changed=tuple(str(each.change) for each in changes),
+            keeps_position=not _changes_data(changes),
+        )
+
+
+def _changes_data(changes: Sequence[RuledChange]) -> bool:
+    """Whether the rows that come next are others."""
+    keys = [each.change.key for each in changes if each.rule is WhenChanged.BRANCH]
+    return any(key.partition(".")[0].partition("[")[0] == "data" or key.endswith(".seed") for key in keys)
+
+
+def _same(one: Path, other: Path) -> bool:
+    return os.path.realpath(one) == os.path.realpath(other)

@@ -1,0 +1,42 @@
+"""Whether a run directory can be written, found out before anything is started."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from rl_core.errors import RunDirectoryError
+
+_LEAST_FREE_BYTES = 2**24
+
+
+def check_writable(folder: Path) -> None:
+    """Refuse a folder that cannot be made or written into, or whose disk is full; leaves nothing behind.
+
+    Raises:
+        RunDirectoryError: with the reason.
+    """
+    existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    if not existing.is_dir():
+        reason = "it is a file" if existing == folder else f"{existing} is a file"
+        raise RunDirectoryError(f"{folder} cannot be made: {reason}. Choose another run_dir.")
+    try:
+        with tempfile.TemporaryFile(dir=existing) as file:
+            file.write(b"\0")
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise _full(folder, 0) from None
+        verb = "written to" if existing == folder else f"made in {existing}"
+        raise RunDirectoryError(f"{folder} cannot be {verb}: {error.strerror}. Choose another run_dir.") from None
+    free = shutil.disk_usage(existing).free
+    if free < _LEAST_FREE_BYTES:
+        raise _full(folder, free)
+
+
+def _full(folder: Path, free: int) -> RunDirectoryError:
+    return RunDirectoryError(
+        f"the disk of {folder} is full: {free / 2**20:.1f} MiB are free. Make room, or choose another run_dir."
+    )

@@ -1,0 +1,90 @@
+"""Runs that have nothing left to do, and folders that no run could have, are known before Ray or torch is imported."""
+
+import json
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from rl_core.config import WhenChanged, keys_when_changed
+from rl_core.errors import RunDirectoryError
+from rl_launch.commands.train import check_run_dir, train
+from rl_launch.root import read_config
+from rl_launch.run_recording import RunRecording
+from rl_launch.session import RunDirectory
+from rl_launch.session.branch import BranchPoint
+from rl_launch.session.manifest import Manifest
+from rl_launch.session.run_state import RunState
+
+COMMAND = """
+import atexit, sys
+from rl_launch.cli import main
+atexit.register(lambda: print([name for name in ("ray", "torch") if name in sys.modules]))
+main()
+"""
+
+
+def config(*overrides):
+    return read_config("sft-arithmetic", overrides).config
+
+
+def finish(path, settings, *, step=400, reason=""):
+    """A run as it is left when it has finished."""
+    directory = RunDirectory(path, RunRecording())
+    directory.open(settings)
+    directory.close()
+    checkpoint = path / "checkpoints" / f"step_{step}"
+    checkpoint.mkdir()
+    Manifest(step).write(checkpoint)
+    goals = keys_when_changed(settings, WhenChanged.GOAL)
+    RunState("finished", step, 400, reason, goals).write(path)
+    (path / "metrics.jsonl").write_text(json.dumps({"step": step, "train/loss": 0.5, "val/loss": None}) + "\n")
+    return path
+
+
+def contents(path):
+    return {file: file.read_bytes() for file in path.rglob("*") if file.is_file() and file.name != "run.lock"}
+
+
+def test_a_run_whose_goal_is_met_is_left_as_it_is(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    settings = config()
+    run = finish(tmp_path / "run", settings, step=150, reason="val/loss is 0.5, the goal was 0.6")
+    before = contents(run)
+    outcome = train(settings, run_dir=run)
+    assert outcome.metrics == {"train/loss": 0.5}
+    assert contents(run) == before
+    assert f"{run}: finished at step 150 of 400 (val/loss is 0.5, the goal was 0.6)." in caplog.text
+
+
+def test_a_finished_run_says_so_before_ray_or_torch_is_imported(tmp_path):
+    run = finish(tmp_path / "run", config())
+    answer = subprocess.run(
+        [sys.executable, "-c", COMMAND, "train", str(run)], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert answer.returncode == 0, answer.stderr
+    assert f"raise sft.max_num_steps: rl train {run} sft.max_num_steps=800" in answer.stderr
+    assert answer.stdout == f"{run}\n[]\n"
+
+
+def test_a_branch_begins_in_a_folder_of_its_own(tmp_path):
+    run, other = finish(tmp_path / "run", config()), finish(tmp_path / "other", config())
+    longer = config("sft.max_num_steps=800")
+    with pytest.raises(RunDirectoryError, match="other holds a run already, which did not branch from"):
+        check_run_dir(other, longer, fresh=False, branch_point=BranchPoint.parse(str(run)))
+    branch = check_run_dir(tmp_path / "new", longer, fresh=False, branch_point=BranchPoint.parse(str(run)))
+    assert branch is not None
+    assert branch.step == 400
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_branch_goes_on_in_its_folder_by_the_same_command(tmp_path):
+    run, longer = finish(tmp_path / "run", config()), config("sft.max_num_steps=800")
+    point = BranchPoint.parse(f"{run}:400")
+    directory = RunDirectory(tmp_path / "new", RunRecording())
+    directory.open(longer, branch=check_run_dir(tmp_path / "new", longer, fresh=False, branch_point=point))
+    directory.close()
+    assert check_run_dir(tmp_path / "new", longer, fresh=False, branch_point=point) is None
+    assert directory.branch is not None
+    assert directory.branch.run_dir == run
