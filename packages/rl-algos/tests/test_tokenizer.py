@@ -80,9 +80,11 @@ def test_no_tokenizer_is_an_error_that_says_where_and_what_to_do(tmp_path):
         load("anything", name=str(tmp_path))
 
 
-def test_a_hub_name_that_cannot_be_had_names_the_network(monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ConfigError, match=r"no tokenizer\.json for 'no-such/model'.*the hub did not give it"):
+def test_a_hub_name_that_cannot_be_had_says_what_to_do(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(
+        ConfigError, match=r"policy\.model_name: 'no-such/model' is not a local folder, .*OFFLINE is set"
+    ):
         load("no-such/model")
 
 

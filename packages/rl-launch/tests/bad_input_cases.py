@@ -189,9 +189,24 @@ _TEXT = (
 )
 
 _PLUGINS = (
-    _case("unknown algorithm", GRPO, "algorithm=grop", says="did you mean 'grpo'.* Installed: grpo, sft"),
-    _case("no algorithm", "recipe.yaml", says="name one of the installed algorithms", files=_text("policy: {}\n")),
-    _case("unknown generation backend", GRPO, "policy.generation.backend=vlm", says="did you mean 'vllm'"),
+    _case(
+        "unknown algorithm",
+        GRPO,
+        "algorithm=grop",
+        says=r"algorithm \(command line\): got 'grop'; did you mean grpo\?; allowed are .*algorithms: grpo, sft",
+    ),
+    _case(
+        "no algorithm",
+        "recipe.yaml",
+        says="algorithm .*must be set; allowed are the installed algorithms",
+        files=_text("policy: {}\n"),
+    ),
+    _case(
+        "unknown generation backend",
+        GRPO,
+        "policy.generation.backend=vlm",
+        says="policy.generation.backend .*did you mean vllm",
+    ),
     _case(
         "two training backends",
         GRPO,
@@ -330,6 +345,13 @@ _MODELS = (
     _case(
         "missing model folder", SFT, MODEL, says=r"policy\.model_name \(command line\): there is no folder './model'"
     ),
+    _case(
+        "a model neither here nor on a hub that may be asked",
+        SFT,
+        "policy.model_name=no-such/model",
+        says=r"policy\.model_name: 'no-such/model' is not a local folder, .*HF_HUB_OFFLINE is set.*hf download",
+    ),
+    _case("a path that is taken for no hub name", SFT, "policy.model_name=a/b/c", says="there is no folder 'a/b/c'"),
     _case("model folder without config.json", SFT, MODEL, says=r"no config\.json \(it", files=_model("config.json")),
     _case(
         "model folder without weights",

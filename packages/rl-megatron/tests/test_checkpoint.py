@@ -30,14 +30,14 @@ def test_three_steps_after_resuming_equal_those_of_an_uninterrupted_run(ranks, t
         for batch in batches[:3]:
             model.train_step(batch, TokenLoss())
         model.save(str(tmp_path / "checkpoint"))
-        expected = [model.train_step(batch, TokenLoss()) for batch in batches[3:]]
+        expected = model.train_steps(batches[3:], TokenLoss())
         logprobs = model.infer(batches[0], [LOGPROBS]).ragged("logprobs").values
     for layout in resumed:
         with open_model(ranks, folder, layout) as model:
             model.train_step(batches[5], TokenLoss())
             model.load(str(tmp_path / "checkpoint"))
-            for batch, metrics in zip(batches[3:], expected, strict=True):
-                assert model.train_step(batch, TokenLoss()) == pytest.approx(metrics, rel=1e-5, abs=1e-5), layout
+            for found, metrics in zip(model.train_steps(batches[3:], TokenLoss()), expected, strict=True):
+                assert found == pytest.approx(metrics, rel=1e-5, abs=1e-5), layout
             found = model.infer(batches[0], [LOGPROBS]).ragged("logprobs").values
             assert found == pytest.approx(logprobs, abs=1e-5), layout
 
@@ -49,10 +49,10 @@ def test_master_weights_of_half_precision_resume_bit_for_bit(ranks, tmp_path):
         for batch in batches[:2]:
             model.train_step(batch, TokenLoss())
         model.save(str(tmp_path / "checkpoint"))
-        expected = [model.train_step(batch, TokenLoss()) for batch in batches[2:]]
+        expected = model.train_steps(batches[2:], TokenLoss())
     with open_model(ranks, folder, "tp2", precision="bfloat16") as model:
         model.load(str(tmp_path / "checkpoint"))
-        assert [model.train_step(batch, TokenLoss()) for batch in batches[2:]] == expected
+        assert model.train_steps(batches[2:], TokenLoss()) == expected
 
 
 def test_what_is_restored_is_read_into_place_without_copies_of_parameters(ranks, tmp_path):
@@ -60,10 +60,10 @@ def test_what_is_restored_is_read_into_place_without_copies_of_parameters(ranks,
     with open_model(ranks, folder, "dp2", precision="bfloat16") as model:
         model.train_step(make_batch(), TokenLoss())
         model.save(str(tmp_path / "checkpoint"))
-        expected = model.train_step(make_batch(seed=1), TokenLoss())
+        expected = model.train_steps([make_batch(seed=1)], TokenLoss())
         for made, state, parameters in ranks.run(load_counted, [(str(tmp_path / "checkpoint"),)] * 2):
             assert made < state + parameters / 2, (made, state, parameters)
-        assert model.train_step(make_batch(seed=1), TokenLoss()) == expected
+        assert model.train_steps([make_batch(seed=1)], TokenLoss()) == expected
 
 
 def test_the_history_of_8_bit_layers_is_each_ranks_own(ranks, tmp_path):

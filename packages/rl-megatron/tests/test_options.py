@@ -43,7 +43,7 @@ def test_recomputation_changes_no_step(ranks, folders, family, options):
     steps = []
     for changed in ({}, {"activation_checkpointing": True, **options}):
         with open_model(ranks, folders[family], "tp1", **changed) as model:
-            steps.append([model.train_step(make_batch(), TokenLoss()) for _ in range(2)])
+            steps.append(model.train_steps([make_batch()] * 2, TokenLoss()))
     assert steps[1] == [pytest.approx(metrics, rel=1e-6) for metrics in steps[0]]
 
 
@@ -120,7 +120,7 @@ def test_gradients_that_are_reduced_during_the_backward_pass_are_the_same(ranks,
         with open_model(
             ranks, folders[family], layout, settings=settings, distributed_data_parallel_config=reduction
         ) as model:
-            steps.append([model.train_step(make_batch(seed=seed), TokenLoss()) for seed in range(3)])
+            steps.append(model.train_steps([make_batch(seed=seed) for seed in range(3)], TokenLoss()))
     assert steps[0] == steps[1]
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
+from rl_algos import hub
 from rl_core.errors import ConfigError
 from rl_core.model_config import TokenizerConfig
 from rl_core.rollout import Message
@@ -25,6 +26,8 @@ def load_tokenizer(config: TokenizerConfig, model_name: str) -> PreTrainedTokeni
     """
     name = config.name or model_name
     key = "policy.tokenizer.name" if config.name else "policy.model_name"
+    if not _is_local(name) and (problem := hub.problem("model", name)):
+        raise ConfigError(f"{key}: {name!r} is {problem}")
     try:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(name)
     except (OSError, ValueError) as error:
@@ -81,10 +84,15 @@ def _no_tokenizer(name: str, key: str, error: Exception) -> str:
             f"{key}: the folder {name!r} has no {_FILES} that can be read (it holds {there}); "
             f"save a fast tokenizer there with `save_pretrained`, or name another tokenizer in policy.tokenizer.name"
         )
-    if folder.is_absolute() or name.startswith((".", "~")):
+    if _is_local(name):
         return f"{key}: there is no folder {name!r}; give a folder with {_FILES} or a hub name"
     reason = str(error).strip().splitlines()[0]
     return (
-        f"{key}: no {_FILES} for {name!r}: it is no local folder, and the hub did not give it ({reason}); "
-        "check the name, the network and, for a gated model, the HF_TOKEN"
+        f"{key}: {name!r} is not a local folder, and its {_FILES} could not be downloaded ({reason}). "
+        "Check the name and, for a gated model, the HF_TOKEN"
     )
+
+
+def _is_local(name: str) -> bool:
+    """Whether a name can be nothing but a folder, or is one."""
+    return Path(name).expanduser().is_dir() or name.startswith(("/", ".", "~"))

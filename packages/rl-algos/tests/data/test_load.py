@@ -128,6 +128,12 @@ def test_a_plugin_is_loaded_with_its_settings_and_the_split_of_its_purpose():
     assert list(load_rows(settings.model_copy(update={"split": "validation"}), "train")) == list(validation)
 
 
+def test_a_dataset_on_a_hub_that_is_out_of_reach_is_refused_before_anything_asks_for_it(monkeypatch):
+    monkeypatch.setattr("rl_algos.hub.problem", lambda kind, name: f"{kind} {name} is out of reach")
+    with pytest.raises(DataError, match=r"is not an installed plugin \(arithmetic.*\), dataset openai/gsm8k is out of"):
+        load_rows(DatasetConfig(dataset_name="openai/gsm8k"), "train")
+
+
 def test_wrong_settings_of_a_plugin_name_the_key():
     with pytest.raises(DataError, match=r"settings of the dataset 'arithmetic': max_operand: .*\(got -1\)"):
         load_rows(DatasetConfig(dataset_name="arithmetic", settings={"max_operand": -1}), "train")
@@ -143,6 +149,7 @@ def test_a_name_that_nothing_has_names_the_plugin_it_resembles(monkeypatch):
         raise ConnectionError("the hub cannot be reached")
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    monkeypatch.setattr("rl_algos.hub.problem", lambda kind, name: "")
     with pytest.raises(DataError, match=r"no dataset 'aritmetic' is installed; did you mean arithmetic\?"):
         load_rows(DatasetConfig(dataset_name="aritmetic"), "train")
     with pytest.raises(DataError, match="the hub cannot be reached"):

@@ -6,7 +6,8 @@ from rollouts_builder import make_group, make_prompt, make_rollout
 
 from rl_algos.grpo.advantages import grpo, rloo
 from rl_algos.grpo.batch import build_batch, with_advantages
-from rl_algos.grpo.config import EstimatorConfig, GRPOConfig
+from rl_algos.grpo.batch_advantages import gdpo, reinforce_plus_plus
+from rl_algos.grpo.config import EstimatorConfig, GRPOConfig, RewardScalingConfig
 from rl_algos.grpo.estimators import advantages_of, by_rollout, estimator_section
 from rl_core.ragged import Ragged
 from rl_core.rollout import RolloutGroup
@@ -85,6 +86,31 @@ def test_advantages_of_tokens_reach_the_batch_and_are_clipped_and_averaged_over_
     assert by_rollout(found, GROUPS).tolist() == [4.25, 3.5, 3.5, 4.0, 4.5, 4.25]
 
 
+def test_penalties_come_off_rewards_unless_the_estimator_takes_them_off_by_token():
+    mask = Ragged.concat([group.columns.ragged("loss_mask") for group in GROUPS])
+    penalties = mask.like(mask.values * np.arange(len(mask.values)) / 100)
+    found = advantages_of(GROUPS, GRPOConfig(normalize_rewards=False), penalties=penalties)
+    np.testing.assert_allclose(found, grpo(REWARDS - penalties.sums(), IDS, False))
+    by_token = advantages_of(GROUPS, configured("reinforce_plus_plus"), penalties=penalties)
+    assert isinstance(by_token, Ragged)
+    np.testing.assert_allclose(
+        by_token.values, reinforce_plus_plus(REWARDS, np.full(6, 2), mask, penalties).values, rtol=1e-12
+    )
+
+
+def test_scores_and_named_rewards_are_as_the_environments_gave_them():
+    prompt = make_prompt()
+    rollouts = [make_rollout(prompt, 1.0), make_rollout(prompt, 0.0), make_rollout(prompt, 0.0, status="failed")]
+    for rollout, named in zip(rollouts, ({"brief": 0.5}, {"brief": 0.2, "correct": 1.0}, {}), strict=True):
+        rollout.rewards.update(named)
+    groups = [RolloutGroup.of(prompt, rollouts)]
+    scaling = RewardScalingConfig(enabled=True, target_max=10.0)
+    config = configured("pass_at_k", k=1).model_copy(update={"reward_scaling": scaling})
+    np.testing.assert_allclose(advantages_of(groups, config), [1.0, -1.0, 0.0])
+    named = {"brief": np.array([0.5, 0.2, np.nan]), "correct": np.array([0.0, 1.0, np.nan])}
+    np.testing.assert_allclose(advantages_of(groups, configured("gdpo")), gdpo(named, np.zeros(3)))
+
+
 def test_a_rollout_without_sampled_tokens_has_the_mean_advantage_zero():
     prompt = make_prompt()
     groups = [RolloutGroup.of(prompt, (make_rollout(prompt, 1.0, sampled=()),))]
@@ -109,8 +135,8 @@ def test_what_is_no_advantage_is_refused(file, name, says):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("grop", r"got 'grop'; allowed: grpo, rloo, or a function of yours"),
-        ("{file}:greedy", r"asks for values; an estimator may ask for rewards, groups, lengths, loss_mask, normalize"),
+        ("grop", r"got 'grop'; allowed: grpo, grpo_batch_std, .*, gdpo, or a function of yours"),
+        ("{file}:greedy", r"asks for values; an estimator may ask for rewards, scores, .*, normalize"),
         ("{file}:missing", r"has no 'missing'"),
         ("{file}:np", r"is not a function"),
     ],

@@ -3,9 +3,10 @@ import pytest
 
 from rl_algos.grpo.batch import build_batch
 from rl_algos.grpo.collect import Validation
-from rl_algos.grpo.config import GRPOConfig
+from rl_algos.grpo.config import EstimatorConfig, GRPOConfig
+from rl_algos.grpo.estimators import reads
 from rl_algos.grpo.loop import train
-from rl_algos.grpo.objective import Objective
+from rl_algos.grpo.objective import AdaptiveKL, Objective, RewardKL
 from rl_algos.losses.policy import KLPenalty, PolicyLoss
 from rl_core.errors import DataError
 from rl_core.generation import SamplingParams
@@ -19,20 +20,21 @@ def even_share(prompt, tokens):
     return float(np.mean(tokens % 2 == 0))
 
 
-def run_loop(run, *, loss=None, reward=even_share, prompts=PROMPTS, model=None, rows=4, **settings):
+def run_loop(run, *, loss=None, objective=None, reward=even_share, prompts=PROMPTS, model=None, rows=4, **settings):
     config = GRPOConfig(**{"num_prompts_per_step": 2, "num_generations_per_prompt": 4, "max_num_steps": 5} | settings)
     policy = model or FakeModel()
     source = FakeRolloutSource(prompts, reward, num_generations=4)
     validation = Validation(PROMPTS[-7:], SamplingParams(max_new_tokens=3, temperature=0), config)
     train(
         config,
-        Objective(loss or PolicyLoss()),
+        objective or Objective(loss or PolicyLoss()),
         policy=policy,
         rollouts=source,
         weights=FakeWeights(policy),
         validation=validation,
         run=run,
         rows_per_minibatch=rows,
+        greedy=SamplingParams(max_new_tokens=3, temperature=0) if reads(config, "baselines") else None,
     )
     return policy
 
@@ -122,6 +124,42 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(tmp_path):
     for step in second.metrics:
         assert second.metrics[step]["train/loss"] == whole.metrics[step]["train/loss"]
         assert [g.prompt.id for g in second.groups[step]] == [g.prompt.id for g in whole.groups[step]]
+
+
+def test_kl_in_the_reward_reads_both_logprobs_before_the_advantages_and_is_reported():
+    run = FakeRun()
+    objective = Objective(PolicyLoss(on_policy=True), reward_kl=RewardKL(0.1))
+    policy = run_loop(run, objective=objective, max_num_steps=2, rows=8)
+    assert [name for name, _ in policy.calls] == ["infer", "infer_reference", "train_step"] * 2
+    assert run.metrics[1]["policy/kl"] == 0.0
+    assert run.metrics[2]["policy/kl"] > 0.0
+    # the second step's policy has moved, and its penalties lower the rewards that are compared
+    plain = FakeRun()
+    run_loop(plain, loss=PolicyLoss(on_policy=True), max_num_steps=2, rows=8)
+    assert run.metrics[1]["advantage/max"] == plain.metrics[1]["advantage/max"]
+    assert run.metrics[2]["advantage/max"] != plain.metrics[2]["advantage/max"]
+
+
+def test_a_weight_that_adapts_goes_on_from_a_checkpoint(tmp_path):
+    def objective():
+        return Objective(PolicyLoss(), reward_kl=RewardKL(0.1), kl_weight=AdaptiveKL(0.1, target=1e-3, rate=0.5))
+
+    whole, first, second = FakeRun(), FakeRun(tmp_path, save_period=1, end_after=3), FakeRun(tmp_path, save_period=1)
+    for run in (whole, first, second):
+        run_loop(run, objective=objective(), max_num_steps=6)
+    assert sorted(second.metrics) == [4, 5, 6]
+    weights = [metrics["policy/kl_weight"] for _, metrics in sorted(whole.metrics.items())]
+    assert len(set(weights)) > 1
+    assert [second.metrics[step]["policy/kl_weight"] for step in (4, 5, 6)] == weights[3:]
+
+
+def test_an_estimator_with_a_greedy_baseline_gets_one_rollout_of_each_prompt():
+    run = FakeRun()
+    run_loop(run, adv_estimator=EstimatorConfig(name="remax"), max_num_steps=1)
+    groups = run.groups[1]
+    greedy = [even_share(None, np.random.default_rng((i, 0)).integers(10, size=3, dtype=np.int32)) for i in (0, 1)]
+    largest = max(abs(rollout.reward - greedy[i]) for i, group in enumerate(groups) for rollout in group.rollouts)
+    assert run.metrics[1]["advantage/max"] == pytest.approx(largest)
 
 
 def overlong_filtered(status: str, stop_reason: str, num_turns: int, max_turns: int) -> bool:

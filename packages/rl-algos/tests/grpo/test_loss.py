@@ -1,12 +1,14 @@
 """What a config's sections become."""
 
+import re
 from types import SimpleNamespace
 from unittest.mock import ANY
 
 import pytest
 
 from rl_algos.data.config import DataConfig, DatasetConfig
-from rl_algos.grpo.config import GRPOConfig
+from rl_algos.grpo.config import GRPOConfig, RewardShapingConfig
+from rl_algos.grpo.estimators import estimator_section
 from rl_algos.grpo.loss import columns_of, loss_of, loss_section
 from rl_algos.grpo.loss_config import LossConfig
 from rl_algos.grpo.plugin import check, models
@@ -109,6 +111,30 @@ def test_what_does_not_go_with_a_loss_is_found_before_anything_starts(custom):
     ((key, message),) = problems(custom(kind="Fixed"))
     assert key == "policy.generation.temperature"
     assert "give the class a field `temperature`" in message
+
+
+@pytest.mark.parametrize(
+    ("estimator", "grpo", "loss", "key", "says"),
+    [
+        ({"name": "pass_at_k", "k": 3}, {}, {}, "grpo.adv_estimator.k", "3 must be from 1 to .*, 2"),
+        ({"name": "drgrpo"}, {"normalize_rewards": False}, {}, "grpo.normalize_rewards", "no effect .* drgrpo"),
+        ({"name": "maxrl"}, {}, {"use_kl_in_reward": True}, "loss_fn.use_kl_in_reward", "no effect .* maxrl"),
+        (
+            {"name": "gdpo"},
+            {"reward_shaping": RewardShapingConfig(enabled=True)},
+            {},
+            "grpo.reward_shaping.enabled",
+            "gdpo, which reads rewards as they are",
+        ),
+    ],
+)
+def test_what_an_estimator_does_not_read_is_refused(estimator, grpo, loss, key, says):
+    config = make_config(8, **loss)
+    section = estimator_section(estimator["name"])(**estimator)
+    config.grpo = config.grpo.model_copy(update={"adv_estimator": section, **grpo})
+    ((found, message),) = problems(config)
+    assert found == key
+    assert re.search(says, message), message
 
 
 @pytest.mark.parametrize(

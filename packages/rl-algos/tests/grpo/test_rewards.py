@@ -1,7 +1,7 @@
 import numpy as np
 
-from rl_algos.grpo.advantages import scale_rewards, shape_rewards
 from rl_algos.grpo.config import RewardScalingConfig, RewardShapingConfig
+from rl_algos.grpo.rewards import scale_rewards, shape_rewards
 
 
 def test_scaling_maps_the_ends_of_the_range_and_clamps_outside():

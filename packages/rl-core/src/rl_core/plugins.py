@@ -24,8 +24,14 @@ ENVIRONMENTS = "rl.environments"
 ALGORITHMS = "rl.algorithms"
 DATASETS = "rl.datasets"
 
-GROUPS = (POLICIES, GENERATORS, ENVIRONMENTS, ALGORITHMS, DATASETS)
-"""Every group of entry points."""
+KINDS = {
+    POLICIES: "training backend",
+    GENERATORS: "generation engine",
+    ENVIRONMENTS: "environment",
+    ALGORITHMS: "algorithm",
+    DATASETS: "dataset",
+}
+"""Groups of entry points, each with what its plugins are, in words."""
 
 
 @dataclass(frozen=True)
@@ -264,14 +270,16 @@ def plugin(group: str, name: str) -> Any:
     found = _entries(group).get(name)
     if found is None:
         near = difflib.get_close_matches(name, names(group), n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else "."
-        raise ConfigError(f"no {group} plugin named {name!r}{hint} Installed: {', '.join(names(group)) or 'none'}")
+        hint = f"; did you mean {near[0]}?" if near else ";"
+        raise ConfigError(
+            f"there is no {KINDS[group]} {name!r}{hint} installed are {', '.join(names(group)) or 'none'}"
+        )
     return found.load()
 
 
 def plugin_packages() -> list[str]:
     """Top-level packages that offer plugins, sorted; imports none of them."""
-    return sorted({entry.module.partition(".")[0] for group in GROUPS for entry in entry_points(group=group)})
+    return sorted({entry.module.partition(".")[0] for group in KINDS for entry in entry_points(group=group)})
 
 
 def plugins(group: str) -> dict[str, Any]:

@@ -97,7 +97,7 @@ def _to_tokens(x: Tensor, context: Context) -> Tensor:
 
 
 def body_of(hf: PreTrainedModel) -> PreTrainedModel:
-    """A model without its head; some families call it other than they say."""
+    """Return a model without its head, which some families keep under another name than they declare."""
     if hf.base_model is not hf:
         return hf.base_model
     return next(child for child in hf.children() if isinstance(child, PreTrainedModel))

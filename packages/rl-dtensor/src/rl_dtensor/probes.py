@@ -1,4 +1,4 @@
-"""Short forward passes of a new model that show what its code does not say."""
+"""Short forward passes of a new model that verify what its code does not declare."""
 
 from __future__ import annotations
 

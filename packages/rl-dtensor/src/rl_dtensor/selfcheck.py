@@ -231,7 +231,7 @@ def write_tiny(config: PreTrainedConfig, folder: Path, seed: int = 0) -> Path:
 
 @contextmanager
 def _made_tiny(kind: str) -> Iterator[None]:
-    """Whatever a family's own code says to sizes it did not foresee, as an answer of the self-check."""
+    """Turn any error of a family's own code, at sizes that it did not foresee, into an answer of the self-check."""
     try:
         yield
     except Exception as error:  # noqa: BLE001  # any kind, from code that is not ours

@@ -42,7 +42,7 @@ class TrainingState:
         return _host_copies(tensors) if copies else tensors
 
     def description(self) -> dict[str, Any]:
-        """Empty: the shards say themselves what they hold."""
+        """Return nothing: the shards describe themselves."""
         return {}
 
     def restore(self, path: Path, description: Mapping[str, Any]) -> None:
@@ -55,7 +55,7 @@ class TrainingState:
             self._restore_optimizer(self._optimizer, {key: state[key] for key in saved})
 
     def layers(self) -> dict[str, Any]:
-        """Empty: layers keep nothing beside parameters and buffers."""
+        """Return nothing: layers keep nothing beside parameters and buffers."""
         return {}
 
     def restore_layers(self, state: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 from rl_algos.requirement import LOSSES
-from rl_core.config import Config, Problem, ProblemError
+from rl_core.config import Config, Problem, ProblemError, did_you_mean
 from rl_core.model import ModelSpec
 from rl_core.model_config import ColocatedConfig, GenerationConfig, ModelConfig
 from rl_core.plugins import (
@@ -183,6 +183,11 @@ def _model_backend(config: Any, need: ModelNeed) -> ModelBackend:
 
 def _generation_backend(config: Any, *, reports_routing: bool) -> GenerationBackend:
     generation = config.policy.generation
+    if generation.backend not in names(GENERATORS):
+        known = ", ".join(names(GENERATORS))
+        near = did_you_mean(generation.backend, names(GENERATORS))
+        allowed = f"got {generation.backend!r}{near}; allowed are the installed engines: {known}"
+        raise ProblemError(Problem(f"{POLICY}.generation.backend", allowed))
     found: BackendPlugin = plugin(GENERATORS, generation.backend)
     return GenerationBackend(
         found,

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from rl_algos import hub
 from rl_core.config import Problem
+from rl_core.errors import ConfigError
 
 Needed = tuple[tuple[str, ...], str]
 """Files of which one must be there, and how they come to be."""
@@ -25,6 +28,9 @@ TOKENIZER_FILES: Needed = (
 )
 
 
+_HUB_NAME = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
+
+
 def folder_problems(key: str, name: str, needed: Sequence[Needed]) -> Iterator[Problem]:
     """What a folder lacks; nothing where the name is one on the hub.
 
@@ -35,7 +41,7 @@ def folder_problems(key: str, name: str, needed: Sequence[Needed]) -> Iterator[P
     """
     folder = Path(name).expanduser()
     if not folder.is_dir():
-        if name.startswith(("/", ".", "~")):
+        if name.startswith(("/", ".", "~")) or not _HUB_NAME.fullmatch(name):
             yield Problem(key, f"there is no folder {name!r}; give one with Hugging Face files, or a hub name")
         return
     held = sorted(entry.name for entry in folder.iterdir())
@@ -44,6 +50,25 @@ def folder_problems(key: str, name: str, needed: Sequence[Needed]) -> Iterator[P
             yield Problem(key, f"the folder {name!r} has no {' or '.join(files)} (it holds {_listed(held)}); {remedy}")
     if any("config.json" in files for files, _ in needed) and "config.json" in held:
         yield from _unreadable(key, folder / "config.json")
+
+
+def check_models(names: Mapping[str, str]) -> None:
+    """Refuse models that can be had neither here nor from the hub, before anything is loaded.
+
+    Args:
+        names: folders or hub names by the key that names them.
+
+    Raises:
+        ConfigError: listing every one.
+    """
+    problems: list[str] = []
+    for key, name in names.items():
+        found = [problem.message for problem in folder_problems(key, name, ())]
+        if not found and not Path(name).expanduser().is_dir() and (problem := hub.problem("model", name)):
+            found = [f"{name!r} is {problem}"]
+        problems.extend(f"{key}: {each}" for each in found)
+    if problems:
+        raise ConfigError("\n".join(problems))
 
 
 def _listed(names: Sequence[str], most: int = 8) -> str:

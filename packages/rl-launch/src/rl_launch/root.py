@@ -206,9 +206,13 @@ def _environments_type(written: Any) -> type[Config]:
 
 def _algorithm(raw: RawConfig) -> AlgorithmPlugin:
     name = raw.select("algorithm")
-    if not isinstance(name, str):
+    if name is None:
         known = ", ".join(names(ALGORITHMS))
-        raise ConfigError(f"algorithm ({raw.name}): got {name!r}; name one of the installed algorithms: {known}")
+        raise ConfigError(f"algorithm ({raw.name}): must be set; allowed are the installed algorithms: {known}")
+    if not isinstance(name, str) or name not in names(ALGORITHMS):
+        known, near = ", ".join(names(ALGORITHMS)), did_you_mean(str(name), names(ALGORITHMS))
+        place = raw.origin("algorithm")
+        raise ConfigError(f"algorithm ({place}): got {name!r}{near}; allowed are the installed algorithms: {known}")
     return plugin(ALGORITHMS, name)
 
 

@@ -50,12 +50,12 @@ def run_dir(tmp_path, model):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nothing", "out"], "there is no folder nothing"),
+        (["nothing", "out"], "there is no folder 'nothing' in "),
         (["model", "out"], "--to dtensor"),
         (["model", "model", "--to", "dtensor"], "model is there already"),
         (["run", "run/config.yaml"], "is there already"),
         (["run/checkpoints", "out"], "neither a checkpoint"),
-        (["model", "out", "--to", "dtensr"], "did you mean 'dtensor'?"),
+        (["model", "out", "--to", "dtensr"], "did you mean dtensor?"),
         (["./elsewhere", "out", "--to", "dtensor"], "there is no folder './elsewhere'"),
         (["run", "out", "--to", "dtensor"], "the folder 'run' has no config.json"),
         (["model", "out", "policy.precission=float32", "--to", "dtensor"], "did you mean policy.precision?"),

@@ -129,7 +129,7 @@ def test_what_is_off_is_exit_code_1(checked_by, folder):
     [
         (["./nowhere"], "there is no folder './nowhere'"),
         (["EMPTY"], "has no config.json"),
-        (["MODEL", "--backend=nonesuch"], "no rl.policies plugin named 'nonesuch'"),
+        (["MODEL", "--backend=nonesuch"], "there is no training backend 'nonesuch'"),
     ],
 )
 def test_what_cannot_be_checked_is_one_message(tmp_path, folder, arguments, said):

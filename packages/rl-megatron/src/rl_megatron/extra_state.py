@@ -10,7 +10,7 @@ from rl_megatron.model import ReadingModel
 
 
 def extra_state(model: ReadingModel) -> dict[str, Tensor]:
-    """By chunk and module; empty for a model whose layers keep none."""
+    """State by chunk and module; empty for a model whose layers keep none."""
     states = {name: module.get_extra_state() for name, module in _keepers(model)}
     # layers that have nothing to keep return None, or a tensor without elements
     kept = {name: state for name, state in states.items() if state is not None}

@@ -13,6 +13,7 @@ from typing import Any, overload
 
 from pydantic import ValidationError
 
+from rl_algos import hub
 from rl_algos.data.config import DatasetConfig
 from rl_core.config import did_you_mean
 from rl_core.errors import DataError
@@ -129,6 +130,10 @@ def _load_hub(settings: DatasetConfig, purpose: str) -> Sequence[Row]:
         raise DataError(
             f"no dataset {settings.dataset_name!r} is installed{near} Installed are {installed}; "
             "one on the hub is named OWNER/NAME"
+        )
+    if problem := hub.problem("dataset", settings.dataset_name):
+        raise DataError(
+            f"the dataset {settings.dataset_name!r} is not an installed plugin ({installed}){near}, {problem}"
         )
     # imports pandas and pyarrow: seconds that local files need not pay
     import datasets

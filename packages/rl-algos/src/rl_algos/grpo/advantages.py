@@ -1,12 +1,17 @@
-"""From the rewards of a step to its advantages: pure functions on numpy arrays."""
+"""From the rewards of a step to its advantages, each compared within its group: pure functions on numpy arrays.
+
+Notation, for a group of n rollouts that did not fail: r a rollout's reward, m the mean of the group's, s their sample
+standard deviation (n - 1 in the denominator). A failed rollout has the reward NaN, counts for nothing and gets 0, and
+so does every rollout of a group of one or of equal rewards. Estimators return float64 `[rollouts]`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from rl_algos.grpo.config import RewardScalingConfig, RewardShapingConfig
 from rl_core.ragged import Ragged
 
 Advantages = np.ndarray | Ragged
@@ -51,6 +56,116 @@ def rloo(rewards: np.ndarray, groups: np.ndarray, normalize: bool = True, *, eps
     return _by_group(rewards, groups, advantage)
 
 
+def drgrpo(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """`r - m` (Dr. GRPO, arXiv:2503.20783): no group weighs more for having rewards that differ little. The paper's
+    loss has the aggregation `sequence-mean-token-sum` with a constant divisor besides.
+
+    Args:
+        rewards, groups: as of `grpo`.
+    """
+    return grpo(rewards, groups, False)
+
+
+def grpo_batch_std(rewards: np.ndarray, groups: np.ndarray, *, eps: float = 1e-6) -> np.ndarray:
+    """`(r - m) / (S + eps)`, S the sample standard deviation of all rewards of the step (arXiv:2508.08221).
+
+    Args:
+        rewards, groups, eps: as of `grpo`.
+    """
+    usable = rewards[~np.isnan(rewards)]
+    deviation = float(usable.std(ddof=1)) if len(usable) > 1 else 0.0
+    return _by_group(rewards, groups, lambda centred: centred / (deviation + eps))
+
+
+def reinforce(rewards: np.ndarray) -> np.ndarray:
+    """`r`, without a baseline (REINFORCE, Williams 1992).
+
+    Args:
+        rewards: as of `grpo`.
+    """
+    return np.nan_to_num(np.asarray(rewards, dtype=np.float64), nan=0.0)
+
+
+def gpg(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """`(r - m) B / (B - M)` (GPG, arXiv:2504.02546), M of the step's B groups having nothing to teach.
+
+    Args:
+        rewards, groups: as of `grpo`.
+    """
+    num_groups, num_varied = len(np.unique(groups)), sum(1 for _ in _varied(rewards, groups))
+    return _by_group(rewards, groups, lambda centred: centred * (num_groups / num_varied))
+
+
+def opo(rewards: np.ndarray, groups: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """`r - sum(l r) / sum(l)`, the mean of the group weighted by the lengths l (OPO, arXiv:2505.23585): the baseline of
+    least variance if a gradient's square grows with the length.
+
+    Args:
+        rewards, groups: as of `grpo`.
+        lengths: int `[rollouts]`, sampled tokens.
+    """
+    advantages = np.zeros(len(rewards))
+    for members in _varied(rewards, groups):
+        weights = lengths[members]
+        if weights.sum():
+            advantages[members] = rewards[members] - (weights * rewards[members]).sum() / weights.sum()
+    return advantages
+
+
+def remax(rewards: np.ndarray, baselines: np.ndarray) -> np.ndarray:
+    """`r - b`, b the reward of a greedy rollout of the same prompt (ReMax, arXiv:2310.10505).
+
+    Args:
+        rewards: as of `grpo`.
+        baselines: float `[rollouts]`, b; NaN if the greedy rollout failed.
+    """
+    return np.nan_to_num(np.asarray(rewards, dtype=np.float64) - baselines, nan=0.0)
+
+
+def pass_at_k(scores: np.ndarray, groups: np.ndarray, *, k: int, threshold: float = 0.5) -> np.ndarray:
+    """Advantages of the best of k (Pass@k training, arXiv:2508.10751, the analytical form).
+
+    Over all subsets of k rollouts of the group, a subset's reward is 1 if any of it is right. Its advantage is the
+    difference to the mean p over the deviation sqrt(p (1 - p)), and a rollout's the mean over the subsets that it is
+    in. With w of n rollouts wrong: `p = 1 - C(w, k) / C(n, k)`; a right one has `(1 - p) / sqrt(p (1 - p))`, a wrong
+    one `(1 - p - C(w - 1, k - 1) / C(n - 1, k - 1)) / sqrt(p (1 - p))`. A group smaller than k gets 0.
+
+    Args:
+        scores: float `[rollouts]`, rewards as the environment gave them; NaN for failed rollouts.
+        groups: as of `grpo`.
+        k: rollouts of a subset.
+        threshold: above which a rollout is right.
+    """
+    advantages = np.zeros(len(scores))
+    for members in _members(scores, groups):
+        is_right = scores[members] > threshold
+        n, w = len(members), int((~is_right).sum())
+        p = 1 - math.comb(w, k) / math.comb(n, k) if n >= k else 0.0
+        if 0 < p < 1:
+            alone = math.comb(w - 1, k - 1) / math.comb(n - 1, k - 1)
+            advantages[members] = np.where(is_right, 1 - p, 1 - p - alone) / math.sqrt(p * (1 - p))
+    return advantages
+
+
+def maxrl(scores: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """`(r - m) / m` (maximum-likelihood RL, arXiv:2602.02710): in expectation, with rewards 0 and 1, the gradient of
+    log p, p the chance of a right answer, expanded to the order of the group's size. Hard prompts weigh more.
+
+    Args:
+        scores: float `[rollouts]`, rewards as the environment gave them, not negative; NaN for failed rollouts.
+        groups: as of `grpo`.
+    """
+    if np.any(scores < 0):
+        raise ValueError(
+            f"maxrl divides by the mean reward of a group and needs rewards of 0 or more, got {np.nanmin(scores)}"
+        )
+    advantages = np.zeros(len(scores))
+    for members in _varied(scores, groups):
+        mean = scores[members].mean()
+        advantages[members] = (scores[members] - mean) / mean
+    return advantages
+
+
 def clip_advantages(advantages: Advantages, low: float | None, high: float | None) -> Advantages:
     """Advantages bounded on either side; None leaves a side open."""
     if low is None and high is None:
@@ -60,41 +175,30 @@ def clip_advantages(advantages: Advantages, low: float | None, high: float | Non
     return np.clip(advantages, low, high)
 
 
-def scale_rewards(rewards: np.ndarray, scaling: RewardScalingConfig) -> np.ndarray:
-    """Rewards mapped linearly from the source range to the target range, clamped at its ends; NaN stays NaN."""
-    if not scaling.enabled:
-        return rewards
-    share = (rewards - scaling.source_min) / (scaling.source_max - scaling.source_min)
-    return scaling.target_min + np.clip(share, 0.0, 1.0) * (scaling.target_max - scaling.target_min)
-
-
-def shape_rewards(rewards: np.ndarray, num_sampled: np.ndarray, shaping: RewardShapingConfig) -> np.ndarray:
-    """Rewards lowered for length: a penalty that grows linearly over the buffer before the limit (DAPO,
-    arXiv:2503.14476).
-
-    Args:
-        rewards: float `[rollouts]`.
-        num_sampled: `[rollouts]`, sampled tokens of each.
-        shaping: limit, buffer and penalty.
-    """
-    if not shaping.enabled:
-        return rewards
-    start = shaping.max_response_length - shaping.overlong_buffer_length
-    share = np.clip((num_sampled - start) / shaping.overlong_buffer_length, 0.0, 1.0)
-    return rewards - shaping.overlong_buffer_penalty * share
-
-
 def _by_group(rewards: np.ndarray, groups: np.ndarray, advantage: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
     """`advantage` of the centred rewards of every group with rewards that differ; 0 for all other rollouts."""
     rewards = np.asarray(rewards, dtype=np.float64)
     advantages = np.zeros_like(rewards)
+    for members in _varied(rewards, groups):
+        values = rewards[members]
+        advantages[members] = advantage(values - values.mean())
+    return advantages
+
+
+def _varied(rewards: np.ndarray, groups: np.ndarray) -> Iterator[np.ndarray]:
+    """The rollouts of each group whose rewards differ."""
+    for members in _members(rewards, groups):
+        if np.any(rewards[members] != rewards[members[0]]):
+            yield members
+
+
+def _members(rewards: np.ndarray, groups: np.ndarray) -> Iterator[np.ndarray]:
+    """The rollouts of each group that did not fail, if there are any."""
     usable = np.flatnonzero(~np.isnan(rewards))
     usable = usable[np.argsort(groups[usable], kind="stable")]
     for members in np.split(usable, np.flatnonzero(np.diff(groups[usable])) + 1):
-        values = rewards[members]
-        if len(values) >= 2 and np.any(values != values[0]):
-            advantages[members] = advantage(values - values.mean())
-    return advantages
+        if len(members):
+            yield members
 
 
 def _scaled(advantage: np.ndarray, centred: np.ndarray, normalize: bool, eps: float) -> np.ndarray:

@@ -45,6 +45,15 @@ def collect_groups(rollouts: RolloutSource, config: GRPOConfig) -> tuple[list[Ro
     )
 
 
+def greedy_groups(
+    rollouts: RolloutSource, groups: Sequence[RolloutGroup], sampling: SamplingParams | None
+) -> Sequence[RolloutGroup]:
+    """One greedy rollout of each group's prompt with the weights of the moment; none without `sampling`."""
+    if sampling is None:
+        return ()
+    return rollouts.evaluate([group.prompt for group in groups], sampling).groups
+
+
 class Validation:
     """Scores the policy on validation prompts and ends the run when a goal is reached.
 

@@ -16,8 +16,9 @@ class EstimatorConfig(NamedConfig):
     """How rewards become advantages; the keys beside `name` are the settings of that estimator."""
 
     name: str | None = None
-    """`grpo`, `rloo`, `package.module:function` or `file.py:function`; if unset, `rloo` with
-    `use_leave_one_out_baseline` and `grpo` without it."""
+    """`grpo`, `grpo_batch_std`, `drgrpo`, `rloo`, `reinforce`, `reinforce_plus_plus`, `reinforce_plus_plus_baseline`,
+    `gpg`, `opo`, `remax`, `pass_at_k`, `maxrl`, `gdpo`, or a function of yours as `package.module:function` or
+    `file.py:function`. Unset, it is `rloo` with `use_leave_one_out_baseline` and `grpo` without it."""
 
 
 class RewardScalingConfig(Config):
@@ -59,7 +60,7 @@ class GRPOConfig(Config):
     max_rollout_turns: int = Field(default=1, gt=0)
     """Most turns of one rollout."""
     normalize_rewards: bool = True
-    """Divide advantages by the standard deviation of their group."""
+    """Divide advantages by the standard deviation of their group (`grpo`, `rloo`)."""
     use_leave_one_out_baseline: bool = False
     """Compare each reward with the mean of the others in its group instead of the mean of all."""
     adv_estimator: EstimatorConfig = EstimatorConfig()

@@ -9,8 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from rl_algos.grpo.advantages import Advantages, clip_advantages, grpo, rloo, scale_rewards, shape_rewards
+from rl_algos.grpo import advantages as by_group
+from rl_algos.grpo import batch_advantages
+from rl_algos.grpo.advantages import Advantages, clip_advantages
 from rl_algos.grpo.config import EstimatorConfig, GRPOConfig
+from rl_algos.grpo.rewards import scale_rewards, shape_rewards
 from rl_core.config import Config, section_of, settings_of
 from rl_core.plugins import resolve
 from rl_core.ragged import Ragged
@@ -21,7 +24,24 @@ Estimator = Callable[..., Advantages]
 settings. It returns float64 `[rollouts]`, or a `Ragged` with a value at every token of `loss_mask`.
 """
 
-ESTIMATORS: Mapping[str, Estimator] = {"grpo": grpo, "rloo": rloo}
+ESTIMATORS: Mapping[str, Estimator] = {
+    function.__name__: function
+    for function in (
+        by_group.grpo,
+        by_group.grpo_batch_std,
+        by_group.drgrpo,
+        by_group.rloo,
+        by_group.reinforce,
+        batch_advantages.reinforce_plus_plus,
+        batch_advantages.reinforce_plus_plus_baseline,
+        by_group.gpg,
+        by_group.opo,
+        by_group.remax,
+        by_group.pass_at_k,
+        by_group.maxrl,
+        batch_advantages.gdpo,
+    )
+}
 """Estimators by the name that `grpo.adv_estimator` gives."""
 
 
@@ -32,27 +52,49 @@ class _Step:
     Args:
         groups, config: of the step.
         penalties: `[tokens]`, what each sampled token takes from the reward; None for nothing.
+        greedy: one greedy rollout of each group's prompt; empty if the estimator reads none.
         by_token: whether the estimator takes the penalties off by token itself.
     """
 
     groups: Sequence[RolloutGroup]
     config: GRPOConfig
     penalties: Ragged | None
+    greedy: Sequence[RolloutGroup]
     by_token: bool
 
     @property
-    def lengths(self) -> np.ndarray:
-        return np.array([rollout.num_sampled for group in self.groups for rollout in group.rollouts])
+    def rewards(self) -> np.ndarray:
+        shaped = _shaped(self.groups, self.config)
+        return shaped if self.penalties is None or self.by_token else shaped - self.penalties.sums()
 
     @property
-    def rewards(self) -> np.ndarray:
-        scaled = scale_rewards(np.concatenate([group.rewards() for group in self.groups]), self.config.reward_scaling)
-        shaped = shape_rewards(scaled, self.lengths, self.config.reward_shaping)
-        return shaped if self.penalties is None or self.by_token else shaped - self.penalties.sums()
+    def rewards_by_name(self) -> dict[str, np.ndarray]:
+        rollouts = [rollout for group in self.groups for rollout in group.rollouts]
+        failed = np.array([rollout.status == "failed" for rollout in rollouts])
+        names = sorted({name for rollout in rollouts for name in rollout.rewards} - {"reward"})
+        return {
+            name: np.where(failed, np.nan, [rollout.rewards.get(name, 0.0) for rollout in rollouts]) for name in names
+        }
 
     @property
     def group_of_rollout(self) -> np.ndarray:
         return np.repeat(np.arange(len(self.groups)), [len(group.rollouts) for group in self.groups])
+
+    @property
+    def baselines(self) -> np.ndarray:
+        return _shaped(self.greedy, self.config)[self.group_of_rollout]
+
+
+def _shaped(groups: Sequence[RolloutGroup], config: GRPOConfig) -> np.ndarray:
+    return shape_rewards(scale_rewards(_scores(groups), config.reward_scaling), _lengths(groups), config.reward_shaping)
+
+
+def _scores(groups: Sequence[RolloutGroup]) -> np.ndarray:
+    return np.concatenate([group.rewards() for group in groups])
+
+
+def _lengths(groups: Sequence[RolloutGroup]) -> np.ndarray:
+    return np.array([rollout.num_sampled for group in groups for rollout in group.rollouts])
 
 
 def _masks(groups: Sequence[RolloutGroup]) -> Ragged:
@@ -61,17 +103,27 @@ def _masks(groups: Sequence[RolloutGroup]) -> Ragged:
 
 INPUTS: Mapping[str, Callable[[_Step], Any]] = {
     "rewards": lambda step: step.rewards,
+    "scores": lambda step: _scores(step.groups),
+    "rewards_by_name": lambda step: step.rewards_by_name,
+    "baselines": lambda step: step.baselines,
     "groups": lambda step: step.group_of_rollout,
-    "lengths": lambda step: step.lengths,
+    "lengths": lambda step: _lengths(step.groups),
     "loss_mask": lambda step: _masks(step.groups),
-    "normalize": lambda step: step.config.normalize_rewards,
     "penalties": lambda step: step.penalties,
+    "normalize": lambda step: step.config.normalize_rewards,
 }
-"""What an estimator may read, by the name of its parameter: `rewards` float64 `[rollouts]`, scaled and shaped, NaN for
-failed rollouts; `groups` int64 `[rollouts]`, the group of each; `lengths` int64 `[rollouts]`, sampled tokens;
-`loss_mask` uint8 `[tokens]` (a `Ragged`), 1 on sampled tokens; `normalize`, the setting `grpo.normalize_rewards`;
-`penalties` float64 `[tokens]` (a `Ragged`), with KL in the reward what each sampled token takes from it, None without:
-an estimator that does not read them finds their sums taken off the rewards.
+"""What an estimator may read, by the name of its parameter:
+
+- `rewards` float64 `[rollouts]`, scaled and shaped, NaN for failed rollouts;
+- `scores` float64 `[rollouts]`, rewards as the environments gave them, likewise;
+- `rewards_by_name`, the same by the name that environments give them, besides `reward`;
+- `baselines` float64 `[rollouts]`, the reward of a greedy rollout of the same prompt, scaled and shaped;
+- `groups` int64 `[rollouts]`, the group of each;
+- `lengths` int64 `[rollouts]`, sampled tokens;
+- `loss_mask` uint8 `[tokens]` (a `Ragged`), 1 on sampled tokens;
+- `penalties` float64 `[tokens]` (a `Ragged`), with KL in the reward what each sampled token takes from it, None
+  without: an estimator that does not read them finds their sums taken off `rewards`;
+- `normalize`, the setting `grpo.normalize_rewards`.
 """
 
 
@@ -103,16 +155,23 @@ def inputs_of(function: Estimator) -> list[str]:
     return [each.name for each in inspect.signature(function).parameters.values() if each.kind in kinds]
 
 
-def normalizes(config: GRPOConfig) -> bool:
-    """Whether the estimator in force reads `grpo.normalize_rewards`."""
-    return "normalize" in inputs_of(_function(chosen(config)))
+def reads(config: GRPOConfig, name: str) -> bool:
+    """Whether the estimator in force reads this input."""
+    return name in inputs_of(_function(chosen(config)))
 
 
-def advantages_of(groups: Sequence[RolloutGroup], config: GRPOConfig, penalties: Ragged | None = None) -> Advantages:
+def advantages_of(
+    groups: Sequence[RolloutGroup],
+    config: GRPOConfig,
+    *,
+    penalties: Ragged | None = None,
+    greedy: Sequence[RolloutGroup] = (),
+) -> Advantages:
     """Advantages of all rollouts, in the order of groups and of rollouts within them.
 
     Args:
         penalties: `[tokens]`, what each sampled token takes from the reward; None for nothing.
+        greedy: one greedy rollout of each group's prompt, for an estimator that reads `baselines`.
 
     Raises:
         ValueError: if the estimator returns something else, or numbers that are not finite.
@@ -120,7 +179,7 @@ def advantages_of(groups: Sequence[RolloutGroup], config: GRPOConfig, penalties:
     name = chosen(config)
     function = _function(name)
     wanted = inputs_of(function)
-    step = _Step(groups, config, penalties, by_token="penalties" in wanted)
+    step = _Step(groups, config, penalties, greedy, by_token="penalties" in wanted)
     advantages = function(*[INPUTS[name](step) for name in wanted], **settings_of(config.adv_estimator))
     _check(advantages, name, groups)
     return clip_advantages(advantages, config.advantage_clip_low, config.advantage_clip_high)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from rl_algos.grpo.batch import build_batch, minibatches, with_advantages, with_logprobs
-from rl_algos.grpo.collect import Validation, collect_groups
+from rl_algos.grpo.collect import Validation, collect_groups, greedy_groups
 from rl_algos.grpo.config import GRPOConfig
 from rl_algos.grpo.estimators import advantages_of, by_rollout
 from rl_algos.grpo.metrics import rollout_metrics, training_metrics
 from rl_algos.grpo.objective import Objective, StepData
-from rl_core.generation import RolloutSource, Weights
+from rl_core.generation import RolloutSource, SamplingParams, Weights
 from rl_core.model import Model
 from rl_core.run import Checkpointable, Run
 
@@ -23,10 +23,12 @@ def train(
     validation: Validation,
     run: Run,
     rows_per_minibatch: int,
+    greedy: SamplingParams | None = None,
 ) -> None:
     """Train the policy for `config.max_num_steps` steps, or until the data or the run ends.
 
     Whether rollouts are synchronous, where models run and on what backend are properties of the objects handed in.
+    `greedy` is how baseline rollouts are drawn, for an estimator that compares with them.
     """
     state: dict[str, Checkpointable] = {"rollouts": rollouts, "weights": weights, **objective.checkpointed}
     steps = run.steps(config.max_num_steps, models={"policy": policy}, state=state)
@@ -37,13 +39,14 @@ def train(
             validation(rollouts, run, step=0)
         with run.phase("generation"):
             groups, aside = collect_groups(rollouts, config)
+            baselines = greedy_groups(rollouts, groups, greedy)
         if len(groups) < config.num_prompts_per_step:
             run.stop("the data has ended")
             break
         batch = build_batch(groups, config)
         with run.phase("logprobs"):
             batch = with_logprobs(batch, policy, objective)
-        advantages = advantages_of(groups, config, objective.penalties(batch))
+        advantages = advantages_of(groups, config, penalties=objective.penalties(batch), greedy=baselines)
         batch = objective.prepared(StepData(step, groups, with_advantages(batch, advantages)))
         loss = objective.loss
         with run.phase("training"):

@@ -7,12 +7,12 @@ from typing import Any
 
 from rl_algos.data.config import DataConfig, dataset_names
 from rl_algos.grpo.config import GRPOConfig, GRPORoot
-from rl_algos.grpo.estimators import chosen, estimator_section, normalizes
+from rl_algos.grpo.estimators import chosen, estimator_section, reads
 from rl_algos.grpo.loss import COLUMNS, columns_of, loss_of, loss_section, surrogate_section
 from rl_algos.grpo.loss_checks import policy_loss_problems
 from rl_algos.grpo.loss_config import LossConfig
 from rl_algos.requirement import LOSSES
-from rl_core.config import Config, Problem, ProblemError, assemble
+from rl_core.config import Config, Problem, ProblemError, assemble, settings_of
 from rl_core.environments.instance import problem_with
 from rl_core.model import ModelSpec
 from rl_core.plugins import AlgorithmPlugin, ModelNeed
@@ -111,8 +111,23 @@ def _estimator(config: GRPORoot) -> Iterator[Problem]:
             "grpo.use_leave_one_out_baseline",
             f"chooses the estimator rloo, but adv_estimator.name is {grpo.adv_estimator.name}; set one of them only",
         )
-    if not grpo.normalize_rewards and not normalizes(grpo):
-        yield Problem("grpo.normalize_rewards", f"has no effect with the estimator {chosen(grpo)}; remove this key")
+    name, settings = chosen(grpo), settings_of(grpo.adv_estimator)
+    if not grpo.normalize_rewards and not reads(grpo, "normalize"):
+        yield Problem("grpo.normalize_rewards", f"has no effect with the estimator {name}; remove this key")
+    if not reads(grpo, "rewards"):
+        for section in ("reward_scaling", "reward_shaping"):
+            if getattr(grpo, section).enabled:
+                yield Problem(
+                    f"grpo.{section}.enabled",
+                    f"has no effect with the estimator {name}, which reads rewards as they are",
+                )
+        if isinstance(config.loss_fn, LossConfig) and config.loss_fn.use_kl_in_reward:
+            yield Problem("loss_fn.use_kl_in_reward", f"has no effect with the estimator {name}; remove this key")
+    if name == "pass_at_k" and not 1 <= settings["k"] <= grpo.num_generations_per_prompt:
+        yield Problem(
+            "grpo.adv_estimator.k",
+            f"{settings['k']} must be from 1 to grpo.num_generations_per_prompt, {grpo.num_generations_per_prompt}",
+        )
 
 
 def _loss(config: GRPORoot) -> Iterator[Problem]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -13,6 +13,7 @@ from rl_algos.data.examples import load as load_all
 from rl_algos.data.stream import Stream
 from rl_algos.grpo.collect import Validation
 from rl_algos.grpo.config import GRPORoot
+from rl_algos.grpo.estimators import reads
 from rl_algos.grpo.loop import train
 from rl_algos.grpo.loss import objective_of
 from rl_algos.rollouts.source import SyncRolloutSource
@@ -110,7 +111,9 @@ def run(config: GRPORoot, components: Components, run: Run) -> None:
     data: GRPOData = components.data
     assert components.pool is not None, "GRPO generates"
     assert components.weights is not None, "GRPO generates"
-    sampling = validation_sampling(config.policy.generation, data.end_of_sequence)
+    generation = config.policy.generation
+    sampling = validation_sampling(generation, data.end_of_sequence)
+    greedy = replace(training_sampling(generation, data.end_of_sequence), temperature=0.0)
     train(
         config.grpo,
         objective_of(config),
@@ -120,6 +123,7 @@ def run(config: GRPORoot, components: Components, run: Run) -> None:
         validation=Validation(data.validation, sampling, config.grpo),
         run=run,
         rows_per_minibatch=config.policy.train_global_batch_size,
+        greedy=greedy if reads(config.grpo, "baselines") else None,
     )
 
 

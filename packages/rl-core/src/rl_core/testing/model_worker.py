@@ -25,7 +25,6 @@ import pytest
 
 from rl_core.batch import Batch
 from rl_core.errors import RLError, WorkerError
-from rl_core.metrics import CLOCKED
 from rl_core.model import ENTROPY, LOGPROBS, SCORES, VALUES, ModelSpec, topk
 from rl_core.model_config import (
     DynamicBatchingConfig,
@@ -338,11 +337,11 @@ class ModelWorkerSuite:
                 for batch in batches[:2]:
                     model.train_step(batch, TokenLoss())
                 model.save(path)
-                uninterrupted = self._steps(model, batches[2:])
+                uninterrupted = model.train_steps(batches[2:], TokenLoss())
             with self._model(pool, folder, world, **settings) as model:
                 model.train_step(batches[3], TokenLoss())
                 model.load(path)
-                assert self._steps(model, batches[2:]) == uninterrupted
+                assert model.train_steps(batches[2:], TokenLoss()) == uninterrupted
 
     def test_a_save_in_the_background_holds_what_was_there_when_it_was_asked_for(
         self, pool: RankPool, folder: Path, tmp_path: Path
@@ -362,7 +361,7 @@ class ModelWorkerSuite:
             model.save(str(at_once))
             with held_up(pool, world, self.written_through, gate):
                 model.save(str(behind), wait=False)
-                uninterrupted = self._steps(model, batches[2:])
+                uninterrupted = model.train_steps(batches[2:], TokenLoss())
                 assert model.finish_save(wait=False) is None
                 gate.touch()
                 written = model.finish_save()
@@ -370,7 +369,7 @@ class ModelWorkerSuite:
             assert model.finish_save(wait=False) == written
             assert _contents(behind) == _contents(at_once)
             model.load(str(behind))
-            assert self._steps(model, batches[2:]) == uninterrupted
+            assert model.train_steps(batches[2:], TokenLoss()) == uninterrupted
 
     def test_a_save_that_fails_in_the_background_is_told_once_and_the_next_one_works(
         self, pool: RankPool, folder: Path, tmp_path: Path
@@ -386,10 +385,10 @@ class ModelWorkerSuite:
                     model.finish_save()
             assert model.finish_save(wait=False) == ()
             model.save(str(tmp_path / "next"), wait=False)
-            expected = self._steps(model, [make_batch(seed=1)])
+            expected = model.train_steps([make_batch(seed=1)], TokenLoss())
             assert model.finish_save()
             model.load(str(tmp_path / "next"))
-            assert self._steps(model, [make_batch(seed=1)]) == expected
+            assert model.train_steps([make_batch(seed=1)], TokenLoss()) == expected
 
     def test_ranks_name_the_files_they_write_and_none_writes_what_another_steps(
         self, pool: RankPool, folder: Path, tmp_path: Path
@@ -434,7 +433,7 @@ class ModelWorkerSuite:
             with self._model(pool, folder, saved, optimizer=SGD, scheduler=WARM_UP) as model:
                 model.train_step(batches[0], TokenLoss())
                 model.save(path)
-                uninterrupted = self._steps(model, batches[1:])
+                uninterrupted = model.train_steps(batches[1:], TokenLoss())
             with self._model(pool, folder, resumed, optimizer=SGD, scheduler=WARM_UP) as model:
                 model.load(path)
                 for batch, expected in zip(batches[1:], uninterrupted, strict=True):
@@ -463,15 +462,15 @@ class ModelWorkerSuite:
     def test_a_run_saved_before_its_first_step_resumes(self, pool: RankPool, folder: Path, tmp_path: Path) -> None:
         with self._model(pool, folder, 1, optimizer=ADAMW) as model:
             model.save(str(tmp_path / "start"))
-            expected = self._steps(model, [make_batch()] * 2)
+            expected = model.train_steps([make_batch()] * 2, TokenLoss())
             model.load(str(tmp_path / "start"))
-            assert self._steps(model, [make_batch()] * 2) == expected
+            assert model.train_steps([make_batch()] * 2, TokenLoss()) == expected
 
     def test_the_same_seed_gives_the_same_bits(self, pool: RankPool, folder: Path) -> None:
         runs = []
         for _ in range(2):
             with self._model(pool, folder, max(self.worlds), optimizer=ADAMW) as model:
-                runs.append(self._steps(model, [make_batch()] * 2))
+                runs.append(model.train_steps([make_batch()] * 2, TokenLoss()))
         assert runs[0] == runs[1]
 
     def test_an_export_and_a_transfer_hold_the_same_weights(
@@ -505,7 +504,7 @@ class ModelWorkerSuite:
         runs = []
         for offloads in (False, True):
             with self._model(pool, folder, max(self.worlds), optimizer=ADAMW) as model:
-                metrics = self._steps(model, [batch])
+                metrics = model.train_steps([batch], TokenLoss())
                 if offloads:
                     model.offload()
                     with pytest.raises(WorkerError, match="offloaded"):
@@ -515,7 +514,7 @@ class ModelWorkerSuite:
                     with pytest.raises(WorkerError, match="optimizer"):
                         model.train_step(batch, TokenLoss())
                     model.onload(["optimizer"])
-                runs.append([*metrics, *self._steps(model, [batch])])
+                runs.append([*metrics, *model.train_steps([batch], TokenLoss())])
         assert runs[0] == runs[1]
 
     def test_what_a_model_cannot_do_is_refused(self, pool: RankPool, folder: Path, tmp_path: Path) -> None:
@@ -562,12 +561,6 @@ class ModelWorkerSuite:
         from rl_core.testing.torch.oracle import Oracle
 
         return Oracle(folder, role)
-
-    @staticmethod
-    def _steps(model: PooledModel, batches: list[Batch]) -> list[dict[str, float]]:
-        """Metrics of a step on each batch, but for those that depend on the clock."""
-        steps = [model.train_step(batch, TokenLoss()) for batch in batches]
-        return [{name: value for name, value in step.items() if name not in CLOCKED} for step in steps]
 
     def _assert_trains_like(
         self,

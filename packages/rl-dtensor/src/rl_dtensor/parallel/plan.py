@@ -56,8 +56,8 @@ STYLES_OF_TRANSFORMERS: Mapping[str, Style] = {
     "replicated_with_grad_allreduce": "replicated",
     "moe_tp_experts": "experts",
 }
-"""Words of the plans in `transformers` that say the same; parameters of stacked experts are named there too, and follow
-from `experts` here."""
+"""Words of the plans in `transformers` that mean the same. Parameters of stacked experts are named there too; here they
+follow from `experts`."""
 
 EXPERT_PARAMETERS = ("packed_colwise", "grouped_gemm")
 

@@ -14,9 +14,9 @@ def versions() -> Iterator[tuple[str, str]]:
     """Names and versions of this project's packages, those of plugins among them, of Python, and of the engines that
     are installed here; imports none of them.
     """
-    from rl_core.plugins import GROUPS
+    from rl_core.plugins import KINDS
 
-    offering = {entry.dist.name for group in GROUPS for entry in entry_points(group=group) if entry.dist is not None}
+    offering = {entry.dist.name for group in KINDS for entry in entry_points(group=group) if entry.dist is not None}
     for name in sorted({"rl-core", "rl-launch", *offering}):
         yield name, version(name)
     yield "python", f"{platform.python_version()}  {sys.executable}"

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl_algos import hub
 from rl_core.config import to_yaml
 from rl_core.errors import ConfigError, RunDirectoryError
 from rl_core.model_config import ModelConfig, local_hf_config
@@ -18,6 +19,7 @@ from rl_core.plugins import POLICIES, BackendPlugin, plugin
 from rl_launch.backends import POLICY, backends_of
 from rl_launch.cluster.device import check_devices, resolve_device
 from rl_launch.commands.train import with_local_models
+from rl_launch.local_models import MADE_HERE
 from rl_launch.model_folder import MODEL_FILES, folder_problems
 from rl_launch.root import check_placement, read_model_config
 from rl_launch.session.checkpoints import newest_checkpoint
@@ -78,6 +80,11 @@ def to_checkpoint(source: str, target: Path, backend: str, overrides: Sequence[s
     problems = [problem.message for problem in folder_problems("SOURCE", source, MODEL_FILES)]
     if problems:
         raise ConfigError("\n".join(problems))
+    if source not in MADE_HERE and not Path(source).expanduser().is_dir():
+        if "/" not in source:
+            raise ConfigError(_not_there(source))
+        if problem := hub.problem("model", source):
+            raise ConfigError(f"SOURCE: {source!r} is {problem}")
     folder = Path(source).expanduser()
     name = str(folder.absolute()) if folder.is_dir() else source
     values = {"model_name": name, "precision": _precision(name), found.key: {"enabled": True}}
@@ -101,7 +108,7 @@ def checkpoint_of(source: Path) -> Path:
         RunDirectoryError: where a run directory has no whole one.
     """
     if not source.is_dir():
-        raise ConfigError(f"there is no folder {source}; SOURCE is a checkpoint, a run directory or a model's folder")
+        raise ConfigError(_not_there(str(source)))
     if (source / POLICY).is_dir():
         return source
     if (source / "checkpoints").is_dir():
@@ -114,6 +121,14 @@ def checkpoint_of(source: Path) -> Path:
     raise ConfigError(
         f"{source} holds {held}, which is neither a checkpoint (with a folder {POLICY}), nor a run directory (with a "
         "folder checkpoints), nor a model's folder (with config.json)"
+    )
+
+
+def _not_there(source: str) -> str:
+    return (
+        f"there is no folder {source!r} in {Path.cwd()}. SOURCE is a run directory, a checkpoint of one "
+        "(RUN/checkpoints/step_N), or what rl convert --to wrote; with --to BACKEND, a folder with Hugging Face files "
+        "or a name on the hub (OWNER/NAME)"
     )
 
 

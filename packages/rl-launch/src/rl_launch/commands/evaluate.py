@@ -12,6 +12,8 @@ from rl_core.generation import Evaluation
 from rl_core.plugins import ALGORITHMS, AlgorithmPlugin, plugin, resolve
 from rl_launch.backends import backends_of
 from rl_launch.cluster.device import check_devices, resolve_device
+from rl_launch.commands.train import model_names
+from rl_launch.model_folder import check_models
 from rl_launch.root import check_placement
 from rl_launch.runtime.environment_trials import trials_of, try_here, try_in
 
@@ -33,6 +35,7 @@ def evaluate(config: Any, *, logs: Path) -> Evaluation:
         raise ConfigError(
             f"algorithm: {algorithm.name} has no evaluation by rollouts; use a config of another algorithm"
         )
+    check_models(model_names(config))
     loaded = resolve(algorithm.load)(config)
     untried = try_here(trials_of(config, algorithm, loaded), config.cluster.worker_envs)
     tokenizer = load_tokenizer(config.policy.tokenizer, config.policy.model_name)

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rl_algos import hub
 from rl_algos.requirement import LOSSES
 from rl_core.errors import ConfigError, RLError
 from rl_core.plugins import POLICIES, BackendPlugin, plugin
@@ -53,6 +54,8 @@ def check_model(model: str, backend: str) -> Iterator[FamilyCase]:
     problems = [problem.message for problem in folder_problems("model", model, _CONFIG_FILE)]
     if problems:
         raise ConfigError("\n".join(problems))
+    if not Path(model).expanduser().is_dir() and (problem := hub.problem("model", model)):
+        raise ConfigError(f"{model!r} is {problem}")
     found: BackendPlugin = plugin(POLICIES, backend)
     if not found.selfcheck:
         raise ConfigError(f"the backend {backend} has no self-check of model families")

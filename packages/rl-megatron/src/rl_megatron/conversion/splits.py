@@ -25,7 +25,7 @@ class Split(Protocol):
         ...
 
     def divides(self, size: int) -> bool:
-        """Whether the parameter can be spread over so many ranks."""
+        """Whether the parameter can be spread over `size` ranks."""
         ...
 
     def slices(self, part: Tensor) -> tuple[Tensor, ...]:

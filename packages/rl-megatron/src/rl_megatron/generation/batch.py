@@ -16,11 +16,11 @@ from rl_megatron.model import ReadingModel
 from rl_megatron.replay import RoutingRecorder
 
 COLUMNS = 64
-"""A cache's columns are a multiple of so many, for Megatron keeps the rotary embedding of each size it saw."""
+"""The columns of a cache are a multiple of this: Megatron keeps the rotary embedding of each size that it saw."""
 
 
 class StaticBatch:
-    """A batch that rows leave between steps, and none joins while others are under way.
+    """A batch that rows may leave between steps; none joins while others are under way.
 
     Token i of every row lies in column i of the cache, which needs no padding and no mask then. Prompts are read
     together up to the end of the shortest; the rest of longer ones is read column by column, while shorter rows are

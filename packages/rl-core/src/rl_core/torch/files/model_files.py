@@ -38,8 +38,8 @@ TEMPLATE = "chat_template.jinja"
 
 
 def copy_side_files(target: Path, *, source: Path, tokenizer: Path, settings: TokenizerConfig) -> None:
-    """Put what an export has beside config and weights into a folder: the generation config, the tokenizer's files, and
-    the chat template as it is configured.
+    """Copy the files of an export other than config and weights into a folder: the generation config, the tokenizer's
+    files, and the chat template as it is configured.
 
     Args:
         source: folder of the model that the generation config is copied from.

@@ -92,7 +92,7 @@ class Engine(Generic[Model]):
                 row.future.set_exception(GeneratorError(reason))
 
     def dispose(self) -> None:
-        """Let go of the model; in the thread."""
+        """Release the model; called in the thread."""
         self._model.close()
 
     def _loaded(self) -> Engine[Model]:

@@ -12,7 +12,7 @@ from rl_core.generation import SamplingParams
 
 
 def uniforms(seed: int, count: int) -> np.ndarray:
-    """float64 `[count]` in [0, 1), what a request of this seed draws with, whatever is decoded beside it."""
+    """float64 `[count]` in [0, 1), with which a request of this seed draws, whatever requests are decoded with it."""
     return np.random.Generator(np.random.Philox(key=seed % 2**128)).random(count)
 
 

@@ -203,7 +203,7 @@ class RankModel(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of what would keep the model's memory or process groups alive."""
+        """Release everything that would keep the model's memory or process groups alive."""
         ...
 
 

@@ -85,11 +85,11 @@ class BackgroundSave:
 
 @contextmanager
 def plain_errors(path: Path, done: Literal["written", "read"]) -> Iterator[None]:
-    """Say in a line why a checkpoint was not written or read. torch's own error is not an `Exception`, so that it would
-    end threads and actors.
+    """Raise one line that says why a checkpoint was not written or read. torch's own error is not an `Exception` and
+    would end threads and actors.
 
     Raises:
-        RLError: for an `OSError`, and for what torch's distributed checkpoint raises.
+        RLError: for an `OSError`, and for errors of torch's distributed checkpoint.
     """
     try:
         yield

@@ -67,7 +67,7 @@ class LossPass:
         return share if share.requires_grad or not torch.is_grad_enabled() else share + idle(reads)
 
     def metrics(self) -> dict[str, Metric]:
-        """This rank's parts: `loss`, `num_tokens` (all tokens of the rows) and what the implementation reports."""
+        """This rank's parts: `loss`, `num_tokens` (all tokens of the rows) and the metrics of the implementation."""
         parts = {"loss": Metric(0.0, reduction="sum"), **self._parts.collect(self._local_totals)}
         parts["loss"] = replace(parts["loss"], over_updates="mean")
         num_tokens = Metric(float(self.columns.ragged(TOKENS).offsets[-1]), reduction="sum")

@@ -212,7 +212,7 @@ class TrainingWorker:
         return run_reads(self._model, batch, reads, temperature=temperature, batching=self._reading, mesh=self._mesh)
 
     def _write_side_files(self, path: Path, dtype: str) -> None:
-        """Write what an export has beside weights."""
+        """Write the files of an export other than its weights."""
         write_hf_config(self._model, path, role=self._spec.role, dtype=dtype)
         copy_side_files(path, source=self._folder, tokenizer=self._tokenizer, settings=self._config.tokenizer)
 

@@ -242,7 +242,7 @@ class CollectiveReceiverLink:
 
 
 def _group(store: Any, rank: int, size: int, device: Device, host: str, timeout_s: float) -> Any:
-    """A process group beside the default one, of which this process may have none or another."""
+    """Return a process group apart from the default one, which this process may lack or have for other ranks."""
     prefixed = dist.PrefixStore("weights", store)
     if device.collectives == "nccl":
         options = dist.ProcessGroupNCCL.Options()
@@ -289,8 +289,8 @@ def _joined(join: Callable[[], Any], phase: str, check: Callable[[str], None], t
 
 @contextmanager
 def _naming_peers(phase: str, check: Callable[[str], None], deadline: Deadline) -> Iterator[None]:
-    """Say in which phase a collective failed, and because of whom: torch raises RuntimeError for a lost peer and for a
-    time-out alike, and knows no names.
+    """Name the phase in which a collective failed, and the peer at fault: torch raises the same RuntimeError for a lost
+    peer and for a time-out, without names.
     """
     try:
         yield

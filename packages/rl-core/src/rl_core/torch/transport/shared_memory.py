@@ -38,7 +38,7 @@ class SharedBuffers(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of them."""
+        """Release them."""
         ...
 
 

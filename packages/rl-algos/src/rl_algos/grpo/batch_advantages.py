@@ -1,0 +1,103 @@
+"""Advantages normalised over the whole step: pure functions on numpy arrays.
+
+Their means and deviations are over all rollouts of the step, taken once on the driver: how a step is cut into
+minibatches, microbatches and shards changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from rl_algos.grpo.advantages import Advantages, drgrpo, grpo
+from rl_core.ragged import Ragged
+
+
+def reinforce_plus_plus(
+    rewards: np.ndarray, lengths: np.ndarray, loss_mask: Ragged, penalties: Ragged | None, *, eps: float = 1e-8
+) -> Advantages:
+    """`(A - mean A) / (std A + eps)` with `A_t = r - sum of the KL penalties from token t on` (REINFORCE++,
+    arXiv:2501.03262), mean and deviation over all sampled tokens of the step.
+
+    Args:
+        rewards: float `[rollouts]`; NaN marks a failed rollout, which counts for nothing and gets 0.
+        lengths: int `[rollouts]`, sampled tokens.
+        loss_mask: `[tokens]`, 1 on sampled tokens.
+        penalties: `[tokens]`, weighted KL penalty of each sampled token, 0 elsewhere; None without KL in the reward.
+        eps: added to the deviation.
+
+    Returns:
+        float64 `[tokens]`, or `[rollouts]` without KL in the reward.
+    """
+    if penalties is None:
+        return _whitened(rewards, np.where(np.isnan(rewards), 0, lengths), eps)
+    to_go = penalties.like(np.concatenate([row[::-1].cumsum()[::-1] for row in penalties] or [np.zeros(0)]))
+    values = np.repeat(rewards, loss_mask.lengths) - to_go.values
+    return loss_mask.like(_whitened(values, np.where(np.isnan(values), 0, loss_mask.values), eps))
+
+
+def reinforce_plus_plus_baseline(
+    rewards: np.ndarray, groups: np.ndarray, lengths: np.ndarray, *, eps: float = 1e-8
+) -> np.ndarray:
+    """`(A - mean A) / (std A + eps)` with `A = r - m`, m the mean of the group (REINFORCE++-baseline,
+    arXiv:2501.03262), mean and deviation over all sampled tokens of the step.
+
+    Args:
+        rewards, lengths, eps: as of `reinforce_plus_plus`.
+        groups: `[rollouts]`, group id of each.
+
+    Returns:
+        float64 `[rollouts]`.
+    """
+    return _whitened(drgrpo(rewards, groups), np.where(np.isnan(rewards), 0, lengths), eps)
+
+
+def gdpo(
+    rewards_by_name: Mapping[str, np.ndarray],
+    groups: np.ndarray,
+    *,
+    weights: dict[str, float] | None = None,
+    eps: float = 1e-6,
+) -> np.ndarray:
+    """Several rewards, each normalised in its group before they are added up (GDPO, arXiv:2601.05242).
+
+    `A = sum_k weight_k (r_k - m_k) / (s_k + eps)`, then `(A - mean A) / (std A + eps)` over all rollouts of the step. A
+    reward that varies little counts as much as one that varies a lot, and combinations of rewards with the same
+    sum are told apart.
+
+    Args:
+        rewards_by_name: float `[rollouts]` by name, as the environment gave them, besides `reward`; NaN for failed
+            rollouts.
+        groups: `[rollouts]`, group id of each.
+        weights: of the rewards by name; those without one are left out. None takes all, with the weight 1.
+        eps: added to deviations.
+
+    Returns:
+        float64 `[rollouts]`.
+    """
+    chosen = dict.fromkeys(rewards_by_name, 1.0) if weights is None else weights
+    missing = sorted(set(chosen) - set(rewards_by_name))
+    if missing or not chosen:
+        found = ", ".join(rewards_by_name) or "none"
+        raise ValueError(
+            f"gdpo needs rewards by name{': no ' + ', '.join(missing) if missing else ''}; the environments gave "
+            f"{found} besides `reward`. Let the environment return a mapping, such as "
+            '{"correct": 1.0, "format": 0.5}'
+        )
+    named = [weight * grpo(rewards_by_name[name], groups, eps=eps) for name, weight in chosen.items()]
+    failed = np.isnan(rewards_by_name[next(iter(chosen))])
+    return _whitened(np.sum(named, axis=0), ~failed, eps)
+
+
+def _whitened(values: np.ndarray, counts: np.ndarray, eps: float) -> np.ndarray:
+    """Values less their mean, over their deviation, each counted so many times; 0 for a count of 0, and for all if the
+    values are equal."""
+    counted = counts > 0
+    whitened = np.zeros(len(values))
+    if not counted.any() or np.ptp(values[counted]) == 0:
+        return whitened
+    weights = counts[counted] / counts[counted].sum(dtype=np.float64)
+    centred = values[counted] - (weights * values[counted]).sum()
+    whitened[counted] = centred / (np.sqrt((weights * centred**2).sum()) + eps)
+    return whitened
