@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -47,21 +48,25 @@ class SimulatedReplica:
         self._length = completion_length
         self._text = TEXT_PER_TOKEN * completion_length
         self._random = np.random.default_rng(0)
-        self._tasks: dict[int, RolloutTask] = {}
+        self._tasks: deque[tuple[int, RolloutTask]] = deque()
+        self._has_tasks = asyncio.Event()
 
     async def start(self) -> None:
         """Ready at once."""
 
     async def begin(self, tasks: Sequence[tuple[int, RolloutTask]]) -> None:
         """Take groups."""
-        self._tasks |= dict(tasks)
+        self._tasks += tasks
+        self._has_tasks.set()
 
-    async def group(self, number: int) -> tuple[GroupReport, Batch, Batch]:
-        """The group under this number, which may be asked for before `begin` is here."""
-        while number not in self._tasks:
-            await asyncio.sleep(0.001)
-        task = self._tasks.pop(number)
-        return parts_of(task.prompt, [self._rollout(task.prompt) for _ in task.seeds])
+    async def finished(self) -> tuple[Sequence[tuple[int, GroupReport]], Batch, Batch]:
+        """One group at a time, as if none ever finished while another was taken: what costs the driver most."""
+        await self._has_tasks.wait()
+        number, task = self._tasks.popleft()
+        if not self._tasks:
+            self._has_tasks.clear()
+        report, columns, records = parts_of(task.prompt, [self._rollout(task.prompt) for _ in task.seeds])
+        return [(number, report)], columns, records
 
     async def health(self) -> Mapping[str, Any]:
         """An engine without requests."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_core.rollout import Prompt, Rollout, RolloutGroup, WeightSpan
+from rl_core.rollout import Prompt, Rollout, RolloutGroup, RolloutReport, RolloutReports, WeightSpan
 
 PROMPT = Prompt(
     "p1", ({"role": "user", "content": "2+2="},), np.array([5, 6, 7], dtype=np.int64), "math", {"answer": "4"}
@@ -72,3 +72,15 @@ def test_a_group_crosses_processes() -> None:
     assert group.prompt.info == {"answer": "4"}
     assert group.rollouts[0].spans == (WeightSpan(3, 2),)
     assert group.columns.ragged("tokens")[0].tolist() == [5, 6, 7, 8, 9]
+
+
+def test_reports_by_column_are_those_of_the_single_rollouts() -> None:
+    rollouts = [
+        rollout(spans=(WeightSpan(3, 1), WeightSpan(4, 1)), info={"seen": 2, "note": "fine"}),
+        Rollout.failed(PROMPT, "the environment hung"),
+        rollout(status="truncated", stop_reason="length"),
+    ]
+    reports: RolloutReports = pickle.loads(pickle.dumps(RolloutReports.of("p1", rollouts)))
+    assert list(reports) == [RolloutReport.of(each) for each in rollouts]
+    assert reports[-1] == reports[1:][1] == RolloutReport.of(rollouts[2])
+    assert reports.status == ("ok", "failed", "truncated")

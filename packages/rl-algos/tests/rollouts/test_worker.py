@@ -1,5 +1,7 @@
 import asyncio
+import dataclasses
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -79,10 +81,15 @@ def task(*seeds):
     return RolloutTask(PROMPT, SamplingParams(max_new_tokens=2), seeds)
 
 
-def whole(parts):
-    """The group that a worker answered with."""
-    report, columns, records = parts
-    return RolloutGroup(PROMPT, report.rollouts, columns.with_columns(records.columns))
+async def taken(worker, count):
+    """Groups by number, as they finish, until there are so many."""
+    groups = {}
+    while len(groups) < count:
+        reports, columns, records = await worker.finished()
+        rows = columns.with_columns(records.columns).split([len(report.rollouts) for _, report in reports])
+        for (number, report), own in zip(reports, rows, strict=True):
+            groups[number] = RolloutGroup(PROMPT, report.rollouts, own)
+    return groups
 
 
 def last_tokens(group):
@@ -92,7 +99,7 @@ def last_tokens(group):
 def run(worker, *seeds):
     async def run():
         await worker.begin([(7, task(*seeds))])
-        return whole(await worker.group(7))
+        return (await taken(worker, 1))[7]
 
     return asyncio.run(run())
 
@@ -109,9 +116,10 @@ def test_a_group_is_a_report_apart_from_its_columns_and_from_what_people_read(ma
 
     async def run():
         await worker.begin([(7, task(5, 6))])
-        return await worker.group(7)
+        return await worker.finished()
 
-    report, columns, records = asyncio.run(run())
+    ((number, report),), columns, records = asyncio.run(run())
+    assert number == 7
     assert [(r.num_tokens, r.num_sampled, r.num_turns, r.info) for r in report.rollouts] == [(3, 1, 1, {"seen": 2})] * 2
     assert (list(columns), list(records)) == (list(report.columns), list(report.records))
     assert [tokens.tolist() for tokens in columns.ragged("tokens")] == [[1, 2, 5], [1, 2, 6]]
@@ -166,7 +174,7 @@ def test_a_conversation_that_cannot_be_freed_costs_nothing(make_worker):
     assert "no answer" in group.rollouts[0].failure
 
 
-def test_groups_are_answered_one_by_one_while_others_are_under_way(make_worker):
+def test_groups_are_given_out_as_they_finish_while_others_are_under_way(make_worker):
     held = asyncio.Event()
 
     class Holding:
@@ -179,12 +187,72 @@ def test_groups_are_answered_one_by_one_while_others_are_under_way(make_worker):
         worker, _ = make_worker(None)
         worker._environments = {"game": Holding()}
         await worker.begin([(1, task(5)), (2, task(6))])
-        second = await worker.group(2)
+        second = await taken(worker, 1)
         held.set()
-        return await worker.group(1), second
+        return second, await taken(worker, 1)
 
-    first, second = asyncio.run(run())
-    assert [last_tokens(whole(parts)) for parts in (first, second)] == [[5], [6]]
+    second, first = asyncio.run(run())
+    assert [(number, last_tokens(group)) for number, group in (*second.items(), *first.items())] == [(2, [6]), (1, [5])]
+
+
+def finished_after_all_ended(worker, *tasks):
+    """Answers of a worker that was asked when all of these groups had ended."""
+
+    async def run():
+        await worker.begin(list(enumerate(tasks)))
+        await asyncio.gather(*worker._under_way, return_exceptions=True)
+        await asyncio.sleep(0)
+        answers = []
+        while worker._finished:
+            try:
+                answers.append(await worker.finished())
+            except GeneratorError as error:
+                answers.append(error)
+        return answers
+
+    return asyncio.run(run())
+
+
+def test_groups_that_have_finished_meanwhile_are_given_out_together(make_worker, monkeypatch):
+    monkeypatch.setattr(worker_module, "MOST_TOGETHER", 2)
+    worker, _ = make_worker(lambda conversation: StepResult(reward=1.0))
+    first, second = finished_after_all_ended(worker, task(5, 6), task(7), task(8))
+    assert [number for number, _ in first[0]] == [0, 1]
+    assert [tokens[-1] for tokens in first[1].ragged("tokens")] == [5, 6, 7]
+    assert [len(first[2]), len(second[1])] == [3, 1]
+
+
+def test_a_group_that_the_engine_failed_does_not_hide_those_before_it(make_worker):
+    worker, _ = make_worker(lambda conversation: StepResult(reward=1.0))
+    answer = worker._generator.generate
+
+    async def generate(request):
+        if request.seed == 6:
+            raise GeneratorError("the engine died")
+        return await answer(request)
+
+    worker._generator.generate = generate
+    (reports, _, _), failure, (others, _, _) = finished_after_all_ended(worker, task(5), task(6), task(7))
+    assert [[number for number, _ in found] for found in (reports, others)] == [[0], [2]]
+    assert str(failure) == "the engine died"
+
+
+def test_groups_with_other_columns_are_given_out_apart(make_worker):
+    """A failed rollout has no routed experts, so neither has its group."""
+    worker, _ = make_worker(lambda conversation: StepResult(reward=1.0), refused_seed=6)
+    play = worker._program.run
+
+    async def run(prompt, client):
+        rollout = await play(prompt, client)
+        return dataclasses.replace(rollout, routed_experts=np.zeros((len(rollout.tokens), 1, 1), np.int16))
+
+    worker._program = SimpleNamespace(run=run)
+    answers = finished_after_all_ended(worker, task(5), task(6), task(7))
+    assert [("routed_experts" in columns, len(reports)) for reports, columns, _ in answers] == [
+        (True, 1),
+        (False, 1),
+        (True, 1),
+    ]
 
 
 def test_requests_of_groups_begun_together_reach_the_engine_in_order_and_before_any_answer(make_worker):
@@ -202,19 +270,19 @@ def test_requests_of_groups_begun_together_reach_the_engine_in_order_and_before_
 
         worker._generator.generate = generate
         await worker.begin([(1, task(5, 6)), (2, task(7, 8))])
-        await asyncio.gather(worker.group(1), worker.group(2))
+        await taken(worker, 2)
 
     asyncio.run(run())
     assert asked == [5, 6, 7, 8]
 
 
-def test_a_group_may_be_asked_for_before_the_message_that_begins_it(make_worker):
+def test_groups_may_be_asked_for_before_the_message_that_begins_them(make_worker):
     worker, _ = make_worker(lambda conversation: StepResult(reward=1.0, done=True))
 
     async def run():
-        asked = asyncio.create_task(worker.group(3))
+        asked = asyncio.create_task(taken(worker, 1))
         await asyncio.sleep(0)
         await worker.begin([(3, task(5))])
-        return whole(await asked)
+        return await asked
 
-    assert [rollout.reward for rollout in asyncio.run(run()).rollouts] == [1.0]
+    assert [rollout.reward for rollout in asyncio.run(run())[3].rollouts] == [1.0]

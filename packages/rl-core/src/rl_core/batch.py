@@ -73,6 +73,11 @@ class RemoteRows:
         stores = tuple(self.stores[i] for i in used) or self.stores[:1]
         return RemoteRows(stores, part, self.row[index], self.lengths[index])
 
+    def between(self, start: int, end: int) -> RemoteRows:
+        """Consecutive rows, which must be those of a single store."""
+        assert len(self.stores) == 1, f"rows of {len(self.stores)} stores are selected one by one"
+        return RemoteRows(self.stores, self.part[start:end], self.row[start:end], self.lengths[start:end])
+
     def fetch(self, name: str) -> Local:
         """The rows of one column, each store fetched once."""
         return pick_rows([store.fetch()[name] for store in self.stores], self.part, self.row)

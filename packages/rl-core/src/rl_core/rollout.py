@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import numpy as np
 
@@ -201,6 +201,71 @@ class RolloutReport:
 
 
 @dataclass(frozen=True)
+class RolloutReports(Sequence[RolloutReport]):
+    """Reports of the rollouts of one prompt, by column: thousands come in every step, and few are looked at alone.
+
+    Args:
+        prompt_id: of all of them.
+
+    The others are the fields of `RolloutReport`, each with a value per rollout; a span is a version and a number of
+    tokens.
+    """
+
+    prompt_id: str
+    num_tokens: tuple[int, ...]
+    num_sampled: tuple[int, ...]
+    num_turns: tuple[int, ...]
+    spans: tuple[tuple[tuple[int, int], ...], ...]
+    rewards: tuple[Mapping[str, float], ...]
+    stop_reason: tuple[StopReason, ...]
+    status: tuple[Status, ...]
+    failure: tuple[str, ...]
+    info: tuple[Mapping[str, float], ...]
+
+    @classmethod
+    def of(cls, prompt_id: str, rollouts: Sequence[Rollout]) -> RolloutReports:
+        """Of the rollouts of a prompt."""
+        reports = [RolloutReport.of(rollout) for rollout in rollouts]
+        return cls(
+            prompt_id,
+            tuple(report.num_tokens for report in reports),
+            tuple(report.num_sampled for report in reports),
+            tuple(report.num_turns for report in reports),
+            tuple(tuple((span.version, span.num_tokens) for span in report.spans) for report in reports),
+            tuple(report.rewards for report in reports),
+            tuple(report.stop_reason for report in reports),
+            tuple(report.status for report in reports),
+            tuple(report.failure for report in reports),
+            tuple(report.info for report in reports),
+        )
+
+    def __len__(self) -> int:
+        return len(self.num_tokens)
+
+    @overload
+    def __getitem__(self, index: int) -> RolloutReport: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[RolloutReport]: ...
+
+    def __getitem__(self, index: int | slice) -> RolloutReport | Sequence[RolloutReport]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        return RolloutReport(
+            self.prompt_id,
+            self.num_tokens[index],
+            self.num_sampled[index],
+            self.num_turns[index],
+            tuple(WeightSpan(version, num_tokens) for version, num_tokens in self.spans[index]),
+            self.rewards[index],
+            self.stop_reason[index],
+            self.status[index],
+            self.failure[index],
+            self.info[index],
+        )
+
+
+@dataclass(frozen=True)
 class GroupReport:
     """A group apart from its columns, which may lie elsewhere.
 
@@ -210,7 +275,7 @@ class GroupReport:
         records: names of those that people read.
     """
 
-    rollouts: tuple[RolloutReport, ...]
+    rollouts: RolloutReports
     columns: tuple[str, ...]
     records: tuple[str, ...]
 
@@ -228,7 +293,7 @@ class RolloutGroup:
     """
 
     prompt: Prompt
-    rollouts: Sequence[RolloutReport]
+    rollouts: RolloutReports
     columns: Batch
 
     @classmethod
@@ -239,7 +304,10 @@ class RolloutGroup:
 
     def rewards(self) -> np.ndarray:
         """float64 `[rollouts]`, the rewards trained on; NaN for failed rollouts."""
-        return np.array([np.nan if r.status == "failed" else r.reward for r in self.rollouts], dtype=np.float64)
+        rows = zip(self.rollouts.status, self.rollouts.rewards, strict=True)
+        return np.array(
+            [np.nan if status == "failed" else rewards.get("reward", 0.0) for status, rewards in rows], dtype=np.float64
+        )
 
 
 def parts_of(prompt: Prompt, rollouts: Sequence[Rollout]) -> tuple[GroupReport, Batch, Batch]:
@@ -254,7 +322,7 @@ def parts_of(prompt: Prompt, rollouts: Sequence[Rollout]) -> tuple[GroupReport, 
     columns.update(_routing(rollouts))
     record = [rollout_record(prompt, index, rollout) for index, rollout in enumerate(rollouts)]
     records: dict[str, Column] = {RECORD: Ragged.from_rows(record, np.uint8)}
-    report = GroupReport(tuple(RolloutReport.of(rollout) for rollout in rollouts), tuple(columns), tuple(records))
+    report = GroupReport(RolloutReports.of(prompt.id, rollouts), tuple(columns), tuple(records))
     return report, Batch(columns), Batch(records)
 
 

@@ -13,7 +13,7 @@ from rl_launch.placement.residency import Residency, Tenant
 from rl_launch.runtime import dispatch, replica_group, rollout_pool
 from rl_launch.runtime import replica as replica_module
 from rl_launch.runtime.deaths import MOST_DEATHS
-from rl_launch.runtime.replica import GroupCall, ProgressWatch
+from rl_launch.runtime.replica import FinishedCall, ProgressWatch
 from rl_launch.runtime.rollout_pool import RolloutPool
 
 SAMPLING = SamplingParams(4)
@@ -40,7 +40,8 @@ class Replica:
         self.index, self.fails, self.starts = index, list(fails), list(starts)
         self.keeps_weights, self.hangs = keeps_weights, hangs
         self.failure = None
-        self.shares, self.finished, self.events = [], [], []
+        self.shares, self.finished_prompts, self.events = [], [], []
+        self.under_way, self.held = [], set()
         self.num_sampled = 0
         self.log = f"rollout-worker-{index}.log"
 
@@ -49,18 +50,29 @@ class Replica:
 
     def begin(self, numbered):
         self.shares.append([task.prompt.id for _, task in numbered])
-        answers = {number: Call(lambda task=task: self._group(task)) for number, task in numbered}
-        return {
-            number: GroupCall(answer, f"columns of {number}", f"records of {number}")
-            for number, answer in answers.items()
-        }
+        self.under_way += numbered
+
+    def finished(self):
+        call = Call(self._finish)
+        call.late = lambda: self.hangs or (self.failure is None and self._next() is None)
+        return FinishedCall(call, f"columns of {self.index}", f"records of {self.index}")
+
+    def _next(self):
+        """The first group that is not `held`."""
+        return next((each for each in self.under_way if each[1].prompt.id not in self.held), None)
+
+    def _finish(self):
+        number, task = self._next() or self.under_way[0]
+        report = self._group(task)
+        self.under_way.remove((number, task))
+        return [(number, report)]
 
     def _group(self, task):
-        if self.failure is None and self.fails and len(self.finished) == self.fails[0][0]:
+        if self.failure is None and self.fails and len(self.finished_prompts) == self.fails[0][0]:
             _, self.failure = self.fails.pop(0)
         if self.failure is not None:
             raise self.failure
-        self.finished.append(task.prompt.id)
+        self.finished_prompts.append(task.prompt.id)
         return f"group of {task.prompt.id}"
 
     def call(self, method, *args):
@@ -90,25 +102,12 @@ class Replica:
     def begin_start(self):
         def finish():
             self.events.append("start")
+            self.under_way = []
             if self.starts and (failure := self.starts.pop(0)):
                 raise failure
             self.failure = None
 
         return finish
-
-
-class Late(Replica):
-    """Ends a group once its prompt is not `held` any more."""
-
-    def __init__(self, index=0):
-        super().__init__(index)
-        self.held = set()
-
-    def begin(self, numbered):
-        calls = super().begin(numbered)
-        for number, task in numbered:
-            calls[number].report.late = lambda prompt=task.prompt.id: prompt in self.held
-        return calls
 
 
 class Update:
@@ -138,7 +137,7 @@ def plain_calls(monkeypatch):
 
     for module in (rollout_pool, replica_module):
         monkeypatch.setattr(module, "wait", wait)
-    monkeypatch.setattr(rollout_pool, "stored_group", lambda prompt, report, columns, records, origin: report)
+    monkeypatch.setattr(rollout_pool, "stored_groups", lambda prompts, reports, columns, records, origin: reports)
     for module in (rollout_pool, replica_group, replica_module):
         monkeypatch.setattr(module, "fetch", lambda ref, origin, timeout_s=None: ref.answer())
 
@@ -183,7 +182,7 @@ def test_nothing_to_do_asks_nobody():
 
 
 def test_groups_come_in_the_order_in_which_they_end_with_the_tickets_they_were_given():
-    late = Late()
+    late = Replica()
     pool = make_pool([late])
     first, second, third = pool.submit(tasks(3))
     late.held.add("p0")
@@ -194,7 +193,7 @@ def test_groups_come_in_the_order_in_which_they_end_with_the_tickets_they_were_g
 
 
 def test_what_is_submitted_later_begins_at_once_on_the_replica_that_has_the_least_to_do():
-    replicas = [Late(0), Late(1)]
+    replicas = [Replica(0), Replica(1)]
     pool = make_pool(replicas)
     first, second, third = pool.submit(tasks(3))
     replicas[0].held |= {"p0", "p2"}
@@ -223,7 +222,7 @@ def test_a_dead_replica_is_restarted_and_runs_what_is_missing_alone(failure):
     replica = Replica(fails=[(2, failure)])
     assert run(make_pool([replica]), tasks(5)) == groups(5)
     assert replica.shares == [["p0", "p1", "p2", "p3", "p4"], ["p2", "p3", "p4"]]
-    assert replica.finished == ["p0", "p1", "p2", "p3", "p4"]
+    assert replica.finished_prompts == ["p0", "p1", "p2", "p3", "p4"]
     assert replica.events == ["start"]
 
 
@@ -234,7 +233,7 @@ def test_the_others_finish_what_they_have_before_the_dead_are_replaced_together(
     pool = make_pool(replicas)
     pool.adopt(update)
     assert run(pool, tasks(6)) == groups(6)
-    assert replicas[1].finished[:2] == ["p1", "p4"]
+    assert replicas[1].finished_prompts[:2] == ["p1", "p4"]
     assert [replica.events for replica in replicas] == [["start"], [], ["start"]]
     assert update.receivers == [[0, 1, 2], [0, 1, 2]]
 
@@ -391,20 +390,10 @@ def test_a_restarted_replica_is_not_given_weights_that_are_stale():
     assert "start" in replica.events
 
 
-class Hanging(Replica):
-    """Answers no group until it is restarted."""
-
-    def begin(self, numbered):
-        calls = super().begin(numbered)
-        for call in calls.values():
-            call.report.late = lambda: self.hangs
-        return calls
-
-
 def test_a_replica_that_hangs_leaves_its_stacks_and_is_replaced(monkeypatch):
     clock = itertools.count(0, 100)
     monkeypatch.setattr(rollout_pool, "ProgressWatch", functools.partial(ProgressWatch, clock=clock.__next__))
-    replica = Hanging(hangs=True)
+    replica = Replica(hangs=True)
     assert run(make_pool([replica]), tasks(3)) == groups(3)
     assert replica.events == ["stacks", "start"]
 

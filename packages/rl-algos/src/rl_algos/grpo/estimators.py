@@ -69,12 +69,10 @@ class _Step:
 
     @property
     def rewards_by_name(self) -> dict[str, np.ndarray]:
-        rollouts = [rollout for group in self.groups for rollout in group.rollouts]
-        failed = np.array([rollout.status == "failed" for rollout in rollouts])
-        names = sorted({name for rollout in rollouts for name in rollout.rewards} - {"reward"})
-        return {
-            name: np.where(failed, np.nan, [rollout.rewards.get(name, 0.0) for rollout in rollouts]) for name in names
-        }
+        failed = np.array([status == "failed" for group in self.groups for status in group.rollouts.status])
+        rewards = [each for group in self.groups for each in group.rollouts.rewards]
+        names = sorted(set().union(*rewards) - {"reward"})
+        return {name: np.where(failed, np.nan, [each.get(name, 0.0) for each in rewards]) for name in names}
 
     @property
     def group_of_rollout(self) -> np.ndarray:
@@ -94,7 +92,7 @@ def _scores(groups: Sequence[RolloutGroup]) -> np.ndarray:
 
 
 def _lengths(groups: Sequence[RolloutGroup]) -> np.ndarray:
-    return np.array([rollout.num_sampled for group in groups for rollout in group.rollouts])
+    return np.array([length for group in groups for length in group.rollouts.num_sampled])
 
 
 def _masks(groups: Sequence[RolloutGroup]) -> Ragged:

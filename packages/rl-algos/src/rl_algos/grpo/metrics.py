@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import compress
 
 import numpy as np
 
@@ -23,34 +24,37 @@ def rollout_metrics(
     groups: Sequence[RolloutGroup], aside: Sequence[RolloutGroup], advantages: Advantages
 ) -> dict[str, float]:
     """Rewards, lengths and endings of the rollouts trained on."""
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    usable = [rollout for rollout in rollouts if rollout.status != "failed"]
+    statuses = [status for group in groups for status in group.rollouts.status]
+    usable = np.array([status != "failed" for status in statuses])
     values = advantages.values if isinstance(advantages, Ragged) else advantages
     metrics = {
-        "rollout/failed": float(len(rollouts) - len(usable)),
+        "rollout/failed": float(len(usable) - usable.sum()),
         "rollout/groups_without_signal": float(len(aside) + _num_alike(groups)),
         "advantage/max": float(np.abs(values).max()),
     }
-    if not usable:
+    if not usable.any():
         return metrics
-    lengths = np.array([rollout.num_sampled for rollout in usable])
-    rewards = np.array([rollout.reward for rollout in usable])
+    lengths = np.array([length for group in groups for length in group.rollouts.num_sampled])[usable]
+    turns = np.array([number for group in groups for number in group.rollouts.num_turns])[usable]
+    rewards = np.concatenate([group.rewards() for group in groups])[usable]
     metrics |= {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         "rollout/mean_length": float(lengths.mean()),
         "rollout/max_length": float(lengths.max()),
-        "rollout/truncated": float(np.mean([rollout.status == "truncated" for rollout in usable])),
-        "rollout/turns": float(np.mean([rollout.num_turns for rollout in usable])),
+        "rollout/truncated": statuses.count("truncated") / len(lengths),
+        "rollout/turns": float(turns.mean()),
         "generation/num_tokens": float(lengths.sum()),
     }
-    return metrics | _named_rewards(usable) | _reported(usable)
+    named = [rewards for group in groups for rewards in group.rollouts.rewards]
+    reported = [info for group in groups for info in group.rollouts.info]
+    return metrics | _named_rewards(compress(named, usable)) | _reported(compress(reported, usable))
 
 
 def validation_metrics(evaluation: Evaluation) -> dict[str, float]:
     """`val/accuracy` (mean reward) over all prompts, and by dataset where there are several."""
     rewards = evaluation.rewards
-    lengths = [rollout.num_sampled for group in evaluation.groups for rollout in group.rollouts]
+    lengths = [length for group in evaluation.groups for length in group.rollouts.num_sampled]
     metrics = {"val/accuracy": float(rewards.mean()), "val/mean_length": float(np.mean(lengths))}
     datasets = np.array([group.prompt.dataset for group in evaluation.groups])
     names = np.unique(datasets)
@@ -71,15 +75,17 @@ def _key(name: str) -> str:
     return name if "/" in name else f"train/{name}"
 
 
-def _named_rewards(rollouts: Sequence) -> dict[str, float]:
-    names = {name for rollout in rollouts for name in rollout.rewards if name != "reward"}
-    return {f"reward/{name}": float(np.mean([r.rewards.get(name, 0.0) for r in rollouts])) for name in sorted(names)}
+def _named_rewards(rewards: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Rewards but the one trained on, averaged over all rollouts; those without one have 0."""
+    by_rollout = list(rewards)
+    names = set().union(*by_rollout) - {"reward"}
+    return {f"reward/{name}": float(np.mean([each.get(name, 0.0) for each in by_rollout])) for name in sorted(names)}
 
 
-def _reported(rollouts: Sequence) -> dict[str, float]:
+def _reported(infos: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Numbers that the environments reported, averaged over the rollouts that have them."""
     values: dict[str, list[float]] = {}
-    for rollout in rollouts:
-        for name, value in rollout.info.items():
+    for info in infos:
+        for name, value in info.items():
             values.setdefault(name, []).append(float(value))
     return {f"environment/{name}": float(np.mean(seen)) for name, seen in sorted(values.items())}

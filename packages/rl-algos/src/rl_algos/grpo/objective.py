@@ -290,8 +290,9 @@ def high_covariance(surrogate: CovarianceSurrogate, seed: int) -> Statistic:
 
 def positive_examples(data: StepData) -> Column:
     """uint8 `[rows]`, 1 for rollouts whose environment gave them a reward above 0."""
-    rollouts = [rollout for group in data.groups for rollout in group.rollouts]
-    return np.array([rollout.status != "failed" and rollout.reward > 0 for rollout in rollouts], dtype=np.uint8)
+    # NaN, that of a failed rollout, is not above 0
+    positive: np.ndarray = np.concatenate([group.rewards() for group in data.groups]) > 0
+    return positive.astype(np.uint8)
 
 
 def _clamp(values: np.ndarray, bound: float | None) -> np.ndarray:

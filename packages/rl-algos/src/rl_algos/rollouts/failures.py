@@ -44,18 +44,20 @@ class FailureWatch:
             RolloutsFailed: if too many of their rollouts failed, counting the reasons, with a row as an example.
         """
         self._num_calls += 1
-        rollouts = [(group.prompt, rollout) for group in groups for rollout in group.rollouts]
+        num_rollouts = sum(len(group.rollouts) for group in groups)
+        with_failures = [group for group in groups if "failed" in group.rollouts.status]
+        rollouts = [(group.prompt, rollout) for group in with_failures for rollout in group.rollouts]
         failed = [(prompt, rollout) for prompt, rollout in rollouts if rollout.status == "failed"]
         if not failed:
             return
-        share = f"{len(failed)} of {len(rollouts)} rollouts failed"
+        share = f"{len(failed)} of {num_rollouts} rollouts failed"
         counts = Counter(_reason(rollout.failure) for _, rollout in failed)
-        if len(failed) == len(rollouts) or len(failed) > self._max_failed_share * len(rollouts):
+        if len(failed) == num_rollouts or len(failed) > self._max_failed_share * num_rollouts:
             allowed = f", more than grpo.max_failed_share={self._max_failed_share:g} allows"
             commonest = counts.most_common(1)[0][0]
             prompt, rollout = next(each for each in failed if _reason(each[1].failure) == commonest)
             raise RolloutsFailed(
-                f"{share}{allowed if len(failed) < len(rollouts) else ', so there is nothing to train on'}: "
+                f"{share}{allowed if len(failed) < num_rollouts else ', so there is nothing to train on'}: "
                 f"{_listed(counts)}. For example, {prompt}: {rollout.failure}"
             )
         news = [reason for reason in counts if self._is_news(reason)]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+from collections import deque
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,6 +31,12 @@ from rl_core.rollout import Completion, GroupReport, Message, Prompt, Rollout, p
 from rl_core.weights import Manifest
 
 _log = logging.getLogger(__name__)
+
+MOST_TOGETHER = 16
+"""Groups whose columns are joined in one answer: whoever needs one of their rows brings all of them to its node."""
+
+GroupParts = tuple[GroupReport, Batch, Batch]
+"""A group as `rl_core.rollout.parts_of` takes it apart."""
 
 
 class EnvironmentClient(Protocol):
@@ -76,7 +84,9 @@ class RolloutWorker:
         self._program: RolloutProgram = resolve(spec.program)(**spec.program_args)
         self._tokenizer = load_tokenizer(spec.tokenizer, spec.model_name)
         self._environments = dict(environments)
-        self._groups: dict[int, asyncio.Future[asyncio.Task[tuple[GroupReport, Batch, Batch]]]] = {}
+        self._finished: deque[tuple[int, asyncio.Task[GroupParts]]] = deque()
+        self._any_finished = asyncio.Event()
+        self._under_way: set[asyncio.Task[GroupParts]] = set()
 
     async def start(self) -> int:
         """Load the engine; returns its number of ranks."""
@@ -84,25 +94,37 @@ class RolloutWorker:
         return self._generator.num_ranks
 
     async def begin(self, tasks: Sequence[tuple[int, RolloutTask]]) -> None:
-        """Begin groups, each under a number of its own; `group` answers with them.
+        """Begin groups, each under a number of its own; `finished` answers with them.
 
         Their first requests reach the engine together and in order, so that its batches do not depend on timing.
         """
         for number, task in tasks:
-            self._begun(number).set_result(asyncio.create_task(self._run_group(task)))
+            running = asyncio.create_task(self._run_group(task))
+            self._under_way.add(running)
+            running.add_done_callback(partial(self._note_finished, number))
 
-    async def group(self, number: int) -> tuple[GroupReport, Batch, Batch]:
-        """The group begun under this number, once it is finished, as `parts_of` takes it apart; it is given out once.
+    async def finished(self) -> tuple[Sequence[tuple[int, GroupReport]], Batch, Batch]:
+        """Wait for the next group to finish, and take all that are finished by then and have the same columns.
 
-        It may be asked for before `begin` is here: a message with many tasks arrives after smaller ones.
+        Returns:
+            Number and report of each, then the columns and the records of all their rollouts, in the same order.
 
         Raises:
-            GeneratorError: if the engine died; the task may run again elsewhere.
+            GeneratorError: if the engine died; all groups that have not been taken may run again elsewhere.
         """
-        try:
-            return await (await self._begun(number))
-        finally:
-            del self._groups[number]
+        await self._any_finished.wait()
+        taken = [self._take()]
+        first = taken[0][1][0]
+        while self._finished and len(taken) < MOST_TOGETHER and _has_columns_of(first, self._finished[0][1]):
+            taken.append(self._take())
+        reports = [(number, report) for number, (report, _, _) in taken]
+        if len(taken) == 1:
+            return reports, *taken[0][1][1:]
+        return (
+            reports,
+            Batch.concat([columns for _, (_, columns, _) in taken]),
+            Batch.concat([records for _, (_, _, records) in taken]),
+        )
 
     async def generator(self, method: str, *args: Any) -> Any:
         """Call a method of the replica."""
@@ -124,10 +146,18 @@ class RolloutWorker:
         """End the replica."""
         await self._generator.close()
 
-    def _begun(self, number: int) -> asyncio.Future[asyncio.Task[tuple[GroupReport, Batch, Batch]]]:
-        return self._groups.setdefault(number, asyncio.get_running_loop().create_future())
+    def _note_finished(self, number: int, task: asyncio.Task[GroupParts]) -> None:
+        self._under_way.discard(task)
+        self._finished.append((number, task))
+        self._any_finished.set()
 
-    async def _run_group(self, task: RolloutTask) -> tuple[GroupReport, Batch, Batch]:
+    def _take(self) -> tuple[int, GroupParts]:
+        number, task = self._finished.popleft()
+        if not self._finished:
+            self._any_finished.clear()
+        return number, task.result()
+
+    async def _run_group(self, task: RolloutTask) -> GroupParts:
         runs = (self._run_one(task.prompt, task.sampling, seed) for seed in task.seeds)
         return parts_of(task.prompt, await asyncio.gather(*runs))
 
@@ -143,6 +173,11 @@ class RolloutWorker:
             return _failed(prompt, error)
         finally:
             await client.release()
+
+
+def _has_columns_of(report: GroupReport, task: asyncio.Task[GroupParts]) -> bool:
+    """Whether a group that ended did not fail, and has the columns of another."""
+    return task.exception() is None and task.result()[0].columns == report.columns
 
 
 def _failed(prompt: Prompt, error: Exception) -> Rollout:

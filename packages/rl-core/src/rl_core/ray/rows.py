@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import ray
 
 from rl_core.batch import Batch, RemoteRows
@@ -39,11 +41,26 @@ class StoredRows:
         return found
 
 
-def stored_group(
-    prompt: Prompt, report: GroupReport, columns: ray.ObjectRef, records: ray.ObjectRef, origin: Origin
-) -> RolloutGroup:
-    """A group of which only the report is here."""
-    lengths = [rollout.num_tokens for rollout in report.rollouts]
-    rows = RemoteRows.of(StoredRows(columns, origin), lengths).columns(report.columns)
-    text = RemoteRows.of(StoredRows(records, origin), lengths).columns(report.records)
-    return RolloutGroup(prompt, report.rollouts, Batch({**rows, **text}))
+def stored_groups(
+    prompts: Sequence[Prompt],
+    reports: Sequence[GroupReport],
+    columns: ray.ObjectRef,
+    records: ray.ObjectRef,
+    origin: Origin,
+) -> list[RolloutGroup]:
+    """Groups of which only the reports are here.
+
+    Args:
+        prompts, reports: of each group; all have the same columns.
+        columns, records: of the rollouts of all groups, one group after the other.
+        origin: who made them, for messages.
+    """
+    lengths = np.array([length for report in reports for length in report.rollouts.num_tokens], dtype=np.int64)
+    rows, text = (RemoteRows.of(StoredRows(ref, origin), lengths) for ref in (columns, records))
+    groups, start = [], 0
+    for prompt, report in zip(prompts, reports, strict=True):
+        end = start + len(report.rollouts)
+        own = {**rows.between(start, end).columns(report.columns), **text.between(start, end).columns(report.records)}
+        groups.append(RolloutGroup(prompt, report.rollouts, Batch(own)))
+        start = end
+    return groups

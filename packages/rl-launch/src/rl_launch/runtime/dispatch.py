@@ -5,35 +5,13 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-import ray
 
 from rl_core.generation import RolloutTask, Ticket
-from rl_launch.runtime.replica import GroupCall, Replica
+from rl_launch.runtime.replica import FinishedCall, Replica
 
 MOST_ROLLOUTS = 1024
 """Rollouts under way on one replica of several. An engine decodes about as many at a time; what waits here rather than
 in its queue can go to whichever replica is free first."""
-
-MOST_GROUPS = 5000
-"""Groups under way on one replica: half of the calls that its process takes at a time."""
-
-
-@dataclass(frozen=True)
-class Begun:
-    """A group under way.
-
-    Args:
-        ticket, task: of the group.
-        replica: that runs it.
-        call: that is answered with it.
-    """
-
-    ticket: Ticket
-    task: RolloutTask
-    replica: Replica
-    call: GroupCall
 
 
 class Dispatch:
@@ -52,7 +30,8 @@ class Dispatch:
         self._tasks: dict[Ticket, RolloutTask] = {}
         self._waiting: list[Ticket] = []
         self._load = dict.fromkeys(self._replicas, 0)
-        self.under_way: dict[ray.ObjectRef, Begun] = {}
+        self._under_way: dict[Replica, set[Ticket]] = {replica: set() for replica in self._replicas}
+        self.asked: dict[Replica, FinishedCall] = {}
 
     @property
     def num_groups(self) -> int:
@@ -62,7 +41,11 @@ class Dispatch:
     @property
     def busy(self) -> set[Replica]:
         """Replicas with groups under way."""
-        return {replica for replica, load in self._load.items() if load}
+        return {replica for replica, tickets in self._under_way.items() if tickets}
+
+    def num_under_way(self, replica: Replica) -> int:
+        """Groups that a replica has."""
+        return len(self._under_way[replica])
 
     def add(self, tasks: Sequence[RolloutTask]) -> list[Ticket]:
         """Have groups wait behind those that wait already."""
@@ -75,26 +58,38 @@ class Dispatch:
     def deal(self) -> None:
         """Begin waiting groups, the oldest first, as far as the replicas have room."""
         shares: dict[Replica, list[Ticket]] = {}
-        room = MOST_GROUPS * len(self._replicas) - len(self.under_way)
-        while self._waiting and room > 0:
+        while self._waiting:
             replica = min(self._replicas, key=self._load.__getitem__)
-            size = len(self._tasks[self._waiting[0]].seeds)
+            size = self._size(self._waiting[0])
             if len(self._replicas) > 1 and self._load[replica] and self._load[replica] + size > MOST_ROLLOUTS:
                 break
             shares.setdefault(replica, []).append(heapq.heappop(self._waiting))
             self._load[replica] += size
-            room -= 1
         for replica, tickets in shares.items():
-            calls = replica.begin([(ticket, self._tasks[ticket]) for ticket in tickets])
-            for number, call in calls.items():
-                ticket = Ticket(number)
-                self.under_way[call.report] = Begun(ticket, self._tasks[ticket], replica, call)
+            replica.begin([(ticket, self._tasks[ticket]) for ticket in tickets])
+            self._under_way[replica] |= set(tickets)
 
-    def end(self, ref: ray.ObjectRef, *, again: bool = False) -> None:
-        """Take a group off its replica: it is finished, or waits `again`, before all that were added later."""
-        begun = self.under_way.pop(ref)
-        self._load[begun.replica] -= len(begun.task.seeds)
-        if again:
-            heapq.heappush(self._waiting, begun.ticket)
-        else:
-            del self._tasks[begun.ticket]
+    def ask(self) -> None:
+        """Ask every replica that has groups under way for those that finish next, unless it has been asked."""
+        for replica in self._replicas:
+            if self._under_way[replica] and replica not in self.asked:
+                self.asked[replica] = replica.finished()
+
+    def end(self, replica: Replica, tickets: Sequence[Ticket]) -> list[RolloutTask]:
+        """Take finished groups off their replica; returns their tasks."""
+        self._take_off(replica, tickets)
+        return [self._tasks.pop(ticket) for ticket in tickets]
+
+    def give_up(self, replica: Replica) -> None:
+        """Have all groups of a replica wait again, before those that were added later."""
+        tickets = list(self._under_way[replica])
+        self._take_off(replica, tickets)
+        for ticket in tickets:
+            heapq.heappush(self._waiting, ticket)
+
+    def _take_off(self, replica: Replica, tickets: Sequence[Ticket]) -> None:
+        self._under_way[replica] -= set(tickets)
+        self._load[replica] -= sum(map(self._size, tickets))
+
+    def _size(self, ticket: Ticket) -> int:
+        return len(self._tasks[ticket].seeds)

@@ -24,16 +24,16 @@ ROLE = "rollout worker"
 
 
 @dataclass(frozen=True)
-class GroupCall:
-    """The results of a group under way, all there at once.
+class FinishedCall:
+    """The results of a call for the groups that finish next, all there at once.
 
     Args:
-        report: its `GroupReport`.
-        columns: a `Batch` of what training reads.
+        reports: number and `GroupReport` of each.
+        columns: a `Batch` of what training reads of all of them.
         records: a `Batch` of what people read.
     """
 
-    report: ray.ObjectRef
+    reports: ray.ObjectRef
     columns: ray.ObjectRef
     records: ray.ObjectRef
 
@@ -87,11 +87,13 @@ class Replica:
 
         return finish
 
-    def begin(self, tasks: Sequence[tuple[int, RolloutTask]]) -> dict[int, GroupCall]:
-        """Begin groups under these numbers; a call for each, answered when the group is finished."""
+    def begin(self, tasks: Sequence[tuple[int, RolloutTask]]) -> None:
+        """Begin groups under these numbers."""
         self.call("begin", list(tasks))
-        group = self._actor.call.options(num_returns=3)
-        return {number: GroupCall(*group.remote("group", number)) for number, _ in tasks}
+
+    def finished(self) -> FinishedCall:
+        """Ask for groups that were begun; answered once there is one that is finished and was not given out."""
+        return FinishedCall(*self._actor.call.options(num_returns=3).remote("finished"))
 
     def call(self, method: str, *args: Any) -> ray.ObjectRef:
         """Call the rollout worker."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rl_core.errors import GeneratorError, RLError, WorkerDied
 from rl_core.generation import RolloutTask, Ticket, WeightUpdate
 from rl_core.ray.calls import fetch, wait
-from rl_core.ray.rows import stored_group
+from rl_core.ray.rows import stored_groups
 from rl_core.rollout import RolloutGroup
 from rl_launch.placement.residency import Residency
 from rl_launch.runtime.dispatch import Dispatch
@@ -84,31 +84,38 @@ class RolloutPool:
         """Begin what waits. After a death the others finish what they have before the dead are replaced, all at once,
         and nothing is begun until then.
         """
-        if not self._dispatch.under_way:
+        if not self._dispatch.busy:
             self._group.mend()
         with self._group.hold():
             if not self._group.lost:
                 self._dispatch.deal()
+        self._dispatch.ask()
         self._watches = {replica: self._watches.get(replica) or self._watch(replica) for replica in self._dispatch.busy}
 
     def _take_ended(self) -> None:
         """Take every group that has ended, once there is one or a look at the replicas is due."""
-        if not self._dispatch.under_way:
+        replicas = {call.reports: replica for replica, call in self._dispatch.asked.items()}
+        if not replicas:
             return
-        for ref in wait(list(self._dispatch.under_way), self._look_s):
-            begun = self._dispatch.under_way[ref]
-            origin = begun.replica.origin("rollouts")
+        for ref in wait(list(replicas), self._look_s):
+            replica = replicas[ref]
+            call = self._dispatch.asked.pop(replica)
+            origin = replica.origin("rollouts")
             try:
-                report = fetch(ref, origin)
+                numbered = fetch(ref, origin)
             except (GeneratorError, WorkerDied) as error:
-                self._fail(begun.replica, error)
-                self._dispatch.end(ref, again=True)
-            else:
-                self._dispatch.end(ref)
-                group = stored_group(begun.task.prompt, report, begun.call.columns, begun.call.records, origin)
-                self._done.append((begun.ticket, group))
-                self._watches[begun.replica].moved()
-                self._group.deaths.forget()
+                self._fail(replica, error)
+                self._dispatch.give_up(replica)
+                continue
+            tickets = [Ticket(number) for number, _ in numbered]
+            tasks = self._dispatch.end(replica, tickets)
+            reports = [report for _, report in numbered]
+            groups = stored_groups([task.prompt for task in tasks], reports, call.columns, call.records, origin)
+            self._done.extend(zip(tickets, groups, strict=True))
+            self._watches[replica].moved()
+            self._group.deaths.forget()
+        # whoever answered goes on answering while these groups are taken
+        self._dispatch.ask()
 
     def _look(self) -> None:
         for replica in self._dispatch.busy - self._group.lost:
@@ -119,8 +126,7 @@ class RolloutPool:
 
     def _fail(self, replica: Replica, error: RLError) -> None:
         """Lose a replica; its other calls fail soon after it is killed."""
-        num_groups = sum(begun.replica is replica for begun in self._dispatch.under_way.values())
-        self._group.fail(replica, error, num_groups=num_groups)
+        self._group.fail(replica, error, num_groups=self._dispatch.num_under_way(replica))
 
     def _watch(self, replica: Replica) -> ProgressWatch:
         return ProgressWatch(replica, timeout_s=self._stall_timeout_s, period_s=self._look_s)
