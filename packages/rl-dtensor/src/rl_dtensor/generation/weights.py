@@ -67,7 +67,7 @@ class WeightAdoption:
         refuse_tensors(self._manifest, stale, "the engine computes with a stale")
 
     def _tensors(self) -> dict[str, Tensor]:
-        """What the model computes with, by the names in its files."""
+        """The tensors that the model computes with, by the names in its files."""
         return self._split(self._model.state_dict())
 
     def _split(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
