@@ -101,3 +101,25 @@ def test_equals_sees_offsets_values_and_dtype() -> None:
     assert not ragged.equals(ragged.like(ragged.values.astype(np.int64)))
     with pytest.raises(ValueError, match="offsets"):
         ragged.like(np.zeros(2))
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ([[1, 2], ["a"]], "row 0 holds numbers and row 1 texts"),
+        ([[], [1.5], [], ["a"]], "row 1 holds numbers and row 3 texts"),
+        ([[1], [2, "a", 3]], "row 1 holds texts at 1;"),
+        ([["a", b"b"]], "row 0 holds bytes at 1;"),
+        ([[1], [2, None]], "row 1 holds objects at 1;"),
+        ([[None]], "row 0 holds objects at 0;"),
+    ],
+)
+def test_values_of_several_kinds_are_refused_with_their_place(rows: list[list[object]], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        Ragged.from_rows(rows)  # type: ignore[arg-type]
+
+
+def test_values_of_one_kind_are_joined() -> None:
+    assert lists(Ragged.from_rows([["a", "bc"], []])) == [["a", "bc"], []]  # type: ignore[comparison-overlap]
+    assert Ragged.from_rows([[True], [2], [0.5]]).values.tolist() == [1.0, 2.0, 0.5]
+    assert Ragged.from_rows([np.array([[1, 2]]), np.zeros((0, 2), dtype=int)]).values.shape == (1, 2)

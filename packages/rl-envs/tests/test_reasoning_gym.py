@@ -141,7 +141,8 @@ def test_too_small_a_task_is_an_error_that_says_so() -> None:
 @pytest.mark.parametrize(
     ("settings", "error", "says"),
     [
-        ({"task": "chain_sums"}, ConfigError, "did you mean chain_sum"),
+        ({"task": "chain_sums"}, ConfigError, r"did you mean chain_sum\? rl data list reasoning_gym lists all \d+"),
+        ({"task": "sums"}, ConfigError, r"no reasoning_gym task 'sums'; the nearest are .*_sum.*\. rl data list"),
         ({"config": {"min_term": 2}}, ConfigError, "did you mean min_terms"),
         ({"config": {"seed": 2}}, ConfigError, "move it up"),
         ({"config": {"min_terms": 5, "max_terms": 2}}, ConfigError, "refuses its config"),

@@ -50,3 +50,10 @@ def test_shards_divided_by_the_global_total_add_up():
 def test_an_empty_shard_counts_nothing():
     empty = Batch({"loss_mask": Ragged.from_rows([], dtype=np.uint8)})
     assert NLLLoss().totals(empty) == {"tokens": 0.0}
+
+
+def test_a_first_token_under_the_mask_is_refused():
+    tokens = Ragged.from_rows([[1, 2], [], [3, 4]], np.int32)
+    batch = Batch({"tokens": tokens, "loss_mask": tokens.like(np.array([0, 1, 1, 1], np.uint8))})
+    with pytest.raises(ValueError, match="first token of 1 of 3 rows, the first of them row 2; nothing predicts"):
+        NLLLoss().totals(batch)

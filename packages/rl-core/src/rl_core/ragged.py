@@ -46,12 +46,26 @@ class Ragged:
     def from_rows(
         cls, rows: Iterable[ArrayLike], dtype: DTypeLike | None = None, inner: tuple[int, ...] = ()
     ) -> Ragged:
-        """Join rows; `dtype` and `inner` give the type and inner shape that no rows at all would leave open."""
-        arrays = [np.asarray(row, dtype=dtype) for row in rows]
+        """Join rows; `dtype` and `inner` give the type and inner shape that no rows at all would leave open.
+
+        Raises:
+            ValueError: naming row and place, if values are of several kinds: numpy would make texts of all of them.
+        """
+        arrays = [
+            np.asarray(row, dtype=dtype) if dtype is not None else _of_one_kind(row, i) for i, row in enumerate(rows)
+        ]
         arrays = [array.reshape(-1, *inner) for array in arrays] if inner else arrays
         if dtype is None and arrays:
             # an empty list is of floats to numpy, and would make floats of the tokens around it
-            dtype = np.result_type(*([array for array in arrays if array.size] or arrays))
+            filled = [array for array in arrays if array.size] or arrays
+            kinds = [_kind(array.dtype) for array in filled]
+            if len(set(kinds)) > 1:
+                numbers = [number for number, array in enumerate(arrays) if array.size]
+                other = next(i for i, kind in enumerate(kinds) if kind != kinds[0])
+                raise ValueError(
+                    f"row {numbers[0]} holds {kinds[0]} and row {numbers[other]} {kinds[other]}; rows are of one kind"
+                )
+            dtype = np.result_type(*filled)
         offsets = np.zeros(len(arrays) + 1, dtype=np.int64)
         np.cumsum([len(array) for array in arrays], out=offsets[1:])
         values = np.concatenate(arrays, dtype=dtype, casting="unsafe") if arrays else np.zeros((0, *inner), dtype=dtype)
@@ -112,3 +126,22 @@ class Ragged:
             part.offsets[1:] + start for part, start in zip(parts, starts, strict=False)
         ]
         return Ragged(np.concatenate([part.values for part in parts]), np.concatenate(offsets))
+
+
+def _of_one_kind(row: ArrayLike, number: int) -> np.ndarray:
+    """The row as an array, refused if numpy would turn some of its values into another kind."""
+    array = np.asarray(row)
+    if isinstance(row, np.ndarray) or _kind(array.dtype) == "numbers":
+        return array
+    kinds = [_kind(np.asarray(value).dtype) for value in row] if isinstance(row, Sequence) else []
+    if array.dtype.kind == "O" or len(set(kinds)) > 1:
+        place = next((i for i, kind in enumerate(kinds) if kind != kinds[0]), 0)
+        found = kinds[place] if kinds else "objects"
+        raise ValueError(f"row {number} holds {found} at {place}; the values of a Ragged are all numbers or all texts")
+    return array
+
+
+def _kind(dtype: np.dtype) -> str:
+    return {"b": "numbers", "i": "numbers", "u": "numbers", "f": "numbers", "U": "texts", "S": "bytes"}.get(
+        dtype.kind, "objects"
+    )

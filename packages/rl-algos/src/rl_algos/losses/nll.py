@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rl_algos.losses.mask import loss_mask
 from rl_core.batch import Batch
 from rl_core.model import LOGPROBS, Read
 
@@ -35,4 +36,4 @@ class NLLLoss:
 
     def totals(self, batch: Batch) -> Mapping[str, float]:
         """`tokens` under the mask."""
-        return {"tokens": float(batch.ragged("loss_mask").values.sum(dtype="int64"))}
+        return {"tokens": float(loss_mask(batch).values.sum(dtype="int64"))}

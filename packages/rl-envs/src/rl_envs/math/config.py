@@ -16,9 +16,9 @@ class MathConfig(EnvironmentConfig):
 
     answer_format: AnswerFormat = "auto"
     """Where the answer is read, and how it is compared: `boxed` is the last `\\boxed{}`; `plain` follows the last
-    "answer is", "Answer:" or `####`, or is the last line; `auto` is boxed where there is a box and plain otherwise, and
-    a letter where the known answer is one; `numeric` is as auto, numbers only, compared exactly; `choice` is the letter
-    of an option."""
+    "answer is", "Answer:", "Final:" or `####`, or is the last line; `auto` is boxed if there is a box and plain
+    otherwise, and a letter if the known answer is one; `numeric` is as auto, numbers only, compared exactly; `choice`
+    is the letter of an option."""
     correct_reward: float = Field(default=1.0, allow_inf_nan=False)
     """Reward for a right answer."""
     wrong_reward: float = Field(default=0.0, allow_inf_nan=False)

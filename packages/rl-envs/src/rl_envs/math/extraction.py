@@ -9,7 +9,12 @@ from rl_envs.math.config import AnswerFormat
 from rl_envs.math.number import read_number
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
-_MARKER = re.compile(r"####|\banswer\b[ \t]*(?:\*\*)?[ \t]*(?:is|are|[:=])[ \t]*[:=]?", re.IGNORECASE)
+_MARKER = re.compile(
+    r"####"
+    r"|\banswer\b[ \t]*(?:\*\*)?[ \t]*(?:is|are|[:=])[ \t]*[:=]?"
+    r"|\bfinal(?:[ \t]+result)?\b[ \t]*(?:\*\*)?[ \t]*[:=]",
+    re.IGNORECASE,
+)
 _NUMBER = re.compile(
     r"(?:(?<![\w)])[-+−])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?(?:\s?/\s?\d+)?(?:\s?%)?"
 )

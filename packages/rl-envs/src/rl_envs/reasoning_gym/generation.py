@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import pickle
 import sys
@@ -87,7 +88,11 @@ def _entries(settings: ReasoningGymSettings, split: str, max_draws: int) -> Iter
 
 def _check(settings: ReasoningGymSettings) -> None:
     if settings.task not in DATASETS:
-        raise ConfigError(f"no reasoning_gym task {settings.task!r}{did_you_mean(settings.task, DATASETS)}")
+        near = difflib.get_close_matches(settings.task, DATASETS, n=5, cutoff=0.3)
+        hint = did_you_mean(settings.task, DATASETS) or f"; the nearest are {', '.join(near)}." if near else "."
+        raise ConfigError(
+            f"no reasoning_gym task {settings.task!r}{hint} rl data list reasoning_gym lists all {len(DATASETS)}"
+        )
     _, config_type = DATASETS[settings.task]
     known = {field.name for field in fields(config_type)} - {"seed", "size"}
     for key in settings.config:
