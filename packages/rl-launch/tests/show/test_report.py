@@ -21,7 +21,7 @@ def rows(num_steps=12):
             "reward/std": 0.3,
             "train/loss": 2.0 / step,
             "train/lr": 1e-4,
-            "policy/entropy": None if step == 3 else 1.0,
+            "policy/nll": None if step == 3 else 1.0,
             "time/generation": 8.0,
             "time/training": 1.0,
             "time/step": 10.0,
@@ -59,7 +59,7 @@ def test_first_best_and_last_of_each_metric(record):
     )
     assert (loss.first, loss.best, loss.best_step) == (2.0, pytest.approx(2.0 / 12), 12)
     assert by_name["train/lr"].best is None
-    assert [step for step, _ in report.series["policy/entropy"]] == [1, 2, *range(4, 13)]
+    assert [step for step, _ in report.series["policy/nll"]] == [1, 2, *range(4, 13)]
 
 
 def test_samples_are_of_different_prompts_and_failures_are_counted(record):

@@ -126,10 +126,10 @@ def _flat(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
 
 
 def _entropy(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
-    first, last = _first_quarter("policy/entropy", rows), _last_quarter("policy/entropy", rows)
+    first, last = _first_quarter("policy/nll", rows), _last_quarter("policy/nll", rows)
     if len(rows) >= FEWEST_STEPS and first and fmean(last) < COLLAPSED_ENTROPY * fmean(first):
         yield Advice(
-            f"the entropy collapsed: policy/entropy {fmean(first):.2g} at first, {fmean(last):.2g} now",
+            f"the entropy collapsed: policy/nll {fmean(first):.2g} at first, {fmean(last):.2g} now",
             "widen the upper clip (loss_fn.ratio_clip_max=0.28), lower policy.optimizer.kwargs.lr, or hold the policy "
             "to its reference with loss_fn.reference_policy_kl_penalty",
         )

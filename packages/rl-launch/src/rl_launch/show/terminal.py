@@ -18,7 +18,7 @@ PLOTTED = (
     "val/accuracy",
     "val/loss",
     "train/loss",
-    "policy/entropy",
+    "policy/nll",
     "policy/kl",
     "rollout/mean_length",
     "train/grad_norm",
