@@ -11,7 +11,7 @@ import typer
 
 from rl_core.config import all_keys
 from rl_core.errors import ConfigError
-from rl_core.testing.documents import Block, Document, DocumentError
+from rl_core.testing.documents import Block, Document, DocumentError, Workbook
 from rl_launch.cli.app import app
 from rl_launch.root import read_config
 
@@ -26,6 +26,7 @@ _LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 _INLINE_CODE = re.compile(r"`([^`\n]+)`")
 _KEY = re.compile(r"^([a-z_0-9]+(?:\.[a-z_0-9]+)+)(?:=\S*)?$")
 _HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
+_FIRST_CELL = re.compile(r"^\|[^|]*\|", re.MULTILINE)
 _FENCED = re.compile(r"^ *(`{3,})[^\n]*\n.*?^ *\1`* *$", re.DOTALL | re.MULTILINE)
 
 
@@ -121,10 +122,28 @@ def _check_requirement(block: Block, word: str) -> None:
 
 
 def _resolved(block: Block, recipe: str | Path, overrides) -> None:
+    folder = Path(recipe).parent
+    if next(folder.glob("*.dist-info"), None) is not None:
+        # what is installed there is seen by processes that start there
+        command = f"rl config show {shlex.quote(str(recipe))} {shlex.join(overrides)}"
+        Workbook(folder).run(Block(block.document, block.line, "sh", command))
+        return
     try:
         read_config(recipe, overrides)
     except ConfigError as error:
         raise DocumentError(f"{block.place}: {error}") from None
+
+
+def install(pyproject: Path) -> None:
+    """Make a project known to processes that have its folder on their path, as `pip install -e` would."""
+    project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
+    folder = pyproject.parent / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+    folder.mkdir(exist_ok=True)
+    metadata = f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+    (folder / "METADATA").write_text(metadata, encoding="utf-8")
+    groups = project.get("entry-points", {}).items()
+    lines = [f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in entries.items()) for group, entries in groups]
+    (folder / "entry_points.txt").write_text("".join(lines), encoding="utf-8")
 
 
 def _require(condition: bool, block: Block, message: str) -> None:
@@ -156,7 +175,10 @@ def unknown_keys(document: Document) -> list[str]:
     for keys in map(_keys_of, SMALLEST):
         known |= keys
         sections |= {key for key in keys if "." not in key}
-    named = [found[1] for code in _INLINE_CODE.findall(_prose(document.text)) if (found := _KEY.match(code))]
+    text = _prose(document.text)
+    if document.path.name.startswith("coming-from-"):
+        text = _FIRST_CELL.sub("", text)  # of another project
+    named = [found[1] for code in _INLINE_CODE.findall(text) if (found := _KEY.match(code))]
     return [key for key in named if key.partition(".")[0] in sections and not _is_known(key, known)]
 
 

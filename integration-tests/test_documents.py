@@ -5,9 +5,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from document_checks import ROOT, broken_links, check_commands, check_yaml, unknown_keys
+from document_checks import ROOT, broken_links, check_commands, check_yaml, install, unknown_keys
 
-from rl_core.testing.documents import Document, Workbook, documents_of, read_document
+from rl_core.testing.documents import Document, Workbook, add_to_hub, documents_of, read_document
 
 DOCUMENTS = documents_of(ROOT)
 
@@ -24,11 +24,9 @@ def hub(once) -> Path:
     def make(folder: Path) -> None:
         from rl_algos.tiny_model import make_tiny_model
 
+        shutil.rmtree(folder, ignore_errors=True)
         for name in HUB_MODELS:
-            held = folder / f"models--{name.replace('/', '--')}"
-            make_tiny_model(held / "snapshots" / "0")
-            (held / "refs").mkdir()
-            (held / "refs" / "main").write_text("0")
+            add_to_hub(folder, name, make_tiny_model)
 
     return once("hub", make)
 
@@ -62,6 +60,8 @@ def run_blocks(document: Document, folder: Path, hub: Path) -> None:
             check_commands(block, folder)
         if not block.package:
             workbook.run(block)
+        if Path(block.file).name == "pyproject.toml":
+            install(folder / block.file)
         if block.language == "yaml":
             check_yaml(block, folder)
 

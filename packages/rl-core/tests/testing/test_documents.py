@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_core.testing.documents import Document, DocumentError, Workbook, blocks_for, read_document
+from rl_core.testing.documents import Document, DocumentError, Workbook, documents_for, read_document
 
 
 @pytest.fixture
@@ -104,7 +104,8 @@ def test_a_package_finds_its_blocks_in_all_documents(tmp_path):
     for name, package in (("README.md", "rl-a"), ("docs/guide.md", "rl-b"), ("packages/rl-a/CHANGELOG.md", "rl-b")):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"```python in={package}\n1\n```\n```sh\n```\n")
-    assert [block.place for block in blocks_for("rl-b", tmp_path)] == ["guide.md, line 1"]
+    (document,) = documents_for("rl-b", tmp_path)
+    assert [block.place for block in document.blocks] == ["guide.md, line 1"]
 
 
 def test_a_session_is_a_doctest(written, workbook):
@@ -129,6 +130,18 @@ def test_a_session_is_a_doctest(written, workbook):
 def test_a_block_that_fails_is_reported_with_its_place(written, workbook, lines):
     with pytest.raises(DocumentError, match=r"guide\.md, line 1"):
         outputs(written(*lines), workbook)
+
+
+def test_what_a_block_prints_is_compared_with_the_output_that_is_shown(written, workbook):
+    outputs(written("```sh", "printf 'a  1\\nb\\nc\\n'", "```", "```text output", "a 1", "...", "c", "```"), workbook)
+    with pytest.raises(DocumentError, match=r"guide\.md, line 4: expected\nb"):
+        outputs(written("```sh", "echo a", "```", "```text output", "b", "```"), workbook)
+
+
+def test_a_command_may_have_to_fail(written, workbook):
+    assert outputs(written("```sh fails", "echo why", "false", "```"), workbook) == ["why\n"]
+    with pytest.raises(DocumentError, match="exit code 0"):
+        outputs(written("```sh fails", "true", "```"), workbook)
 
 
 def test_commands_see_the_given_variables(written, tmp_path):

@@ -7,25 +7,29 @@ as a reader would:
   the fence's info string (`jsonl prompts.jsonl`). Python files are imported as well.
 - `python` runs in a new interpreter; a session with `>>>` is a doctest.
 - `sh` runs as one script of bash, which ends at the first command that fails.
-- `json`, `jsonl` and `toml` are parsed. `yaml` is left to the caller, who knows its schema. `text` is not looked at.
+- `json`, `jsonl` and `toml` are parsed. `yaml` is left to the caller, who knows its schema. `text` is not looked at;
+  `text output` is what the block before it prints, with `...` for anything.
 
 Further words of the info string say how a block is tested: `check` if it needs more than a laptop, so that commands are
-left to the caller to check, and Python only imports what it names; `in=PACKAGE` if it needs that package's engine, so
-that the package's tests run it; and `over=RECIPE` for the recipe that a fragment of YAML is laid over.
+left to the caller to check, and Python only imports what it names; `fails` if its last command must fail; `in=PACKAGE`
+if it needs that package's engine, so that the package's tests run it; and `over=RECIPE` for the recipe that a fragment
+of YAML is laid over.
 """
 
 from __future__ import annotations
 
 import ast
+import doctest
 import json
 import os
 import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 RUN = frozenset({"python", "sh"})
 PARSED = frozenset({"json", "jsonl", "toml", "yaml"})
@@ -41,6 +45,7 @@ _DOCUMENTS = (
     "packages/*/benchmarks/*.md",
 )
 _CHANGELOG = "CHANGELOG.md"
+_FLAGS = {"check": "checked", "fails": "fails", "output": "is_output"}
 _FENCE = re.compile(r"^(?P<indent> *)(?P<fence>`{3,})(?P<info>[^`\n]*)$")
 _FILE_NAME = re.compile(r"^# (?P<name>[\w./-]+\.\w+)$")
 _CONTINUES = re.compile(r"^<!-- continues: (?P<name>[\w./-]+\.md) -->$", re.MULTILINE)
@@ -61,6 +66,8 @@ class Block:
         text: the lines between the fences, without the indentation of the fence.
         file: the file that it is written to, relative to the document's working folder; empty if it names none.
         checked: whether it is checked and not run.
+        fails: whether it must fail.
+        is_output: whether it is what the block before it prints.
         package: whose tests run it; empty for those of the whole project.
         over: the recipe that a fragment of YAML is laid over; empty if it names none.
     """
@@ -71,6 +78,8 @@ class Block:
     text: str
     file: str = ""
     checked: bool = False
+    fails: bool = False
+    is_output: bool = False
     package: str = ""
     over: str = ""
 
@@ -109,10 +118,14 @@ def documents_of(root: Path) -> list[Path]:
     return sorted(found)
 
 
-def blocks_for(package: str, root: Path) -> list[Block]:
-    """The blocks of all documents of a checkout that the tests of a package run."""
-    documents = (read_document(path) for path in documents_of(root))
-    return [block for document in documents for block in document.blocks if block.package == package]
+def documents_for(package: str, root: Path) -> list[Document]:
+    """The documents of a checkout that have blocks which the tests of a package run, with these blocks alone."""
+    found = []
+    for document in map(read_document, documents_of(root)):
+        blocks = tuple(block for block in document.blocks if block.package == package)
+        if blocks:
+            found.append(replace(document, blocks=blocks))
+    return found
 
 
 def read_document(path: Path) -> Document:
@@ -155,9 +168,10 @@ def _block(path: Path, line: int, info: list[str], lines: list[str]) -> Block:
         raise DocumentError(f"{place}: the language is {info[0] if info else 'missing'}; write one of {allowed}")
     language, *words = info
     first = _FILE_NAME.match(lines[0]) if lines and language not in {"sh", "text"} else None
-    settings = {"file": first["name"] if first else "", "package": "", "over": ""}
+    settings: dict[str, Any] = {name: word in words for word, name in _FLAGS.items()}
+    settings |= {"file": first["name"] if first else "", "package": "", "over": ""}
     for word in words:
-        if word == "check":
+        if word in _FLAGS:
             continue
         key, equals, value = word.partition("=")
         if equals and value and key in {"in", "over"}:
@@ -165,11 +179,10 @@ def _block(path: Path, line: int, info: list[str], lines: list[str]) -> Block:
         elif "." in word and not equals:
             settings["file"] = word
         else:
-            raise DocumentError(
-                f"{place}: got {word!r} after {language}; write check, in=PACKAGE, over=RECIPE or a file"
-            )
+            allowed = f"{', '.join(_FLAGS)}, in=PACKAGE, over=RECIPE or a file name"
+            raise DocumentError(f"{place}: got {word!r} after {language}; write {allowed}")
     text = "".join(f"{each}\n" for each in lines)
-    return Block(path, line, language, text, checked="check" in words, **settings)
+    return Block(path, line, language, text, **settings)
 
 
 @dataclass
@@ -180,11 +193,13 @@ class Workbook:
         folder: the working folder, which files are written to and commands run in.
         variables: environment variables of what runs, beside this process's own; None removes one.
         timeout: of a block, in seconds.
+        printed: what the last block printed.
     """
 
     folder: Path
     variables: Mapping[str, str | None] = field(default_factory=dict)
     timeout: float = 840
+    printed: str = ""
 
     def run(self, block: Block) -> str:
         """Run, parse or write a block; returns what it printed. Commands that are only checked are left alone.
@@ -192,6 +207,13 @@ class Workbook:
         Raises:
             DocumentError: if it fails, with its place and its output.
         """
+        if block.is_output:
+            self._compare(block)
+        else:
+            self.printed = self._run(block)
+        return self.printed
+
+    def _run(self, block: Block) -> str:
         if block.file:
             return self._write(block)
         if block.language == "sh" and block.checked:
@@ -202,6 +224,11 @@ class Workbook:
             return self._python(block)
         _parse(block)
         return ""
+
+    def _compare(self, block: Block) -> None:
+        flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+        if not doctest.OutputChecker().check_output(block.text, self.printed, flags):
+            raise DocumentError(f"{block.place}: expected\n{block.text}\ngot\n{self.printed}")
 
     def _write(self, block: Block) -> str:
         path = self.folder / block.file
@@ -244,9 +271,24 @@ class Workbook:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
-        if done.returncode:
+        if bool(done.returncode) != block.fails:
             raise DocumentError(f"{block.place}: exit code {done.returncode}\n{block.text}\n{done.stdout}")
         return done.stdout
+
+
+def add_to_hub(cache: Path, name: str, write: Callable[[Path], None]) -> None:
+    """Have a model in a cache of the hub (`HF_HUB_CACHE`), so that it is found under its name without a network.
+
+    Args:
+        name: on the hub, such as `Qwen/Qwen3-0.6B`.
+        write: writes the model's files into a folder.
+    """
+    held = cache / f"models--{name.replace('/', '--')}"
+    snapshot = held / "snapshots" / "0"
+    snapshot.mkdir(parents=True)
+    write(snapshot)
+    (held / "refs").mkdir()
+    (held / "refs" / "main").write_text("0", encoding="utf-8")
 
 
 def _parse(block: Block) -> None:
