@@ -7,6 +7,7 @@ from rl_algos.grpo.config import EstimatorConfig, GRPOConfig
 from rl_algos.grpo.estimators import reads
 from rl_algos.grpo.loop import train
 from rl_algos.grpo.objective import AdaptiveKL, Objective, RewardKL
+from rl_algos.grpo.rewards import varies
 from rl_algos.losses.policy import KLPenalty, PolicyLoss
 from rl_core.errors import DataError
 from rl_core.generation import SamplingParams
@@ -86,6 +87,21 @@ def test_dynamic_sampling_trains_on_groups_that_differ_and_records_the_others():
         assert all(np.ptp(group.rewards()) == 0 for group in aside), step
     seen = [group.prompt.id for groups in run.groups.values() for group in groups]
     assert sorted(seen) == sorted(prompt.id for prompt in PROMPTS[: len(seen)])
+
+
+def test_a_larger_batch_of_dynamic_sampling_takes_fewer_rounds_and_sets_the_surplus_aside():
+    def reward(prompt, tokens):
+        return even_share(prompt, tokens) if prompt.info["answer"] % 3 else 1.0
+
+    run = FakeRun()
+    settings = {"use_dynamic_sampling": True, "dynamic_sampling_max_gen_batches": 1, "max_num_steps": 3}
+    run_loop(run, reward=reward, batch_multiplier=2.5, **settings)
+    for step, groups in run.groups.items():
+        assert len(groups) == 5
+        wanted = [group.prompt.id for group in groups if varies(group)][:2]
+        assert [group.prompt.id for group in groups[:2]] == wanted
+        alike = sum(not varies(group) for group in groups)
+        assert run.metrics[step]["rollout/groups_without_signal"] == alike
 
 
 def test_dynamic_sampling_that_finds_nothing_says_what_to_do():

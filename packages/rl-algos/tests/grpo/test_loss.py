@@ -117,6 +117,7 @@ def test_what_does_not_go_with_a_loss_is_found_before_anything_starts(custom):
     ("estimator", "grpo", "loss", "key", "says"),
     [
         ({"name": "pass_at_k", "k": 3}, {}, {}, "grpo.adv_estimator.k", "3 must be from 1 to .*, 2"),
+        ({"name": "grpo"}, {"batch_multiplier": 2.0}, {}, "grpo.batch_multiplier", "without use_dynamic_sampling"),
         ({"name": "drgrpo"}, {"normalize_rewards": False}, {}, "grpo.normalize_rewards", "no effect .* drgrpo"),
         ({"name": "maxrl"}, {}, {"use_kl_in_reward": True}, "loss_fn.use_kl_in_reward", "no effect .* maxrl"),
         (

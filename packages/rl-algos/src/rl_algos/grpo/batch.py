@@ -9,11 +9,12 @@ import numpy as np
 from rl_algos.grpo.advantages import Advantages
 from rl_algos.grpo.config import GRPOConfig
 from rl_algos.grpo.objective import Objective
+from rl_algos.grpo.rewards import are_cut
 from rl_algos.rollouts.routing import with_routing
 from rl_core.batch import Batch, Column
 from rl_core.model import LOGPROBS, Model
 from rl_core.ragged import Ragged
-from rl_core.rollout import LOSS_MASK, RECORD, RolloutGroup, RolloutReport
+from rl_core.rollout import LOSS_MASK, RECORD, RolloutGroup
 
 
 def build_batch(groups: Sequence[RolloutGroup], config: GRPOConfig) -> Batch:
@@ -27,19 +28,8 @@ def build_batch(groups: Sequence[RolloutGroup], config: GRPOConfig) -> Batch:
     names = [name for name in parts[0] if name in shared]
     batch = Batch.concat([part.only(names) for part in parts])
     if config.overlong_filtering:
-        cut = [is_cut(rollout, config.max_rollout_turns) for group in groups for rollout in group.rollouts]
-        batch = batch.with_zeros(LOSS_MASK, np.array(cut))
+        batch = batch.with_zeros(LOSS_MASK, are_cut(groups, config.max_rollout_turns))
     return batch
-
-
-def is_cut(rollout: RolloutReport, max_turns: int) -> bool:
-    """Whether a rollout ran into a token limit: in a completion, or because an observation did not fit behind it.
-
-    One that ended at the last turn allowed was not cut by a token limit.
-    """
-    if rollout.stop_reason != "stop":
-        return rollout.stop_reason == "length"
-    return rollout.status == "truncated" and rollout.num_turns < max_turns
 
 
 def with_logprobs(batch: Batch, policy: Model, objective: Objective) -> Batch:

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-
-import numpy as np
 
 from rl_algos.grpo.config import GRPOConfig
 from rl_algos.grpo.metrics import validation_metrics
+from rl_algos.grpo.rewards import varies
 from rl_core.errors import DataError
 from rl_core.generation import RolloutSource, SamplingParams
 from rl_core.rollout import Prompt, RolloutGroup
 from rl_core.run import Run
 
 
-def varies(group: RolloutGroup) -> bool:
-    """Whether the group's rewards differ, so that it has something to teach."""
-    rewards = group.rewards()
-    rewards = rewards[~np.isnan(rewards)]
-    return len(rewards) > 1 and bool(np.any(rewards != rewards[0]))
-
-
 def collect_groups(rollouts: RolloutSource, config: GRPOConfig) -> tuple[list[RolloutGroup], list[RolloutGroup]]:
-    """The groups of one step, and those that dynamic sampling set aside; both empty or short when the data ends.
+    """The groups of one step, and those that dynamic sampling set aside (without signal, or beyond those wanted); both
+    empty or short when the data ends.
 
     Raises:
         DataError: if `dynamic_sampling_max_gen_batches` rounds did not find enough groups whose rewards differ.
@@ -32,11 +26,12 @@ def collect_groups(rollouts: RolloutSource, config: GRPOConfig) -> tuple[list[Ro
     kept: list[RolloutGroup] = []
     aside: list[RolloutGroup] = []
     for _ in range(config.dynamic_sampling_max_gen_batches):
-        wanted = config.num_prompts_per_step - len(kept)
-        groups = rollouts.collect(wanted)
-        kept += [group for group in groups if varies(group)]
-        aside += [group for group in groups if not varies(group)]
-        if len(kept) == config.num_prompts_per_step or len(groups) < wanted:
+        drawn = math.ceil((config.num_prompts_per_step - len(kept)) * config.batch_multiplier)
+        groups = rollouts.collect(drawn)
+        for group in groups:
+            is_wanted = len(kept) < config.num_prompts_per_step and varies(group)
+            (kept if is_wanted else aside).append(group)
+        if len(kept) == config.num_prompts_per_step or len(groups) < drawn:
             return kept, aside
     raise DataError(
         f"dynamic sampling found {len(kept)} of {config.num_prompts_per_step} groups with differing rewards in "

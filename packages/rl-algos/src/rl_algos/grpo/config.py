@@ -36,13 +36,26 @@ class RewardScalingConfig(Config):
 
 class RewardShapingConfig(Config):
     enabled: bool = False
-    """Lower the reward of responses that come close to the length limit (DAPO's soft overlong punishment)."""
+    """Lower rewards for how a response ended, repeated itself or was written, as the keys below say."""
     max_response_length: int = Field(default=512, gt=0)
-    """Sampled tokens at which the whole penalty applies."""
+    """Sampled tokens at which the whole overlong penalty applies (DAPO's soft overlong punishment)."""
     overlong_buffer_length: int = Field(default=128, gt=0)
     """Tokens before the limit over which the penalty grows from 0."""
     overlong_buffer_penalty: float = Field(default=1.0, ge=0)
-    """Penalty at the limit."""
+    """Overlong penalty at the limit."""
+    stop_properly_penalty_coef: float | None = Field(default=None, ge=0, le=1)
+    """Factor of the rewards of rollouts that ran into a token limit; unset, they are kept."""
+    repetition_penalty: float = Field(default=0.0, ge=0)
+    """Penalty times the share of runs of tokens that have occurred before in the response; the driver then reads all
+    sampled tokens."""
+    repetition_ngram_size: int = Field(default=20, gt=0)
+    """Tokens of such a run."""
+    malformed_thinking_penalty: float = Field(default=0.0, ge=0)
+    """Penalty of a rollout with a turn whose thoughts are not closed by exactly one `</think>`; the driver then reads
+    all responses."""
+    invalid_tool_call_penalty: float = Field(default=0.0, ge=0)
+    """Penalty of a rollout with a `<tool_call>` that is not closed, or not a JSON object with `name` and `arguments`;
+    the driver then reads all responses."""
 
 
 class GRPOConfig(Config):
@@ -72,10 +85,15 @@ class GRPOConfig(Config):
     """Train only on groups whose rewards differ, sampling further prompts in place of the others (DAPO)."""
     dynamic_sampling_max_gen_batches: int = Field(default=10, gt=0)
     """Most rounds of sampling for one step."""
+    batch_multiplier: float = Field(default=1.0, ge=1)
+    """Prompts that a round of dynamic sampling rolls out for each one that is still wanted. More than one takes fewer
+    rounds; groups beyond those wanted train nothing, and their prompts are used up."""
     overlong_filtering: bool = False
-    """Leave rollouts that ran into the token limit out of the loss."""
+    """Leave rollouts that ran into a token limit out of the loss, and out of the tokens and sequences that it is
+    divided by. Their rewards still count in the baselines of their groups."""
     seq_logprob_error_threshold: float | None = Field(default=None, gt=1)
-    """Leave rollouts out of the loss whose mean `exp|prev - generation|` logprob is above this."""
+    """Leave rollouts whose mean `exp|prev - generation|` logprob is above this out of all terms of the loss; the tokens
+    and sequences that it is divided by still count them."""
     reward_scaling: RewardScalingConfig = RewardScalingConfig()
     reward_shaping: RewardShapingConfig = RewardShapingConfig()
     val_period: Annotated[int, WhenChanged.RESUME] = Field(default=0, ge=0)

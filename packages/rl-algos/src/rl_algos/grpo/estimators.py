@@ -13,7 +13,7 @@ from rl_algos.grpo import advantages as by_group
 from rl_algos.grpo import batch_advantages
 from rl_algos.grpo.advantages import Advantages, clip_advantages
 from rl_algos.grpo.config import EstimatorConfig, GRPOConfig
-from rl_algos.grpo.rewards import scale_rewards, shape_rewards
+from rl_algos.grpo.rewards import lengths_of, scores_of, trained_rewards
 from rl_core.config import Config, section_of, settings_of
 from rl_core.plugins import resolve
 from rl_core.ragged import Ragged
@@ -64,7 +64,7 @@ class _Step:
 
     @property
     def rewards(self) -> np.ndarray:
-        shaped = _shaped(self.groups, self.config)
+        shaped = trained_rewards(self.groups, self.config)
         return shaped if self.penalties is None or self.by_token else shaped - self.penalties.sums()
 
     @property
@@ -80,19 +80,7 @@ class _Step:
 
     @property
     def baselines(self) -> np.ndarray:
-        return _shaped(self.greedy, self.config)[self.group_of_rollout]
-
-
-def _shaped(groups: Sequence[RolloutGroup], config: GRPOConfig) -> np.ndarray:
-    return shape_rewards(scale_rewards(_scores(groups), config.reward_scaling), _lengths(groups), config.reward_shaping)
-
-
-def _scores(groups: Sequence[RolloutGroup]) -> np.ndarray:
-    return np.concatenate([group.rewards() for group in groups])
-
-
-def _lengths(groups: Sequence[RolloutGroup]) -> np.ndarray:
-    return np.array([length for group in groups for length in group.rollouts.num_sampled])
+        return trained_rewards(self.greedy, self.config)[self.group_of_rollout]
 
 
 def _masks(groups: Sequence[RolloutGroup]) -> Ragged:
@@ -101,11 +89,11 @@ def _masks(groups: Sequence[RolloutGroup]) -> Ragged:
 
 INPUTS: Mapping[str, Callable[[_Step], Any]] = {
     "rewards": lambda step: step.rewards,
-    "scores": lambda step: _scores(step.groups),
+    "scores": lambda step: scores_of(step.groups),
     "rewards_by_name": lambda step: step.rewards_by_name,
     "baselines": lambda step: step.baselines,
     "groups": lambda step: step.group_of_rollout,
-    "lengths": lambda step: _lengths(step.groups),
+    "lengths": lambda step: lengths_of(step.groups),
     "loss_mask": lambda step: _masks(step.groups),
     "penalties": lambda step: step.penalties,
     "normalize": lambda step: step.config.normalize_rewards,

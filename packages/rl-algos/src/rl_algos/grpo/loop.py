@@ -30,7 +30,7 @@ def train(
     Whether rollouts are synchronous, where models run and on what backend are properties of the objects handed in.
     `greedy` is how baseline rollouts are drawn, for an estimator that compares with them.
     """
-    state: dict[str, Checkpointable] = {"rollouts": rollouts, "weights": weights, **objective.checkpointed}
+    state: dict[str, Checkpointable] = {"rollouts": rollouts, "weights": weights, "objective": objective}
     steps = run.steps(config.max_num_steps, models={"policy": policy}, state=state)
     with run.phase("weight_sync"):
         rollouts.adopt(weights.publish())

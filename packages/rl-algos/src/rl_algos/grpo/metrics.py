@@ -8,6 +8,7 @@ from itertools import compress
 import numpy as np
 
 from rl_algos.grpo.advantages import Advantages
+from rl_algos.grpo.rewards import varies
 from rl_core.generation import Evaluation
 from rl_core.metrics import Metric, over_updates
 from rl_core.model import Metrics
@@ -29,7 +30,7 @@ def rollout_metrics(
     values = advantages.values if isinstance(advantages, Ragged) else advantages
     metrics = {
         "rollout/failed": float(len(usable) - usable.sum()),
-        "rollout/groups_without_signal": float(len(aside) + _num_alike(groups)),
+        "rollout/groups_without_signal": float(sum(not varies(group) for group in aside) + _num_alike(groups)),
         "advantage/max": float(np.abs(values).max()),
     }
     if not usable.any():

@@ -16,7 +16,6 @@ from rl_core.metrics import Metric
 from rl_core.model import Loss
 from rl_core.ragged import Ragged
 from rl_core.rollout import LOSS_MASK, RolloutGroup
-from rl_core.run import Checkpointable
 
 
 @dataclass(frozen=True)
@@ -214,11 +213,6 @@ class Objective:
         of_rewards = () if self._reward_kl is None else ("prev_logprobs", "ref_logprobs")
         return frozenset((*self._loss.columns, *of_rewards)) - self._statistics.keys()
 
-    @property
-    def checkpointed(self) -> Mapping[str, Checkpointable]:
-        """Loop state to save: this, if a weight adapts."""
-        return {"objective": self} if self._weights else {}
-
     def penalties(self, batch: Batch) -> Ragged | None:
         """float64 `[tokens]`, what each sampled token takes from the reward, None if nothing does."""
         if self._reward_kl is None:
@@ -251,9 +245,10 @@ class Objective:
         return {name: weight.state() for name, weight in self._weights.items()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from those weights."""
+        """Go on from those weights; one that the state does not have, as after a change of the config, starts anew."""
         for name, weight in self._weights.items():
-            weight.restore(state[name])
+            if name in state:
+                weight.restore(state[name])
 
 
 class CovarianceSurrogate(Protocol):

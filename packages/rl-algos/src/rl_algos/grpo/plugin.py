@@ -111,6 +111,8 @@ def _estimator(config: GRPORoot) -> Iterator[Problem]:
             "grpo.use_leave_one_out_baseline",
             f"chooses the estimator rloo, but adv_estimator.name is {grpo.adv_estimator.name}; set one of them only",
         )
+    if grpo.batch_multiplier != 1 and not grpo.use_dynamic_sampling:
+        yield Problem("grpo.batch_multiplier", "has no effect without use_dynamic_sampling=true")
     name, settings = chosen(grpo), settings_of(grpo.adv_estimator)
     if not grpo.normalize_rewards and not reads(grpo, "normalize"):
         yield Problem("grpo.normalize_rewards", f"has no effect with the estimator {name}; remove this key")

@@ -1,10 +1,54 @@
-"""Rewards as they are trained on: scaled, and lowered for what an environment does not see."""
+"""Rewards as they are trained on: scaled, and lowered for how a response ended, repeated itself or was written."""
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Sequence
+
 import numpy as np
 
-from rl_algos.grpo.config import RewardScalingConfig, RewardShapingConfig
+from rl_algos.grpo.config import GRPOConfig, RewardScalingConfig, RewardShapingConfig
+from rl_core.batch import TOKENS
+from rl_core.rollout import LOSS_MASK, RECORD, RolloutGroup
+
+_TOOL_CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|$)", re.DOTALL)
+
+
+def scores_of(groups: Sequence[RolloutGroup]) -> np.ndarray:
+    """float64 `[rollouts]`, rewards as the environments gave them; NaN for failed rollouts."""
+    return np.concatenate([group.rewards() for group in groups])
+
+
+def lengths_of(groups: Sequence[RolloutGroup]) -> np.ndarray:
+    """int64 `[rollouts]`, sampled tokens."""
+    return np.array([length for group in groups for length in group.rollouts.num_sampled], dtype=np.int64)
+
+
+def trained_rewards(groups: Sequence[RolloutGroup], config: GRPOConfig) -> np.ndarray:
+    """float64 `[rollouts]`, rewards scaled and then shaped; NaN for failed rollouts."""
+    rewards, shaping = scale_rewards(scores_of(groups), config.reward_scaling), config.reward_shaping
+    if not shaping.enabled:
+        return rewards
+    if shaping.stop_properly_penalty_coef is not None:
+        cut = are_cut(groups, config.max_rollout_turns)
+        rewards = np.where(cut, rewards * shaping.stop_properly_penalty_coef, rewards)
+    rewards = rewards - shaping.overlong_buffer_penalty * overlong_share(lengths_of(groups), shaping)
+    if shaping.repetition_penalty:
+        rewards = rewards - shaping.repetition_penalty * _repeated(groups, shaping.repetition_ngram_size)
+    if shaping.malformed_thinking_penalty or shaping.invalid_tool_call_penalty:
+        texts = _texts(groups)
+        thinking = np.array([any(is_malformed_thinking(text) for text in turns) for turns in texts])
+        calls = np.array([any(has_invalid_tool_call(text) for text in turns) for turns in texts])
+        rewards = rewards - shaping.malformed_thinking_penalty * thinking - shaping.invalid_tool_call_penalty * calls
+    return rewards
+
+
+def varies(group: RolloutGroup) -> bool:
+    """Whether the group's rewards differ, so that it has something to teach."""
+    rewards = group.rewards()
+    rewards = rewards[~np.isnan(rewards)]
+    return len(rewards) > 1 and bool(np.any(rewards != rewards[0]))
 
 
 def scale_rewards(rewards: np.ndarray, scaling: RewardScalingConfig) -> np.ndarray:
@@ -15,17 +59,83 @@ def scale_rewards(rewards: np.ndarray, scaling: RewardScalingConfig) -> np.ndarr
     return scaling.target_min + np.clip(share, 0.0, 1.0) * (scaling.target_max - scaling.target_min)
 
 
-def shape_rewards(rewards: np.ndarray, num_sampled: np.ndarray, shaping: RewardShapingConfig) -> np.ndarray:
-    """Rewards lowered for length: a penalty that grows linearly over the buffer before the limit (DAPO,
-    arXiv:2503.14476).
+def overlong_share(num_sampled: np.ndarray, shaping: RewardShapingConfig) -> np.ndarray:
+    """`[rollouts]`, share of the overlong penalty: 0 up to the buffer before the limit, then rising linearly to 1 at it
+    (DAPO, arXiv:2503.14476).
 
     Args:
-        rewards: float `[rollouts]`.
         num_sampled: `[rollouts]`, sampled tokens of each.
-        shaping: limit, buffer and penalty.
+        shaping: limit and buffer.
     """
-    if not shaping.enabled:
-        return rewards
     start = shaping.max_response_length - shaping.overlong_buffer_length
-    share = np.clip((num_sampled - start) / shaping.overlong_buffer_length, 0.0, 1.0)
-    return rewards - shaping.overlong_buffer_penalty * share
+    share: np.ndarray = np.clip((num_sampled - start) / shaping.overlong_buffer_length, 0.0, 1.0)
+    return share
+
+
+def repeated_share(tokens: np.ndarray, size: int) -> float:
+    """Share of the runs of `size` tokens that have occurred before (arXiv:2502.03373); 0 for fewer tokens.
+
+    Args:
+        tokens: int32 `[tokens]`, sampled.
+    """
+    num_runs = len(tokens) - size + 1
+    if num_runs < 2:
+        return 0.0
+    # one number for each run, by Horner's rule modulo 2^64 with an odd factor
+    runs = np.zeros(num_runs, dtype=np.uint64)
+    for offset in range(size):
+        runs = runs * np.uint64(0x9E3779B97F4A7C15) + tokens[offset : offset + num_runs].astype(np.uint64)
+    return 1 - len(np.unique(runs)) / num_runs
+
+
+def is_malformed_thinking(text: str) -> bool:
+    """Whether a turn's thoughts are not closed exactly once, behind at most one `<think>` (it may be in the prompt)."""
+    if text.count("</think>") != 1 or text.count("<think>") > 1:
+        return True
+    return "<think>" in text and text.index("<think>") > text.index("</think>")
+
+
+def has_invalid_tool_call(text: str) -> bool:
+    """Whether a turn has a `<tool_call>` that is not closed, or whose content is not a JSON object with a text `name`
+    and, if any, an object `arguments`."""
+    return any(closed != "</tool_call>" or not _is_call(content) for content, closed in _TOOL_CALL.findall(text))
+
+
+def are_cut(groups: Sequence[RolloutGroup], max_turns: int) -> np.ndarray:
+    """bool `[rollouts]`, those that ran into a token limit: in a completion, or because an observation did not fit
+    behind it. One that ended at the last turn allowed was not cut by a token limit.
+    """
+    return np.array(
+        [
+            stop_reason == "length" or (stop_reason == "stop" and status == "truncated" and num_turns < max_turns)
+            for group in groups
+            for stop_reason, status, num_turns in zip(
+                group.rollouts.stop_reason, group.rollouts.status, group.rollouts.num_turns, strict=True
+            )
+        ]
+    )
+
+
+def _is_call(content: str) -> bool:
+    try:
+        call = json.loads(content)
+    except ValueError:
+        return False
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return False
+    return isinstance(call.get("arguments", {}), dict)
+
+
+def _repeated(groups: Sequence[RolloutGroup], size: int) -> np.ndarray:
+    shares = [
+        repeated_share(tokens[mask > 0], size)
+        for group in groups
+        for tokens, mask in zip(group.columns.ragged(TOKENS), group.columns.ragged(LOSS_MASK), strict=True)
+    ]
+    return np.array(shares)
+
+
+def _texts(groups: Sequence[RolloutGroup]) -> list[list[str]]:
+    """What the policy said in each rollout, by turn."""
+    records = [json.loads(record.tobytes()) for group in groups for record in group.columns.ragged(RECORD)]
+    return [[turn["text"] for turn in record["turns"]] for record in records]

@@ -1,0 +1,41 @@
+"""What the recipes of GRPO's variants choose."""
+
+import pytest
+
+from rl_algos.grpo.estimators import chosen
+from rl_algos.grpo.loss import objective_of
+from rl_launch.root import read_config
+
+VARIANTS = {
+    # recipe: surrogate, aggregation, estimator
+    "grpo-arithmetic": ("clip", "token-mean", "grpo"),
+    "dapo-tiny": ("clip", "token-mean", "grpo"),
+    "dapo-math-8b": ("clip", "token-mean", "grpo"),
+    "drgrpo-tiny": ("clip", "sequence-mean-token-sum", "drgrpo"),
+    "gspo-tiny": ("gspo", "sequence-mean", "grpo"),
+    "gspo-qwen3-30b-a3b": ("gspo", "sequence-mean", "grpo"),
+    "cispo-tiny": ("cispo", "token-mean", "grpo"),
+    "sapo-tiny": ("sapo", "sequence-mean", "grpo"),
+    "rloo-tiny": ("reinforce", "token-mean", "rloo"),
+    "reinforce-pp-tiny": ("clip", "token-mean", "reinforce_plus_plus"),
+}
+ON_CPU = ["cluster.device=cpu"]
+
+
+@pytest.mark.parametrize("recipe", VARIANTS)
+def test_a_recipe_of_a_variant_chooses_its_parts(recipe):
+    config = read_config(recipe, ON_CPU if recipe.endswith("tiny") else []).config
+    loss = objective_of(config).loss
+    assert (loss.surrogate.name, loss.aggregation.name, chosen(config.grpo)) == VARIANTS[recipe]
+
+
+def test_variants_with_kl_in_the_reward_keep_a_reference_and_have_no_kl_in_the_loss():
+    for recipe in ("rloo-tiny", "reinforce-pp-tiny"):
+        objective = objective_of(read_config(recipe, ON_CPU).config)
+        assert "ref_logprobs" in objective.columns
+        assert objective.loss.kl is None
+
+
+def test_the_divisor_of_dr_grpo_follows_the_longest_response():
+    config = read_config("drgrpo-tiny", [*ON_CPU, "policy.generation.max_new_tokens=7"]).config
+    assert objective_of(config).loss.aggregation.divisor == 7.0
