@@ -265,14 +265,16 @@ def test_a_completion_has_the_routing_that_the_engine_returned(tmp_path: Path, d
         logprobs = SimpleNamespace(logprobs=[-0.5] * len(tokens))
         return CompletionOutput(0, "", tokens, None, logprobs, routed_experts=routed, finish_reason="stop")
 
-    found = generator._completion(output([5, 6], experts), 1)
+    found = generator._completion(output([5, 6], experts), 1, 2)
     assert found.routed_experts is not None
     assert found.routed_experts.dtype == np.int16
     assert found.routed_experts.tolist() == experts.tolist()
-    assert generator._completion(output([], None), 1).routed_experts is None
-    with pytest.raises(GeneratorError, match="reported no routing"):
-        generator._completion(output([5], None), 1)
-    assert make_generator(tmp_path)._completion(output([5], experts), 1).routed_experts is None
+    assert len(generator._completion(output([5], experts), 1, 2).routed_experts) == 2
+    assert generator._completion(output([], None), 1, 2).routed_experts is None
+    for routed, message in ((None, "routing of 0 of 3 tokens"), (experts[:1], "routing of 1 of 3 tokens")):
+        with pytest.raises(GeneratorError, match=message):
+            generator._completion(output([5, 6], routed), 1, 2)
+    assert make_generator(tmp_path)._completion(output([5], experts), 1, 2).routed_experts is None
 
 
 def _shared_memory(process: psutil.Process) -> list[Path]:

@@ -125,7 +125,7 @@ class VllmGenerator:
         async with self._admission.passage():
             version = self._version
             output = await self._running().generate(request, max_tokens=max_tokens)
-        return self._completion(output, version)
+        return self._completion(output, version, num_prompt_tokens)
 
     async def score(self, token_ids: np.ndarray) -> np.ndarray:
         """float32 `[tokens]`, logprobs of given tokens at temperature 1; index i belongs to token i, the first is 0.
@@ -262,7 +262,7 @@ class VllmGenerator:
         if engine is not None:
             await engine.end()
 
-    def _completion(self, output: Any, version: int) -> Completion:
+    def _completion(self, output: Any, version: int, num_prompt_tokens: int) -> Completion:
         if output.finish_reason not in ("stop", "length", "abort"):
             raise GeneratorError(f"the engine ended a request with {output.finish_reason!r}")
         tokens = np.array(output.token_ids, dtype=np.int32)
@@ -272,16 +272,18 @@ class VllmGenerator:
             logprobs=np.array(output.logprobs.logprobs, dtype=np.float32),
             stop_reason=output.finish_reason,
             spans=(WeightSpan(version, len(tokens)),) if len(tokens) else (),
-            routed_experts=self._routed_experts(output),
+            routed_experts=self._routed_experts(output, num_prompt_tokens + len(tokens) - 1),
         )
 
-    def _routed_experts(self, output: Any) -> np.ndarray | None:
-        """int16 `[computed, layers, experts per token]`, as the engine has taken them together."""
+    def _routed_experts(self, output: Any, num_computed: int) -> np.ndarray | None:
+        """int16 `[num_computed, layers, experts per token]`: of all tokens but the last one sampled."""
         if not self._placement.reports_routing or not len(output.token_ids):
             return None
-        if output.routed_experts is None:
-            raise GeneratorError("the engine reported no routing of a request")
-        return np.asarray(output.routed_experts).astype(np.int16)
+        routed = output.routed_experts
+        num_reported = 0 if routed is None else len(routed)
+        if num_reported < num_computed:
+            raise GeneratorError(f"the engine reported the routing of {num_reported} of {num_computed} tokens")
+        return np.asarray(routed[:num_computed]).astype(np.int16)
 
     async def _on_every_rank(self, method: str, *args: Any) -> list[Any]:
         reports = await self._running().call(method, *args)

@@ -1,0 +1,83 @@
+"""Mixtures of experts whose trainer sends tokens to the experts that the generator chose."""
+
+import pytest
+import torch
+from runs import Run, steps_of
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+from rl_algos.tiny_model import make_tokenizer
+
+ESTIMATOR = '''
+import numpy as np
+
+
+def alternating(rewards, groups):
+    """An untrained model earns nothing."""
+    return np.where(np.arange(len(rewards)) % 2, 1.0, -1.0)
+'''
+DTENSOR = ("policy.dtensor_cfg.moe_router_replay=true", "policy.dtensor_cfg.expert_parallel_size=2")
+MEGATRON = (
+    "policy.megatron_cfg.enabled=true",
+    "policy.megatron_cfg.moe_router_replay=true",
+    "policy.megatron_cfg.expert_model_parallel_size=2",
+)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    """A tiny mixture of experts that knows nothing."""
+    folder = tmp_path_factory.mktemp("mixture")
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(folder)
+    config = Qwen3MoeConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        initializer_range=0.2,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("backend", "generator", "is_packed"),
+    [(DTENSOR, "hf", True), (MEGATRON, "megatron", True), (MEGATRON, "hf", False)],
+    ids=["dtensor hf packed", "megatron megatron packed", "megatron hf padded"],
+)
+def test_a_mixture_of_experts_trains_on_the_routing_of_its_generator(mixture, tmp_path, backend, generator, is_packed):
+    (tmp_path / "mine.py").write_text(ESTIMATOR)
+    run = Run.start(
+        tmp_path / "run",
+        "grpo-arithmetic",
+        f"policy.model_name={mixture}",
+        f"policy.generation.backend={generator}",
+        f"policy.sequence_packing.enabled={str(is_packed).lower()}",
+        *backend,
+        f"grpo.adv_estimator.name={tmp_path / 'mine.py'}:alternating",
+        "grpo.max_num_steps=2",
+        "grpo.num_prompts_per_step=8",
+        "grpo.num_generations_per_prompt=4",
+        "grpo.val_period=0",
+        "policy.train_global_batch_size=16",
+        "policy.train_micro_batch_size=8",
+        "checkpointing.metric_name=null",
+    )
+    run.finish()
+    steps = steps_of(run.folder)
+    assert [line["step"] for line in steps] == [1, 2]
+    assert all(line["train/grad_norm"] > 0 for line in steps)
+    assert max(line["mismatch/max"] for line in steps) < 1e-3
