@@ -141,3 +141,11 @@ def test_values_laid_over_in_code_carry_their_name() -> None:
     raw = load({"a": {"b": 1, "c": 1}}).with_values({"a": {"b": 2}}, "quickstart")
     assert (raw.select("a"), str(raw.origin("a.b"))) == ({"b": 2, "c": 1}, "quickstart")
     assert raw.origin("z") == DEFAULT
+
+
+def test_nested_values_inherit_as_files_do(folder: Path) -> None:
+    (folder / "base.yaml").write_text("grpo: {seed: 1, max_num_steps: 5}\n")
+    raw = load({"defaults": "base", "grpo": {"seed": 2}}, ["grpo.num_prompts_per_step=3"], search=[folder])
+    assert raw.plain() == {"grpo": {"seed": 2, "max_num_steps": 5, "num_prompts_per_step": 3}}
+    assert str(raw.origin("grpo.max_num_steps")) == "base.yaml:1"
+    assert raw.select("defaults") is None

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["__version__"]  # served by __getattr__
+if TYPE_CHECKING:
+    from rl_launch.api import EvaluationResult, TrainResult, evaluate, train
+
+__all__ = ["EvaluationResult", "TrainResult", "__version__", "evaluate", "train"]  # served by __getattr__
 
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return version("rl-launch")
+    if name in __all__:
+        return getattr(import_module("rl_launch.api"), name)
     raise AttributeError(f"module 'rl_launch' has no attribute {name!r}")

@@ -98,8 +98,8 @@ class RootConfig(Config):
     """Folder of the run, resumed where it holds one; a new one under `runs` where unset."""
 
 
-def read_config(source: str | Path, overrides: Sequence[str] = ()) -> Resolved[RootConfig]:
-    """The config of a run, from a recipe, a YAML file or a run directory, with overrides.
+def read_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Resolved[RootConfig]:
+    """The config of a run, from a recipe, a YAML file, a run directory or nested values, with overrides.
 
     Everything is checked that needs no engine.
 
@@ -140,9 +140,11 @@ def read_model_config(source: Path | Mapping[str, Any], overrides: Sequence[str]
     return resolve(raw, type_of(raw) if is_run else assemble("Model", sections), checks=(_model_checks,)).config
 
 
-def read_raw(source: str | Path, overrides: Sequence[str] = ()) -> RawConfig:
+def read_raw(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> RawConfig:
     """What the user wrote, before a schema has read it."""
-    folder = Path(source)
+    if isinstance(source, Mapping):
+        return load(source, overrides, search=[RECIPES])
+    folder = Path(source).expanduser()
     written = folder / "config.yaml"
     return load(written if folder.is_dir() and written.is_file() else source, overrides, search=[RECIPES])
 

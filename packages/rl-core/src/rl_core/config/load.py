@@ -88,7 +88,7 @@ def load(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), 
     of the file in which it is written.
 
     Args:
-        source: a recipe name, a YAML file, or plain nested values.
+        source: a recipe name, a YAML file, or plain nested values, which may have `defaults:` as well.
         overrides: `key.path=value` with the value as in YAML; text needs no quotes. `key=null` clears,
             `data.train[0].split=x` changes a list entry.
         search: where recipes are.
@@ -98,7 +98,7 @@ def load(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), 
     """
     reader = _Reader(search)
     if isinstance(source, Mapping):
-        name, entry = "config", Entry.of(dict(source), Origin("config"))
+        name, entry = "config", reader.over_parents(Entry.of(dict(source), Origin("config")), None, ())
     else:
         path = reader.find(str(source), None, None)
         name, entry = shown(path), reader.read(path, ())
@@ -160,14 +160,17 @@ class _Reader:
         if resolved in chain:
             circle = " -> ".join(shown(file) for file in (*chain[chain.index(resolved) :], resolved))
             raise ConfigError(f"`defaults` go in a circle: {circle}; take one of them out")
-        entry = read_file(path, shown(path))
+        merged = self.over_parents(read_file(path, shown(path)), path, (*chain, resolved))
+        if resolved not in self.files:
+            self.files.append(resolved)
+        return merged
+
+    def over_parents(self, entry: Entry, path: Path | None, chain: tuple[Path, ...]) -> Entry:
+        """An entry laid over what its `defaults` name: recipes, or files relative to its own, `path`."""
         values = dict(entry.value)
         merged = Entry({}, entry.origin)
         for parent in _names(values.pop("defaults", None)):
-            found = self.find(parent.value, path, parent.origin)
-            merged = merged.under(self.read(found, (*chain, resolved)))
-        if resolved not in self.files:
-            self.files.append(resolved)
+            merged = merged.under(self.read(self.find(parent.value, path, parent.origin), chain))
         return merged.under(Entry(values, entry.origin))
 
     def find(self, name: str, beside: Path | None, origin: Origin | None) -> Path:

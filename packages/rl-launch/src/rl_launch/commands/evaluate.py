@@ -12,7 +12,7 @@ from rl_core.generation import Evaluation
 from rl_core.plugins import ALGORITHMS, AlgorithmPlugin, plugin, resolve
 from rl_launch.backends import backends_of
 from rl_launch.cluster.device import check_devices, resolve_device
-from rl_launch.commands.train import model_names
+from rl_launch.commands.train import model_names, with_local_models
 from rl_launch.model_folder import check_models
 from rl_launch.root import check_placement
 from rl_launch.runtime.environment_trials import trials_of, try_here, try_in
@@ -38,6 +38,7 @@ def evaluate(config: Any, *, logs: Path) -> Evaluation:
     check_models(model_names(config))
     loaded = resolve(algorithm.load)(config)
     untried = try_here(trials_of(config, algorithm, loaded), config.cluster.worker_envs)
+    config = with_local_models(config)
     tokenizer = load_tokenizer(config.policy.tokenizer, config.policy.model_name)
     data = resolve(algorithm.prepare)(config, tokenizer, loaded)
     needs = resolve(algorithm.rollouts)(config, data)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -33,12 +33,12 @@ class GivenRun:
     branch_point: BranchPoint | None = None
 
 
-def run_of(recipe: str, overrides: Sequence[str] = (), start: str = "") -> GivenRun:
+def run_of(recipe: str | Mapping[str, Any], overrides: Sequence[str] = (), start: str = "") -> GivenRun:
     """The run that is asked for.
 
     Args:
-        recipe: a recipe's name, a YAML file, or the directory of a run to go on with. Empty with `start`: the config of
-            the run that is branched from.
+        recipe: a recipe's name, a YAML file, the directory of a run to go on with, or nested values as YAML would hold
+            them. Empty with `start`: the config of the run that is branched from.
         overrides: keys to set.
         start: `RUN[:STEP]` to branch from; empty for none.
 
@@ -47,6 +47,10 @@ def run_of(recipe: str, overrides: Sequence[str] = (), start: str = "") -> Given
         RunDirectoryError: if there is no such run to branch from.
     """
     point = BranchPoint.parse(start) if start else None
+    if isinstance(recipe, Mapping) and recipe:
+        config: Any = read_config(recipe, overrides).config
+        return GivenRun(config, _folder(config.run_dir, config.algorithm), config.algorithm, point)
+    recipe = str(recipe or "")
     if point is not None and (not recipe or "=" in recipe):
         recipe, overrides = str(point.run.path), [*([recipe] if recipe else []), *overrides]
     name = recipe_name(recipe)
@@ -74,6 +78,8 @@ def _run_dir(recipe: str, name: str, overrides: Sequence[str], configured: str |
     is_of_run = is_run(given) and not any(override.startswith(_RUN_DIR) for override in overrides)
     if is_of_run and not branches:
         return given
-    if configured is None or is_of_run:
-        return Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
-    return Path(configured).expanduser()
+    return _folder(None if is_of_run else configured, name)
+
+
+def _folder(configured: str | None, name: str) -> Path:
+    return Path(configured or f"runs/{name}-{datetime.now():%Y%m%d-%H%M%S}").expanduser()

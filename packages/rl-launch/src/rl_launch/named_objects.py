@@ -1,0 +1,104 @@
+"""Functions and classes in a config that was made in Python, by the names that YAML has for them."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import site
+import sys
+import sysconfig
+from collections.abc import Mapping
+from importlib.metadata import packages_distributions
+from pathlib import Path
+from typing import Any
+
+from rl_core.config.tree import format_path
+from rl_core.errors import ConfigError
+
+_DOTTED = ("optimizer", "scheduler")
+"""Sections whose classes are named with dots alone, as torch's."""
+
+
+def with_names(config: Any, path: tuple[str | int, ...] = ()) -> Any:
+    """Nested plain values with every function and class in them replaced by its name, and every path by its text.
+
+    A function or class of an installed package is named `package.module:Name`, one in a file `file.py:Name`: workers
+    get that file, and run it.
+
+    Raises:
+        ConfigError: if one has no name by which a worker could find it, saying what to do.
+    """
+    match config:
+        case Mapping():
+            return {str(key): with_names(value, (*path, str(key))) for key, value in config.items()}
+        case list() | tuple():
+            return [with_names(value, (*path, index)) for index, value in enumerate(config)]
+        case Path():
+            return str(config)
+        case _ if inspect.isclass(config) or inspect.isroutine(config):
+            return _name(config, format_path(path), is_dotted=bool(set(_DOTTED) & set(path)))
+        case _:
+            return config
+
+
+def _name(target: Any, key: str, *, is_dotted: bool) -> str:
+    name = target.__qualname__
+    if "<" in name:
+        what = "a lambda" if "<lambda>" in name else "defined inside a function"
+        raise ConfigError(
+            f"{key}: {name} is {what}, which has no name for workers to import; define it at the top of a file"
+        )
+    module = sys.modules.get(target.__module__)
+    if module is not None and _is_installed(module):
+        return f"{target.__module__}{'.' if is_dotted else ':'}{name}"
+    file = _file(target)
+    if file is None:
+        raise ConfigError(
+            f"{key}: {name} is defined in a notebook or an interactive session, and workers run files. Write it to a "
+            f"file (in a notebook, %%writefile mine.py at the top of its cell) and give its name, 'mine.py:{name}'"
+        )
+    if target.__module__ == "__main__":
+        _check_script(file, name, key)
+    return f"{file}:{name}"
+
+
+def _is_installed(module: Any) -> bool:
+    """Whether a module is of an installed package or of Python itself, so that it can be had elsewhere by its name."""
+    file = getattr(module, "__file__", None)
+    if file is None:
+        return module.__name__ != "__main__"
+    folders = [*site.getsitepackages(), site.getusersitepackages(), sysconfig.get_path("stdlib")]
+    top = module.__name__.partition(".")[0]
+    return any(Path(file).is_relative_to(folder) for folder in folders) or top in packages_distributions()
+
+
+def _file(target: Any) -> Path | None:
+    try:
+        found = inspect.getsourcefile(target)
+    except TypeError:
+        return None
+    path = Path(found).absolute() if found else None
+    return path if path is not None and path.suffix == ".py" and path.is_file() else None
+
+
+def _check_script(file: Path, name: str, key: str) -> None:
+    """Refuse a script whose run does more than define things: workers run the file to have the function."""
+    for statement in ast.parse(file.read_text(encoding="utf-8")).body:
+        is_call = isinstance(statement, ast.Expr | ast.With | ast.For | ast.While)
+        is_text = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+        holds_call = isinstance(statement, ast.Assign | ast.AnnAssign) and any(
+            isinstance(node, ast.Call) and _called(node) in ("train", "evaluate") for node in ast.walk(statement)
+        )
+        if (is_call and not is_text) or holds_call:
+            raise ConfigError(
+                f"{key}: workers run {file.name} to have {name}, and line {statement.lineno} of it would run there as "
+                f'well. Put what starts the run below `if __name__ == "__main__":`, or {name} into a file of its own'
+            )
+
+
+def _called(node: ast.Call) -> str:
+    match node.func:
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return name
+        case _:
+            return ""
