@@ -108,7 +108,7 @@ def read_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
     """
     raw = read_raw(source, overrides)
     algorithm = _algorithm(raw)
-    if algorithm.generates and is_run(Path(source)):
+    if algorithm.generates and not isinstance(source, Mapping) and is_run(Path(source).expanduser()):
         check_environments(raw)
     return resolve(
         raw,
