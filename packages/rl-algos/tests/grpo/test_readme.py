@@ -10,9 +10,12 @@ from rollouts_builder import make_group
 
 from rl_algos.grpo.batch import build_batch, with_advantages
 from rl_algos.grpo.config import GRPOConfig
-from rl_algos.grpo.estimators import advantages_of
+from rl_algos.grpo.estimators import ESTIMATORS, advantages_of
+from rl_algos.grpo.loss import aggregation_of, surrogate_of
+from rl_algos.grpo.loss_checks import policy_loss_problems
 from rl_algos.grpo.loss_config import CustomLossConfig
 from rl_algos.grpo.plugin import grpo_section, loss_fn_section
+from rl_algos.losses.surrogates import SURROGATES
 from rl_core.config import assemble, load, resolve, settings_of
 from rl_core.plugins import resolve as resolve_name
 from rl_core.torch.rows import to_rows
@@ -51,3 +54,30 @@ def test_its_loss_is_the_formula(config):
     sampled, advantages = [3, 4, 8, 9], [0.4, 0.5, -0.4, -0.5]
     terms = [-(advantage + 0.01) * logprobs[at].item() for at, advantage in zip(sampled, advantages, strict=True)]
     assert found == pytest.approx(np.mean(terms), rel=1e-6)
+
+
+def variants():
+    """Rows of the table of variants: name, and the config in its code spans."""
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    table = readme[readme.index("| variant | keys | paper |") :].split("\n\n")[0]
+    for line in table.splitlines()[2:]:
+        name, keys = line.strip("|").split("|")[:2]
+        yield name.strip(), "\n".join(re.findall(r"`(\w+: \{.*?\})`", keys))
+
+
+@pytest.mark.parametrize(("name", "written"), list(variants()), ids=[name for name, _ in variants()])
+def test_the_keys_of_a_variant_are_a_valid_config(name, written, tmp_path):
+    (tmp_path / "run.yaml").write_text(written)
+    raw = load(tmp_path / "run.yaml")
+    sections = {"grpo": grpo_section(raw.select("grpo")), "loss_fn": loss_fn_section(raw.select("loss_fn"))}
+    config = resolve(raw, assemble("Root", sections)).config
+    assert list(policy_loss_problems(config.loss_fn)) == []
+    surrogate = surrogate_of(config.loss_fn)
+    assert aggregation_of(config.loss_fn).name in surrogate.aggregations
+
+
+def test_every_surrogate_and_estimator_is_in_the_table():
+    table = "\n".join(written for _, written in variants())
+    alone = {"clip", "dppo-kl", "cispo"}  # the default, one beside another, one by its switch
+    assert [name for name in SURROGATES if name not in alone and name not in table] == []
+    assert [name for name in ESTIMATORS if name not in table] == []
