@@ -74,6 +74,7 @@ def test_explain_says_meaning_value_and_origin():
     assert "grpo.seed: 7  (command line)" in answer
     assert "Of data order" in answer
     assert "default: 42" in answer
+    assert "once a run has begun: a change needs a branch" in answer
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from rl_core.config.changes import rule_of
 from rl_core.config.keys import Key, all_keys, described, key_at, value_at
 from rl_core.config.messages import did_you_mean
 from rl_core.config.resolve import Resolved, Values
-from rl_core.config.schema import Config, plain
+from rl_core.config.schema import Config, WhenChanged, plain
 from rl_core.config.tree import DEFAULT, Origin, format_path, parse_path
 from rl_core.errors import ConfigError
 
@@ -26,6 +27,7 @@ class Explanation:
         value: as plain values; that of the resolved config if there is one, otherwise the default.
         origin: of the value.
         children: the keys directly below, each explained without its own children.
+        when_changed: what a run may do with another value; None of a child.
     """
 
     key: str
@@ -36,6 +38,7 @@ class Explanation:
     value: Any
     origin: Origin
     children: tuple[Explanation, ...] = ()
+    when_changed: WhenChanged | None = None
 
 
 def explain(root: type[Config], key: str, config: Resolved[Any] | Values | None = None) -> Explanation:
@@ -57,7 +60,7 @@ def explain(root: type[Config], key: str, config: Resolved[Any] | Values | None 
         raise ConfigError(f"{key}: no such key{did_you_mean(key, all_keys(root, tree))}")
     value = value_at(tree, path) if values is not None else found.default
     children = tuple(_explained(child, values) for child in found.children(value))
-    return _explained(found, values, children)
+    return replace(_explained(found, values, children), when_changed=rule_of(root, path, tree))
 
 
 def _values(resolved: Resolved[Any]) -> Values:

@@ -64,10 +64,10 @@ class WhenChanged(Enum):
     `when_changed`; what is said closest to a key holds.
     """
 
-    RESUME = "may change when a run is resumed"
-    GOAL = "may change when a run is resumed, and lets a finished run go on"
-    BRANCH = "needs a branch"
-    NEW_RUN = "needs a new run"
+    RESUME = "may change when it is resumed"
+    GOAL = "may change when it is resumed, and lets a finished run go on"
+    BRANCH = "a change needs a branch"
+    NEW_RUN = "a change needs a new run"
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,8 @@ def explained(each: Explained) -> str:
     if not explanation.children:
         lines.extend(_wrapped(f"allowed: {explanation.type}", "  "))
         lines.append("  must be set" if explanation.required else f"  default: {_short(explanation.default)}")
+        if explanation.when_changed is not None:
+            lines.extend(_wrapped(f"once a run has begun: {explanation.when_changed.value}", "  "))
     if each.condition:
         lines.extend(_wrapped(f"only with {each.condition}", "  "))
     lines.extend(_keys(explanation.children, "  "))
