@@ -40,3 +40,38 @@ def test_a_sparkline_spans_its_values():
 
 def test_durations():
     assert [duration(seconds) for seconds in (5, 187, 3723)] == ["5 s", "3:07", "1:02:03"]
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_quick_steps_share_a_line_a_second(caplog):
+    clock = Clock()
+    progress = Progress("sft", Console(file=io.StringIO(), force_terminal=False), clock=clock)
+    with caplog.at_level(logging.INFO, logger="rl_launch"):
+        for step in range(1, 41):
+            clock.now += 0.1
+            progress.begin(step, 40)
+            progress.finish(step, {"train/loss": 1.0} | ({"val/loss": 2.0} if step == 5 else {}), 0.1)
+    told = [int(message.split("/")[0].removeprefix("step ")) for message in caplog.messages]
+    assert told == [1, 5, 15, 25, 35, 40]
+
+
+def test_the_live_line_fits_the_terminal():
+    for width in (40, 60, 80, 120):
+        out = io.StringIO()
+        console = Console(file=out, force_terminal=True, color_system=None, width=width)
+        progress = Progress("grpo-math-8b-megatron", console)
+        progress.begin(1000, 1000)
+        for step in range(24):
+            progress.finish(step, {"reward/mean": step / 7, "train/loss": 1e-5 / 3, "val/accuracy": 1 / 3}, 2000.0)
+        progress.phase("weight_sync")
+        console.print(progress.render())
+        lines = out.getvalue().splitlines()
+        assert len(lines) == 1
+        assert len(lines[0]) <= width
+        assert "step 1000/1000" in lines[0]

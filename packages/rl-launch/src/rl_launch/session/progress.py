@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -15,7 +15,11 @@ from rich.text import Text
 
 _logger = logging.getLogger(__name__)
 
+SECONDS_PER_LINE = 1.0
+"""Least time between the lines of two steps; the first, the last and those with a validation always have theirs."""
+
 _BARS = "▁▂▃▄▅▆▇█"
+_OF_SPINNER = 3
 _SHOWN = (("reward/mean", "reward"), ("train/loss", "loss"), ("val/accuracy", "accuracy"), ("val/loss", "val loss"))
 
 
@@ -25,12 +29,16 @@ class Progress:
     Args:
         title: of the run.
         console: where the live line goes, if it is a terminal.
+        clock: seconds, for the times that are shown.
     """
 
-    def __init__(self, title: str, console: Console) -> None:
+    def __init__(self, title: str, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._title = title
+        self._clock = clock
+        self._console = console
+        self._told_at: float | None = None
         self._step, self._max_steps = 0, 0
-        self._phase, self._phase_since = "", time.monotonic()
+        self._phase, self._phase_since = "", clock()
         self._shown: dict[str, float] = {}
         self._trend: deque[float] = deque(maxlen=24)
         self._durations: deque[float] = deque(maxlen=20)
@@ -53,7 +61,7 @@ class Progress:
 
     def phase(self, name: str) -> None:
         """What is going on; empty for nothing in particular."""
-        self._phase, self._phase_since = name, time.monotonic()
+        self._phase, self._phase_since = name, self._clock()
 
     def finish(self, step: int, metrics: Mapping[str, float], seconds: float) -> None:
         """A step is done, with these metrics."""
@@ -62,26 +70,39 @@ class Progress:
         trend = next((metrics[key] for key, _ in _SHOWN if key in metrics), None)
         if trend is not None:
             self._trend.append(trend)
+        if not self._is_told(step, metrics):
+            return
+        self._told_at = self._clock()
         values = "  ".join(f"{label} {metrics[key]:.4g}" for key, label in _SHOWN if key in metrics)
         _logger.info("step %d/%d  %s  %.1f s  %s left", step, self._max_steps, values, seconds, self._left(step))
 
     def render(self) -> RenderableType:
-        """The live line."""
-        line = Table.grid(padding=(0, 2))
-        cells: list[RenderableType] = [self._spinner, Text(self._title, style="bold")]
+        """The live line: as much as fits, what matters most first."""
+        texts = [Text(self._title, style="bold")]
         if self._max_steps:
-            cells.append(Text(f"step {self._step}/{self._max_steps}"))
-        if self._trend:
-            cells.append(Text(sparkline(self._trend), style="green"))
-        cells.extend(Text(f"{label} {value:.4g}") for label, value in self._shown.items())
+            texts.append(Text(f"step {self._step}/{self._max_steps}"))
         if self._phase:
-            cells.append(
-                Text(f"{self._phase.replace('_', ' ')} {time.monotonic() - self._phase_since:.0f} s", style="dim")
+            texts.append(
+                Text(f"{self._phase.replace('_', ' ')} {self._clock() - self._phase_since:.0f} s", style="dim")
             )
+        texts.extend(Text(f"{label} {value:.4g}") for label, value in self._shown.items())
         if self._durations:
-            cells.append(Text(f"{self._left(self._step - 1)} left", style="dim"))
-        line.add_row(*cells)
-        return line
+            texts.append(Text(f"{self._left(self._step - 1)} left", style="dim"))
+        if self._trend:
+            texts.append(Text(sparkline(self._trend), style="green"))
+        line = Text(no_wrap=True, overflow="ellipsis")
+        room = self._console.width - _OF_SPINNER
+        for text in texts:
+            if len(line) + len(text) <= room or not line:
+                line.append(text).append("  ")
+        cells = Table.grid(padding=(0, 1))
+        cells.add_row(self._spinner, line)
+        return cells
+
+    def _is_told(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Whether a step gets a line: quick ones share one a second, in a pipe as in the log."""
+        is_due = self._told_at is None or self._clock() - self._told_at >= SECONDS_PER_LINE
+        return is_due or step == self._max_steps or any(key.startswith("val/") for key in metrics)
 
     def _left(self, done: int) -> str:
         return duration((self._max_steps - done) * sum(self._durations) / max(len(self._durations), 1))

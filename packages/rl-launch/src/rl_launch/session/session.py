@@ -371,7 +371,9 @@ class RunSession:
         alone = written_at(path) - self._begun_wall + ended - asked
         self._stop.after_save(min(so_far, max(self._blocked_s, alone)))
         self._note("running")
-        _logger.info("saved %s in %.1f s, %.1f s of them waited for", path.name, so_far, self._blocked_s)
+        # a save beside the steps holds them up for a part of its time alone
+        held = f", {self._blocked_s:.1f} s of it between steps" if self._blocked_s < so_far - 0.1 else ""
+        _logger.info("saved checkpoint %s in %.1f s%s", path.name, so_far, held)
 
     def _new_best(self) -> BestSoFar:
         return BestSoFar(self._checkpointing.metric_key, higher_is_better=self._checkpointing.higher_is_better)
