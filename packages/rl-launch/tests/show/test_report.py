@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from conftest import rollout
 from rich.console import Console
+from shown_rollouts import rollout
 from typer.testing import CliRunner
 
 from rl_core.errors import RunDirectoryError
