@@ -50,7 +50,7 @@ def test_a_parameter_that_the_row_does_not_have_is_named_with_the_nearest():
         UnusableAnswer, match=r"score asks for 'anwser'; did you mean answer\? The row has answer, level;"
     ):
         rewards(score, said("3", answer="3", level=1))
-    with pytest.raises(UnusableAnswer, match=r"asks for 'anwser'; the row has no fields; response, completion, prompt"):
+    with pytest.raises(UnusableAnswer, match=r"asks for 'anwser'; the row has no fields; other parameters may be resp"):
         rewards(score, said("3"))
 
 

@@ -85,7 +85,7 @@ _REWARDS = (
     _reward(
         "a parameter that is not a field of the row",
         "def score(response, anwser):\n    return 1.0\n",
-        says=r"\(reward\.py:1\): score asks for 'anwser'; did you mean answer\? The row has answer; response",
+        says=r"\(reward\.py:1\): score asks for 'anwser'; did you mean answer\? The row has answer; other par",
     ),
     _reward(
         "a parameter that is taken by position",

@@ -146,4 +146,4 @@ def _instead(name: str, row: Mapping[str, Any]) -> str:
     near = difflib.get_close_matches(name, [*row, *OFFERED], n=1)
     hint = f"; did you mean {near[0]}?" if near else ";"
     fields = f"{'The' if near else 'the'} row has {', '.join(map(str, row)) or 'no fields'}"
-    return f"{hint} {fields}; {', '.join(_OF_ONE)} can be had of every response"
+    return f"{hint} {fields}; other parameters may be {', '.join(_OF_ONE)}"
