@@ -1,12 +1,13 @@
 import numpy as np
 import pytest
 
+from rl_algos.grpo.adaptive import AdaptiveKL
 from rl_algos.grpo.batch import build_batch
 from rl_algos.grpo.collect import Validation
 from rl_algos.grpo.config import EstimatorConfig, GRPOConfig
 from rl_algos.grpo.estimators import reads
 from rl_algos.grpo.loop import train
-from rl_algos.grpo.objective import AdaptiveKL, Objective, RewardKL
+from rl_algos.grpo.objective import Objective, RewardKL
 from rl_algos.grpo.rewards import varies
 from rl_algos.losses.policy import KLPenalty, PolicyLoss
 from rl_core.errors import DataError

@@ -7,7 +7,8 @@ from rl_algos.grpo.collect import Validation, collect_groups, greedy_groups
 from rl_algos.grpo.config import GRPOConfig
 from rl_algos.grpo.estimators import advantages_of, by_rollout
 from rl_algos.grpo.metrics import rollout_metrics, training_metrics
-from rl_algos.grpo.objective import Objective, StepData
+from rl_algos.grpo.objective import Objective
+from rl_algos.grpo.step_statistics import StepData
 from rl_core.generation import RolloutSource, SamplingParams, Weights
 from rl_core.model import Model
 from rl_core.run import Checkpointable, Run

@@ -6,17 +6,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from rl_algos.grpo.adaptive import AdaptiveEntropy, AdaptiveKL
 from rl_algos.grpo.config import GRPORoot
 from rl_algos.grpo.loss_config import CustomLossConfig, LossConfig, RejectionConfig, SurrogateConfig
-from rl_algos.grpo.objective import (
-    AdaptiveEntropy,
-    AdaptiveKL,
-    Objective,
-    RewardKL,
-    Statistic,
-    high_covariance,
-    positive_examples,
-)
+from rl_algos.grpo.objective import Objective, RewardKL
+from rl_algos.grpo.step_statistics import Statistic, high_covariance, positive_examples
 from rl_algos.losses.aggregation import Aggregation
 from rl_algos.losses.importance import ImportanceCorrection, Rejection
 from rl_algos.losses.kl import KLPenalty

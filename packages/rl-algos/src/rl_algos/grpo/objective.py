@@ -3,131 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
+from rl_algos.grpo.adaptive import AdaptiveWeight
+from rl_algos.grpo.step_statistics import Statistic, StepData
 from rl_algos.losses.kl import KLType
 from rl_algos.losses.policy import PolicyLoss
-from rl_core.batch import Batch, Column
+from rl_core.batch import Batch
 from rl_core.metrics import Metric
 from rl_core.model import Loss
 from rl_core.ragged import Ragged
-from rl_core.rollout import LOSS_MASK, RolloutGroup
-
-
-@dataclass(frozen=True)
-class StepData:
-    """What a statistic of a whole step may be computed from.
-
-    Args:
-        step: number of the step.
-        groups: trained on.
-        batch: one row per rollout, with advantages and logprobs.
-    """
-
-    step: int
-    groups: Sequence[RolloutGroup]
-    batch: Batch
-
-
-Statistic = Callable[[StepData], Column]
-"""A column that needs all rows of a step."""
-
-
-class AdaptiveWeight(Protocol):
-    """A weight that follows what it brings about."""
-
-    @property
-    def value(self) -> float:
-        """The weight in force."""
-        ...
-
-    @property
-    def watches(self) -> str:
-        """Name of the metric that it follows."""
-        ...
-
-    def observe(self, measured: float) -> None:
-        """Move by what a step measured."""
-        ...
-
-    def state(self) -> Mapping[str, Any]:
-        """What `restore` goes on from."""
-        ...
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state."""
-        ...
-
-
-class AdaptiveKL:
-    """`weight (1 + clip(kl / target - 1, -0.2, 0.2) rollouts / horizon)` after each step (Ziegler et al.,
-    arXiv:1909.08593).
-
-    Args:
-        weight: the first.
-        target: mean KL divergence per sampled token.
-        rate: rollouts of a step over the horizon.
-    """
-
-    watches = "policy/kl"
-
-    def __init__(self, weight: float, *, target: float, rate: float) -> None:
-        self.value = weight
-        self._target = target
-        self._rate = rate
-
-    def observe(self, measured: float) -> None:
-        """Rise above the target, fall below it."""
-        self.value *= 1 + float(np.clip(measured / self._target - 1, -0.2, 0.2)) * self._rate
-
-    def state(self) -> Mapping[str, Any]:
-        """The weight."""
-        return {"weight": self.value}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from that weight."""
-        self.value = state["weight"]
-
-
-class AdaptiveEntropy:
-    """A weight that rises by a step below the target entropy and falls above it, not below 0, and which is 0 above it
-    (Skywork-OR1, arXiv:2505.22312).
-
-    Args:
-        weight: the first.
-        target: mean entropy per sampled token.
-        step: change of the weight.
-    """
-
-    watches = "policy/entropy"
-
-    def __init__(self, weight: float, *, target: float, step: float) -> None:
-        self._weight = weight
-        self._target = target
-        self._step = step
-        self._is_below = True
-
-    @property
-    def value(self) -> float:
-        """0 while the last entropy measured is above the target."""
-        return self._weight if self._is_below else 0.0
-
-    def observe(self, measured: float) -> None:
-        """Rise below the target, fall above it."""
-        self._is_below = measured <= self._target
-        self._weight = max(0.0, self._weight + (self._step if measured < self._target else -self._step))
-
-    def state(self) -> Mapping[str, Any]:
-        """The weight, and whether it applies."""
-        return {"weight": self._weight, "is_below": self._is_below}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from that weight."""
-        self._weight, self._is_below = state["weight"], state["is_below"]
+from rl_core.rollout import LOSS_MASK
 
 
 @dataclass(frozen=True)
@@ -249,45 +139,6 @@ class Objective:
         for name, weight in self._weights.items():
             if name in state:
                 weight.restore(state[name])
-
-
-class CovarianceSurrogate(Protocol):
-    """A surrogate that treats some tokens of high covariance in a way of their own."""
-
-    def chosen(self, covariance: np.ndarray, random: np.random.Generator) -> np.ndarray:
-        """bool `[tokens]`, those tokens among all sampled tokens of a step."""
-        ...
-
-
-def high_covariance(surrogate: CovarianceSurrogate, seed: int) -> Statistic:
-    """uint8 `[tokens]`, 1 at the tokens that the surrogate chooses by `(prev - mean prev) (A - mean A)`, means over all
-    sampled tokens of the step (arXiv:2505.22617).
-
-    Args:
-        seed: of a random choice, together with the number of the step.
-    """
-
-    def statistic(data: StepData) -> Column:
-        mask = data.batch.ragged(LOSS_MASK)
-        is_sampled = mask.values > 0
-        prev = data.batch.ragged("prev_logprobs").values[is_sampled].astype(np.float64)
-        advantages = data.batch["advantages"]
-        by_token = advantages.values if isinstance(advantages, Ragged) else np.repeat(advantages, mask.lengths)
-        own = by_token[is_sampled].astype(np.float64)
-        chosen = np.zeros(len(is_sampled), dtype=np.uint8)
-        if len(own):
-            covariance = (prev - prev.mean()) * (own - own.mean())
-            chosen[is_sampled] = surrogate.chosen(covariance, np.random.default_rng((seed, data.step)))
-        return mask.like(chosen)
-
-    return statistic
-
-
-def positive_examples(data: StepData) -> Column:
-    """uint8 `[rows]`, 1 for rollouts whose environment gave them a reward above 0."""
-    # NaN, that of a failed rollout, is not above 0
-    positive: np.ndarray = np.concatenate([group.rewards() for group in data.groups]) > 0
-    return positive.astype(np.uint8)
 
 
 def _clamp(values: np.ndarray, bound: float | None) -> np.ndarray:

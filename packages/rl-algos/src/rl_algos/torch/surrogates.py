@@ -44,38 +44,38 @@ class PolicyTerms:
 
 
 def clip(surrogate: Clip, sampled: Sampled) -> PolicyTerms:
-    """As `Clip` says."""
+    """The policy term of `Clip`."""
     return _clipped(surrogate, sampled.ratio, sampled.advantages)
 
 
 def gspo(surrogate: GSPO, sampled: Sampled) -> PolicyTerms:
-    """As `GSPO` says."""
+    """The policy term of `GSPO`."""
     mean = sampled.row_means((sampled.logprobs - sampled.prev).detach())
     own = torch.where(sampled.spread(mean.abs() < LOG_RATIO_BOUND), sampled.logprobs - sampled.logprobs.detach(), 0.0)
     return _clipped(surrogate, (sampled.spread(bounded(mean)) + own).exp(), sampled.advantages)
 
 
 def cispo(surrogate: CISPO, sampled: Sampled) -> PolicyTerms:
-    """As `CISPO` says."""
+    """The policy term of `CISPO`."""
     ratio = sampled.ratio.detach()
     weight = ratio.clamp(1 - surrogate.clip_low, 1 + surrogate.clip_high)
     return PolicyTerms(-sampled.advantages * weight * sampled.logprobs, ratio, ratio != weight)
 
 
 def reinforce(_surrogate: Reinforce, sampled: Sampled) -> PolicyTerms:
-    """As `Reinforce` says."""
+    """The policy term of `Reinforce`."""
     return _unclipped(-sampled.advantages * sampled.logprobs, sampled.ratio)
 
 
 def sapo(surrogate: SAPO, sampled: Sampled) -> PolicyTerms:
-    """As `SAPO` says."""
+    """The policy term of `SAPO`."""
     ratio, advantages = sampled.ratio, sampled.advantages
     positive, negative = (_gate(ratio, tau) for tau in (surrogate.tau_positive, surrogate.tau_negative))
     return _unclipped(-advantages * torch.where(advantages > 0, positive, negative), ratio)
 
 
 def gmpo(surrogate: GMPO, sampled: Sampled) -> PolicyTerms:
-    """As `GMPO` says."""
+    """The policy term of `GMPO`."""
     log_ratio = bounded(sampled.logprobs - sampled.prev)
     low = math.log(1 - surrogate.clip_low) if surrogate.clip_low < 1 else -LOG_RATIO_BOUND
     clamped = log_ratio.clamp(low, math.log1p(surrogate.clip_high))
@@ -87,13 +87,13 @@ def gmpo(surrogate: GMPO, sampled: Sampled) -> PolicyTerms:
 
 
 def dppo_tv(surrogate: DPPOTV, sampled: Sampled) -> PolicyTerms:
-    """As `DPPOTV` says."""
+    """The policy term of `DPPOTV`."""
     divergence = (sampled.logprobs.detach().exp() - sampled.prev.exp()).abs()
     return _within_region(sampled, divergence <= surrogate.threshold)
 
 
 def dppo_kl(surrogate: DPPOKL, sampled: Sampled) -> PolicyTerms:
-    """As `DPPOKL` says."""
+    """The policy term of `DPPOKL`."""
     logprobs, prev = sampled.logprobs.detach(), sampled.prev
     before, others = prev.exp(), -torch.expm1(prev)
     # at log(1 - p) of a p that rounds to 1, the smallest number above 0 stands for 1 - p
@@ -104,14 +104,14 @@ def dppo_kl(surrogate: DPPOKL, sampled: Sampled) -> PolicyTerms:
 
 
 def clip_cov(surrogate: ClipCov, sampled: Sampled) -> PolicyTerms:
-    """As `ClipCov` says."""
+    """The policy term of `ClipCov`."""
     terms = _clipped(surrogate, sampled.ratio, sampled.advantages)
     chosen = sampled.mask & (sampled.rows["high_covariance"] > 0)
     return PolicyTerms(torch.where(chosen, 0.0, terms.loss), terms.ratio, terms.clipped | chosen)
 
 
 def kl_cov(surrogate: KLCov, sampled: Sampled) -> PolicyTerms:
-    """As `KLCov` says."""
+    """The policy term of `KLCov`."""
     log_ratio = bounded(sampled.logprobs - sampled.prev)
     ratio = log_ratio.exp()
     chosen = sampled.mask & (sampled.rows["high_covariance"] > 0)
@@ -120,7 +120,7 @@ def kl_cov(surrogate: KLCov, sampled: Sampled) -> PolicyTerms:
 
 
 def vespo(surrogate: VESPO, sampled: Sampled) -> PolicyTerms:
-    """As `VESPO` says."""
+    """The policy term of `VESPO`."""
     log_ratio = sampled.spread(bounded(sampled.row_sums((sampled.logprobs - sampled.prev).detach())))
     positive = _soft_weight(log_ratio, surrogate.k_positive, surrogate.lambda_positive)
     negative = _soft_weight(log_ratio, surrogate.k_negative, surrogate.lambda_negative)
