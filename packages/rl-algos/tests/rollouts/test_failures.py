@@ -39,8 +39,16 @@ def test_a_call_whose_rollouts_all_failed_ends_the_run_whatever_is_allowed():
 
 
 def test_many_reasons_are_cut_short():
-    with pytest.raises(RolloutsFailed, match="1 x reason 4; and 3 other reasons"):
-        FailureWatch(0.0).check(groups(*[f"reason {i}" for i in range(8)]))
+    with pytest.raises(RolloutsFailed, match="1 x reason e; and 3 other reasons"):
+        FailureWatch(0.0).check(groups(*[f"reason {letter}" for letter in "abcdefgh"]))
+
+
+def test_failures_that_differ_in_values_alone_are_counted_as_one_cause():
+    failures = [f"raised KeyError: '{key}' (at reward.py:4)" for key in "abc"]
+    with pytest.raises(
+        RolloutsFailed, match=r"nothing to train on: 3 x raised KeyError: 'a' \(at reward\.py:4\)\. For"
+    ):
+        FailureWatch(0.5).check(groups(*failures))
 
 
 def test_a_cause_is_told_of_once_and_again_if_it_goes_on(caplog):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import islice
 
 from rl_core.errors import RolloutsFailed
 from rl_core.rollout import RolloutGroup
@@ -51,21 +52,21 @@ class FailureWatch:
         if not failed:
             return
         share = f"{len(failed)} of {num_rollouts} rollouts failed"
-        counts = Counter(_reason(rollout.failure) for _, rollout in failed)
+        counts = Counter(_cause(rollout.failure) for _, rollout in failed)
+        examples = {_cause(rollout.failure): (prompt, rollout) for prompt, rollout in reversed(failed)}
+        reasons = _listed({_reason(examples[cause][1].failure): count for cause, count in counts.most_common()})
         if len(failed) == num_rollouts or len(failed) > self._max_failed_share * num_rollouts:
             allowed = f", more than grpo.max_failed_share={self._max_failed_share:g} allows"
-            commonest = counts.most_common(1)[0][0]
-            prompt, rollout = next(each for each in failed if _reason(each[1].failure) == commonest)
+            prompt, rollout = examples[counts.most_common(1)[0][0]]
             raise RolloutsFailed(
                 f"{share}{allowed if len(failed) < num_rollouts else ', so there is nothing to train on'}: "
-                f"{_listed(counts)}. For example, {prompt}: {rollout.failure}"
+                f"{reasons}. For example, {prompt}: {rollout.failure}"
             )
-        news = [reason for reason in counts if self._is_news(reason)]
+        news = [cause for cause in counts if self._is_news(cause)]
         if news:
-            _log.warning("%s and train nothing: %s", share, _listed(counts))
+            _log.warning("%s and train nothing: %s", share, reasons)
 
-    def _is_news(self, reason: str) -> bool:
-        cause = _VARIES.sub("", reason)
+    def _is_news(self, cause: str) -> bool:
         is_news = self._num_calls - self._told.get(cause, -TOLD_EVERY) >= TOLD_EVERY
         if is_news:
             self._told[cause] = self._num_calls
@@ -76,7 +77,12 @@ def _reason(failure: str) -> str:
     return failure.splitlines()[0][:_REASON_LENGTH] if failure else ""
 
 
-def _listed(counts: Counter[str]) -> str:
-    listed = "; ".join(f"{count} x {reason}" for reason, count in counts.most_common(MOST_REASONS))
+def _cause(failure: str) -> str:
+    """The reason without the values in it: failures that differ in these alone have one cause."""
+    return _VARIES.sub("", _reason(failure))
+
+
+def _listed(counts: Mapping[str, int]) -> str:
+    listed = "; ".join(f"{count} x {reason}" for reason, count in islice(counts.items(), MOST_REASONS))
     others = f"; and {len(counts) - MOST_REASONS} other reasons" if len(counts) > MOST_REASONS else ""
     return f"{listed}{others}"
