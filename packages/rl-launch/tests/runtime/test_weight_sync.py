@@ -22,10 +22,15 @@ class Policy:
         self.failure = None
         self.transports = []
 
-    def infer(self, batch, reads, **_):
-        return Batch(
-            {"logprobs": batch.ragged("tokens").like(np.full(len(batch.ragged("tokens").values), -1.0, np.float32))}
-        )
+    def start_infer(self, batch, reads):
+        self.begun_after = list(self.events)
+
+        def finish():
+            self.awaited_after = list(self.events)
+            tokens = batch.ragged("tokens")
+            return Batch({"logprobs": tokens.like(np.full(len(tokens.values), -1.0, np.float32))})
+
+        return finish
 
     def manifest(self, version):
         self.events.append("manifest")
@@ -112,6 +117,21 @@ def test_a_version_is_served_only_after_transfer_and_commit(events):
     sync, replica = make_sync(events), Replica(events)
     sync.publish().send([replica])
     assert events == ["manifest", "send 1 to 2", "take_over", "resume"]
+
+
+def test_the_policy_scores_the_canary_while_the_replicas_take_over(events):
+    sync, replica = make_sync(events), Replica(events)
+    sync.publish().send([replica])
+    assert sync._policy.begun_after == ["manifest", "send 1 to 2"]
+    assert sync._policy.awaited_after == ["manifest", "send 1 to 2", "take_over"]
+
+
+def test_on_shared_devices_the_policy_scores_the_canary_before_anyone_takes_memory(events):
+    residency = Residency()
+    residency.join("policy", Tenant(lambda: None, lambda: None), present=True)
+    sync = make_sync(events, residency)
+    sync.publish().send([Replica(events)])
+    assert sync._policy.begun_after == sync._policy.awaited_after == []
 
 
 def test_on_shared_devices_memory_is_freed_before_it_is_taken(events):

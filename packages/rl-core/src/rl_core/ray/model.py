@@ -111,20 +111,32 @@ class RemoteModel:
 
     def infer(self, batch: Batch, reads: Sequence[Read], *, reference: bool = False, temperature: float = 1.0) -> Batch:
         """As `rl_core.model.Model.infer`."""
+        with self._hold():
+            return self.start_infer(batch, reads, reference=reference, temperature=temperature)()
+
+    def start_infer(
+        self, batch: Batch, reads: Sequence[Read], *, reference: bool = False, temperature: float = 1.0
+    ) -> Callable[[], Batch]:
+        """Begin `infer` behind what the ranks were asked before; the returned function waits for its results. The model
+        must have its device until then.
+        """
         rows = self._rows_per_shard(batch)
         inputs = batch.only([name for name in (*self._columns, PAIR) if name in batch])
         options = {"reference": reference, "temperature": temperature}
-        with self._hold():
-            shards = self._send(inputs, rows)
-            calls = [
-                worker.infer.options(num_returns=2).remote(*shards[place.on("dp")].of([tuple(reads)], options))
-                for worker, place in zip(self._workers, self._coordinates, strict=True)
-            ]
+        shards = self._send(inputs, rows)
+        calls = [
+            worker.infer.options(num_returns=2).remote(*shards[place.on("dp")].of([tuple(reads)], options))
+            for worker, place in zip(self._workers, self._coordinates, strict=True)
+        ]
+
+        def finish() -> Batch:
             self._gather([answered for answered, _ in calls], "infer", self._timeout_s)
-        origins = self._origins("infer")
-        stores = [StoredRows(calls[rank][1], origins[rank]) for rank in self._leaders()]
-        found = RemoteRows.split_over(stores, rows, batch.lengths)
-        return Batch(found.columns([name for read in reads for name in read.columns]))
+            origins = self._origins("infer")
+            stores = [StoredRows(calls[rank][1], origins[rank]) for rank in self._leaders()]
+            found = RemoteRows.split_over(stores, rows, batch.lengths)
+            return Batch(found.columns([name for read in reads for name in read.columns]))
+
+        return finish
 
     def evaluate(self, batch: Batch, loss: Loss) -> Metrics:
         """As `rl_core.model.Model.evaluate`."""

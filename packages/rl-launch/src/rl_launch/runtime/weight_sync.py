@@ -172,33 +172,57 @@ class WeightSync:
                 _log.warning("%s; sending version %d again", error, update.version)
 
     def _transfer(self, update: PublishedWeights, replicas: Sequence[Receiver]) -> None:
+        early: Ragged | None = None
         with self._residency.hold(POLICY) if self._residency else nullcontext():
-            expected = self._policy.infer(Batch({"tokens": self._canary.rows}), [LOGPROBS]).ragged("logprobs")
             if self._residency:
+                # before the replicas take memory
+                early = self._start_canary()()
                 self._policy.offload(["optimizer"])
             if self._manifest is None:
                 self._manifest = self._policy.manifest(update.version)
         transport = self._connected(replicas)
         self._transport = None  # until this transfer has succeeded
-        taken = self._exchange(replace(self._manifest, version=update.version), transport, replicas)
+        manifest = replace(self._manifest, version=update.version)
+        shared = ray.put(manifest)
+        sending = self._policy.start_send(shared, transport)
+        # the policy is done before the replicas are, which load what arrives and score the canary too
+        finish = self._start_canary() if early is None else None
+        taken = self._exchange(manifest, shared, sending, transport, replicas)
         self._transport = transport
+        expected = early if finish is None else finish()
         scores = [found.scores for found in taken]
         if self._residency:
             self._policy.offload(["parameters"])
             self._residency.hand_over(GENERATION)
             scores = self._all(replicas, "try_out", tuple(self._canary.rows))
+        assert expected is not None, "the canary is scored either before or behind the send"
         self._check_canary(update, expected, replicas, scores)
         refs = [replica.generator("resume") for replica in replicas]
         gather(refs, [replica.origin("weight sync (resume)") for replica in replicas], self._timeout_s)
 
-    def _exchange(self, manifest: Manifest, transport: Transport, replicas: Sequence[Receiver]) -> list[Taken]:
-        """Have the policy send and the replicas take over, both watched at once, and compare what they say.
+    def _start_canary(self) -> Callable[[], Ragged]:
+        """Have the policy score the canary; the returned function waits for its logprobs."""
+        finish = self._policy.start_infer(Batch({"tokens": self._canary.rows}), [LOGPROBS])
+        return lambda: finish().ragged("logprobs")
+
+    def _exchange(
+        self,
+        manifest: Manifest,
+        shared: ray.ObjectRef,
+        sent_by: tuple[Sequence[ray.ObjectRef], Sequence[Origin]],
+        transport: Transport,
+        replicas: Sequence[Receiver],
+    ) -> list[Taken]:
+        """Have the replicas take over what the policy sends, watch both at once, and compare what they say.
+
+        Args:
+            shared: where Ray keeps the manifest.
+            sent_by: the policy's calls, as `RemoteModel.start_send` returns them.
 
         Raises:
             RLError: the cause of the failure, followed by what the other side said.
         """
-        shared = ray.put(manifest)
-        sending, senders = self._policy.start_send(shared, transport)
+        sending, senders = sent_by
         if not transport.ends_meet:
             self._settled(sending, senders, manifest, transport)
         first_ranks = np.cumsum([1] + [replica.num_ranks for replica in replicas])
