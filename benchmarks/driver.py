@@ -250,6 +250,7 @@ def measured_steps(cluster: VirtualCluster, run_dir: Path, tokens: int, chosen: 
     )
     settings = read_config("grpo-arithmetic", ["checkpointing.enabled=false"]).config
     with RunSession(run_dir, settings, title="driver") as session:
+        session.write_rollouts_by(pool.write_rollouts)
         run = MeasuredRun(session)
         train(
             config,

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from rl_algos.rollouts.worker import RolloutWorker
 from rl_core.batch import Batch
 from rl_core.generation import RolloutTask
 from rl_core.metrics import Metric
@@ -67,6 +68,10 @@ class SimulatedReplica:
             self._has_tasks.clear()
         report, columns, records = parts_of(task.prompt, [self._rollout(task.prompt) for _ in task.seeds])
         return [(number, report)], columns, records
+
+    async def write_rollouts(self, path: str, part: Any, row: Any, advantages: Any, *stores: Batch) -> None:
+        """As a rollout worker does."""
+        await RolloutWorker.write_rollouts(self, path, part, row, advantages, *stores)  # type: ignore[arg-type]  # it reads nothing of a worker
 
     async def health(self) -> Mapping[str, Any]:
         """An engine without requests."""

@@ -286,3 +286,23 @@ def test_groups_may_be_asked_for_before_the_message_that_begins_them(make_worker
         return await asked
 
     assert [rollout.reward for rollout in asyncio.run(run())[3].rollouts] == [1.0]
+
+
+def test_rollouts_are_written_with_their_advantages_in_the_order_asked_for(make_worker, tmp_path):
+    worker, _ = make_worker(lambda conversation: StepResult(reward=1.0))
+    path = tmp_path / "step_1.jsonl"
+
+    async def run():
+        await worker.begin([(1, task(5, 6)), (2, task(7))])
+        groups = await taken(worker, 2)
+        stores = [groups[number].columns.only(["record"]) for number in (1, 2)]
+        part, row = np.array([1, 0, 0]), np.array([0, 1, 0])
+        await worker.write_rollouts(str(path), part, row, [0.5, None, float("nan")], *stores)
+
+    asyncio.run(run())
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(each["turns"][0]["text"], each["advantage"]) for each in rows] == [
+        ("[7]", 0.5),
+        ("[6]", None),
+        ("[5]", None),
+    ]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
@@ -35,6 +37,24 @@ def rollout_record(prompt: Prompt, index: int, rollout: Rollout) -> np.ndarray:
     text = json.dumps(described, default=_foreign, ensure_ascii=False)
     # half of a surrogate pair has no UTF-8, but an escape that JSON knows
     return np.frombuffer(text.encode(errors="backslashreplace"), dtype=np.uint8)
+
+
+def write_records(path: Path, records: Iterable[tuple[np.ndarray, float | None]]) -> None:
+    """Write a new file of rollouts: each a record and its advantage, which is added to the object."""
+    with path.open("xb", buffering=_BUFFER_BYTES) as file:
+        append_records(file, records)
+
+
+def append_records(file: BinaryIO, records: Iterable[tuple[np.ndarray, float | None]]) -> None:
+    """As `write_records`, to a file that is open. An advantage that is not finite becomes null, which JSON has."""
+    for record, advantage in records:
+        finite = advantage if advantage is not None and math.isfinite(advantage) else None
+        # an object on one line, to which one entry is added
+        file.write(record[:-1].data)
+        file.write(f', "advantage": {json.dumps(finite)}}}\n'.encode())
+
+
+_BUFFER_BYTES = 2**20
 
 
 def _foreign(value: Any) -> Any:

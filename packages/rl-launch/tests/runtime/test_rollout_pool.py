@@ -6,8 +6,10 @@ import itertools
 import numpy as np
 import pytest
 
+from rl_core.batch import RemoteRows
 from rl_core.errors import GeneratorError, Origin, WeightSyncError, WorkerDied, WorkerError, WorkerStalled
 from rl_core.generation import RolloutTask, SamplingParams
+from rl_core.ray.rows import StoredRows
 from rl_core.rollout import Prompt
 from rl_launch.placement.residency import Residency, Tenant
 from rl_launch.runtime import dispatch, replica_group, rollout_pool
@@ -396,6 +398,37 @@ def test_a_replica_that_hangs_leaves_its_stacks_and_is_replaced(monkeypatch):
     replica = Replica(hangs=True)
     assert run(make_pool([replica]), tasks(3)) == groups(3)
     assert replica.events == ["stacks", "start"]
+
+
+class Writing(Replica):
+    """Answers `write_rollouts` with what it was given."""
+
+    def call(self, method, *args):
+        if method != "write_rollouts":
+            return super().call(method, *args)
+
+        def answer():
+            if self.failure is not None:
+                raise self.failure
+            self.events.append(args)
+
+        return Call(answer)
+
+
+def test_rollouts_are_written_by_a_living_worker_from_where_their_texts_lie():
+    replicas = [Writing(0, fails=[(0, WorkerDied("the process ended"))]), Writing(1), Writing(2)]
+    pool = make_pool(replicas)
+    pool.submit(tasks(3))
+    for _ in range(2):  # the first one is lost meanwhile
+        pool.next_done()
+    rows = RemoteRows.concat([RemoteRows.of(StoredRows(name, None), [4, 5]) for name in ("a", "b")])
+    pool.write_rollouts("/run/rollouts/part", rows, [1.0, 2.0, 3.0, None])
+    ((path, part, row, advantages, *stores),) = replicas[1].events
+    assert (path, advantages, stores) == ("/run/rollouts/part", [1.0, 2.0, 3.0, None], ["a", "b"])
+    assert (part.tolist(), row.tolist()) == ([0, 0, 1, 1], [0, 1, 0, 1])
+    replicas[1].failure = WorkerDied("the process ended")
+    with pytest.raises(WorkerDied):
+        pool.write_rollouts("/run/rollouts/part", rows, [])
 
 
 def watch_of(replica):

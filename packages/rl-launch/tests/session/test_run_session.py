@@ -24,6 +24,7 @@ from rl_core.batch import RemoteRows
 from rl_core.errors import RunDirectoryError, WorkerDied
 from rl_core.generation import SamplingParams
 from rl_core.rollout import Prompt, Rollout, RolloutGroup, Turn, WeightSpan
+from rl_core.rollout_record import write_records
 from rl_core.testing.fakes import FakeModel, FakeWeights
 from rl_launch.session import RunSession, newest_checkpoint
 from rl_launch.session.records import MOST_STEPS, RolloutFiles
@@ -436,6 +437,46 @@ def test_texts_that_were_lost_with_a_node_cost_only_themselves(tmp_path, caplog)
     rows = [json.loads(line) for line in (tmp_path / "step_1.jsonl").read_text().splitlines()]
     assert [row["advantage"] for row in rows] == [2.0, 3.0]
     assert "step 1: the texts of prompt p0 are lost: its node died" in caplog.text
+    files.close()
+
+
+def write_here(path, rows, advantages):
+    """Stand-in for a process that sees the run's folder."""
+    write_records(Path(path), zip(rows.fetch("record"), advantages, strict=True))
+
+
+def test_rollouts_whose_texts_lie_elsewhere_are_written_there(tmp_path):
+    paths = []
+
+    def write(path, rows, advantages):
+        paths.append(Path(path))
+        write_here(path, rows, advantages)
+
+    files = RolloutFiles(tmp_path)
+    files.write_elsewhere = write
+    files.append(1, [Texts().group(), Texts().group()], np.array([1.5]))
+    files.append(2, [rollout_group(1)], np.zeros(1))
+    files.flush()
+    rows = [json.loads(line) for line in (tmp_path / "step_1.jsonl").read_text().splitlines()]
+    assert [row["advantage"] for row in rows] == [1.5, None]
+    assert len(paths) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_1.jsonl", "step_2.jsonl"]
+    files.close()
+
+
+def test_rollouts_that_nobody_else_writes_are_written_here(tmp_path, caplog):
+    def die(path, rows, advantages):
+        write_here(path, rows, advantages)
+        raise WorkerDied("the process ended")
+
+    files = RolloutFiles(tmp_path)
+    files.write_elsewhere = die
+    files.append(1, [Texts().group()], np.array([2.0]))
+    files.flush()
+    (row,) = [json.loads(line) for line in (tmp_path / "step_1.jsonl").read_text().splitlines()]
+    assert row["advantage"] == 2.0
+    assert "step_1.jsonl: writing it here, as a rollout worker did not: the process ended" in caplog.text
+    assert [path.name for path in tmp_path.iterdir()] == ["step_1.jsonl"]
     files.close()
 
 

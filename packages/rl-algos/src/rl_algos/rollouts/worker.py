@@ -8,6 +8,7 @@ import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,7 +28,8 @@ from rl_core.generation import (
 )
 from rl_core.model_config import TokenizerConfig
 from rl_core.plugins import resolve
-from rl_core.rollout import Completion, GroupReport, Message, Prompt, Rollout, parts_of
+from rl_core.rollout import RECORD, Completion, GroupReport, Message, Prompt, Rollout, parts_of
+from rl_core.rollout_record import write_records
 from rl_core.weights import Manifest
 
 _log = logging.getLogger(__name__)
@@ -137,6 +139,21 @@ class RolloutWorker:
     async def try_out(self, canary: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
         """As `rl_core.delivery.try_out`."""
         return await try_out(self._generator, canary)
+
+    async def write_rollouts(
+        self, path: str, part: np.ndarray, row: np.ndarray, advantages: Sequence[float | None], *stores: Batch
+    ) -> None:
+        """Write a new file of rollouts, beside what else this process does.
+
+        Args:
+            path: of the file, which this process sees as the run's does.
+            part, row: int64 `[rollouts]`, which record of which store each rollout's is.
+            advantages: of each rollout.
+        """
+        records = [store.ragged(RECORD) for store in stores]
+        places = zip(part.tolist(), row.tolist(), strict=True)
+        lines = zip((records[store][record] for store, record in places), advantages, strict=True)
+        await asyncio.to_thread(write_records, Path(path), lines)
 
     async def health(self) -> Mapping[str, Any]:
         """The replica's report."""

@@ -41,6 +41,13 @@ class StoredRows:
         return found
 
 
+def refs_of(rows: RemoteRows) -> list[ray.ObjectRef]:
+    """References to the stores of rows, all of which lie in Ray's object store."""
+    stores = [store for store in rows.stores if isinstance(store, StoredRows)]
+    assert len(stores) == len(rows.stores), f"not all rows lie in Ray's object store: {rows.stores}"
+    return [store.ref for store in stores]
+
+
 def stored_groups(
     prompts: Sequence[Prompt],
     reports: Sequence[GroupReport],

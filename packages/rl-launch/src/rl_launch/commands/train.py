@@ -149,6 +149,8 @@ def _run(
         try:
             with session.phase("starting"):
                 components = runtime.components(data, needs, vocabulary=len(tokenizer))
+            if runtime.rollout_pool is not None:
+                session.write_rollouts_by(runtime.rollout_pool.write_rollouts)
             with session.with_models():
                 resolve(algorithm.run)(config, components, session)
         except RLError as error:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+from rl_core.batch import RemoteRows
 from rl_core.errors import GeneratorError, RLError, WorkerDied
 from rl_core.generation import RolloutTask, Ticket, WeightUpdate
 from rl_core.ray.calls import fetch, wait
-from rl_core.ray.rows import stored_groups
+from rl_core.ray.rows import refs_of, stored_groups
 from rl_core.rollout import RolloutGroup
 from rl_launch.placement.residency import Residency
 from rl_launch.runtime.dispatch import Dispatch
@@ -17,6 +18,10 @@ from rl_launch.runtime.replica_group import ReplicaGroup
 
 LOOK_S = 5.0
 """Longest time between two looks at the replicas' progress."""
+
+
+WRITE_TIMEOUT_S = 600.0
+"""Bound of writing the rollouts of a step."""
 
 
 class RolloutPool:
@@ -75,6 +80,25 @@ class RolloutPool:
         Those that are restarted later get the same update, which must not be stale then.
         """
         self._group.adopt(update)
+
+    def write_rollouts(self, path: str, rows: RemoteRows, advantages: Sequence[float | None]) -> None:
+        """Have a rollout worker write the records of rollouts, so that no text comes to this process; any thread may
+        call it.
+
+        Args:
+            path: of a new file in the run's folder, which all nodes see.
+            rows: of the records.
+            advantages: of each rollout.
+
+        Raises:
+            WorkerDied: if the worker died, or texts were lost with a node.
+        """
+        lost = self._group.lost
+        replica = next((each for each in self._group.replicas if each not in lost), None)
+        if replica is None:
+            raise WorkerDied("no rollout worker is alive that could write rollouts")
+        call = replica.call("write_rollouts", path, rows.part, rows.row, advantages, *refs_of(rows))
+        fetch(call, replica.origin("writing rollouts"), WRITE_TIMEOUT_S)
 
     def close(self) -> None:
         """End all engines, then their processes."""

@@ -85,6 +85,7 @@ class Runtime:
         self._cluster = cluster
         self._exit = ExitStack()
         self._residency = Residency()
+        self.rollout_pool: RolloutPool | None = None
         self._logs = str(logs)
         self._timeouts = StartTimeouts(config.cluster.process_timeout_s, config.cluster.start_timeout_s)
         self.topology: Topology = plan(
@@ -225,6 +226,8 @@ class Runtime:
 
     def _pool(self, replicas: list[Replica], residency: Residency | None) -> RolloutPool:
         assert self._backends.generation is not None, "rollouts need generation"
-        pool = RolloutPool(replicas, residency, stall_timeout_s=self._backends.generation.config.stall_timeout_s)
+        self.rollout_pool = pool = RolloutPool(
+            replicas, residency, stall_timeout_s=self._backends.generation.config.stall_timeout_s
+        )
         self._exit.callback(pool.close)
         return pool

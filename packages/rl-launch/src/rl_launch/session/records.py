@@ -8,17 +8,19 @@ import math
 import os
 import re
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice, zip_longest
+from itertools import islice
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 
-from rl_core.batch import Batch
-from rl_core.errors import WorkerDied
+from rl_core.batch import Batch, RemoteColumn, RemoteRows
+from rl_core.errors import RLError, WorkerDied
 from rl_core.rollout import RECORD, RolloutGroup
+from rl_core.rollout_record import append_records
 
 _log = logging.getLogger(__name__)
 
@@ -67,11 +69,16 @@ class MetricsFile:
         aside.replace(self._path)
 
 
-class RolloutFiles:
-    """`rollouts/step_<n>.jsonl`: one object per rollout, fetched and written by a thread beside the steps.
+RolloutWriter = Callable[[str, RemoteRows, Sequence[float | None]], None]
+"""Writes a new file of the records in some rows, each with its advantage, in another process."""
 
-    What the thread fails with is raised by the next call. `flush` comes before anything that rests on the files: a
-    checkpoint, and the end of the workers that hold the texts.
+
+class RolloutFiles:
+    """`rollouts/step_<n>.jsonl`: one object per rollout, written beside the steps.
+
+    A thread has them written where the texts are, by `write_elsewhere`, or fetches and writes them itself. What it
+    fails with is raised by the next call. `flush` comes before anything that rests on the files: a checkpoint, and the
+    end of the workers that hold the texts.
 
     Args:
         folder: where they are.
@@ -81,6 +88,7 @@ class RolloutFiles:
         self._folder = folder
         self._threads: ThreadPoolExecutor | None = None
         self._writing: deque[Future[None]] = deque()
+        self.write_elsewhere: RolloutWriter | None = None
 
     def append(self, step: int, groups: Sequence[RolloutGroup], advantages: np.ndarray) -> None:
         """Have rollouts written, flattened; those beyond the advantages, which trained nothing, have null.
@@ -96,7 +104,8 @@ class RolloutFiles:
         records = [(group.prompt.id, group.columns.only([RECORD])) for group in groups]
         if self._threads is None:
             self._threads = ThreadPoolExecutor(1, thread_name_prefix="rollout-files")
-        self._writing.append(self._threads.submit(self._write, step, records, np.asarray(advantages).tolist()))
+        padded = [*np.asarray(advantages).tolist(), *[None] * (num_rollouts - len(advantages))]
+        self._writing.append(self._threads.submit(self._write, step, records, padded))
 
     def flush(self) -> None:
         """Wait until everything is written."""
@@ -110,15 +119,20 @@ class RolloutFiles:
             self._threads = None
 
     def cut_back(self, step: int) -> None:
-        """Drop the files of later steps."""
+        """Drop the files of later steps, and those that were not finished."""
+        for path in self._folder.glob(".step_*.part"):
+            path.unlink()
         for path in self._folder.glob("step_*.jsonl"):
             match = _STEP_FILE.fullmatch(path.name)
             if match and int(match[1]) > step:
                 path.unlink()
 
-    def _write(self, step: int, groups: Sequence[tuple[str, Batch]], advantages: Sequence[float]) -> None:
+    def _write(self, step: int, groups: Sequence[tuple[str, Batch]], advantages: Sequence[float | None]) -> None:
+        path = self._folder / f"step_{step}.jsonl"
+        if not path.exists() and self._is_written_elsewhere(path, [columns for _, columns in groups], advantages):
+            return
         waiting = iter(advantages)
-        with (self._folder / f"step_{step}.jsonl").open("ab") as file:
+        with path.open("ab") as file:
             for prompt_id, columns in groups:
                 own = list(islice(waiting, len(columns)))
                 try:
@@ -126,10 +140,23 @@ class RolloutFiles:
                 except WorkerDied as error:
                     _log.warning("step %d: the texts of prompt %s are lost: %s", step, prompt_id, error)
                     continue
-                for record, advantage in zip_longest(records, own):
-                    # an object on one line, to which one entry is added
-                    file.write(record[:-1].data)
-                    file.write(f', "advantage": {json.dumps(_number(advantage))}}}\n'.encode())
+                append_records(file, zip(records, own, strict=True))
+
+    def _is_written_elsewhere(self, path: Path, groups: Sequence[Batch], advantages: Sequence[float | None]) -> bool:
+        columns = [group.columns[RECORD] for group in groups]
+        remote = [column.rows for column in columns if isinstance(column, RemoteColumn)]
+        if self.write_elsewhere is None or not remote or len(remote) < len(columns):
+            return False
+        # a writer that is given up may go on writing for a while, to a file that nobody reads
+        aside = path.with_name(f".{path.stem}.{uuid4().hex[:8]}.part")
+        try:
+            self.write_elsewhere(str(aside.absolute()), RemoteRows.concat(remote), advantages)
+        except RLError as error:
+            _log.warning("%s: writing it here, as a rollout worker did not: %s", path.name, error)
+            aside.unlink(missing_ok=True)
+            return False
+        aside.rename(path)
+        return True
 
 
 def _number(value: Any) -> float | int | None:

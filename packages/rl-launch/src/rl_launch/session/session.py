@@ -26,7 +26,7 @@ from rl_launch.session.config import CheckpointingConfig, LoggerConfig
 from rl_launch.session.log_output import logged_to, shared_console
 from rl_launch.session.progress import Progress
 from rl_launch.session.recording import Recording
-from rl_launch.session.records import MetricsFile, RolloutFiles
+from rl_launch.session.records import MetricsFile, RolloutFiles, RolloutWriter
 from rl_launch.session.run_directory import RunDirectory
 from rl_launch.session.run_state import FILE_NAME as STATE
 from rl_launch.session.run_state import BestSoFar, RunState, Status
@@ -254,6 +254,10 @@ class RunSession:
         """Have a step's rollouts written, one line each; those beyond the advantages have null."""
         with self.phase("recording"):
             self._rollouts.append(step, groups, advantages)
+
+    def write_rollouts_by(self, writer: RolloutWriter) -> None:
+        """Have rollouts written by another process, which sees the run's folder; it must live as long as the models."""
+        self._rollouts.write_elsewhere = writer
 
     def due(self, period: int, step: int, *, at_end: bool = False) -> bool:
         """Whether something with this period is due after this step.
