@@ -85,11 +85,24 @@ def _commands(text: str) -> Iterator[list[str]]:
 
 def _check_rl(block: Block, words: list[str], folder: Path) -> None:
     given = _parsed(block, words)
-    recipe, overrides = given.get("recipe"), given.get("overrides") or ()
+    recipe, overrides = given.get("recipe"), list(given.get("overrides") or ())
+    if "=" in str(recipe):  # with --from no recipe need be named
+        recipe, overrides = None, [recipe, *overrides]
     if isinstance(recipe, str) and (folder / recipe).exists():
         recipe = folder / recipe
-    if recipe and words[0] in {"train", "doctor"}:
+    if words[0] not in {"train", "doctor"}:
+        return
+    if recipe is None or _is_run_of_the_reader(recipe):
+        for override in overrides:
+            key = str(override).partition("=")[0]
+            _require(_is_key(key), block, f"there is no key {key}")
+    else:
         _resolved(block, recipe, overrides)
+
+
+def _is_run_of_the_reader(recipe: str | Path) -> bool:
+    """Whether it can only be the folder of a run, which does not exist here."""
+    return "/" in str(recipe) and not Path(recipe).exists() and Path(recipe).suffix != ".yaml"
 
 
 def _parsed(block: Block, words: list[str]) -> dict[str, object]:
@@ -171,21 +184,19 @@ def _anchors(text: str) -> set[str]:
 
 def unknown_keys(document: Document) -> list[str]:
     """Config keys in the prose that no algorithm has."""
-    sections, known = set(), set()
-    for keys in map(_keys_of, SMALLEST):
-        known |= keys
-        sections |= {key for key in keys if "." not in key}
+    sections = {key.partition(".")[0] for recipe in SMALLEST for key in _keys_of(recipe)}
     text = _prose(document.text)
     if document.path.name.startswith("coming-from-"):
         text = _FIRST_CELL.sub("", text)  # of another project
     named = [found[1] for code in _INLINE_CODE.findall(text) if (found := _KEY.match(code))]
-    return [key for key in named if key.partition(".")[0] in sections and not _is_known(key, known)]
+    return [key for key in named if key.partition(".")[0] in sections and not _is_key(key)]
 
 
-def _is_known(key: str, known: frozenset[str] | set[str]) -> bool:
+def _is_key(key: str) -> bool:
+    """Whether an algorithm's config has the key."""
     # below a key with free entries, such as policy.optimizer.kwargs, anything goes
     free = {"kwargs", "settings", "env_vars", "custom_parallel_plan", "hf_config_overrides"}
-    return key in known or bool(free & set(key.split(".")[:-1]))
+    return any(key in _keys_of(recipe) for recipe in SMALLEST) or bool(free & set(key.split(".")[:-1]))
 
 
 @cache

@@ -24,6 +24,8 @@ def written(tmp_path):
         "RAY_ADDRESS=auto uv run rl train sft-arithmetic --frseh",
         "cd here && rl doctor sft-arithmetic cluster.gpus_per_nodes=2",
         "rl trian sft-arithmetic",
+        "rl train runs/mine grpo.max_num_stepz=3",
+        "rl train --from runs/mine:300 loss_fn.ratio_clip=0.3",
         "rl convert runs/a",
         'pip install "rl-vllm[gpu]"',
         "pip install rl-nothing",
@@ -39,7 +41,8 @@ def test_a_command_that_could_not_run_is_found(written, tmp_path, command):
 
 def test_commands_that_could_run_pass(written, tmp_path):
     (tmp_path / "mine.yaml").write_text("defaults: sft-arithmetic\n")
-    text = "A=1 rl train mine.yaml sft.seed=1 \\\n    --fresh\npip install 'rl-vllm[cpu]' && ray start --head\n"
+    text = "A=1 rl train mine.yaml sft.seed=1 \\\n    --fresh\nrl train runs/mine\n"
+    text += "rl train --from runs/mine:3 grpo.seed=2\npip install 'rl-vllm[cpu]' && ray start --head\n"
     (block,) = written(f"```sh check\n{text}```\n").blocks
     check_commands(block, tmp_path)
 
