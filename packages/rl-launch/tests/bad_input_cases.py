@@ -352,6 +352,26 @@ _MODELS = (
         says=r"policy\.model_name: 'no-such/model' is not a local folder, .*HF_HUB_OFFLINE is set.*hf download",
     ),
     _case("a path that is taken for no hub name", SFT, "policy.model_name=a/b/c", says="there is no folder 'a/b/c'"),
+    _case(
+        "adapters on layers that the model does not have",
+        SFT,
+        MODEL,
+        "policy.lora_cfg={enabled: true, match_all_linear: false, target_modules: [q_projj]}",
+        says=r"policy\.lora_cfg\.target_modules .*got q_projj, which no layer of .* did you mean q_proj\?; it has ",
+        files=_model(),
+    ),
+    _case(
+        "an argument that the optimizer does not take",
+        SFT,
+        "policy.optimizer.kwargs={lr: 1e-3, weight_decy: 0.1}",
+        says=r"policy\.optimizer\.kwargs\.weight_decy .*no such argument; did you mean weight_decay\?; allowed: ",
+    ),
+    _case(
+        "an argument that the schedule does not take",
+        SFT,
+        "policy.scheduler=[{name: torch.optim.lr_scheduler.LinearLR, kwargs: {total_steps: 9}}]",
+        says=r"policy\.scheduler\[0\]\.kwargs\.total_steps .*LinearLR has no such argument",
+    ),
     _case("model folder without config.json", SFT, MODEL, says=r"no config\.json \(it", files=_model("config.json")),
     _case(
         "model folder without weights",

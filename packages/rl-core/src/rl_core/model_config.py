@@ -10,7 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from rl_core.config import Config, EnvVars, PathText, Problem, ProblemError, WhenChanged
+from rl_core.config import Config, EnvVars, PathText, Problem, ProblemError, WhenChanged, did_you_mean
+from rl_core.optimizer_arguments import OPTIMIZERS, SCHEDULES
 from rl_core.weights import WeightSyncChoice
 
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
@@ -179,7 +180,12 @@ class ModelConfig(Config):
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> Self:
-        problems = (*_batching_problems(self), *_adapter_problems(self.lora_cfg), *_schedule_problems(self.scheduler))
+        problems = (
+            *_batching_problems(self),
+            *_adapter_problems(self.lora_cfg),
+            *_schedule_problems(self.scheduler),
+            *_argument_problems(self),
+        )
         if problems:
             raise ProblemError(*problems)
         return self
@@ -219,6 +225,22 @@ def _schedule_problems(scheduler: list[SchedulerConfig]) -> Iterator[Problem]:
             f"milestones {milestones} separate schedules, and there are {num_schedules}; add a schedule, or remove the "
             "milestones",
         )
+
+
+def _argument_problems(model: ModelConfig) -> Iterator[Problem]:
+    """Arguments that torch's own optimizers and schedules do not take; others are asked where they are installed."""
+    chosen = [("optimizer", model.optimizer.name, model.optimizer.kwargs, OPTIMIZERS)]
+    chosen += [
+        (f"scheduler[{place}]", entry.name, entry.kwargs, SCHEDULES)
+        for place, entry in enumerate(model.scheduler)
+        if entry.name is not None
+    ]
+    for key, name, arguments, known in chosen:
+        for argument in arguments if name in known else ():
+            if argument not in known[name]:
+                near = did_you_mean(argument, known[name])
+                allowed = ", ".join(sorted(known[name]))
+                yield Problem(f"{key}.kwargs.{argument}", f"{name} has no such argument{near}; allowed: {allowed}")
 
 
 def local_hf_config(policy: ModelConfig) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rl_algos import hub
-from rl_core.config import Problem
+from rl_core.config import Problem, did_you_mean
 from rl_core.errors import ConfigError
 
 Needed = tuple[tuple[str, ...], str]
@@ -28,6 +28,8 @@ TOKENIZER_FILES: Needed = (
 )
 
 
+_WEIGHT = ".weight"
+_LONGEST_HEADER = 100_000_000
 _HUB_NAME = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
 
 
@@ -50,6 +52,44 @@ def folder_problems(key: str, name: str, needed: Sequence[Needed]) -> Iterator[P
             yield Problem(key, f"the folder {name!r} has no {' or '.join(files)} (it holds {_listed(held)}); {remedy}")
     if any("config.json" in files for files, _ in needed) and "config.json" in held:
         yield from _unreadable(key, folder / "config.json")
+
+
+def layer_names(name: str) -> list[str]:
+    """Names of the layers with a matrix in the safetensors files of a local folder, from their headers alone; empty if
+    there are none that can be read.
+    """
+    found: set[str] = set()
+    for file in sorted(Path(name).expanduser().glob("*.safetensors")):
+        try:
+            with file.open("rb") as opened:
+                # the length of the header comes first, in eight bytes
+                length = int.from_bytes(opened.read(8), "little")
+                header = json.loads(opened.read(length)) if length <= _LONGEST_HEADER else None
+        except (OSError, ValueError):
+            return []
+        if not isinstance(header, dict):
+            return []
+        for tensor, entry in header.items():
+            if tensor.endswith(_WEIGHT) and len(entry.get("shape", ())) == 2:
+                found.add(tensor.removesuffix(_WEIGHT))
+    return sorted(found)
+
+
+def adapter_problems(key: str, name: str, targets: Sequence[str]) -> Iterator[Problem]:
+    """Targets of adapters, none of which is a layer of the model.
+
+    Args:
+        key: that names the targets.
+        name: of the model; nothing is said of one that is not in a local folder.
+        targets: names of layers, or ends of names.
+    """
+    layers = layer_names(name)
+    if layers and not any(f".{layer}".endswith(f".{target}") for layer in layers for target in targets):
+        ends = sorted({layer.rpartition(".")[2] for layer in layers})
+        near = did_you_mean(targets[0], ends)
+        yield Problem(
+            key, f"got {', '.join(targets)}, which no layer of {name} ends with{near}; it has {_listed(ends)}"
+        )
 
 
 def check_models(names: Mapping[str, str]) -> None:

@@ -49,7 +49,7 @@ from rl_launch.backends import (
 )
 from rl_launch.cluster.device import AUTO, resolve_device
 from rl_launch.local_models import MADE_HERE
-from rl_launch.model_folder import MODEL_FILES, TOKENIZER_FILES, folder_problems
+from rl_launch.model_folder import MODEL_FILES, TOKENIZER_FILES, adapter_problems, folder_problems
 from rl_launch.placement.topology import Topology, colocated_problems, plan, topology_problems, weight_sync_problems
 from rl_launch.recipes import RECIPES
 from rl_launch.session.config import CheckpointingConfig, LoggerConfig
@@ -254,6 +254,9 @@ def _folder_checks(config: Any) -> Iterator[Problem]:
         if section.model_name not in MADE_HERE:
             files = (*MODEL_FILES, TOKENIZER_FILES) if has_tokenizer else MODEL_FILES
             yield from folder_problems(f"{key}.model_name", section.model_name, files)
+        lora = section.lora_cfg
+        if lora.enabled and lora.target_modules and not lora.match_all_linear:
+            yield from adapter_problems(f"{key}.lora_cfg.target_modules", section.model_name, lora.target_modules)
         if "tokenizer" in section.model_fields_set and section.tokenizer != tokenizer:
             yield Problem(f"{key}.tokenizer", "differs from policy.tokenizer, which makes all tokens; remove this key")
     if tokenizer.name is not None and tokenizer.name not in MADE_HERE:

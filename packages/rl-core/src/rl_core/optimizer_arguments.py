@@ -1,0 +1,48 @@
+"""Arguments of torch's optimizers and learning-rate schedules, known where there is no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_SCALING = ("foreach", "maximize", "differentiable")
+
+OPTIMIZERS: Mapping[str, frozenset[str]] = {
+    f"torch.optim.{name}": frozenset(arguments)
+    for name, arguments in {
+        "ASGD": ("lr", "lambd", "alpha", "t0", "weight_decay", "capturable", *_SCALING),
+        "Adadelta": ("lr", "rho", "eps", "weight_decay", "capturable", *_SCALING),
+        "Adafactor": ("lr", "beta2_decay", "eps", "d", "weight_decay", "foreach", "maximize"),
+        "Adagrad": ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps", "fused", *_SCALING),
+        "Adam": (
+            *("lr", "betas", "eps", "weight_decay", "amsgrad", "capturable", "fused", "decoupled_weight_decay"),
+            *_SCALING,
+        ),
+        "AdamW": ("lr", "betas", "eps", "weight_decay", "amsgrad", "capturable", "fused", *_SCALING),
+        "Adamax": ("lr", "betas", "eps", "weight_decay", "capturable", *_SCALING),
+        "Muon": ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn"),
+        "NAdam": (
+            *("lr", "betas", "eps", "weight_decay", "momentum_decay", "decoupled_weight_decay", "capturable"),
+            *_SCALING,
+        ),
+        "RAdam": ("lr", "betas", "eps", "weight_decay", "decoupled_weight_decay", "capturable", *_SCALING),
+        "RMSprop": ("lr", "alpha", "eps", "weight_decay", "momentum", "centered", "capturable", *_SCALING),
+        "Rprop": ("lr", "etas", "step_sizes", "capturable", *_SCALING),
+        "SGD": ("lr", "momentum", "dampening", "weight_decay", "nesterov", "fused", *_SCALING),
+    }.items()
+}
+"""By dotted name, what the class takes beside the parameters."""
+
+SCHEDULES: Mapping[str, frozenset[str]] = {
+    f"torch.optim.lr_scheduler.{name}": frozenset(arguments) | {"last_epoch"}
+    for name, arguments in {
+        "ConstantLR": ("factor", "total_iters"),
+        "CosineAnnealingLR": ("T_max", "eta_min"),
+        "CosineAnnealingWarmRestarts": ("T_0", "T_mult", "eta_min"),
+        "ExponentialLR": ("gamma",),
+        "LinearLR": ("start_factor", "end_factor", "total_iters"),
+        "MultiStepLR": ("milestones", "gamma"),
+        "PolynomialLR": ("total_iters", "power"),
+        "StepLR": ("step_size", "gamma"),
+    }.items()
+}
+"""By dotted name, what the class takes beside the optimizer."""

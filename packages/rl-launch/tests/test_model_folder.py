@@ -1,0 +1,41 @@
+"""A model's folder, seen without the libraries that load it."""
+
+import json
+
+import pytest
+
+from rl_launch.model_folder import adapter_problems, layer_names
+
+
+def write(path, tensors):
+    header = {"__metadata__": {"format": "pt"}}
+    for name, shape in tensors.items():
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write(tmp_path / "model-00001.safetensors", {"model.layers.0.self_attn.q_proj.weight": [8, 8]})
+    write(tmp_path / "model-00002.safetensors", {"model.norm.weight": [8], "lm_head.weight": [32, 8]})
+    return tmp_path
+
+
+def test_layers_are_read_from_the_headers_of_all_files(folder):
+    assert layer_names(str(folder)) == ["lm_head", "model.layers.0.self_attn.q_proj"]
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 64, (2).to_bytes(8, "little") + b"[]"])
+def test_nothing_is_said_of_files_that_cannot_be_read(folder, content):
+    (folder / "model-00003.safetensors").write_bytes(content)
+    assert layer_names(str(folder)) == []
+    assert list(adapter_problems("key", str(folder), ["nonesuch"])) == []
+
+
+def test_targets_that_name_no_layer_are_refused_with_the_nearest(folder):
+    assert list(adapter_problems("key", str(folder), ["q_proj", "nonesuch"])) == []
+    assert list(adapter_problems("key", str(folder), ["self_attn.q_proj"])) == []
+    assert list(adapter_problems("key", "some/model", ["nonesuch"])) == []
+    (problem,) = adapter_problems("key", str(folder), ["q_prj"])
+    assert "did you mean q_proj?; it has lm_head, q_proj" in problem.message
