@@ -18,6 +18,7 @@ from rl_algos.data.stream import Stream
 from rl_algos.grpo.collect import Validation
 from rl_algos.grpo.config import GRPOConfig
 from rl_algos.grpo.loop import train
+from rl_algos.grpo.objective import Objective
 from rl_algos.losses.policy import PolicyLoss
 from rl_algos.rollouts.source import SyncRolloutSource
 from rl_core.batch import RemoteRows
@@ -560,7 +561,7 @@ def test_prompts_that_are_too_few_for_a_step_come_again_with_another_epoch(tmp_p
         )
         with RunSession(tmp_path / "run", counting.CountingConfig()) as session:
             train(
-                settings, PolicyLoss(), policy=policy, rollouts=source, weights=FakeWeights(policy),
+                settings, Objective(PolicyLoss()), policy=policy, rollouts=source, weights=FakeWeights(policy),
                 validation=Validation([], sampling, settings), run=session, rows_per_minibatch=4,
             )  # fmt: skip
         trained += pool.asked[: 6 if epochs == 1 else 8]
