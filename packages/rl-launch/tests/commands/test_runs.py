@@ -62,7 +62,9 @@ def test_the_command_lists_as_json(folder):
 
 
 def test_a_folder_without_runs_says_so_and_one_that_is_missing_is_refused(tmp_path):
-    assert "holds no runs" in CliRunner().invoke(app, ["runs", str(tmp_path)]).stdout
+    empty = tmp_path / ("a-long-name" * 20)
+    empty.mkdir()
+    assert f"{empty} holds no runs" in CliRunner().invoke(app, ["runs", str(empty)]).stdout
     answer = CliRunner().invoke(app, ["runs", str(tmp_path / "nowhere")])
     assert answer.exit_code == 2
     assert "is not a folder" in answer.stderr

@@ -70,7 +70,8 @@ def as_json(runs: Sequence[ListedRun]) -> dict[str, Any]:
 def show(runs: Sequence[ListedRun], folder: Path, console: Console, *, now: datetime) -> None:
     """Print a table, and the commands that go on with what has not finished."""
     if not runs:
-        console.print(f"{folder} holds no runs. rl train RECIPE makes one under runs/.", highlight=False)
+        text = f"{folder} holds no runs. rl train RECIPE makes one under runs/."
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
         return
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("run", overflow="fold")
