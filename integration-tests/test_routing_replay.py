@@ -1,9 +1,10 @@
 """Mixtures of experts whose trainer sends tokens to the experts that the generator chose."""
 
+import numpy as np
 import pytest
-import torch
 from runs import Run, steps_of
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from safetensors.numpy import save_file
+from transformers import Qwen3MoeConfig
 
 from rl_algos.tiny_model import make_tokenizer
 
@@ -47,10 +48,33 @@ def mixture(tmp_path_factory):
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
+        architectures=["Qwen3MoeForCausalLM"],
+        dtype="float32",
     )
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    config.save_pretrained(folder)
+    save_file(weights_of(config), folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def weights_of(config):
+    """Random weights by the names of the hub's files, made without an engine."""
+    size, heads = config.hidden_size, config.num_attention_heads * config.head_dim
+    key_values = config.num_key_value_heads * config.head_dim
+    shapes = {"model.embed_tokens": (config.vocab_size, size)}
+    norms = {"model.norm": size}
+    for layer in (f"model.layers.{number}" for number in range(config.num_hidden_layers)):
+        shapes |= {f"{layer}.self_attn.q_proj": (heads, size), f"{layer}.self_attn.o_proj": (size, heads)}
+        shapes |= {f"{layer}.self_attn.{name}_proj": (key_values, size) for name in "kv"}
+        shapes[f"{layer}.mlp.gate"] = (config.num_experts, size)
+        for expert in (f"{layer}.mlp.experts.{number}" for number in range(config.num_experts)):
+            shapes |= {f"{expert}.{name}_proj": (config.moe_intermediate_size, size) for name in ("gate", "up")}
+            shapes[f"{expert}.down_proj"] = (size, config.moe_intermediate_size)
+        norms |= {f"{layer}.{name}_layernorm": size for name in ("input", "post_attention")}
+        norms |= {f"{layer}.self_attn.{name}_norm": config.head_dim for name in "qk"}
+    draw = np.random.default_rng(0)
+    weights = {name: (0.2 * draw.standard_normal(shape)).astype(np.float32) for name, shape in shapes.items()}
+    weights |= {name: np.ones(length, np.float32) for name, length in norms.items()}
+    return {f"{name}.weight": values for name, values in weights.items()}
 
 
 @pytest.mark.parametrize(
