@@ -601,7 +601,7 @@ _TOGETHER = (
         NO_VALIDATION,
         "sft.val_period=0",
         "sft.stop_at_validation_loss=null",
-        says="nothing records 'val/loss'; this run does not validate",
+        says="nothing records 'val/loss'; this run does not validate; null keeps the newest checkpoints",
     ),
 )
 

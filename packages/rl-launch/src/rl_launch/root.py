@@ -277,7 +277,7 @@ def _checkpointing_checks(config: Any) -> Iterator[Problem]:
         said = f"validation records {', '.join(recorded)}" if recorded else "this run does not validate"
         yield Problem(
             "checkpointing.metric_name",
-            f"nothing records {key!r}{did_you_mean(key, recorded)}; {said}",
+            f"nothing records {key!r}{did_you_mean(key, recorded)}; {said}; null keeps the newest checkpoints",
         )
 
 
