@@ -34,7 +34,7 @@ class RemoteRows:
         stores: that hold the rows.
         part: int64 `[rows]`, index into `stores` of each row.
         row: int64 `[rows]`, row within that store.
-        lengths: int64 `[rows]`, tokens of each row, so that rows can be planned with where they lie unread.
+        lengths: int64 `[rows]`, tokens of each row, so that rows can be planned without being read.
     """
 
     stores: tuple[RowStore, ...]
@@ -122,7 +122,7 @@ Column = Ragged | np.ndarray | RemoteColumn
 
 
 def pick_rows(parts: Sequence[Local], part: np.ndarray, row: np.ndarray) -> Local:
-    """Rows of a column that lies in several parts, of which there is one at least.
+    """Rows of a column that lies in several parts, at least one.
 
     Args:
         parts: of the column.
@@ -185,11 +185,11 @@ class Batch:
 
     @property
     def columns(self) -> Mapping[str, Column]:
-        """The columns as they lie, without fetching."""
+        """The columns as they are, without fetching."""
         return dict(self._columns)
 
     def __getitem__(self, name: str) -> Local:
-        """The column's values, fetched where they lie elsewhere."""
+        """The column's values, fetched if they lie elsewhere."""
         self.require(name)
         column = self._columns[name]
         if isinstance(column, RemoteColumn):
@@ -211,7 +211,7 @@ class Batch:
         return column
 
     def require(self, *names: str) -> None:
-        """Raise a `ValueError` that names every column of `names` that is missing."""
+        """Raise a `ValueError` that lists every missing column of `names`."""
         missing = [name for name in names if name not in self._columns]
         if missing:
             raise ValueError(f"batch lacks columns {missing}; it has {sorted(self._columns)}")
@@ -261,7 +261,7 @@ class Batch:
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
-        """Rows of all batches, in order; there must be one at least, and all must have the same columns."""
+        """Rows of all batches, in order; there must be at least one, and all must have the same columns."""
         if not batches:
             raise ValueError("no batches to join: their columns are not known")
         names = set(batches[0])

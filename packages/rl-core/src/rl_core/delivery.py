@@ -1,4 +1,4 @@
-"""One weight version at a replica: taken over while nothing is served, and tried before anything is."""
+"""One weight version at a replica: taken over while it is paused, and tried before it serves again."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Delivery:
 
 @dataclass(frozen=True)
 class Taken:
-    """What a replica has taken over.
+    """The weights that a replica has taken over.
 
     Args:
         digests: of all weights as received, per engine rank.
@@ -47,7 +47,7 @@ async def take_over(generator: Generator, manifest: Manifest, delivery: Delivery
     """Pause a replica and bring it to a weight version; it stays paused.
 
     Raises:
-        WeightSyncError: naming what did not arrive, or is not used.
+        WeightSyncError: naming the tensors that did not arrive, or are not used.
         GeneratorError: if the engine died.
     """
     await generator.pause()

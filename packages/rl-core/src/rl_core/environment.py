@@ -72,7 +72,7 @@ class EnvironmentFailure:
 
 
 class UnusableAnswer(ValueError):
-    """An environment that answers with something else than it should, or asks for what a conversation does not have."""
+    """Raised if an environment answers in another form than it should, or asks for a field that a row does not have."""
 
 
 class Environment(Protocol):

@@ -26,7 +26,7 @@ class RunDirectoryError(RLError):
 
 
 class CheckpointDamaged(RLError):
-    """A checkpoint that cannot be loaded as it lies: its message names the file that is missing or differs."""
+    """A checkpoint that cannot be loaded: its message names the file that is missing or differs."""
 
 
 class WorkerEnvironmentError(RLError):
@@ -38,7 +38,7 @@ class WeightSyncError(RLError):
 
     Args:
         message: what went wrong, in one line.
-        tensors: names of the tensors at fault, empty where no single one is.
+        tensors: names of the tensors at fault; empty if no single one is.
     """
 
     def __init__(self, message: str, tensors: tuple[str, ...] = ()) -> None:

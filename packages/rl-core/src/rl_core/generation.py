@@ -47,10 +47,10 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One completion asked of an engine.
+    """A request for one completion.
 
     Args:
-        token_ids: int32 `[tokens]`, what to continue; never text.
+        token_ids: int32 `[tokens]`, the tokens to continue; never text.
         sampling: how to draw.
         seed: makes the draw repeatable whatever else is in the batch.
     """
@@ -65,8 +65,7 @@ class Generator(WeightSink, Protocol):
 
     Built as `Generator(config, backend, model, placement)` from the neutral `GenerationConfig` and `ModelConfig` of
     `rl_core.model_config`, the backend's own config and a `Placement`; `start` loads the engine. A replica may span
-    ranks;
-    this object fronts them all. After a failed sync or the engine's death every call raises `GeneratorError`.
+    ranks; this object fronts them all. After a failed sync or the engine's death every call raises `GeneratorError`.
     """
 
     async def start(self) -> None:
@@ -74,7 +73,7 @@ class Generator(WeightSink, Protocol):
         ...
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """One completion; concurrent calls are batched by the engine. Raises `GeneratorError` where the engine died."""
+        """One completion; concurrent calls are batched by the engine. Raises `GeneratorError` if the engine died."""
         ...
 
     async def score(self, token_ids: np.ndarray) -> np.ndarray:
@@ -120,12 +119,12 @@ class Generator(WeightSink, Protocol):
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a replica's engine runs.
+    """The devices that a replica's engine runs on, and its part in the run.
 
     Args:
         device: name of the kind of device.
-        gpus: the GPUs of its node that it has, in rank order, as `CUDA_VISIBLE_DEVICES` lists them; none means those
-            that its process sees.
+        gpus: its GPUs on the node, in rank order, as `CUDA_VISIBLE_DEVICES` lists them; empty means all that its
+            process sees.
         cpu_threads: OpenMP threads per rank on CPU.
         shares_devices: whether the replica takes turns with others on its devices, and so sleeps.
         awaits_weights: whether weights are sent before anything is generated, so that those of the model's files need
@@ -146,7 +145,7 @@ class Placement:
         return device_named(self.device)
 
     def claim(self, num_ranks: int) -> Device:
-        """Have this process see the GPUs of the placement alone; the device of the first rank.
+        """Limit this process to the GPUs of the placement; returns the device of the first rank.
 
         Called before an engine initialises its devices.
 
@@ -161,7 +160,7 @@ class Placement:
 
 
 class GenerationClient(Protocol):
-    """What a rollout program is handed: the replica beside it, the environment of its prompt, and the tokenizer."""
+    """The services of a rollout program: the replica beside it, the environment of its prompt, and the tokenizer."""
 
     @property
     def sampling(self) -> SamplingParams:
@@ -173,7 +172,7 @@ class GenerationClient(Protocol):
         ...
 
     async def step(self, conversation: Conversation) -> StepResult:
-        """The environment's answer to the newest turn; raises `EnvironmentFailed` where there is none."""
+        """The environment's answer to the newest turn; raises `EnvironmentFailed` if it gives none."""
         ...
 
     def decode(self, token_ids: np.ndarray) -> str:
@@ -198,7 +197,7 @@ class WeightUpdate(Protocol):
 
     @property
     def version(self) -> int:
-        """Of the weights; versions grow."""
+        """Version of the weights; versions grow."""
         ...
 
     def send(self, receivers: Sequence[Any]) -> None:
@@ -218,7 +217,7 @@ class RolloutTask:
     """A group to roll out.
 
     Args:
-        prompt: what to start from.
+        prompt: the prompt to start from.
         sampling: how completions are drawn.
         seeds: one per rollout of the group.
     """
@@ -229,7 +228,7 @@ class RolloutTask:
 
 
 Ticket = NewType("Ticket", int)
-"""What a group is called by from `RolloutPool.submit` until it is finished; later ones are larger."""
+"""Identifies a group from `RolloutPool.submit` until it is finished; later ones are larger."""
 
 
 class RolloutPool(Protocol):
@@ -266,7 +265,7 @@ class RolloutPool(Protocol):
 
 
 class RolloutProgram(Protocol):
-    """What happens in one rollout. The default is the multi-turn loop over an environment; an agent is another
+    """The course of one rollout. The default is the multi-turn loop over an environment; an agent is another
     program.
     """
 
@@ -304,7 +303,7 @@ class Evaluation:
 
 
 class RolloutSource(Protocol):
-    """What a loop sees of generation: synchronous and asynchronous sources are two classes behind it."""
+    """Generation as a loop sees it: synchronous and asynchronous sources are two classes behind it."""
 
     def collect(self, num_groups: int) -> list[RolloutGroup]:
         """The next groups, each prompt once; with weights at most the source's staleness old."""
@@ -334,5 +333,5 @@ class RolloutSource(Protocol):
         ...
 
     def close(self) -> None:
-        """End what was started."""
+        """End everything that was started."""
         ...

@@ -1,4 +1,4 @@
-"""Where a rank stands on the named mesh."""
+"""The place of a rank on the named mesh."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ class Coordinates:
                 raise ValueError(f"unknown mesh axis {axis!r}; axes are {', '.join(AXES)}")
             if size < 1 or (size > 1 and axis not in self.index):
                 raise ValueError(
-                    f"axis {axis!r} of size {size} needs a size of 1 at least, and an index where it is more"
+                    f"axis {axis!r} has size {size}; a size is at least 1, and an axis of more than 1 needs an index"
                 )
 
     def on(self, axis: str) -> int:
-        """Index on an axis, 0 where the mesh does not have it."""
+        """Index on an axis, 0 if the mesh does not have it."""
         return self.index.get(axis, 0)
 
     def along(self, axis: str) -> int:
-        """Number of ranks along an axis, 1 where the mesh does not have it."""
+        """Number of ranks along an axis, 1 if the mesh does not have it."""
         return self.size.get(axis, 1)
 
     @property

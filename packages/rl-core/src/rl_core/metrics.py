@@ -70,7 +70,7 @@ def reduce_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, float]:
 
 
 def over_updates(updates: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """The metrics of a step of several optimizer updates; those that the first one reports."""
+    """The metrics of a step of several optimizer updates: those that the first update reports."""
     return {name: _over_updates([update[name] for update in updates]) for name in updates[0]}
 
 

@@ -1,4 +1,4 @@
-"""Which rows go to which data-parallel rank, and into which microbatch: pure functions on row lengths."""
+"""Assign rows to data-parallel ranks and to microbatches: pure functions on row lengths."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ class Batching:
 
     Args:
         packed: rows lie end to end; otherwise they are padded.
-        max_tokens: token budget of a microbatch, counting padding where there is some; None where rows are counted.
-        max_rows: row budget, where there is no token budget.
+        max_tokens: token budget of a microbatch, padding included; None if rows are counted.
+        max_rows: row budget, if there is no token budget.
     """
 
     packed: bool
@@ -115,10 +115,10 @@ class Batching:
 
     @classmethod
     def of(cls, config: ModelConfig, *, training: bool) -> Batching:
-        """What a model's config asks for, in training or in forward-only passes.
+        """The batching that a model's config asks for, in training or in forward-only passes.
 
         Raises:
-            ValueError: where both packing and dynamic batching are enabled.
+            ValueError: if both packing and dynamic batching are enabled.
         """
         rows = config.train_micro_batch_size if training else config.logprob_batch_size
         packing, dynamic = config.sequence_packing, config.dynamic_batching

@@ -1,4 +1,4 @@
-"""What a loop sees of a policy, critic, teacher or reward model, and what one rank of it does."""
+"""Interfaces of a policy, critic, teacher or reward model: the whole model as a loop sees it, and one rank of it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rl_core.metrics import Metric
 from rl_core.weights import WeightSource
 
 Role = Literal["policy", "critic", "teacher", "reward_model"]
-"""What a model is for: `critic` has a value head, `reward_model` a score head, the others a language-model head."""
+"""The purpose of a model: `critic` has a value head, `reward_model` a score head, the others a language-model head."""
 
 HEADLESS_ROLES: tuple[Role, ...] = ("critic", "reward_model")
 """Roles with a head of one output instead of a language-model head."""
@@ -22,7 +22,7 @@ Metrics = Mapping[str, Metric]
 """Metrics of one update, combined over all ranks: sums and counts until they are recorded."""
 
 Part = Literal["parameters", "optimizer"]
-"""What a resident keeps on the device, beside the activations of the moment."""
+"""The parts that a resident keeps on the device, beside the activations of the moment."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def topk(k: int) -> Read:
 
 
 class Loss(Protocol):
-    """What a step minimises: a torch-free, frozen, picklable description that names its own implementation.
+    """The objective of a step: a torch-free, frozen, picklable description that names its own implementation.
 
     The implementation, resolved inside the worker, is a function
     `compute(loss, reads, columns) -> rl_core.torch.loss.LossSums` that sees whole rows and full-vocabulary results. It
@@ -98,7 +98,7 @@ class Resident(Protocol):
     """Something that shares its device with others over time."""
 
     def offload(self, parts: Sequence[Part] = ("parameters", "optimizer")) -> None:
-        """Free the device of these parts; what it returns to is bit-equal."""
+        """Move these parts off the device; `onload` brings them back bit-equal."""
         ...
 
     def onload(self, parts: Sequence[Part] = ("parameters", "optimizer")) -> None:
@@ -135,11 +135,11 @@ class Model(Protocol):
 
     @property
     def trains(self) -> bool:
-        """Whether it has an optimizer. A checkpoint holds only models that train; the others are what they were."""
+        """Whether it has an optimizer. A checkpoint holds only models that train; the others never change."""
         ...
 
     def infer(self, batch: Batch, reads: Sequence[Read], *, reference: bool = False, temperature: float = 1.0) -> Batch:
-        """Per-row results for every row, in the order of the rows; `reference` asks the frozen initial weights."""
+        """Per-row results for every row, in the order of the rows; `reference` uses the frozen initial weights."""
         ...
 
     def evaluate(self, batch: Batch, loss: Loss) -> Metrics:
@@ -164,9 +164,9 @@ class Model(Protocol):
         """Write parameters, optimizer, schedule and the RNG of every rank under `path`.
 
         Args:
-            wait: until the files are whole. Otherwise only until the state has been copied aside, so that training may
-                go on while the copy is written and digested: the files are whole once `finish_save` has returned them.
-                A save that is still under way is waited for first.
+            wait: return when the files are complete. Otherwise return when the state has been copied aside, so that
+                training goes on while the copy is written and digested: the files are complete once `finish_save` has
+                returned them. A save that is still under way is waited for first.
         """
         ...
 
@@ -174,10 +174,10 @@ class Model(Protocol):
         """The files of the last save, of all ranks, once they are on the disk; None while they are being written.
 
         Empty if nothing has been saved, or the last save failed. Every rank names the files that it wrote itself:
-        whoever asks sees whether all of them are in the folder that it knows.
+        the caller checks that all of them are in the folder that it knows.
 
         Args:
-            wait: until they are written.
+            wait: return when they are written.
 
         Raises:
             Whatever went wrong while writing, once; no save is under way then.
@@ -203,7 +203,7 @@ class Model(Protocol):
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """How the ranks of one model find each other, and what each runs on.
+    """How the ranks of one model find each other, and the device that each runs on.
 
     Args:
         rank, world_size: among the ranks of this model.
@@ -229,7 +229,7 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What a model is for in this run.
+    """The purpose of a model in this run.
 
     Args:
         role: decides the head.
@@ -248,10 +248,8 @@ class ModelWorker(Resident, WeightSource, Protocol):
     """One rank of a model, in a process of its own.
 
     Built as `Worker(config, backend, spec, rendezvous)` with the neutral `rl_core.model_config.ModelConfig`, the
-    backend's own
-    config and a `ModelSpec`; the constructor joins the process group, builds and loads the model. Every method is
-    called on
-    all ranks of the model in the same order. A rank's shard may have zero rows.
+    backend's own config and a `ModelSpec`; the constructor joins the process group, builds and loads the model. Every
+    method is called on all ranks of the model in the same order. A rank's shard may have zero rows.
     """
 
     def coordinates(self) -> Coordinates:
@@ -289,7 +287,7 @@ class ModelWorker(Resident, WeightSource, Protocol):
         ...
 
     def health(self) -> Mapping[str, Any]:
-        """Memory in use and what else tells that the rank is alive; never touches a collective."""
+        """Memory in use and other signs that the rank is alive; takes part in no collective."""
         ...
 
     def close(self) -> None:

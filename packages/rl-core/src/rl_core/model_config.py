@@ -18,7 +18,7 @@ _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
 
 def _dotted(example: str) -> Callable[[str | None], str | None]:
-    """A validator of the dotted name of a class; whether there is one, only an environment with torch can say."""
+    """A validator of the dotted name of a class. Only an environment with torch can tell whether the class exists."""
 
     def check(name: str | None) -> str | None:
         if name is not None and not _DOTTED.fullmatch(name):
@@ -37,9 +37,9 @@ class BackendConfig(Config):
 
 class TokenizerConfig(Config):
     name: PathText | None = None
-    """Folder or hub name of the tokenizer; the model's own where unset."""
+    """Folder or hub name of the tokenizer; the model's own if unset."""
     chat_template: PathText | None = None
-    """Jinja chat template, or a path to one; the tokenizer's own where unset."""
+    """Jinja chat template, or a path to one; the tokenizer's own if unset."""
     chat_template_kwargs: dict[str, Any] = {}
     """Extra variables of the chat template."""
 
@@ -48,12 +48,12 @@ class TokenizerConfig(Config):
     def _are_variables(cls, value: dict[str, Any]) -> dict[str, Any]:
         for name in value:
             if not name.isidentifier():
-                raise ValueError(f"{name!r} is no name of a template variable; write letters, digits and underscores")
+                raise ValueError(f"{name!r} is not a valid variable name; use letters, digits and underscores")
         return value
 
     def with_variables(self, template: Any) -> Any:
-        """A template, or several by name, with the configured variables set at its top, so that whoever applies it
-        applies it alike.
+        """A template, or several by name, with the configured variables set at its top, so that every process that
+        applies it renders the same text.
         """
         if isinstance(template, Mapping):
             return {name: self.with_variables(text) for name, text in template.items()}
@@ -62,10 +62,10 @@ class TokenizerConfig(Config):
         return "".join(f"{{% set {name} = {value!r} %}}" for name, value in variables) + template
 
     def template_text(self) -> str | None:
-        """The configured template, read from its file where `chat_template` names one; None where it is unset.
+        """The configured template, read from its file if `chat_template` names one; None if it is unset.
 
         Raises:
-            ValueError: where it is neither a template nor a file that can be read.
+            ValueError: if it is neither a template nor a file that can be read.
         """
         # Jinja text has braces or line breaks, a path has neither
         if self.chat_template is None or "{" in self.chat_template or "\n" in self.chat_template:
@@ -105,9 +105,9 @@ class SequencePackingConfig(Config):
     enabled: bool = True
     """Put several rows into one microbatch without padding."""
     train_mb_tokens: int | None = Field(default=None, gt=0)
-    """Most tokens of a training microbatch; `train_micro_batch_size x max_total_sequence_length` where unset."""
+    """Most tokens of a training microbatch; `train_micro_batch_size x max_total_sequence_length` if unset."""
     logprob_mb_tokens: int | None = Field(default=None, gt=0)
-    """Most tokens of a forward-only microbatch; `logprob_batch_size x max_total_sequence_length` where unset."""
+    """Most tokens of a forward-only microbatch; `logprob_batch_size x max_total_sequence_length` if unset."""
 
 
 class DynamicBatchingConfig(Config):
@@ -116,9 +116,9 @@ class DynamicBatchingConfig(Config):
     enabled: bool = False
     """Pad rows of like length together up to a token budget."""
     train_mb_tokens: int | None = Field(default=None, gt=0)
-    """Most padded tokens of a training microbatch; as for packing where unset."""
+    """Most padded tokens of a training microbatch; the default is that of packing."""
     logprob_mb_tokens: int | None = Field(default=None, gt=0)
-    """Most padded tokens of a forward-only microbatch; as for packing where unset."""
+    """Most padded tokens of a forward-only microbatch; the default is that of packing."""
 
 
 class LoraConfig(Config):
@@ -147,9 +147,9 @@ class ModelConfig(Config):
     train_global_batch_size: int = Field(default=512, gt=0)
     """Rows of one optimizer step."""
     train_micro_batch_size: Annotated[int, WhenChanged.RESUME] = Field(default=4, gt=0)
-    """Rows of one training forward pass, where neither packing nor dynamic batching sets a token budget."""
+    """Rows of one training forward pass, unless packing or dynamic batching sets a token budget."""
     logprob_batch_size: Annotated[int, WhenChanged.RESUME] = Field(default=4, gt=0)
-    """Rows of one forward-only pass, where neither packing nor dynamic batching sets a token budget."""
+    """Rows of one forward-only pass, unless packing or dynamic batching sets a token budget."""
     max_total_sequence_length: int = Field(default=2048, gt=1)
     """Most tokens of a row: prompt, completions and observations."""
     precision: Literal["float32", "bfloat16"] = "bfloat16"
@@ -160,18 +160,18 @@ class ModelConfig(Config):
     """Optimizer steps in a row that may be skipped because their gradient is not finite. One more ends the run; 0 ends
     it at the first."""
     family_check: Annotated[Literal["auto", "off"], WhenChanged.RESUME] = "auto"
-    """`auto` proves once, before a model family is trained on a mesh that no test holds, that a tiny model of it trains
-    right there; `off` trains without a proof."""
+    """`auto` checks once, before a model family is trained on a mesh that the project's tests do not cover, that a tiny
+    model of it trains correctly there; `off` trains without the check."""
     hf_config_overrides: Annotated[dict[str, Any], WhenChanged.NEW_RUN] = {}
     """Fields of the Hugging Face config to replace."""
     logprob_chunk_size: Annotated[int, WhenChanged.RESUME] = Field(default=1024, gt=0)
-    """Tokens whose logits exist at one time."""
+    """Number of tokens whose logits are in memory at one time."""
     worker_timeout_s: Annotated[float, WhenChanged.RESUME] = Field(default=3600.0, gt=0)
     """Seconds that one call of the model's workers may take, such as an optimizer step, a pass over a batch or a save.
     Past it every rank writes the stacks of its threads to its log, and the run is restored as after a death."""
     optimizer: OptimizerConfig = OptimizerConfig()
     scheduler: list[SchedulerConfig] = []
-    """Learning-rate schedules in order; constant where empty."""
+    """Learning-rate schedules in order; an empty list keeps the rate constant."""
     lora_cfg: LoraConfig = LoraConfig()
     sequence_packing: SequencePackingConfig = SequencePackingConfig()
     dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig()
@@ -244,8 +244,8 @@ def _argument_problems(model: ModelConfig) -> Iterator[Problem]:
 
 
 def local_hf_config(policy: ModelConfig) -> dict[str, Any]:
-    """Fields of the model's Hugging Face config with the overrides, where `config.json` is on this machine; empty where
-    it is not, or is no JSON."""
+    """Fields of the model's Hugging Face config with the overrides, if its `config.json` is on this machine; empty if
+    it is not, or is not valid JSON."""
     try:
         fields = json.loads((Path(policy.model_name).expanduser() / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -266,9 +266,9 @@ def num_experts_of(fields: Mapping[str, Any]) -> int:
 
 class ColocatedResources(Config):
     gpus_per_node: int | None = Field(default=None, gt=0)
-    """GPUs per node of its own."""
+    """GPUs per node that it has for itself."""
     num_nodes: int | None = Field(default=None, gt=0)
-    """Nodes of its own; 1 if unset."""
+    """Nodes that it has for itself; 1 if unset."""
 
 
 class ColocatedConfig(Config):
@@ -281,7 +281,7 @@ class ColocatedConfig(Config):
 
 class GenerationConfig(Config):
     backend: str = "vllm"
-    """Generation engine: the name of an installed `rl.generators` plugin."""
+    """Generation engine, by name, such as `vllm`."""
     max_new_tokens: int = Field(default=512, gt=0)
     """Most tokens sampled in one turn."""
     temperature: float = Field(default=1.0, gt=0)
@@ -289,7 +289,7 @@ class GenerationConfig(Config):
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus mass kept."""
     top_k: int | None = Field(default=None, gt=0)
-    """Most likely tokens kept; all where unset."""
+    """Most likely tokens kept; all if unset."""
     stop_token_ids: list[int] = []
     """Tokens that end a completion, beside the tokenizer's end of sequence."""
     stop_strings: list[str] = []
@@ -299,7 +299,7 @@ class GenerationConfig(Config):
     val_top_p: Annotated[float, WhenChanged.RESUME] = Field(default=1.0, gt=0, le=1)
     """Nucleus mass kept in validation."""
     val_top_k: Annotated[int | None, WhenChanged.RESUME] = Field(default=None, gt=0)
-    """Most likely tokens kept in validation; all where unset."""
+    """Most likely tokens kept in validation; all if unset."""
     stall_timeout_s: Annotated[float, WhenChanged.RESUME] = Field(default=600.0, gt=0)
     """Seconds for which a replica that has work may make no progress (no token, no finished group); past it the stacks
     of its threads are written to its log, and it is replaced."""

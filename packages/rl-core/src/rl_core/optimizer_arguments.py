@@ -30,7 +30,7 @@ OPTIMIZERS: Mapping[str, frozenset[str]] = {
         "SGD": ("lr", "momentum", "dampening", "weight_decay", "nesterov", "fused", *_SCALING),
     }.items()
 }
-"""By dotted name, what the class takes beside the parameters."""
+"""Arguments that each class takes beside the parameters, by its dotted name."""
 
 SCHEDULES: Mapping[str, frozenset[str]] = {
     f"torch.optim.lr_scheduler.{name}": frozenset(arguments) | {"last_epoch"}
@@ -45,4 +45,4 @@ SCHEDULES: Mapping[str, frozenset[str]] = {
         "StepLR": ("step_size", "gamma"),
     }.items()
 }
-"""By dotted name, what the class takes beside the optimizer."""
+"""Arguments that each class takes beside the optimizer, by its dotted name."""

@@ -36,7 +36,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Requirement:
-    """What a class needs installed where it runs: a distribution and, by device (`cpu`, `cuda`), its extras.
+    """The packages that a class needs where it runs: a distribution and, by device (`cpu`, `cuda`), its extras.
 
     Args:
         distribution: as pip names it.
@@ -50,17 +50,17 @@ class Requirement:
 
 
 def nothing_further(config: Any) -> tuple[Requirement, ...]:
-    """Of a backend whose worker needs the same whatever its config."""
+    """For a backend whose worker needs the same packages whatever its config."""
     return ()
 
 
 def reports_routing(config: Any, device: Device) -> str:
-    """Of a generator whose completions can carry the experts that tokens were sent to, wherever it runs."""
+    """For a generator whose completions can carry the experts that tokens were sent to, wherever it runs."""
     return ""
 
 
 def reports_no_routing(config: Any, device: Device) -> str:
-    """Of a generator whose completions never carry the experts that tokens were sent to."""
+    """For a generator whose completions never carry the experts that tokens were sent to."""
     return "it has no such output; choose another generation.backend"
 
 
@@ -77,8 +77,7 @@ class BackendPlugin:
         further: from the backend's config to what else that environment needs with these settings, such as an extra
             with a kernel that they choose.
         ranks: from the backend's config to the number of ranks that one model (training: one data-parallel shard times
-            model parallel)
-            or one replica (generation) needs at least; the world must be a multiple of it.
+            model parallel) or one replica (generation) needs at least; the world must be a multiple of it.
         checks: static checks, called as `check(section, config)` before any process starts, with the section of the
             model (for an engine, of the model it serves) and the whole resolved config. Keys of their problems are
             relative to that section, whatever its role.
@@ -135,8 +134,8 @@ class DatasetPlugin:
 
     Args:
         load: `"package.module:function"`, called as `load(settings, split)` and returning rows (mappings) that a
-            processor turns into prompts or
-            training conversations; runs in the driver unless `requirement` names more than the driver has.
+            processor turns into prompts or training conversations; runs in the driver unless `requirement` names more
+            than the driver has.
         requirement: what `load` needs installed.
         settings: type of the settings, for listings and editors; `load` reads them itself.
         tasks: `"package.module:function"` of a dataset that chooses among tasks by its setting `task`: returns a
@@ -196,13 +195,13 @@ class AlgorithmPlugin:
         run: `"package.module:function"`, called as `run(config, components, run)` with `rl_core.run.Components` and
             `Run`.
         generates: whether it needs rollouts; the config then has `policy.generation`.
-        rollouts: `"package.module:function"`, called as `rollouts(config, data)` and returning `RolloutNeeds`; where
-            it generates.
+        rollouts: `"package.module:function"`, called as `rollouts(config, data)` and returning `RolloutNeeds`; only
+            if it generates.
         evaluate: `"package.module:function"`, called as `evaluate(config, data, pool)` with a `RolloutPool` that serves
             the weights of `policy.model_name`, and returning an `Evaluation` of the validation data; empty if it does
             not evaluate by rollouts.
-        validation_metrics: from the resolved config to the names of the `val/` metrics that its run records; None where
-            they are not known before it.
+        validation_metrics: from the resolved config to the names of the `val/` metrics that its run records; None if
+            they are not known before the run.
         models: from the resolved config to the models that the run needs, by role. The role `policy` is the model whose
             weights are published and exported.
         model_sections: config sections that hold a model, as dotted keys from the root: `policy`, `value`,
@@ -229,7 +228,7 @@ class AlgorithmPlugin:
 
 @dataclass(frozen=True)
 class RolloutNeeds:
-    """What rollout workers of an algorithm run.
+    """The program that rollout workers of an algorithm run, and the environments that it needs.
 
     Args:
         program: `"package.module:Class"` of a `RolloutProgram`.
@@ -265,7 +264,7 @@ def plugin(group: str, name: str) -> Any:
     """The plugin object of a group by name.
 
     Raises:
-        ConfigError: where no installed package offers it, naming the nearest and those there are.
+        ConfigError: if no installed package offers it; the message names the nearest and all that are installed.
     """
     found = _entries(group).get(name)
     if found is None:

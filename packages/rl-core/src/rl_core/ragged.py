@@ -28,7 +28,7 @@ class Ragged:
         offsets: int64 `[rows + 1]`, non-decreasing, from 0 to `total`.
 
     Raises:
-        ValueError: where the offsets do not describe the values.
+        ValueError: if the offsets do not describe the values.
     """
 
     values: np.ndarray
@@ -46,7 +46,7 @@ class Ragged:
     def from_rows(
         cls, rows: Iterable[ArrayLike], dtype: DTypeLike | None = None, inner: tuple[int, ...] = ()
     ) -> Ragged:
-        """Join rows; `dtype` and `inner` give the type and inner shape that no rows at all would leave open.
+        """Join rows; `dtype` and `inner` give the type and inner shape if there are no rows to take them from.
 
         Raises:
             ValueError: naming row and place, if values are of several kinds: numpy would make texts of all of them.
@@ -120,7 +120,7 @@ class Ragged:
 
     @staticmethod
     def concat(parts: Sequence[Ragged]) -> Ragged:
-        """Rows of all parts, of which there must be one at least, in order."""
+        """Rows of all parts, in order; there must be at least one part."""
         starts = np.cumsum([0] + [len(part.values) for part in parts])
         offsets = [np.zeros(1, dtype=np.int64)] + [
             part.offsets[1:] + start for part, start in zip(parts, starts, strict=False)

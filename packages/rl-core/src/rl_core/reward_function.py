@@ -23,7 +23,7 @@ OFFERED = (*_OF_ONE, *_OF_MANY)
 
 
 def as_environment(score: Callable[..., Any]) -> Environment:
-    """Make a function that scores a response an environment.
+    """Make an environment of a function that scores a response.
 
     A parameter is given what its name says: `response` (or `completion`), the text that the policy wrote; `prompt`, the
     text of the message that it answers; `messages`, the whole conversation; `truncated`, whether the response ran into

@@ -1,4 +1,4 @@
-"""Prompts, what is sampled from them, and what that earned."""
+"""Prompts, the rollouts sampled from them, and their rewards."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ Status = Literal["ok", "truncated", "failed"]
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a rollout starts from.
+    """The start of a rollout.
 
     Args:
         id: unique within the dataset and stable across runs, so that exactly-once can be proved.
         messages: the conversation so far.
         token_ids: int32 `[tokens]`, the conversation rendered by the chat template and tokenised, ready for generation.
         environment: name of the environment that scores it.
-        info: what the environment needs besides the conversation (the answer, a seed).
+        info: whatever else the environment needs beside the conversation (the answer, a seed).
         dataset: name of the dataset it came from.
         place: of its row, as messages say it: `prompts.jsonl, line 3`.
     """
@@ -86,7 +86,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Turn:
-    """One exchange: what the policy said and what the environment answered (`None` at the end)."""
+    """One exchange: the policy's text and the environment's answer (`None` at the end)."""
 
     text: str
     observation: tuple[Message, ...] | None
@@ -180,7 +180,7 @@ class RolloutReport:
 
     @classmethod
     def of(cls, rollout: Rollout) -> RolloutReport:
-        """Of a rollout."""
+        """The report of a rollout."""
         return cls(
             prompt_id=rollout.prompt_id,
             num_tokens=len(rollout.tokens),
@@ -224,7 +224,7 @@ class RolloutReports(Sequence[RolloutReport]):
 
     @classmethod
     def of(cls, prompt_id: str, rollouts: Sequence[Rollout]) -> RolloutReports:
-        """Of the rollouts of a prompt."""
+        """The reports of the rollouts of a prompt."""
         reports = [RolloutReport.of(rollout) for rollout in rollouts]
         return cls(
             prompt_id,
@@ -311,8 +311,8 @@ class RolloutGroup:
 
 
 def parts_of(prompt: Prompt, rollouts: Sequence[Rollout]) -> tuple[GroupReport, Batch, Batch]:
-    """The report of a group, the columns that training reads, and those that people read, each of use without the
-    others.
+    """The report of a group, the columns that training reads, and those that people read; each can be used without
+    the others.
     """
     columns: dict[str, Column] = {
         TOKENS: Ragged.from_rows([rollout.tokens for rollout in rollouts], np.int32),

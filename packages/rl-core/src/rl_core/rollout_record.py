@@ -46,7 +46,7 @@ def write_records(path: Path, records: Iterable[tuple[np.ndarray, float | None]]
 
 
 def append_records(file: BinaryIO, records: Iterable[tuple[np.ndarray, float | None]]) -> None:
-    """As `write_records`, to a file that is open. An advantage that is not finite becomes null, which JSON has."""
+    """As `write_records`, to a file that is open. An advantage that is not finite becomes null."""
     for record, advantage in records:
         finite = advantage if advantage is not None and math.isfinite(advantage) else None
         # an object on one line, to which one entry is added

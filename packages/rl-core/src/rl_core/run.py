@@ -44,7 +44,7 @@ class Run(Protocol):
         self, max_steps: int, *, models: Mapping[str, Model], state: Mapping[str, Checkpointable]
     ) -> Iterator[int]:
         """Steps still to do, counted from 1. The call itself restores the newest checkpoint; asking for the next step
-        saves one where it is due.
+        saves one if it is due.
 
         Ends early when asked to (a signal, a time limit, `stop`), having saved.
         """
@@ -75,7 +75,7 @@ class Run(Protocol):
 
 @dataclass(frozen=True)
 class Components:
-    """What an algorithm is handed; what it does not need is None.
+    """The objects that an algorithm works with; those that it does not need are None.
 
     Args:
         models: by role, as the algorithm's plugin names them.

@@ -1,4 +1,4 @@
-"""Whether a model family trains right: what a training backend is asked, mesh by mesh, and what it answers."""
+"""Checks that a model family trains correctly: the cases that a training backend is given, and its answers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Verdict = Literal["exact", "off", "refused"]
 
 @dataclass(frozen=True)
 class MeshCase:
-    """One way to train a model: a mesh, the layout of rows on it, and what trains.
+    """One way to train a model: a mesh, the layout of rows on it, and the weights that train.
 
     Args:
         mesh: its name, `tp2 x pp2`.
@@ -42,10 +42,10 @@ class FamilyCase:
 
     Args:
         mesh: name of the mesh, `tp2 x fsdp2`.
-        layout: of rows, and what trains: `packed, full`.
-        verdict: `exact` to rounding; `off` where numbers or names differ, or the case fails; `refused` where the
-            backend says beforehand that it cannot be.
-        differences: largest ones by what was compared (`loss`, `grad_norm`, `weights`).
+        layout: of rows, and the weights that train: `packed, full`.
+        verdict: `exact` to rounding; `off` if numbers or names differ, or the case fails; `refused` if the backend
+            says beforehand that it does not support the case.
+        differences: largest difference by what was compared (`loss`, `grad_norm`, `weights`).
         names: tensors that the weight stream gets wrong.
         reason: of a refusal or a failure.
     """

@@ -16,8 +16,8 @@ from rl_core.batch import Batch, Column, Local, RemoteColumn, RemoteRows, RowSto
 from rl_core.ragged import Ragged
 
 Chunk = Sequence[Batch | None]
-"""What a picker has for one shard: for each family its rows in the order of the shard; None if it read no store of it.
-"""
+"""The rows that a picker has for one shard: for each family, in the order of the shard; None if it read no store of
+that family."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Shard:
     layouts: tuple[Layout, ...] = ()
 
     def assemble(self, chunks: Sequence[Chunk]) -> Batch:
-        """The whole batch, from what each picker has for this shard."""
+        """The whole batch, from the chunk of each picker for this shard."""
         columns: dict[str, Column] = dict(self.local.columns) if self.local is not None else {}
         for family, layout in enumerate(self.layouts):
             found = {picker: rows for picker, chunk in enumerate(chunks) if (rows := chunk[family]) is not None}
@@ -83,7 +83,7 @@ class Plan:
     Args:
         picks: of each picker, a `Pick` per family.
         stores: that each picker reads, family after family.
-        shards: what each shard is made of, in order.
+        shards: the parts that make up each shard, in order.
     """
 
     picks: tuple[tuple[Pick, ...], ...]
@@ -97,7 +97,7 @@ def plan_shuffle(batch: Batch, rows: Sequence[np.ndarray], max_pickers: int) -> 
     Args:
         batch: columns that are local are sent as they are.
         rows: int64, those of each shard.
-        max_pickers: there are fewer where there are fewer stores, and none if every column is local.
+        max_pickers: most pickers; there are fewer if there are fewer stores, and none if every column is local.
     """
     families = _families(batch)
     near = [name for name, column in batch.columns.items() if not isinstance(column, RemoteColumn)]
@@ -117,7 +117,7 @@ def plan_shuffle(batch: Batch, rows: Sequence[np.ndarray], max_pickers: int) -> 
 
 
 def pick(picks: Sequence[Pick], stores: Sequence[Batch]) -> list[Chunk]:
-    """What a picker has for each shard."""
+    """The rows that a picker has for each shard."""
     chunks: list[list[Batch | None]] = [[] for _ in range(len(picks[0].part))]
     begin = 0
     for each in picks:

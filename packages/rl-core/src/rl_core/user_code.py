@@ -1,8 +1,8 @@
-"""A function or class in one file of a user's own, which no package holds.
+"""A function or class in one file of a user's own, which is not part of a package.
 
-It is named as `file.py:Name`. The driver reads the file, and what is sent of it carries its text: instances of its
-dataclasses in their pickle, anything else as `FromFile`. A process on any node, in any environment, runs the same file
-without having it.
+It is named as `file.py:Name`. The driver reads the file, and everything that is sent carries its text: instances of its
+dataclasses in their pickle, anything else as `FromFile`. So a process on any node, in any environment, runs the same
+file without having it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class SourceFile:
 
     @classmethod
     def read(cls, path: str | Path) -> SourceFile:
-        """The file as it lies.
+        """The file with its present text.
 
         Raises:
             ValueError: if it cannot be read.
@@ -58,12 +58,12 @@ class SourceFile:
 
     @cached_property
     def sha256(self) -> str:
-        """Of the text."""
+        """SHA-256 of the text."""
         return hashlib.sha256(self.text.encode()).hexdigest()
 
     @property
     def module_name(self) -> str:
-        """Name of its module: of the file and its text, so that no two texts share one in a process."""
+        """Name of its module, from the file and its text, so that no two texts share one in a process."""
         return f"user_code_{re.sub(r'[^A-Za-z0-9_]', '_', Path(self.path).stem)}_{self.sha256[:16]}"
 
     def names(self) -> dict[str, bool] | None:
@@ -148,10 +148,10 @@ class FromFile:
 
     @classmethod
     def read(cls, path: str) -> FromFile:
-        """What `file.py:Name` names, without running the file.
+        """The function or class that `file.py:Name` names, without running the file.
 
         Raises:
-            ValueError: if the file cannot be read, is not valid Python, or plainly has no such name.
+            ValueError: if the file cannot be read, is not valid Python, or clearly does not define the name.
         """
         file, _, name = path.rpartition(":")
         source = SourceFile.read(file)
@@ -224,10 +224,10 @@ def load_module(name: str) -> ModuleType:
 
 
 def implementation_name(owner: Any, path: str) -> str:
-    """The name of what an object names as its implementation, as `rl_core.plugins.resolve` takes it.
+    """The full name of an object's implementation, as `rl_core.plugins.resolve` takes it.
 
     Args:
-        owner: whose class may be from a file, which travelled with it.
+        owner: the object, whose class may be from a file that travelled with it.
         path: `package.module:function`, or `file.py:function` for one that is in the same file as the class.
 
     Raises:
@@ -239,8 +239,8 @@ def implementation_name(owner: Any, path: str) -> str:
     source = _FILES.get(type(owner).__module__)
     if source is None or Path(source.path).name != Path(file).name:
         raise ValueError(
-            f"{type(owner).__name__} names {path}, which is not the file that it is in itself; "
-            "a class travels to workers with its own file alone: put both into one file, or the other into a package"
+            f"{type(owner).__name__} names {path}, which is in another file than the class; a class is sent to "
+            "workers with its own file only: put both into one file, or the other into an installed package"
         )
     return f"{source.module_name}:{name}"
 

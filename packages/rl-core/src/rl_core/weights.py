@@ -1,4 +1,4 @@
-"""Weights on their way from a policy to the generators: what is sent, who sends, who receives."""
+"""Weights on their way from a policy to the generators: the manifest, the transport, the sender and the receiver."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Manifest:
 
     Args:
         version: the weight version they make up.
-        tensors: what will be sent. A tied head is sent once, under the embedding's name, and named in `tied`.
+        tensors: the tensors to send. A tied head is sent once, under the embedding's name, and named in `tied`.
         tied: name of each tensor that is not sent to the name of the one it equals.
     """
 
@@ -42,7 +42,7 @@ class Transport:
     """How weights travel; the same value goes to all senders and receivers.
 
     Both ends keep their connection and their buffers from one transfer to the next for as long as the transport is
-    equal: after a failure, or with other receivers, whoever plans the next transfer gives it another address.
+    equal: after a failure, or with other receivers, the next transfer is planned with another address.
 
     Args:
         kind: `ipc` (shared memory, CUDA IPC), `collective` (gloo, NCCL) or `disk` (safetensors in `address`).
@@ -71,7 +71,7 @@ class WeightSource(Protocol):
     """One rank of the policy, as the sender of its weights. `manifest` and `send` are collective over its ranks."""
 
     def manifest(self, version: int) -> Manifest | None:
-        """Return what `send` will send, on rank 0; None on the others."""
+        """Return the manifest that `send` will follow, on rank 0; None on the others."""
         ...
 
     def send(self, manifest: Manifest, transport: Transport) -> str:
@@ -89,14 +89,14 @@ class WeightSink(Protocol):
     """A replica, as the receiver of weights. Calls come in this order, while the replica is paused."""
 
     async def begin(self, manifest: Manifest) -> None:
-        """Make ready; raises `WeightSyncError` naming engine parameters the manifest leaves out, or tensors unknown to
-        the engine.
+        """Prepare to receive; raises `WeightSyncError` naming engine parameters that the manifest leaves out, or
+        tensors unknown to the engine.
         """
         ...
 
     async def receive(self, transport: Transport, first_rank: int) -> Sequence[str]:
-        """Take all tensors in as receivers `first_rank`, `first_rank + 1`, ...; the digest of all of them as received,
-        per engine rank.
+        """Receive all tensors as receivers `first_rank`, `first_rank + 1`, ...; returns the digest of all of them as
+        received, per engine rank.
 
         Raises `WeightSyncError` naming tensors that differ from what was sent: those of one bucket, or of several.
         """

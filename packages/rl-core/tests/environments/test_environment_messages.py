@@ -185,7 +185,7 @@ def test_errors_and_problems_arrive() -> None:
         (StepResult(info={"x": 2**600}), "integer of 601 bits"),
         (StepResult(info={"x": deep(MAX_NESTING + 1, lambda inner: [inner])}), "nested deeper than 32"),
         (StepResult(info={"x": deep(10**5, lambda inner: [inner])}), "nested deeper than 32"),
-        (StepResult(info={"x": b"1" * (65 * 2**20)}), "an answer may have 64 MiB"),
+        (StepResult(info={"x": b"1" * (65 * 2**20)}), "it may have 64 MiB"),
         (StepResult(reward=float("inf")), "the reward is inf; return a finite number"),
         (StepResult(reward={"reward": 1.0, "form": None}), "the reward 'form' is None; return a number"),  # type: ignore[dict-item]
         (StepResult(reward="1.0"), "the reward is '1.0'; return a number"),  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from rl_core.user_code import is_in_file
 
 @dataclass(frozen=True)
 class RuledChange:
-    """A key whose values differ, and what a run may do with the new one."""
+    """A key whose values differ, and what a run may do with the new value."""
 
     change: Change
     rule: WhenChanged
@@ -39,7 +39,7 @@ def changed_keys(root: type[Config], old: Any, new: Any) -> list[RuledChange]:
 
 
 def rule_of(root: type[Config], path: KeyPath, tree: Any) -> WhenChanged:
-    """What a run may do with another value at a path: what was said closest to it, else it needs a branch.
+    """The rule for another value at a path: the one given closest to it, else a change needs a branch.
 
     Args:
         tree: nested plain values, which decide among the members of a union.

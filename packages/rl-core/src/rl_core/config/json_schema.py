@@ -43,7 +43,7 @@ class JsonSchema:
     """
 
     interpolation: Mapping[str, Any] = {"$ref": "#/$defs/interpolation"}
-    """A reference to what may stand for any value."""
+    """A reference to the texts that may stand for any value."""
 
     def __init__(self) -> None:
         self._names: dict[type[Config], str] = {}

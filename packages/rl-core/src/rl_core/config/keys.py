@@ -59,7 +59,7 @@ class Key:
 
     @property
     def marks(self) -> list[Any]:
-        """What was said of it beside its type: bounds and other annotations, also of the members of a union."""
+        """Its annotations beside the type, such as bounds, with those of the members of a union."""
         of_members = [item for _, constraints in members(self.annotation) for item in constraints]
         return [*(self.field.metadata if self.field else ()), *of_members]
 
@@ -178,12 +178,12 @@ def is_section(kind: Any) -> TypeGuard[type[Config]]:
 
 
 def tuple_types(kind: Any) -> tuple[Any, ...]:
-    """Types of the entries of a tuple that says each; empty for any other type."""
+    """Types of the entries of a tuple that states each; empty for any other type."""
     return get_args(kind) if _is_fixed(kind) else ()
 
 
 def _is_fixed(kind: Any) -> bool:
-    """Whether the type is a tuple that says the type of each entry."""
+    """Whether the type is a tuple that states the type of each entry."""
     return get_origin(kind) is tuple and ... not in get_args(kind)
 
 

@@ -41,7 +41,7 @@ class RawConfig:
     """The merged values that the user wrote, before a schema has read them.
 
     Args:
-        name: of the recipe or file, for messages.
+        name: name of the recipe or file, for messages.
         entry: the tree.
         files: every file read, the ones inherited from first.
     """
@@ -91,7 +91,7 @@ def load(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), 
         source: a recipe name, a YAML file, or plain nested values, which may have `defaults:` as well.
         overrides: `key.path=value` with the value as in YAML; text needs no quotes. `key=null` clears,
             `data.train[0].split=x` changes a list entry.
-        search: where recipes are.
+        search: the places that hold recipes.
 
     Raises:
         ConfigError: if a file does not exist or is not valid, `defaults:` form a circle, or an override cannot be read.

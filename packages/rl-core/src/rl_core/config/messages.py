@@ -118,7 +118,7 @@ def _unknown(path: KeyPath, keys: list[str], values: Any) -> str:
 
 
 def _verdict(errors: Sequence[ErrorDetails], key: Key | None, name: str) -> str:
-    """What was given, what is allowed and what to do, in one line.
+    """One line that says what was given, what is allowed and what to do.
 
     Args:
         errors: pydantic's errors about one key, one per member of a union.

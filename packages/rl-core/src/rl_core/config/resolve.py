@@ -111,8 +111,8 @@ def _over_defaults(key: Key, written: Any, default: Any) -> tuple[Any, Any]:
     precision, which `Policy` itself does not have.
 
     Returns:
-        What was written, with what the defaults of sections set beyond those of their types; and the same with every
-        default, for interpolations to name.
+        The written values, with those that the defaults of sections set beyond the defaults of their types; and the
+        same with every default, for interpolations to name.
     """
     if not isinstance(written, dict | list):
         return written, written
@@ -133,7 +133,7 @@ def _over_defaults(key: Key, written: Any, default: Any) -> tuple[Any, Any]:
 
 
 def _read(key: Key | None, value: Any) -> Any:
-    """A scalar as its key reads it: unquoted text if text is due, a number or truth value if one is."""
+    """A scalar as its key reads it: unquoted text if the key takes text, a number or truth value if it takes one."""
     if isinstance(value, Unset):
         return None
     if not isinstance(value, Unquoted):
@@ -151,8 +151,8 @@ def _read(key: Key | None, value: Any) -> Any:
 def _environment_references(tree: Any) -> dict[KeyPath, str]:
     """The interpolations at keys whose values come from environment variables, also by way of other keys.
 
-    An interpolation whose keys cannot be told without resolving it counts as one of them, if there are any: as it was
-    written, it is as good.
+    An interpolation whose keys cannot be known without resolving it counts as one of them, if there are any: its
+    written form is safe to keep.
     """
     written = interpolations(tree)
     found = {path for path, text in written.items() if _VARIABLE in text}

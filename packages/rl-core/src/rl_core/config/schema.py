@@ -58,10 +58,10 @@ class ProblemError(ValueError):
 
 
 class WhenChanged(Enum):
-    """What a run may do with another value of a key than the one that it was started with, the freest first.
+    """What a run may do if a key has another value than the one it was started with, the freest rule first.
 
-    Said of a field, as in `save_period: Annotated[int, WhenChanged.RESUME]`, or of a whole section by its
-    `when_changed`; what is said closest to a key holds.
+    It is given for a field, as in `save_period: Annotated[int, WhenChanged.RESUME]`, or for a whole section by its
+    `when_changed`; the one closest to a key holds.
     """
 
     RESUME = "may change when it is resumed"
@@ -86,7 +86,7 @@ class Config(BaseModel):
     """
 
     when_changed: ClassVar[WhenChanged | None] = None
-    """Of the keys below that say nothing else; None leaves it to the section around."""
+    """The rule of the keys below that have none of their own; None leaves it to the section around."""
 
     model_config = ConfigDict(
         frozen=True,

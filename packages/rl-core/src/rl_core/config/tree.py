@@ -164,9 +164,9 @@ class Entry:
                 return self.value
 
     def under(self, over: Entry) -> Entry:
-        """This tree with another laid over it: mappings merge, everything else is replaced; so is a mapping whose
-        `name` chooses another function or class, or which names another dataset, to which the settings below it do not
-        belong.
+        """This tree with another laid over it: mappings merge, everything else is replaced. A mapping that chooses
+        another function or class by its `name`, or another dataset, is replaced too: the settings below it belong to
+        the earlier one.
         """
         if not (isinstance(self.value, dict) and isinstance(over.value, dict)) or _chooses_another(self, over):
             return over

@@ -1,4 +1,4 @@
-"""The kinds of device that models run on: one object per kind, which knows everything that differs between them.
+"""The kinds of device that models run on: one object per kind holds everything that differs between them.
 
 A `Device` has a half for the launcher (bundles, environment variables, which extras an engine needs), which imports
 nothing, and a half for the process that computes (torch device, process groups, memory), which imports torch when it is
@@ -24,7 +24,7 @@ def device_named(name: str) -> Device:
     """The device of this kind, at index 0.
 
     Raises:
-        ValueError: naming the kinds there are.
+        ValueError: if the kind does not exist; the message lists those that do.
     """
     if name not in DEVICES:
         raise ValueError(f"{name!r} is not a kind of device; use one of {', '.join(DEVICES)}")

@@ -63,7 +63,7 @@ class CpuDevice(Device):
         """Do nothing: operations are done when their calls return."""
 
     def release_memory(self) -> None:
-        """Do nothing: the host's memory is not handed over."""
+        """Do nothing: memory of the host is not handed over."""
 
     def memory_bytes(self) -> int:
         pages = int(Path("/proc/self/statm").read_text().split()[1])

@@ -1,4 +1,4 @@
-"""CUDA: every rank has a GPU, whose memory the models and replicas placed on it take turns on."""
+"""CUDA: every rank has a GPU, whose memory the models and replicas on it use in turns."""
 
 from __future__ import annotations
 

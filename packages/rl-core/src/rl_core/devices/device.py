@@ -41,8 +41,8 @@ class Device(ABC):
     extras: ClassVar[Literal["cpu", "cuda"]]
     """Which of a `Requirement`'s extras bring an engine that computes on it."""
     has_gpus: ClassVar[bool]
-    """Whether every rank has a GPU of Ray's for itself: replicas divide a node's GPUs, models and replicas that share
-    GPUs leave their memory to one another, and memory of one GPU is reached from that GPU alone."""
+    """Whether Ray gives every rank a GPU for itself: replicas divide a node's GPUs, models and replicas that share GPUs
+    leave their memory to one another, and memory of one GPU is reached from that GPU alone."""
     ranks_key: ClassVar[str]
     """Key of the number of ranks per node, for messages."""
     bucket_bytes: ClassVar[int]
@@ -50,7 +50,7 @@ class Device(ABC):
     collectives: ClassVar[Literal["gloo", "nccl"]]
     """Library of the collectives of tensors that lie on it."""
     is_logical: ClassVar[bool]
-    """Whether its nodes and GPUs are Ray's alone, on one machine: the launcher starts as many as the run asks for."""
+    """Whether its nodes and GPUs exist only for Ray, on one machine; the launcher starts as many as the run needs."""
     kernels: ClassVar[Literal["cpu", "cuda"]]
     """Kernels that compute on it: the type of its `torch.device`."""
 
@@ -70,11 +70,11 @@ class Device(ABC):
         return cluster.gpus_per_node if self.has_gpus else cluster.cpu_ranks_per_node
 
     def num_gpus(self, num_ranks: int) -> int:
-        """GPUs that a process which drives these ranks takes from Ray."""
+        """GPUs that a process which drives these ranks requests from Ray."""
         return num_ranks if self.has_gpus else 0
 
     def gpu_share(self, num_processes: int) -> float:
-        """What a process takes from Ray of a GPU that as many processes share."""
+        """The share of a GPU that each of its processes requests from Ray."""
         # Ray counts ten-thousandths, and what it rounds up must not exceed the GPU
         return self.num_gpus(1) * (10_000 // num_processes) / 10_000
 
@@ -84,12 +84,12 @@ class Device(ABC):
 
     @abstractmethod
     def worker_variables(self, num_threads: int) -> Mapping[str, str]:
-        """Environment variables of a process that computes with so many CPU threads; those the user set stay."""
+        """Environment variables of a process that computes with this many CPU threads; those that the user set stay."""
 
     # the half of the process that computes
 
     def claim(self, gpus: Sequence[str]) -> None:
-        """Have this process, and those it starts, see these GPUs alone, in this order; none means those it sees.
+        """Limit this process, and those it starts, to these GPUs, in this order; none means all that it sees.
 
         Called before torch or an engine initialises the device. Does nothing on a device without GPUs.
         """
@@ -102,7 +102,7 @@ class Device(ABC):
 
     @property
     def torch_device(self) -> torch.device:
-        """As torch names it."""
+        """The `torch.device` of this device."""
         import torch
 
         return torch.device(self.kernels, self.index) if self.kernels != "cpu" else torch.device("cpu")
@@ -110,12 +110,12 @@ class Device(ABC):
     @property
     @abstractmethod
     def process_group_backend(self) -> str:
-        """For `torch.distributed.init_process_group`."""
+        """Backend for `torch.distributed.init_process_group`."""
 
     @property
     @abstractmethod
     def memory_id(self) -> str:
-        """Names the memory that processes share through it: the same for two processes that can map each other's
+        """Identifies the memory that processes share through it: equal for two processes that can map each other's
         buffers."""
 
     @property
@@ -138,7 +138,7 @@ class Device(ABC):
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Wait until what this process asked of it is done."""
+        """Wait until all work of this process on it is done."""
 
     @abstractmethod
     def release_memory(self) -> None:

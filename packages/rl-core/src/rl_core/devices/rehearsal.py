@@ -1,4 +1,4 @@
-"""CUDA's topology without a GPU: what a run does on a cluster of GPUs, computed by the CPU."""
+"""CUDA's topology without a GPU: a run goes through the same steps as on a cluster of GPUs, on the CPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOGICAL = "RL_LOGICAL_GPUS"
 """Environment variable of a rehearsing worker: its logical GPUs, as `CUDA_VISIBLE_DEVICES` would list them."""
 
 FROM_RAY = "ray"
-"""Its value until the worker's process has read what Ray put into `CUDA_VISIBLE_DEVICES`."""
+"""Its value until the worker's process has read the `CUDA_VISIBLE_DEVICES` that Ray set."""
 
 
 def hide_real_gpus() -> None:

@@ -1,4 +1,4 @@
-"""The near side of an environment process: its start, its requests and answers, and what it prints."""
+"""The near side of an environment process: its start, its requests and answers, and its output."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ class Child:
             ) from None
         except MalformedAnswer as error:
             raise WorkerDied(
-                f"the process of environment {self.spec.title} sent something that is not an answer ({error})"
+                f"the process of environment {self.spec.title} sent a malformed answer ({error})"
             ) from None
         except (asyncio.IncompleteReadError, ConnectionError):
             raise WorkerDied(
@@ -211,7 +211,7 @@ class Child:
             ) from None
 
     async def close(self) -> None:
-        """Let it close its states and end; kill it if that takes too long."""
+        """Have it close its states and end; kill it if that takes too long."""
         with contextlib.suppress(TimeoutError, ConnectionError):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await self._write(Close())
@@ -299,8 +299,8 @@ class Output(asyncio.Protocol):
 
     @property
     def innermost_frame(self) -> str:
-        """Where the process was when it wrote its stacks: the innermost call of its main thread in code that is not
-        installed, or of any; empty if it wrote none.
+        """The innermost call of the main thread when the process wrote its stacks: in code that is not installed, or
+        else in any; empty if it wrote none.
         """
         # the main thread comes last
         begins = [index for index, line in enumerate(self._lines) if "most recent call first" in line]

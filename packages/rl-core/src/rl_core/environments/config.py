@@ -22,10 +22,10 @@ class EnvironmentConfig(Config):
     """Most seconds of a call; a rollout whose call takes longer fails, and the process that hangs is replaced."""
     max_batch: Annotated[int, WhenChanged.RESUME] = Field(default=1, ge=1)
     """Most conversations of one call of the environment's `step`, which share its deadline. Raise it for an
-    environment that answers many at once faster than one after the other, such as one that asks a server."""
+    environment that answers many at once faster than one after the other, such as one that calls a server."""
     memory_limit_gib: Annotated[float | None, WhenChanged.RESUME] = Field(default=4.0, gt=0)
     """Most memory that a process may allocate (RLIMIT_DATA); a rollout whose call needs more fails. None for no
     limit."""
     env_vars: Annotated[EnvVars, WhenChanged.RESUME] = {}
-    """Environment variables of the processes. They see no others of the driver's than paths, locale and caches, so an
+    """Environment variables of the processes. Of the driver's variables they see only paths, locale and caches, so an
     environment that needs a key gets it here: `{OPENAI_API_KEY: "${oc.env:OPENAI_API_KEY}"}`."""

@@ -50,7 +50,7 @@ def environment_types(written: Any, installed: Mapping[str, EnvironmentPlugin]) 
         installed: environments by name.
 
     Raises:
-        ProblemError: if a section is that of no environment.
+        ProblemError: if no environment fits a section.
     """
     types: dict[str, type[Config]] = {name: found.config for name, found in installed.items()}
     problems = []
@@ -69,7 +69,7 @@ def environment_types(written: Any, installed: Mapping[str, EnvironmentPlugin]) 
 
 
 def instance_of(settings: Config, name: str) -> EnvironmentInstance:
-    """The environment that data names.
+    """The environment that a dataset names.
 
     Args:
         settings: the section `env` of a resolved config.
@@ -89,7 +89,8 @@ def instance_of(settings: Config, name: str) -> EnvironmentInstance:
 
 
 def problem_with(name: str, settings: Config) -> str:
-    """Why data cannot name this environment; empty if it can, as far as is known without running a file of the user's.
+    """The reason that a dataset cannot name this environment; empty if it can, as far as is known without running the
+    user's file.
 
     Args:
         name: as `instance_of` takes it.
@@ -105,7 +106,7 @@ def problem_with(name: str, settings: Config) -> str:
         if is_in_file(name):
             FromFile.read(name)
         elif importlib.util.find_spec(module) is None:
-            return f"{name}: there is no module {module} here; a file is written file.py:function"
+            return f"{name}: the module {module} is not installed; a function in a file is written file.py:function"
     except (ValueError, ImportError) as error:
         return str(error)
     return ""

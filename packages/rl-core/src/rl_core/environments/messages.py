@@ -170,7 +170,7 @@ def plain_result(result: StepResult) -> StepResult:
     )
     size = len(_pack(_fields(Answer(plain))))
     if size > MAX_ANSWER_BYTES:
-        raise ValueError(f"{size / 2**20:.0f} MiB; an answer may have {MAX_ANSWER_BYTES / 2**20:.0f} MiB")
+        raise ValueError(f"the answer has {size / 2**20:.0f} MiB; it may have {MAX_ANSWER_BYTES / 2**20:.0f} MiB")
     return plain
 
 
@@ -188,7 +188,7 @@ def _plain_number(name: str, value: Any) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError) as error:
-        raise TypeError(f"{what} is {value!r:.80}, which is not one number: {error}") from None
+        raise TypeError(f"{what} is {value!r:.80}, which is not a single number: {error}") from None
     if not math.isfinite(number):
         raise ValueError(f"{what} is {number}; return a finite number")
     return number
@@ -238,7 +238,7 @@ def _plain(value: Any, where: str, depth: int = 1) -> Any:
 def _plain_key(key: Any, where: str) -> Any:
     plain = _plain(key, where)
     if not isinstance(plain, str | int | float | bool | bytes | None):
-        raise TypeError(f"{where} has a key of type {type(key).__qualname__}; keys are texts or numbers")
+        raise TypeError(f"{where} has a key of type {type(key).__qualname__}; keys must be texts or numbers")
     return plain
 
 
@@ -285,7 +285,7 @@ def _read_answer(fields: Any) -> Answer:
             stops = None if stop_strings is None else tuple(stop_strings)
             result = StepResult(reward, done, tuple(observation), stop_strings=stops, info=info)
             return Answer(result, has_state, retry, out_of_memory)
-    raise MalformedAnswer("an answer has other fields than it should")
+    raise MalformedAnswer("an answer has unexpected fields")
 
 
 def _check_reward(reward: Any) -> None:
@@ -355,7 +355,7 @@ class _Reader:
             match self.unpack(data):
                 case [str(kind), list(shape), bytes(values)]:
                     return _read_array(kind, shape, values)
-        raise MalformedAnswer(f"extension {code} holds something else")
+        raise MalformedAnswer(f"extension {code} holds a value of another type")
 
 
 def _read_array(kind: str, shape: list[Any], values: bytes) -> np.ndarray:

@@ -20,11 +20,11 @@ logger = logging.getLogger(__name__)
 MAX_DEFAULT_WORKERS = 8
 """Most processes of an environment whose settings name no number."""
 LEASE_S = 600.0
-"""How long a client need not be heard of; its process may be busy with loading an engine."""
+"""How long a client may be silent; its process may be busy loading an engine."""
 RENEW_S = LEASE_S / 10
 """How often a client renews its lease."""
 
-_UNKNOWN = "its state is lost: its environment was started again, or closed it as nothing was heard of its rollout"
+_UNKNOWN = "its state is lost: its environment was restarted, or closed it because its rollout was silent for too long"
 
 
 class EnvironmentPool:
@@ -51,7 +51,7 @@ class EnvironmentPool:
         max_batch: most conversations of a call.
         memory_limit_gib: most memory that a process may allocate; None for no limit.
         env_vars: further environment variables of the processes.
-        lease_s: how long the conversations of a client that is not heard of are kept.
+        lease_s: how long the conversations of a silent client are kept.
         name: of the instance (`env.<name>`), for messages.
     """
 
@@ -118,8 +118,8 @@ class EnvironmentPool:
 
         Args:
             conversations: each with its newest turn.
-            client: whose they are. A client that is not heard of (`step`, `renew`) for `lease_s` loses them; those
-                without a client are kept until they end or are abandoned.
+            client: their owner. A client that makes no call (`step`, `renew`) for `lease_s` loses them; those without
+                a client are kept until they end or are abandoned.
 
         Raises:
             ValueError: if a conversation is being stepped already.
@@ -228,7 +228,7 @@ class EnvironmentPool:
     def _expire(self, client: str) -> None:
         ids = [id for id, home in self._homes.items() if home.client == client]
         if ids:
-            logger.warning("%d conversations are closed: nothing is heard of their client any more", len(ids))
+            logger.warning("%d conversations are closed: their client has been silent for too long", len(ids))
         # outcomes that it has not fetched go as well
         self._forget([*ids, *(id for id, (owner, _) in self._late.items() if owner == client)])
 
@@ -261,7 +261,7 @@ class EnvironmentPool:
 
 
 class Leases:
-    """Tells when a client was last heard of too long ago; to be used from one event loop.
+    """Tells when a client has been silent for too long; to be used from one event loop.
 
     Args:
         lease_s: how long a lease lasts.
@@ -282,7 +282,7 @@ class Leases:
         self._ends[client] = asyncio.get_running_loop().call_later(self._lease_s, self._end, client)
 
     def close(self) -> None:
-        """End every lease without a word."""
+        """End every lease without calling `expire`."""
         for end in self._ends.values():
             end.cancel()
         self._ends.clear()

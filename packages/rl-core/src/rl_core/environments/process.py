@@ -155,7 +155,7 @@ def serve(connection: socket.socket) -> None:
 
 
 def _build(connection: socket.socket, build: Build) -> EnvironmentProcess | None:
-    """The environment, built; None if that failed, which the other side is told."""
+    """The environment, built; None if that failed, after telling the other side."""
     problem: WorkerError | None = None
     name = build.title
     try:
@@ -185,8 +185,8 @@ def _built(target: Any, name: str, config: Any) -> Environment:
     unseen = _own_settings(config) if config is not None else []
     if unseen:
         raise ValueError(
-            f"{name} is a function, which gets no settings, but its config has {', '.join(unseen)}; make it a class "
-            "that is built as Class(config), or take these out of its config"
+            f"{name} is a function and takes no settings, but its config has {', '.join(unseen)}; make it a class "
+            "that is built as Class(config), or remove these settings"
         )
     if _makes_environment(target):
         made: Environment = target()
@@ -259,7 +259,7 @@ def end_with_parent(parent_pipe: int) -> None:
 
 
 def limit(memory_bytes: int) -> None:
-    """Bound what this process and each that it starts may allocate, and have none of them write a core file.
+    """Bound the memory that this process and each that it starts may allocate, and prevent core files.
 
     RLIMIT_DATA counts memory that was allocated, and not, as RLIMIT_AS, the address space that libraries reserve:
     importing torch reserves 3 GiB, allocates 0.7 GiB and touches 0.5 GiB.

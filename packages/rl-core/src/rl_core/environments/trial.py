@@ -21,7 +21,7 @@ from rl_core.errors import WorkerDied, WorkerError
 logger = logging.getLogger(__name__)
 
 SLOW_S = 5.0
-"""Seconds after which it is said that an environment's trial is still under way."""
+"""Seconds after which a line says that an environment's trial is still under way."""
 
 _REMEDY = " A reward is a number for every response, such as 0.0 for one that it cannot read."
 
@@ -44,7 +44,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Trial:
-    """An environment and what it is tried on.
+    """An environment and the attempts that it is tried on.
 
     Args:
         instance: the environment.
@@ -71,8 +71,8 @@ class Verdict:
 def try_out(trials: Sequence[Trial]) -> Verdict:
     """Build each environment in a process of its own and have it answer its attempts, as in a run.
 
-    An environment is refused if it cannot be built, hangs, ends its process or answers what is not a reward, and if it
-    raises on every response to a row; one that raises on some of them is warned of.
+    An environment is refused if it cannot be built, hangs, ends its process, returns a value that is not a reward, or
+    raises on every response to a row. If it raises on some of them, there is a warning.
     """
     with _quiet():
         return asyncio.run(_try_out(trials))

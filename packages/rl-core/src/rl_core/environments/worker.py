@@ -18,9 +18,9 @@ from rl_core.errors import EnvironmentTimeout, RLError, WorkerDied
 logger = logging.getLogger(__name__)
 
 PATIENCE_SHARE = 0.1
-"""Share of the deadline that a turn has before it gives way to others that wait."""
+"""Share of the deadline after which a turn gives way to others that wait."""
 PATIENCE_FACTOR = 4.0
-"""How many times as long as the slowest recent turn it has, if that is more."""
+"""Multiple of the slowest recent turn after which a turn gives way, if that is longer."""
 
 
 class Worker:
@@ -109,7 +109,7 @@ class Worker:
                 self._process = None
 
     async def _serve(self) -> None:
-        """Work off what is queued; ends when nothing is left, and is started again by what comes next."""
+        """Work off the queue; ends when nothing is left, and is started again by the next turn."""
         batch: list[Turn] = []
         try:
             while True:
@@ -254,7 +254,7 @@ class Call:
 
     @property
     def over(self) -> bool:
-        """Whether nobody waits any more."""
+        """Whether all outcomes are known, or nobody waits for them."""
         return self._future.done()
 
     def settle(self, index: int, outcome: StepResult | EnvironmentFailure) -> None:
@@ -265,7 +265,7 @@ class Call:
             self._future.set_result(None)
 
     def fail(self, error: Exception) -> None:
-        """Raise an error in whoever waits."""
+        """Raise an error in the caller that waits."""
         if not self._future.done():
             self._future.set_exception(error)
 
@@ -280,7 +280,7 @@ class Home:
     """A conversation as the pool knows it.
 
     Args:
-        client: whose it is.
+        client: its owner.
         worker: the one whose process has its state; None if it has no state.
         busy: whether a turn of it is queued or under way.
         abandoned: whether its client has given it up.
@@ -383,12 +383,12 @@ class Backlog:
         return batch
 
     def done(self, turns: Iterable[Turn]) -> None:
-        """Note that turns which were taken are no longer under way."""
+        """Note that these turns are no longer under way."""
         self._running_suspects.difference_update(turns)
 
     async def others_wait(self) -> None:
         """Return when turns that nobody suspects wait for a worker."""
-        # a worker that is idle takes them before whoever waits here runs on
+        # an idle worker takes them before the caller here goes on
         while not self._fresh:
             await self._has_fresh.wait()
 
@@ -412,6 +412,6 @@ class Backlog:
 
 
 def fail_all(turns: Iterable[Turn], error: Exception) -> None:
-    """Raise an error in whoever waits for these turns."""
+    """Raise an error in the callers that wait for these turns."""
     for turn in turns:
         turn.call.fail(error)

@@ -37,12 +37,12 @@ _DEATHS: dict[type[RayError], str] = {
 
 
 def gather(refs: Sequence[ray.ObjectRef], origins: Sequence[Origin], timeout_s: float | None = None) -> list[Any]:
-    """Answers in order, or the first failure as soon as it happens (the other ranks of a collective would only time
-    out).
+    """Return answers in order, or raise the first failure as soon as it happens (the other ranks of a collective would
+    only time out).
 
     Args:
         refs: one call per worker.
-        origins: who was asked what, in the same order.
+        origins: the worker and the work of each call, in the same order.
         timeout_s: bound of the whole wait.
 
     Raises:
@@ -63,7 +63,7 @@ def gather(refs: Sequence[ray.ObjectRef], origins: Sequence[Origin], timeout_s: 
 
 
 def wait(refs: Sequence[ray.ObjectRef], timeout_s: float | None = None) -> list[ray.ObjectRef]:
-    """Every call that is over, in order, once there is at least one; empty after the time-out."""
+    """Wait for at least one call to end; returns all that have ended, in order, or none after the time-out."""
     done, waiting = ray.wait(list(refs), num_returns=1, timeout=timeout_s)
     # whatever else is over: one by one, a thousand ranks would be waited for a million times
     more = ray.wait(waiting, num_returns=len(waiting), timeout=0)[0] if done and waiting else []
@@ -83,9 +83,9 @@ def settle(
 
     Args:
         refs: one call per worker.
-        origins: who was asked what, in the same order.
+        origins: the worker and the work of each call, in the same order.
         timeout_s: bound of the whole wait.
-        grace_s: how long the others may take to end after the first failure, so that each side is heard.
+        grace_s: how long the others may take to end after the first failure, so that each side reports its own.
         on_failure: called with the first failure, before the others are waited for.
 
     Returns:
@@ -168,7 +168,7 @@ def stalled(timeout_s: float, origin: Origin, *, num_others: int = 0) -> WorkerS
 def await_decision(actor_id: str | None, patience_s: float = DECISION_S) -> str:
     """Wait until Ray has declared an unreachable actor dead, and return its reason; empty if it has not in time.
 
-    Whoever starts workers anew before that would place them on the lost node.
+    Workers that are restarted before that would be placed on the lost node.
     """
     end = time.monotonic() + patience_s
     while actor_id is not None and time.monotonic() < end:

@@ -19,17 +19,17 @@ from rl_core.ray.calls import translate
 _log = logging.getLogger(__name__)
 
 PATIENCE_S = 0.5
-"""How long outcomes that are there wait for others of their call; one that hangs holds up no other."""
+"""How long finished outcomes wait for others of their call, so that one that hangs holds up no other."""
 SILENCE_S = 600.0
-"""How long the environment's process may leave a call unanswered that takes it no time; it may be starting anew."""
+"""How long the environment's process may leave a trivial call unanswered; it may be restarting."""
 
 
 class RemoteEnvironment:
     """Facade of an environment's process pool, for many rollouts on one event loop.
 
     Calls that are made while another is on its way travel together in the next one, so a thousand rollouts cost a few
-    messages. While conversations are open, the pool is told regularly that they are; if it does not answer that within
-    `silence_s`, every rollout that waits for it fails.
+    messages. While conversations are open, their lease is renewed regularly; if the pool does not answer a renewal
+    within `silence_s`, every rollout that waits for it fails.
 
     Args:
         actor: an `AsyncWorkerHost` that holds an `rl_core.environments.pool.EnvironmentPool`.
@@ -91,7 +91,7 @@ class RemoteEnvironment:
             await asyncio.gather(*in_flight)
 
     async def _call(self, calls: list[_Waiting]) -> None:
-        """Answer every one of these calls, whatever happens to the call that they share."""
+        """Answer every one of these calls, even if the call that they share fails."""
         conversations = [conversation for conversation, _ in calls]
         waiting = calls
         try:
@@ -108,7 +108,7 @@ class RemoteEnvironment:
 
     @staticmethod
     def _settle(calls: list[_Waiting], outcomes: Sequence[StepResult | EnvironmentFailure | None]) -> list[_Waiting]:
-        """Answer those that have an outcome; returns the others that somebody waits for."""
+        """Answer those that have an outcome; returns the others that are still waited for."""
         if len(outcomes) != len(calls):
             raise ValueError(f"{len(outcomes)} answers to {len(calls)} conversations")
         for (_, answer), outcome in zip(calls, outcomes, strict=True):
@@ -132,7 +132,7 @@ class RemoteEnvironment:
         except TimeoutError:
             self._give_up()
         except RayError as error:
-            # a call under way tells of it, and the pool of a process that starts anew knows no conversation
+            # a call under way reports it, and the pool of a restarted process knows no conversation
             _log.debug("environment %s: the lease was not renewed: %s", self._name, error)
 
     def _give_up(self) -> None:

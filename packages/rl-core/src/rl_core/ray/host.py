@@ -1,4 +1,4 @@
-"""The only actor classes: they hold a worker built inside its own environment, and make what leaves it plain."""
+"""The only actor classes: they hold a worker built inside its own environment, and make its answers plain."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Place:
-    """Where a worker's process is.
+    """The place of a worker's process.
 
     Args:
         address: of its node, as others reach it.
@@ -43,7 +43,7 @@ class Place:
 
     @classmethod
     def here(cls, port: int) -> Place:
-        """Of this process."""
+        """The place of this process."""
         context = ray.get_runtime_context()
         gpus = tuple(str(gpu) for gpu in context.get_accelerator_ids().get("GPU", []))
         return cls(node_address(), port, context.get_node_id(), gpus)
@@ -79,7 +79,7 @@ class WorkerHost:
         self._port: socket.socket | None = None
 
     def place(self) -> Place:
-        """Where this process is. Each call reserves a new port, which stays free until the next call."""
+        """The place of this process. Each call reserves a new port, which stays free until the next call."""
         self._port = hold_port()
         return Place.here(self._port.getsockname()[1])
 
@@ -133,7 +133,7 @@ class AsyncWorkerHost:
         self._port: socket.socket | None = None
 
     async def place(self) -> Place:
-        """Where this process is. Each call reserves a new port, which stays free until the next call."""
+        """The place of this process. Each call reserves a new port, which stays free until the next call."""
         self._port = hold_port()
         return Place.here(self._port.getsockname()[1])
 
@@ -156,7 +156,7 @@ class AsyncWorkerHost:
 
 
 class RestartingHost(AsyncWorkerHost):
-    """An `AsyncWorkerHost` that Ray can start again where its process dies: its worker is built by the first call.
+    """An `AsyncWorkerHost` that Ray can start again if its process dies: its worker is built by the first call.
 
     Args:
         log: file that this process's log records go to.
@@ -175,7 +175,7 @@ class RestartingHost(AsyncWorkerHost):
             _log.warning("%s: the process died and was started again; calls under way are made again", name)
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Await a method of the worker, building and starting it first where that has not been done."""
+        """Await a method of the worker; builds and starts the worker first if that has not been done."""
         async with self._starting:
             if not self._has_started:
                 target, arguments, named = self._recipe
@@ -197,8 +197,8 @@ def log_to(path: str) -> None:
 
 
 def redirect_output(path: str) -> None:
-    """Append this process's standard output and error to a file, rather than to one in Ray's temporary folder; native
-    code and child processes write there too.
+    """Append this process's standard output and error, those of native code and child processes included, to a file
+    instead of one in Ray's temporary folder.
     """
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -209,7 +209,7 @@ def redirect_output(path: str) -> None:
 
 
 def plain(error: BaseException) -> RLError:
-    """The error itself where any process can unpickle it, else a `WorkerError` with its text."""
+    """The error itself if any process can unpickle it, else a `WorkerError` with its text."""
     if isinstance(error, RLError) and type(error).__module__.split(".")[0] == "rl_core":
         return error
     kind = f"{type(error).__module__}.{type(error).__qualname__}"

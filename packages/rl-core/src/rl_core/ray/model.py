@@ -39,7 +39,7 @@ MOST_PICKERS = 4
 """Ranks that read the stores of a batch's remote columns, and lay out their rows by shard."""
 
 TOKENS_PER_PICKER = 8 * 2**20
-"""Of a batch, for which one picker does: it takes a tenth of a second, and fewer pickers make fewer and larger chunks.
+"""Bytes of a batch for which one picker is enough: it takes a tenth of a second, and fewer pickers make larger chunks.
 Small ones would pass through this process."""
 
 
@@ -117,8 +117,8 @@ class RemoteModel:
     def start_infer(
         self, batch: Batch, reads: Sequence[Read], *, reference: bool = False, temperature: float = 1.0
     ) -> Callable[[], Batch]:
-        """Begin `infer` behind what the ranks were asked before; the returned function waits for its results. The model
-        must have its device until then.
+        """Begin `infer` after the ranks' earlier calls; the returned function waits for its results. The model must
+        have its device until then.
         """
         rows = self._rows_per_shard(batch)
         inputs = batch.only([name for name in (*self._columns, PAIR) if name in batch])
@@ -155,7 +155,7 @@ class RemoteModel:
             self.call_all("save", path, wait=wait)
 
     def finish_save(self, *, wait: bool = True) -> tuple[SavedFile, ...] | None:
-        """As `rl_core.model.Model.finish_save`; the model need not have its device, as what is written is a copy."""
+        """As `rl_core.model.Model.finish_save`; the model need not have its device, as a copy is written."""
         parts = self.call_all("finish_save", wait=wait)
         return None if None in parts else tuple(file for part in parts for file in part)
 
@@ -179,7 +179,7 @@ class RemoteModel:
         self.call_all("onload", tuple(parts))
 
     def manifest(self, version: int) -> Manifest:
-        """What `start_send` will send under this version."""
+        """The manifest that `start_send` will follow for this version."""
         return self.call_all("manifest", version)[0]
 
     def start_send(
@@ -196,12 +196,12 @@ class RemoteModel:
         return refs, self._origins("weight sync (send)")
 
     def interrupt_send(self, transport: Transport, reason: str) -> None:
-        """End this send on every rank, as nobody will receive it; does not wait for its end."""
+        """End this send on every rank, because nothing will receive it; does not wait until it has ended."""
         for worker in self._workers:
             worker.interrupt.remote(transport, reason)
 
     def write_stacks(self) -> str:
-        """Have every rank write the stacks of its threads to its log; returns where, for a message."""
+        """Have every rank write the stacks of its threads to its log; returns the logs' names, for a message."""
         num_written = request_stacks(self._workers)
         where = f" ({self._logs[0]}, ...)" if self._logs else ""
         return f"{num_written} of {len(self._workers)} ranks wrote the stacks of their threads to their logs{where}"
@@ -236,7 +236,7 @@ class RemoteModel:
         return shard(batch.lengths, self.num_shards, groups=groups)
 
     def _send(self, batch: Batch, rows: Sequence[np.ndarray]) -> list[_Sent]:
-        """Have the rows of each shard brought together, but for what was before for the same batch."""
+        """Have the rows of each shard brought together, except those that were before for the same batch."""
         column = batch.columns["tokens"]
         key = column.rows if isinstance(column, RemoteColumn) else None
         is_plain = tuple(batch) == self._columns

@@ -1,4 +1,4 @@
-"""Rows in Ray's object store: where a batch's remote columns lie."""
+"""Rows in Ray's object store, which holds a batch's remote columns."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from rl_core.ray.calls import fetch
 from rl_core.rollout import GroupReport, Prompt, RolloutGroup
 
 FETCH_TIMEOUT_S = 300.0
-"""Bound of bringing rows here; what is lost with a node is known to be after seconds."""
+"""Longest time to bring rows here; a loss with a node is known after seconds."""
 
 
 @dataclass(frozen=True, eq=False)
 class StoredRows:
-    """Columns that a call returned and nobody here has read.
+    """Columns that a call returned and this process has not read.
 
     The caller owns what a call returns, so it outlives the worker that made it, though not the node it lies on.
 
     Args:
         ref: of the `Batch`.
-        origin: who made it, for messages.
+        origin: the worker that made it, for messages.
     """
 
     ref: ray.ObjectRef
@@ -60,7 +60,7 @@ def stored_groups(
     Args:
         prompts, reports: of each group; all have the same columns.
         columns, records: of the rollouts of all groups, one group after the other.
-        origin: who made them, for messages.
+        origin: the worker that made them, for messages.
     """
     lengths = np.array([length for report in reports for length in report.rollouts.num_tokens], dtype=np.int64)
     rows, text = (RemoteRows.of(StoredRows(ref, origin), lengths) for ref in (columns, records))

@@ -1,4 +1,4 @@
-"""Stacks of processes that may answer nothing any more, written to their logs."""
+"""Stacks of processes that may no longer answer, written to their logs."""
 
 from __future__ import annotations
 

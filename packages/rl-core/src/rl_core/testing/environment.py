@@ -12,7 +12,7 @@ from rl_core.environments.process import EnvironmentProcess
 
 
 class EnvironmentSuite:
-    """Conformance of an `Environment`: subclass it in a test module and give it the two methods that raise here."""
+    """Conformance of an `Environment`: subclass it in a test module and override the two methods that raise here."""
 
     def environment(self) -> Environment:
         """A fresh environment."""

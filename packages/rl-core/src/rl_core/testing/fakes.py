@@ -71,7 +71,7 @@ class FakeModel:
         self._saved = self.export(path)
 
     def finish_save(self, *, wait: bool = True) -> tuple[SavedFile, ...]:
-        """What the last save wrote: none is ever under way."""
+        """The files of the last save, which is never under way."""
         return self._saved
 
     def load(self, path: str, *, files: Sequence[SavedFile] = ()) -> None:
@@ -245,7 +245,7 @@ class FakeRolloutSource:
         self.versions: list[int] = []
 
     def collect(self, num_groups: int) -> list[RolloutGroup]:
-        """Groups of the next prompts; fewer where they end."""
+        """Groups of the next prompts; fewer at their end."""
         start = self._position
         prompts = self._prompts[start : start + num_groups]
         self._position += len(prompts)
@@ -256,7 +256,7 @@ class FakeRolloutSource:
         return Evaluation([self._group(prompt, index, num_generations) for index, prompt in enumerate(prompts)])
 
     def adopt(self, update: WeightUpdate) -> None:
-        """Note the version in `versions`; what was collected counts as trained."""
+        """Note the version in `versions`; groups collected so far count as trained."""
         self.versions.append(update.version)
         self._trained = self._position
 

@@ -1,4 +1,4 @@
-"""What every generator must do, whatever engine is behind it."""
+"""Conformance suite of generators, for any engine."""
 
 from __future__ import annotations
 

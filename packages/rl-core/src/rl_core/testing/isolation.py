@@ -1,4 +1,4 @@
-"""What an import loads, asked of a fresh interpreter: a driver reads every config without an engine."""
+"""The modules that an import loads in a fresh interpreter: a driver reads every config without an engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ print(json.dumps(list(sys.modules)))
 def loaded_by(*modules: str) -> frozenset[str]:
     """Top-level names of everything that a fresh interpreter has loaded once it imported `modules`.
 
-    Raises `ImportError` with the interpreter's traceback when one of them cannot be imported.
+    Raises `ImportError` with the interpreter's traceback if one of them cannot be imported.
     """
     done = subprocess.run([sys.executable, "-c", _REPORT, *modules], capture_output=True, text=True, check=False)
     if done.returncode:
@@ -39,5 +39,5 @@ def modules_of(package: str, *, outside: tuple[str, ...] = ()) -> list[str]:
 
 
 def light_modules_of(package: str) -> list[str]:
-    """The package itself and its modules named `config` or `plugin`: what a driver imports of it."""
+    """The package itself and its modules named `config` or `plugin`, which a driver imports."""
     return [name for name in modules_of(package) if name == package or {"config", "plugin"} & set(name.split("."))]

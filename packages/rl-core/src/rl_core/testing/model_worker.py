@@ -1,11 +1,11 @@
 """Conformance suite of model workers.
 
-A backend subclasses it in its tests and says how to build a worker::
+A backend subclasses it in its tests and states how to build a worker::
 
     class TestMyWorker(ModelWorkerSuite):
         factory = "my_factories:build"   # build(config, spec, rendezvous) -> ModelWorker
 
-Everything is held against transformers in float64, row by row in one process (`rl_core.testing.torch.oracle`).
+Everything is compared with transformers in float64, row by row in one process (`rl_core.testing.torch.oracle`).
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def make_pairs(num_pairs: int = 3) -> Batch:
 
 @contextmanager
 def held_up(pool: RankPool, num_ranks: int, function: str, gate: Path) -> Iterator[None]:
-    """Have calls of a function wait in all ranks' processes until the file `gate` is there, and raise an `OSError` with
-    its text, where it has any, in the last rank."""
+    """Have calls of a function wait in all ranks' processes until the file `gate` exists, and raise an `OSError` with
+    its text, if it has any, in the last rank."""
     pool.run(_hold_up, [(function, str(gate))] * num_ranks)
     try:
         yield
@@ -583,7 +583,7 @@ class ModelWorkerSuite:
         np.testing.assert_allclose(found, expected, rtol=self.tolerance, atol=self.tolerance, err_msg=name)
 
     def _transfer(self, model: PooledModel, manifest: Manifest, receive: Any) -> dict[str, Any]:
-        """What one receiver gets; the sender's digest and the receiver's must agree."""
+        """The tensors that one receiver gets; the sender's digest and the receiver's must agree."""
         transport = Transport("collective", f"127.0.0.1:{free_port()}", 1, bucket_bytes=4096, timeout_s=60)
         received: list[Any] = []
         receiver = threading.Thread(target=lambda: received.append(receive(manifest, transport)))

@@ -20,8 +20,8 @@ HELD = "model_worker"
 
 
 class PooledModel:
-    """A `rl_core.model.Model` over workers in a `RankPool`, but for its metrics, which are the numbers to report; close
-    it before the next one is built there.
+    """A `rl_core.model.Model` over workers in a `RankPool`, except that its metrics are the numbers to report; close it
+    before the next one is built there.
 
     Args:
         factory: `"package.module:function"`, called as `function(config, spec, rendezvous, **settings)` on every rank.
@@ -101,7 +101,7 @@ class PooledModel:
         self.call("onload", tuple(parts))
 
     def manifest(self, version: int) -> Manifest:
-        """The manifest, which rank 0 alone states."""
+        """The manifest, which only rank 0 returns."""
         first, *others = self.call("manifest", version)
         assert others == [None] * len(others), "only rank 0 answers with the manifest"
         return first

@@ -1,4 +1,4 @@
-"""Every training backend publishes its weights like this, whatever its layout."""
+"""Conformance suite of publishing weights, for a training backend of any layout."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ from rl_core.model import Rendezvous
 from rl_core.plugins import resolve
 
 MORE_THREADS = 16
-"""So many more threads than after the last collection are those of process groups that only reference cycles keep
-alive; each polls all the time."""
+"""Growth in threads since the last garbage collection that starts another one: these threads belong to process groups
+that only reference cycles keep alive, and each polls all the time."""
 
 GRACE_S = 10.0
 """How long the other ranks may take to answer after one has failed."""
@@ -41,7 +41,7 @@ def preload(*modules: str) -> None:
 
 @dataclass
 class Rank:
-    """What a function run in the pool gets first.
+    """The first argument of a function that runs in the pool.
 
     Args:
         rendezvous: how it finds the others; the port is fresh for every run, and kept for it until the next.
@@ -80,12 +80,12 @@ class RankPool:
 
         Raises:
             WorkerError: the first failure, with its rank and traceback.
-            WorkerDied: where a process ended.
+            WorkerDied: if a process ended.
             TimeoutError: naming the ranks that did not answer.
         """
         world = len(args)
         if world > self.num_ranks:
-            raise ValueError(f"{world} ranks asked of a pool of {self.num_ranks}")
+            raise ValueError(f"{world} ranks requested from a pool of {self.num_ranks}")
         self._start()
         self._release()
         self._port = _hold_port()
@@ -105,7 +105,7 @@ class RankPool:
         self._release()
 
     def _release(self) -> None:
-        """Let the port of the last run go."""
+        """Release the port of the last run."""
         if self._port is not None:
             self._port.close()
             self._port = None

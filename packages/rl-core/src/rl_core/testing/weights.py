@@ -1,4 +1,4 @@
-"""What every weight sink must do, whatever engine is behind it."""
+"""Conformance suite of weight sinks, for any engine."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Bench:
         fault: Fault | None = None,
         shared: Path | None = None,
     ) -> int:
-        """Bring the generator to a folder's weights, in the order that rl-launch does; the version it then has."""
+        """Bring the generator to a folder's weights, in rl-launch's order of calls; returns the version it then has."""
         self.version += 1
         manifest = replace(manifest or manifest_of(folder, 0), version=self.version)
         generator = self.generator
@@ -113,7 +113,7 @@ class WeightSinkSuite:
     @pytest.fixture(scope="class")
     @classmethod
     def bench(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-        """The suite's generator; a test that spoils it mends it."""
+        """The suite's generator; a test that damages it repairs it."""
         first = write_reference_model(tmp_path_factory.mktemp("first"), seed=1)
         second = write_reference_model(tmp_path_factory.mktemp("second"), seed=2)
         sender = SenderProcess()
