@@ -46,7 +46,7 @@ def test_the_last_pipeline_stage_leads_as_it_has_the_logits() -> None:
         ({"xp": 0}, {"xp": 1}, "unknown mesh axis 'xp'"),
         ({}, {"xp": 1}, "unknown mesh axis 'xp'"),
         ({}, {"dp": 2}, "index"),
-        ({}, {"dp": 0}, "size of 1"),
+        ({}, {"dp": 0}, "size 0; a size is at least 1"),
     ],
 )
 def test_impossible_places_are_refused(index: dict[str, int], size: dict[str, int], says: str) -> None:

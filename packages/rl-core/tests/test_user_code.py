@@ -117,7 +117,7 @@ def test_names_of_files_are_relative_to_a_folder_and_others_are_left_alone(tmp_p
 def test_an_implementation_in_another_file_is_refused(written):
     path = written(LOSS.replace("mine.py:compute", "kernels.py:compute"))
     loss = resolve(f"{path}:Loss")(1.0, None)
-    with pytest.raises(ValueError, match=r"Loss names kernels\.py:compute, which is not the file that it is in"):
+    with pytest.raises(ValueError, match=r"Loss names kernels\.py:compute, which is in another file than the class"):
         implementation_name(loss, loss.implementation)
 
 

@@ -357,7 +357,7 @@ _MODELS = (
         SFT,
         MODEL,
         "policy.lora_cfg={enabled: true, match_all_linear: false, target_modules: [q_projj]}",
-        says=r"policy\.lora_cfg\.target_modules .*got q_projj, which no layer of .* did you mean q_proj\?; it has ",
+        says=r"policy\.lora_cfg\.target_modules .*got q_projj, which matches no layer of .* mean q_proj\?; it has ",
         files=_model(),
     ),
     _case(
@@ -388,7 +388,7 @@ _MODELS = (
         files=_model("tokenizer.json"),
     ),
     _case(
-        "config.json that is no JSON", SFT, MODEL, says="is not the JSON of a Hugging Face", files=_model(config="{")
+        "config.json that is not JSON", SFT, MODEL, says="is not a valid Hugging Face config", files=_model(config="{")
     ),
     _case("missing tokenizer folder", SFT, "policy.tokenizer.name=./words", says="there is no folder './words'"),
     _case(
@@ -415,7 +415,7 @@ _MODELS = (
         "a template variable with no name",
         SFT,
         "policy.tokenizer.chat_template_kwargs={a-b: 1}",
-        says="'a-b' is no name of a template variable",
+        says="'a-b' is not a valid variable name",
     ),
 )
 

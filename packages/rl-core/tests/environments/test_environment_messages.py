@@ -189,7 +189,7 @@ def test_errors_and_problems_arrive() -> None:
         (StepResult(reward=float("inf")), "the reward is inf; return a finite number"),
         (StepResult(reward={"reward": 1.0, "form": None}), "the reward 'form' is None; return a number"),  # type: ignore[dict-item]
         (StepResult(reward="1.0"), "the reward is '1.0'; return a number"),  # type: ignore[arg-type]
-        (StepResult(reward=np.zeros(2)), "which is not one number"),  # type: ignore[arg-type]
+        (StepResult(reward=np.zeros(2)), "which is not a single number"),  # type: ignore[arg-type]
         (StepResult(observation=("text",)), "str instead of a message"),  # type: ignore[arg-type]
         (StepResult(stop_strings="stop"), "tuple of texts"),  # type: ignore[arg-type]
     ],

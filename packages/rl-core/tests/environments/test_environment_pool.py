@@ -150,7 +150,7 @@ def test_a_wrong_number_of_results_is_a_failure() -> None:
 def test_settings_that_a_function_would_never_see_are_refused() -> None:
     async def scenario() -> None:
         async with pool("pool_environments:length", ScaledConfig()) as envs:
-            with pytest.raises(WorkerError, match="is a function, which gets no settings, but its config has scale"):
+            with pytest.raises(WorkerError, match="is a function and takes no settings, but its config has scale"):
                 await envs.start()
         async with pool("pool_environments:length", EnvironmentConfig()) as envs:
             assert [outcome.reward for outcome in await envs.step([turn(0, "four")])] == [4.0]
@@ -359,7 +359,7 @@ def test_conversations_of_a_client_that_vanished_are_closed(tmp_path: Path) -> N
             later = dataclasses.replace(turn(0, "count"), turn=1)
             [lost] = await envs.step([later], "vanished")
             assert isinstance(lost, EnvironmentFailure)
-            assert "nothing was heard of its rollout" in lost.reason
+            assert "its rollout was silent for too long" in lost.reason
 
     asyncio.run(run())
 

@@ -109,7 +109,7 @@ def test_what_data_cannot_name_is_known_before_anything_runs(file):
     assert "did you mean brevity?" in problem_with("brevty", settings)
     assert "installed are brevity, judge. One of your own is a function in a file" in problem_with("zzz", settings)
     assert "has no 'scor'" in problem_with(f"{file}:scor", settings)
-    assert "there is no module no_such_module here" in problem_with("no_such_module:score", settings)
+    assert "the module no_such_module is not installed" in problem_with("no_such_module:score", settings)
 
 
 def test_the_settings_that_every_environment_has_are_a_dataclass_of_nothing_else():

@@ -51,5 +51,5 @@ def test_a_rank_that_dies_is_named(pool):
 
 
 def test_more_ranks_than_processes_are_refused(pool):
-    with pytest.raises(ValueError, match="3 ranks asked of a pool of 2"):
+    with pytest.raises(ValueError, match="3 ranks requested from a pool of 2"):
         pool.run(pool_functions.count, [()] * 3)

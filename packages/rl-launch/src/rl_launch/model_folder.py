@@ -1,4 +1,4 @@
-"""What a model's folder must hold, seen without the libraries that load it."""
+"""Checks of a model's folder, without the libraries that load it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rl_core.config import Problem, did_you_mean
 from rl_core.errors import ConfigError
 
 Needed = tuple[tuple[str, ...], str]
-"""Files of which one must be there, and how they come to be."""
+"""Alternative files, one of which must exist, and the remedy if none does."""
 
 MODEL_FILES: Sequence[Needed] = (
     (("config.json",), "save the model there with `save_pretrained`"),
@@ -34,7 +34,7 @@ _HUB_NAME = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
 
 
 def folder_problems(key: str, name: str, needed: Sequence[Needed]) -> Iterator[Problem]:
-    """What a folder lacks; nothing where the name is one on the hub.
+    """Files that a folder lacks; none if the name is one on the hub.
 
     Args:
         key: that names the folder.
@@ -87,13 +87,11 @@ def adapter_problems(key: str, name: str, targets: Sequence[str]) -> Iterator[Pr
     if layers and not any(f".{layer}".endswith(f".{target}") for layer in layers for target in targets):
         ends = sorted({layer.rpartition(".")[2] for layer in layers})
         near = did_you_mean(targets[0], ends)
-        yield Problem(
-            key, f"got {', '.join(targets)}, which no layer of {name} ends with{near}; it has {_listed(ends)}"
-        )
+        yield Problem(key, f"got {', '.join(targets)}, which matches no layer of {name}{near}; it has {_listed(ends)}")
 
 
 def check_models(names: Mapping[str, str]) -> None:
-    """Refuse models that can be had neither here nor from the hub, before anything is loaded.
+    """Refuse models that are neither on this machine nor available from the hub, before anything is loaded.
 
     Args:
         names: folders or hub names by the key that names them.
@@ -119,8 +117,8 @@ def _listed(names: Sequence[str], most: int = 8) -> str:
 def _unreadable(key: str, path: Path) -> Iterator[Problem]:
     try:
         is_object = isinstance(json.loads(path.read_text(encoding="utf-8")), dict)
-        reason = "" if is_object else "it holds no object"
+        reason = "" if is_object else "it does not hold a JSON object"
     except (OSError, ValueError) as error:
         reason = str(error)
     if reason:
-        yield Problem(key, f"{path} is not the JSON of a Hugging Face config: {reason}; save the model again")
+        yield Problem(key, f"{path} is not a valid Hugging Face config: {reason}; save the model again")

@@ -38,15 +38,15 @@ def test_a_machine_with_everything_can_run():
         ("ray", {"ray_address": "far:6379"}, "RAY_ADDRESS is far:6379, and nothing answers there", "unset RAY_ADDRESS"),
         ("ray", {"ray_address": "auto"}, "nothing answers", "unset RAY_ADDRESS"),
         ("ray folder", {"ray_folder": Path("/a" * 30)}, "too long", "RAY_TMPDIR"),
-        ("uv", {"uv": None, "environments": {TRAINER: HERE, ENGINE: NO_UV}}, "not there", "pip install uv"),
+        ("uv", {"uv": None, "environments": {TRAINER: HERE, ENGINE: NO_UV}}, "not installed", "pip install uv"),
         ("packages of generation", {"environments": {TRAINER: HERE, ENGINE: NO_UV}}, "uv is not", "'engine[cpu]'"),
         ("shared memory", {"shared_memory": None}, "no /dev/shm", "--shm-size"),
         ("shared memory", {"shared_memory": space(0.01, 0.01)}, "10 MiB of 10 MiB free", "--shm-size"),
         ("ports", {"ports_error": "Operation not permitted"}, "Operation not permitted", "127.0.0.1"),
         ("disk of runs", {"disks": {"runs": space(0.01)}}, "10 MiB of 100 GiB free", "run_dir"),
-        ("disk of runs", {"disks": {"runs": space(50, is_writable=False)}}, "may not be written to", "run_dir"),
+        ("disk of runs", {"disks": {"runs": space(50, is_writable=False)}}, "is not writable", "run_dir"),
         ("disk of RL_HOME", {"disks": {"/home/me/.cache/rl": space(0)}}, "0 MiB", "RL_HOME"),
-        ("disk of Ray", {"disks": {"/tmp/ray": space(1, is_writable=False)}}, "may not be written", "RAY_TMPDIR"),
+        ("disk of Ray", {"disks": {"/tmp/ray": space(1, is_writable=False)}}, "is not writable", "RAY_TMPDIR"),
         ("memory", {"memory_bytes": 2**31, "available_bytes": 2**30}, "1.0 GiB of 2.0 GiB", "more memory"),
     ],
 )
@@ -64,10 +64,10 @@ def test_what_is_missing_keeps_the_recipe_from_running_and_says_the_remedy(name,
     [
         ("packages of driver", {"unmet": ("rl-launch needs rich>=14, but 13 is installed",)}, "rich>=14"),
         ("ray", {"ray_processes": (4711,)}, "another Ray is running here (process 4711)"),
-        ("uv", {"uv": None, "uv_cache": None}, "no environment of this recipe is still to be built"),
+        ("uv", {"uv": None, "uv_cache": None}, "this recipe needs no environment that is still to be built"),
         ("shared memory", {"shared_memory": space(1 / 16, 1 / 16)}, "64 MiB of 64 MiB"),
         ("disk of Ray", {"disks": {"/tmp/ray": space(4, 100)}}, "under 5%"),
-        ("bubblewrap", {"sandbox": None}, "not there"),
+        ("bubblewrap", {"sandbox": None}, "not installed"),
         ("bubblewrap", {"sandbox_says": "No permissions to create new namespace"}, "No permissions"),
         ("open files", {"open_files": (256, 256)}, "at most 256"),
         ("memory", {"available_bytes": 2**30}, "1.0 GiB of 32 GiB"),
@@ -109,8 +109,8 @@ def test_a_cluster_of_many_machines_needs_an_address():
 def test_gpus_are_counted_and_named():
     said = finding("gpus", DRIVEN, **ON_GPUS)
     assert said.status == "ok"
-    assert said.found == "2 to be used of 2 x NVIDIA H200 (140 GiB); driver 580.65, CUDA 13.0"
-    assert finding("gpus", FakeMachine()).found == "none: CPU"
+    assert said.found == "2 available of 2 x NVIDIA H200 (140 GiB); driver 580.65, CUDA 13.0"
+    assert finding("gpus", FakeMachine()).found == "none available; the recipe runs on the CPU"
 
 
 def test_too_few_gpus_are_missing_unless_the_cluster_is_elsewhere():

@@ -168,7 +168,7 @@ def test_every_engine_rank_of_every_replica_is_a_receiver_of_its_own(events):
 
 def test_what_arrives_broken_twice_is_refused_and_never_served(events):
     sync = make_sync(events)
-    with pytest.raises(WeightSyncError, match=r"engine rank 0 took in weights of digest other; .* version 1 were all"):
+    with pytest.raises(WeightSyncError, match=r"rank 0 received weights with digest other;.* version 1 were all"):
         sync.publish().send([Replica(events, received="other")])
     assert "resume" not in events
 

@@ -1,4 +1,4 @@
-"""The checks: each a pure function of what a machine has and a recipe needs."""
+"""The checks: each a pure function of a machine and the needs of a recipe."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rl_launch.worker_envs import Availability
 
 GIB = 2**30
 NUM_PORTS = 32
-"""About what a run on one machine listens on: Ray's services, its workers, process groups, weight transports."""
+"""About as many ports as a run on one machine uses: Ray's services, its workers, process groups, weight transports."""
 
 _LONGEST_SOCKET = 107
 _SOCKET_IN_RAY_FOLDER = len("/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store")
@@ -26,7 +26,7 @@ _LEAST_SHARED = 1 / 32
 
 
 def python(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    """The interpreter, which the workers' must equal."""
+    """The interpreter, whose version the workers share."""
     if machine.python in SpecifierSet(machine.supported_python, prereleases=True):
         yield Finding("python", "ok", machine.python)
     else:
@@ -45,7 +45,7 @@ def packages(machine: Machine, needs: Needs) -> Iterator[Finding]:
             f"Install rl-launch again: {install_command('rl-launch')}.",
         )
     else:
-        yield Finding("packages of driver", "ok", "rl-launch finds all it asks for")
+        yield Finding("packages of driver", "ok", "all requirements of rl-launch are met")
 
 
 def ray(machine: Machine, needs: Needs) -> Iterator[Finding]:
@@ -56,7 +56,7 @@ def ray(machine: Machine, needs: Needs) -> Iterator[Finding]:
             "ray",
             "missing",
             "not installed",
-            f"Install rl-launch again, which brings it: {install_command('rl-launch')}.",
+            f"Install rl-launch again, with Ray: {install_command('rl-launch')}.",
         )
         return
     yield _cluster(machine, needs, version, machine.ray_address)
@@ -66,7 +66,7 @@ def ray(machine: Machine, needs: Needs) -> Iterator[Finding]:
         yield Finding(
             "ray folder",
             "missing",
-            f"{folder} is too long for the addresses of its sockets",
+            f"the path {folder} is too long for Ray's sockets",
             f"Set RAY_TMPDIR to a folder of at most {longest} characters.",
         )
 
@@ -77,7 +77,7 @@ def _cluster(machine: Machine, needs: Needs, version: str, address: str) -> Find
         return Finding(
             "ray",
             "missing",
-            f"{version}; the recipe asks for {needs.num_nodes} machines, and RAY_ADDRESS names no cluster",
+            f"{version}; the recipe needs {needs.num_nodes} machines, but RAY_ADDRESS is not set",
             "Start Ray on the machines and set RAY_ADDRESS, or set cluster.num_nodes=1.",
         )
     if address:
@@ -96,25 +96,25 @@ def _cluster(machine: Machine, needs: Needs, version: str, address: str) -> Find
             "ray",
             "warning",
             f"{version}; another Ray is running here (process {', '.join(map(str, processes))}) and takes memory",
-            "A run starts a Ray of its own beside it; set RAY_ADDRESS=auto to use it instead, or end it: ray stop.",
+            "A run starts a Ray of its own; set RAY_ADDRESS=auto to use the other one instead, or end it: ray stop.",
         )
     return Finding("ray", "ok", f"{version}; no other Ray is running here")
 
 
 def uv(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    """uv, without which no environment is built."""
+    """uv, which builds environments."""
     tool = machine.uv
     if tool is not None:
         yield Finding("uv", "ok", f"{tool.version} ({tool.path})")
         return
     found = machine.availability(needs.workers.values(), needs.worker_envs).values()
     is_needed = any(offer.status == "unavailable" for offer in found)
-    text = "not there" if is_needed else "not there; no environment of this recipe is still to be built"
+    text = "not installed" if is_needed else "not installed; this recipe needs no environment that is still to be built"
     yield Finding("uv", "missing" if is_needed else "warning", text, "Install it: pip install uv.")
 
 
 def environments(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    """Where each worker's packages come from, and which builds of the engines they are."""
+    """The source of each worker's packages, and the builds of the engines."""
     found = machine.availability(needs.workers.values(), needs.worker_envs)
     for role, spec in needs.workers.items():
         offer, engine = found[spec], str(spec.wanted[0])
@@ -138,11 +138,11 @@ def _obtain(needs: Needs, engine: str) -> str:
     install = f"install it beside the driver: {install_command(engine)}"
     if needs.worker_envs == "shared":
         return f"Set cluster.worker_envs=auto to have it built, or {install}."
-    return f"Put right what it says (uv builds environments), or {install}."
+    return f"Mend the problem that is named (uv builds environments), or {install}."
 
 
 def torch(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    """The builds of torch that train and generate, against the device and its driver."""
+    """The builds of torch that train and generate, compared with the device and its driver."""
     specs = {role: spec for role, spec in needs.workers.items() if role in _ENGINES}
     found = machine.availability(needs.workers.values(), needs.worker_envs)
     driver = machine.gpu_driver if needs.device.runs_on_gpus else None
@@ -150,7 +150,7 @@ def torch(machine: Machine, needs: Needs) -> Iterator[Finding]:
         build = found[spec].torch
         if build is None:
             continue
-        kind = {None: "its build is seen once it is there", "": "without CUDA"}.get(build.cuda, f"CUDA {build.cuda}")
+        kind = {None: "not installed yet", "": "without CUDA"}.get(build.cuda, f"CUDA {build.cuda}")
         text, name = f"{build.version}, {kind}", f"torch of {role}"
         if needs.device.runs_on_gpus and build.cuda == "":
             remedy = "Install a build for CUDA beside the driver, or set cluster.worker_envs=isolated."
@@ -170,15 +170,15 @@ def gpus(machine: Machine, needs: Needs) -> Iterator[Finding]:
     """GPUs and their driver, if the recipe runs on them."""
     usable, wanted = machine.num_gpus, needs.ranks_per_node
     if not needs.device.runs_on_gpus:
-        yield Finding("gpus", "ok", f"{usable} to be used; the recipe runs on the CPU" if usable else "none: CPU")
+        yield Finding("gpus", "ok", f"{usable or 'none'} available; the recipe runs on the CPU")
     elif machine.ray_address and usable < wanted:
-        found = f"{usable} of {wanted} on this machine; the run's are those of the cluster at RAY_ADDRESS"
-        yield Finding("gpus", "warning", found, "Run this on a machine of that cluster to see what it has.")
+        found = f"{usable} of {wanted} on this machine; the run uses those of the cluster at RAY_ADDRESS"
+        yield Finding("gpus", "warning", found, "Run rl doctor on a machine of that cluster to check its GPUs.")
     elif usable < wanted:
         remedy = "Run on a machine with GPUs, or set cluster.device=cpu."
         if usable:
-            remedy = f"Set cluster.gpus_per_node={usable}, or free more (CUDA_VISIBLE_DEVICES says which may be used)."
-        yield Finding("gpus", "missing", f"{usable} to be used, {wanted} asked for on each machine", remedy)
+            remedy = f"Set cluster.gpus_per_node={usable}, or make more visible (CUDA_VISIBLE_DEVICES)."
+        yield Finding("gpus", "missing", f"{usable} available, {wanted} needed on each machine", remedy)
     else:
         yield _driven(usable, machine)
 
@@ -189,12 +189,12 @@ def _driven(usable: int, machine: Machine) -> Finding:
     except OSError as error:
         return Finding("gpus", "missing", str(error), "Install or reload the NVIDIA driver, until nvidia-smi answers.")
     if driver is None:
-        found = f"{usable} to be used; there is no nvidia-smi to say more"
+        found = f"{usable} available; their memory and driver are unknown without nvidia-smi"
         return Finding("gpus", "warning", found, "Make nvidia-smi, which comes with the driver, available here.")
-    text = f"{usable} to be used of {_inventory(driver)}; driver {driver.version}, CUDA {driver.cuda}"
+    text = f"{usable} available of {_inventory(driver)}; driver {driver.version}, CUDA {driver.cuda}"
     busy = [gpu for gpu in driver.gpus if gpu.memory_bytes and (gpu.used_bytes or 0) > _IN_USE * gpu.memory_bytes]
     if busy:
-        remedy = "End what runs there, or choose others with CUDA_VISIBLE_DEVICES."
+        remedy = "End the programs that use them, or choose other GPUs with CUDA_VISIBLE_DEVICES."
         return Finding("gpus", "warning", f"{text}; memory of {len(busy)} is in use", remedy)
     return Finding("gpus", "ok", text)
 
@@ -205,7 +205,7 @@ def _inventory(driver: GpuDriver) -> str:
 
 
 def shared_memory(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    """Where Ray's objects lie, and weights on their way between processes of the CPU."""
+    """Shared memory, which holds Ray's objects, and weights on their way between processes of the CPU."""
     name, space = "shared memory", machine.shared_memory
     remedy = "Give the container more (--shm-size=8g), or mount a larger tmpfs on /dev/shm."
     if space is None:
@@ -215,7 +215,7 @@ def shared_memory(machine: Machine, needs: Needs) -> Iterator[Finding]:
 
 
 def ports(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    """Loopback ports, which Ray and process groups talk over."""
+    """Loopback ports, which Ray and process groups communicate through."""
     try:
         machine.open_ports(NUM_PORTS)
     except OSError as error:
@@ -253,41 +253,41 @@ def _room(name: str, space: Space, *, least: float, ample: float, remedy: str) -
     """A finding on free space.
 
     Args:
-        least, ample: GiB without which a run fails, and with which it won't.
+        least, ample: GiB below which a run fails, and from which on there is enough.
     """
     free = f"{_size(space.free_bytes)} of {_size(space.total_bytes)} free at {space.folder}"
     if not space.is_writable:
-        return Finding(name, "missing", f"{space.folder} may not be written to", remedy)
+        return Finding(name, "missing", f"{space.folder} is not writable", remedy)
     if space.free_bytes < least * GIB:
         return Finding(name, "missing", f"{free}; {_size(least * GIB)} are needed", remedy)
     if space.free_bytes < ample * GIB:
-        return Finding(name, "warning", f"{free}; larger models will not do with it", remedy)
+        return Finding(name, "warning", f"{free}; this is too little for larger models", remedy)
     return Finding(name, "ok", free)
 
 
 def sandbox(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    """bubblewrap, for environments that execute code which a model wrote."""
+    """bubblewrap, for environments that execute code written by a model."""
     name, tool = "bubblewrap", machine.sandbox
     if tool is None:
-        remedy = "Install the package bubblewrap if model-written code is to be executed."
-        yield Finding(name, "warning", "not there; only environments that execute code need it", remedy)
+        remedy = "Install the package bubblewrap to execute code written by a model."
+        yield Finding(name, "warning", "not installed; only environments that execute code need it", remedy)
         return
     problem = machine.sandbox_problem()
     if problem:
-        remedy = "Allow unprivileged user namespaces if model-written code is to be executed."
-        yield Finding(name, "warning", f"{tool.version}, but it starts nothing here: {problem}", remedy)
+        remedy = "Allow unprivileged user namespaces to execute code written by a model."
+        yield Finding(name, "warning", f"{tool.version}, but it does not work here: {problem}", remedy)
     else:
         yield Finding(name, "ok", f"{tool.version} ({tool.path})")
 
 
 def open_files(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    """Open files: Ray raises its own limit as far as it may."""
+    """Open files, whose limit Ray raises as far as it may."""
     _, most = machine.open_files
     if most < 4096:
         remedy = "Raise the limit: ulimit -Hn 65536, or the container's --ulimit nofile."
-        yield Finding("open files", "warning", f"at most {most} by a process, which is little for Ray", remedy)
+        yield Finding("open files", "warning", f"at most {most} per process, which is little for Ray", remedy)
     else:
-        yield Finding("open files", "ok", f"up to {most} by a process")
+        yield Finding("open files", "ok", f"up to {most} per process")
 
 
 def memory(machine: Machine, needs: Needs) -> Iterator[Finding]:
@@ -297,7 +297,7 @@ def memory(machine: Machine, needs: Needs) -> Iterator[Finding]:
     if whole < 3.5 * GIB:
         yield Finding("memory", "missing", f"{found}; 4 GiB are needed", "Run on a machine with more memory.")
     elif free < 5 * GIB:
-        yield Finding("memory", "warning", found, "End other programs, or expect processes to be ended by the system.")
+        yield Finding("memory", "warning", found, "End other programs; otherwise the system may kill parts of the run.")
     else:
         yield Finding("memory", "ok", found)
 
@@ -306,7 +306,7 @@ def cores(machine: Machine, needs: Needs) -> Iterator[Finding]:
     """Cores, which the ranks share if they run on the CPU."""
     usable, ranks = machine.cores, needs.ranks_per_node
     if not needs.device.runs_on_gpus and usable < ranks:
-        remedy = f"Set {needs.device.ranks_key}={max(1, int(usable))}, or expect it to be slow."
+        remedy = f"Set {needs.device.ranks_key}={max(1, int(usable))}, or expect slow steps."
         yield Finding("cores", "warning", f"{usable:g} for {ranks} ranks", remedy)
     else:
         yield Finding("cores", "ok", f"{usable:g}")

@@ -1,4 +1,4 @@
-"""Whether a model family trains right: a backend's own self-check, run in its worker's environment."""
+"""Checks that a model family trains correctly: a backend's own self-check, run in its worker's environment."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rl_launch.worker_envs import provision, worker_env
 from rl_launch.worker_envs.variables import worker_process_environment
 
 SCHEMA = 1
-"""Of `as_json`; raised when a key of it changes its meaning or is removed."""
+"""Version of `as_json`; raised when a key changes its meaning or is removed."""
 
 _CHECK = """
 import json, sys
@@ -40,7 +40,7 @@ _CONFIG_FILE = MODEL_FILES[:1]
 
 
 def check_model(model: str, backend: str) -> Iterator[FamilyCase]:
-    """The cases of a model's family, each as it is done.
+    """The cases of a model's family, each as soon as it is done.
 
     Args:
         model: a folder with a `config.json`, or a hub name.
@@ -75,8 +75,8 @@ def cases(python: str, check: str, model: str, only: MeshCase | None = None) -> 
         only: the one case to check; all of them if None.
 
     Raises:
-        ConfigError: of the check.
-        RLError: if it does not finish.
+        ConfigError: if the check refuses the model.
+        RLError: if the check does not finish.
     """
     with tempfile.TemporaryFile("w+") as complaints:
         process = subprocess.Popen(
@@ -97,7 +97,8 @@ def cases(python: str, check: str, model: str, only: MeshCase | None = None) -> 
                     yield _read(json.loads(answer))
             if process.wait():
                 complaints.seek(0)
-                raise RLError(f"{check} ended with {process.returncode} in {python}:\n{complaints.read().strip()}")
+                said = complaints.read().strip()
+                raise RLError(f"{check} ended with exit code {process.returncode} in {python}:\n{said}")
         finally:
             process.terminate()
             process.stdout.close()
@@ -105,7 +106,7 @@ def cases(python: str, check: str, model: str, only: MeshCase | None = None) -> 
 
 
 def as_json(model: str, backend: str, found: Sequence[FamilyCase]) -> dict[str, Any]:
-    """`schema` (1), `model`, `backend`, `is_right` (nothing is off), and `cases`: the fields of `FamilyCase`, with null
+    """`schema` (1), `model`, `backend`, `is_right` (no case is off), and `cases`: the fields of `FamilyCase`, with null
     for a difference that is not a number."""
     return {
         "schema": SCHEMA,

@@ -12,7 +12,7 @@ from rl_launch.doctor.needs import Needs
 Status = Literal["ok", "warning", "missing"]
 
 SCHEMA = 1
-"""Of `Report.as_json`; raised when a key of it changes its meaning or is removed."""
+"""Version of `Report.as_json`; raised when a key changes its meaning or is removed."""
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,10 @@ class Finding:
     """Result of one check.
 
     Args:
-        name: of what was looked at.
+        name: name of the thing that was checked.
         status: `ok`; `warning` if the recipe runs all the same; `missing` if it does not.
-        found: what is there.
-        remedy: what to do, in one sentence; empty if nothing is to be done.
+        found: the result, in words.
+        remedy: what to do, in one sentence; empty if nothing needs to be done.
     """
 
     name: str
@@ -37,8 +37,8 @@ class Check:
     """A check.
 
     Args:
-        name: of the finding that says that the check itself failed.
-        look: from a machine and what a recipe needs to findings.
+        name: name of the finding that reports a failure of the check itself.
+        look: from a machine and the needs of a recipe to findings.
     """
 
     name: str
@@ -50,8 +50,8 @@ class Report:
     """Report on whether a machine can run a recipe.
 
     Args:
-        recipe: that it was held against.
-        device: name of what that would run on here.
+        recipe: name of the recipe.
+        device: name of the device that it would run on here.
         findings: in the order of the checks.
     """
 
@@ -81,7 +81,7 @@ class Report:
 
 
 def examine(machine: Machine, needs: Needs, checks: Sequence[Check]) -> Report:
-    """Make the checks; one that fails says so, and the others are made all the same."""
+    """Make all checks; one that fails is reported and does not prevent the others."""
     findings = [finding for check in checks for finding in _findings(check, machine, needs)]
     return Report(needs.recipe, needs.device.name, tuple(findings))
 
@@ -89,12 +89,12 @@ def examine(machine: Machine, needs: Needs, checks: Sequence[Check]) -> Report:
 def _findings(check: Check, machine: Machine, needs: Needs) -> list[Finding]:
     try:
         return list(check.look(machine, needs))
-    except Exception as error:  # noqa: BLE001  # of an odd machine: the other checks still say something
+    except Exception as error:  # noqa: BLE001  # on an unusual machine the other checks are still useful
         return [
             Finding(
                 check.name,
                 "warning",
                 f"could not be checked: {type(error).__name__}: {error}",
-                "See whether the recipe runs all the same.",
+                "Try the recipe: it may run all the same.",
             )
         ]

@@ -1,4 +1,4 @@
-"""NVIDIA's driver, asked through its own program."""
+"""NVIDIA's driver, queried through nvidia-smi."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Gpu:
     """A GPU as its driver sees it.
 
     Args:
-        name: of the product.
-        memory_bytes: of the device; None if the driver does not tell.
-        used_bytes: taken by whoever runs on it; None likewise.
+        name: name of the product.
+        memory_bytes: memory of the device; None if the driver does not report it.
+        used_bytes: memory in use; None likewise.
     """
 
     name: str
@@ -41,10 +41,10 @@ class GpuDriver:
 
 
 def ask_driver() -> GpuDriver | None:
-    """Return what nvidia-smi tells; None if it is not installed.
+    """Return the report of nvidia-smi; None if it is not installed.
 
     Raises:
-        OSError: if it does not answer, with what it says.
+        OSError: if it fails, with its message.
     """
     program = shutil.which("nvidia-smi")
     if program is None:
@@ -55,7 +55,7 @@ def ask_driver() -> GpuDriver | None:
         raise OSError(f"nvidia-smi did not answer within {_TIMEOUT_S:.0f} s") from None
     if done.returncode:
         said = (done.stdout + done.stderr).strip().splitlines()
-        raise OSError(f"nvidia-smi ended with {done.returncode}: {said[0] if said else 'it said nothing'}")
+        raise OSError(f"nvidia-smi ended with exit code {done.returncode}: {said[0] if said else 'it printed nothing'}")
     return read_log(done.stdout)
 
 
@@ -74,6 +74,6 @@ def read_log(text: str) -> GpuDriver:
 
 
 def _bytes(text: str) -> int | None:
-    """`143771 MiB`; a driver that may not tell writes `N/A`."""
+    """Bytes of a text such as `143771 MiB`; None for `N/A`."""
     number, _, unit = text.partition(" ")
     return int(number) * 2**20 if number.isdigit() and unit == "MiB" else None

@@ -34,7 +34,7 @@ class Tool:
 
     Args:
         path: of its executable.
-        version: as it says.
+        version: as the program prints it.
     """
 
     path: str
@@ -46,7 +46,7 @@ class Space:
     """Room in a folder, or in the one that it would be made in.
 
     Args:
-        folder: that was asked about.
+        folder: the folder.
         total_bytes, free_bytes: of its file system; free for this user.
         is_writable: whether this user may write there.
     """
@@ -58,7 +58,7 @@ class Space:
 
 
 class Machine:
-    """The machine that this process runs on; reading a property looks, and may raise whatever the machine raises."""
+    """The machine that this process runs on; a property is read from the system, whose errors it may raise."""
 
     def __init__(self) -> None:
         self._availability: dict[tuple[tuple[WorkerEnvSpec, ...], Mode], Mapping[WorkerEnvSpec, Availability]] = {}
@@ -70,7 +70,7 @@ class Machine:
 
     @property
     def supported_python(self) -> str:
-        """Versions that rl-launch runs on, as its metadata says: `>=3.11,<3.14`."""
+        """Versions that rl-launch runs on, from its metadata: `>=3.11,<3.14`."""
         return str(importlib.metadata.metadata("rl-launch")["Requires-Python"])
 
     @property
@@ -97,7 +97,7 @@ class Machine:
 
     @property
     def ray_processes(self) -> Sequence[int]:
-        """Ids of processes in which a Ray cluster is kept on this machine, whoever started it."""
+        """Ids of the processes of any Ray cluster on this machine."""
         return [process.pid for process in psutil.process_iter(["name"]) if process.info["name"] == "gcs_server"]
 
     @property
@@ -151,7 +151,7 @@ class Machine:
 
     @property
     def home(self) -> Path:
-        """RL_HOME, or the folder that stands in for it."""
+        """RL_HOME, or the folder that is used if it is not set."""
         return default_root().parent
 
     @property
@@ -160,7 +160,7 @@ class Machine:
         return Path(_said(self.uv.path, "cache", "dir")) if self.uv else None
 
     def open_ports(self, count: int) -> None:
-        """Listen on so many free loopback ports at one time, and connect to one; raises `OSError` if that fails."""
+        """Listen on this many free loopback ports at one time, and connect to one; raises `OSError` if that fails."""
         with ExitStack() as opened:
             listening = [opened.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
             opened.enter_context(socket.create_connection(listening[-1].getsockname(), timeout=_TIMEOUT_S))
@@ -172,11 +172,11 @@ class Machine:
         return Tool(path, _said(path, "--version").removeprefix("bubblewrap ")) if path else None
 
     def sandbox_problem(self) -> str:
-        """The reason that bubblewrap gives for starting no program in namespaces of its own; empty if it starts one."""
+        """The reason that bubblewrap cannot start a program in namespaces of its own; empty if it can."""
         assert self.sandbox is not None
         command = [self.sandbox.path, "--unshare-all", "--die-with-parent", "--ro-bind", "/", "/", "true"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-        return (done.stderr.strip() or f"it ended with {done.returncode}") if done.returncode else ""
+        return (done.stderr.strip() or f"it ended with exit code {done.returncode}") if done.returncode else ""
 
     @property
     def open_files(self) -> tuple[int, int]:
@@ -217,6 +217,6 @@ def _said(*command: str) -> str:
 
 
 def _control(name: str) -> str:
-    """A limit of the control group, of version 2 or 1, as its file says; empty if there is none."""
+    """A limit of the control group, of version 2 or 1, as written in its file; empty if there is none."""
     path = _CONTROL_GROUP / name
     return path.read_text().strip() if path.is_file() else ""

@@ -41,12 +41,12 @@ class Needs:
 
 
 def needs_of(recipe: str, overrides: Sequence[str], *, num_gpus: int) -> Needs:
-    """Return the needs of a recipe on a machine with so many GPUs.
+    """Return the needs of a recipe on a machine with this many GPUs.
 
     Args:
         recipe: its name, a YAML file, or a run directory.
         overrides: `key=value`.
-        num_gpus: decides the device if `cluster.device` is `auto`; to ask a cluster elsewhere would start Ray.
+        num_gpus: decides the device if `cluster.device` is `auto`; asking another cluster would start Ray.
 
     Raises:
         ConfigError: if the config is wrong.

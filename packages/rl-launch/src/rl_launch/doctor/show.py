@@ -15,7 +15,7 @@ _STYLES = {"ok": "green", "warning": "yellow", "missing": "bold red"}
 
 
 def show(report: Report, console: Console) -> None:
-    """Write a report to the console, as its output can take it."""
+    """Write a report to the console, as a table or as plain lines."""
     if console.is_terminal:
         console.print(table(report))
         console.print(verdict(report), highlight=False)
@@ -25,7 +25,7 @@ def show(report: Report, console: Console) -> None:
 
 
 def table(report: Report) -> Table:
-    """A row for each finding, the remedy below what was found."""
+    """A row for each finding, with the remedy below the result."""
     shown = Table(show_edge=False, pad_edge=False)
     for column in ("check", "status", "found"):
         shown.add_column(column, overflow="fold")

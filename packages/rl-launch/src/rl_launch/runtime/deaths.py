@@ -1,4 +1,4 @@
-"""When replicas have died often enough for the run to fail."""
+"""The decision that replicas have died too often, so that the run fails."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ MOST_DEATHS = 5
 
 
 class Deaths:
-    """Decides when replicas have died often enough for the run to fail, with the cause."""
+    """Counts deaths of replicas, and raises the cause when there are too many."""
 
     def __init__(self) -> None:
         self._in_a_row = 0

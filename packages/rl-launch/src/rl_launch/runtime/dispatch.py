@@ -1,4 +1,4 @@
-"""Which replica runs which group."""
+"""Assigns groups to replicas."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from rl_core.generation import RolloutTask, Ticket
 from rl_launch.runtime.replica import FinishedCall, Replica
 
 MOST_ROLLOUTS = 1024
-"""Rollouts under way on one replica of several. An engine decodes about as many at a time; what waits here rather than
-in its queue can go to whichever replica is free first."""
+"""Most rollouts under way on one replica of several. An engine decodes about as many at a time; groups that wait here
+instead of in its queue can go to the first replica that is free."""
 
 
 class Dispatch:
@@ -81,7 +81,7 @@ class Dispatch:
         return [self._tasks.pop(ticket) for ticket in tickets]
 
     def give_up(self, replica: Replica) -> None:
-        """Have all groups of a replica wait again, before those that were added later."""
+        """Return all groups of a replica to the queue, before those that were added later."""
         tickets = list(self._under_way[replica])
         self._take_off(replica, tickets)
         for ticket in tickets:

@@ -31,8 +31,8 @@ def trials_of(config: Any, algorithm: AlgorithmPlugin, loaded: Any) -> list[Tria
 
     Args:
         config: resolved root.
-        algorithm: of the run.
-        loaded: what its `load` returned.
+        algorithm: the algorithm of the run.
+        loaded: the result of its `load`.
     """
     if not algorithm.attempts:
         return []

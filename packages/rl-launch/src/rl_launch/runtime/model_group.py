@@ -34,12 +34,12 @@ class StartTimeouts:
 
     @property
     def process(self) -> Bound:
-        """Of an empty process, with its key."""
+        """Bound of starting an empty process, with its key."""
         return Bound(self.process_s, "cluster.process_timeout_s")
 
     @property
     def model(self) -> Bound:
-        """Of building and loading a model, with its key."""
+        """Bound of building and loading a model, with its key."""
         return Bound(self.model_s, "cluster.start_timeout_s")
 
 
@@ -49,7 +49,7 @@ class ModelGroup:
     Placing and building are two steps so that other workers can start beside the ranks while these load.
 
     Args:
-        cluster: where.
+        cluster: where the ranks run.
         nodes: a bundle per rank, by node.
         process: how a rank's process is made on a node, by Ray's id of the node.
         role: for messages.
@@ -58,7 +58,7 @@ class ModelGroup:
         timeouts: of starting.
 
     Raises:
-        RLError: where a process does not start, with role and rank.
+        RLError: if a process does not start, with role and rank.
     """
 
     def __init__(

@@ -82,7 +82,7 @@ class Models:
                 yield bundles[0].node, role
 
     def begin(self) -> None:
-        """Start all processes, and begin to build the models that wait for nobody's turn."""
+        """Start all processes, and begin to build the models that do not share devices."""
         self._groups = {role: self._placed(role) for role in self._backends}
         for role in self._side_by_side():
             self._build(role)

@@ -16,8 +16,8 @@ class Processes:
     Args:
         cluster: started.
         nodes: of the run.
-        env_vars: chosen for workers of every role.
-        env_vars_by_role: chosen for those of one.
+        env_vars: environment variables for workers of every role.
+        env_vars_by_role: environment variables for those of one role.
     """
 
     def __init__(

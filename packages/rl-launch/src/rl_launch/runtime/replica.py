@@ -29,8 +29,8 @@ class FinishedCall:
 
     Args:
         reports: number and `GroupReport` of each.
-        columns: a `Batch` of what training reads of all of them.
-        records: a `Batch` of what people read.
+        columns: a `Batch` of the columns that training reads, of all of them.
+        records: a `Batch` of those that people read.
     """
 
     reports: ray.ObjectRef
@@ -92,7 +92,7 @@ class Replica:
         self.call("begin", list(tasks))
 
     def finished(self) -> FinishedCall:
-        """Ask for groups that were begun; answered once there is one that is finished and was not given out."""
+        """Ask for finished groups; answered as soon as there is one that was not returned before."""
         return FinishedCall(*self._actor.call.options(num_returns=3).remote("finished"))
 
     def call(self, method: str, *args: Any) -> ray.ObjectRef:
@@ -104,7 +104,7 @@ class Replica:
         return self._actor.call.remote("generator", method, *args)
 
     def origin(self, phase: str) -> Origin:
-        """For messages."""
+        """This replica and a phase of its work, for messages."""
         return Origin(ROLE, self.index, self.node or "its node", phase)
 
     def write_stacks(self) -> None:
@@ -117,8 +117,8 @@ class Replica:
 
 
 class ProgressWatch:
-    """Sees whether a replica that has work gets on with it: its engine samples tokens, or answers that it has no
-    requests (rollouts then wait for their environments, which have deadlines of their own).
+    """Watches the progress of a replica that has work: its engine samples tokens, or answers that it has no requests
+    (rollouts then wait for their environments, which have deadlines of their own).
 
     Args:
         replica: with groups under way.
@@ -143,7 +143,7 @@ class ProgressWatch:
         self._moved_at = self._clock()
 
     def look(self) -> None:
-        """Ask for the replica's health, or read the answer; never waits. Time in which nobody looks does not count.
+        """Ask for the replica's health, or read the answer; never waits. Time between distant looks does not count.
 
         Raises:
             WorkerStalled: after `timeout_s` without progress.

@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 HEALTH_TIMEOUT_S = 30.0
 TURN_TIMEOUT_S = 600.0
-"""Bound of leaving a device and of coming back."""
+"""Longest time to leave a device or to come back."""
 
 
 class ReplicaGroup:
@@ -57,7 +57,7 @@ class ReplicaGroup:
         self._bring(update)
 
     def mend(self) -> None:
-        """Replace what was lost, and send the weights again if some replica has none.
+        """Replace lost replicas, and send the weights again if some replica has none.
 
         Raises:
             GeneratorError, WorkerDied: with the cause, if replicas have died too often.
@@ -72,14 +72,14 @@ class ReplicaGroup:
             num_groups: that it had under way, for the message.
 
         Raises:
-            GeneratorError: if the replica is well and will not do what it was asked: it would refuse again.
+            GeneratorError: if the replica is healthy and refused the call: it would refuse again.
         """
         if replica in self._lost:
             return
         located = _located(error, replica, "rollouts")
         if isinstance(error, GeneratorError) and not self._ill([replica]):
             raise located
-        _log.warning("%s; restarting it and running what it had under way again (%d groups)", located, num_groups)
+        _log.warning("%s; restarting it and running its %d unfinished groups again", located, num_groups)
         if isinstance(error, WorkerStalled):
             replica.write_stacks()
         self._lose(replica, located)
@@ -123,7 +123,7 @@ class ReplicaGroup:
         self._lost[replica] = error
 
     def _bring(self, update: WeightUpdate | None) -> None:
-        """Replace what was lost, and bring every replica to this version, if there is one."""
+        """Replace lost replicas, and bring every replica to this version, if there is one."""
         while True:
             if self._lost:
                 # once for all that were lost together
@@ -147,7 +147,7 @@ class ReplicaGroup:
                     self._lose(replica, error)
 
     def _replace_lost(self) -> None:
-        """Start lost replicas anew, all at once; on shared devices nobody else is there meanwhile."""
+        """Restart lost replicas, all at once; on shared devices no other tenant is resident meanwhile."""
         if not self._lost:
             return
         if self._residency is not None:
@@ -168,7 +168,7 @@ class ReplicaGroup:
             raise next(iter(failures.values()))
 
     def _ill(self, replicas: Sequence[Replica]) -> list[Replica]:
-        """Those that do not answer, or whose engine is dead."""
+        """The replicas that do not answer, or whose engine is dead."""
         ill = []
         for replica, ref in [(replica, replica.call("health")) for replica in replicas]:
             try:

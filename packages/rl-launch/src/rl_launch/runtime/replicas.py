@@ -1,4 +1,4 @@
-"""The replicas of a run: where each runs, and how it is started."""
+"""The replicas of a run: their places and their start."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Replicas:
 
     Args:
         backend: of generation.
-        needs: what the rollout workers run.
+        needs: the needs of the rollout workers.
         environments: settings of environments by name: the section `env`.
         topology: devices of the run.
         cluster: started.
@@ -154,7 +154,7 @@ class Replicas:
         )
 
     def _start_on(self, bundle: Bundle) -> ActorHandle:
-        """A replica's process on its own devices, on another node if Ray has placed them anew."""
+        """A replica's process on its own devices, on another node if Ray has moved them."""
         node = self._cluster.node_of(bundle)
         self._processes.prepare((node, role) for role in self._roles)
         num_gpus = self._topology.device.num_gpus(self._topology.replica_ranks)
@@ -187,7 +187,7 @@ class Replicas:
 
 
 def _file_name(label: str) -> str:
-    """A label with nothing in it that a file's name cannot hold: `reward.score` of `reward.py:score`."""
+    """A label as part of a file name: `reward.score` for `reward.py:score`."""
     return re.sub(r"[^\w.-]", "_", label.replace(".py:", "."))
 
 

@@ -15,11 +15,11 @@ MOST_DEATHS = 3
 """Deaths without a new checkpoint between them, after which the run fails: it would die there again."""
 
 ROLLOUT_WORKER = "rollout worker"
-"""Role of workers that are replaced while the run goes on; a death that ends the run has come again and again."""
+"""Role of workers that are replaced while the run goes on; only repeated deaths end the run."""
 
 
 class Session(Protocol):
-    """What is asked of a run session."""
+    """The part of a run session that restoration reads."""
 
     @property
     def saved(self) -> int:
@@ -52,13 +52,13 @@ class Restoration:
         return bool(self._cause)
 
     def judge(self, error: RLError, session: Session, lost_nodes: Callable[[], Sequence[str]]) -> None:
-        """Set `goes_on`, and say so in the log: something died after the first start of the run, which nothing else
-        replaces, and not always at the same step.
+        """Set `goes_on` if a process died that nothing else replaces, after the first start of the run and not always
+        at the same step; the log says so.
 
         Args:
-            error: that ends the run.
-            session: of the run.
-            lost_nodes: addresses of the run's nodes that are lost; whatever the error says, it is because of them.
+            error: the error that ends the run.
+            session: the session of the run.
+            lost_nodes: addresses of the run's nodes that are lost; if there are any, they are the cause.
         """
         self.goes_on = False
         # a run that is being restored may lose another node before its first step
@@ -78,7 +78,7 @@ class Restoration:
             _log.warning("%s; starting again from %s", self._cause, where)
 
     def failed(self, error: PlacementError) -> RLError:
-        """The error of a run that cannot be placed: its own at first, that of the run's loss later."""
+        """The error of a run that cannot be placed; after a loss it names the loss first."""
         if not self.follows_a_loss:
             return error
         return RLError(

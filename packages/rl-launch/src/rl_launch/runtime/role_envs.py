@@ -1,4 +1,4 @@
-"""Which environment each worker of a run needs."""
+"""The environment that each worker of a run needs."""
 
 from __future__ import annotations
 
@@ -38,5 +38,5 @@ def environment_role(name: str) -> str:
 
 
 def _engine_env(chosen: Backend[Any], device: Device, sent: Iterable[Requirement]) -> WorkerEnvSpec:
-    """Of a backend with its settings, and what is sent to it."""
+    """The environment of a backend with its settings, and of the code that is sent to it."""
     return worker_env(chosen.plugin.requirement, device.extras, also=(*chosen.plugin.further(chosen.backend), *sent))

@@ -25,10 +25,10 @@ WRITE_TIMEOUT_S = 600.0
 
 
 class RolloutPool:
-    """Runs groups on all replicas; dead ones are replaced, all get the current weights, and what is missing runs again.
+    """Runs groups on all replicas. Dead replicas are replaced, all get the current weights, and lost groups run again.
 
-    Its state belongs to the thread that calls it. Replicas roll out by themselves between two calls; what needs this
-    process (a restart, on shared devices with the policy offloaded) calls models, which the main thread alone may do.
+    Its state belongs to the thread that calls it. Replicas roll out by themselves between two calls. A restart, on
+    shared devices with the policy offloaded, calls models, so it happens within a call, on the main thread.
 
     Args:
         replicas: started, and on their devices.
@@ -105,8 +105,8 @@ class RolloutPool:
         self._group.close()
 
     def _begin(self) -> None:
-        """Begin what waits. After a death the others finish what they have before the dead are replaced, all at once,
-        and nothing is begun until then.
+        """Begin waiting groups. After a death the other replicas finish theirs before the dead ones are replaced, all
+        at once, and no group is begun until then.
         """
         if not self._dispatch.busy:
             self._group.mend()
@@ -117,7 +117,7 @@ class RolloutPool:
         self._watches = {replica: self._watches.get(replica) or self._watch(replica) for replica in self._dispatch.busy}
 
     def _take_ended(self) -> None:
-        """Take every group that has ended, once there is one or a look at the replicas is due."""
+        """Wait for a finished group or the next look at the replicas, and take every group that has ended."""
         replicas = {call.reports: replica for replica, call in self._dispatch.asked.items()}
         if not replicas:
             return
@@ -138,7 +138,7 @@ class RolloutPool:
             self._done.extend(zip(tickets, groups, strict=True))
             self._watches[replica].moved()
             self._group.deaths.forget()
-        # whoever answered goes on answering while these groups are taken
+        # replicas that answered go on answering while these groups are taken
         self._dispatch.ask()
 
     def _look(self) -> None:

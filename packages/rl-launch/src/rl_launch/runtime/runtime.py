@@ -1,4 +1,4 @@
-"""A run's processes: from a resolved config to the objects an algorithm is handed."""
+"""A run's processes: from a resolved config to the objects that an algorithm works with."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def provision_workers(config: Any, backends: Backends, needs: RolloutNeeds | Non
     """Environments on this node for every kind of worker the run has.
 
     Raises:
-        WorkerEnvironmentError: if one cannot be had.
+        WorkerEnvironmentError: if one is unavailable.
     """
     environments = [instance_of(config.env, name) for name in needs.environments] if needs else ()
     wanted = role_specs(backends, environments, device)
@@ -69,7 +69,7 @@ def check_engines(config: Any, backends: Backends, envs: DriverEnvs) -> None:
 
 
 class Runtime:
-    """Starts what a run needs on a cluster, and ends all of it.
+    """Starts the processes of a run on a cluster, and ends all of them.
 
     Args:
         config: resolved root.
@@ -125,8 +125,8 @@ class Runtime:
         """Start everything the algorithm needs.
 
         Args:
-            data: what its `prepare` returned.
-            needs: what its rollout workers run; None if it generates nothing.
+            data: the result of its `prepare`.
+            needs: the needs of its rollout workers; None if it does not generate.
             vocabulary: number of tokens the canary may draw from.
         """
         if needs is None:

@@ -48,7 +48,7 @@ class Receiver(Protocol):
         ...
 
     def origin(self, phase: str) -> Origin:
-        """For messages."""
+        """The replica and a phase of its work, for messages."""
         ...
 
 
@@ -68,7 +68,7 @@ class Canary:
     def of(
         cls, vocabulary: int, *, precision: str, tolerance: float | None = None, num_rows: int = 2, length: int = 24
     ) -> Canary:
-        """Rows of random tokens: every part of the model moves them, and they are no one's data.
+        """Rows of random tokens: they involve every part of the model and contain no user's data.
 
         Args:
             tolerance: that of the precision if unset.
@@ -82,7 +82,7 @@ class PublishedWeights:
     """The weights that the policy had when they were published (`rl_core.generation.WeightUpdate`).
 
     Args:
-        version: given to them.
+        version: their weight version.
         revision: of the policy's weights at that moment.
         sync: by which they travel.
     """
@@ -201,7 +201,7 @@ class WeightSync:
         gather(refs, [replica.origin("weight sync (resume)") for replica in replicas], self._timeout_s)
 
     def _start_canary(self) -> Callable[[], Ragged]:
-        """Have the policy score the canary; the returned function waits for its logprobs."""
+        """Start the policy's scoring of the canary; the returned function waits for its logprobs."""
         finish = self._policy.start_infer(Batch({"tokens": self._canary.rows}), [LOGPROBS])
         return lambda: finish().ragged("logprobs")
 
@@ -213,7 +213,7 @@ class WeightSync:
         transport: Transport,
         replicas: Sequence[Receiver],
     ) -> list[Taken]:
-        """Have the replicas take over what the policy sends, watch both at once, and compare what they say.
+        """Have the replicas take over the weights that the policy sends, watch both at once, and compare their answers.
 
         Args:
             shared: where Ray keeps the manifest.
@@ -239,7 +239,7 @@ class WeightSync:
             for rank, digest in enumerate(found.digests):
                 if {digest} != sent:
                     raise WeightSyncError(
-                        f"{origin}: engine rank {rank} took in weights of digest {digest}; sent as version "
+                        f"{origin}: engine rank {rank} received weights with digest {digest}; sent as version "
                         f"{manifest.version} were {', '.join(sorted(sent)) or 'none'}"
                     )
         return taken
@@ -293,7 +293,7 @@ class WeightSync:
                     raise WeightSyncError(
                         f"{replica.origin('weight sync canary')}: logprobs with weight version {update.version} differ "
                         f"from the policy's by {difference:.3g} on average, more than {self._canary.tolerance:g}; "
-                        "the engine does not compute what the policy does. If it quantises weights or caches, raise "
+                        "the engine does not compute the same as the policy. If it quantises weights or caches, raise "
                         "policy.generation.canary_tolerance"
                     )
 
@@ -305,7 +305,7 @@ class WeightSync:
 def joined(failures: Sequence[RLError]) -> RLError:
     """One error for the failures of a transfer, in the order in which they happened: the cause, then the others.
 
-    A process or an engine that ended is the cause, whoever noticed first.
+    A process or an engine that ended is the cause, even if another failure was noticed first.
     """
     cause = min(failures, key=_rank)
     others = [str(error) for error in failures if str(cause) not in str(error)]
