@@ -610,7 +610,7 @@ _RUN_DIRECTORIES = (
         "foreign run directory",
         SFT,
         *RUN,
-        says=r"holds files but no run \(thesis\.tex\)",
+        says=r"holds files that do not belong to a run \(thesis\.tex\)",
         files=_both(_model(), _foreign),
     ),
     _case("busy run directory", SFT, *RUN, says=r"run is in use by process \d+ on .*Wait for it", files=_busy),
@@ -618,7 +618,7 @@ _RUN_DIRECTORIES = (
         "run directory of another config",
         SFT,
         *RUN,
-        says=r"run holds a run of another config:\s+needs a branch  sft\.seed: 7 -> 42\s.*no checkpoint .*another run",
+        says=r"run holds a run with another config:\s+needs a branch  sft\.seed: 7 -> 42\s.*no checkpoint",
         files=_run_of("sft.seed=7"),
     ),
     _case(
@@ -626,7 +626,7 @@ _RUN_DIRECTORIES = (
         SFT,
         *RUN,
         "--fresh",
-        says="is not empty, and --fresh starts anew",
+        says="is not empty, and --fresh needs an empty folder",
         files=_run_of(),
     ),
     _case(

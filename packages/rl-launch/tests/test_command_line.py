@@ -56,7 +56,7 @@ def test_a_foreign_run_directory_is_refused_before_anything_starts(tmp_path):
     (foreign / "thesis.tex").write_text("words")
     answer = rl("train", "sft-arithmetic", f"run_dir={foreign}", "data.train.settings={num_rows: 64}")
     assert answer.returncode == 2
-    assert "holds files but no run" in answer.stderr
+    assert "holds files that do not belong to a run" in answer.stderr
     assert [path.name for path in foreign.iterdir()] == ["thesis.tex"]
 
 

@@ -1,4 +1,4 @@
-"""Models that are made on this machine, so that a first run needs no download."""
+"""Models made on this machine, so that a first run needs no download."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WARMED_UP = "tiny-arithmetic-sft"
 
 
 MADE_HERE = frozenset({TINY, WARMED_UP})
-"""Names of models that are made on this machine."""
+"""Names of the models that are made on this machine."""
 
 
 def model_folders(models: Mapping[str, ModelConfig]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What a run directory keeps of a run's config: the sections of what the run uses, and of no other plugin."""
+"""The part of a config that a run directory keeps: the sections of the plugins that the run uses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RunRecording(Recording):
     driver, which has other plugins installed, can then go on with it.
 
     Args:
-        environments: that the run uses; None while they are not known, which keeps all.
+        environments: names of those that the run uses; None while they are not known, which keeps all.
     """
 
     def __init__(self, environments: Collection[str] | None = None) -> None:
@@ -40,7 +40,7 @@ class RunRecording(Recording):
         """The config in the file, of the type that it asks for itself.
 
         Raises:
-            ConfigError: if it uses what is not installed, or does not fit.
+            ConfigError: if it uses a plugin that is not installed, or does not fit.
         """
         raw = load(path)
         check_environments(raw)
@@ -65,7 +65,7 @@ class RunRecording(Recording):
 
 
 def recorded_environments(path: Path) -> list[str] | None:
-    """The environments that a `config.yaml` has settings of; None if it cannot be read."""
+    """The environments that a `config.yaml` has settings for; None if it cannot be read."""
     try:
         return list(load(path).select(_ENV) or {})
     except ConfigError:

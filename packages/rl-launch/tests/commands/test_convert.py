@@ -82,7 +82,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(run_dir):
         answer = CliRunner().invoke(app, ["convert", source, "out"])
         assert answer.exit_code == 2
         assert "step_3" in answer.stderr
-        assert "trainer.pt has 4 bytes of 5" in answer.stderr
+        assert "trainer.pt has 4 of 5 bytes" in answer.stderr
 
 
 def test_a_run_directory_stands_for_its_newest_checkpoint(run_dir):

@@ -111,7 +111,7 @@ def test_a_branch_whose_start_is_gone_is_refused_until_it_has_a_checkpoint_of_it
     settings = config(20)
     start = branch(origin, settings)
     shutil.rmtree(start.checkpoint)
-    with pytest.raises(RunDirectoryError, match=r"step_6, from which this run branches, does not exist any more"):
+    with pytest.raises(RunDirectoryError, match=r"step_6, from which this run branches, no longer exists"):
         run_branch(tmp_path / "branch", settings, start)
 
 

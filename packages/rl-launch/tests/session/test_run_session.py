@@ -512,7 +512,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_anew(tmp_path):
     counting.run(tmp_path, counting.config(max_num_steps=4))
     for step in (2, 4):
         flip_a_byte(tmp_path / f"checkpoints/step_{step}/policy/weights.npy")
-    with pytest.raises(RunDirectoryError, match=r"weights.npy has other contents .*\n(.*\n)?No whole checkpoint"):
+    with pytest.raises(RunDirectoryError, match=r"weights.npy has other contents .*\n(.*\n)?No complete checkpoint"):
         counting.run(tmp_path, counting.config())
 
 

@@ -1,8 +1,8 @@
-"""The checkpoint of another run that a run starts from.
+"""Branches: runs that start from a checkpoint of another run.
 
 A branch has the weights and optimizer state of that checkpoint, and goes on counting its steps, so that schedules and
 the length of a run mean the same in both. It draws the prompts that would have come next, unless its data or its seed
-are others: then it begins at the start of its data. Learning rates, schedules and all else follow from its own config.
+differ: then it starts at the beginning of its data. Learning rates, schedules and all else follow from its own config.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _AT_STEP = re.compile(r"(?P<run>.+):(?:step_)?(?P<step>\d+)")
 
 @dataclass(frozen=True)
 class Branch:
-    """Where a branch starts.
+    """The start of a branch.
 
     Args:
-        run_dir: of the run that it branches from, absolute.
-        step: of that run, the last that it shares.
-        checkpoint: of that step, absolute.
-        changed: keys with other values than in that run, each with both.
-        keeps_position: whether the data goes on after that step; it begins anew otherwise.
+        run_dir: absolute folder of the run that it branches from.
+        step: the last step that it shares with that run.
+        checkpoint: absolute folder of the checkpoint of that step.
+        changed: keys whose values differ from that run's, each with both values.
+        keeps_position: whether the data goes on after that step; otherwise it starts at the beginning.
     """
 
     run_dir: Path
@@ -44,7 +44,7 @@ class Branch:
     keeps_position: bool = True
 
     def as_json(self) -> dict[str, Any]:
-        """As `run.json` holds it."""
+        """The entry in `run.json`."""
         return {
             "run_dir": str(self.run_dir),
             "step": self.step,
@@ -55,7 +55,7 @@ class Branch:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Branch:
-        """As it was written."""
+        """The branch of an entry in `run.json`."""
         return cls(
             Path(data["run_dir"]),
             data["step"],
@@ -65,24 +65,24 @@ class Branch:
         )
 
     def require(self) -> None:
-        """Refuse a checkpoint that is not there any more.
+        """Refuse a checkpoint that no longer exists.
 
         Raises:
             RunDirectoryError: naming it.
         """
         if not self.checkpoint.is_dir():
             raise RunDirectoryError(
-                f"{self.checkpoint}, from which this run branches, does not exist any more, and the run has saved no "
+                f"{self.checkpoint}, from which this run branches, no longer exists, and the run has not saved a "
                 "checkpoint of its own. Branch from another step, into another run_dir."
             )
 
 
 @dataclass(frozen=True)
 class BranchPoint:
-    """What a user names to branch from: `RUN`, `RUN:STEP`, or a checkpoint's folder.
+    """The run and step to branch from, given as `RUN`, `RUN:STEP` or a checkpoint's folder.
 
     Args:
-        run: that is branched from.
+        run: the run to branch from.
         step: None for the newest checkpoint.
     """
 
@@ -106,15 +106,15 @@ class BranchPoint:
         return str(self.run.path) if self.step is None else f"{self.run.path} at step {self.step}"
 
     def is_of(self, branch: Branch) -> bool:
-        """Whether a run that was started as this branch may be named by it again."""
+        """Whether a run that was started as this branch may be resumed by the same command."""
         return _same(self.run.path, branch.run_dir) and self.step in (None, branch.step)
 
     def branch(self, config: Config, recording: Recording) -> Branch:
         """The start of a branch with this config.
 
         Raises:
-            RunDirectoryError: if there is no whole checkpoint.
-            ConfigError: listing what cannot change in a branch.
+            RunDirectoryError: if there is no complete checkpoint.
+            ConfigError: listing the keys that cannot change in a branch.
         """
         path = self.run.path
         checkpoint = newest_checkpoint(path) if self.step is None else checkpoint_at(path, self.step)
@@ -125,7 +125,7 @@ class BranchPoint:
             raise ConfigError(
                 "\n".join(
                     [
-                        f"a branch of {path} cannot change these keys, as its checkpoints would not fit:",
+                        f"a branch of {path} cannot change these keys, because its checkpoint would not fit:",
                         *described(for_new_run),
                         "Put them back, or start a new run from the weights alone: leave --from out and give",
                         f"  policy.model_name={checkpoint / 'hf'}",
@@ -148,7 +148,7 @@ class BranchPoint:
 
 
 def _changes_data(changes: Sequence[RuledChange]) -> bool:
-    """Whether the rows that come next are others."""
+    """Whether other rows come next."""
     keys = [each.change.key for each in changes if each.rule is WhenChanged.BRANCH]
     return any(key.partition(".")[0].partition("[")[0] == "data" or key.endswith(".seed") for key in keys)
 

@@ -20,7 +20,7 @@ from rl_launch.session.manifest import FILE_NAME, Manifest, sync_folder
 from rl_launch.session.state_file import read_state, write_state
 
 EXPORT = "hf"
-"""Folder of a checkpoint that `transformers` and vLLM load."""
+"""Folder within a checkpoint that `transformers` and vLLM load."""
 
 _EXPORTED = "policy"
 _STATE = "state"
@@ -36,9 +36,9 @@ class Save:
     """A save under way.
 
     Args:
-        step: after which everything was captured.
-        folder: that it is written into.
-        models: that write.
+        step: the step whose state is saved.
+        folder: the folder that it is written into.
+        models: the models that write.
         metrics: of the step.
         exported: files of the export.
     """
@@ -54,8 +54,8 @@ class Checkpoints:
     """The folder `checkpoints` of a run directory.
 
     Args:
-        folder: where they are.
-        config: how many stay, and which.
+        folder: the folder.
+        config: how many to keep, and which.
     """
 
     def __init__(self, folder: Path, config: CheckpointingConfig) -> None:
@@ -71,7 +71,7 @@ class Checkpoints:
         state: Mapping[str, Checkpointable],
         metrics: Mapping[str, float],
     ) -> Path:
-        """Save everything as of a step and drop what need not stay.
+        """Save the state after a step, and remove checkpoints that need not be kept.
 
         Each model is under its name, the policy's Hugging Face files under `hf`, loop state under `state`.
         """
@@ -89,10 +89,10 @@ class Checkpoints:
         metrics: Mapping[str, float],
         wait: bool = False,
     ) -> None:
-        """Begin a save, everything as of now; none may be under way.
+        """Begin a save of the present state; none may be under way.
 
         Args:
-            wait: until the models are written; otherwise they go on writing what they have copied aside.
+            wait: return when the models are written; otherwise they go on writing their copies.
         """
         assert self._open is None, f"the save of step {self._open} is under way"
         self._open = Save(step, self._folder / f".step_{step}.saving", dict(models), dict(metrics))
@@ -101,13 +101,13 @@ class Checkpoints:
             self._write(self._open, state=state, wait=wait)
 
     def finish(self, *, wait: bool = True) -> Path | None:
-        """The checkpoint of the save under way, once it is whole; None before that, and where there is none.
+        """The checkpoint of the save under way, once it is complete; None before that, or if there is none.
 
         Args:
-            wait: until the models are written.
+            wait: return when the models are written.
 
         Raises:
-            Whatever went wrong while writing; nothing is left of that save then.
+            The error that occurred while writing; nothing is left of that save then.
         """
         if self._open is None:
             return None
@@ -129,7 +129,7 @@ class Checkpoints:
         return None if self._open is None else self._open.step
 
     def abandon(self) -> None:
-        """Leave nothing of the save under way."""
+        """Remove everything of the save under way."""
         if self._open is not None:
             shutil.rmtree(self._open.folder, ignore_errors=True)
             self._open = None
@@ -144,7 +144,7 @@ class Checkpoints:
         wanted = [*(path / name for name in models), *(path / _STATE / f"{name}.json" for name in state)]
         lacking = [each.relative_to(path).as_posix() for each in wanted if not each.exists()]
         if lacking:
-            raise RunDirectoryError(f"{path} has no {', '.join(lacking)}: it was saved by another kind of run")
+            raise RunDirectoryError(f"{path} has no {', '.join(lacking)}: it was saved by a run of another kind")
         manifest = Manifest.read(path)
         manifest.verify(path, _STATE)
         for name, model in models.items():
@@ -153,12 +153,12 @@ class Checkpoints:
             part.restore(read_state(path / _STATE, name))
 
     def newest(self) -> tuple[int, Path] | None:
-        """Step and folder of the newest checkpoint that is whole, with a message about damaged ones; changes nothing.
+        """Step and folder of the newest complete checkpoint; logs damaged ones and changes nothing.
 
         Names and sizes of files are compared; their contents when they are loaded.
 
         Raises:
-            RunDirectoryError: if there are checkpoints and none is whole.
+            RunDirectoryError: if all checkpoints are damaged.
         """
         return self._newest(())
 
@@ -184,12 +184,12 @@ class Checkpoints:
                 return step, path
             damaged.append(f"checkpoint {path.name} is damaged: {problem}")
         if damaged:
-            remedy = "No whole checkpoint is left. Choose another run_dir to start anew."
+            remedy = "No complete checkpoint is left. Choose another run_dir to start over."
             raise RunDirectoryError("\n".join([*damaged, remedy]))
         return None
 
     def tidy(self, step: int) -> None:
-        """Remove what a killed process left, and set aside the damaged checkpoints after the step gone on from."""
+        """Remove the remains of a killed process, and set aside damaged checkpoints after the one that is resumed."""
         for leftover in (*self._folder.glob(".*.saving"), *self._folder.glob(".*.dropped")):
             shutil.rmtree(leftover, ignore_errors=True)
         for later in (path for number, path in self._saved() if number > step):
@@ -199,7 +199,7 @@ class Checkpoints:
             later.rename(aside)
 
     def _write(self, save: Save, *, state: Mapping[str, Checkpointable], wait: bool) -> None:
-        """All but what the models write later, and the manifest."""
+        """Write everything except the manifest and the files that the models write later."""
         save.folder.mkdir(parents=True)
         # first, so that it does not compete with what is written behind the steps
         if _EXPORTED in save.models:
@@ -224,10 +224,10 @@ class Checkpoints:
 
     @contextmanager
     def _dropped_if_it_fails(self) -> Iterator[None]:
-        """Leave nothing of a save that fails; other models' writes end first.
+        """Remove everything of a save that fails, after other models' writes have ended.
 
         Raises:
-            OSError: where the disk was full: what writes tensors has words of its own for that, which name no disk.
+            OSError: if the disk was full, whatever the message of the library that wrote tensors.
         """
         try:
             yield
@@ -260,7 +260,7 @@ class Checkpoints:
                 self._drop(path)
 
     def _rank(self, step: int, path: Path) -> tuple[bool, float, int]:
-        """Larger for a checkpoint worth more."""
+        """Larger for a better checkpoint."""
         key = self._config.metric_key
         value = _metrics(path).get(key) if key else None
         if value is None or value != value:
@@ -269,7 +269,7 @@ class Checkpoints:
 
     def _drop(self, path: Path) -> None:
         if path.exists():
-            # a rename is at once, removal is not
+            # a rename is atomic, removal is not
             aside = path.with_name(f".{path.name}.dropped")
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)
@@ -277,10 +277,10 @@ class Checkpoints:
 
 
 def newest_checkpoint(run_dir: str | Path) -> Path:
-    """The newest whole checkpoint of a run directory; its Hugging Face files are in `hf`.
+    """The newest complete checkpoint of a run directory; its Hugging Face files are in `hf`.
 
     Raises:
-        RunDirectoryError: where there is none.
+        RunDirectoryError: if there is none.
     """
     found = Checkpoints(Path(run_dir).expanduser() / "checkpoints", CheckpointingConfig()).newest()
     if found is None:

@@ -1,4 +1,4 @@
-"""Settings of a run's checkpoints and of where its metrics go."""
+"""Settings of a run's checkpoints and metric writers."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class CheckpointingConfig(Config):
     state has been copied to host memory, which must have room for it. A checkpoint counts once it is whole, at the end
     of a later step."""
     keep_top_k: int | None = Field(default=3, gt=0)
-    """Checkpoints that stay: the best by `metric_name` and always the newest, or the newest ones; null keeps all."""
+    """Number of checkpoints to keep: the newest and the best by `metric_name`, or the newest ones; null keeps all."""
     metric_name: str | None = None
     """Metric that ranks checkpoints, such as `val:accuracy`; one without a value at its step ranks last."""
     higher_is_better: bool = True
-    """Which end of the metric is best."""
+    """Whether a higher value of the metric is better."""
     checkpoint_must_save_by: str | None = None
     """Save and end in time before this much has passed since the start, as DD:HH:MM:SS: the limit of a batch queue."""
 
@@ -58,16 +58,16 @@ class WandbConfig(Config):
     project: str = "rl"
     """Project of the run."""
     name: str | None = None
-    """Name of the run; that of its directory where unset."""
+    """Name of the run; that of its directory if unset."""
 
 
 class MLflowConfig(Config):
     experiment_name: str = "rl"
     """Experiment of the run."""
     run_name: str | None = None
-    """Name of the run; that of its directory where unset."""
+    """Name of the run; that of its directory if unset."""
     tracking_uri: str | None = None
-    """Server (`http://...`) or database (`sqlite:///...`); `MLFLOW_TRACKING_URI` where unset."""
+    """Server (`http://...`) or database (`sqlite:///...`); `MLFLOW_TRACKING_URI` if unset."""
 
 
 class LoggerConfig(Config):

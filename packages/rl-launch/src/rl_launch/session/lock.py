@@ -33,7 +33,7 @@ class DirectoryLock:
         """Take the lock; one left by a process that has died is taken over.
 
         Raises:
-            RunDirectoryError: where another process has it, naming process and host.
+            RunDirectoryError: if another process has it, naming process and host.
         """
         file = self._path.open("a+")
         try:
@@ -53,14 +53,14 @@ class DirectoryLock:
         self._file = file
 
     def release(self) -> None:
-        """Let others in."""
+        """Release the lock."""
         if self._file is not None:
             self._file.truncate(0)
             self._file.close()
             self._file = None
 
     def _is_free(self, error: OSError) -> bool:
-        """Whether a file system without locks leaves the decision to the name in the file, and that process is gone."""
+        """Whether the file system has no locks, and the process named in the file is gone."""
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
             return False
         holder = _read(self._path)
@@ -82,7 +82,7 @@ def holder(folder: Path) -> str | None:
         started = psutil.Process(held["pid"]).create_time()
     except psutil.NoSuchProcess:
         return None
-    # a later process may have the number of one that is gone
+    # a later process may have the number of one that has ended
     return _in_words(held) if started <= datetime.fromisoformat(held["since"]).timestamp() + 1 else None
 
 

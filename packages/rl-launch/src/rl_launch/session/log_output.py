@@ -23,7 +23,7 @@ def shared_console() -> Console:
 
 
 def show_logs(*, verbose: bool = False) -> None:
-    """Send the messages of this project and of plugins, and everybody's warnings, to the console: above a live
+    """Send the messages of this project and of plugins, and the warnings of all libraries, to the console: above a live
     line, or as plain lines.
     """
     console = shared_console()
@@ -58,7 +58,7 @@ def logged_to(path: Path) -> Iterator[None]:
 
 
 class _LogFile(logging.FileHandler):
-    """Drops records that find no room on the disk: logging would print a traceback for each."""
+    """Drops records when the disk is full: logging would print a traceback for each."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - a method of logging's
         error = sys.exception()
@@ -67,7 +67,7 @@ class _LogFile(logging.FileHandler):
 
 
 class _Plain(logging.Formatter):
-    """Names the level only where it matters."""
+    """Names the level of warnings and errors only."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)

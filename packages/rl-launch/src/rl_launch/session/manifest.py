@@ -1,4 +1,4 @@
-"""The files of a checkpoint, so that one that is truncated, corrupt or not all there is noticed before it is used."""
+"""The files of a checkpoint, so that a truncated, corrupt or incomplete one is noticed before it is used."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ class Manifest:
         written: Mapping[str, Iterable[SavedFile]],
         own: Iterable[str] = (),
     ) -> Manifest:
-        """Put together what a checkpoint has to hold, and see that all of it is in the folder. Only the driver's own
-        files are read.
+        """List the files of a checkpoint, and check that all of them are in the folder. Only the driver's own files are
+        read.
 
         Args:
             written: by subfolder, the files that the ranks say they wrote.
             own: relative paths of files that this process wrote, or folders of such; small.
 
         Raises:
-            RunDirectoryError: naming a file that a rank wrote and that is not there, or not whole, and the rank.
+            RunDirectoryError: naming a file that a rank wrote and that is missing or incomplete, and the rank.
         """
         files: dict[str, tuple[int, str | None]] = {}
         for subfolder, theirs in written.items():
@@ -84,14 +84,14 @@ class Manifest:
             raise ValueError(f"{FILE_NAME} cannot be read: {error}") from None
 
     def damage(self, folder: Path) -> str:
-        """The first file that is missing or has another size, and how; empty if there is none. Reads no file: contents
-        are compared by whoever loads them."""
+        """The first file that is missing or has another size, in words; empty if there is none. Reads no file: contents
+        are compared when they are loaded."""
         for name, (size, _) in self.files.items():
             path = folder / name
             if not path.is_file():
                 return f"{name} is missing"
             if path.stat().st_size != size:
-                return f"{name} has {path.stat().st_size} bytes of {size}"
+                return f"{name} has {path.stat().st_size} of {size} bytes"
         return ""
 
     def files_of(self, subfolder: str) -> tuple[SavedFile, ...]:
@@ -116,7 +116,7 @@ class Manifest:
 
 
 def sync_folder(folder: Path) -> None:
-    """Have a folder's list of names on the disk."""
+    """Write a folder's list of names to the disk."""
     _sync(folder)
 
 
@@ -125,11 +125,11 @@ def _require(folder: Path, subfolder: str, file: SavedFile) -> None:
     writer = f"{subfolder}/{file.path}, written by rank {file.rank}"
     if not path.is_file():
         raise RunDirectoryError(
-            f"{writer}, is not in {folder}: the node of that rank has another folder of this name. "
+            f"{writer}, is not in {folder}: the node of that rank has a different folder under this name. "
             "Choose a run_dir that all nodes share."
         )
     if (size := path.stat().st_size) != file.size:
-        raise RunDirectoryError(f"{writer}, has {size} bytes of {file.size} in {folder}")
+        raise RunDirectoryError(f"{writer}, has {size} of {file.size} bytes in {folder}")
 
 
 def _files(path: Path) -> list[Path]:

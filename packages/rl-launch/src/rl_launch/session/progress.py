@@ -1,4 +1,4 @@
-"""What a run is doing: a live line on a terminal, a line per step in a log."""
+"""The progress of a run: a live line on a terminal, a line per step in a log."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Progress:
         self._step, self._max_steps = step, max_steps
 
     def phase(self, name: str) -> None:
-        """What is going on; empty for nothing in particular."""
+        """Note the phase in progress; empty for none."""
         self._phase, self._phase_since = name, self._clock()
 
     def finish(self, step: int, metrics: Mapping[str, float], seconds: float) -> None:
@@ -77,7 +77,7 @@ class Progress:
         _logger.info("step %d/%d  %s  %.1f s  %s left", step, self._max_steps, values, seconds, self._left(step))
 
     def render(self) -> RenderableType:
-        """The live line: as much as fits, what matters most first."""
+        """The live line: as much as fits, the most important first."""
         texts = [Text(self._title, style="bold")]
         if self._max_steps:
             texts.append(Text(f"step {self._step}/{self._max_steps}"))

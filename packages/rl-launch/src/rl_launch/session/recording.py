@@ -1,4 +1,4 @@
-"""How a run's config is kept in its directory, and read back."""
+"""Keeping a run's config in its directory, and reading it back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rl_core.config import Config, RuledChange, changed_keys, load, resolve, wit
 
 
 class Recording(Protocol):
-    """Decides what a run directory keeps of a config."""
+    """Decides which part of a config a run directory keeps."""
 
     def used(self, config: Any, tree: dict[str, Any]) -> dict[str, Any]:
         """The part of a config that a run uses.
@@ -23,7 +23,7 @@ class Recording(Protocol):
         """The typed config in a `config.yaml`.
 
         Args:
-            like: the config of the run that is to go on with it.
+            like: the config of the run that resumes.
 
         Raises:
             ConfigError: if it does not fit what is installed.
@@ -44,7 +44,7 @@ class WholeConfig:
 
 
 def kept(config: Config, recording: Recording) -> dict[str, Any]:
-    """What a run directory keeps of a config, as nested plain values."""
+    """The part of a config that a run directory keeps, as nested plain values."""
     return recording.used(config, with_absolute_paths(config))
 
 

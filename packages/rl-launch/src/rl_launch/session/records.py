@@ -25,7 +25,7 @@ from rl_core.rollout_record import append_records
 _log = logging.getLogger(__name__)
 
 MOST_STEPS = 2
-"""Steps whose rollouts wait to be written, after which the next waits for them: what they hold lies in memory."""
+"""Steps whose rollouts may wait to be written, as they are held in memory; the next step waits for them."""
 
 _STEP_FILE = re.compile(r"step_(\d+)\.jsonl")
 
@@ -41,7 +41,7 @@ class MetricsFile:
         self._path = path
 
     def append(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write a step's line; a number that is not finite becomes null, which JSON has."""
+        """Write a step's line; a number that is not finite becomes null."""
         line = json.dumps({"step": step, **{name: _number(value) for name, value in metrics.items()}}, allow_nan=False)
         with self._path.open("a") as file:
             file.write(line + "\n")
@@ -59,7 +59,7 @@ class MetricsFile:
         return rows
 
     def cut_back(self, step: int) -> None:
-        """Drop what was written of later steps: they will come again."""
+        """Drop the lines of later steps, which will be made again."""
         kept = [row for row in self.read() if row["step"] <= step]
         aside = self._path.with_name(f"{self._path.name}.part")
         with aside.open("w") as file:
@@ -76,9 +76,9 @@ RolloutWriter = Callable[[str, RemoteRows, Sequence[float | None]], None]
 class RolloutFiles:
     """`rollouts/step_<n>.jsonl`: one object per rollout, written beside the steps.
 
-    A thread has them written where the texts are, by `write_elsewhere`, or fetches and writes them itself. What it
-    fails with is raised by the next call. `flush` comes before anything that rests on the files: a checkpoint, and the
-    end of the workers that hold the texts.
+    A thread has them written by the process that holds the texts, by `write_elsewhere`, or fetches and writes them
+    itself. Its failure is raised by the next call. `flush` comes before anything that relies on the files: a
+    checkpoint, and the end of the workers that hold the texts.
 
     Args:
         folder: where they are.
@@ -113,7 +113,7 @@ class RolloutFiles:
             self._writing.popleft().result()
 
     def close(self) -> None:
-        """End the thread; what it has not begun is not written."""
+        """End the thread; files that it has not begun are not written."""
         if self._threads is not None:
             self._threads.shutdown(cancel_futures=True)
             self._threads = None

@@ -1,4 +1,4 @@
-"""What becomes of a run whose config has changed, with the commands to choose from."""
+"""Messages about a run whose config has changed, with the commands to choose from."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def refusal(path: str, changes: Sequence[RuledChange], tree: Any, checkpoint: Pa
     """
     if all(each.rule in _MAY_CHANGE for each in changes):
         return ""
-    lines = [f"{path} holds a run of another config:", *described(changes)]
+    lines = [f"{path} holds a run with another config:", *described(changes)]
     allowed = [each for each in changes if each.rule in _MAY_CHANGE]
     lines.append(f"To go on with the run as it was:\n  {train_command(path, allowed, tree)}")
     for_new_run = [each for each in changes if each.rule is WhenChanged.NEW_RUN]
@@ -47,7 +47,7 @@ def refusal(path: str, changes: Sequence[RuledChange], tree: Any, checkpoint: Pa
 
 
 def described(changes: Iterable[RuledChange]) -> list[str]:
-    """A line for each change, with what it needs; what needs most comes first."""
+    """A line for each change, with the rule for it; the strictest comes first."""
     order = list(_ASKED)
     ordered = sorted(changes, key=lambda each: order.index(each.rule) if each.rule in order[:2] else len(order))
     width = max((len(_ASKED[each.rule]) for each in ordered), default=0)
@@ -89,7 +89,7 @@ def finished(path: str, state: RunState, checkpoint_step: int | None, config: Co
 
 
 def command_to_go_on(path: str, state: RunState) -> str:
-    """The command that goes on with a run: as it is, or beyond its end if it has finished; empty while it runs."""
+    """The command that continues a run: as it is, or beyond its end if it has finished; empty while it runs."""
     if state.status == "running":
         return ""
     keys = _bounding(state) if state.status == "finished" else {}
@@ -124,7 +124,7 @@ def _bounds_steps(key: str) -> bool:
 
 
 def _override_keys(changes: Sequence[RuledChange]) -> list[KeyPath]:
-    """The keys to set: those that changed, or the section around one that is not there any more."""
+    """The keys to set: those that changed, or the section around one that no longer exists."""
     paths = [parse_path(each.change.key) for each in changes]
     whole = [path[:-1] for path, each in zip(paths, changes, strict=True) if each.change.new is ABSENT]
     keys = [next((around for around in whole if path[: len(around)] == around), path) for path in paths]

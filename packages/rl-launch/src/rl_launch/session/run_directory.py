@@ -1,4 +1,4 @@
-"""The folder of one run: whose it is, which config it holds, and where things are in it."""
+"""The folder of one run: its owner, its config and its files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RunDirectory:
 
     Args:
         path: of the folder.
-        recording: decides what is kept of the config.
+        recording: decides which part of the config is kept.
     """
 
     def __init__(self, path: str | Path, recording: Recording | None = None) -> None:
@@ -68,12 +68,12 @@ class RunDirectory:
 
     @property
     def branch(self) -> Branch | None:
-        """Where the run that is in it started, if it is a branch of another."""
+        """The checkpoint that its run started from, if it is a branch of another."""
         origin = RunFolder(self.path).description().origin
         return Branch.from_json(origin) if origin else None
 
     def open(self, config: Config, *, fresh: bool = False, branch: Branch | None = None) -> bool:
-        """Take the folder for this run, and say whether it goes on with an earlier one.
+        """Take the folder for this run; returns whether it continues an earlier one.
 
         Args:
             config: the resolved config.
@@ -81,8 +81,8 @@ class RunDirectory:
             branch: where a new run starts; a run that is there keeps its own.
 
         Raises:
-            RunDirectoryError: if the folder is something else's, is in use, holds a run of another config or of other
-                code, or is to be `fresh` and is not empty.
+            RunDirectoryError: if the folder holds other files, is in use, holds a run with another config or other
+                code, or is not empty although `fresh` is set.
         """
         self._make()
         self._lock.acquire()
@@ -93,13 +93,14 @@ class RunDirectory:
             raise
 
     def close(self) -> None:
-        """Let another process take it."""
+        """Release the folder for other processes."""
         self._lock.release()
 
     def _make(self) -> None:
         if self.path.is_dir() and self._contents() and not self._is_run():
             raise RunDirectoryError(
-                f"{self.path} holds files but no run ({', '.join(self._contents()[:3])}). Choose another run_dir."
+                f"{self.path} holds files that do not belong to a run ({', '.join(self._contents()[:3])}). "
+                "Choose another run_dir."
             )
         check_writable(self.path)
         self.path.mkdir(parents=True, exist_ok=True)
@@ -108,7 +109,7 @@ class RunDirectory:
         resumes = self._is_run()
         if fresh and self._contents():
             raise RunDirectoryError(
-                f"{self.path} is not empty, and --fresh starts anew. "
+                f"{self.path} is not empty, and --fresh needs an empty folder. "
                 "Choose another run_dir, remove it, or leave --fresh out to resume."
             )
         copies = copies_of(config)
@@ -130,7 +131,7 @@ class RunDirectory:
         return is_run(self.path)
 
     def _contents(self) -> list[str]:
-        """Names in the folder, without what a start that was cut short leaves behind."""
+        """Names in the folder, except those that an interrupted start leaves behind."""
         own = {lock.FILE_NAME, *(folder.name for folder in (self.rollouts, self.checkpoints, self.logs, self.code))}
         unfinished = {f"{CONFIG}.part", f"{DESCRIPTION}.part", *own}
         if not (self.path / DESCRIPTION).exists() and not any(self.checkpoints.glob("*")):
@@ -154,15 +155,15 @@ class RunDirectory:
             raise RunDirectoryError(message)
 
     def _compare_code(self, copies: dict[str, SourceFile]) -> None:
-        # without a checkpoint the run begins anew, and nothing is left of what the earlier code did
+        # without a checkpoint the run starts over, and nothing depends on the earlier code
         changed = changed_files(self.path, copies) if any(self.checkpoints.glob("step_*")) else []
         if changed:
             raise RunDirectoryError(
                 "\n".join(
                     [
-                        f"{self.path} holds a run of other code:",
+                        f"{self.path} holds a run that was started with other code:",
                         *(f"  {line}" for line in changed),
-                        "Copy these back to resume it, or choose another run_dir. To branch with the other code:",
+                        "Copy these back to resume it, or choose another run_dir. To branch with the present code:",
                         f"  {train_command(str(self.path), (), {}, branches=True)}",
                     ]
                 )

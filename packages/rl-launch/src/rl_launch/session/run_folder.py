@@ -1,4 +1,4 @@
-"""A run directory as others see it: everything that commands and viewers read of a run, and nothing that changes it.
+"""A run directory, read only: everything that commands and viewers read of a run.
 
 `rl runs`, `rl show` and any other viewer read a run through `RunFolder`, and through nothing else::
 
@@ -11,8 +11,8 @@
     list(run.rollouts(120))      # [{"prompt_id": ..., "turns": [...], "rewards": {...}, "advantage": 0.3}, ...]
     run.checkpoints()            # [SavedCheckpoint(step=120, path=..., metrics={...})]
 
-Nothing here needs the packages of the run: `config()` and all else are plain values. A run that goes on may be read at
-any time; what is half written is left out.
+Nothing here needs the packages of the run: `config()` and all else are plain values. A run in progress may be read at
+any time; incomplete lines are left out.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _DEEPEST = 3
 
 @dataclass(frozen=True)
 class Description:
-    """What a run is.
+    """The identity of a run.
 
     Args:
         algorithm: empty if unknown.
@@ -101,7 +101,7 @@ class RunFolder:
         return self.path / "logs"
 
     def description(self) -> Description:
-        """What the run is, from small files alone."""
+        """The identity of the run, from small files alone."""
         data = _json(self.path / DESCRIPTION)
         known = {name: data[name] for name in ("algorithm", "model", "created", "versions", "origin") if name in data}
         if "algorithm" not in known:
@@ -120,14 +120,14 @@ class RunFolder:
             return {}
 
     def state(self) -> RunState:
-        """How far the run has come, as of now: a process that is gone no longer runs."""
+        """The present state of the run, which is `interrupted` if its process is gone."""
         state = RunState.read(self.path) or self._derived_state()
         if state.status != "running":
             return state
         step = max(state.step, int(self.last_metrics().get("step", 0)))
         if lock.holder(self.path) is not None:
             return replace(state, step=step)
-        return replace(state, status="interrupted", step=step, reason="its process is gone: killed, or a machine lost")
+        return replace(state, status="interrupted", step=step, reason="its process has ended (killed, or machine lost)")
 
     def metrics(self) -> list[dict[str, Any]]:
         """The metrics of every step, in order; each has `step`. A value that is not finite is None."""
@@ -191,13 +191,13 @@ class RunFolder:
         return found
 
     def changed_at(self) -> datetime:
-        """When something was last written of the run."""
+        """When the run last wrote something."""
         names = ("metrics.jsonl", "state.json", DESCRIPTION)
         times = [path.stat().st_mtime for name in names if (path := self.path / name).is_file()]
         return datetime.fromtimestamp(max(times)).astimezone()
 
     def _derived_state(self) -> RunState:
-        """The state of a run whose folder does not say it."""
+        """The state of a run whose folder has no state file."""
         config = self.config()
         section = config.get(str(config.get("algorithm")))
         bound = section.get("max_num_steps") if isinstance(section, dict) else None

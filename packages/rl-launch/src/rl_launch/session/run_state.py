@@ -14,7 +14,7 @@ FILE_NAME = "state.json"
 Status = Literal["running", "finished", "interrupted", "failed"]
 
 _HEADLINES = (("val/accuracy", True), ("val/loss", False), ("reward/mean", True), ("train/loss", False))
-"""Metrics that say how good a run is, the first that it records first, and whether higher is better."""
+"""Metrics that say how good a run is, in order of preference, and whether higher is better."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class RunState:
 
     Args:
         status: `running`; `finished` if all steps are made or the goal is met; `interrupted` if it was told to end or
-            its process is gone, `failed` if an error ended it. The same command goes on with the last two.
-        step: the last whole step.
+            its process is gone, `failed` if an error ended it. The same command resumes the last two.
+        step: the last complete step.
         max_steps: of the run; 0 before they are known.
         reason: why it ended; empty if all steps are made.
         goals: keys that say when the run is finished, with their values.
@@ -56,7 +56,7 @@ class RunState:
     at: str = ""
 
     def write(self, folder: Path) -> None:
-        """Write it into a run directory, whole or not at all."""
+        """Write it into a run directory, atomically."""
         now = datetime.now().astimezone().isoformat(timespec="seconds")
         aside = folder / f"{FILE_NAME}.part"
         aside.write_text(json.dumps({**asdict(self), "at": now}, indent=1) + "\n", encoding="utf-8")
@@ -86,7 +86,7 @@ class BestSoFar:
         self._found: dict[str, Best] = {}
 
     def add(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Take the metrics of a step."""
+        """Add the metrics of a step."""
         for name, higher in self._ranked:
             value, known = metrics.get(name), self._found.get(name)
             if value is None or not abs(value) < float("inf"):
@@ -96,5 +96,5 @@ class BestSoFar:
 
     @property
     def best(self) -> Best | None:
-        """None before one of the metrics was recorded."""
+        """The best value; None before one of the metrics was recorded."""
         return next((self._found[name] for name, _ in self._ranked if name in self._found), None)

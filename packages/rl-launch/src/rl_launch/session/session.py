@@ -43,16 +43,16 @@ _RATES = (
 
 
 class SessionConfig(Protocol):
-    """What a root config must have for a session."""
+    """The sections of a root config that a session needs."""
 
     @property
     def checkpointing(self) -> CheckpointingConfig:
-        """When to save and what stays."""
+        """When to save, and which checkpoints to keep."""
         ...
 
     @property
     def logger(self) -> LoggerConfig:
-        """Where metrics go."""
+        """The metric writers."""
         ...
 
 
@@ -64,17 +64,17 @@ class RunSession:
         with RunSession(run_dir, config, title="grpo") as run:
             algorithm(config, components, run)
 
-    Entering takes the directory, checks what is in it and opens the writers; leaving without an error saves what the
-    last whole step left unsaved.
+    Entering takes the directory, checks its contents and opens the writers; leaving without an error saves the last
+    complete step if that has not been saved.
 
     Args:
-        run_dir: made, or reopened where it holds a run of the same config.
+        run_dir: made, or reopened if it holds a run of the same config.
         config: the resolved root, a `rl_core.config.Config` with `checkpointing` and `logger`.
         title: shown with the progress.
-        fresh: refuse to go on with an earlier run.
-        since: when the run's time limit began to count, by `time.monotonic`; now where not given.
-        console: where progress is shown.
-        recording: decides what the run directory keeps of the config.
+        fresh: refuse to resume an earlier run.
+        since: start of the run's time limit, by `time.monotonic`; now if not given.
+        console: shows the progress.
+        recording: decides which part of the config the run directory keeps.
         branch: where a new run starts, if it is a branch of another.
     """
 
@@ -166,8 +166,8 @@ class RunSession:
 
     @contextmanager
     def with_models(self) -> Iterator[None]:
-        """Leaving it saves what is left to save, while the models are still there; a session that outlives its models
-        needs it around the loop."""
+        """Context that saves the last complete step when it is left, while the models still exist; a session that
+        outlives its models needs it around the loop."""
         try:
             yield
         except BaseException as error:
@@ -177,7 +177,7 @@ class RunSession:
 
     @property
     def stop_reason(self) -> str:
-        """Why the run ended before its last step; empty where it did not."""
+        """Why the run ended before its last step; empty if it did not."""
         return self._stop.reason
 
     @property
@@ -192,7 +192,7 @@ class RunSession:
 
     @property
     def completed(self) -> int:
-        """The last whole step."""
+        """The last complete step."""
         return self._done
 
     @property
@@ -208,11 +208,11 @@ class RunSession:
     def steps(
         self, max_steps: int, *, models: Mapping[str, Model], state: Mapping[str, Checkpointable]
     ) -> Iterator[int]:
-        """Steps still to do: the call restores the newest whole checkpoint, asking for the next step saves where due.
-        Models that do not train are neither saved nor restored.
+        """Steps still to do: the call restores the newest complete checkpoint, and asking for the next step saves one
+        if it is due. Models that do not train are neither saved nor restored.
 
         Raises:
-            RunDirectoryError: where the checkpoint lacks one of the models or states.
+            RunDirectoryError: if the checkpoint lacks one of the models or states.
         """
         self._models = {name: model for name, model in models.items() if model.trains}
         self._state, self._max_steps = dict(state), max_steps
@@ -224,13 +224,13 @@ class RunSession:
             self._best.add(row["step"], row)
         self._note("running")
         self._rollouts.cut_back(self._done)
-        # again, as starting Ray has put a handler of its own in the place of the first
+        # again, because starting Ray has replaced the first handler by its own
         self._stop.listen(gracefully=True)
         return self._iterate(self._done + 1)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time what is inside as `time/<name>`; what precedes the first step is logged and counts to none."""
+        """Time the block as `time/<name>`; a phase before the first step is logged and counts to no step."""
         started = time.monotonic()
         self._open_phases.append(name)
         self._progress.phase(name)
@@ -256,14 +256,13 @@ class RunSession:
             self._rollouts.append(step, groups, advantages)
 
     def write_rollouts_by(self, writer: RolloutWriter) -> None:
-        """Have rollouts written by another process, which sees the run's folder; it must live as long as the models."""
+        """Have rollouts written by another process that shares the run's folder; it must live as long as the models."""
         self._rollouts.write_elsewhere = writer
 
     def due(self, period: int, step: int, *, at_end: bool = False) -> bool:
         """Whether something with this period is due after this step.
 
-        Where a signal or a time limit ends the run early, its last step is no end in this sense: there is time for
-        saving only.
+        A last step that a signal or a time limit decided does not count as the end: there is time for saving only.
         """
         return bool(period and step % period == 0) or (at_end and step == self._max_steps)
 
@@ -316,7 +315,7 @@ class RunSession:
         self.last_metrics = metrics
 
     def _finish(self) -> None:
-        """Save what the last whole step left unsaved."""
+        """Save the last complete step if that has not been saved."""
         self._rollouts.flush()
         self._finish_save(wait=True)
         if self._checkpointing.enabled and self._done > self._saved:
@@ -324,8 +323,8 @@ class RunSession:
         self._stop.listen(gracefully=False)
 
     def _settle(self, error: BaseException | None) -> None:
-        """After an error, complete a save that is under way if that can be: what failed in a worker, or was told to end
-        at once, is asked for no more."""
+        """After an error, complete a save that is under way if possible; after a failure of a worker, or a request to
+        end at once, it is abandoned."""
         if error is None:
             self._finish()
             return
@@ -342,7 +341,7 @@ class RunSession:
         self._checkpoints.abandon()
 
     def _save(self, *, wait: bool) -> None:
-        """Begin a save as of the last whole step, and complete it or leave it under way."""
+        """Begin a save of the last complete step, and complete it or leave it under way."""
         self._rollouts.flush()
         self._finish_save(wait=True)
         self._begun_at, self._begun_wall = time.monotonic(), time.time()
@@ -371,11 +370,11 @@ class RunSession:
             return
         self._saved = step
         self._blocked_s += ended - asked
-        # a step that went on after the last file was written is no part of what a save takes
+        # the rest of a step after the last file was written does not count to the save
         alone = written_at(path) - self._begun_wall + ended - asked
         self._stop.after_save(min(so_far, max(self._blocked_s, alone)))
         self._note("running")
-        # a save beside the steps holds them up for a part of its time alone
+        # a save beside the steps holds them up for only a part of its time
         held = f", {self._blocked_s:.1f} s of it between steps" if self._blocked_s < so_far - 0.1 else ""
         _logger.info("saved checkpoint %s in %.1f s%s", path.name, so_far, held)
 
@@ -383,12 +382,12 @@ class RunSession:
         return BestSoFar(self._checkpointing.metric_key, higher_is_better=self._checkpointing.higher_is_better)
 
     def _note_end(self, error: BaseException | None) -> None:
-        """Leave in the run directory how the run ended."""
+        """Write into the run directory how the run ended."""
         status: Status
         if isinstance(error, Exception):
             status, reason = "failed", (str(error) or type(error).__name__).partition("\n")[0]
         elif error is not None:
-            status, reason = "interrupted", self._stop.reason or "told to end at once"
+            status, reason = "interrupted", self._stop.reason or "a second signal ended it at once"
         elif self._is_goal_met or (self._max_steps and self._done >= self._max_steps):
             status, reason = "finished", self._stop.reason if self._is_goal_met else ""
         else:
@@ -440,5 +439,5 @@ class RunSession:
             self._checkpoints.restore(branch.checkpoint, models=self._models, state=state)
         except CheckpointDamaged as error:
             raise RunDirectoryError(f"cannot branch: {error}. Branch from another step.") from None
-        data = "" if branch.keeps_position else "; its data or seed is another, so it begins at the start of the data"
+        data = "" if branch.keeps_position else "; its data or seed differs, so it starts at the beginning of the data"
         _logger.info("branching from %s at step %d%s", branch.run_dir, branch.step, data)

@@ -1,4 +1,4 @@
-"""Plain nested values with numpy arrays, as JSON and npz: nothing in it is executed on reading."""
+"""Plain nested values with numpy arrays, as JSON and npz: reading them executes no code."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _TUPLE = "__tuple__"
 
 
 def write_state(folder: Path, name: str, state: Mapping[str, Any]) -> None:
-    """Write `<name>.json` and, where it has arrays, `<name>.npz`.
+    """Write `<name>.json` and, if it has arrays, `<name>.npz`.
 
     Raises:
-        ValueError: where a value is neither JSON nor numpy, naming it.
+        ValueError: if a value is neither JSON nor numpy, naming it.
     """
     arrays: dict[str, np.ndarray] = {}
     plain = _plain(state, name, arrays)
@@ -28,7 +28,7 @@ def write_state(folder: Path, name: str, state: Mapping[str, Any]) -> None:
 
 
 def read_state(folder: Path, name: str) -> dict[str, Any]:
-    """What `write_state` wrote: dicts, lists, tuples, scalars and arrays as they were."""
+    """Read the values that `write_state` wrote: dicts, lists, tuples, scalars and arrays as they were."""
     plain = json.loads((folder / f"{name}.json").read_text())
     archive = folder / f"{name}.npz"
     if not archive.exists():

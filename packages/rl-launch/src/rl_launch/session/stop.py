@@ -1,4 +1,4 @@
-"""Why a run should end before its last step."""
+"""Requests to end a run before its last step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class StopRequest:
 
     Args:
         limit_s: seconds by which everything must be saved, None for no limit.
-        since: when they began to count, by `time.monotonic`; now where not given.
+        since: start of that time, by `time.monotonic`; now if not given.
     """
 
     def __init__(self, limit_s: float | None = None, since: float | None = None) -> None:
@@ -38,7 +38,7 @@ class StopRequest:
         """Take over SIGTERM and SIGINT; only the main thread can.
 
         Args:
-            gracefully: a signal asks for the end; otherwise, where there is no step to finish, it unwinds at once.
+            gracefully: a signal asks for the end after the step; otherwise, with no step to finish, it unwinds at once.
         """
         self._is_graceful = gracefully
         if threading.current_thread() is threading.main_thread():
@@ -46,7 +46,7 @@ class StopRequest:
             self._previous = self._previous or found
 
     def unlisten(self) -> None:
-        """Give the signals back to whoever had them first."""
+        """Restore the earlier handlers of the signals."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous = {}
@@ -56,7 +56,7 @@ class StopRequest:
         self.reason = self.reason or reason
 
     def after_step(self, seconds: float, *, saves: bool = False) -> None:
-        """Ask for the end where another step and the save after it may not fit into the time that is left.
+        """Ask for the end if another step and the save after it may not fit into the time that is left.
 
         Args:
             saves: whether an earlier save is still under way, which that one waits for.
@@ -81,4 +81,4 @@ class StopRequest:
             raise SystemExit(128 + number)
         self.signal = signal.Signals(number)
         self.ask(name)
-        _logger.warning("%s: ending after this step; again to end at once", name)
+        _logger.warning("%s: the run ends after this step; a second signal ends it at once", name)

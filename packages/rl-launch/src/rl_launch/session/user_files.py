@@ -17,7 +17,7 @@ FOLDER = "code"
 
 def copies_of(config: Config) -> dict[str, SourceFile]:
     """The files that a resolved config names as `file.py:Name`, by the names of their copies. A file that does not
-    exist is left out: whoever uses it says so.
+    exist is left out: its user reports it.
     """
     paths = {value.rpartition(":")[0] for value in _texts(plain(config)) if is_in_file(value)}
     files = [SourceFile.read(path) for path in sorted(paths) if Path(path).is_file()]
@@ -25,8 +25,8 @@ def copies_of(config: Config) -> dict[str, SourceFile]:
 
 
 def changed_files(folder: Path, copies: dict[str, SourceFile]) -> list[str]:
-    """Files that are not what they were when the run in a folder began, each with its copy and the first line that
-    differs; a file that has no copy yet is not among them.
+    """Files that have changed since the run in a folder began, each with its copy and the first line that differs; a
+    file that has no copy yet is not among them.
     """
     found = []
     for name, file in copies.items():
@@ -49,7 +49,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _name(file: SourceFile) -> str:
-    """Files of one name may come from several folders."""
+    """A name for the copy of a file; files of the same name may come from several folders."""
     path = Path(file.path)
     return f"{path.stem}-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}.py"
 

@@ -1,4 +1,4 @@
-"""Whether a run directory can be written, found out before anything is started."""
+"""The check that a run directory can be written, before anything is started."""
 
 from __future__ import annotations
 

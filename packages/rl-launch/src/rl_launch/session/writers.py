@@ -23,11 +23,11 @@ class MetricWriter(Protocol):
     """Takes the metrics of each step."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take a step's metrics."""
+        """Write a step's metrics."""
         ...
 
     def close(self) -> None:
-        """Pass on what is buffered."""
+        """Write what is buffered, and end."""
         ...
 
 
@@ -66,12 +66,12 @@ def open_writers(config: LoggerConfig, run_dir: Path, *, settings: Config, after
     """The writers a config asks for.
 
     Args:
-        run_dir: whose name the run has there, and whose `logs` hold local files.
+        run_dir: gives the run its name there, and holds local files in `logs`.
         settings: the run's whole config, to be stored with it.
-        after: the step that the run goes on after; what was written of later ones is void.
+        after: the step that the run goes on after; records of later steps are void.
 
     Raises:
-        ConfigError: where one needs a package that is not installed, naming the extra.
+        ConfigError: if one needs a package that is not installed, naming the extra.
     """
     check_writers(config)
     writers: list[MetricWriter] = []
@@ -126,7 +126,7 @@ class TensorBoardWriter:
 
 
 class WandbWriter:
-    """A Weights & Biases run, which a resumed run goes on with."""
+    """A Weights & Biases run, which a resumed run continues."""
 
     def __init__(self, config: LoggerConfig, run_dir: Path, settings: Any) -> None:
         wandb = importlib.import_module("wandb")
@@ -155,7 +155,7 @@ class WandbWriter:
 
 
 class MLflowWriter:
-    """An MLflow run, which a resumed run goes on with."""
+    """An MLflow run, which a resumed run continues."""
 
     def __init__(self, config: LoggerConfig, run_dir: Path, settings: Any) -> None:
         mlflow = importlib.import_module("mlflow")
