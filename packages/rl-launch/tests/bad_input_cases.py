@@ -198,7 +198,7 @@ _PLUGINS = (
     _case(
         "no algorithm",
         "recipe.yaml",
-        says="algorithm .*must be set; allowed are the installed algorithms",
+        says="algorithm .*must be set; installed algorithms: ",
         files=_text("policy: {}\n"),
     ),
     _case(
@@ -511,16 +511,16 @@ _SIZES = (
         files=_model(),
     ),
     _case(
-        "generation that leaves the policy no device",
+        "generation that leaves no device for policy",
         GRPO,
         "policy.generation.colocated.enabled=false",
-        says="leaves the policy no device; give generation fewer",
+        says="leaves no device for policy; give generation fewer",
     ),
     _case(
         "devices for generation that shares the policy's",
         GRPO,
         "policy.generation.colocated.resources.gpus_per_node=1",
-        says=r"colocated generation has the policy's devices .*set policy\.generation\.colocated\.enabled=false",
+        says=r"colocated generation uses the policy's devices .*set policy\.generation\.colocated\.enabled=false",
     ),
     _case("CUDA without a GPU", SFT, "cluster.device=cuda", says="no GPU .*; set cluster.device to cpu or auto"),
     _case("nodes without a cluster", SFT, "cluster.num_nodes=2", says="RAY_ADDRESS names no cluster; start Ray on"),

@@ -50,7 +50,7 @@ def test_an_inherited_recipe_keeps_what_it_does_not_say():
         (["policy.dtensor_cfg.enabled=false"], "no training backend is enabled"),
         (["policy.generation.colocated.enabled=false", "cluster.cpu_ranks_per_node=1"], "no device"),
         (["checkpointing.checkpoint_must_save_by=4h"], "DD:HH:MM:SS"),
-        (["policy.generation.colocated.resources.num_nodes=1"], "colocated generation has the policy's devices"),
+        (["policy.generation.colocated.resources.num_nodes=1"], "colocated generation uses the policy's devices"),
         (["checkpointing.metric_name=val:acuracy"], "did you mean val/accuracy?"),
     ],
 )
@@ -116,13 +116,13 @@ REPLAY = "policy.dtensor_cfg.moe_router_replay=true"
             [REPLAY],
             "dtensor_cfg.moe_router_replay .*which vllm does not report: on cpu vLLM has only",
         ),
-        ("grpo-arithmetic", [REPLAY, HF, {}], "replays the routing of experts, and .* has none"),
+        ("grpo-arithmetic", [REPLAY, HF, {}], "replays the routing of experts, but .* has none"),
         (
             "grpo-arithmetic",
             ["policy.megatron_cfg.enabled=true", "policy.megatron_cfg.moe_router_replay=true", MEGATRON, {}],
             "megatron_cfg.moe_router_replay .* has none",
         ),
-        ("sft-arithmetic", [REPLAY], "this algorithm generates none; remove this key"),
+        ("sft-arithmetic", [REPLAY], "this algorithm has no rollouts; remove this key"),
     ],
 )
 def test_a_replay_of_routing_that_there_is_not_is_refused(recipe, overrides, message, tmp_path):

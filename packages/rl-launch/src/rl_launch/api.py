@@ -1,4 +1,4 @@
-"""Runs from Python: what `rl train` and `rl eval` do, for scripts and notebooks."""
+"""Runs from Python: `rl train` and `rl eval` as functions, for scripts and notebooks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TrainResult:
     """A run that has ended.
 
     Args:
-        run_dir: its folder, which `rl show` reads, and with which another call goes on.
+        run_dir: its folder, which `rl show` reads and another call resumes.
         metrics: of every step, as `metrics.jsonl` has them.
         best_checkpoint: Hugging Face files of the checkpoint with the best `checkpointing.metric_name`, of the newest
             one if that is not set; None if none was saved.
@@ -43,7 +43,7 @@ class TrainResult:
 
     @property
     def last_metrics(self) -> dict[str, Any]:
-        """Of the last step; empty if none was made."""
+        """Metrics of the last step; empty if no step was made."""
         return self.metrics[-1] if self.metrics else {}
 
 
@@ -61,22 +61,22 @@ class EvaluationResult:
 
     @property
     def mean_reward(self) -> float:
-        """Over all prompts."""
+        """Mean reward over all prompts."""
         return float(self.rewards.mean())
 
 
 def train(
     config: Source, overrides: Overrides = (), *, fresh: bool = False, branch_from: str = "", verbose: bool = False
 ) -> TrainResult:
-    """Train by a config, and say how that ended.
+    """Train by a config, and return the result.
 
     A script that calls it does so below `if __name__ == "__main__":`, as workers run the files of its functions.
 
     Args:
-        config: a recipe's name, a YAML file, a run directory to go on with, or a mapping as YAML would hold it, in
-            which functions and classes may stand for their names.
+        config: a recipe's name, a YAML file, a run directory to resume, or a mapping with the contents of such a file,
+            in which functions and classes may stand for their names.
         overrides: keys to set, `run_dir` among them; a folder that holds a run of the same config is resumed.
-        fresh: refuse to go on with an earlier run.
+        fresh: refuse to resume an earlier run.
         branch_from: `RUN[:STEP]`, a run (and its step) whose checkpoint a new run starts from.
         verbose: log more.
 
@@ -116,7 +116,7 @@ def evaluate(config: Source, overrides: Overrides = (), *, verbose: bool = False
 
 
 def result_of(run_dir: Path) -> TrainResult:
-    """The result of a run that lies in a folder."""
+    """The result of the run in a folder."""
     run = RunFolder(run_dir)
     checkpointing = run.config().get("checkpointing") or {}
     key = str(checkpointing.get("metric_name") or "").replace(":", "/", 1)

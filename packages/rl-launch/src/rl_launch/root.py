@@ -1,4 +1,4 @@
-"""The config of a whole run: one strict type put together from what the installed packages offer."""
+"""The config of a whole run: one strict type, assembled from the sections of the installed packages."""
 
 from __future__ import annotations
 
@@ -60,48 +60,48 @@ class ClusterConfig(Config):
     when_changed: ClassVar[WhenChanged | None] = WhenChanged.RESUME
 
     num_nodes: int = Field(default=1, gt=0)
-    """Machines; more than one are those of the Ray cluster that RAY_ADDRESS names."""
+    """Number of machines; more than one need a Ray cluster, named by RAY_ADDRESS."""
     gpus_per_node: int = Field(default=1, gt=0)
     """GPUs to use on each machine."""
     device: Literal["auto", "cuda", "cpu", "rehearsal"] = "auto"
-    """What models run on; `auto` is CUDA if there are GPUs. `rehearsal` runs `num_nodes` nodes of `gpus_per_node` GPUs
-    on this machine's CPU: everything but the kernels is as on a cluster of GPUs, so use a tiny model."""
+    """Device of the models; `auto` is CUDA if there are GPUs. `rehearsal` runs `num_nodes` nodes of `gpus_per_node`
+    GPUs on this machine's CPU: everything but the kernels is as on a cluster of GPUs, so use a tiny model."""
     cpu_ranks_per_node: int = Field(default=1, gt=0)
-    """Ranks on each machine where the device is the CPU."""
+    """Ranks on each machine if the device is the CPU."""
     worker_envs: Literal["auto", "shared", "isolated"] = "auto"
-    """Where workers find their packages: the driver's environment (`shared`), ones built for them (`isolated`), or the
-    driver's where it has all they need (`auto`)."""
+    """Environments of the workers: the driver's (`shared`), ones that are built for them (`isolated`), or the driver's
+    if it has all they need and built ones otherwise (`auto`)."""
     autoscaling: bool = False
-    """Whether the cluster adds nodes when they are asked for: devices that it lacks are then waited for."""
+    """Whether the cluster adds nodes on request; a run then waits for devices that it lacks."""
     placement_timeout_s: float = Field(default=300.0, gt=0)
     """Longest wait for devices that others use, or that an autoscaling cluster adds."""
     replacement_timeout_s: float = Field(default=300.0, ge=0)
-    """After the loss of a node: longest wait for another one if the devices that are left do not suffice."""
+    """After the loss of a node: longest wait for another one if the remaining devices do not suffice."""
     process_timeout_s: float = Field(default=300.0, gt=0)
     """Longest wait for the first answer of a process, or of a node."""
     worker_envs_timeout_s: float = Field(default=3600.0, gt=0)
-    """Longest build of the environments of workers on nodes other than the driver's."""
+    """Longest time to build the environments of workers on nodes other than the driver's."""
     start_timeout_s: float = Field(default=1800.0, gt=0)
-    """Longest start of a model: large ones read hundreds of gigabytes."""
+    """Longest time to load a model: large ones read hundreds of gigabytes."""
     env_vars: EnvVars = {}
     """Environment variables of all workers on all nodes. Workers also get the driver's that begin with `NCCL_`,
     `GLOO_`, `UCX_`, `FI_`, `HF_`, `TRANSFORMERS_`, `TOKENIZERS_`, `TORCH_`, `PYTORCH_`, `TORCHINDUCTOR_`,
     `TORCHDYNAMO_`, `TRITON_`, `NVTE_`, `VLLM_`, `OMP_`, `MKL_`, `KMP_`, `CUDA_` or `MALLOC_`, except paths of CUDA,
-    numbers of threads and secrets (`HF_TOKEN`), which must be named here: `HF_TOKEN: ${oc.env:HF_TOKEN}`. What is set
-    here wins."""
+    numbers of threads and secrets (`HF_TOKEN`), which must be named here: `HF_TOKEN: ${oc.env:HF_TOKEN}`. Values that
+    are set here win."""
 
 
 class RootConfig(Config):
     algorithm: Annotated[str, WhenChanged.NEW_RUN]
-    """Name of an installed `rl.algorithms` plugin."""
+    """Name of the algorithm, such as `grpo`; `rl recipes` lists recipes with theirs."""
     run_dir: Annotated[PathText | None, WhenChanged.RESUME] = None
-    """Folder of the run, resumed where it holds one; a new one under `runs` where unset."""
+    """Folder of the run, resumed if it holds one; if unset, a new folder under `runs`."""
 
 
 def read_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Resolved[RootConfig]:
     """The config of a run, from a recipe, a YAML file, a run directory or nested values, with overrides.
 
-    Everything is checked that needs no engine.
+    Everything that needs no engine is checked.
 
     Raises:
         ConfigError: listing every problem.
@@ -125,8 +125,8 @@ def read_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
 
 
 def read_model_config(source: Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Any:
-    """The config of a run, or of a model apart from one, of which the policy alone will be started: what is set for
-    generation need not fit the devices.
+    """The config of a run, or of a single model, of which only the policy will be started: the settings of generation
+    need not fit the devices.
 
     Args:
         source: the YAML file of a resolved config, or plain values of `policy` and `cluster`.
@@ -141,7 +141,7 @@ def read_model_config(source: Path | Mapping[str, Any], overrides: Sequence[str]
 
 
 def read_raw(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> RawConfig:
-    """What the user wrote, before a schema has read it."""
+    """The values that the user wrote, before a schema has read them."""
     if isinstance(source, Mapping):
         return load(source, overrides, search=[RECIPES])
     folder = Path(source).expanduser()
@@ -163,12 +163,12 @@ def check_environments(raw: RawConfig) -> None:
         verb = "is" if len(missing) == 1 else "are"
         raise ConfigError(
             f"environment {listed} {verb} not installed, and {raw.name} has settings of it: install the package that "
-            f"the run was started with (installed are: {', '.join(known) or 'none'})"
+            f"the run was started with (installed environments: {', '.join(known) or 'none'})"
         )
 
 
 def type_of(raw: RawConfig) -> type[RootConfig]:
-    """The root type that a config asks for by its `algorithm`."""
+    """The root type for the `algorithm` of a config."""
     return root_type(_algorithm(raw), raw)
 
 
@@ -176,7 +176,7 @@ def root_type(algorithm: AlgorithmPlugin, raw: RawConfig) -> type[RootConfig]:
     """The root of a run: the algorithm's sections, those of installed backends and environments, and the runtime's.
 
     Raises:
-        ConfigError: if a section chooses what does not exist.
+        ConfigError: if a section chooses something that does not exist.
     """
     own = {key: _section(key, kind, raw) for key, kind in algorithm.sections.items()}
     sections: dict[str, Any] = {
@@ -210,11 +210,11 @@ def _algorithm(raw: RawConfig) -> AlgorithmPlugin:
     name = raw.select("algorithm")
     if name is None:
         known = ", ".join(names(ALGORITHMS))
-        raise ConfigError(f"algorithm ({raw.name}): must be set; allowed are the installed algorithms: {known}")
+        raise ConfigError(f"algorithm ({raw.name}): must be set; installed algorithms: {known}")
     if not isinstance(name, str) or name not in names(ALGORITHMS):
         known, near = ", ".join(names(ALGORITHMS)), did_you_mean(str(name), names(ALGORITHMS))
         place = raw.origin("algorithm")
-        raise ConfigError(f"algorithm ({place}): got {name!r}{near}; allowed are the installed algorithms: {known}")
+        raise ConfigError(f"algorithm ({place}): got {name!r}{near}; installed algorithms: {known}")
     return plugin(ALGORITHMS, name)
 
 
@@ -246,7 +246,7 @@ def _nested(types: Mapping[str, type[Config]], around: Mapping[str, type[Config]
 
 
 def _folder_checks(config: Any) -> Iterator[Problem]:
-    # said here already: to load what is in the folder takes libraries that take seconds to import
+    # checked here already, because the libraries that load the folder take seconds to import
     tokenizer = config.policy.tokenizer
     for key in model_sections(config):
         section = section_of(config, key)
@@ -298,7 +298,7 @@ def _backend_checks(config: Any) -> Iterable[Problem]:
 
 
 def _replay_checks(config: Any) -> Iterator[Problem]:
-    """Replay of a routing that there is not, or that nobody reports."""
+    """Find replay of a routing that does not exist or is not reported."""
     try:
         backends = backends_of(config)
     except ProblemError:
@@ -315,11 +315,11 @@ def _replay_problem(model: ModelBackend, generation: GenerationBackend | None, c
     """Why a model cannot replay the generator's routing; empty if it can, as far as is known here."""
     fields = local_hf_config(model.config)
     if fields and not num_experts_of(fields):
-        return f"replays the routing of experts, and {model.config.model_name} has none; choose a mixture of experts"
+        return f"replays the routing of experts, but {model.config.model_name} has none; choose a mixture of experts"
     if model.section != POLICY:
-        return "replays the policy's routing, which is not this model's; remove this key"
+        return "replays the policy's routing, which differs from this model's; remove this key"
     if generation is None:
-        return "replays the routing of rollouts, and this algorithm generates none; remove this key"
+        return "replays the routing of rollouts, but this algorithm has no rollouts; remove this key"
     if cluster.device == AUTO and os.environ.get("RAY_ADDRESS"):
         return ""  # the generator checks it when it starts
     problem = generation.plugin.routing_problem(generation.backend, resolve_device(cluster))
@@ -364,7 +364,7 @@ def check_placement(cluster: Any, backends: Backends, device: Device) -> None:
 
 
 def topology_of(cluster: Any, backends: Backends, device: Device) -> Topology:
-    """The devices of a `cluster` section as a run shares them out."""
+    """The devices of a `cluster` section as a run distributes them."""
     ranks = device.ranks_per_node(cluster)
     sizes = {"num_nodes": cluster.num_nodes, "ranks_per_node": ranks}
     return plan(backends.claims, **sizes, device=device, weight_sync=backends.weight_sync)

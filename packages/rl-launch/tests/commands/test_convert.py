@@ -93,7 +93,7 @@ def test_a_run_directory_stands_for_its_newest_checkpoint(run_dir):
 def test_devices_set_aside_for_generation_do_not_count(tmp_path):
     resources = "policy.generation.colocated.resources.gpus_per_node=1"
     overrides = ("policy.generation.colocated.enabled=false", resources, "cluster.cpu_ranks_per_node=1")
-    with pytest.raises(ConfigError, match="leaves the policy no device"):
+    with pytest.raises(ConfigError, match="leaves no device for policy"):
         read_config("grpo-arithmetic", overrides)
     path = tmp_path / "config.yaml"
     path.write_text(to_yaml(read_config("grpo-arithmetic").config))

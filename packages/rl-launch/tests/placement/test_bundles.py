@@ -32,8 +32,8 @@ def test_what_a_fixed_cluster_does_not_have_is_refused_at_once_by_its_keys():
         wait.check([SMALL, LARGE], 1, now=5.0)
     assert str(refused.value) == (
         "cluster.num_nodes and cluster.gpus_per_node ask for 2 x 8 GPU, 8 CPU, each on one node, but the cluster has "
-        "10.0.0.1 with 4 GPU, 64 CPU; 10.0.0.2 with 8 GPU, 64 CPU: there is room for 1 of 2 times 8 GPU, 8 CPU. Lower "
-        "cluster.num_nodes and cluster.gpus_per_node, or add nodes; if the cluster adds them by itself, set "
+        "10.0.0.1 with 4 GPU, 64 CPU; 10.0.0.2 with 8 GPU, 64 CPU: there is room for 1 of 2 groups of 8 GPU, 8 CPU. "
+        "Lower cluster.num_nodes and cluster.gpus_per_node, or add nodes; if the cluster adds them by itself, set "
         "cluster.autoscaling=true."
     )
 
@@ -43,7 +43,7 @@ def test_nodes_that_may_join_are_waited_for(caplog):
     wait = Wait([FULL], Patience(busy_s=10, absent_s=60), keys="keys")
     for now in (0.0, 20.0, 59.0):
         wait.check([SMALL], 0, now)
-    assert "waiting for devices since 20 s, 0 of 1 placed (there is room for 0 of 1 times 8 GPU, 8 CPU)" in caplog.text
+    assert "waiting for devices for 20 s, 0 of 1 placed (there is room for 0 of 1 groups of 8 GPU, " in caplog.text
     wait.check([SMALL, LARGE], 0, 61.0)
     with pytest.raises(PlacementError, match="not free within 10 s"):
         wait.check([SMALL, LARGE], 0, 71.0)

@@ -98,12 +98,12 @@ def test_an_algorithm_without_generation_uses_every_device():
         (
             make(policy(), generation(apart(gpus=8))),
             "policy.generation.colocated.resources.gpus_per_node",
-            "leaves the policy no device",
+            "leaves no device for policy",
         ),
         (
             make(policy(), teacher(apart(gpus=12))),
             "distillation.teacher.colocated.resources.gpus_per_node",
-            "leaves the policy no device",
+            "leaves no device for policy",
         ),
         (make(policy(ranks=3), generation()), "cluster", "the policy's 8 ranks are not a multiple of the 3"),
         (

@@ -1,4 +1,4 @@
-"""`rl recipes`, `rl env list` and `rl data list`: what a config can name."""
+"""`rl recipes`, `rl env list` and `rl data list`: the names that a config can use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ data = typer.Typer(no_args_is_help=True)
 
 
 def recipes() -> None:
-    """List the recipes that come with this package."""
+    """List the built-in recipes."""
     with reported():
         from rl_launch.commands.catalog import recipes as found
 
@@ -25,9 +25,9 @@ def recipes() -> None:
 
 @environments.command("list")
 def list_environments(
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Only this one.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Show this one only.")] = None,
 ) -> None:
-    """List the installed environments with their settings, which stand under `env.NAME` in a config."""
+    """List the installed environments and their settings, which a config sets under `env.NAME`."""
     with reported():
         from rl_core.install_command import install_command
         from rl_launch.commands.catalog import chosen, shared_settings
@@ -49,14 +49,12 @@ def list_environments(
 
 @data.command("list")
 def list_datasets(
-    name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="Only this one, with its tasks if it has several.")
-    ] = None,
-    task: Annotated[str | None, typer.Argument(metavar="[TASK]", help="Settings of this task.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Show this one only, with its tasks.")] = None,
+    task: Annotated[str | None, typer.Argument(metavar="[TASK]", help="Show the settings of this task.")] = None,
 ) -> None:
-    """List the installed datasets with their settings, which stand under `data.train.settings` in a config.
+    """List the installed datasets and their settings, which a config sets under `data.train.settings`.
 
-    Files (`data.train.data_path`) and datasets on the hub (`data.train.dataset_name: OWNER/NAME`) need none.
+    Files (`data.train.data_path`) and datasets on the hub (`data.train.dataset_name: OWNER/NAME`) have no settings.
     """
     with reported():
         from rl_core.install_command import install_command

@@ -1,4 +1,4 @@
-"""`rl config`: values of a config, their meaning and origins, the differences between two, and a JSON Schema."""
+"""`rl config`: the values of a config, their meaning and origins, differences of two configs, and a JSON Schema."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def explain(
         list[str] | None,
         typer.Argument(
             metavar="[RECIPE|FILE.yaml] [KEY] [KEY=VALUE]...",
-            help="A dotted key, the root if left out; after a recipe's name, a YAML file or a run directory, with the "
-            "value that it has there.",
+            help="A dotted key (default: the root). After a recipe's name, a YAML file or a run directory, the value "
+            "there is shown too.",
         ),
     ] = None,
 ) -> None:
-    """Explain a key: meaning, allowed values, default, and in a recipe its value and the origin of that."""
+    """Explain a key: its meaning, allowed values and default; for a recipe, also its value and where that was set."""
     with reported():
         from rl_core.errors import ConfigError
         from rl_launch.commands.explain import explain_anywhere, explain_in, names_config
@@ -58,7 +58,7 @@ def explain(
             case [source, key]:
                 pass
             case more:
-                raise ConfigError(f"got {len(more)} words that are not KEY=VALUE; write rl config explain RECIPE KEY")
+                raise ConfigError(f"got {len(more)} arguments without `=`; write rl config explain RECIPE KEY")
         if overrides and not source:
             raise ConfigError(f"{overrides[0]} needs a recipe; write rl config explain RECIPE {key} {overrides[0]}")
         found, problems = explain_in(source, key, overrides) if source else (explain_anywhere(key), "")
@@ -73,7 +73,7 @@ def schema(
         str | None,
         typer.Argument(
             metavar="[RECIPE|FILE.yaml|ALGORITHM]",
-            help="Whose algorithm the schema is for; all algorithms if left out.",
+            help="The algorithm, or a recipe with it (default: all algorithms).",
         ),
     ] = None,
 ) -> None:

@@ -1,4 +1,4 @@
-"""How a command ends in an error: one clear message, and the traceback in the run's logs."""
+"""Errors of a command: one clear message, and the traceback in the run's logs."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _WRONG_USE, _FAILED = 2, 1
 
 @dataclass
 class Failure:
-    """Where to leave a traceback; nowhere before there is a run directory."""
+    """The place for a traceback; none before there is a run directory."""
 
     run_dir: Path | None = None
 
 
 @contextmanager
 def reported() -> Iterator[Failure]:
-    """Turn an error into a message and an exit code: 2 for what the user can put right, 1 for a run that failed."""
+    """Turn an error into a message and an exit code: 2 for an error that the user can mend, 1 for a run that failed."""
     failure = Failure()
     try:
         yield failure
@@ -42,7 +42,7 @@ def reported() -> Iterator[Failure]:
             raise typer.Exit(_WRONG_USE) from None
         if _is_full_disk(error):
             _say(
-                f"no space is left on a disk, most likely that of {failure.run_dir or Path.cwd()}. Make room and give "
+                f"no space is left on a disk, most likely that of {failure.run_dir or Path.cwd()}. Make room and run "
                 f"the same command again: it goes on from the newest checkpoint.\n{describe(error)}"
             )
             raise typer.Exit(_FAILED) from None
@@ -56,7 +56,7 @@ def _is_full_disk(error: BaseException) -> bool:
 
 
 def describe(error: BaseException) -> str:
-    """What failed, after the worker in which it failed, if there is one."""
+    """The error as text, after the worker in which it occurred, if there is one."""
     from rl_core.errors import RLError
 
     text = str(error) if isinstance(error, RLError) else f"{type(error).__name__}: {error}"

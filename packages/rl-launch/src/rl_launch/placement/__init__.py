@@ -1,1 +1,1 @@
-"""Which devices a run takes, and who has them when."""
+"""The devices of a run, and their current holders."""

@@ -1,4 +1,4 @@
-"""Devices for a run: which groups of bundles the cluster can hold, and the wait until it has them free."""
+"""Devices for a run: the groups of bundles that the cluster can hold, and the wait until they are free."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ Resources = Mapping[str, float]
 
 
 class PlacementError(ConfigError):
-    """A cluster that does not have the devices a run asks for, or not in time."""
+    """Raised if the cluster does not have the devices that a run asks for, or not in time."""
 
 
 @dataclass(frozen=True)
 class NodeResources:
-    """A living node and all that it has, free or not.
+    """A living node and all its resources, free or not.
 
     Args:
-        address: of the node.
-        total: what it has.
+        address: address of the node.
+        total: its resources.
     """
 
     address: str
@@ -52,22 +52,22 @@ class Patience:
 
 
 def lacking(groups: Sequence[Resources], nodes: Sequence[NodeResources]) -> str:
-    """Why these nodes cannot hold these groups even if nobody else used them; empty if nothing speaks against it.
+    """Why these nodes cannot hold these groups even if they were all free; empty if no reason is found.
 
-    Each group must lie on one node. Groups of different sizes may still not fit together: that is for the placement to
-    find out.
+    Each group must lie on one node. Groups of different sizes may still not fit together, which only the placement
+    shows.
     """
     for group, _ in Counter(_key(each) for each in groups).items():
         wanted = dict(group)
         at_least = [each for each in groups if all(each.get(name, 0) >= amount for name, amount in group)]
         room = sum(_times(node.total, wanted) for node in nodes)
         if room < len(at_least):
-            return f"there is room for {room} of {len(at_least)} times {described(wanted)}"
+            return f"there is room for {room} of {len(at_least)} groups of {described(wanted)}"
     return ""
 
 
 class Wait:
-    """The wait for groups of bundles, which says what it waits for and when it gives up.
+    """The wait for groups of bundles; the log says what is missing, and an error ends it in time.
 
     Args:
         groups: resources of each group; one group lies on one node.
@@ -84,7 +84,7 @@ class Wait:
         self._reported = 0.0
 
     def check(self, nodes: Sequence[NodeResources], num_placed: int, now: float) -> None:
-        """Say from time to time what is still waited for.
+        """Log from time to time which devices are missing.
 
         Args:
             nodes: the living nodes.
@@ -106,7 +106,7 @@ class Wait:
         if now - self._reported >= _REPORT_S:
             self._reported = now
             _log.info(
-                "waiting for devices since %.0f s, %d of %d placed (%s); the cluster has %s",
+                "waiting for devices for %.0f s, %d of %d placed (%s); the cluster has %s",
                 waited,
                 num_placed,
                 len(self._groups),
@@ -125,7 +125,7 @@ class Wait:
         return (
             f"{self._asked()}, but {len(self._groups) - num_placed} of {len(self._groups)} were not free within "
             f"{self._patience.busy_s:.0f} s (cluster.placement_timeout_s); the cluster has {_listed(nodes)}. "
-            "Wait until others have ended, or ask for fewer."
+            "Wait until other runs have ended, or ask for fewer."
         )
 
     def _asked(self) -> str:

@@ -1,4 +1,4 @@
-"""Who holds the device now, where several tenants take turns on it."""
+"""The current holder of a device that several tenants use in turns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Tenant:
-    """Something that can leave a device and come back, whole.
+    """Something that can leave a device and come back complete.
 
     Args:
         leave: frees the device.
@@ -22,9 +22,9 @@ class Tenant:
 
 class Residency:
     """Time-shares one set of devices among tenants; at most one is resident, and it stays until another needs the
-    place.
+    devices.
 
-    A tenant that joins is away; where devices are not shared, give each tenant a `Residency` of its own.
+    A tenant that joins is off the device. If devices are not shared, give each tenant a `Residency` of its own.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Residency:
 
     @contextmanager
     def hold(self, name: str) -> Iterator[None]:
-        """Have the tenant on the device inside the context; it stays afterwards until another is asked for."""
+        """Keep the tenant on the device inside the context; it stays afterwards until another needs the device."""
         if self._resident != name:
             if self._resident is not None:
                 self._tenants[self._resident].leave()
@@ -55,11 +55,11 @@ class Residency:
         yield
 
     def vacate(self) -> None:
-        """Have nobody on the device."""
+        """Have the resident leave the device."""
         resident, self._resident = self._resident, None
         if resident is not None:
             self._tenants[resident].leave()
 
     def hand_over(self, name: str) -> None:
-        """Note that a tenant has come in and the one before has left, in steps the caller took itself."""
+        """Note that the caller has brought this tenant in, and the one before out, by itself."""
         self._resident = name

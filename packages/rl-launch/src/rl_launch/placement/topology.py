@@ -1,4 +1,4 @@
-"""Which devices the models of a run and its generation get, as pure arithmetic on the config."""
+"""The devices of a run's models and of its generation, as pure arithmetic on the config."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rl_core.model_config import ColocatedConfig
 from rl_core.weights import TransportKind, WeightSyncChoice
 
 GENERATION = "generation"
-"""Who has devices beside the models: a tenant of shared ones, and a role in messages."""
+"""The name of generation among the holders of devices, and its role in messages."""
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class Claim:
 
     Args:
         name: role of the model, or `GENERATION`.
-        key: of its config section.
-        ranks: that one copy of it is split over: a data-parallel shard of a model, a replica.
+        key: dotted key of its config section.
+        ranks: number of ranks of one copy: of a data-parallel shard of a model, or of a replica.
         colocated: whether it takes turns on the devices that others share, or has its own.
     """
 
@@ -36,8 +36,8 @@ class Devices:
     """Devices of one claim, or those that several share.
 
     Args:
-        num_nodes: that they are on.
-        ranks: on each of these.
+        num_nodes: nodes that they are on.
+        ranks: devices on each node.
     """
 
     num_nodes: int
@@ -45,7 +45,7 @@ class Devices:
 
     @property
     def count(self) -> int:
-        """All of them."""
+        """Number of all devices."""
         return self.num_nodes * self.ranks
 
 
@@ -54,10 +54,10 @@ class Topology:
     """Devices of a run.
 
     Args:
-        claims: of the models and of generation, by name.
-        shared: devices of all who have none of their own.
+        claims: claims of the models and of generation, by name.
+        shared: devices of all that have none of their own.
         own: devices of the others, by name.
-        device: the kind of all of them.
+        device: the kind of all devices.
         weight_sync: `policy.generation.weight_sync`.
     """
 
@@ -73,11 +73,11 @@ class Topology:
 
     @property
     def sharing(self) -> tuple[str, ...]:
-        """Names of those who share devices."""
+        """Names of those that share devices."""
         return tuple(name for name in self.claims if name not in self.own)
 
     def takes_turns(self, name: str) -> bool:
-        """Whether one must free device memory for others."""
+        """Whether this model, or generation, must free device memory for others."""
         return self.device.has_gpus and name in self.sharing and len(self.sharing) > 1
 
     @property
@@ -92,7 +92,7 @@ class Topology:
 
     @property
     def transport(self) -> TransportKind:
-        """How weights travel: as the config says, or through memory if sender and receivers share it, else by
+        """The transport of weights: as the config says, or through memory if sender and receivers share it, else by
         collectives.
         """
         if self.weight_sync != "auto":
@@ -113,8 +113,8 @@ def plan(
     device: Device,
     weight_sync: WeightSyncChoice = "auto",
 ) -> Topology:
-    """The topology of a run. Who has devices of its own takes them from the shared ones: some devices of the only
-    node, or whole nodes.
+    """The topology of a run. Devices of a model's own are taken from the shared ones: some devices of the only node, or
+    whole nodes.
     """
     apart = {claim.name: claim.colocated.resources for claim in claims if not claim.colocated.enabled}
     own = {name: Devices(found.num_nodes or 1, found.gpus_per_node or ranks_per_node) for name, found in apart.items()}
@@ -127,20 +127,20 @@ def plan(
 
 
 def colocated_problems(claims: Sequence[Claim]) -> Iterator[Problem]:
-    """Devices set aside for those who share the policy's."""
+    """Find devices that are set aside for a model that shares the policy's."""
     for claim in claims:
         for name in ("num_nodes", "gpus_per_node"):
             value = getattr(claim.colocated.resources, name)
             if value is not None and claim.colocated.enabled:
                 yield Problem(
                     f"{claim.key}.colocated.resources.{name}",
-                    f"got {value}, but colocated {claim.name} has the policy's devices and none of its own; set "
+                    f"got {value}, but colocated {claim.name} uses the policy's devices and has none of its own; set "
                     f"{claim.key}.colocated.enabled=false, or remove this key",
                 )
 
 
 def weight_sync_problems(topology: Topology) -> Iterator[Problem]:
-    """A transport that cannot work where policy and generation run."""
+    """Find a transport that cannot work with these places of policy and generation."""
     key = "policy.generation.weight_sync"
     if topology.weight_sync == "ipc" and not topology.shares_memory:
         yield Problem(
@@ -157,13 +157,13 @@ def weight_sync_problems(topology: Topology) -> Iterator[Problem]:
 
 
 def topology_problems(topology: Topology) -> Iterator[Problem]:
-    """Devices that are too few, or that parallel sizes do not divide."""
+    """Find devices that are too few, or that parallel sizes do not divide."""
     ranks_key = topology.device.ranks_key
     if topology.sharing and (topology.shared.num_nodes < 1 or topology.shared.ranks < 1):
         for name in topology.own:
             yield Problem(
                 f"{topology.claims[name].key}.colocated.resources.gpus_per_node",
-                f"leaves the {' and the '.join(topology.sharing)} no device; give {name} fewer, or raise {ranks_key}",
+                f"leaves no device for {' and '.join(topology.sharing)}; give {name} fewer, or raise {ranks_key}",
             )
         return
     for name, claim in topology.claims.items():
