@@ -523,7 +523,7 @@ _SIZES = (
         says=r"colocated generation uses the policy's devices .*set policy\.generation\.colocated\.enabled=false",
     ),
     _case("CUDA without a GPU", SFT, "cluster.device=cuda", says="no GPU .*; set cluster.device to cpu or auto"),
-    _case("nodes without a cluster", SFT, "cluster.num_nodes=2", says="RAY_ADDRESS names no cluster; start Ray on"),
+    _case("nodes without a cluster", SFT, "cluster.num_nodes=2", says="RAY_ADDRESS is not set; start Ray on"),
 )
 
 _TOGETHER = (

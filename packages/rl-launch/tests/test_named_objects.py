@@ -85,5 +85,5 @@ def test_a_script_may_hold_the_function_if_running_it_again_starts_nothing(tmp_p
     if is_fine:
         assert f"{script}:score" in done.stdout
     else:
-        assert "line 6 of it would run there as well" in done.stderr
+        assert "line 6 would run there as well" in done.stderr
         assert 'if __name__ == "__main__":' in done.stderr

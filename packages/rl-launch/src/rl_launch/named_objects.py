@@ -1,4 +1,4 @@
-"""Functions and classes in a config that was made in Python, by the names that YAML has for them."""
+"""Functions and classes in a config that was made in Python, as the names that YAML uses."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from rl_core.config.tree import format_path
 from rl_core.errors import ConfigError
 
 _DOTTED = ("optimizer", "scheduler")
-"""Sections whose classes are named with dots alone, as torch's."""
+"""Sections whose classes have dotted names without a colon, such as torch's."""
 
 
 def with_names(config: Any, path: tuple[str | int, ...] = ()) -> Any:
-    """Nested plain values with every function and class in them replaced by its name, and every path by its text.
+    """Nested plain values with every function and class replaced by its name, and every path by its text.
 
     A function or class of an installed package is named `package.module:Name`, one in a file `file.py:Name`: workers
     get that file, and run it.
 
     Raises:
-        ConfigError: if one has no name by which a worker could find it, saying what to do.
+        ConfigError: if one has no name by which a worker could find it; the message names the remedy.
     """
     match config:
         case Mapping():
@@ -45,16 +45,14 @@ def _name(target: Any, key: str, *, is_dotted: bool) -> str:
     name = target.__qualname__
     if "<" in name:
         what = "a lambda" if "<lambda>" in name else "defined inside a function"
-        raise ConfigError(
-            f"{key}: {name} is {what}, which has no name for workers to import; define it at the top of a file"
-        )
+        raise ConfigError(f"{key}: {name} is {what}, so workers cannot import it; define it at the top level of a file")
     module = sys.modules.get(target.__module__)
     if module is not None and _is_installed(module):
         return f"{target.__module__}{'.' if is_dotted else ':'}{name}"
     file = _file(target)
     if file is None:
         raise ConfigError(
-            f"{key}: {name} is defined in a notebook or an interactive session, and workers run files. Write it to a "
+            f"{key}: {name} is defined in a notebook or an interactive session, but workers need a file. Write it to a "
             f"file (in a notebook, %%writefile mine.py at the top of its cell) and give its name, 'mine.py:{name}'"
         )
     if target.__module__ == "__main__":
@@ -63,7 +61,7 @@ def _name(target: Any, key: str, *, is_dotted: bool) -> str:
 
 
 def _is_installed(module: Any) -> bool:
-    """Whether a module is of an installed package or of Python itself, so that it can be had elsewhere by its name."""
+    """Whether a module is of an installed package or of Python itself, so that workers can import it by its name."""
     file = getattr(module, "__file__", None)
     if file is None:
         return module.__name__ != "__main__"
@@ -82,7 +80,7 @@ def _file(target: Any) -> Path | None:
 
 
 def _check_script(file: Path, name: str, key: str) -> None:
-    """Refuse a script whose run does more than define things: workers run the file to have the function."""
+    """Refuse a script that does more than define things when it runs: workers run the file to get the function."""
     for statement in ast.parse(file.read_text(encoding="utf-8")).body:
         is_call = isinstance(statement, ast.Expr | ast.With | ast.For | ast.While)
         is_text = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
@@ -91,8 +89,8 @@ def _check_script(file: Path, name: str, key: str) -> None:
         )
         if (is_call and not is_text) or holds_call:
             raise ConfigError(
-                f"{key}: workers run {file.name} to have {name}, and line {statement.lineno} of it would run there as "
-                f'well. Put what starts the run below `if __name__ == "__main__":`, or {name} into a file of its own'
+                f"{key}: workers run {file.name} to get {name}, and line {statement.lineno} would run there as well. "
+                f'Put the code that starts the run below `if __name__ == "__main__":`, or {name} into a file of its own'
             )
 
 

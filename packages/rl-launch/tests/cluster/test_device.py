@@ -17,9 +17,9 @@ def _no_cluster(monkeypatch):
     ("visible", "settings", "message"),
     [
         ("", {"device": "cuda"}, "no GPU"),
-        ("0,1", {"device": "cuda", "gpus_per_node": 4}, "this machine has 2"),
+        ("0,1", {"device": "cuda", "gpus_per_node": 4}, "this machine has 2 visible"),
         ("0,1", {"gpus_per_node": 4}, "cluster.gpus_per_node is 4"),
-        ("", {"num_nodes": 2}, "RAY_ADDRESS names no cluster"),
+        ("", {"num_nodes": 2}, "RAY_ADDRESS is not set"),
     ],
 )
 def test_devices_that_this_machine_has_not_are_refused(monkeypatch, visible, settings, message):
@@ -39,7 +39,7 @@ def test_devices_that_this_machine_has_are_not(monkeypatch, visible, settings):
 
 def test_an_evaluation_asks_before_it_loads_anything(tmp_path):
     config = SimpleNamespace(cluster=ClusterConfig(num_nodes=2))
-    with pytest.raises(ConfigError, match="RAY_ADDRESS names no cluster"):
+    with pytest.raises(ConfigError, match="RAY_ADDRESS is not set"):
         evaluate(config, logs=tmp_path)
 
 

@@ -30,7 +30,7 @@ def test_cores_are_those_that_a_process_may_use(monkeypatch, tmp_path, limit, co
 
 def test_a_folder_of_the_same_name_with_another_token_is_not_the_drivers(tmp_path):
     (tmp_path / "driver").write_text("an earlier start")
-    assert meet(str(tmp_path), "this start", "node", [], 0.0).problem == "it is another folder of that name"
+    assert meet(str(tmp_path), "this start", "node", [], 0.0).problem == "it is a different folder under the same name"
     assert not (tmp_path / "node").exists()
 
 

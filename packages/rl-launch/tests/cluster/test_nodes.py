@@ -99,7 +99,7 @@ def test_a_run_folder_that_nodes_do_not_share_is_refused_by_their_names(pair, tm
         nodes_of(folder=UNSEEN / "run").prepare(on(*pair))
     first, second = (node.node_ip_address for node in pair)
     assert (
-        f"the run's folder /proc/self/cwd/run is not shared by all nodes: on {first}, {second} it is not there"
+        f"the run's folder /proc/self/cwd/run is not shared by all nodes: on {first}, {second} it does not exist"
         in str(refused.value)
     )
     assert not list((tmp_path / "run").iterdir())
@@ -111,7 +111,7 @@ def test_a_model_folder_that_nodes_do_not_have_is_refused_by_key_and_node(pair, 
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "run").mkdir()
     nodes_of(folder=tmp_path / "run", model_folders={"policy.model_name": str(tmp_path / "model")}).prepare(on(*pair))
-    with pytest.raises(ConfigError, match=r"policy\.model_name: /proc/self/cwd/model .* it is not there\. Put it on"):
+    with pytest.raises(ConfigError, match=r"policy\.model_name: /proc/self/cwd/model .* it does not exist\. Put it on"):
         nodes_of(folder=tmp_path / "run", model_folders={"policy.model_name": str(UNSEEN / "model")}).prepare(on(*pair))
 
 
@@ -141,7 +141,7 @@ def test_nodes_without_the_drivers_environment_build_it_for_themselves(machines,
         ] == [True, True]
         for node in pair:
             assert (
-                f"node {node.node_ip_address}: environment rl-envs is built there: {driver_alone} does not exist"
+                f"node {node.node_ip_address}: building environment rl-envs there: {driver_alone} does not exist"
                 in caplog.text
             )
             assert f"node {node.node_ip_address}: environment rl-envs: {how}" in caplog.text
@@ -184,7 +184,7 @@ def test_a_node_that_dies_meanwhile_is_named_and_known_to_be_lost(spare, pair, t
     with pytest.raises(WorkerDied, match=f"node {spare.node_ip_address} was lost while waiting for"):
         nodes.prepare(on(spare))
     assert before.lost() == [spare.node_ip_address]
-    with pytest.raises(WorkerDied, match="no other has such devices free"):
+    with pytest.raises(WorkerDied, match="no other node has such devices free"):
         cluster.node_of(bundle)
     cluster.close()
 
@@ -202,7 +202,7 @@ def test_a_wait_for_a_start_says_who_is_missing_and_ends_with_its_key(machines, 
         "policy rank 1 on 10.0.0.2 during start: loading policy is not done within 1 s (cluster.start_timeout_s), nor "
         "are 1 more"
     )
-    waits = [message for message in caplog.messages if message.startswith("waiting for loading policy since")]
+    waits = [message for message in caplog.messages if message.startswith("still waiting for loading policy after")]
     assert bool(waits) == (report_s < 1)
     for each in never:
         ray.cancel(each, force=True)

@@ -52,8 +52,8 @@ def run_dir(tmp_path, model):
     [
         (["nothing", "out"], "there is no folder 'nothing' in "),
         (["model", "out"], "--to dtensor"),
-        (["model", "model", "--to", "dtensor"], "model is there already"),
-        (["run", "run/config.yaml"], "is there already"),
+        (["model", "model", "--to", "dtensor"], "model exists already"),
+        (["run", "run/config.yaml"], "exists already"),
         (["run/checkpoints", "out"], "neither a checkpoint"),
         (["model", "out", "--to", "dtensr"], "did you mean dtensor?"),
         (["./elsewhere", "out", "--to", "dtensor"], "there is no folder './elsewhere'"),

@@ -82,7 +82,7 @@ def test_a_family_is_proven_once_for_each_mesh_and_make(model):
 def test_a_family_that_is_off_is_refused_each_time_with_what_differs(model):
     (model / "verdict").write_text("off")
     for _ in range(2):
-        with pytest.raises(ConfigError, match=r"family strange does not train right .* grad norm 3\.7e-01.*=off"):
+        with pytest.raises(ConfigError, match=r"family strange does not train correctly .* grad norm 3\.7e-01.*=off"):
             prove(model, backend())
     assert num_checks(model) == 1
 
@@ -99,6 +99,6 @@ def test_families_of_the_suites_and_those_told_to_go_unproven_are_not_checked(mo
     prove(model, backend(held=["strange"]))
     assert not caplog.records
     prove(model, backend(), family_check="off")
-    assert "nothing proves that strange trains right on tp2" in caplog.text
+    assert "strange has not been checked on tp2" in caplog.text
     prove(model, replace(backend(), selfcheck=""))
     assert num_checks(model) == 0

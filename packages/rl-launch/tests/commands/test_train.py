@@ -71,7 +71,7 @@ def test_a_finished_run_says_so_before_ray_or_torch_is_imported(tmp_path):
 def test_a_branch_begins_in_a_folder_of_its_own(tmp_path):
     run, other = finish(tmp_path / "run", config()), finish(tmp_path / "other", config())
     longer = config("sft.max_num_steps=800")
-    with pytest.raises(RunDirectoryError, match="other holds a run already, which did not branch from"):
+    with pytest.raises(RunDirectoryError, match="other already holds a run that did not branch from"):
         check_run_dir(other, longer, fresh=False, branch_point=BranchPoint.parse(str(run)))
     branch = check_run_dir(tmp_path / "new", longer, fresh=False, branch_point=BranchPoint.parse(str(run)))
     assert branch is not None

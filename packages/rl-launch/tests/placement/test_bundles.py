@@ -43,7 +43,7 @@ def test_nodes_that_may_join_are_waited_for(caplog):
     wait = Wait([FULL], Patience(busy_s=10, absent_s=60), keys="keys")
     for now in (0.0, 20.0, 59.0):
         wait.check([SMALL], 0, now)
-    assert "waiting for devices for 20 s, 0 of 1 placed (there is room for 0 of 1 groups of 8 GPU, " in caplog.text
+    assert "waiting for devices after 20 s, 0 of 1 placed (there is room for 0 of 1 groups of 8 GPU" in caplog.text
     wait.check([SMALL, LARGE], 0, 61.0)
     with pytest.raises(PlacementError, match="not free within 10 s"):
         wait.check([SMALL, LARGE], 0, 71.0)

@@ -102,7 +102,7 @@ def test_a_report_says_what_people_look_for(record):
 
 
 def test_a_run_without_steps_says_so(record):
-    assert "Nothing is recorded yet" in printed(report_of(record([])))
+    assert "No step is recorded yet" in printed(report_of(record([])))
 
 
 def test_a_long_text_keeps_its_beginning_and_end():

@@ -1,4 +1,4 @@
-"""The commands of `rl`; what one needs is imported when it runs, so that help answers at once."""
+"""The commands of `rl`; each imports its modules when it runs, so that help answers at once."""
 
 from __future__ import annotations
 
@@ -18,18 +18,16 @@ from rl_launch.recipes import recipe_names
 
 app = typer.Typer(
     name="rl",
-    epilog=f"Recipes: {', '.join(recipe_names())}. rl recipes says what each is.",
+    epilog=f"Recipes: {', '.join(recipe_names())}. rl recipes describes them.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.add_typer(config_commands.app, name="config", help="Look at configs without running them.")
+app.add_typer(config_commands.app, name="config", help="Inspect configs without running them.")
 app.add_typer(catalog_commands.environments, name="env", help="Environments, which score completions.")
-app.add_typer(catalog_commands.data, name="data", help="Datasets, which prompts and conversations come from.")
+app.add_typer(catalog_commands.data, name="data", help="Datasets, which provide prompts and conversations.")
 app.command("recipes")(catalog_commands.recipes)
-app.add_typer(
-    doctor_commands.app, name="doctor", help="Say what this machine can run: rl doctor [RECIPE] [KEY=VALUE]..."
-)
+app.add_typer(doctor_commands.app, name="doctor", help="Check this machine: rl doctor [RECIPE] [KEY=VALUE]...")
 
 Overrides = Annotated[
     list[str] | None,
@@ -39,7 +37,7 @@ Overrides = Annotated[
         autocompletion=complete_override,
     ),
 ]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say more.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")]
 
 
 def _show_versions(asked: bool) -> None:
@@ -54,9 +52,7 @@ def _show_versions(asked: bool) -> None:
 def root(
     version: Annotated[
         bool,
-        typer.Option(
-            "--version", callback=_show_versions, is_eager=True, help="Print the versions of what is installed."
-        ),
+        typer.Option("--version", callback=_show_versions, is_eager=True, help="Print the installed versions."),
     ] = False,
 ) -> None:
     """Post-training of language models."""
@@ -68,7 +64,7 @@ def train(
         str,
         typer.Argument(
             metavar="RECIPE|FILE.yaml|RUN",
-            help="A recipe's name, a YAML file, or a run directory to go on with; may be left out with --from.",
+            help="A recipe's name, a YAML file, or a run directory to resume. Optional with --from.",
             autocompletion=complete_recipe,
         ),
     ] = "",
@@ -78,13 +74,13 @@ def train(
         typer.Option(
             "--from",
             metavar="RUN[:STEP]",
-            help="Branch from a checkpoint of another run, its newest one if no step is given.",
+            help="Branch from a checkpoint of another run (default: its newest).",
         ),
     ] = "",
-    fresh: Annotated[bool, typer.Option("--fresh", help="Refuse to go on with a run that is in run_dir.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Refuse to resume a run that is in run_dir.")] = False,
     verbose: Verbose = False,
 ) -> None:
-    """Train by a recipe; a run_dir that holds a run of the same config is resumed.
+    """Train by a recipe. A run_dir that holds a run of the same config is resumed.
 
     With --from, a new run starts from the weights, optimizer state, step and data position of another run's checkpoint.
     """
@@ -143,7 +139,7 @@ def runs(
     folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="A folder that holds runs.")] = Path("runs"),
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """List runs: state, step, best metric, age, and the command that goes on with each.
+    """List runs: state, step, best metric, age, and the command that continues each.
 
     With --json: {"schema": 1, "runs": [{"path", "algorithm", "model", "status":
     "running"|"finished"|"interrupted"|"failed", "reason", "step", "max_steps", "best": {"metric", "value",
@@ -165,7 +161,7 @@ def runs(
 def show(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory; rl runs lists them.")],
     step: Annotated[
-        int | None, typer.Option("--step", metavar="N", help="The rollouts of this step, and metrics up to it.")
+        int | None, typer.Option("--step", metavar="N", help="Show the rollouts of this step, and metrics up to it.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     png: Annotated[
@@ -199,15 +195,15 @@ def show(
 @app.command()
 def convert(
     source: Annotated[
-        str, typer.Argument(metavar="SOURCE", help="A checkpoint, a run directory (its newest one), or a model.")
+        str, typer.Argument(metavar="SOURCE", help="A checkpoint, a run (for its newest checkpoint), or a model.")
     ],
-    target: Annotated[Path, typer.Argument(metavar="TARGET", help="A folder that is not there yet.")],
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="A new folder.")],
     overrides: Annotated[
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE]...", help="Config keys to set, such as cluster.cpu_ranks_per_node=2."),
     ] = None,
     to: Annotated[
-        str | None, typer.Option("--to", metavar="BACKEND", help="Make a checkpoint of this backend from a model.")
+        str | None, typer.Option("--to", metavar="BACKEND", help="Make a checkpoint for this backend from a model.")
     ] = None,
 ) -> None:
     """Write a checkpoint's weights as Hugging Face files; or, with --to, a Hugging Face model as a checkpoint."""

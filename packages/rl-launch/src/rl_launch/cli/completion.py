@@ -10,12 +10,12 @@ from rl_launch.recipes import recipe_names
 
 
 def complete_recipe(incomplete: str) -> list[str]:
-    """Recipes that begin so; the shell adds files itself."""
+    """Recipes that begin with this text; the shell adds files itself."""
     return [name for name in recipe_names() if name.startswith(incomplete)]
 
 
 def complete_override(ctx: typer.Context, incomplete: str) -> Iterable[str]:
-    """Keys of the recipe's config that begin so, with the `=` after them."""
+    """Keys of the recipe's config that begin with this text, with `=` after them."""
     # the schema takes half a second to put together, which only a completion of keys waits for
     from rl_core.config import all_keys
     from rl_core.errors import ConfigError

@@ -1,4 +1,4 @@
-"""`rl doctor`: what this machine can run, and whether a model family trains correctly."""
+"""`rl doctor`: checks that this machine can run a recipe, and that a model family trains correctly."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ app = typer.Typer(cls=_MachineByDefault)
 def machine(
     recipe: Annotated[
         str,
-        typer.Argument(metavar="RECIPE|FILE.yaml", help="The recipe to check; the smallest GRPO if left out."),
+        typer.Argument(metavar="RECIPE|FILE.yaml", help="The recipe to check (default: the smallest GRPO)."),
     ] = "grpo-arithmetic",
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Config keys to set.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Report what this machine has, and exit with 1 if the recipe cannot run here. `rl doctor RECIPE` does the same.
+    """Check whether a recipe can run on this machine; exit with 1 if it cannot. `rl doctor RECIPE` does the same.
 
     With --json: {"schema": 1, "recipe", "device": "cpu"|"cuda"|"rehearsal", "can_run": bool, "checks": [{"name",
     "status": "ok"|"warning"|"missing", "found", "remedy"}, ...]}.
@@ -69,7 +69,9 @@ def model(
     backend: Annotated[str, typer.Option("--backend", help="The training backend to check.")] = "dtensor",
     as_json: Json = False,
 ) -> None:
-    """Train a tiny model of the family on every mesh, against one process; exit with 1 if one is off. Takes minutes.
+    """Train a tiny model of the family on every mesh and compare it with one process; exit with 1 if a mesh is off.
+
+    Takes minutes.
 
     With --json: {"schema": 1, "model", "backend", "is_right": bool, "cases": [{"mesh", "layout", "verdict":
     "exact"|"off"|"refused", "differences": {NAME: NUMBER|null}, "names": [TENSOR, ...], "reason"}, ...]}.
@@ -90,7 +92,7 @@ def model(
         if as_json:
             sys.stdout.write(json.dumps(report, indent=2) + "\n")
         elif report["is_right"]:
-            console.print(f"{name} trains right on every mesh that is not refused.", highlight=False, soft_wrap=True)
+            console.print(f"{name} trains correctly on every supported mesh.", highlight=False, soft_wrap=True)
         else:
             num_off = sum(case.verdict == "off" for case in found)
             console.print(f"{name} is off in {num_off} of {len(found)} cases.", highlight=False, soft_wrap=True)

@@ -17,7 +17,7 @@ _WIDEST = 100
 
 
 def explained(each: Explained) -> str:
-    """A key: value, meaning, allowed values, default; of a section the keys below."""
+    """A key with its value, meaning, allowed values and default; for a section, the keys below."""
     explanation = each.explanation
     name = explanation.key or "config"
     lines = [name if explanation.children else f"{name}: {_short(explanation.value)}  ({explanation.origin})"]
@@ -39,7 +39,7 @@ def settings(heading: str, keys: Sequence[Explanation]) -> str:
 
 
 def recipes(found: Iterable[Recipe]) -> str:
-    """A recipe's name and algorithm, and below them its summary."""
+    """The name, algorithm and summary of each recipe."""
     lines = []
     for recipe in found:
         lines.append(f"{recipe.name}  ({recipe.algorithm})")
@@ -51,12 +51,12 @@ def choice(each: Choice, command: str, install: str) -> str:
     """An environment or dataset with its settings.
 
     Args:
-        command: that lists its tasks.
-        install: the command that installs what is missing.
+        command: the command that lists its tasks.
+        install: the command that installs the missing package.
     """
     lines = [each.name, *_wrapped(each.doc, "  ")]
     if each.missing:
-        lines.extend(_wrapped(f"not installed in this environment; {install}", "  "))
+        lines.extend(_wrapped(f"not installed in this environment; install it: {install}", "  "))
     lines.extend(_keys(each.settings, "  "))
     if each.tasks:
         lines.extend(_wrapped(f"{len(each.tasks)} tasks; {command} {each.name} lists them", "  "))

@@ -1,4 +1,4 @@
-"""`rl --version`: what is installed."""
+"""`rl --version`: the installed packages and engines."""
 
 from __future__ import annotations
 

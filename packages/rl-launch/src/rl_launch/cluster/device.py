@@ -19,7 +19,7 @@ def resolve_device(cluster: Any) -> Device:
     Ray cluster, on any of its nodes.
 
     Raises:
-        ConfigError: for `auto` on a cluster that has no GPU now and may add some.
+        ConfigError: if it is `auto` on a cluster that has no GPU now and may add some.
     """
     if cluster.device != AUTO:
         return device_named(cluster.device)
@@ -29,8 +29,8 @@ def resolve_device(cluster: Any) -> Device:
 
 
 def check_devices(cluster: Any) -> None:
-    """Refuse a `cluster` section that asks this machine for GPUs or nodes it has not; what another Ray cluster has is
-    known once Ray has connected to it.
+    """Refuse a `cluster` section that asks for GPUs or nodes that this machine does not have. Those of another Ray
+    cluster are known once Ray has connected to it.
 
     Raises:
         ConfigError: naming the key and the remedy.
@@ -42,7 +42,7 @@ def check_devices(cluster: Any) -> None:
         return
     if cluster.num_nodes > 1:
         raise ConfigError(
-            f"cluster.num_nodes is {cluster.num_nodes}, but RAY_ADDRESS names no cluster; start Ray on the nodes and "
+            f"cluster.num_nodes is {cluster.num_nodes}, but RAY_ADDRESS is not set; start Ray on the nodes and "
             "set RAY_ADDRESS, set cluster.num_nodes to 1, or set cluster.device to rehearsal to try it on this machine"
         )
     if not device.has_gpus:
@@ -50,18 +50,18 @@ def check_devices(cluster: Any) -> None:
     num_gpus = local_gpus()
     if not num_gpus:
         raise ConfigError(
-            "cluster.device is cuda, but this machine has no GPU that CUDA_VISIBLE_DEVICES shows; "
+            "cluster.device is cuda, but no GPU is visible on this machine (see CUDA_VISIBLE_DEVICES); "
             "set cluster.device to cpu or auto"
         )
     if cluster.gpus_per_node > num_gpus:
         raise ConfigError(
-            f"cluster.gpus_per_node is {cluster.gpus_per_node}, but this machine has {num_gpus} that may be used; "
-            "lower it, or see CUDA_VISIBLE_DEVICES"
+            f"cluster.gpus_per_node is {cluster.gpus_per_node}, but this machine has {num_gpus} visible; "
+            "lower it, or make more visible with CUDA_VISIBLE_DEVICES"
         )
 
 
 def _is_connected() -> bool:
-    # whoever has not imported Ray has not connected it either, and need not wait for the import
+    # a process that has not imported Ray is not connected either, and need not wait for the import
     return "ray" in sys.modules and sys.modules["ray"].is_initialized()
 
 

@@ -20,7 +20,7 @@ _POLL_S = 1.0
 
 
 def keep(nodes: Sequence[Mapping[str, Any]]) -> None:
-    """Start nodes, write their address or what went wrong to standard output, and end them with the driver."""
+    """Start nodes, write their address or the error to standard output, and end them with the driver."""
     driver = os.getppid()
     # nothing else may write to the pipe that the answer goes through
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")

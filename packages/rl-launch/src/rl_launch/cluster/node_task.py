@@ -1,6 +1,6 @@
 """The part of preparing a node that runs on the node itself, as a Ray task.
 
-Stands on the standard library, ray and `node_build`: a node that has ray and nothing of this project runs it, shipped
+It needs only the standard library, ray and `node_build`: a node that has ray and nothing of this project runs it, sent
 whole with `ray.cloudpickle.register_pickle_by_value`.
 """
 
@@ -29,7 +29,7 @@ INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Variables by which gloo and NCCL choose the interface that they listen on."""
 
 CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
-"""Where a container's share of the machine's cores is told."""
+"""Files that state a container's share of the machine's cores."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class NodeFacts:
     """Facts that a node reports about itself.
 
     Args:
-        cores: that a process may use.
-        interface: that holds the node's address; empty if it was not found.
+        cores: cores that a process may use.
+        interface: the network interface that holds the node's address; empty if it was not found.
         variables: those of `INTERFACE_VARIABLES` that are set for the node's Ray.
     """
 
@@ -52,8 +52,8 @@ class Sight:
     """The driver's folders as a node sees them.
 
     Args:
-        problem: why the shared folder is not the driver's, empty if it is.
-        listings: for each folder asked for, a digest of its names and sizes; empty if it is not there.
+        problem: why the shared folder differs from the driver's; empty if it does not.
+        listings: for each requested folder, a digest of its names and sizes; empty if it does not exist.
     """
 
     problem: str
@@ -82,7 +82,7 @@ def usable_cores() -> int:
 
 def interface_of(address: str) -> str:
     """Name of the network interface that holds an address; empty if there is none."""
-    # Ray brings it
+    # comes with Ray
     import ray  # noqa: F401 - makes the next line work where psutil itself is not installed
     import psutil  # isort: skip
 
@@ -97,7 +97,7 @@ def interface_of(address: str) -> str:
 
 
 def meet(folder: str, token: str, name: str, folders: Sequence[str], patience_s: float) -> Sight:
-    """Read what the driver wrote into a folder, and answer there.
+    """Read the driver's file in a folder, and write an answer there.
 
     Args:
         folder: with a file `driver` that holds the token.
@@ -110,7 +110,7 @@ def meet(folder: str, token: str, name: str, folders: Sequence[str], patience_s:
     written = Path(folder) / "driver"
     while (found := _text(written)) != token:
         if time.monotonic() >= end:
-            return Sight("it is not there" if found is None else "it is another folder of that name", {})
+            return Sight("it does not exist" if found is None else "it is a different folder under the same name", {})
         time.sleep(0.1)
     try:
         (Path(folder) / name).write_text(token)
@@ -129,10 +129,10 @@ def listing(folder: str) -> str:
 
 
 def all_differences(asked: Sequence[tuple[EnvIdentity, str, EnvReport]]) -> list[list[str]]:
-    """Why interpreters of this node cannot stand in for the driver's; empty for one that can.
+    """Reasons that interpreters of this node cannot replace the driver's; empty for one that can.
 
     Args:
-        asked: for each environment, what it must share, its interpreter, and what the driver's holds.
+        asked: for each environment, what must be equal, its interpreter, and the report of the driver's.
     """
     return [_differences(*each) for each in asked]
 

@@ -1,7 +1,7 @@
-"""Nodes that a run's workers are placed on, and what is proven of each before a worker starts there.
+"""Nodes that a run's workers are placed on, and the checks of each before a worker starts there.
 
-A worker that Ray starts with an interpreter that is not on its node never answers, and one that writes into a folder of
-its own node alone leaves a checkpoint with holes: both are found here, by tasks pinned to the nodes.
+A worker that Ray starts with an interpreter that its node does not have never answers, and one that writes into a
+folder of its own node leaves an incomplete checkpoint: both are found here, by tasks pinned to the nodes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rl_launch.worker_envs.spec import WorkerEnvSpec
 _log = logging.getLogger(__name__)
 
 SHARED_FOLDER_PATIENCE_S = 30.0
-"""How long a file that one node wrote may take to be seen by another on a shared file system."""
+"""How long a file that one node wrote may take to become visible to another on a shared file system."""
 
 _REPORT_S = 30.0
 
@@ -61,7 +61,7 @@ class PreparedNode:
 
     @property
     def network_variables(self) -> Mapping[str, str]:
-        """Variables by which gloo and NCCL use the interface of the node's address, but for those that its Ray was
+        """Variables by which gloo and NCCL use the interface of the node's address, except those that its Ray was
         started with.
         """
         name = self.facts.interface
@@ -73,7 +73,7 @@ class Nodes:
     """Nodes of a run, prepared before workers are placed on them.
 
     Args:
-        envs: environments of the driver's node, which every other gets too.
+        envs: environments of the driver's node, which every other node gets too.
         folder: the driver's, in which workers of every node write: the run's.
         model_folders: folders that models are loaded from, by the key that names them.
         answer_timeout_s: bound of a node's first answer.
@@ -108,9 +108,9 @@ class Nodes:
             roles: of the workers, by Ray's id of the node they are placed on.
 
         Raises:
-            ConfigError: naming the nodes that do not see a folder that must be shared.
+            ConfigError: naming the nodes that do not have a folder that must be shared.
             WorkerEnvironmentError: naming the nodes that have no environment for their workers, and the remedy.
-            WorkerDied: if a node does not live to answer.
+            WorkerDied: if a node is lost before it answers.
         """
         wanted = {node: set(found) for node, found in roles.items()}
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
@@ -152,13 +152,13 @@ class Nodes:
             arguments = (str(place), token)
             seen = self._on_each(
                 addresses,
-                "a look at the run's folder",
+                "the check of the run's folder",
                 meet,
                 lambda node: (*arguments, node, list(self._model_folders.values()), SHARED_FOLDER_PATIENCE_S),
             )
             problems = {node: sight.problem for node, sight in seen.items() if sight.problem}
             answered = [node for node in seen if node not in problems]
-            problems |= dict.fromkeys(self._unanswered(place, token, answered), "what it writes there is not seen here")
+            problems |= dict.fromkeys(self._unanswered(place, token, answered), "its files there are not visible here")
         finally:
             shutil.rmtree(place, ignore_errors=True)
         if problems:
@@ -183,7 +183,7 @@ class Nodes:
     def _check_listing(self, key: str, folder: str, listings: Mapping[str, str], addresses: Mapping[str, str]) -> None:
         mine = listing(folder)
         problems = {
-            node: "it is not there" if not found else "its files are not the driver's"
+            node: "it does not exist" if not found else "its files differ from the driver's"
             for node, found in listings.items()
             if found != mine
         }
@@ -220,12 +220,12 @@ class Nodes:
     def _unlike_the_drivers(
         self, specs: Mapping[str, Sequence[WorkerEnvSpec]], addresses: Mapping[str, str]
     ) -> dict[tuple[str, WorkerEnvSpec], str]:
-        """Environments that a node does not have as the driver has them, and why."""
+        """Environments of a node that differ from the driver's, and how."""
         identities = {spec: identity_of(spec) for found in specs.values() for spec in found}
         mine = {spec: report(identity, self._python_of(spec)) for spec, identity in identities.items()}
         found = self._on_each(
             addresses,
-            "a look at its environments",
+            "the check of its environments",
             all_differences,
             lambda node: ([(identities[spec], self._python_of(spec), mine[spec]) for spec in specs[node]],),
         )
@@ -242,7 +242,7 @@ class Nodes:
         plans = {spec: ray.put(portable_plan(spec)) for _, spec in unlike}
         refs = {}
         for (node, spec), reason in unlike.items():
-            _log.info("node %s: environment %s is built there: %s", addresses[node], spec.name, reason)
+            _log.info("node %s: building environment %s there: %s", addresses[node], spec.name, reason)
             refs[node, spec] = _pinned(built, node).remote(plans[spec])
         where = {key: f"{addresses[key[0]]} ({key[1].name})" for key in refs}
         found = _collect(refs, where, "worker environments", self._build_timeout_s)
@@ -289,7 +289,7 @@ def _pinned(function: Callable[..., Any], node: str) -> Any:
 
 
 def _collect(refs: Mapping[Any, Any], names: Mapping[Any, str], awaited: str, timeout_s: float) -> dict[Any, Any]:
-    """Answers by key; says from time to time whose are missing."""
+    """Answers by key; logs from time to time which are missing."""
     key_of = {ref: key for key, ref in refs.items()}
     begun, waiting = time.monotonic(), list(key_of)
     while waiting:
@@ -299,7 +299,7 @@ def _collect(refs: Mapping[Any, Any], names: Mapping[Any, str], awaited: str, ti
             raise WorkerStalled(f"no answer within {timeout_s:.0f} s while waiting for {awaited} on {late}")
         done, waiting = ray.wait(waiting, num_returns=1, timeout=min(left, _REPORT_S))
         if not done:
-            _log.info("waiting for %s on %s since %.0f s", awaited, late, time.monotonic() - begun)
+            _log.info("still waiting for %s on %s after %.0f s", awaited, late, time.monotonic() - begun)
         for ref in done:
             _raise_failure(ref, names[key_of[ref]], awaited)
     return {key: ray.get(ref) for key, ref in refs.items()}

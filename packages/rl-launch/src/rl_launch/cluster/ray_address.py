@@ -11,7 +11,7 @@ _TIMEOUT_S = 3.0
 
 
 def check_ray_address() -> None:
-    """Refuse a RAY_ADDRESS at which nothing listens: Ray itself would go on trying for many minutes.
+    """Refuse a RAY_ADDRESS at which nothing listens: Ray itself would retry for many minutes.
 
     Raises:
         ConfigError: naming the address and the remedy.
@@ -23,11 +23,11 @@ def check_ray_address() -> None:
 
 
 def nobody_answers(address: str, reason: str = "") -> ConfigError:
-    """The error of a run that was sent to a cluster that is not there."""
+    """The error of a run whose cluster does not answer."""
     return ConfigError(
         f"RAY_ADDRESS is {address}, but no Ray cluster answers there{f': {reason}' if reason else ''}\n"
-        "Start it, or unset RAY_ADDRESS to use this machine alone. Where it asks for a token (RPC error: "
-        "InvalidAuthToken), set RAY_AUTH_MODE=token, which Ray does by itself for a cluster of its own alone."
+        "Start it, or unset RAY_ADDRESS to use this machine alone. If it asks for a token (RPC error: "
+        "InvalidAuthToken), set RAY_AUTH_MODE=token, which Ray sets by itself only for a cluster that it starts."
     )
 
 

@@ -22,7 +22,7 @@ from rl_launch.cluster.local_gpus import local_gpus
 _log = logging.getLogger(__name__)
 
 FIRST_ADDRESS = 2
-"""Of the loopback network 127.0.0.0/8; Ray replaces 127.0.0.1 by an address of the machine."""
+"""Last byte of the first address in 127.0.0.0/8; Ray replaces 127.0.0.1 by an address of the machine."""
 
 MOST_NODES = 32
 """Ray's own processes take about 0.2 GiB for each node."""
@@ -40,7 +40,7 @@ class RayNodes:
     """Ray nodes on this machine, which end with this object and with the process that made it.
 
     Their keeper (`node_keeper`) and they are in a session of their own: a signal to the driver's process group
-    (`timeout`, Slurm, Ctrl-C in a terminal) reaches the driver alone, which ends Ray when it has saved. If the driver
+    (`timeout`, Slurm, Ctrl-C in a terminal) reaches only the driver, which ends Ray when it has saved. If the driver
     dies, its keeper ends, and the kernel ends Ray's processes with the keeper.
 
     Args:
@@ -85,7 +85,7 @@ class RayNodes:
         with self._keeper.stdout as answers:
             text = answers.read()
         if not text:
-            raise RLError(f"Ray did not start: the process that starts it ended with exit code {self._keeper.wait()}")
+            raise RLError(f"Ray did not start: its parent process ended with exit code {self._keeper.wait()}")
         answer = json.loads(text)
         if "problem" in answer:
             raise RLError(answer["problem"])
@@ -93,7 +93,7 @@ class RayNodes:
 
 
 def one_node(num_cpus: int) -> list[dict[str, Any]]:
-    """Settings of a Ray on this machine, with so many CPUs at least."""
+    """Settings of a Ray on this machine, with at least this many CPUs."""
     return [
         {
             "num_cpus": max(os.cpu_count() or 1, num_cpus),
@@ -108,7 +108,7 @@ def logical_nodes(num_nodes: int, gpus_per_node: int) -> list[dict[str, Any]]:
     """Settings of nodes that each have an address and a number of logical GPUs of their own.
 
     Raises:
-        ConfigError: for more nodes than a machine bears.
+        ConfigError: if there are more nodes than one machine can hold.
     """
     if num_nodes > MOST_NODES:
         raise ConfigError(
@@ -127,12 +127,12 @@ def logical_nodes(num_nodes: int, gpus_per_node: int) -> list[dict[str, Any]]:
 
 
 def is_on_this_machine_alone() -> bool:
-    """Whether the Ray that this process is connected to was started by it, and has no other node."""
+    """Whether this process started the Ray that it is connected to, which then has no other node."""
     return ray.get_runtime_context().gcs_address in _started
 
 
 def object_store_bytes() -> int:
-    """Memory for the object stores of this machine, together."""
+    """Memory for all object stores of this machine together."""
     shared = os.statvfs("/dev/shm")
     free = shared.f_bavail * shared.f_frsize
     return int(max(80 * 2**20, min(0.3 * free, 64 * 2**30)))

@@ -1,4 +1,4 @@
-"""Connecting to a Ray cluster, and further tries of what Ray fails to start."""
+"""Connecting to a Ray cluster, and further attempts after Ray fails to start."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rl_launch.cluster.ray_address import check_ray_address, nobody_answers
 _log = logging.getLogger(__name__)
 
 START_ATTEMPTS = 3
-"""Ray's raylet misses its own fixed start-up deadline of 30 s on a busy machine; a further try succeeds."""
+"""Ray's raylet misses its own fixed start-up deadline of 30 s on a busy machine; another attempt succeeds."""
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ def connect(address: str, *, is_own: bool) -> None:
             if is_own:
                 raise RLError(
                     f"the Ray that this run started at {address} does not answer: {error}\n"
-                    "Its processes may have been ended by somebody else, or for lack of memory. Run `rl doctor`, then "
+                    "Its processes may have been ended by someone else, or for lack of memory. Run `rl doctor`, then "
                     "start the run again."
                 ) from None
             raise nobody_answers(address, str(error)) from None
@@ -51,8 +51,8 @@ def connect(address: str, *, is_own: bool) -> None:
 
 
 def _log_errors() -> None:
-    """Have Ray's own errors go to the log. Whatever `log_to_driver` says, it prints them on the terminal, with a
-    dump of its state (`listen_error_messages` in ray/_private/worker.py, which has no option for it).
+    """Send Ray's own errors to the log. It prints them on the terminal even without `log_to_driver`, with a dump of its
+    state (`listen_error_messages` in ray/_private/worker.py, which has no option for it).
     """
 
     def log(data: Mapping[str, Any], ignore_prefix: bool) -> None:
@@ -68,7 +68,7 @@ def retried(start: Callable[[], T], clean_up: Callable[[], object]) -> T:
 
     Args:
         start: starts it.
-        clean_up: removes what a failed attempt left.
+        clean_up: removes the remains of a failed attempt.
 
     Raises:
         RLError: if no attempt succeeds, with the last reason; errors of this project at once.

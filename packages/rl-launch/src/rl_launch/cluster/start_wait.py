@@ -1,4 +1,4 @@
-"""Waiting for workers to start, which says who is missing."""
+"""Waiting for workers to start; the log names those that are missing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rl_core.ray.calls import gather
 _log = logging.getLogger(__name__)
 
 REPORT_S = 60.0
-"""Between two lines that say who is missing."""
+"""Seconds between two lines that name the missing workers."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Bound:
 
     Args:
         timeout_s: longest wait.
-        key: that sets it.
+        key: the key that sets it.
     """
 
     timeout_s: float
@@ -33,16 +33,16 @@ class Bound:
 
 
 def gather_start(refs: Sequence[ray.ObjectRef], origins: Sequence[Origin], bound: Bound, awaited: str) -> list[Any]:
-    """Answers in order, or the first failure; says from time to time who has not answered yet.
+    """Return answers in order, or raise the first failure; logs from time to time which workers have not answered.
 
     Args:
         refs: one call per worker.
-        origins: who was asked, in the same order.
+        origins: the workers, in the same order.
         bound: of the whole wait.
-        awaited: what is waited for, for the log.
+        awaited: name of the start, for the log.
 
     Raises:
-        RLError: as `rl_core.ray.calls.gather`; after the bound with its key.
+        RLError: as `rl_core.ray.calls.gather`; after the bound, with its key.
     """
     begun = time.monotonic()
     while True:
@@ -59,7 +59,7 @@ def gather_start(refs: Sequence[ray.ObjectRef], origins: Sequence[Origin], bound
                     f"{awaited} is not done within {bound.timeout_s:g} s ({bound.key}){others}", missing[0]
                 ) from None
             waited = time.monotonic() - begun
-            _log.info("waiting for %s since %.0f s: %s is not done%s", awaited, waited, missing[0], others)
+            _log.info("still waiting for %s after %.0f s: %s is not done%s", awaited, waited, missing[0], others)
 
 
 def _missing(refs: Sequence[ray.ObjectRef], origins: Sequence[Origin]) -> list[Origin]:

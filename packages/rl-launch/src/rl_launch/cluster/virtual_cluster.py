@@ -13,7 +13,7 @@ from typing import Any
 # GPUs of Ray's would lose CUDA_VISIBLE_DEVICES
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-# Ray has its workers give way to every other process of the machine (niceness 15); here they are the work
+# Ray runs its workers at a niceness of 15, below every other process of the machine; here they are the work
 os.environ.setdefault("RAY_worker_niceness", "0")
 # the first failure of several workers is raised here; Ray would print the tracebacks of the others
 os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
@@ -36,15 +36,15 @@ from rl_launch.cluster.ray_start import connect
 from rl_launch.placement.bundles import NodeResources, Patience, Resources, Wait
 
 REPLACEMENT_S = 10.0
-"""How long Ray may take to place bundles anew when it has noticed that their node is lost; it took 0.1 s."""
+"""How long Ray may take to move bundles once it has noticed that their node is lost; it took 0.1 s."""
 
 PATIENCE = Patience(busy_s=300.0)
-"""Of a cluster that nobody configured."""
+"""Patience with a cluster that no config describes."""
 
 _POLL_S = 0.05
 
 MOST_RESTARTS = 1000
-"""Of one environment's process in a run of weeks; its own failures it restarts below that process."""
+"""Restarts of the process of one environment in a run of weeks; that process restarts failed environments itself."""
 
 CALL_ATTEMPTS = 3
 """Deaths of an environment's process that one call may live through."""
@@ -55,8 +55,8 @@ class Bundle:
     """A device for one rank: a slot of a placement group.
 
     Args:
-        group: that it is in.
-        index: in the group.
+        group: the placement group.
+        index: position in the group.
         node: Ray's id of the node that it was placed on.
     """
 
@@ -67,7 +67,7 @@ class Bundle:
 
 @dataclass(frozen=True)
 class WorkerProcess:
-    """How an actor's process is made.
+    """The settings of an actor's process.
 
     Args:
         python: executable of its environment.
@@ -86,7 +86,7 @@ class VirtualCluster:
     """Ray as this run sees it: some nodes with some devices each.
 
     Args:
-        device: what models run on. A logical one has its nodes started here, unless RAY_ADDRESS names some.
+        device: the kind of device. The nodes of a logical one are started here, unless RAY_ADDRESS names a cluster.
         num_nodes: nodes to use.
         ranks_per_node: devices (GPUs, or CPU ranks) to use on each.
         patience: how long to wait for them.
@@ -124,7 +124,7 @@ class VirtualCluster:
 
         Args:
             config: the section.
-            device: what models run on.
+            device: the kind of device.
             after_a_loss: whether the run lost a worker or a node and goes on: another node may come in its place.
         """
         absent_s = config.placement_timeout_s if config.autoscaling else 0.0
@@ -158,14 +158,14 @@ class VirtualCluster:
         return self._reserve([[self.device.bundle(ranks)]] * num_replicas)
 
     def release(self, bundles: Sequence[Sequence[Bundle]]) -> None:
-        """Give reserved bundles back."""
+        """Release reserved bundles."""
         for node in bundles:
             group = node[0].group
             del self._groups[group]
             remove_placement_group(group)
 
     def node_of(self, bundle: Bundle) -> str:
-        """Ray's id of the node that a bundle is on now: Ray places it anew if its node is lost.
+        """Ray's id of the node that a bundle is on now: Ray moves it if its node is lost.
 
         Raises:
             WorkerDied: if no living node has its devices free.
@@ -174,14 +174,14 @@ class VirtualCluster:
         alive = _living()
         while (node := _placed(bundle.group).get(bundle.index, "")) not in alive:
             if time.monotonic() >= end:
-                raise WorkerDied("the node of its devices is lost, and no other has such devices free")
+                raise WorkerDied("the node of its devices is lost, and no other node has such devices free")
             time.sleep(_POLL_S)
             alive = _living()
         return node
 
     @property
     def network_variables(self) -> Mapping[str, str]:
-        """Environment variables that keep what workers listen on to this machine, if all of them are on it."""
+        """Environment variables by which workers listen on loopback only, if all of them are on this machine."""
         if not is_on_this_machine_alone():
             return {}
         loopback = {NODE_ADDRESS: "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
@@ -219,7 +219,7 @@ class VirtualCluster:
         return ray.remote(RestartingHost).options(**options, max_concurrency=10_000).remote(*recipe, **named)
 
     def close(self) -> None:
-        """Give back what is reserved, and end Ray if this object started it."""
+        """Release all bundles, and end Ray if this object started it."""
         for group in self._groups:
             remove_placement_group(group)
         self._groups.clear()
@@ -242,7 +242,7 @@ def gpus_of_cluster() -> float:
 
 
 def _living() -> dict[str, NodeResources]:
-    """Living nodes by Ray's id, and what they have."""
+    """Living nodes by Ray's id, with their resources."""
     return {
         node["NodeID"]: NodeResources(node["NodeManagerAddress"], node["Resources"])
         for node in ray.nodes()

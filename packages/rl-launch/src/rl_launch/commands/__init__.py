@@ -1,1 +1,1 @@
-"""What the command line does, callable from Python."""
+"""The commands of the command line, callable from Python."""

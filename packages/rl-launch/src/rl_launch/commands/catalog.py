@@ -1,4 +1,4 @@
-"""What a config can name: recipes, environments and datasets, with their settings."""
+"""The names that a config can use: recipes, environments and datasets, with their settings."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Choice:
         name: as configs write it.
         doc: one line.
         settings: an explanation of each.
-        missing: what must be installed before a run can use it, as pip names it; empty if all is there.
+        missing: the requirement to install before a run can use it, as pip takes it; empty if it is installed.
         tasks: of a dataset that chooses among several.
     """
 
@@ -100,7 +100,7 @@ def chosen(choices: Mapping[str, Any], name: str, kind: str) -> Any:
     """One of several by name.
 
     Raises:
-        ConfigError: if there is none of that name, naming the nearest and those there are.
+        ConfigError: if there is none of that name; the message names the nearest and the allowed ones.
     """
     if name not in choices:
         known = ", ".join(nearest(name, choices, most=8) or choices) if len(choices) > 20 else ", ".join(choices)

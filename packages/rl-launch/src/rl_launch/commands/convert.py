@@ -1,4 +1,4 @@
-"""`rl convert`: between the checkpoints of training backends and Hugging Face files."""
+"""`rl convert`: conversion between the checkpoints of training backends and Hugging Face files."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ _log = logging.getLogger(__name__)
 def to_hugging_face(source: Path, target: Path, overrides: Sequence[str] = ()) -> None:
     """Write the weights of a checkpoint as files that `transformers` and vLLM load, with the backend of its own config.
 
-    The model is built as for going on with the run, without a reference, so that what is written is bit for bit what
-    the run itself would export.
+    The model is built as for resuming the run, without a reference, so that the files equal those that the run itself
+    would export, bit for bit.
 
     Args:
-        source: a checkpoint (`checkpoints/step_<n>` of a run, or what `to_checkpoint` wrote), or a run directory for
-            its newest one.
-        target: a folder that is not there yet.
+        source: a checkpoint (`checkpoints/step_<n>` of a run, or one that `to_checkpoint` wrote), or a run directory
+            for its newest one.
+        target: a new folder.
         overrides: keys of the config to set, such as the parallel sizes of the mesh to read it on.
 
     Raises:
         ConfigError, RunDirectoryError, WorkerEnvironmentError: before anything is started.
-        RLError: where it fails; nothing is left at `target` then.
+        RLError: if it fails; nothing is left at `target` then.
     """
     _check_target(target)
     checkpoint = checkpoint_of(source)
@@ -68,7 +68,7 @@ def to_checkpoint(source: str, target: Path, backend: str, overrides: Sequence[s
 
     Args:
         source: a folder with Hugging Face files, or a hub name.
-        target: a folder that is not there yet.
+        target: a new folder.
         backend: name of a training backend.
         overrides: keys of `policy` and `cluster` to set. `policy.precision` follows the model's files.
 
@@ -101,11 +101,11 @@ def to_checkpoint(source: str, target: Path, backend: str, overrides: Sequence[s
 
 
 def checkpoint_of(source: Path) -> Path:
-    """The checkpoint that a user means.
+    """The checkpoint that a source names.
 
     Raises:
-        ConfigError: where there is none, saying what a source may be.
-        RunDirectoryError: where a run directory has no whole one.
+        ConfigError: if there is none; the message lists the kinds of sources.
+        RunDirectoryError: if a run directory has no complete checkpoint.
     """
     if not source.is_dir():
         raise ConfigError(_not_there(str(source)))
@@ -115,7 +115,7 @@ def checkpoint_of(source: Path) -> Path:
         return newest_checkpoint(source)
     if (source / MODEL_FILES[0][0][0]).is_file():
         raise ConfigError(
-            f"{source} holds Hugging Face files; say what to make of them: --to dtensor, or --to another backend"
+            f"{source} holds Hugging Face files; name the backend to convert them for, such as --to dtensor"
         )
     held = ", ".join(sorted(entry.name for entry in source.iterdir())[:8]) or "nothing"
     raise ConfigError(
@@ -127,23 +127,23 @@ def checkpoint_of(source: Path) -> Path:
 def _not_there(source: str) -> str:
     return (
         f"there is no folder {source!r} in {Path.cwd()}. SOURCE is a run directory, a checkpoint of one "
-        "(RUN/checkpoints/step_N), or what rl convert --to wrote; with --to BACKEND, a folder with Hugging Face files "
-        "or a name on the hub (OWNER/NAME)"
+        "(RUN/checkpoints/step_N), or a folder that rl convert --to wrote; with --to BACKEND, a folder with Hugging "
+        "Face files or a name on the hub (OWNER/NAME)"
     )
 
 
 def _config_file(checkpoint: Path) -> Path:
-    """Of a checkpoint: beside it where it stands alone, else its run's."""
+    """The config of a checkpoint: beside it if it stands alone, else its run's."""
     places = [checkpoint / CONFIG, checkpoint.absolute().parent.parent / CONFIG]
     found = next((place for place in places if place.is_file()), None)
     if found is None:
-        raise ConfigError(f"there is no {places[0]}, and no {places[1]} of a run; put the run's {CONFIG} in one place")
+        raise ConfigError(f"neither {places[0]} nor {places[1]} exists; put the run's {CONFIG} in one of these places")
     return found
 
 
 def _check_target(target: Path) -> None:
     if target.exists() or target.is_symlink():
-        raise ConfigError(f"{target} is there already; choose a TARGET that is not")
+        raise ConfigError(f"{target} exists already; choose another TARGET")
 
 
 def _damage(checkpoint: Path) -> str:
@@ -154,18 +154,18 @@ def _damage(checkpoint: Path) -> str:
 
 
 def _precision(name: str) -> str:
-    """That of the files, so that nothing is rounded; the default where they are not here, or do not say."""
+    """The precision of the files, so that nothing is rounded; the default if the files do not state it."""
     fields = local_hf_config(ModelConfig(model_name=name))
     return "float32" if "float32" in (fields.get("dtype"), fields.get("torch_dtype")) else "bfloat16"
 
 
 @contextmanager
 def _policy(config: Any, target: Path) -> Iterator[RemoteModel]:
-    """The model of a config, alone on its cluster; its ranks' logs are kept beside the target, which all nodes see."""
+    """The model of a config, alone on its cluster; its ranks' logs are written beside the target, a shared folder."""
     check_devices(config.cluster)
     config = with_local_models(config)
 
-    # Ray takes a second to import: only what will start may pay for it
+    # Ray takes a second to import, which checks that fail should not wait for
     from rl_launch.cluster.virtual_cluster import VirtualCluster
     from rl_launch.runtime.runtime import Runtime, check_engines, provision_workers
 
@@ -190,7 +190,7 @@ def _policy(config: Any, target: Path) -> Iterator[RemoteModel]:
 
 @contextmanager
 def _made(target: Path) -> Iterator[Path]:
-    """A folder beside `target` to write into, which takes its place at the end; where that fails nothing is left."""
+    """A folder beside `target` to write into, which is renamed at the end; after a failure nothing is left."""
     aside = target.absolute().with_name(f".{target.name}.converting")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)

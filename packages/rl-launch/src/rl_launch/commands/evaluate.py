@@ -26,8 +26,8 @@ def evaluate(config: Any, *, logs: Path) -> Evaluation:
         logs: folder for the workers' logs.
 
     Raises:
-        ConfigError: if the algorithm does not evaluate by rollouts, or naming devices or nodes that this machine does
-            not have, before anything is loaded.
+        ConfigError: if the algorithm does not evaluate by rollouts, or this machine does not have the devices or
+            nodes, before anything is loaded.
     """
     check_devices(config.cluster)
     algorithm: AlgorithmPlugin = plugin(ALGORITHMS, config.algorithm)
@@ -43,7 +43,7 @@ def evaluate(config: Any, *, logs: Path) -> Evaluation:
     data = resolve(algorithm.prepare)(config, tokenizer, loaded)
     needs = resolve(algorithm.rollouts)(config, data)
 
-    # Ray takes a second to import: only what will start may pay for it
+    # Ray takes a second to import, which checks that fail should not wait for
     from rl_launch.cluster.virtual_cluster import VirtualCluster
     from rl_launch.runtime.runtime import Runtime, provision_workers
 

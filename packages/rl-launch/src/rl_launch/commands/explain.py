@@ -26,7 +26,7 @@ class Explained:
 
     Args:
         explanation: of the key.
-        condition: what must be chosen for the key to be so, as text; empty if nothing must.
+        condition: the choices under which this holds, as text; empty if it always does.
     """
 
     explanation: Explanation
@@ -41,7 +41,7 @@ def names_config(text: str) -> bool:
 
 
 def explain_anywhere(key: str) -> list[Explained]:
-    """A key of any config, as the schemas of all installed algorithms have it.
+    """A key of any config, from the schemas of all installed algorithms.
 
     Raises:
         ConfigError: if no algorithm has such a key, naming the nearest.
@@ -71,7 +71,7 @@ def explain_anywhere(key: str) -> list[Explained]:
 
 
 def explain_in(source: str, key: str, overrides: Sequence[str] = ()) -> tuple[list[Explained], str]:
-    """A key of one config, with its value and the origin of that.
+    """A key of one config, with its value and origin.
 
     Args:
         source: a recipe, a YAML file or a run directory.
@@ -79,7 +79,7 @@ def explain_in(source: str, key: str, overrides: Sequence[str] = ()) -> tuple[li
         overrides: keys to set.
 
     Returns:
-        The key explained, and what is wrong with the config, empty if nothing is: a key is explained all the same.
+        The key explained, and the problems of the config as text, which do not prevent the explanation.
 
     Raises:
         ConfigError: if the config cannot be read, or has no such key.
@@ -131,7 +131,7 @@ def _of_datasets(
 
 
 def _placed(explanation: Explanation, prefix: str, raw: RawConfig | None) -> Explanation:
-    """An explanation of a setting with its key in a config, and the value that is written there."""
+    """An explanation of a setting with its full key, and the value in the config."""
     key = f"{prefix}.{explanation.key}" if explanation.key else prefix
     value, origin = explanation.value, explanation.origin
     if raw is not None and raw.origin(key) != DEFAULT:
@@ -141,7 +141,7 @@ def _placed(explanation: Explanation, prefix: str, raw: RawConfig | None) -> Exp
 
 
 def _of_tasks(plugin: DatasetPlugin, rest: str, task: str | None) -> Iterator[Explained]:
-    """What the tasks of a dataset say about its settings `task` and `config`; nothing about any other."""
+    """Explanations of the settings `task` and `config` from a dataset's tasks; none of any other setting."""
     tasks = tasks_of(plugin.name)
     head, _, setting = rest.partition(".")
     if not tasks or plugin.settings is None or head not in ("task", "config"):

@@ -1,8 +1,8 @@
-"""Before a run trains a family on a mesh that no test holds, it proves that one case by itself.
+"""The check of a model family on a mesh that the project's tests do not cover, before a run trains on it.
 
-A mesh that computes something slightly else trains all the same, and nobody sees it. The proof trains a tiny random
-model of the family on the run's own axes, two ranks on each, and compares it to one process. It takes seconds to a
-minute and is kept under `RL_HOME`, by family, mesh and the versions installed in the trainer's environment.
+A mesh that computes slightly wrong results trains all the same, unnoticed. The check trains a tiny random model of the
+family on the run's own axes, two ranks on each, and compares it with one process. It takes seconds to a minute and is
+kept under `RL_HOME`, by family, mesh and the versions installed in the trainer's environment.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ print("\\n".join(sorted({f"{each.name}=={each.version}" for each in distribution
 
 
 def prove_family(section: Any, key: str, plugin: BackendPlugin, python: str) -> None:
-    """Check that a model's family trains right on its mesh, unless tests or an earlier proof hold it.
+    """Check that a model's family trains correctly on its mesh, unless tests or an earlier check cover it.
 
     Args:
         section: the model's section of a resolved config, with a folder or a hub name.
-        key: of that section.
+        key: dotted key of that section.
         plugin: of the training backend.
         python: interpreter of the trainer's environment.
 
@@ -54,14 +54,14 @@ def prove_family(section: Any, key: str, plugin: BackendPlugin, python: str) -> 
         return
     case = plugin.mesh_case(section)
     if section.family_check == "off":
-        _log.warning("nothing proves that %s trains right on %s: %s is off", family, case, switch)
+        _log.warning("%s has not been checked on %s, because %s is off", family, case, switch)
         return
     found = _proof(_path(plugin, family, fields, case, python), plugin, model, case, python, switch)
     if found.verdict != "exact":
         raise ConfigError(
-            f"a tiny model of the family {family} does not train right with the {plugin.name} backend on this mesh: "
-            f"{' '.join(described(found).split())}. Choose another mesh or backend (rl doctor model {model} --backend "
-            f"{plugin.name} tries all of them), or set {switch}=off to train all the same"
+            f"a tiny model of the family {family} does not train correctly with the {plugin.name} backend on this "
+            f"mesh: {' '.join(described(found).split())}. Choose another mesh or backend (rl doctor model {model} "
+            f"--backend {plugin.name} tries all of them), or set {switch}=off to train all the same"
         )
 
 
@@ -74,7 +74,7 @@ def _fields_of(model: str) -> Mapping[str, Any]:
 
 
 def _path(plugin: BackendPlugin, family: str, fields: Mapping[str, Any], case: MeshCase, python: str) -> Path:
-    """Where the proof is kept. Sizes of the model do not matter; what it is made of does."""
+    """The file of the result. It depends on the model's kinds of layers, and not on their sizes."""
     made_of: dict[str, Any] = {name: value for name, value in fields.items() if isinstance(value, bool | str | None)}
     made_of["layer_types"] = sorted(set(fields.get("layer_types") or ()))
     text = json.dumps([plugin.name, made_of, asdict(case), _versions(python)], sort_keys=True)
@@ -96,12 +96,12 @@ def _versions(python: str) -> str:
 
 
 def _proof(path: Path, plugin: BackendPlugin, model: str, case: MeshCase, python: str, switch: str) -> FamilyCase:
-    """The proof that is kept, or a new one, which is kept then."""
+    """The stored result, or a new one, which is then stored."""
     if path.is_file():
         kept = json.loads(path.read_text(encoding="utf-8"))
         return FamilyCase(**{**kept, "names": tuple(kept["names"])})
     started = time.monotonic()
-    _log.info("no test holds this model's family on %s: a tiny model of it is checked once", case)
+    _log.info("the project's tests do not cover this model's family on %s: checking a tiny model of it once", case)
     try:
         (found,) = cases(python, plugin.selfcheck, model, case)
     except ConfigError as error:

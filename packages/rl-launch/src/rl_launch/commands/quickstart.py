@@ -30,7 +30,7 @@ class Quickstart:
 
     Args:
         folder: where everything is written.
-        console: where it tells what it is doing.
+        console: shows the stages.
         cluster: overrides of the `cluster` section.
     """
 
@@ -44,7 +44,7 @@ class Quickstart:
 
     @property
     def is_finished(self) -> bool:
-        """Whether an earlier quickstart in this folder has done everything."""
+        """Whether an earlier quickstart in this folder has completed all stages."""
         runs = [self._folder / name for name in ("sft", "grpo")]
         is_measured = self.accuracy.keys() >= {label for label, _ in _MEASURED}
         return is_measured and all(is_run(path) and RunFolder(path).state().status == "finished" for path in runs)
@@ -56,14 +56,14 @@ class Quickstart:
 
     @contextmanager
     def stage(self, name: str, what: str) -> Iterator[None]:
-        """Say what begins, and time it."""
+        """Announce a stage, and time it."""
         self._console.print(f"\n[bold]{what}[/bold]")
         started = time.monotonic()
         yield
         self.seconds[name] = round(time.monotonic() - started, 1)
 
     def make_model(self) -> Path:
-        """A tiny Qwen3 with random weights, and its tokenizer."""
+        """Make a tiny Qwen3 with random weights, and its tokenizer."""
         folder = self._folder / "model"
         if not (folder / "model.safetensors").exists():
             make_tiny_model(folder)
@@ -78,7 +78,7 @@ class Quickstart:
         return float(evaluate(config, logs=self._folder / "logs").rewards.mean())
 
     def fine_tune(self, model: Path) -> Path:
-        """Supervised fine-tuning on generated sums; the folder of the model it ends with."""
+        """Supervised fine-tuning on generated sums; returns the folder of the trained model."""
         run_dir = self._folder / "sft"
         settings = [f"policy.model_name={model}", f"run_dir={run_dir}", *self._cluster]
         config = read_config("sft-arithmetic", settings).config
@@ -102,7 +102,7 @@ class Quickstart:
         return self.model
 
     def write_summary(self) -> None:
-        """Write what is known so far."""
+        """Write the results so far."""
         model = {"model": str(self.model)} if is_run(self._folder / "grpo") else {}
         summary = {"accuracy": self.accuracy, "seconds": self.seconds, **model}
         self._summary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
@@ -138,12 +138,12 @@ class Quickstart:
 
 
 def run(folder: Path, cluster: Sequence[str] = (), console: Console | None = None) -> None:
-    """Run all stages; one that is done already is not done again, and nothing is started if all are.
+    """Run all stages that have not been completed; nothing is started if all have.
 
     Args:
         folder: where everything is written.
         cluster: overrides of the `cluster` section, such as `cluster.device=rehearsal`.
-        console: where it tells what it is doing.
+        console: shows the stages.
     """
     started = time.monotonic()
     folder = folder.absolute()
@@ -151,7 +151,7 @@ def run(folder: Path, cluster: Sequence[str] = (), console: Console | None = Non
     folder.mkdir(parents=True, exist_ok=True)
     stages = Quickstart(folder, console or Console(), cluster)
     if stages.is_finished:
-        _log.info("%s holds a quickstart that is finished. To run it again, choose another run_dir.", folder)
+        _log.info("%s holds a finished quickstart. To run it again, choose another run_dir.", folder)
         stages.show()
         return
 

@@ -1,4 +1,4 @@
-"""`rl runs`: the runs in a folder, how far each has come, and the command that goes on with it."""
+"""`rl runs`: the runs in a folder, the progress of each, and the command that continues it."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class ListedRun:
         path: of its folder, as the user would type it.
         status: `running`, `finished`, `interrupted` or `failed`.
         reason: why it ended.
-        step: the last whole step.
+        step: the last complete step.
         max_steps: 0 if unknown.
-        changed: when something was last written, in ISO format.
-        go_on: the command that goes on with it; empty while it runs.
+        changed: time of the last write, in ISO format.
+        go_on: the command that continues it; empty while it runs.
     """
 
     path: str
@@ -52,25 +52,25 @@ class ListedRun:
 
 
 def list_runs(folder: Path) -> list[ListedRun]:
-    """The runs in a folder, the one that was changed last first. Reads small files and the ends of others.
+    """The runs in a folder, the most recently changed first. Reads small files and the ends of others.
 
     Raises:
         RunDirectoryError: if the folder does not exist.
     """
     if not folder.is_dir():
-        raise RunDirectoryError(f"{folder} is not a folder. Give one that holds runs: rl runs DIR.")
+        raise RunDirectoryError(f"{folder} is not a folder. Give a folder that holds runs: rl runs DIR.")
     return sorted(map(_listed, find_runs(folder)), key=lambda run: run.changed, reverse=True)
 
 
 def as_json(runs: Sequence[ListedRun]) -> dict[str, Any]:
-    """What `rl runs --json` prints."""
+    """The object that `rl runs --json` prints."""
     return {"schema": 1, "runs": [asdict(run) for run in runs]}
 
 
 def show(runs: Sequence[ListedRun], folder: Path, console: Console, *, now: datetime) -> None:
-    """Print a table, and the commands that go on with what has not finished."""
+    """Print a table, and the commands that continue unfinished runs."""
     if not runs:
-        text = f"{folder} holds no runs. rl train RECIPE makes one under runs/."
+        text = f"{folder} holds no runs. rl train RECIPE starts one under runs/."
         console.print(text, highlight=False, markup=False, soft_wrap=True)
         return
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
@@ -100,11 +100,11 @@ def show(runs: Sequence[ListedRun], folder: Path, console: Console, *, now: date
         )
         console.print(f"  {run.go_on}", highlight=False, markup=False, soft_wrap=True)
     if len(ended) > _MOST_COMMANDS:
-        console.print(f"\n{len(ended) - _MOST_COMMANDS} more have not finished: rl runs --json has their commands.")
+        console.print(f"\n{len(ended) - _MOST_COMMANDS} more are unfinished: rl runs --json lists their commands.")
 
 
 def age(seconds: float) -> str:
-    """How long ago something was, in one unit: `12 s`, `3 min`, `5 h`, `2 d`."""
+    """An age in one unit: `12 s`, `3 min`, `5 h`, `2 d`."""
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= size:
             return f"{int(seconds // size)} {unit}"

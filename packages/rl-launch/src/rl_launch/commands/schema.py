@@ -22,7 +22,7 @@ _INHERITS = {
 def recipe_schema(of: str | None = None) -> dict[str, Any]:
     """A JSON Schema (draft 2020-12) of a recipe's YAML, made from the types of all installed packages.
 
-    A file that inherits by `defaults` need not set what must be set.
+    A file that inherits by `defaults` need not set the required keys.
 
     Args:
         of: an algorithm's name, or a recipe or file for the schema of its algorithm; all algorithms if not given.
@@ -35,7 +35,7 @@ def recipe_schema(of: str | None = None) -> dict[str, Any]:
     roots = {name: root_type(plugin(ALGORITHMS, name), load({"algorithm": name})) for name in algorithms}
     for root in roots.values():
         definition = schema.definition(root)
-        definition["properties"]["algorithm"] = {"enum": algorithms, "description": "What to train with."}
+        definition["properties"]["algorithm"] = {"enum": algorithms, "description": "The algorithm to train with."}
         definition["properties"]["defaults"] = _INHERITS
     for root in roots.values():
         _admit_own_environments(schema, root)
@@ -43,7 +43,7 @@ def recipe_schema(of: str | None = None) -> dict[str, Any]:
     top: dict[str, Any] = {"$schema": DIALECT, "title": f"Recipe ({', '.join(algorithms)})", "type": "object"}
     top["properties"] = {"algorithm": {"enum": algorithms}}
     top["allOf"] = [_of_algorithm(name, schema.section(root)) for name, root in roots.items()]
-    # which algorithm a file without one trains with, the file that it inherits from says
+    # a file without an algorithm inherits it
     top["allOf"].append(
         {"if": {"required": ["algorithm"]}, "else": {"anyOf": [schema.section(root) for root in roots.values()]}}
     )
@@ -71,7 +71,7 @@ def _of_algorithm(name: str, section: dict[str, Any]) -> dict[str, Any]:
 
 
 def _admit_own_environments(schema: JsonSchema, root: type[Config]) -> None:
-    """Have `env` take environments of any name that say their `type`; the settings of a class are known to it alone."""
+    """Have `env` take environments of any name that state their `type`, with any settings, which the class checks."""
     if "env" in root.model_fields:
         section: Any = root.model_fields["env"].annotation
         own = {"type": "object", "required": ["type"], "properties": {"type": {"type": "string"}}}
@@ -79,7 +79,7 @@ def _admit_own_environments(schema: JsonSchema, root: type[Config]) -> None:
 
 
 def _add_dataset_settings(schema: JsonSchema) -> None:
-    """Have a dataset's `settings` be those of the plugin that its `dataset_name` chooses."""
+    """Give a dataset's `settings` the type of the plugin that its `dataset_name` chooses."""
     rules = []
     for name, found in installed(DATASETS).items():
         if found.settings is None:

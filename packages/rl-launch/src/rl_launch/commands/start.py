@@ -1,4 +1,4 @@
-"""The run that a command line of `rl train` asks for: its config, its folder, and where it starts."""
+"""The run that a command line of `rl train` asks for: its config, its folder and its start."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _RUN_DIR = "run_dir="
 
 @dataclass(frozen=True)
 class GivenRun:
-    """A run as it was asked for.
+    """A run as the user asked for it.
 
     Args:
         config: resolved root.
@@ -34,11 +34,11 @@ class GivenRun:
 
 
 def run_of(recipe: str | Mapping[str, Any], overrides: Sequence[str] = (), start: str = "") -> GivenRun:
-    """The run that is asked for.
+    """The run that the user asks for.
 
     Args:
-        recipe: a recipe's name, a YAML file, the directory of a run to go on with, or nested values as YAML would hold
-            them. Empty with `start`: the config of the run that is branched from.
+        recipe: a recipe's name, a YAML file, the directory of a run to resume, or nested values as in such a file.
+            Empty with `start`: the config of the run that is branched from.
         overrides: keys to set.
         start: `RUN[:STEP]` to branch from; empty for none.
 
@@ -62,18 +62,18 @@ def recipe_name(recipe: str) -> str:
     """Name of a recipe's runs: the recipe's name, or the file's without its ending.
 
     Raises:
-        ConfigError: if it is missing, or an override stands in its place.
+        ConfigError: if it is missing, or an override is given instead.
     """
     if not recipe:
         raise ConfigError("rl train needs a recipe, a YAML file or a run directory: rl train RECIPE [KEY=VALUE]...")
     if "=" in recipe:
-        raise ConfigError(f"got {recipe!r} in the place of the recipe; write rl train RECIPE {recipe}")
+        raise ConfigError(f"got {recipe!r} instead of a recipe; write rl train RECIPE {recipe}")
     return Path(recipe).stem
 
 
 def _run_dir(recipe: str, name: str, overrides: Sequence[str], configured: str | None, *, branches: bool) -> Path:
-    """The folder of the run: the one that was named; else that of the run which was given in the recipe's place, unless
-    another branches from it; else a new one."""
+    """The folder of the run: the configured one; else that of the run which was given as the recipe, unless another
+    branches from it; else a new one."""
     given = Path(recipe).expanduser()
     is_of_run = is_run(given) and not any(override.startswith(_RUN_DIR) for override in overrides)
     if is_of_run and not branches:

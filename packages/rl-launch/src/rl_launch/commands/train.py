@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended.
+    """The end of a run.
 
     Args:
         metrics: of its last step.
@@ -49,7 +49,7 @@ class Outcome:
     stop_signal: signal.Signals | None = None
 
     def exit_if_stopped(self) -> None:
-        """End this process as the signal would have, if one ended the run: what follows needs a run that is finished.
+        """If a signal ended the run, end this process as the signal would have: later stages need a finished run.
 
         Raises:
             SystemExit: with 128 and the number of the signal.
@@ -64,10 +64,10 @@ class Outcome:
 def train(
     config: Any, *, run_dir: str | Path, title: str = "", fresh: bool = False, branch_point: BranchPoint | None = None
 ) -> Outcome:
-    """Run the configured algorithm in a run directory, resuming what is there; a run that lost a model worker or a node
-    goes on from its newest checkpoint, on what is left. A run that is finished is left as it is.
+    """Run the configured algorithm in a run directory, or resume the run that it holds. A run that lost a model worker
+    or a node goes on from its newest checkpoint, on the remaining nodes. A finished run is left as it is.
 
-    What can be found wrong without a worker is, before a process is started, and what is found soonest comes first.
+    All checks that need no worker run before any process starts, the fastest first.
 
     Args:
         config: resolved root.
@@ -78,7 +78,7 @@ def train(
 
     Raises:
         ConfigError, DataError, RunDirectoryError, WorkerEnvironmentError: before anything is started.
-        RLError: where the run fails, with role, rank, node and phase.
+        RLError: if the run fails, with role, rank, node and phase.
     """
     started = time.monotonic()
     algorithm: AlgorithmPlugin = plugin(ALGORITHMS, config.algorithm)
@@ -127,7 +127,7 @@ def _run(
     if not restoration.follows_a_loss:
         _log.info("run directory: %s", session.directory.path)
 
-    # Ray takes a second to import: only a run that will start may pay for it
+    # Ray takes a second to import, which checks that fail should not wait for
     from rl_launch.cluster.virtual_cluster import VirtualCluster
     from rl_launch.commands.family_proof import prove_family
     from rl_launch.runtime.runtime import Runtime, check_engines, provision_workers
@@ -140,7 +140,7 @@ def _run(
     check_engines(config, backends, envs)
     for role, model in backends.models.items():
         prove_family(section_of(config, model.section), model.section, model.plugin, envs.interpreters[role])
-    # the run directory is taken when nothing is left to refuse, so that another config may have it after a refusal
+    # the run directory is taken after all checks, so that it stays free for another config after a refusal
     with (
         session,
         VirtualCluster.of(config.cluster, device, after_a_loss=restoration.follows_a_loss) as cluster,
@@ -162,12 +162,12 @@ def _run(
 def check_run_dir(
     run_dir: str | Path, config: Any, *, fresh: bool, branch_point: BranchPoint | None = None
 ) -> Branch | None:
-    """Refuse a folder that the run could not have, and say where the run starts if it is a new branch. A folder that is
-    not there, is empty, or holds a start that was cut short is left as it is: it becomes a run once all else is right.
+    """Refuse a folder that the run cannot use, and return the start of a new branch. A folder that does not exist, is
+    empty, or holds an interrupted start is left as it is: it becomes a run after all other checks.
 
     Raises:
         RunDirectoryError: as `RunDirectory.open`, and if a branch is to begin in the folder of another run.
-        ConfigError: if a branch changes what it cannot change.
+        ConfigError: if a branch changes keys that it cannot change.
     """
     path = Path(run_dir).expanduser().absolute()
     recording = RunRecording(recorded_environments(path / CONFIG) if is_run(path) else None)
@@ -176,8 +176,8 @@ def check_run_dir(
         known = directory.branch
         if known is None or not branch_point.is_of(known):
             raise RunDirectoryError(
-                f"{run_dir} holds a run already, which did not branch from {branch_point}. Choose another run_dir for "
-                "the branch; to go on with that run, leave --from out."
+                f"{run_dir} already holds a run that did not branch from {branch_point}. Choose another run_dir for "
+                "the branch; to resume that run, leave --from out."
             )
     names = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
     if names and (LOCK not in names or directory.config.is_file()):
@@ -192,7 +192,7 @@ def check_run_dir(
 
 
 def finished_metrics(run_dir: str | Path, config: Any) -> Mapping[str, float] | None:
-    """The last metrics of a run that is finished, which is said in the log; None if there is something left to do."""
+    """The last metrics of a finished run, with a message in the log; None if the run is not finished."""
     path = Path(run_dir).expanduser()
     if not is_run(path):
         return None
@@ -215,8 +215,8 @@ def model_names(config: Any) -> dict[str, str]:
 
 
 def with_local_models(config: Any) -> Any:
-    """The config with the folders of models that are made on this machine in the place of their names, and the text of
-    the chat template in the place of its file, which other machines may not have.
+    """The config with the names of models that are made on this machine replaced by their folders, and the file of the
+    chat template by its text, because other machines may not have the file.
     """
     for key in model_sections(config):
         section = section_of(config, key)
@@ -229,8 +229,8 @@ def with_local_models(config: Any) -> Any:
 
 
 def _local_model(name: str) -> str:
-    """The folder of a model that is made here, made if it is not there yet; any other name as it is, a folder below the
-    home folder written out.
+    """The folder of a model that is made on this machine, made if need be; any other name unchanged, except that `~` is
+    replaced by the home folder.
     """
     if name == TINY:
         return str(tiny_model())
@@ -243,7 +243,7 @@ def _warmed_up_model() -> Path:
     models = models_folder()
     run_dir, finished = models / "sft-arithmetic", models / WARMED_UP
     if not finished.is_symlink():
-        _log.info("warming up %s by SFT in %s; this is done once", TINY, run_dir)
+        _log.info("training %s by SFT once, in %s", TINY, run_dir)
         train(read_config("sft-arithmetic").config, run_dir=run_dir, title="warm-up").exit_if_stopped()
         finished.symlink_to((newest_checkpoint(run_dir) / "hf").relative_to(models), target_is_directory=True)
     return finished

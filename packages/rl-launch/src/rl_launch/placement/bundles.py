@@ -106,7 +106,7 @@ class Wait:
         if now - self._reported >= _REPORT_S:
             self._reported = now
             _log.info(
-                "waiting for devices for %.0f s, %d of %d placed (%s); the cluster has %s",
+                "still waiting for devices after %.0f s, %d of %d placed (%s); the cluster has %s",
                 waited,
                 num_placed,
                 len(self._groups),

@@ -1,4 +1,4 @@
-"""What to look at next in a run: rules over its metrics, each with a threshold and a remedy that names a key."""
+"""Advice on a run: rules over its metrics, each with a threshold and a remedy that names a key."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ FLAT_REWARD = 0.05
 """The reward is flat if it moves by less than this share of its own spread between the halves of a run."""
 
 NO_SIGNAL = 0.6
-"""Share of groups whose rewards are all equal, beyond which most generation is for nothing."""
+"""Share of groups whose rewards are all equal, beyond which most generation is wasted."""
 
 COLLAPSED_ENTROPY = 0.2
 """The entropy has collapsed if the last quarter of a run has less than this share of the first."""
 
 LARGE_KL = 0.1
-"""Mean KL divergence from the reference policy, in nats per token, beyond which a policy has moved far."""
+"""Mean KL divergence from the reference policy, in nats per token, beyond which the policy has moved far."""
 
 TRUNCATED = 0.1
 """Share of rollouts that run into the token limit."""
@@ -38,7 +38,7 @@ OVERFIT = 0.05
 """Rise of the validation loss above its least, as a share of that."""
 
 DOMINATES = {"generation": 0.7, "training": 0.7, "logprobs": 0.4, "validation": 0.3, "data": 0.2, "weight_sync": 0.25}
-"""Share of the time, by phase, beyond which it is worth a look."""
+"""Share of the time, by phase, beyond which there is advice."""
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -57,7 +57,7 @@ class Advice:
 
 
 def advice(rows: Rows, timings: Mapping[str, float], config: Mapping[str, Any]) -> list[Advice]:
-    """What the rules find, the gravest first.
+    """Findings of the rules, the most serious first.
 
     Args:
         rows: the metrics of every step.
@@ -81,7 +81,7 @@ def _skipped(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
     skipped = sum(_values("train/skipped_steps", rows))
     if skipped:
         yield Advice(
-            f"{skipped:g} optimizer steps were skipped, as their gradient was not finite",
+            f"{skipped:g} optimizer steps were skipped because their gradient was not finite",
             "lower policy.optimizer.kwargs.lr or policy.max_grad_norm, or train with policy.precision=float32",
         )
 
@@ -91,7 +91,7 @@ def _mismatch(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
     if values and fmean(values) > MISMATCH_KL:
         yield Advice(
             f"generator and trainer disagree: mismatch/kl is {fmean(values):.2g}, above {MISMATCH_KL}",
-            "correct for it with loss_fn.use_importance_sampling_correction=true, or compute alike with "
+            "correct for it with loss_fn.use_importance_sampling_correction=true, or reduce it with "
             "policy.precision=float32",
         )
 
@@ -120,7 +120,7 @@ def _flat(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
         yield Advice(
             f"the reward {what}: reward/mean {fmean(values[:half]):.3g} in the first half, "
             f"{fmean(values[half:]):.3g} in the second",
-            "read the samples below for what is rewarded; then try another policy.optimizer.kwargs.lr, or more "
+            "see in the samples which responses are rewarded; then try another policy.optimizer.kwargs.lr, or more "
             "rollouts per prompt (grpo.num_generations_per_prompt)",
         )
 

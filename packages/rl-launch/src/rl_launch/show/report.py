@@ -1,4 +1,4 @@
-"""A run summed up: figures, samples of rollouts, times, and what to look at next."""
+"""Summary of a run: figures, samples of rollouts, times and advice."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from rl_launch.session.run_state import RunState
 from rl_launch.show.advice import Advice, advice
 
 NUM_SAMPLES = 2
-"""Rollouts shown of the highest rewards, and of the lowest."""
+"""Number of rollouts shown with the highest rewards, and with the lowest."""
 
 MOST_FAILURES = 5
-"""Reasons of failed rollouts that are shown."""
+"""Number of reasons of failed rollouts that are shown."""
 
 _HIGHER_IS_BETTER = (
     "reward/",
@@ -61,8 +61,8 @@ class Sample:
         reward: None if it failed.
         prompt: text of the prompt's last message.
         response: text of all turns.
-        why: of a failed one, or how it ended.
-        num_tokens: sampled.
+        why: the reason of a failure, or how the rollout ended.
+        num_tokens: number of sampled tokens.
     """
 
     reward: float | None
@@ -79,8 +79,8 @@ class Rollouts:
     Args:
         step: that trained on them.
         num_rollouts: in all.
-        best: of the highest rewards, each of another prompt where there are several.
-        worst: of the lowest.
+        best: rollouts with the highest rewards, each of another prompt if there are several.
+        worst: rollouts with the lowest.
         failures: reasons of failed ones, the most frequent first, each with its count.
     """
 
@@ -111,18 +111,18 @@ class Report:
     advice: tuple[Advice, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """What `rl show --json` prints."""
+        """The object that `rl show --json` prints."""
         fields = ("path", "description", "state", "summaries", "timings", "rollouts", "advice")
         data = asdict(self)
         return {"schema": 1, **{name: data[name] for name in fields}}
 
 
 def report_of(run: RunFolder, step: int | None = None) -> Report:
-    """Sum a run up.
+    """Summarise a run.
 
     Args:
-        run: finished or going on.
-        step: whose rollouts to show, and up to which the metrics are taken; the last one if not given.
+        run: the run, finished or in progress.
+        step: the step whose rollouts are shown, and up to which metrics are taken; the last one if not given.
 
     Raises:
         RunDirectoryError: if nothing was recorded of that step.
@@ -149,7 +149,7 @@ def report_of(run: RunFolder, step: int | None = None) -> Report:
 
 
 def higher_is_better(name: str) -> bool | None:
-    """Which end of a metric is best; None for neither."""
+    """Whether a higher value of a metric is better; None if neither is."""
     if name in _NEITHER:
         return None
     if name.startswith(_HIGHER_IS_BETTER) or (name.startswith("val/") and name.endswith("/accuracy")):
@@ -202,7 +202,7 @@ def _rollouts(run: RunFolder, step: int | None) -> Rollouts | None:
 
 
 def _of_different_prompts(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The first rollouts of a list, of as many prompts as can be."""
+    """The first rollouts of a list, from as many prompts as possible."""
     firsts: dict[Any, Mapping[str, Any]] = {}
     for record in records:
         firsts.setdefault(record.get("prompt_id"), record)

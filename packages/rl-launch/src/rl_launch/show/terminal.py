@@ -23,7 +23,7 @@ PLOTTED = (
     "rollout/mean_length",
     "train/grad_norm",
 )
-"""Metrics that are plotted, the most telling first."""
+"""Metrics that are plotted, the most important first."""
 
 MOST_PLOTS = 4
 
@@ -38,7 +38,7 @@ def show(report: Report, console: Console) -> None:
     for line in _heading(report):
         console.print(line, style="bold", highlight=False, markup=False, soft_wrap=True)
     if not report.series:
-        console.print("Nothing is recorded yet; logs/driver.log says what the run does.", highlight=False)
+        console.print("No step is recorded yet; logs/driver.log shows the progress of the run.", highlight=False)
         return
     console.print()
     for line in _charts(report, width):
