@@ -212,7 +212,7 @@ _PLUGINS = (
         GRPO,
         "policy.dtensor_cfg.enabled=true",
         MEGATRON,
-        says="are both true; a model has one backend: set one of them only",
+        says="are both true; a model has one backend: enable only one of them",
     ),
     _case(
         "no training backend", GRPO, "policy.dtensor_cfg.enabled=false", says="no training backend is enabled; set one"

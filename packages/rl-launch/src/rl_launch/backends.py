@@ -28,7 +28,7 @@ from rl_core.weights import WeightSyncChoice
 from rl_launch.placement.topology import GENERATION, Claim
 
 POLICY = "policy"
-"""Role of the model whose weights are published and exported, and config section of the model that generates."""
+"""Role of the model whose weights are published and exported, and its config section."""
 
 DEFAULT = "dtensor"
 """Training backend of a model whose section enables none."""
@@ -45,7 +45,7 @@ class Backend(Generic[C]):
     Args:
         plugin: its light half.
         config: the settings that mean the same for every backend.
-        backend: its own.
+        backend: the backend's own settings.
     """
 
     plugin: BackendPlugin
@@ -79,7 +79,7 @@ class GenerationBackend(Backend[GenerationConfig]):
     """The generation engine.
 
     Args:
-        model: that it serves.
+        model: the model that it serves.
         reports_routing: whether completions carry the experts that tokens were sent to.
     """
 
@@ -94,7 +94,7 @@ class Backends:
     Args:
         models: by role.
         generation: None if nothing is generated.
-        requirements: what the algorithm sends to workers.
+        requirements: requirements of the code that the algorithm sends to workers.
     """
 
     models: Mapping[str, ModelBackend]
@@ -108,7 +108,7 @@ class Backends:
 
     @property
     def claims(self) -> list[Claim]:
-        """Everything that computes on devices."""
+        """The claims of everything that computes on devices."""
         claims = [
             Claim(role, model.section, model.plugin.ranks(model.backend), model.colocated)
             for role, model in self.models.items()
@@ -140,7 +140,7 @@ def with_section(config: Any, key: str, section: Config) -> Any:
 
 
 def backends_of(config: Any) -> Backends:
-    """The chosen backends of a resolved root, with their settings; of a model apart from a run, that model's.
+    """The chosen backends of a resolved root, with their settings; for a single model without a run, that model's.
 
     Raises:
         ProblemError: if two training backends of a model are enabled, or none.
@@ -163,7 +163,7 @@ def backends_of(config: Any) -> Backends:
 
 @cache
 def installed(group: str) -> dict[str, Any]:
-    """The plugins of a group that load; one that does not cannot be chosen, but must not keep others from running."""
+    """The plugins of a group that load; one that does not cannot be chosen, and does not prevent others from use."""
     found = {}
     for name in names(group):
         try:
@@ -186,7 +186,7 @@ def _generation_backend(config: Any, *, reports_routing: bool) -> GenerationBack
     if generation.backend not in names(GENERATORS):
         known = ", ".join(names(GENERATORS))
         near = did_you_mean(generation.backend, names(GENERATORS))
-        allowed = f"got {generation.backend!r}{near}; allowed are the installed engines: {known}"
+        allowed = f"got {generation.backend!r}{near}; installed engines: {known}"
         raise ProblemError(Problem(f"{POLICY}.generation.backend", allowed))
     found: BackendPlugin = plugin(GENERATORS, generation.backend)
     return GenerationBackend(
@@ -205,7 +205,7 @@ def _enabled(key: str, section: Any) -> BackendPlugin:
     enabled = [name for name, state in states.items() if state]
     if len(enabled) > 1:
         keys = " and ".join(f"{key}.{found[name].key}.enabled" for name in enabled)
-        raise ProblemError(Problem(key, f"{keys} are both true; a model has one backend: set one of them only"))
+        raise ProblemError(Problem(key, f"{keys} are both true; a model has one backend: enable only one of them"))
     if enabled:
         return found[enabled[0]]
     if states.get(DEFAULT, False) is None:

@@ -65,7 +65,7 @@ def test_a_failure_shows_the_last_lines_and_leaves_nothing(tmp_path):
     [
         ({"ray": "0.0.1"}, "it has ray none, the driver 0.0.1"),
         ({"imports": ("json", "no_such_engine")}, "import no_such_engine: ModuleNotFoundError"),
-        ({"python": "3.1"}, "ray needs the same on every node"),
+        ({"python": "3.1"}, "all nodes need the same version"),
     ],
 )
 def test_one_that_would_hang_ray_is_refused(tmp_path, changes, message):
@@ -105,9 +105,9 @@ def test_an_environment_of_other_versions_or_sources_is_not_the_drivers(tmp_path
         "the module no_such_engine is missing",
         f"it runs Python {MINOR}, the driver 3.1",
         f"it has pytest {mine.versions['pytest']}, the driver 0.1",
-        "its sources of sources are not the driver's",
+        "its sources of sources differ from the driver's",
     ]
-    with pytest.raises(EnvBuildError, match="its interpreter does not run"):
+    with pytest.raises(EnvBuildError, match="its interpreter does not start"):
         report(identity, str(tmp_path / "python"))
 
 

@@ -1,1 +1,1 @@
-"""Mathematics: a completion's final answer against the one that is known."""
+"""Mathematics: comparison of a completion's final answer with the known one."""

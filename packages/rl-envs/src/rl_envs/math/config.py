@@ -12,16 +12,16 @@ AnswerFormat = Literal["auto", "boxed", "plain", "numeric", "choice"]
 
 
 class MathConfig(EnvironmentConfig):
-    """Compares the answer in a completion with the known one: numbers, expressions, options of a choice."""
+    """Compare the answer in a completion with the known one: a number, an expression, or an option of a choice."""
 
     answer_format: AnswerFormat = "auto"
-    """Where the answer is read, and how it is compared: `boxed` is the last `\\boxed{}`; `plain` follows the last
+    """The place of the answer, and the comparison: `boxed` is the last `\\boxed{}`; `plain` follows the last
     "answer is", "Answer:", "Final:" or `####`, or is the last line; `auto` is boxed if there is a box and plain
     otherwise, and a letter if the known answer is one; `numeric` is as auto, numbers only, compared exactly; `choice`
     is the letter of an option."""
     correct_reward: float = Field(default=1.0, allow_inf_nan=False)
     """Reward for a right answer."""
     wrong_reward: float = Field(default=0.0, allow_inf_nan=False)
-    """Reward for a wrong answer, or none."""
+    """Reward for a wrong or missing answer."""
     format_reward: float = Field(default=0.0, allow_inf_nan=False)
-    """Added where an answer is found in the format asked for (`auto`: in a box), right or wrong."""
+    """Added if an answer is found in the requested format (`auto`: in a box), right or wrong."""

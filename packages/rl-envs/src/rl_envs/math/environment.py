@@ -18,7 +18,7 @@ SHOWN = 200
 class MathEnvironment:
     """Scores a single turn by its final answer; the known one is `info["answer"]`, or any of several in a list.
 
-    To be run in an `EnvironmentPool`, whose deadline is the only limit on sympy's time.
+    It runs in an `EnvironmentPool`, whose deadline is the only limit on sympy's time.
     """
 
     def __init__(self, config: MathConfig) -> None:

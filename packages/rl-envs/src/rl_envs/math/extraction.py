@@ -38,7 +38,7 @@ class Found:
 
 
 def extract(completion: str, answer_format: AnswerFormat) -> Found | None:
-    """The final answer in the format asked for, None where there is none."""
+    """The final answer in the requested format; None if there is none."""
     boxed = last_box(completion)
     if answer_format == "boxed" or (boxed is not None and answer_format != "plain"):
         text = _tidy(boxed) if boxed is not None else ""
@@ -61,7 +61,7 @@ def extract(completion: str, answer_format: AnswerFormat) -> Found | None:
 
 
 def last_box(text: str) -> str | None:
-    """What stands in the last box that is closed, None where there is none."""
+    """The contents of the last closed box; None if there is none."""
     for match in reversed(list(_BOX.finditer(text))):
         content = _braced(text, match.end())
         if content is not None:
@@ -71,7 +71,7 @@ def last_box(text: str) -> str | None:
 
 
 def unboxed(answer: str) -> str:
-    """A known answer without the box and dollar signs that a dataset may put around it."""
+    """A known answer without the box and dollar signs that a dataset may have around it."""
     boxed = last_box(answer)
     return _tidy(answer if boxed is None else boxed)
 
@@ -104,7 +104,7 @@ def _braced(text: str, start: int) -> str | None:
 
 
 def _after_marker(completion: str) -> str | None:
-    """What follows the last "answer is" or its like on that line, or on the next where it ends there; None without."""
+    """The text after the last "answer is" or its like on that line, or on the next if that ends there; None without."""
     marker = None
     for marker in _MARKER.finditer(completion):  # noqa: B007  # the last one counts
         pass

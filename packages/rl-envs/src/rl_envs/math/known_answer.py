@@ -1,4 +1,4 @@
-"""The answer that a prompt says is right."""
+"""The right answer, from a prompt."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from rl_envs.math.extraction import letter_of, unboxed
 
 @dataclass(frozen=True)
 class KnownAnswers:
-    """Answers that are right, and the format they decide on where the config says `auto`."""
+    """Right answers, and the format that they decide on if the config says `auto`."""
 
     answers: tuple[str, ...]
     answer_format: AnswerFormat
 
 
 def known_answers(info: Mapping[str, Any], answer_format: AnswerFormat) -> KnownAnswers:
-    """What `info["answer"]` says: text, a number, or a list of these; a box around it is taken off.
+    """Read `info["answer"]`: text, a number, or a list of these; a box around it is removed.
 
     Raises:
-        ValueError: where there is none, or it does not suit the format.
+        ValueError: if there is none, or it does not fit the format.
     """
     if "answer" not in info:
         raise ValueError(f"the math environment needs an answer in the prompt's info, which has {sorted(info)}")
@@ -35,14 +35,14 @@ def known_answers(info: Mapping[str, Any], answer_format: AnswerFormat) -> Known
     if answer_format == "choice":
         letters = [letter_of(answer) for answer in answers]
         if not all(letters):
-            raise ValueError(f"answer_format choice needs the letter of an option as answer, got {answers}")
+            raise ValueError(f"answer_format choice needs the letter of an option as the answer, got {answers}")
         answers = tuple(letter for letter in letters if letter)
     return KnownAnswers(answers, answer_format)
 
 
 def _text(answer: Any) -> str:
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-        raise ValueError(f"an answer is text or a number, got {answer!r}")
+        raise ValueError(f"an answer must be text or a number, got {answer!r}")
     text = unboxed(str(answer))
     if not text:
         raise ValueError("the answer in the prompt's info is empty")

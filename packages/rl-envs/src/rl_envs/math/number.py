@@ -8,7 +8,7 @@ from decimal import Decimal
 from fractions import Fraction
 
 MAX_EXPONENT = 5000
-"""Largest power of ten, or power of an integer, that is written out; beyond it a text is no number here."""
+"""Largest power of ten, or power of an integer, that is written out; a text beyond it is not read as a number."""
 MAX_DIGITS = 100_000
 """Longest text that is read as a number."""
 
@@ -35,9 +35,9 @@ class Number:
     """An exact number.
 
     Args:
-        value: its value; of a percentage the number before the sign.
+        value: its value; for a percentage, the number before the sign.
         percent: whether a percent sign follows.
-        unit: the unit, lower case, empty where there is none.
+        unit: the unit, lower case; empty if there is none.
     """
 
     value: Fraction
@@ -47,7 +47,7 @@ class Number:
     def equals(self, other: Number) -> bool:
         """Whether both are the same number; a percentage equals its value (50% and 0.5) and its number (50% and 50).
 
-        Units must agree where both have one.
+        Units must agree if both have one.
         """
         if self.unit and other.unit and self.unit != other.unit:
             return False
@@ -60,9 +60,9 @@ class Number:
 
 
 def read_number(text: str) -> Number | None:
-    """The number that a text is: integers of any size, decimals, fractions, powers, mixed numbers, percentages, units.
+    """Read a text as a number: integer of any size, decimal, fraction, power, mixed number or percentage, with units.
 
-    None where it is anything else, an expression included.
+    None if it is anything else, an expression included.
     """
     if len(text) > MAX_DIGITS or not any(character.isdigit() for character in text):
         return None
@@ -75,7 +75,7 @@ def read_number(text: str) -> Number | None:
 
 
 def _without_unit(text: str) -> tuple[str, int, str, bool]:
-    """The text before its unit, what a unit like `million` multiplies by, the unit, and whether it is percent."""
+    """The text before its unit, the factor of a unit like `million`, the unit, and whether it is percent."""
     text = text.strip()
     if text.endswith("%"):
         return text[:-1].strip(), 1, "", True

@@ -1,4 +1,4 @@
-"""The `math` environment, to be found by entry point."""
+"""The `math` environment, found by its entry point."""
 
 from rl_core.plugins import EnvironmentPlugin, Requirement
 from rl_envs.math.config import MathConfig

@@ -32,7 +32,7 @@ _NAME = re.compile(rf"(?<![\\A-Za-z])({'|'.join(_NAMES)})(?![A-Za-z])")
 
 
 def are_equal(found: str, known: str) -> bool:
-    """Whether two LaTeX or plain expressions, sets, intervals, equations or matrices mean the same."""
+    """Whether two LaTeX or plain expressions, sets, intervals, equations or matrices are equivalent."""
     return bool(verify(list(_parsed_known(known)), _parsed(found), timeout_seconds=None))
 
 

@@ -1,4 +1,4 @@
-"""Whether an answer is right."""
+"""Comparison of an answer with the known one."""
 
 from __future__ import annotations
 

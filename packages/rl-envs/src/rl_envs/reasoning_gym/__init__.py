@@ -1,1 +1,1 @@
-"""Tasks of the reasoning-gym package, with datasets that are generated on the spot."""
+"""Tasks of the reasoning-gym package, with generated datasets."""

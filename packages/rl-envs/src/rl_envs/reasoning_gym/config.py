@@ -12,14 +12,14 @@ from rl_core.environments.config import EnvironmentConfig
 AnswerFormat = Literal["tag", "boxed", "plain"]
 
 MAX_SEED = 2**29
-"""Seeds are below; a row's own seed stays below 2**32, which is numpy's limit."""
+"""Upper bound of seeds; a row's own seed stays below 2**32, which is numpy's limit."""
 
 
 class ReasoningGymConfig(EnvironmentConfig):
-    """Scores an answer by the scorer of its reasoning-gym task."""
+    """Score an answer by the scorer of its reasoning-gym task."""
 
     format_reward: float = Field(default=0.0, allow_inf_nan=False)
-    """Added where an answer is found in the format that the dataset asks for, right or wrong."""
+    """Added if an answer is found in the format that the dataset asks for, right or wrong."""
 
 
 class ReasoningGymSettings(Config):
@@ -32,8 +32,8 @@ class ReasoningGymSettings(Config):
     size: int = Field(default=1000, gt=0, le=10**7)
     """Rows of the split."""
     seed: int = Field(default=0, ge=0, lt=MAX_SEED)
-    """Decides which questions are generated."""
+    """Seed of the generated questions."""
     validation_fraction: float = Field(default=0.1, gt=0, lt=1)
-    """Share of all possible questions that only validation sees; must be the same for both splits."""
+    """Share of all possible questions that are reserved for validation; must be equal for both splits."""
     answer_format: AnswerFormat = "tag"
-    """How the model is asked to answer: in `<answer></answer>`, in a `\\boxed{}`, or with nothing but the answer."""
+    """Format that the prompt asks for: the answer in `<answer></answer>`, in `\\boxed{}`, or alone."""

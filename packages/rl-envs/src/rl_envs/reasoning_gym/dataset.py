@@ -22,8 +22,8 @@ def load(settings: Mapping[str, Any], split: str) -> list[dict[str, Any]]:
     other setting can make them overlap, and they draw from ranges of seeds that do not touch.
 
     Raises:
-        ConfigError: for an unknown task or task settings, and where reasoning-gym is not installed.
-        DataError: for another split, and where the task has too few questions.
+        ConfigError: if the task or its settings are unknown, or reasoning-gym is not installed.
+        DataError: if the split is unknown, or the task has too few questions.
     """
     config = ReasoningGymSettings.model_validate(dict(settings))
     if split not in ("train", "validation"):
@@ -37,7 +37,7 @@ def load(settings: Mapping[str, Any], split: str) -> list[dict[str, Any]]:
 
 
 def _generate(config: ReasoningGymSettings, split: str) -> list[dict[str, Any]] | ConfigError | DataError:
-    """Run `generation.main` in a process whose sets iterate in a fixed order, as some tasks' questions depend on it."""
+    """Run `generation.main` in a process whose sets iterate in a fixed order, which some tasks' questions depend on."""
     code = f"import sys; sys.path[:] = {sys.path!r}; from rl_envs.reasoning_gym.generation import main; main()"
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],

@@ -36,7 +36,7 @@ class ReasoningGymEnvironment:
         missing = sorted({"task", "task_config", "entry", "answer_format"} - set(info))
         if missing:
             raise ValueError(
-                f"the prompt's info lacks {missing}: prompts of reasoning_gym come from the dataset reasoning_gym"
+                f"the prompt's info lacks {missing}; prompts of reasoning_gym must come from the dataset reasoning_gym"
             )
         answer = extract(conversation.completion, info["answer_format"])
         score = 0.0
@@ -50,7 +50,7 @@ class ReasoningGymEnvironment:
 
 
 def extract(completion: str, answer_format: AnswerFormat) -> str | None:
-    """The last answer in the format asked for, None where there is none."""
+    """The last answer in the requested format; None if there is none."""
     match answer_format:
         case "tag":
             tagged = _TAG.findall(completion)

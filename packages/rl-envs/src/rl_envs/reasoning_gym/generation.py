@@ -25,7 +25,7 @@ INSTRUCTIONS: Mapping[AnswerFormat, str] = {
 }
 
 MAX_DRAWS_PER_ROW = 20
-"""Beyond this many draws for each row that is expected of them, the task is taken to have too few questions."""
+"""Draws per expected row after which the task counts as having too few questions."""
 
 CHUNK = 100
 """Entries made at a time; fixed, as the entries of some tasks depend on it."""
@@ -67,7 +67,7 @@ def rows(settings: ReasoningGymSettings, split: str) -> list[dict[str, Any]]:
                 return found
     raise DataError(
         f"reasoning_gym task {settings.task!r} has too few questions with config {settings.config}: {num_draws} draws "
-        f"gave {len(seen)} different ones for {split}, which is to have {settings.size} rows; set a smaller size, "
+        f"gave {len(seen)} different ones for {split}, which needs {settings.size} rows; set a smaller size, "
         f"another validation_fraction (got {settings.validation_fraction}), or a config with more variety"
     )
 

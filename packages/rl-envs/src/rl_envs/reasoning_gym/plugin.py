@@ -1,4 +1,4 @@
-"""The `reasoning_gym` environment and its dataset, to be found by entry point."""
+"""The `reasoning_gym` environment and its dataset, found by their entry points."""
 
 from rl_core.plugins import DatasetPlugin, EnvironmentPlugin, Requirement
 from rl_envs.reasoning_gym.config import ReasoningGymConfig, ReasoningGymSettings

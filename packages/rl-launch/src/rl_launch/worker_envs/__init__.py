@@ -1,4 +1,4 @@
-"""Worker environments: what each worker needs installed, and an interpreter that has it."""
+"""Worker environments: the packages that each worker needs, and an interpreter that has them."""
 
 from rl_launch.worker_envs.availability import Availability, availability_of
 from rl_launch.worker_envs.driver import missing

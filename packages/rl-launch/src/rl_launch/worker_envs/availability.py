@@ -1,4 +1,4 @@
-"""Availability of worker environments, found without building one."""
+"""Availability of worker environments, determined without building one."""
 
 from __future__ import annotations
 
@@ -44,9 +44,8 @@ class Availability:
 
     Args:
         status: the driver's own environment, one built earlier, one still to be built, or unavailable.
-        packages: what the worker's engine stands on, versions by name: installed, or pinned if it is to
-            be built.
-        torch: the build that the worker would import; None if it would not find one.
+        packages: requirements of the worker's engine, versions by name: installed, or pinned if it is to be built.
+        torch: the build that the worker would import; None if there is none.
         problem: why it is unavailable.
     """
 
@@ -59,7 +58,7 @@ class Availability:
 def availability_of(
     specs: Iterable[WorkerEnvSpec], mode: Mode = "auto", *, root: str | None = None
 ) -> dict[WorkerEnvSpec, Availability]:
-    """Return what `provision` with the same arguments would find or build for each spec."""
+    """Return the environment that `provision` with the same arguments would find or build for each spec."""
     wanted = list(dict.fromkeys(specs))
     lacking = {spec: missing(spec) if mode != "isolated" else ["cluster.worker_envs is isolated"] for spec in wanted}
     found = {spec: _installed(spec, "driver", sys.path) for spec in wanted if not lacking[spec]}
@@ -93,7 +92,7 @@ def _installed(spec: WorkerEnvSpec, status: Status, path: list[str]) -> Availabi
 
 
 def _engine(spec: WorkerEnvSpec) -> list[str]:
-    """What the distribution that names the environment asks for beside the others of the spec."""
+    """Requirements of the distribution that names the environment, beside the others of the spec."""
     first, own = spec.wanted[0], {wanted.distribution for wanted in spec.wanted}
     requirements = [Requirement(text) for text in importlib.metadata.requires(first.distribution) or ()]
     return sorted({normalised(each.name) for each in requirements if applies(each, first.extras)} - own)
@@ -108,7 +107,7 @@ def _pinned(lines: list[str]) -> str:
 
 
 def _torch(installed: importlib.metadata.Distribution | None) -> TorchBuild | None:
-    """Read from torch's own file: importing torch takes seconds, and is another interpreter's affair."""
+    """The build of torch, read from its own file: importing torch takes seconds, and happens in another interpreter."""
     if installed is None:
         return None
     found = _CUDA.search(Path(str(installed.locate_file("torch/version.py"))).read_text())

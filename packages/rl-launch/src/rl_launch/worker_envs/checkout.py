@@ -1,4 +1,4 @@
-"""The checkout that the driver's packages are installed from, where there is one."""
+"""The checkout that the driver's packages are installed from, if there is one."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Checkout:
 
 
 def find_checkout() -> Checkout | None:
-    """The workspace that rl-launch is installed from in editable mode, None where it is not."""
+    """The workspace that rl-launch is installed from in editable mode; None if it is not."""
     folder = source_folder(importlib.metadata.distribution("rl-launch"))
     if folder is None:
         return None

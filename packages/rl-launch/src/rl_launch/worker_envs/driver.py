@@ -1,4 +1,4 @@
-"""Whether the driver's own environment can run a worker."""
+"""The check that the driver's own environment can run a worker."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rl_launch.worker_envs.spec import Wanted, WorkerEnvSpec, normalised
 
 
 def missing(spec: WorkerEnvSpec) -> list[str]:
-    """What the running interpreter lacks to run a worker of this spec, in words; empty where it lacks nothing."""
+    """What the running interpreter lacks to run a worker of this spec, in words; empty if it lacks nothing."""
     problems: list[str] = []
     seen: set[Wanted] = set()
     for wanted in spec.wanted:
@@ -23,7 +23,7 @@ def missing(spec: WorkerEnvSpec) -> list[str]:
 
 
 def _unmet(wanted: Wanted, seen: set[Wanted]) -> Iterator[str]:
-    """Requirements that are absent or of another version, those of required extras included."""
+    """Requirements that are missing or have another version, those of required extras included."""
     if wanted in seen:
         return
     seen.add(wanted)
@@ -55,7 +55,7 @@ def _check(requirement: Requirement, asker: str, seen: set[Wanted]) -> Iterator[
 
 
 def applies(requirement: Requirement, extras: tuple[str, ...]) -> bool:
-    """Whether a distribution that is installed with these extras asks for this on this machine."""
+    """Whether a distribution that is installed with these extras has this requirement on this machine."""
     if requirement.marker is None:
         return True
     return any(requirement.marker.evaluate({"extra": extra}) for extra in (*extras, ""))

@@ -1,4 +1,4 @@
-"""The environments of a run's workers, as they are on the driver's node."""
+"""The environments of a run's workers on the driver's node."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rl_launch.worker_envs.spec import WorkerEnvSpec
 
 @dataclass(frozen=True)
 class DriverEnvs:
-    """Interpreters of a run's workers on the driver's node: built, preflighted, and fit for what is sent to them.
+    """Interpreters of a run's workers on the driver's node: built, checked, and able to run the code sent to them.
 
     Args:
         mode: `cluster.worker_envs`.

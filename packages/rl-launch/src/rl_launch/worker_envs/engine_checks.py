@@ -19,15 +19,15 @@ _TIMEOUT_S = 300.0
 
 
 def engine_problems(python: str, check: str, section: Config) -> list[str]:
-    """What a backend's `preflight` finds wrong with a model's section of a resolved config.
+    """The problems that a backend's `preflight` finds in a model's section of a resolved config.
 
     Args:
         python: interpreter of the worker's environment.
         check: `"package.module:function"`.
-        section: the model's.
+        section: the model's section.
 
     Raises:
-        WorkerEnvironmentError: where the check itself does not run.
+        WorkerEnvironmentError: if the check itself fails.
     """
     try:
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""What makes an environment on another node the same as the driver's."""
+"""Comparison of an environment on another node with the driver's."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rl_launch.worker_envs.spec import Wanted, WorkerEnvSpec, normalised
 
 
 def identity_of(spec: WorkerEnvSpec) -> EnvIdentity:
-    """What an environment of this spec must have in common with the driver's: modules, the versions of what its
-    distributions ask for, and the sources of the packages themselves.
+    """The parts of an environment of this spec that must equal the driver's: modules, the versions of its
+    distributions' requirements, and the sources of the packages themselves.
     """
     distributions = {name for wanted in spec.wanted for name in (wanted.distribution, *_asked_by(wanted))}
     packages = {wanted.distribution.replace("-", "_") for wanted in spec.wanted}

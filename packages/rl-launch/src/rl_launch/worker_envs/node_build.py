@@ -1,6 +1,6 @@
 """Building a worker environment on the node where it will be used.
 
-Stands on the standard library alone: a node that has ray and nothing of this project runs it as a Ray task, shipped
+It needs only the standard library: a node that has ray and nothing of this project runs it as a Ray task, sent
 whole with `ray.cloudpickle.register_pickle_by_value(rl_launch.worker_envs.node_build)`.
 """
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# what an outer `uv run`, a virtual environment or a project says to uv is not meant for the environments built here
+# settings of an outer `uv run`, a virtual environment or a project must not affect the environments built here
 _FOREIGN = {
     "CONDA_PREFIX",
     "PYTHONDONTWRITEBYTECODE",
@@ -100,7 +100,7 @@ print("\\nreport " + json.dumps(found))
 
 
 class EnvBuildError(Exception):
-    """An environment could not be built or does not import what its workers need; the text says why."""
+    """Raised if an environment cannot be built or cannot import what its workers need; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -109,15 +109,15 @@ class EnvPlan:
 
     Args:
         name: for folders and logs.
-        digest: of everything that decides what the environment holds.
+        digest: digest of everything that decides the contents of the environment.
         commands: argument lists; `{uv}`, `{env}`, `{python}` (base interpreter), `{env_python}` and `{files}` are
             filled in.
-        files: by relative path, laid out where `{files}` points to.
+        files: contents by relative path, written where `{files}` points to.
         variables: environment variables of the commands; `{env}` is filled in.
-        cwd: where the commands run; a neutral folder where empty, so that no project's settings leak in.
+        cwd: working folder of the commands; if empty, a neutral folder, so that no project's settings leak in.
         python: minor version, `3.11`.
         ray: the driver's version.
-        imports: modules that must import.
+        imports: modules that must be importable.
     """
 
     name: str
@@ -142,7 +142,7 @@ class BuiltEnv:
 
     Args:
         python: its interpreter.
-        seconds: what it took.
+        seconds: time to build it.
         cached: whether it had been built before.
     """
 
@@ -153,12 +153,12 @@ class BuiltEnv:
 
 @dataclass(frozen=True)
 class EnvIdentity:
-    """What an environment must share with the driver's to stand in for it.
+    """The parts of an environment that must equal the driver's so that it can replace it.
 
     Args:
-        modules: that must be there; only ray is imported.
-        distributions: whose versions must be the same.
-        packages: of this project, whose sources must be the same.
+        modules: modules that must exist; only ray is imported.
+        distributions: distributions whose versions must be equal.
+        packages: packages of this project whose sources must be equal.
     """
 
     modules: tuple[str, ...]
@@ -168,11 +168,11 @@ class EnvIdentity:
 
 @dataclass(frozen=True)
 class EnvReport:
-    """What an environment holds, as its own interpreter says.
+    """The contents of an environment, as reported by its own interpreter.
 
     Args:
         python: minor version.
-        missing: modules that are not there, in words.
+        missing: missing modules, in words.
         versions: by distribution; `none` for one that is not installed.
         sources: digest by package.
     """
@@ -183,7 +183,7 @@ class EnvReport:
     sources: Mapping[str, str]
 
     def differences(self, driver: EnvReport) -> list[str]:
-        """How this environment differs from the driver's, in words."""
+        """The differences from the driver's environment, in words."""
         problems = list(self.missing)
         if self.python != driver.python:
             problems.append(f"it runs Python {self.python}, the driver {driver.python}")
@@ -192,12 +192,12 @@ class EnvReport:
                 problems.append(f"it has {name} {self.versions.get(name)}, the driver {version}")
         changed = [name for name, digest in driver.sources.items() if self.sources.get(name) != digest]
         if changed:
-            problems.append(f"its sources of {', '.join(changed)} are not the driver's")
+            problems.append(f"its sources of {', '.join(changed)} differ from the driver's")
         return problems
 
 
 def default_root() -> Path:
-    """Where environments are kept: `envs` under `RL_HOME`, else under the user's cache folder."""
+    """The folder of environments: `envs` under `RL_HOME`, or else under the user's cache folder."""
     home = os.environ.get("RL_HOME")
     if home:
         return Path(home).expanduser() / "envs"
@@ -205,10 +205,10 @@ def default_root() -> Path:
 
 
 def build(plan: EnvPlan, root: str | None = None) -> BuiltEnv:
-    """Build the environment unless it is there whole; two processes that want the same one wait for one another.
+    """Build the environment unless it is complete; two processes that need the same one wait for one another.
 
     Raises:
-        EnvBuildError: with the last lines of what failed.
+        EnvBuildError: with the last lines of the failed command.
     """
     started = time.monotonic()
     base = Path(root) if root else default_root()
@@ -219,7 +219,7 @@ def build(plan: EnvPlan, root: str | None = None) -> BuiltEnv:
     with _exclusively(base, plan.folder):
         if _is_complete(env, python):
             return BuiltEnv(str(python), time.monotonic() - started, cached=True)
-        # one that was cut short has no marker
+        # an interrupted build has no marker
         shutil.rmtree(env, ignore_errors=True)
         try:
             _install(plan, env, base / f"{plan.folder}.files")
@@ -232,19 +232,19 @@ def build(plan: EnvPlan, root: str | None = None) -> BuiltEnv:
 
 
 def find_built(plan: EnvPlan, root: str | None = None) -> str | None:
-    """The interpreter of an environment that is there whole, None where it is still to be built."""
+    """The interpreter of a complete environment; None if it has not been built."""
     env = (Path(root) if root else default_root()) / plan.folder
     python = env / "bin" / "python"
     return str(python) if _is_complete(env, python) else None
 
 
 def preflight(plan: EnvPlan, python: str) -> None:
-    """Start an interpreter and import what its workers will: Ray waits for ever for a worker that cannot start.
+    """Start an interpreter and import its workers' modules: Ray waits forever for a worker that cannot start.
 
     The imports also write the bytecode, so that the workers start fast.
 
     Raises:
-        EnvBuildError: naming what does not fit.
+        EnvBuildError: naming the problems.
     """
     want = json.dumps({"python": plan.python, "ray": plan.ray, "imports": list(plan.imports)})
     problems = _answer(python, _PREFLIGHT, want, "preflight ")
@@ -253,10 +253,10 @@ def preflight(plan: EnvPlan, python: str) -> None:
 
 
 def report(identity: EnvIdentity, python: str) -> EnvReport:
-    """Ask an interpreter about its environment; it imports ray and nothing else that is heavy.
+    """Ask an interpreter about its environment; of the heavy packages it imports only ray.
 
     Raises:
-        EnvBuildError: if it does not run.
+        EnvBuildError: if it does not start.
     """
     asked = json.dumps(
         {"modules": identity.modules, "distributions": identity.distributions, "packages": identity.packages}
@@ -266,7 +266,7 @@ def report(identity: EnvIdentity, python: str) -> EnvReport:
 
 
 def clean_environment() -> dict[str, str]:
-    """This process's variables without those that belong to its own virtual environment or uv project."""
+    """This process's variables without those of its own virtual environment or uv project."""
     return {key: value for key, value in os.environ.items() if key not in _FOREIGN}
 
 
@@ -274,7 +274,7 @@ def find_uv() -> str:
     """The uv executable: of the installed package, or on the PATH.
 
     Raises:
-        EnvBuildError: where there is none.
+        EnvBuildError: if there is none.
     """
     try:
         import uv
@@ -290,11 +290,11 @@ def base_python(minor: str) -> str:
     """The interpreter that environments are made from: the one this process's own environment was made from.
 
     Raises:
-        EnvBuildError: where this process runs another minor version.
+        EnvBuildError: if this process runs another minor version.
     """
     here = "{}.{}".format(*sys.version_info[:2])
     if here != minor:
-        raise EnvBuildError(f"this node runs Python {here}, the driver {minor}: ray needs the same on every node")
+        raise EnvBuildError(f"this node runs Python {here}, the driver {minor}; all nodes need the same version")
     return str(getattr(sys, "_base_executable", None) or sys.executable)
 
 
@@ -310,10 +310,10 @@ def _answer(python: str, script: str, argument: str, mark: str) -> Any:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise EnvBuildError(f"its interpreter does not run: {error}") from None
+        raise EnvBuildError(f"its interpreter does not start: {error}") from None
     answers = [line for line in done.stdout.splitlines() if line.startswith(mark)]
     if done.returncode or not answers:
-        raise EnvBuildError(f"its interpreter ended with {done.returncode}:\n{_tail(done.stderr)}")
+        raise EnvBuildError(f"its interpreter ended with exit code {done.returncode}:\n{_tail(done.stderr)}")
     return json.loads(answers[-1].removeprefix(mark))
 
 
@@ -344,7 +344,7 @@ def _execute(command: list[str], cwd: str, variables: Mapping[str, str]) -> None
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         shown = " ".join(["uv", *command[1:3]])
-        raise EnvBuildError(f"{shown} ended with {done.returncode}:\n{_tail(done.stderr or done.stdout)}")
+        raise EnvBuildError(f"{shown} ended with exit code {done.returncode}:\n{_tail(done.stderr or done.stdout)}")
 
 
 def _is_complete(env: Path, python: Path) -> bool:
@@ -368,4 +368,4 @@ def _exclusively(base: Path, name: str) -> Iterator[None]:
 
 def _tail(text: str, lines: int = 20) -> str:
     kept = [line for line in text.strip().splitlines() if line.strip()]
-    return "\n".join(kept[-lines:]) or "it said nothing"
+    return "\n".join(kept[-lines:]) or "it printed nothing"

@@ -21,10 +21,10 @@ _EVERYWHERE = f"{_ARM} or {_X86}"
 
 
 def shipped_pins(wanted: Iterable[Wanted]) -> str | None:
-    """Requirement lines for these distributions together, None where one of them is not of this workspace.
+    """Requirement lines for these distributions together; None if one of them is not of this workspace.
 
-    Extras that exclude one another are locked apart, and then a package may have a version of its own there. The first
-    distribution's versions win, which is the one whose engine is asked for.
+    Extras that exclude one another are locked separately, so a package may have different versions there. The versions
+    of the first distribution, whose engine is needed, win.
     """
     chosen: dict[str, list[str]] = {}
     for each in wanted:
@@ -38,7 +38,7 @@ def shipped_pins(wanted: Iterable[Wanted]) -> str | None:
 
 
 def shipped_export(distribution: str, extra: str = "") -> str | None:
-    """The shipped export of one distribution with one extra (or none), None where there is no such."""
+    """The shipped export of one distribution with one extra (or none); None if there is no such export."""
     resource = files("rl_launch.worker_envs") / "locks" / export_name(distribution, extra)
     return resource.read_text(encoding="utf-8") if resource.is_file() else None
 
@@ -86,7 +86,7 @@ def by_name(text: str) -> dict[str, list[str]]:
 
 
 def _plain(line: str) -> str:
-    """The line without the marker that says no more than where this project runs."""
+    """The line without a marker that only names the platforms of this project."""
     requirement, _, marker = line.partition(" ; ")
     if marker == _EVERYWHERE:
         return requirement

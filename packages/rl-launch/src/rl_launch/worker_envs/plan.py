@@ -1,4 +1,4 @@
-"""From a spec to the plan by which its environment is built."""
+"""Plans by which environments are built, from their specs."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from rl_launch.worker_envs.spec import Wanted, WorkerEnvSpec
 from rl_launch.worker_envs.wheel import Wheel, installed_wheel, is_from_index
 
 COMPILED = ("flash-attn", "transformer-engine-torch")
-"""Packages that indexes have as sources alone, compiled against the torch beside which they are installed."""
+"""Packages that indexes have only as sources, compiled against the torch beside which they are installed."""
 
 BUILD_TOOLS = ("setuptools", "wheel", "ninja", "packaging", "psutil", "pybind11")
-"""What compiling them takes besides the machine's own compilers."""
+"""Packages needed to compile them, beside the machine's own compilers."""
 
 
 def local_plan(spec: WorkerEnvSpec) -> EnvPlan:
-    """The plan for the driver's own node: a checkout's sources as they lie, where there is one."""
+    """The plan for the driver's own node: with a checkout's sources, if there is one."""
     checkout = find_checkout()
     if checkout is not None and checkout.has(spec.wanted):
         return _synced(spec, checkout)
@@ -31,10 +31,10 @@ def local_plan(spec: WorkerEnvSpec) -> EnvPlan:
 
 
 def portable_plan(spec: WorkerEnvSpec) -> EnvPlan:
-    """A plan that carries all it needs but what package indexes have: pinned versions, and wheels of the driver's code.
+    """A plan for any node: pinned versions from package indexes, and wheels of the driver's code.
 
     Raises:
-        WorkerEnvironmentError: where a distribution is not installed in the driver's environment.
+        WorkerEnvironmentError: if a distribution is not installed in the driver's environment.
     """
     checkout = find_checkout()
     ours = tuple(each for each in spec.wanted if _is_ours(each, checkout))
@@ -63,7 +63,7 @@ def portable_plan(spec: WorkerEnvSpec) -> EnvPlan:
 
 
 def _split(pins: str) -> tuple[str, str]:
-    """Requirement lines to install first, and those of what is compiled against them."""
+    """Requirement lines to install first, and those of packages that are compiled against them."""
     compiled = {line for name, lines in by_name(pins).items() if name in COMPILED for line in lines}
     lines = pins.splitlines(keepends=True)
     return (
@@ -118,7 +118,7 @@ def _is_ours(wanted: Wanted, checkout: Checkout | None) -> bool:
 
 
 def _own_distributions(wanted: tuple[Wanted, ...]) -> list[str]:
-    """This project's packages that these need, themselves included: each stands on rl-core."""
+    """This project's packages that these need, themselves and rl-core included."""
     return sorted({*(each.distribution for each in wanted), "rl-core"})
 
 
@@ -142,7 +142,7 @@ def _wheel(distribution: str) -> Wheel:
 
 
 def _other_requirements(others: tuple[Wanted, ...]) -> tuple[list[str], list[Wheel]]:
-    """Packages of third parties: by name and the driver's version where an index has them, else as wheels."""
+    """Packages of third parties: by name and the driver's version if an index has them, else as wheels."""
     named: list[str] = []
     carried: list[Wheel] = []
     for each in others:

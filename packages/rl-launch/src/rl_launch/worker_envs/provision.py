@@ -23,17 +23,17 @@ _logger = logging.getLogger(__name__)
 def provision(
     specs: Iterable[WorkerEnvSpec], mode: Mode = "auto", *, root: str | None = None
 ) -> dict[WorkerEnvSpec, str]:
-    """The Python interpreter for each spec, its environment built where there is none.
+    """The Python interpreter for each spec, its environment built if there is none.
 
-    Environments are built at the same time, once per node whoever asks; each says in a log line what became of it.
+    Environments are built at the same time, once per node; a log line reports each.
 
     Args:
-        mode: `auto` takes the driver's own environment where all is importable there at versions that fit, and builds
-            otherwise; `shared` takes the driver's or fails; `isolated` always builds.
-        root: where environments are kept; `RL_HOME` or the user's cache folder where unset.
+        mode: `auto` takes the driver's own environment if everything is importable there at versions that fit, and
+            builds one otherwise; `shared` takes the driver's or fails; `isolated` always builds.
+        root: folder of the environments; `RL_HOME` or the user's cache folder if unset.
 
     Raises:
-        WorkerEnvironmentError: where one cannot be built, does not import what is needed, or `shared` lacks something.
+        WorkerEnvironmentError: if one cannot be built or lacks something that workers need.
     """
     wanted = list(dict.fromkeys(specs))
     lacking = {spec: missing(spec) for spec in wanted} if mode != "isolated" else {}
@@ -47,7 +47,7 @@ def provision(
 
 
 def homes(specs: Iterable[WorkerEnvSpec]) -> dict[WorkerEnvSpec, WorkerEnvSpec]:
-    """For each spec the one whose environment it uses: another's where that covers it."""
+    """For each spec, the one whose environment it uses: another's if that covers it."""
     specs = list(dict.fromkeys(specs))
     largest = sorted(specs, key=lambda spec: -sum(1 + len(wanted.extras) for wanted in spec.wanted))
     return {spec: next(other for other in largest if other.covers(spec)) for spec in specs}
@@ -57,7 +57,7 @@ def _built(specs: list[WorkerEnvSpec], root: str | None) -> dict[WorkerEnvSpec, 
     if not specs:
         return {}
     home = homes(specs)
-    # asked for once before there are threads: it reads `sysconfig`, which in Python 3.11 fills its table unguarded
+    # called once before there are threads: it reads `sysconfig`, whose table Python 3.11 fills without a lock
     _uv()
     plans = {spec: local_plan(spec) for spec in dict.fromkeys(home.values())}
     with ThreadPoolExecutor(max_workers=len(plans)) as pool:

@@ -1,4 +1,4 @@
-"""What a worker's environment must hold."""
+"""The contents that a worker's environment must have."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class WorkerEnvSpec:
 
     Args:
         wanted: distributions, the one that names the environment first; each once.
-        imports: modules that must import there, sorted.
+        imports: modules that must be importable there, sorted.
     """
 
     wanted: tuple[Wanted, ...]
@@ -49,7 +49,7 @@ class WorkerEnvSpec:
         return ".".join((first.distribution, *first.extras))
 
     def covers(self, other: WorkerEnvSpec) -> bool:
-        """Whether a worker of `other` can run here and would find no further engine beside its own."""
+        """Whether a worker of `other` can run here and would find no engine beside its own."""
         mine = {wanted.distribution: set(wanted.extras) for wanted in self.wanted}
         return (
             self.wanted[0] == other.wanted[0]
@@ -60,12 +60,12 @@ class WorkerEnvSpec:
 
 
 def worker_env(requirement: Requirement, extras_for: str, *, also: Iterable[Requirement] = ()) -> WorkerEnvSpec:
-    """The environment of a worker: its own requirement, ray and the worker hosts, and whatever else is sent to it.
+    """The environment of a worker: its own requirement, ray and the worker hosts, and the code that is sent to it.
 
     Args:
-        requirement: of the worker class.
+        requirement: requirement of the worker class.
         extras_for: `Device.extras` of the run's device.
-        also: requirements of what is sent to it: losses, rollout programs.
+        also: requirements of the code that is sent to it: losses, rollout programs.
     """
     extras: dict[str, set[str]] = {}
     imports: set[str] = set()

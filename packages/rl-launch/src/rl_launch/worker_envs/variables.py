@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rl_launch.worker_envs.node_build import default_root
 
-# an outer `uv run` leaves these, and a worker would believe it is in the driver's project
+# an outer `uv run` sets these, by which a worker would use the driver's project
 _LEAKING = ("UV", "UV_PROJECT", "UV_PROJECT_ENVIRONMENT", "UV_RUN_RECURSION_DEPTH")
 
 FORWARDED_PREFIXES = (
@@ -35,16 +35,16 @@ FORWARDED_PREFIXES = (
     "UCX_",
     "VLLM_",
 )
-"""Beginnings of the driver's variables that its workers get on every node."""
+"""Prefixes of the driver's variables that its workers get on every node."""
 
-# paths and counts of the driver's machine, and devices that placement decides
+# paths and counts of the driver's machine, and devices that placement assigns
 _OF_THE_MACHINE = {"CUDA_HOME", "CUDA_PATH", "CUDA_VISIBLE_DEVICES", "MKL_NUM_THREADS", "OMP_NUM_THREADS"}
 
 _SECRET = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|KEY)(_|$)")
 
 
 def worker_variables(python: str) -> dict[str, str]:
-    """What differs in a worker's environment variables from the driver's, for Ray's `env_vars`.
+    """A worker's environment variables that differ from the driver's, for Ray's `env_vars`.
 
     Ray can empty a variable but not remove it.
 
@@ -53,7 +53,7 @@ def worker_variables(python: str) -> dict[str, str]:
     """
     variables = {name: "" for name in _LEAKING if os.environ.get(name)}
     if python != sys.executable:
-        # a built environment is ours to write bytecode into, where its preflight has put it already
+        # bytecode may be written into a built environment, and its preflight has already done so
         return {
             **variables,
             "VIRTUAL_ENV": str(Path(python).parent.parent),
@@ -70,7 +70,7 @@ def worker_variables(python: str) -> dict[str, str]:
 
 
 def chosen_variables(*sections: Mapping[str, str]) -> dict[str, str]:
-    """What the user set for a worker.
+    """The variables that the user set for a worker.
 
     Args:
         sections: `env_vars` of the config that apply to it, from the most general to its own. The later win, and all of
@@ -85,8 +85,8 @@ def chosen_variables(*sections: Mapping[str, str]) -> dict[str, str]:
 def forwarded_variables() -> dict[str, str]:
     """The driver's variables that its workers get on every node: settings of the engines' libraries.
 
-    Secrets are left out: a token that workers need is named in `cluster.env_vars`. So is what describes the driver's
-    machine alone.
+    Secrets are left out: a token that workers need is named in `cluster.env_vars`. Variables that describe only the
+    driver's machine are left out as well.
     """
     return {
         name: value

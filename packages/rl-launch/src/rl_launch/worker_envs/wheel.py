@@ -1,4 +1,4 @@
-"""Wheels of what is installed in the driver's environment, so that a worker runs exactly the driver's code."""
+"""Wheels of the packages in the driver's environment, so that a worker runs exactly the driver's code."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Wheel:
 
     Args:
         file_name: as an installer expects it.
-        content: of the file; the same for the same code.
+        content: contents of the file; equal for equal code.
     """
 
     file_name: str
@@ -39,10 +39,10 @@ class Wheel:
 def installed_wheel(distribution: str) -> Wheel:
     """The wheel of an installed pure-Python distribution.
 
-    Built from its source folder where it is editable, else put together from its files.
+    Built from its source folder if it is editable, else assembled from its files.
 
     Raises:
-        WorkerEnvironmentError: where its files are not recorded, or it is built for one platform.
+        WorkerEnvironmentError: if its files are not recorded, or it is built for one platform.
     """
     found = importlib.metadata.distribution(distribution)
     folder = source_folder(found)
@@ -50,7 +50,7 @@ def installed_wheel(distribution: str) -> Wheel:
 
 
 def source_folder(distribution: importlib.metadata.Distribution) -> Path | None:
-    """Where an editable distribution's source is, None where it is not editable."""
+    """The source folder of an editable distribution; None if it is not editable."""
     url = _direct_url(distribution)
     if not url.get("dir_info", {}).get("editable"):
         return None
@@ -58,7 +58,7 @@ def source_folder(distribution: importlib.metadata.Distribution) -> Path | None:
 
 
 def is_from_index(distribution: importlib.metadata.Distribution) -> bool:
-    """Whether it was installed by name, and so can be again; otherwise it came from a folder, a file or an address."""
+    """Whether it was installed by name from an index, rather than from a folder, a file or an address."""
     return not _direct_url(distribution)
 
 
@@ -82,7 +82,7 @@ def _repacked(distribution: importlib.metadata.Distribution) -> Wheel:
     pythons = [tag.removesuffix("-none-any") for tag in tags]
     if not distribution.files or "py3" not in pythons:
         raise WorkerEnvironmentError(
-            f"{name} {version} cannot be passed on to workers: it is not a pure-Python wheel with a list of its files; "
+            f"{name} {version} cannot be copied to workers: it is not a pure-Python wheel with a list of its files; "
             "install it with pip or uv, or use cluster.worker_envs=shared"
         )
     contents = {
