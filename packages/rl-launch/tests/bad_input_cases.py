@@ -234,7 +234,7 @@ _PLUGINS = (
         "a row without an environment",
         GRPO,
         ROWS,
-        says=r"rows\.jsonl, line 1: no environment is named that scores it; set `env_name`",
+        says=r"rows\.jsonl, line 1: the row names no environment to score it; set `env_name`",
         files=_rows({"messages": "1+2="}),
     ),
     _case(
@@ -247,7 +247,7 @@ _PLUGINS = (
         "unknown dataset with settings",
         SFT,
         "data.train.dataset_name=arithmetc",
-        says=r"'arithmetc' is none of those installed: arithmetic, .*did you mean arithmetic\?",
+        says=r"'arithmetc' is not one of them: arithmetic, .*did you mean arithmetic\?",
     ),
     _case(
         "unknown setting of a dataset",
@@ -279,9 +279,7 @@ _DATA = (
         says=r"rows\.jsonl, line 2: not a JSON object: Expecting value at column 14",
         files=_text(json.dumps(QUESTION) + '\n{"messages": \n', "rows.jsonl"),
     ),
-    _case(
-        "a JSONL row that is a list", SFT, ROWS, says=r"rows\.jsonl, line 1: a row is a JSON object", files=_rows([1])
-    ),
+    _case("a JSONL row that is a list", SFT, ROWS, says=r"line 1: a row must be a JSON object", files=_rows([1])),
     _case(
         "missing column",
         SFT,
@@ -304,7 +302,7 @@ _DATA = (
         says=r"data\.train .*got both of `dataset_name` and `data_path`; give exactly one",
     ),
     _case("a dataset by nothing", SFT, "data.train={}", says="got neither of `dataset_name` and `data_path`"),
-    _case("no dataset in the list", SFT, "data.train=[]", says="an empty list holds no dataset"),
+    _case("no dataset in the list", SFT, "data.train=[]", says="got an empty list"),
     _case(
         "weights for some datasets",
         SFT,

@@ -2,5 +2,5 @@
 
 import os
 
-# transformers makes tokenizers here, for which it needs no PyTorch, and would advise to install it
+# transformers only makes tokenizers here, without PyTorch, which it would advise to install
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")

@@ -1,4 +1,4 @@
-"""Whether a name on the Hugging Face hub can be had, asked once before libraries ask again and again."""
+"""Availability of names on the Hugging Face hub, asked once before libraries ask again and again."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CHECK = "Check the name; a private or gated one needs HF_TOKEN"
 
 @dataclass(frozen=True)
 class Answer:
-    """What the hub says about a name.
+    """The hub's answer about a name.
 
     Args:
         reason: why there was no answer; empty if there was one.
@@ -43,7 +43,8 @@ _silent: list[Answer] = []
 
 
 def problem(kind: Kind, name: str) -> str:
-    """Why something on the hub cannot be had: what is wrong and what to do, after the name; empty if it can.
+    """Why a model or dataset of the hub is unavailable, and the remedy, as text that follows the name; empty if it is
+    available.
 
     If the hub is out of reach and a download lies in the cache, libraries are told to work offline: each of them would
     otherwise ask the hub again for minutes.
@@ -68,20 +69,20 @@ def endpoint() -> str:
 
 
 def cache_folder() -> Path:
-    """Where downloads of the hub lie."""
+    """Folder of the hub's downloads."""
     home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface")
     return Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
 
 
 def is_cached(kind: Kind, name: str) -> bool:
-    """Whether a download of something on the hub lies in the cache, whole or in part."""
+    """Whether the cache has a download of this name, complete or in part."""
     snapshots = cache_folder() / f"{kind}s--{name.replace('/', '--')}" / "snapshots"
     return snapshots.is_dir() and any(any(each.iterdir()) for each in snapshots.iterdir() if each.is_dir())
 
 
 @cache
 def ask(kind: Kind, name: str) -> Answer:
-    """Ask the hub for something, for `LONGEST_S` at most; one that was silent once is not asked again."""
+    """Ask the hub for a name, for at most `LONGEST_S`; a hub that did not answer once is not asked again."""
     if _silent:
         return _silent[0]
     found = [Answer(reason=f"no answer within {LONGEST_S:g} s")]
@@ -101,7 +102,7 @@ def forget() -> None:
 
 
 def _answer(kind: Kind, name: str) -> Answer:
-    # takes a while to import, which local names need not pay
+    # takes a while to import; local names do not need it
     from huggingface_hub import get_token
 
     request = urllib.request.Request(f"{endpoint()}/api/{kind}s/{name}", method="HEAD")
@@ -125,7 +126,7 @@ def _is_offline() -> bool:
 
 
 def _go_offline(reason: str) -> None:
-    _log.warning("%s cannot be reached (%s): what is needed is taken from %s", endpoint(), reason, cache_folder())
+    _log.warning("%s cannot be reached (%s): using the downloads in %s", endpoint(), reason, cache_folder())
     os.environ["HF_HUB_OFFLINE"] = "1"
     for name, constant in (("huggingface_hub.constants", "HF_HUB_OFFLINE"), ("datasets.config", "HF_HUB_OFFLINE")):
         if name in sys.modules:  # read the variable when it was imported

@@ -1,4 +1,4 @@
-"""What the algorithms of this package need where their models run."""
+"""The packages that the algorithms of this package need where their models run."""
 
 from rl_core.plugins import Requirement
 

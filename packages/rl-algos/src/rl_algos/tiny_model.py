@@ -29,7 +29,7 @@ CHAT_TEMPLATE = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
 )
-"""`<|user|>1+2=<|end|><|assistant|>3<|end|>`: one token per role, and one that ends every turn."""
+"""`<|user|>1+2=<|end|><|assistant|>3<|end|>`: one token per role, and one at the end of every turn."""
 
 
 def make_tiny_model(
@@ -46,15 +46,15 @@ def make_tiny_model(
     """Write an untrained Qwen3 with tied embeddings and a tokenizer of single characters, as Hugging Face files.
 
     The weights follow from the seed: normal with standard deviation 0.02, norms 1. The tokenizer has a chat template
-    that marks what the assistant says.
+    that marks the assistant's text.
 
     Args:
-        folder: made where it is not there; files of an earlier model in it are replaced.
+        folder: made if it does not exist; files of an earlier model in it are replaced.
         characters: the vocabulary, beside special tokens; others become `<|unknown|>`.
         max_position_embeddings: longest row in tokens.
 
     Raises:
-        ValueError: where sizes do not fit one another or a character comes twice.
+        ValueError: if sizes do not fit one another or a character occurs twice.
     """
     if hidden_size % num_heads or (hidden_size // num_heads) % 2 or num_heads % num_key_value_heads:
         raise ValueError(
@@ -103,10 +103,10 @@ def make_tokenizer(characters: str = CHARACTERS, *, model_max_length: int = 1024
     """A tokenizer of single characters with `CHAT_TEMPLATE`; special tokens come first, padding is 0.
 
     Raises:
-        ValueError: where a character comes twice, or there is none.
+        ValueError: if a character occurs twice, or there is none.
     """
     if not characters or len(set(characters)) != len(characters):
-        raise ValueError(f"characters must be different ones, got {characters!r}")
+        raise ValueError(f"characters must be different from one another, got {characters!r}")
     special = [PAD, END, UNKNOWN, *(f"<|{role}|>" for role in ROLES)]
     vocabulary = {token: index for index, token in enumerate([*special, *characters])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))

@@ -13,7 +13,7 @@ from rl_core.errors import ConfigError
 from rl_core.model_config import TokenizerConfig
 from rl_core.rollout import Message
 
-# AutoTokenizer imports torch where torch is installed (3 s); the fast class reads the same tokenizer.json
+# AutoTokenizer imports torch if it is installed (3 s); the fast class reads the same tokenizer.json
 _FILES = "tokenizer.json"
 
 
@@ -21,8 +21,7 @@ def load_tokenizer(config: TokenizerConfig, model_name: str) -> PreTrainedTokeni
     """The tokenizer of a local folder or a hub name, with the configured chat template and its variables.
 
     Raises:
-        ConfigError: where there are no fast tokenizer files, there is no end-of-sequence token, or the template's file
-            is missing.
+        ConfigError: if the files of a fast tokenizer, the end-of-sequence token or the template's file are missing.
     """
     name = config.name or model_name
     key = "policy.tokenizer.name" if config.name else "policy.model_name"
@@ -51,8 +50,8 @@ def render(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message], *, a
     """The conversation as the text that the model reads.
 
     Raises:
-        ConfigError: where the tokenizer has no chat template.
-        jinja2.TemplateError: where the template refuses the messages.
+        ConfigError: if the tokenizer has no chat template.
+        jinja2.TemplateError: if the template refuses the messages.
     """
     require_chat_template(tokenizer)
     plain = [dict(message) for message in messages]
@@ -60,14 +59,14 @@ def render(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message], *, a
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message]) -> np.ndarray:
-    """int32 `[tokens]`, the conversation up to where the policy speaks next; raises as `render`."""
+    """int32 `[tokens]`, the conversation up to the start of the policy's next turn; raises as `render`."""
     text = render(tokenizer, messages, add_generation_prompt=True)
-    # the template puts in the special tokens
+    # the template adds the special tokens
     return np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
 
 
 def require_chat_template(tokenizer: PreTrainedTokenizerFast) -> None:
-    """Raise a `ConfigError` that names the remedy where the tokenizer has no chat template."""
+    """Raise a `ConfigError` that names the remedy if the tokenizer has no chat template."""
     if tokenizer.chat_template is None:
         raise ConfigError(
             f"policy.tokenizer.chat_template: the tokenizer of {tokenizer.name_or_path!r} has no chat template; "
@@ -94,5 +93,5 @@ def _no_tokenizer(name: str, key: str, error: Exception) -> str:
 
 
 def _is_local(name: str) -> bool:
-    """Whether a name can be nothing but a folder, or is one."""
+    """Whether a name is a folder, or can only be one."""
     return Path(name).expanduser().is_dir() or name.startswith(("/", ".", "~"))

@@ -39,7 +39,7 @@ def test_defaults_fill_what_a_dataset_does_not_state(tmp_path):
         ("{train: {split: train}}", "data.train", "got neither of `dataset_name` and `data_path`"),
         ("{train: [{dataset_name: a, data_path: b}]}", r"data.train\[0\]", "got both"),
         ("{train: {data_path: a.jsonl}, validation: [{}]}", r"data.validation\[0\]", "got neither"),
-        ("{train: []}", "data.train", "an empty list holds no dataset"),
+        ("{train: []}", "data.train", "got an empty list; name a dataset"),
         ("{train: [{data_path: a, weight: 1}, {data_path: b}]}", "data.train", r"not for train\[1\]"),
         ("{train: {data_path: a.jsonl, subset: main}}", "data.train.subset", "'a.jsonl' is a path"),
         ("{train: {data_path: a.jsonl, setings: {}}}", "data.train.setings", "settings"),

@@ -79,7 +79,7 @@ def test_what_datasets_saved_is_read(tmp_path):
         ('{"a": 1', "not a JSON object: Expecting ',' delimiter at column 8$"),
         ('{"a": "b\tc"}', r"not a JSON object: Invalid control character at column 9; write \\t for a tab"),
         ("{'a': 1}", "in double quotes at column 2; JSON has double quotes"),
-        ("[1]", "a row is a JSON object, got list"),
+        ("[1]", "a row must be a JSON object, got list"),
         ("\xff", "not a JSON object: it is not text in UTF-8"),
     ],
 )
@@ -130,7 +130,7 @@ def test_a_plugin_is_loaded_with_its_settings_and_the_split_of_its_purpose():
 
 def test_a_dataset_on_a_hub_that_is_out_of_reach_is_refused_before_anything_asks_for_it(monkeypatch):
     monkeypatch.setattr("rl_algos.hub.problem", lambda kind, name: f"{kind} {name} is out of reach")
-    with pytest.raises(DataError, match=r"is not an installed plugin \(arithmetic.*\), dataset openai/gsm8k is out of"):
+    with pytest.raises(DataError, match=r"is not an installed one \(arithmetic.*\), dataset openai/gsm8k is out of"):
         load_rows(DatasetConfig(dataset_name="openai/gsm8k"), "train")
 
 
@@ -154,5 +154,5 @@ def test_a_name_that_nothing_has_names_the_plugin_it_resembles(monkeypatch):
         load_rows(DatasetConfig(dataset_name="aritmetic"), "train")
     with pytest.raises(DataError, match="the hub cannot be reached"):
         load_rows(DatasetConfig(dataset_name="openai/gsm8k"), "train")
-    with pytest.raises(DataError, match="`settings` is for dataset plugins"):
+    with pytest.raises(DataError, match="`settings` is for installed datasets"):
         load_rows(DatasetConfig(dataset_name="openai/gsm8k", settings={"a": 1}), "train")

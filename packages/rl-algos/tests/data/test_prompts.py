@@ -115,7 +115,7 @@ def test_a_row_at_fault_is_named(tmp_path, tokenizer):
         [{"messages": [*good["messages"], {"role": "assistant", "content": "b"}]}]
     )
     assert "unknown role judge" in error([{"messages": [{"role": "judge", "content": "a"}]}])
-    assert "q.jsonl, line 1: no environment is named that scores it; set `env_name`" in error([good], env_name=None)
+    assert "q.jsonl, line 1: the row names no environment to score it; set `env_name`" in error([good], env_name=None)
 
 
 def test_prompts_know_the_line_of_their_row(tmp_path, tokenizer):

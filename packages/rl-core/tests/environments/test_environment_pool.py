@@ -311,7 +311,7 @@ def test_nothing_that_a_process_sends_is_unpickled_or_believed(tmp_path: Path) -
             outcomes = await envs.step([turn(i, word) for i, word in enumerate(words)])
             assert failures(outcomes) == [1, 2, 3, 4, 5]
             for outcome in outcomes[1:-1]:
-                assert "sent something that is not an answer" in outcome.reason
+                assert "sent a malformed answer" in outcome.reason
 
     asyncio.run(run())
     assert not (tmp_path / "unpickled").exists()

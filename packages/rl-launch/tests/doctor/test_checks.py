@@ -127,14 +127,14 @@ def test_a_driver_that_does_not_answer_is_missing():
     class Broken(FakeMachine):
         @property
         def gpu_driver(self):
-            raise OSError("nvidia-smi ended with 9: NVIDIA-SMI has failed")
+            raise OSError("nvidia-smi ended with exit code 9: NVIDIA-SMI has failed")
 
         @gpu_driver.setter
         def gpu_driver(self, value):
             pass
 
     said = finding("gpus", Broken(num_gpus=2), **ON_GPUS)
-    assert (said.status, said.found) == ("missing", "nvidia-smi ended with 9: NVIDIA-SMI has failed")
+    assert (said.status, said.found) == ("missing", "nvidia-smi ended with exit code 9: NVIDIA-SMI has failed")
     assert finding("gpus", FakeMachine(num_gpus=2), **ON_GPUS).status == "warning"
 
 

@@ -85,7 +85,7 @@ def test_a_family_that_is_unknown_is_the_users_affair():
         asked("unknown")
 
 
-@pytest.mark.parametrize(("check", "said"), [("crashing", "no such kernel"), ("dying", "ended with -6")])
+@pytest.mark.parametrize(("check", "said"), [("crashing", "no such kernel"), ("dying", "exit code -6")])
 def test_a_check_that_ends_early_is_an_error_after_the_cases_it_made(check, said):
     found = family.cases(sys.executable, f"some_backend:{check}", "some/model")
     assert next(found).verdict == "exact"

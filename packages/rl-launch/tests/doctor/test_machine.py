@@ -96,7 +96,7 @@ def test_the_driver_is_read_from_its_own_program(program, tmp_path):
 
 def test_a_driver_that_fails_is_an_error_with_its_words(program):
     program("nvidia-smi", "echo NVIDIA-SMI has failed; exit 9")
-    with pytest.raises(OSError, match="nvidia-smi ended with 9: NVIDIA-SMI has failed"):
+    with pytest.raises(OSError, match="nvidia-smi ended with exit code 9: NVIDIA-SMI has failed"):
         ask_driver()
 
 

@@ -20,11 +20,11 @@ class ArithmeticSettings(Config):
     max_operand: int = Field(default=99, ge=2, le=9999)
     """Largest operand."""
     num_rows: int | None = Field(default=None, gt=0)
-    """Rows of the split; all its sums where unset."""
+    """Rows of the split; all its sums if unset."""
     validation_fraction: float = Field(default=0.05, gt=0, lt=1)
-    """Share of all operand pairs that only validation sees."""
+    """Share of all operand pairs that are reserved for validation."""
     seed: int = Field(default=0, ge=0)
-    """Decides which pairs are for validation, and the order of rows."""
+    """Seed of the choice of pairs for validation, and of the order of rows."""
 
 
 def load(settings: Mapping[str, Any], split: str) -> list[dict[str, Any]]:
@@ -34,7 +34,7 @@ def load(settings: Mapping[str, Any], split: str) -> list[dict[str, Any]]:
     supervised fine-tuning alike.
 
     Raises:
-        DataError: where the split is another, or has fewer sums than rows are asked for.
+        DataError: if the split is unknown, or has fewer sums than the requested rows.
     """
     config = ArithmeticSettings.model_validate(dict(settings))
     if split not in ("train", "validation"):

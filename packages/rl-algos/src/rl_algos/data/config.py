@@ -1,4 +1,4 @@
-"""Settings of data: where rows come from and how they become conversations."""
+"""Settings of data: the source of rows, and how they become conversations."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ Purpose = Literal["train", "validation"]
 
 class DatasetConfig(Config):
     dataset_name: str | None = None
-    """Name of an installed dataset plugin or of a dataset on the hub; give this or `data_path`."""
+    """Name of an installed dataset or of a dataset on the hub; give this or `data_path`."""
     data_path: PathText | None = None
     """JSON Lines, Parquet or Arrow: a file, a folder or a glob pattern; give this or `dataset_name`."""
     subset: str | None = None
     """Configuration of a hub dataset that has several."""
     split: str | None = None
-    """Split to read; `train` or `validation`, by what it is for, where unset.
+    """Split to read; by default `train` or `validation`, according to its purpose.
 
-    Of a folder: the files whose names start with it, all of them where unset.
+    For a folder: the files whose names start with it; all of them if unset.
     """
     settings: dict[str, Any] = Field(default_factory=dict)
-    """Settings of a dataset plugin."""
+    """Settings of an installed dataset; `rl data list` shows them."""
     input_key: str | None = None
-    """Column with the input: text, or a list of messages; the column `messages` where unset."""
+    """Column with the input: text, or a list of messages; the column `messages` if unset."""
     output_key: str | None = None
-    """Column with the answer; the column `answer` where unset and there."""
+    """Column with the answer; if unset, the column `answer` if there is one."""
     weight: float | None = Field(default=None, gt=0)
-    """Share of draws, relative to the other datasets; in proportion to numbers of rows where unset for all."""
+    """Share of draws, relative to the other datasets; if unset for all, in proportion to their rows."""
     env_name: str | None = None
     """Scores completions: a function of yours (`file.py:function` or `package.module:function`), an installed
     environment, or one of `env`; the one that the row names if unset."""
@@ -45,30 +45,30 @@ class DatasetConfig(Config):
     """How a row becomes a conversation: a built-in name (`gsm8k`, `squad`), or a function of yours,
     `file.py:function` or `package.module:function`, called as `function(row, settings)` and returning an `Example`.
 
-    By `input_key` and `output_key` where unset.
+    If unset, `input_key` and `output_key` decide.
     """
 
     @property
     def source(self) -> str:
-        """The dataset as its user named it."""
+        """The dataset as the user named it."""
         return self.dataset_name or self.data_path or ""
 
 
 class DatasetDefaults(Config):
     subset: str | None = None
-    """As of a dataset."""
+    """`subset` of datasets that do not set it."""
     input_key: str | None = None
-    """As of a dataset."""
+    """`input_key` of datasets that do not set it."""
     output_key: str | None = None
-    """As of a dataset."""
+    """`output_key` of datasets that do not set it."""
     env_name: str | None = None
-    """As of a dataset."""
+    """`env_name` of datasets that do not set it."""
     prompt_file: PathText | None = None
-    """As of a dataset."""
+    """`prompt_file` of datasets that do not set it."""
     system_prompt_file: PathText | None = None
-    """As of a dataset."""
+    """`system_prompt_file` of datasets that do not set it."""
     processor: str | None = None
-    """As of a dataset."""
+    """`processor` of datasets that do not set it."""
 
 
 class DataConfig(Config):
@@ -79,13 +79,14 @@ class DataConfig(Config):
     default: DatasetDefaults = DatasetDefaults()
     """Settings of every dataset that does not state its own."""
     max_input_seq_length: int | None = Field(default=None, gt=0)
-    """Most tokens of a prompt, or of a training conversation; `policy.max_total_sequence_length` where unset."""
+    """Most tokens of a prompt, or of a training conversation; `policy.max_total_sequence_length` if unset."""
     overlong: Literal["error", "skip"] = "error"
-    """Rows over `max_input_seq_length` end the run with the longest named, or are left out and counted in the log."""
+    """Whether rows longer than `max_input_seq_length` end the run (`error`) or are left out (`skip`); the log counts
+    them."""
     shuffle: bool = True
-    """Draw training rows in an order of their own in every epoch; otherwise as they lie."""
+    """Shuffle the training rows anew in every epoch; otherwise they keep their order."""
     num_workers: Annotated[int, WhenChanged.RESUME] = Field(default=0, ge=0)
-    """Processes that render and tokenise; 0 does it in the driver."""
+    """Processes that render and tokenise rows; 0 uses the driver."""
 
     @model_validator(mode="after")
     def _one_source_each(self) -> DataConfig:
@@ -104,11 +105,11 @@ class DataConfig(Config):
 
     @property
     def validation_datasets(self) -> list[DatasetConfig]:
-        """Validation datasets with defaults filled in; empty where there are none."""
+        """Validation datasets with defaults filled in; empty if there are none."""
         return self._filled(self.validation or [])
 
     def sections(self) -> Iterator[tuple[str, DatasetConfig | DatasetDefaults]]:
-        """Every dataset as it is written, and the defaults, each with its key from the root."""
+        """Every dataset as written in the config, and the defaults, each with its key from the root."""
         for key, datasets in (("data.train", self.train), ("data.validation", self.validation)):
             if isinstance(datasets, list):
                 yield from ((f"{key}[{index}]", dataset) for index, dataset in enumerate(datasets))
@@ -131,12 +132,12 @@ class DataRoot(Protocol):
 
     @property
     def data(self) -> DataConfig:
-        """What is trained and validated on."""
+        """The data to train and validate on."""
         ...
 
 
 def dataset_names(settings: Sequence[DatasetConfig], purpose: Purpose) -> list[str]:
-    """Names of datasets; of equal ones the second and later are numbered, in the order of the config."""
+    """Names of datasets; if names are equal, the second and later ones are numbered, in the order of the config."""
     bases = [one.dataset_name or Path(one.source).name for one in settings]
     seen: Counter[tuple[str, str]] = Counter()
     chosen: list[str] = []
@@ -161,7 +162,7 @@ def _problems(key: str, datasets: DatasetConfig | list[DatasetConfig]) -> list[P
         problem for where, dataset in zip(at, several, strict=True) for problem in _dataset_problems(where, dataset)
     ]
     if not several:
-        problems.append(Problem(key, "an empty list holds no dataset; name one, or leave the key out"))
+        problems.append(Problem(key, "got an empty list; name a dataset, or leave the key out"))
     weighted = [dataset.weight is not None for dataset in several]
     if any(weighted) and not all(weighted):
         missing = ", ".join(where for where, has in zip(at, weighted, strict=True) if not has)

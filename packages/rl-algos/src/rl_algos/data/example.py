@@ -19,13 +19,13 @@ from rl_core.user_code import is_in_file, place_of, raised_at
 
 @dataclass(frozen=True)
 class Example:
-    """What a processor makes of a row.
+    """A row as a processor returns it.
 
     Args:
         messages: the conversation; a training conversation may end with the assistant's message.
-        answer: what is right, None where the row does not say.
-        environment: that scores it, empty where the row names none.
-        info: what an environment needs besides the answer and the fields of the row.
+        answer: the right answer; None if the row has none.
+        environment: name of the environment that scores it; empty if the row names none.
+        info: whatever else an environment needs beside the answer and the fields of the row.
     """
 
     messages: tuple[Message, ...]
@@ -40,23 +40,23 @@ class Example:
 
 
 def info_of(example: Example) -> dict[str, Any]:
-    """What an environment is told of a row: its `info`, and the answer if there is one."""
+    """The part of a row that an environment gets: its `info`, and the answer if there is one."""
     return dict(example.info) if example.answer is None else {**example.info, "answer": example.answer}
 
 
 Processor = Callable[[Mapping[str, Any], DatasetConfig], Example]
-"""Makes an example of a row, by the settings of its dataset; raises `DataError` where the row is not as it expects."""
+"""Makes an example of a row, by the settings of its dataset; raises `DataError` for a row of another form."""
 
 
 def column(row: Mapping[str, Any], name: str) -> Any:
-    """A row's column; raises a `DataError` that names those there are and the nearest."""
+    """A row's column; raises a `DataError` that names the nearest column and all others."""
     if name not in row:
         raise DataError(f"no column {name!r}{did_you_mean(name, row)}; the columns are {', '.join(sorted(row))}")
     return row[name]
 
 
 def by_keys(row: Mapping[str, Any], settings: DatasetConfig) -> Example:
-    """Input and answer from the columns `input_key` and `output_key`; `messages` and `answer` where unset."""
+    """Input and answer from the columns `input_key` and `output_key`; `messages` and `answer` if unset."""
     given = column(row, settings.input_key or "messages")
     messages = ({"role": "user", "content": given},) if isinstance(given, str) else as_messages(given)
     answer = row.get("answer") if settings.output_key is None else column(row, settings.output_key)
@@ -91,7 +91,7 @@ def processor(settings: DatasetConfig) -> Processor:
     """The dataset's processor.
 
     Raises:
-        ConfigError: where the name is neither built in nor that of a function.
+        ConfigError: if the name is neither built in nor that of a function.
     """
     name = settings.processor
     if name is None:
@@ -149,18 +149,16 @@ def _shown(found: Any, name: str) -> str:
 
 
 def as_messages(value: Any) -> tuple[Message, ...]:
-    """Chat messages as data gives them: a list of objects with `role` and what a chat template understands.
+    """Chat messages from data: a list of objects with `role` and whatever a chat template understands.
 
     Raises:
-        DataError: where it is something else.
+        DataError: if it is anything else.
     """
     if not isinstance(value, list | tuple) or not value:
         raise DataError(f"expected text or a list of messages, got {json.dumps(value, default=str)[:80]}")
     for message in value:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise DataError(
-                f"a message is an object with a `role` and a `content`, got {json.dumps(message, default=str)[:80]}"
-            )
+            raise DataError(f"a message needs a `role` and a `content`, got {json.dumps(message, default=str)[:80]}")
         if message["role"] not in ("assistant",) and message.get("content") is None:
             raise DataError(f"the {message['role']} message has no `content`: {json.dumps(message, default=str)[:80]}")
     # columnar files fill keys that a message does not have with null

@@ -42,7 +42,7 @@ class Dataset:
     place_of: Callable[[int], str]
 
     def place(self, row_id: str) -> str:
-        """Where a row is, as a message says it: `prompts.jsonl, line 3`."""
+        """The place of a row, for messages: `prompts.jsonl, line 3`."""
         return self.place_of(int(row_id.rpartition(":")[2]))
 
     def environment(self, row_id: str) -> str:
@@ -50,7 +50,7 @@ class Dataset:
         name = self.settings.env_name or self.examples[row_id].environment
         if not name:
             raise DataError(
-                f"{self.place(row_id)}: no environment is named that scores it; set `env_name` of its dataset or "
+                f"{self.place(row_id)}: the row names no environment to score it; set `env_name` of its dataset or "
                 "data.default.env_name, to a reward of your own (file.py:function) or an installed environment"
             )
         return name
@@ -102,14 +102,14 @@ class Dataset:
 
 @dataclass(frozen=True)
 class Datasets:
-    """The data of a run before it is tokenised; `validation` is empty where there is none."""
+    """The data of a run before it is tokenised; `validation` is empty if there is none."""
 
     train: list[Dataset]
     validation: list[Dataset]
 
 
 def load(config: DataRoot) -> Datasets:
-    """All data that the `data` section of a root names: what an algorithm plugin's `load` does; raises as
+    """Load all data that the `data` section of a root names, for an algorithm plugin's `load`; raises as
     `load_datasets`."""
     return Datasets(load_datasets(config.data, "train"), load_datasets(config.data, "validation"))
 
@@ -119,7 +119,7 @@ def load_datasets(config: DataConfig, purpose: Purpose) -> list[Dataset]:
 
     Raises:
         DataError: naming dataset and row, and the remedy.
-        ConfigError: where a file or a processor that a dataset names is not there.
+        ConfigError: if a file or a processor that a dataset names does not exist.
     """
     settings = config.train_datasets if purpose == "train" else config.validation_datasets
     return [_dataset(name, one, purpose) for name, one in zip(dataset_names(settings, purpose), settings, strict=True)]
@@ -127,7 +127,7 @@ def load_datasets(config: DataConfig, purpose: Purpose) -> list[Dataset]:
 
 @dataclass(frozen=True)
 class _Encode:
-    """Encodes one item, given with its place, which is named if that fails."""
+    """Encodes one item; an error names the item's place."""
 
     encode: Callable[[Any], Any]
 

@@ -1,4 +1,4 @@
-"""Rows of a dataset, wherever they lie."""
+"""Rows of a dataset from files, the hub or a plugin."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class FileRows:
     lines: Sequence[int] = ()
 
     def place(self, index: int) -> str:
-        """Where a row is, as a message says it."""
+        """The place of a row, for messages."""
         return f"{self.path}, line {self.lines[index]}" if self.lines else f"{self.path}, row {index} (from 0)"
 
 
@@ -47,7 +47,7 @@ class Rows(Sequence[Row]):
 
     Args:
         rows: all of them.
-        place: from the number of a row to where it is, as a message says it: `prompts.jsonl, line 3`.
+        place: from the number of a row to its place, for messages: `prompts.jsonl, line 3`.
     """
 
     rows: Sequence[Row]
@@ -86,7 +86,7 @@ def load_rows(settings: DatasetConfig, purpose: str) -> Rows:
     """All rows of a dataset, in their order.
 
     Args:
-        purpose: `train` or `validation`; the split where the settings name none.
+        purpose: `train` or `validation`; the split if the settings name none.
 
     Raises:
         DataError: naming file and line, or the dataset, and the remedy.
@@ -97,7 +97,7 @@ def load_rows(settings: DatasetConfig, purpose: str) -> Rows:
         load = _load_plugin if settings.dataset_name in names(DATASETS) else _load_hub
         rows = Rows.named(load(settings, purpose), f"{settings.source} ({settings.split or purpose})")
     if not len(rows):
-        raise DataError(f"the dataset {settings.source!r} has no rows; check what it names, and its `split`")
+        raise DataError(f"the dataset {settings.source!r} has no rows; check its name and its `split`")
     return rows
 
 
@@ -123,8 +123,7 @@ def _load_hub(settings: DatasetConfig, purpose: str) -> Sequence[Row]:
     installed, near = ", ".join(names(DATASETS)), did_you_mean(settings.dataset_name, names(DATASETS))
     if settings.settings:
         raise DataError(
-            f"`settings` is for dataset plugins, and {settings.dataset_name!r} is none of those installed: "
-            f"{installed}{near}"
+            f"`settings` is for installed datasets, and {settings.dataset_name!r} is not one of them: {installed}{near}"
         )
     if near and "/" not in settings.dataset_name:
         raise DataError(
@@ -132,10 +131,8 @@ def _load_hub(settings: DatasetConfig, purpose: str) -> Sequence[Row]:
             "one on the hub is named OWNER/NAME"
         )
     if problem := hub.problem("dataset", settings.dataset_name):
-        raise DataError(
-            f"the dataset {settings.dataset_name!r} is not an installed plugin ({installed}){near}, {problem}"
-        )
-    # imports pandas and pyarrow: seconds that local files need not pay
+        raise DataError(f"the dataset {settings.dataset_name!r} is not an installed one ({installed}){near}, {problem}")
+    # imports pandas and pyarrow, which takes seconds; local files do not need it
     import datasets
 
     split = settings.split or purpose
@@ -144,7 +141,7 @@ def _load_hub(settings: DatasetConfig, purpose: str) -> Sequence[Row]:
     except (OSError, ValueError, RuntimeError) as error:
         raise DataError(
             f"the dataset {settings.dataset_name!r} (split {split!r}) cannot be loaded: "
-            f"it is no installed plugin{near}, and the hub says: {str(error).strip()}; "
+            f"it is not installed{near}, and the hub says: {str(error).strip()}; "
             "check the name, `split` and `subset`, or give local files in `data_path`"
         ) from error
     return rows
@@ -177,7 +174,7 @@ def _files(place: Path, split: str | None) -> list[Path]:
         if split is not None:
             files = [file for file in files if file.relative_to(place).as_posix().startswith(split)]
     elif split is not None:
-        raise DataError(f"`split` chooses among the files of a folder, but {str(place)!r} is none; remove `split`")
+        raise DataError(f"`split` chooses among the files of a folder, and {str(place)!r} is not one; remove `split`")
     else:
         files = [place] if place.is_file() else [Path(file) for file in sorted(glob.glob(str(place), recursive=True))]
     kinds = ", ".join(_READERS)
@@ -203,7 +200,7 @@ def read_jsonl(path: Path) -> FileRows:
             except ValueError as error:
                 raise DataError(f"{path}, line {number}: not a JSON object: {_malformed(line, error)}") from None
             if not isinstance(row, dict):
-                raise DataError(f"{path}, line {number}: a row is a JSON object, got {type(row).__name__}")
+                raise DataError(f"{path}, line {number}: a row must be a JSON object, got {type(row).__name__}")
             rows.append(row)
             lines.append(number)
     return FileRows(path, rows, lines)

@@ -1,4 +1,4 @@
-"""Orders that are the same on every machine and with every version of numpy."""
+"""Orders that are equal on every machine and with every version of numpy."""
 
 from __future__ import annotations
 

@@ -32,11 +32,11 @@ def prompt_stream(
         tokenizer: as `rl_algos.tokenizer.load_tokenizer` returns it.
         max_tokens: most tokens of a prompt, beside `config.max_input_seq_length`.
         seed: of the order.
-        max_num_epochs: where the stream ends; endless where None.
+        max_num_epochs: number of epochs; None for an endless stream.
 
     Raises:
         DataError: naming dataset and row, and the remedy.
-        ConfigError: where the tokenizer has no chat template.
+        ConfigError: if the tokenizer has no chat template.
     """
     prompts = [_prompts(dataset, config, tokenizer, max_tokens) for dataset in datasets]
     return Stream(prompts, weights_of(datasets), seed=seed, shuffle=config.shuffle, max_num_epochs=max_num_epochs)
@@ -48,7 +48,7 @@ def validation_prompts(datasets: list[Dataset], config: DataConfig, tokenizer: A
 
 
 def weights_of(datasets: list[Dataset]) -> list[float] | None:
-    """The datasets' weights, None where they state none."""
+    """The datasets' weights; None if they state none."""
     weights = [dataset.settings.weight for dataset in datasets if dataset.settings.weight is not None]
     return weights or None
 

@@ -1,4 +1,4 @@
-"""Items of several datasets in a repeatable order that can be taken up again anywhere."""
+"""Items of several datasets in a repeatable order that can be resumed anywhere."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Stream(Generic[T]):
 
     Args:
         datasets: each a sequence of items.
-        weights: share of draws of each dataset; its number of items where None.
+        weights: share of draws of each dataset; its number of items if None.
         seed: of the order.
-        shuffle: a new order for every pass over a dataset; otherwise as the items lie.
-        max_num_epochs: where the stream ends; endless where None.
+        shuffle: a new order for every pass over a dataset; otherwise the order of the items.
+        max_num_epochs: number of epochs; None for an endless stream.
 
     Raises:
-        DataError: where there is no item.
+        DataError: if there is no item.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Stream(Generic[T]):
 
     @property
     def datasets(self) -> tuple[Sequence[T], ...]:
-        """What the stream draws from."""
+        """The datasets that the stream draws from."""
         return self._datasets
 
     @property
@@ -69,7 +69,7 @@ class Stream(Generic[T]):
 
     @property
     def num_left(self) -> int | None:
-        """Draws to the end; None where there is none."""
+        """Draws to the end; None if there is no end."""
         return None if self._max_num_epochs is None else max(0, self._max_num_epochs * self.num_items - self.num_drawn)
 
     @property
@@ -78,11 +78,11 @@ class Stream(Generic[T]):
         return self.num_drawn / self.num_items
 
     def num_batches(self, size: int) -> int | None:
-        """Batches of this size from start to end, the last maybe smaller; None where there is no end."""
+        """Batches of this size from start to end, the last maybe smaller; None if there is no end."""
         return None if self._max_num_epochs is None else -(-self._max_num_epochs * self.num_items // size)
 
     def take(self, count: int) -> list[T]:
-        """The next items; fewer where the last epoch ends."""
+        """The next items; fewer at the end of the last epoch."""
         left = self.num_left
         return [self._draw() for _ in range(count if left is None else min(count, left))]
 
@@ -94,7 +94,7 @@ class Stream(Generic[T]):
         """Go on from a position.
 
         Raises:
-            DataError: where the data, its weights or its order are others than when the state was saved.
+            DataError: if the data, its weights or its order differ from those when the state was saved.
         """
         for name, value in self._identity().items():
             if state[name] != value:

@@ -22,7 +22,7 @@ class PromptTemplate:
     `{{` and `}}` are braces, and braces around anything but a name stay as they are.
 
     Raises:
-        ConfigError: where there is no placeholder, so that all prompts would be equal.
+        ConfigError: if there is no placeholder, so that all prompts would be equal.
     """
 
     text: str
@@ -35,7 +35,7 @@ class PromptTemplate:
             )
 
     def fill(self, text: str, row: Mapping[str, Any]) -> str:
-        """The text for one input; raises a `DataError` where a placeholder is no column of the row."""
+        """The text for one input; raises a `DataError` if a placeholder is not a column of the row."""
 
         def value(match: re.Match[str]) -> str:
             name = match[1]
@@ -53,7 +53,7 @@ class PromptTemplate:
 
 @dataclass(frozen=True)
 class Surround:
-    """What a dataset puts around each conversation.
+    """Texts that a dataset puts around each conversation.
 
     Args:
         prompt: for the last message of the user, None to leave it as it is.
@@ -65,7 +65,7 @@ class Surround:
 
     @classmethod
     def of(cls, settings: DatasetConfig) -> Surround:
-        """The texts that the dataset's settings name; raises a `ConfigError` where a file cannot be read."""
+        """The texts that the dataset's settings name; raises a `ConfigError` if a file cannot be read."""
         return cls(
             None
             if settings.prompt_file is None
@@ -76,12 +76,12 @@ class Surround:
         )
 
     def apply(self, example: Example, row: Mapping[str, Any]) -> Example:
-        """The example with these texts; raises a `DataError` where it has no user message or another system message."""
+        """The example with these texts; raises a `DataError` if it has no user message, or a system message already."""
         messages = list(example.messages)
         if self.prompt is not None:
             users = [index for index, message in enumerate(messages) if message["role"] == "user"]
             if not users:
-                raise DataError("prompt_file needs a user message to fill in, and the conversation has none")
+                raise DataError("prompt_file needs a user message to fill in, but the conversation has none")
             last = messages[users[-1]]
             messages[users[-1]] = {**last, "content": self.prompt.fill(str(last["content"]), row)}
         if self.system is not None:

@@ -18,14 +18,14 @@ def continuation_tokens(
     Args:
         tokenizer: with a chat template.
         messages: the conversation up to and with the sampled turn.
-        observation: what the environment answered.
+        observation: the environment's answer.
         sampled: int32 `[tokens]`, the turn as sampled; a missing end of turn is supplied.
 
     Returns:
         int32 `[tokens]`.
 
     Raises:
-        ValueError: where the template rewrites earlier turns when later ones are added, so that no continuation exists.
+        ValueError: if the template rewrites earlier turns when later ones are added, so that no continuation exists.
     """
     before = tokenizer.apply_chat_template(list(messages), tokenize=False)
     after = tokenizer.apply_chat_template([*messages, *observation], tokenize=False, add_generation_prompt=True)

@@ -1,4 +1,4 @@
-"""Failed rollouts: told of as they come, and the share of them that ends a run."""
+"""Failed rollouts: warnings about them, and the share of them that ends a run."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ MOST_REASONS = 5
 """Reasons listed in a message, the commonest first."""
 
 TOLD_EVERY = 10
-"""Calls after which a cause of failures that goes on is told of again."""
+"""Calls after which a cause of failures that persists is reported again."""
 
 _REASON_LENGTH = 160
 _VARIES = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
 
 
 class FailureWatch:
-    """Looks at rollouts as they are collected: some that failed are a warning, too many end the run.
+    """Checks rollouts as they are collected: some failures are a warning, too many end the run.
 
-    A cause is warned of once in every `TOLD_EVERY` calls.
+    Each cause is reported once in every `TOLD_EVERY` calls.
 
     Args:
-        max_failed_share: of the rollouts of one call. If all of them failed there is nothing to train on, and the run
-            ends whatever it is.
+        max_failed_share: largest share of the rollouts of one call. If all of them failed there is nothing to train
+            on, and the run ends whatever the share.
     """
 
     def __init__(self, max_failed_share: float) -> None:

@@ -35,13 +35,13 @@ class Transcript:
         return np.concatenate(self._tokens)
 
     def add_context(self, tokens: np.ndarray) -> None:
-        """Append tokens the policy did not sample."""
+        """Append tokens that the policy did not sample."""
         self._append(tokens, 0, np.zeros(len(tokens), dtype=np.float32))
 
     def add_completion(self, completion: Completion) -> None:
         """Append sampled tokens as they are.
 
-        Of the experts that tokens were sent to the first report stays, which is that of the pass they were sampled in.
+        If the experts of a token are reported more than once, the first report stays: that of the pass that sampled it.
         """
         if completion.routed_experts is not None:
             self._routing.append(completion.routed_experts[sum(map(len, self._routing)) :])
@@ -50,7 +50,7 @@ class Transcript:
         self._stop_reason = completion.stop_reason
 
     def add_result(self, text: str, result: StepResult, *, ends: bool) -> None:
-        """Record what a turn said and earned."""
+        """Record the text and rewards of a turn."""
         rewards = result.rewards()
         for name, reward in rewards.items():
             self._rewards[name] += reward  # type: ignore[assignment]  # Counter sums floats as well

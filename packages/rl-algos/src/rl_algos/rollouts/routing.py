@@ -1,4 +1,4 @@
-"""Experts that tokens were sent to, where a whole group of rollouts has none because all of them failed."""
+"""Experts that tokens were sent to, for groups of rollouts that have none because all of them failed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rl_core.rollout import ROUTED_EXPERTS, unknown_routing
 
 @dataclass(frozen=True, eq=False)
 class UnknownRouting:
-    """A `rl_core.batch.RowStore` of routing that is not known, made where it is read.
+    """A `rl_core.batch.RowStore` of unknown routing, made by the process that reads it.
 
     Args:
         lengths: int64 `[rows]`, tokens of each row.
@@ -31,7 +31,7 @@ class UnknownRouting:
 
 
 def with_routing(batches: Sequence[Batch]) -> list[Batch]:
-    """The same columns, and in all of them `routed_experts` if one has it; what was not reported is unknown.
+    """The same columns, and in all of them `routed_experts` if one has it, marked as unknown if it was not reported.
 
     Args:
         batches: columns of groups of rollouts, with `tokens`.

@@ -16,15 +16,15 @@ class PromptStream(Protocol):
     """Prompts in a repeatable order, each once per epoch."""
 
     def take(self, count: int) -> list[Prompt]:
-        """The next prompts; fewer where the last epoch ends."""
+        """The next prompts; fewer at the end of the last epoch."""
         ...
 
     def state(self) -> Mapping[str, Any]:
-        """Where the stream stands."""
+        """The position of the stream."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Go on from a position."""
         ...
 
 
@@ -33,12 +33,12 @@ class SyncRolloutSource:
 
     Args:
         pool: runs the rollouts.
-        prompts: what to roll out.
+        prompts: the prompts to roll out.
         sampling: how completions are drawn.
         num_generations: rollouts per prompt.
         seed: of sampling; a rollout's seed follows from it, from the number of prompts drawn before, and its place in
             the group.
-        max_failed_share: of the rollouts of one call, above which they are refused, as they are if all failed.
+        max_failed_share: share of failed rollouts of one call above which they are refused, as they are if all failed.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class SyncRolloutSource:
         self._trained = self._position()
 
     def collect(self, num_groups: int) -> list[RolloutGroup]:
-        """The next groups; fewer where the data ends.
+        """The next groups; fewer at the end of the data.
 
         Raises:
             RolloutsFailed: if too many of their rollouts failed.
@@ -109,7 +109,7 @@ class SyncRolloutSource:
         return {"prompts": self._prompts.state(), "num_drawn": self._num_drawn}
 
     def close(self) -> None:
-        """Nothing of its own to end."""
+        """Do nothing: the source owns no process."""
 
 
 def _seeds(entropy: tuple[int, ...], count: int) -> tuple[int, ...]:

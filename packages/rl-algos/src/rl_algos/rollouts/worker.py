@@ -35,17 +35,17 @@ from rl_core.weights import Manifest
 _log = logging.getLogger(__name__)
 
 MOST_TOGETHER = 16
-"""Groups whose columns are joined in one answer: whoever needs one of their rows brings all of them to its node."""
+"""Most groups whose columns are joined in one answer, as a node that needs one of their rows fetches all of them."""
 
 GroupParts = tuple[GroupReport, Batch, Batch]
-"""A group as `rl_core.rollout.parts_of` takes it apart."""
+"""A group as `rl_core.rollout.parts_of` splits it."""
 
 
 class EnvironmentClient(Protocol):
     """An environment, one conversation at a time."""
 
     async def step(self, conversation: Conversation) -> StepResult | EnvironmentFailure:
-        """The environment's answer, or why there is none."""
+        """The environment's answer, or the reason that there is none."""
         ...
 
     async def abandon(self, conversation_ids: Sequence[str]) -> None:
@@ -55,14 +55,14 @@ class EnvironmentClient(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class RolloutWorkerSpec:
-    """What a rollout worker is made of; travels to its process.
+    """The parts of a rollout worker; sent to its process.
 
     Args:
         generator: `"package.module:Class"` of the generator.
         generator_args: its arguments.
         program: `"package.module:Class"` of the rollout program.
         program_args: its keyword arguments.
-        tokenizer, model_name: where the tokenizer is loaded from.
+        tokenizer, model_name: settings of the tokenizer, and the model that has it by default.
     """
 
     generator: str
@@ -77,7 +77,7 @@ class RolloutWorker:
     """Holds one replica and runs rollouts on it, so that no turn of a rollout passes through the driver.
 
     Args:
-        spec: what to build.
+        spec: the parts to build.
         environments: clients by environment name.
     """
 
@@ -143,10 +143,10 @@ class RolloutWorker:
     async def write_rollouts(
         self, path: str, part: np.ndarray, row: np.ndarray, advantages: Sequence[float | None], *stores: Batch
     ) -> None:
-        """Write a new file of rollouts, beside what else this process does.
+        """Write a new file of rollouts while this process does other work.
 
         Args:
-            path: of the file, which this process sees as the run's does.
+            path: of the file, in a folder shared with the driver.
             part, row: int64 `[rollouts]`, which record of which store each rollout's is.
             advantages: of each rollout.
         """
@@ -204,7 +204,7 @@ def _failed(prompt: Prompt, error: Exception) -> Rollout:
 
 
 class _Client:
-    """What one rollout is handed."""
+    """The client that one rollout gets."""
 
     def __init__(
         self, worker: RolloutWorker, environment: EnvironmentClient, sampling: SamplingParams, seed: int
@@ -243,7 +243,7 @@ class _Client:
         return continuation_tokens(self._worker._tokenizer, messages, observation, sampled)
 
     async def release(self) -> None:
-        """Free conversations that ended without the environment saying so; one that cannot be freed costs nothing."""
+        """Free conversations that the environment did not end; a failure to do so is logged and harms no rollout."""
         if not self._open:
             return
         try:
