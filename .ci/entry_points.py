@@ -1,4 +1,4 @@
-"""Loads every plugin of the installed packages, in an environment that has no engine."""
+"""Load every plugin of the installed packages, in an environment without an engine."""
 
 import sys
 

@@ -4,9 +4,9 @@
 
 Real Ray, gloo and the product's own run session; every rank is a process, on CPU and in float32 with AdamW, so that a
 parameter has 12 bytes of state. Memory is each process's high-water mark of resident memory (`VmHWM`), reset before and
-given as the growth over what the process held when it had trained and not yet saved, beside the size of what is
-written: memory that an allocator keeps from one phase is in the next one's figure too. SHA-256 in the driver's process
-is counted byte by byte, and so is what it reads (`rchar`).
+given as the growth over the process's memory after training and before the first save, beside the size of the files:
+memory that an allocator keeps from one phase is in the next one's figure too. SHA-256 in the driver's process is
+counted byte by byte, and so are its reads (`rchar`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MEGABYTE = 10**6
 
 @dataclass(frozen=True)
 class Measured:
-    """A phase: how long it took, and what it took in which processes.
+    """The time of a phase, and its memory, digests and reads by process.
 
     Args:
         ranks, driver: growth of the high-water mark in bytes, of the ranks the largest.
@@ -62,7 +62,7 @@ class Measured:
     read: int
 
     def row(self) -> list[str]:
-        """Of the table."""
+        """A row of the table."""
         return [
             self.name,
             seconds(self.took),
@@ -72,7 +72,7 @@ class Measured:
 
 
 class CountedHash:
-    """Stands for `hashlib.sha256` in this process and counts what goes through it."""
+    """Stands for `hashlib.sha256` in this process and counts the digested bytes."""
 
     total = 0
 
@@ -81,7 +81,7 @@ class CountedHash:
         self.update(data)
 
     def update(self, data: Any) -> None:
-        """As hashlib's."""
+        """As `update` of hashlib."""
         CountedHash.total += memoryview(data).nbytes
         self._hash.update(data)
 
@@ -95,9 +95,9 @@ _sha256 = hashlib.sha256
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backends", nargs="+", choices=sorted(LAYOUTS), default=sorted(LAYOUTS))
-    parser.add_argument("--layers", type=int, default=21, help="of 9.4M parameters each (%(default)s)")
-    parser.add_argument("--folder", type=Path, help="where to write; a temporary folder where not given")
-    parser.add_argument("--quick", action="store_true", help="see that it runs: one layer of a hidden size of 128")
+    parser.add_argument("--layers", type=int, default=21, help="number of layers of 9.4M parameters (%(default)s)")
+    parser.add_argument("--folder", type=Path, help="folder to write into (default: a temporary one)")
+    parser.add_argument("--quick", action="store_true", help="test run: one layer of a hidden size of 128")
     chosen = parser.parse_args()
     print(surroundings("rl-launch", "torch", "ray"), "\n")
     with tempfile.TemporaryDirectory(dir=chosen.folder) as name:
@@ -116,14 +116,14 @@ def main() -> None:
             f"{size / 1e6:.1f}M parameters on {NUM_RANKS} ranks: {4 * size / MEGABYTE:.0f} MB of weights, "
             f"{12 * size / MEGABYTE:.0f} MB of state in all, {12 * size / NUM_RANKS / MEGABYTE:.0f} MB a rank"
         )
-        hashlib.sha256 = CountedHash  # type: ignore[assignment,misc]  # to see that nothing large passes through it
+        hashlib.sha256 = CountedHash  # type: ignore[assignment,misc]  # to check that nothing large passes through it
         for backend in chosen.backends:
             print(f"\n{backend}\n")
             print(measured(folder, backend), flush=True)
 
 
 def measured(folder: Path, backend: str) -> str:
-    """The table of one backend, and what its ranks have written."""
+    """The table of one backend, and the bytes that its ranks wrote."""
     checkpoints = Checkpoints(folder / backend, CheckpointingConfig())
     (folder / backend).mkdir()
     rows: list[Measured] = []
@@ -218,7 +218,7 @@ def status(pid: int, name: str) -> int:
 
 
 def read_bytes() -> int:
-    """What this process has read so far, from files and sockets."""
+    """Bytes that this process has read so far, from files and sockets."""
     return int(Path("/proc/self/io").read_text().split()[1])
 
 

@@ -6,8 +6,8 @@ The driver's side is the product's own: the GRPO loop, the stream of prompts, th
 model of many ranks, Ray, the run session with its files. The workers (56 policy ranks and 8 replicas) are Ray actors
 that compute nothing (`simulated_workers.py`); several share a process, so that a small machine can hold them. Weights
 are not moved.
-Driver seconds are CPU seconds of the driver's process, which hardly depend on what else the machine does; what it waits
-for does not count. They are those of the loop's thread, of the thread that writes rollouts, and of Ray's own threads.
+Driver seconds are CPU seconds of the driver's process, without its waits; they hardly depend on other work of the
+machine. They are those of the loop's thread, of the thread that writes rollouts, and of Ray's own threads.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ STEP = "step"
 """Key of a whole step among its phases."""
 
 WRITER = "rollout-files"
-"""Name of the thread that writes rollouts begins so."""
+"""Prefix of the name of the thread that writes rollouts."""
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """Seconds on the wall, and of the driver's CPU: of all threads, of the loop's and of the one that writes."""
+    """Wall seconds, and CPU seconds of the driver: of all threads, of the loop's and of the one that writes."""
 
     wall: float = 0.0
     driver: float = 0.0
@@ -70,12 +70,12 @@ class Seconds:
 
     @classmethod
     def now(cls) -> Seconds:
-        """Since points in the past that stay the same; called in the loop's thread."""
+        """Seconds since fixed points in the past; called in the loop's thread."""
         return cls(time.perf_counter(), time.process_time(), time.thread_time(), _writer_seconds())
 
     @property
     def ray(self) -> float:
-        """Of the driver's CPU, in all other threads, which are Ray's."""
+        """CPU seconds of all other threads, which are Ray's."""
         return self.driver - self.loop - self.writer
 
     def __add__(self, other: Seconds) -> Seconds:
@@ -97,16 +97,16 @@ def _writer_seconds() -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workers", type=int, default=64, help="simulated, replicas included (%(default)s)")
-    parser.add_argument("--replicas", type=int, default=8, help="of those (%(default)s)")
-    parser.add_argument("--processes", type=int, default=4, help="that host the workers (%(default)s)")
-    parser.add_argument("--prompts", type=int, default=625, help="of a step (%(default)s)")
+    parser.add_argument("--workers", type=int, default=64, help="simulated workers, replicas included (%(default)s)")
+    parser.add_argument("--replicas", type=int, default=8, help="replicas among them (%(default)s)")
+    parser.add_argument("--processes", type=int, default=4, help="processes that host the workers (%(default)s)")
+    parser.add_argument("--prompts", type=int, default=625, help="prompts of a step (%(default)s)")
     parser.add_argument("--group", type=int, default=16, help="rollouts per prompt (%(default)s)")
     parser.add_argument(
-        "--tokens", type=int, nargs="+", default=[256, 4096], help="sampled in each rollout, a table for each number"
+        "--tokens", type=int, nargs="+", default=[256, 4096], help="tokens of each rollout; a table for each number"
     )
-    parser.add_argument("--steps", type=int, default=5, help="measured, after one that is not (%(default)s)")
-    parser.add_argument("--quick", action="store_true", help="see that it runs: 400 rollouts, 1 process, 2 steps")
+    parser.add_argument("--steps", type=int, default=5, help="measured steps, after one that is not (%(default)s)")
+    parser.add_argument("--quick", action="store_true", help="test run: 400 rollouts, 1 process, 2 steps")
     chosen = parser.parse_args()
     if chosen.quick:
         chosen.prompts, chosen.group, chosen.processes, chosen.steps = 100, 4, 1, 2
@@ -139,7 +139,7 @@ class MeasuredRun:
     def steps(
         self, max_steps: int, *, models: Mapping[str, Model], state: Mapping[str, Checkpointable]
     ) -> Iterator[int]:
-        """As the session's; what it does between two steps counts to the first of them."""
+        """As the session's; work between two steps counts to the first of them."""
         inner = self._session.steps(max_steps, models=models, state=state)
         return self._iterate(inner)
 
@@ -193,11 +193,11 @@ class SimulatedRank:
 
     @property
     def call(self) -> SimulatedRank:
-        """What `remote` is called on."""
+        """The object with the method `remote`."""
         return self
 
     def remote(self, method: str) -> Any:
-        """Its place on the mesh, the one thing that the process cannot know."""
+        """Its place on the mesh, which the shared process does not know."""
         import ray
 
         assert method == "coordinates"
@@ -267,7 +267,7 @@ def measured_steps(cluster: VirtualCluster, run_dir: Path, tokens: int, chosen: 
 
 
 def prompts(count: int) -> list[Prompt]:
-    """Of 64 tokens and about as many words."""
+    """Prompts of 64 tokens and about as many words."""
     text = "a word and another " * (PROMPT_TOKENS // 4)
     tokens = np.arange(PROMPT_TOKENS, dtype=np.int32)
     message = {"role": "user", "content": text}
@@ -275,7 +275,7 @@ def prompts(count: int) -> list[Prompt]:
 
 
 def breakdown(run: MeasuredRun) -> str:
-    """The table: phases, then what is outside them and its largest parts, each run once more by itself."""
+    """The table: phases, then the time outside them and its largest parts, each run once more by itself."""
     names = [name for name in run.found[0] if name != STEP]
     rows = [_row(name.replace("_", " "), [times[name] for times in run.found]) for name in names]
     within = [sum((times[name] for name in names), Seconds()) for times in run.found]

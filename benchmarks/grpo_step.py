@@ -4,7 +4,7 @@
 
 Both train the same model on the same prompts on the same cores, in float32: equally many completions of equal length,
 sampled at temperature 1, one AdamW update a step, no reference policy, and no pass for the logprobs before the update,
-which with one update are those of the update's own pass. Ours is the real thing: Ray, vLLM (or `--generator hf`),
+which with one update equal those of the update's own pass. Ours is the whole product: Ray, vLLM (or `--generator hf`),
 FSDP2 ranks, verified weight sync. TRL generates with `transformers`, its way on a CPU, and has no weights to sync.
 """
 
@@ -40,14 +40,14 @@ from measurement import (
 
 TRL = "trl==1.16.0"
 LOCK = Path(__file__).parents[1] / "packages/rl-launch/src/rl_launch/worker_envs/locks/rl-dtensor.worker.txt"
-"""What our trainer runs on: TRL gets the same torch and transformers."""
+"""Packages of our trainer, of which TRL gets the same torch and transformers."""
 
 PHASES = ("generation", "logprobs", "training", "weight_sync")
 GENERATORS: dict[str, Callable[[int], dict]] = {
     "vllm": lambda rows: {"vllm_cfg": {"max_num_seqs": rows}},
     "hf": lambda rows: {"hf_cfg": {"max_batch_size": rows}},
 }
-"""What rolls out on our side, and its settings for so many completions at a time."""
+"""Generators of our side, with their settings for a number of completions at a time."""
 
 LEARNING_RATE = 1e-6
 PROMPT_ROOM = 32
@@ -56,7 +56,7 @@ PROMPT_ROOM = 32
 
 @dataclass(frozen=True)
 class Size:
-    """A model and what one step of it trains on."""
+    """A model and the data of one step."""
 
     model: ModelSize
     prompts: int
@@ -95,7 +95,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured, and on what."""
+    """The extent of the measurement, and its devices."""
 
     steps: int
     warm_up: int
@@ -245,7 +245,7 @@ def trl_steps(size: Size, plan: Plan, python: Path, folder: Path) -> tuple[list[
 
 
 def trl_python(folder: Path) -> Path:
-    """The interpreter of TRL's environment, which is made where it is not there."""
+    """The interpreter of TRL's environment, which is made if it does not exist."""
     python = folder / "bin" / "python"
     made = folder / f"{TRL}.made"
     if not made.exists():
@@ -262,18 +262,18 @@ def trl_python(folder: Path) -> Path:
 def read_arguments() -> tuple[Plan, list[str], Path, Path | None]:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rl-benchmarks"
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("sizes", nargs="*", metavar="SIZE", help=f"of {', '.join(SIZES)}; all where none is named")
+    parser.add_argument("sizes", nargs="*", metavar="SIZE", help=f"sizes among {', '.join(SIZES)} (default: all)")
     parser.add_argument("--steps", type=int, default=5, help="steps measured (%(default)s)")
     parser.add_argument("--warm-up", type=int, default=2, help="steps before those, at least 1 (%(default)s)")
     parser.add_argument("--ranks", type=int, default=1, help="our training ranks, which share the cores (%(default)s)")
     parser.add_argument(
         "--microbatch", type=int, help="completions in one pass of training, on both sides; all by default"
     )
-    parser.add_argument("--generator", choices=GENERATORS, default="vllm", help="of our rollouts (%(default)s)")
-    parser.add_argument("--cores", type=int, help="cores that either may use; all where unset")
+    parser.add_argument("--generator", choices=GENERATORS, default="vllm", help="our generator (%(default)s)")
+    parser.add_argument("--cores", type=int, help="cores that either may use (default: all)")
     parser.add_argument("--trl-env", type=Path, default=cache / "trl", help="TRL's environment (%(default)s)")
-    parser.add_argument("--folder", type=Path, help="keep models, runs and logs here; removed where unset")
-    parser.add_argument("--quick", action="store_true", help="see that it runs: size tiny, 2 steps after 1")
+    parser.add_argument("--folder", type=Path, help="folder in which models, runs and logs stay (default: none)")
+    parser.add_argument("--quick", action="store_true", help="test run: size tiny, 2 steps after 1")
     chosen = parser.parse_args()
     unknown = [name for name in chosen.sizes if name not in SIZES]
     if unknown or chosen.warm_up < 1 or chosen.steps < 1:

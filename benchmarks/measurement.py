@@ -1,4 +1,4 @@
-"""What the benchmarks share: models that never stop, runs of `rl train`, and tables of what was measured."""
+"""Parts that the benchmarks share: models that never stop, runs of `rl train`, and tables of results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 BIAS = 6.0
-"""Of the hidden dimension by which `make_endless_model` tells the end of sequence from all other tokens."""
+"""Value of the hidden dimension by which `make_endless_model` separates the end of sequence from all other tokens."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class ModelSize:
 
 
 def make_endless_model(folder: Path, size: ModelSize) -> None:
-    """A tiny model whose completions always run to their limit, whoever samples them and with whatever settings.
+    """A tiny model whose completions always run to their limit, with any sampler and any settings.
 
-    Systems stop by different rules, and are to generate equally many tokens. So the model all but never ends: one
+    Systems stop by different rules, but must generate equally many tokens. So the model almost never ends: one
     hidden dimension is the same for every token and no layer adds to it, and of all rows of the (tied) head only the
     end of sequence has it with the other sign, which makes that token about e^50 times less likely than any other.
     """
@@ -58,7 +58,7 @@ def make_endless_model(folder: Path, size: ModelSize) -> None:
 
 
 def num_parameters(folder: Path) -> int:
-    """Of the model in a folder, from the header of its weights."""
+    """Number of parameters of the model in a folder, from the header of its weights."""
     with (folder / "model.safetensors").open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     shapes = [tensor["shape"] for name, tensor in header.items() if name != "__metadata__"]
@@ -77,12 +77,12 @@ def rl_command(*arguments: str) -> list[str]:
 
 
 def run_logged(command: Sequence[str], log: Path, environ: Mapping[str, str] | None = None) -> None:
-    """Run a command with its output in a file; where it fails, end with the file's last lines."""
+    """Run a command with its output in a file; if it fails, exit with the file's last lines."""
     with log.open("w") as output:
         done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **(environ or {})})
     if done.returncode:
         tail = "\n".join(log.read_text().splitlines()[-30:])
-        sys.exit(f"{' '.join(command)}\nended with {done.returncode}:\n{tail}")
+        sys.exit(f"{' '.join(command)}\nended with exit code {done.returncode}:\n{tail}")
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
@@ -91,12 +91,12 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def recorded_at(run_dir: Path, step: int) -> float:
-    """Seconds since the epoch at which a step's rollouts were written: from one step to the next, all is in between."""
+    """Seconds since the epoch at which a step's rollouts were written; between two such times lies one whole step."""
     return (run_dir / "rollouts" / f"step_{step}.jsonl").stat().st_mtime
 
 
 def use_cores(count: int | None) -> int:
-    """Keep this process, and all it starts, to so many cores; all that it may use where None. How many they are."""
+    """Limit this process, and all it starts, to a number of cores, or to all that it may use; returns the number."""
     cores = sorted(os.sched_getaffinity(0))
     if count is not None:
         if not 1 <= count <= len(cores):
@@ -133,12 +133,12 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def median(values: Iterable[float]) -> float:
-    """Of at least one value."""
+    """Median of at least one value."""
     return statistics.median(values)
 
 
 def seconds(value: float) -> str:
-    """With three digits that count."""
+    """Seconds with three significant digits."""
     return f"{value:.3f}" if value < 10 else f"{value:.1f}"
 
 

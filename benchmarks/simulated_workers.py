@@ -1,4 +1,4 @@
-"""Workers without models, which `driver.py` hosts in Ray actors: they take what is sent and answer from its shape."""
+"""Workers without models, which `driver.py` hosts in Ray actors: they answer from the shapes of their inputs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rl_core.rollout import GroupReport, Prompt, Rollout, Turn, WeightSpan, part
 from rl_core.testing.fakes import FakeModel
 
 TEXT_PER_TOKEN = "word "
-"""As long as the text of an English token is on average."""
+"""As long as an English token on average."""
 
 
 class SimulatedRanks:
@@ -28,7 +28,7 @@ class SimulatedRanks:
         self._model = FakeModel()
 
     def infer(self, batch: Batch, reads: Sequence[Read], *, reference: bool = False, temperature: float = 1.0) -> Batch:
-        """Numbers in the place of logprobs."""
+        """Numbers instead of logprobs."""
         self._model.calls.clear()
         return self._model.infer(batch, reads, reference=reference, temperature=temperature)
 
@@ -61,7 +61,7 @@ class SimulatedReplica:
         self._has_tasks.set()
 
     async def finished(self) -> tuple[Sequence[tuple[int, GroupReport]], Batch, Batch]:
-        """One group at a time, as if none ever finished while another was taken: what costs the driver most."""
+        """One group at a time, as if none finished while another was taken: the most expensive case for the driver."""
         await self._has_tasks.wait()
         number, task = self._tasks.popleft()
         if not self._tasks:

@@ -1,9 +1,9 @@
-"""Seconds from `rl train RECIPE` to its first trained step, with everything cached, by what they go to.
+"""Seconds from `rl train RECIPE` to its first trained step, with everything cached, by part.
 
     python benchmarks/start_up.py [RECIPE ...]
 
-Each recipe runs once uncounted, which makes its model and the workers' environments where they are not there yet, then
-several times for one step. The parts are read off the run directory: its config, and the log of the driver.
+Each recipe runs once uncounted, which makes its model and the workers' environments if need be, then several times for
+one step. The parts are read from the run directory: its config, and the log of the driver.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _STARTED = re.compile(r"(?P<time>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) \w+ \S+: 
 
 PARTS = {
     "driver, environments, checks": "imports, config, data, and the backends' own checks, to an open run directory",
-    "Ray": "its processes, and what a run asks of the cluster",
+    "Ray": "its processes, and a run's requests to the cluster",
     "workers and engines": "processes, models, engines, environments; in the log as `starting`",
     "first weight sync, first step": "until the step is in metrics.jsonl",
 }
@@ -37,7 +37,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("recipes", nargs="*", default=RECIPES, metavar="RECIPE", help=" ".join(RECIPES))
     parser.add_argument("--repeats", type=int, default=3, help="counted runs of each (%(default)s)")
-    parser.add_argument("--quick", action="store_true", help="see that it runs: one run of sft-arithmetic")
+    parser.add_argument("--quick", action="store_true", help="test run: one run of sft-arithmetic")
     chosen = parser.parse_args()
     recipes, repeats = (("sft-arithmetic",), 1) if chosen.quick else (chosen.recipes, chosen.repeats)
     print(f"{surroundings('rl-launch', 'ray')}; medians of {repeats}\n")
@@ -71,7 +71,7 @@ def start_up(recipe: str, run_dir: Path) -> list[float]:
 
 
 def workers_started(lines: Sequence[str]) -> tuple[float, float]:
-    """When all workers were there, in seconds since the epoch, and how long they took to start."""
+    """When all workers had started, in seconds since the epoch, and how long they took."""
     for line in lines:
         match = _STARTED.match(line)
         if match is not None:

@@ -3,8 +3,8 @@
     python benchmarks/weight_sync.py [MB:TENSORS ...]
 
 Needs rl-core with its extra `torch`; runs on a GPU if there is one, else on the CPU. A transfer is timed from its
-beginning to the last acknowledged digest, as a run has one after every step: tensors are copied into buckets and out of
-them again, and digests taken at both ends. The first, in which the ends meet and make their buffers, does not count.
+beginning to the last acknowledged digest, as in every step of a run: tensors are copied into buckets and out of them
+again, and digests taken at both ends. The first, in which the ends connect and make their buffers, does not count.
 Through files, which the sender writes before they are read, it lasts until the receiver has read them.
 """
 
@@ -34,7 +34,7 @@ MEGABYTE = 10**6
 
 @dataclass(frozen=True)
 class Case:
-    """Tensors to send: alike, float32."""
+    """Equal float32 tensors to send."""
 
     megabytes: int
     num_tensors: int
@@ -48,17 +48,17 @@ class Case:
         return cls(int(megabytes), int(num_tensors))
 
     def manifest(self) -> Manifest:
-        """What is sent."""
+        """The manifest of the tensors."""
         shape = (self.megabytes * MEGABYTE // 4 // self.num_tensors,)
         return Manifest(1, tuple(TensorSpec(f"t{index}", shape, "float32") for index in range(self.num_tensors)))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("cases", nargs="*", type=Case.parse, metavar="MB:TENSORS", help=f"{' '.join(CASES)} where none")
-    parser.add_argument("--repeats", type=int, default=5, help="of which the best counts (%(default)s)")
-    parser.add_argument("--threads", type=int, default=1, help="of torch in either process (%(default)s)")
-    parser.add_argument("--quick", action="store_true", help="see that it runs: 3:64 and 50:6, twice")
+    parser.add_argument("cases", nargs="*", type=Case.parse, metavar="MB:TENSORS", help=f"(default: {' '.join(CASES)})")
+    parser.add_argument("--repeats", type=int, default=5, help="transfers, of which the best counts (%(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch in either process (%(default)s)")
+    parser.add_argument("--quick", action="store_true", help="test run: 3:64 and 50:6, twice")
     chosen = parser.parse_args()
     cases, repeats = chosen.cases or list(map(Case.parse, CASES)), chosen.repeats
     if chosen.quick:
@@ -99,8 +99,8 @@ def transfer(
     repeats: int,
     threads: int,
 ) -> float:
-    """Seconds of the fastest of several transfers, after one that does not count, to a process that copies what arrives
-    into tensors of its own.
+    """Seconds of the fastest of several transfers, after one that does not count, to a process that copies the tensors
+    into its own.
     """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="rl-benchmark-") as folder:

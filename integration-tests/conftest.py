@@ -1,4 +1,4 @@
-"""What tests share: one quickstart, the product's main command, and one undisturbed run of each kind."""
+"""Fixtures that tests share: one quickstart, the product's main command, and one undisturbed run of each kind."""
 
 import fcntl
 import os
@@ -36,7 +36,7 @@ def run_rl(*arguments: str, timeout: float = 840, **variables: str) -> CommandRe
 
 
 def pytest_addoption(parser):
-    parser.addoption("--quickstart", metavar="DIR", help="a finished quickstart to test, in the place of a new one")
+    parser.addoption("--quickstart", metavar="DIR", help="a finished quickstart to test instead of a new one")
     parser.addoption("--kills", type=int, default=1, help="how often a run is killed and resumed")
 
 

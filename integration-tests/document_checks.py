@@ -1,4 +1,4 @@
-"""What is checked of a document without running it: its YAML, commands, links, and the keys that it names."""
+"""Checks of a document without running it: its YAML, commands, links, and the keys that it names."""
 
 import re
 import shlex
@@ -45,7 +45,7 @@ def check_yaml(block: Block, folder: Path) -> None:
 
 
 def check_commands(block: Block, folder: Path) -> None:
-    """Look at each command of a block that is not run: options and config of `rl`, extras of our packages, environments
+    """Check each command of a block that is not run: options and config of `rl`, extras of our packages, environments
     of tox, paths to our files.
 
     Raises:

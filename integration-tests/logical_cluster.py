@@ -1,4 +1,4 @@
-"""A Ray cluster of logical nodes that tests hurt: each is a process of this machine with an address of its own."""
+"""A Ray cluster of logical nodes for tests of faults: each is a process group of this machine with its own address."""
 
 import os
 import subprocess
@@ -19,10 +19,10 @@ SETTINGS = {
     "RAY_health_check_failure_threshold": "3",
     "RAY_AUTH_MODE": "disabled",
 }
-"""Has Ray's head notice a dead node in seconds, and let every process of the machine in."""
+"""Settings by which Ray's head notices a dead node in seconds, and admits every process of the machine."""
 
 START_ATTEMPTS = 3
-"""Ray misses its own fixed deadline for the start of a node on a busy machine."""
+"""Attempts to start a node: Ray misses its own fixed deadline on a busy machine."""
 
 
 @dataclass
@@ -39,11 +39,11 @@ class LogicalNode:
         return [root, *root.children(recursive=True)]
 
     def runs(self, words):
-        """Whether one of its processes says so in its title."""
+        """Whether the title of one of its processes has these words."""
         return any(words in " ".join(each.cmdline()) for each in self.processes())
 
     def kill(self):
-        """As a machine that loses power."""
+        """Kill all its processes, as if the machine lost power."""
         found = self.processes()
         for each in found:
             each.kill()
@@ -52,10 +52,10 @@ class LogicalNode:
 
 
 class LogicalCluster:
-    """Nodes with GPUs that Ray counts and nobody has.
+    """Nodes with GPUs that exist only for Ray.
 
     Args:
-        folder: for what Ray writes.
+        folder: for Ray's files.
     """
 
     def __init__(self, folder):
@@ -66,16 +66,16 @@ class LogicalCluster:
 
     @property
     def address(self):
-        """For `RAY_ADDRESS`."""
+        """Address for `RAY_ADDRESS`."""
         return f"{self.nodes[0].address}:{self._port}"
 
     def add(self, *, num_gpus=4, hides=(), **variables):
         """Start a further node, the first of which is the head.
 
         Args:
-            num_gpus: that it says it has.
-            hides: folders in whose place its processes see an empty one.
-            variables: of its processes.
+            num_gpus: GPUs that it reports.
+            hides: folders that are empty for its processes.
+            variables: environment variables of its processes.
         """
         number = len(self.nodes)
         address = f"127.0.0.{40 + number}"

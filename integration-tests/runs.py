@@ -1,4 +1,4 @@
-"""Runs of `rl train` as tests start, watch and hurt them, and what is read from their folders."""
+"""Runs of `rl train` that tests start, watch and kill, and the contents of their folders."""
 
 import json
 import os
@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 SAME = ("train/loss", "train/grad_norm", "reward/mean", "val/loss")
-"""Metrics that must not depend on what a run lived through."""
+"""Metrics that must not depend on faults and interruptions of a run."""
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Run:
 
     @property
     def output(self):
-        """What this and earlier runs in the folder wrote to the terminal."""
+        """The terminal output of this and earlier runs in the folder."""
         return (self.folder.parent / f"{self.folder.name}.log").read_text()
 
     def finish(self, timeout=840, *, code=0):
@@ -50,7 +50,7 @@ class Run:
             time.sleep(0.01)
 
     def await_log(self, words, timeout=400):
-        """Wait until the driver or a worker has logged that."""
+        """Wait until the driver or a worker has logged these words."""
         deadline = time.monotonic() + timeout
         while words not in logs_of(self.folder):
             assert self.process.poll() is None, self.output
@@ -63,13 +63,13 @@ class Run:
         return [driver, *driver.children(recursive=True)]
 
     def kill_one(self, words):
-        """Kill a process of the run by what its name or command line says."""
+        """Kill a process of the run by words of its name or command line."""
         found = [each for each in self.processes() if words in described(each)]
         assert found, [described(each)[:80] for each in self.processes()]
         found[0].kill()
 
     def kill_all(self):
-        """As an out-of-memory killer or a lost machine would; returns what there was."""
+        """Kill all processes, as an out-of-memory killer or a lost machine would; returns them."""
         found = self.processes()
         for each in found:
             with suppress(psutil.NoSuchProcess):  # others end it as soon as the first are gone
@@ -79,14 +79,14 @@ class Run:
 
 
 def described(process):
-    """Name and command line of a process; nothing of one that has ended meanwhile."""
+    """Name and command line of a process; empty if it has ended meanwhile."""
     with suppress(psutil.NoSuchProcess):
         return " ".join([process.name(), *process.cmdline()])
     return ""
 
 
 def lines_of(folder):
-    """The whole lines of `metrics.jsonl`; none before there is one."""
+    """The complete lines of `metrics.jsonl`; none before the file exists."""
     path = folder / "metrics.jsonl"
     if not path.exists():
         return []
@@ -94,12 +94,12 @@ def lines_of(folder):
 
 
 def steps_of(folder):
-    """Those of training steps."""
+    """The lines of training steps."""
     return [line for line in lines_of(folder) if line["step"] > 0]
 
 
 def figures(folder, *, until=None):
-    """What must not depend on what a run lived through, by step."""
+    """Metrics that must not depend on faults and interruptions, by step."""
     return {
         line["step"]: {name: line[name] for name in SAME if name in line}
         for line in lines_of(folder)
@@ -108,7 +108,7 @@ def figures(folder, *, until=None):
 
 
 def assert_same(found, expected, names, tolerance):
-    """That metrics of as many steps agree."""
+    """Assert that the metrics of equally many steps agree."""
     for ours, theirs in zip(found, expected, strict=True):
         for name in names:
             assert ours[name] == pytest.approx(theirs[name], rel=tolerance, abs=tolerance), (ours["step"], name)
@@ -129,10 +129,10 @@ def logs_of(folder):
 
 
 def assert_no_shared_memory_is_left(before, timeout=60):
-    """That nothing is in shared memory which no process has, but for what was there before.
+    """Assert that shared memory holds no new file that no process uses.
 
     Args:
-        before: files that were there.
+        before: files that existed before.
         timeout: for processes that make or remove some, as runs beside this one do.
     """
     deadline = time.monotonic() + timeout

@@ -13,7 +13,7 @@ ORDERS = {"hang": lambda: threading.Event().wait(), "crash": os.abort}
 
 class TellableConfig(MathConfig):
     orders: str
-    """Folder. A file `hang` or `crash` there strikes the first rollout that is scored next, whenever it is scored."""
+    """Folder of orders: a file `hang` or `crash` there strikes the next rollout that is scored."""
 
 
 class TellableEnvironment(MathEnvironment):
@@ -49,7 +49,7 @@ PLUGIN = EnvironmentPlugin(
 
 
 def install(folder: Path) -> str:
-    """Describe this module as an installed distribution with a plugin; what PYTHONPATH must be for it to be found."""
+    """Describe this module as an installed distribution with a plugin; returns the PYTHONPATH by which it is found."""
     metadata = folder / "tellable_environment-1.0.dist-info"
     metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: tellable-environment\nVersion: 1.0\n")

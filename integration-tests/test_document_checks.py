@@ -1,4 +1,4 @@
-"""What is wrong in a document is found without running it."""
+"""Errors in a document are found without running it."""
 
 import pytest
 from document_checks import broken_links, check_commands, check_yaml, unknown_keys

@@ -1,4 +1,4 @@
-"""Every Markdown document of the project says what is: its blocks run as printed, or are checked."""
+"""Every Markdown document of the project is correct: its blocks run as printed, or are checked."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ from rl_core.testing.documents import Document, Workbook, add_to_hub, documents_
 DOCUMENTS = documents_of(ROOT)
 
 HUB_MODELS = ("Qwen/Qwen2.5-0.5B-Instruct",)
-"""Models that documents train: served under these names, from this machine, by a tiny one."""
+"""Models that documents train; a tiny model of this machine has these names."""
 
 every_document = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 

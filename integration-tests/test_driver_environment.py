@@ -1,4 +1,4 @@
-"""The driver's environment, in which these tests run: every plugin is there, and no engine."""
+"""The driver's environment, in which these tests run, has every plugin and no engine."""
 
 import importlib.util
 

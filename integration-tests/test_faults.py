@@ -1,5 +1,5 @@
-"""What a run lives through: dead workers, a verifier that hangs or crashes, a full disk, signals, and the kill of all
-that it started; to the last bit.
+"""Faults that a run survives, bit for bit: dead workers, a verifier that hangs or crashes, a full disk, signals, and
+the kill of all its processes.
 """
 
 import os
@@ -18,8 +18,8 @@ from runs import Run, assert_no_shared_memory_is_left, figures, logs_of, rollout
 
 
 def kill_and_resume(run, num_kills, steps, *arguments, **variables):
-    """Kill all of a run as often at random moments after a step from the first to the last of these, resuming it each
-    time; the run that is left.
+    """Kill all processes of a run a number of times, at random moments after a step between the first and the last
+    given, and resume it each time; returns the last run.
     """
     seed = random.randrange(2**32)
     sys.stdout.write(f"kills were drawn with seed {seed}\n")

@@ -1,4 +1,4 @@
-"""What `rl quickstart` promises: a model that gets better, figures that are true, and files that others can load."""
+"""`rl quickstart` makes a model that improves, correct figures, and files that others can load."""
 
 import json
 import subprocess

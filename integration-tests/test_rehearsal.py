@@ -1,5 +1,5 @@
-"""Runs on nodes with several GPUs each, rehearsed on this machine: CUDA's topology, residency and transports, and what
-such a run lives through. What they compute is held against a plain run on the CPU.
+"""Runs on nodes with several GPUs each, rehearsed on this machine: CUDA's topology, residency and transports, and their
+faults. Results are compared with a plain run on the CPU.
 """
 
 import pytest

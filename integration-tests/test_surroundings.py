@@ -1,4 +1,4 @@
-"""A machine that is not the run's alone: somebody else's Ray on it, a cluster that is gone, packages out of reach."""
+"""A machine shared with others: another user's Ray, a cluster that has ended, packages that cannot be downloaded."""
 
 import signal
 import subprocess
@@ -19,7 +19,7 @@ NOWHERE = "http://127.0.0.1:9"
 
 @dataclass
 class OthersRay:
-    """Ray as somebody else on the machine started it."""
+    """Ray as another user of the machine started it."""
 
     address: str
     processes: list[psutil.Process]
@@ -36,7 +36,7 @@ class OthersRay:
 
 @pytest.fixture(scope="module")
 def others_ray(tmp_path_factory):
-    """It has the ports that Ray takes unless it is told otherwise."""
+    """Another user's Ray, on Ray's default ports."""
     folder = Path(tempfile.mkdtemp(prefix="others-ray-"))  # as short as Ray's sockets need it
     log = tmp_path_factory.mktemp("others") / "ray.log"
     ray = str(Path(sys.executable).with_name("ray"))

@@ -1,4 +1,4 @@
-"""Functions and classes in files beside a recipe, which no package holds."""
+"""Functions and classes in files beside a recipe, which are not part of a package."""
 
 import re
 from pathlib import Path

@@ -1,6 +1,6 @@
 """Write the exports of the lock that rl-launch ships; run it after every change of uv.lock.
 
-`--check` says which are stale instead.
+`--check` names the stale ones instead.
 """
 
 from __future__ import annotations

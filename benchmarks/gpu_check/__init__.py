@@ -1,1 +1,1 @@
-"""The sections of `benchmarks/gpu_check.py`, and how they are run and reported."""
+"""The sections of `benchmarks/gpu_check.py`, their runner and their report."""

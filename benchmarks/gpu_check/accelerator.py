@@ -1,4 +1,4 @@
-"""What differs between the devices that are checked."""
+"""The differences between the devices that are checked."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OURS = ("rl_core", "rl_dtensor", "rl_megatron")
 """Packages to whose lines a wait is attributed."""
 
 BETWEEN = ("gpu_check", "torch/_dynamo/", "torch/utils/_python_dispatch")
-"""Files that stand on the stack because of the measurement."""
+"""Files that are on the stack because of the measurement."""
 
 _aten = torch.ops.aten
 
@@ -45,7 +45,7 @@ class Accelerator(ABC):
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Wait for everything that was asked of the device."""
+        """Wait for all work on the device."""
 
     @abstractmethod
     def used_bytes(self, *, trims: bool = True) -> int:
@@ -57,11 +57,11 @@ class Accelerator(ABC):
 
     @abstractmethod
     def restart_peak(self) -> int:
-        """Start to look for the most bytes held from here; those held now."""
+        """Start to measure the peak; returns the bytes held now."""
 
     @abstractmethod
     def peak_bytes(self) -> int:
-        """Most bytes that tensors of this process have held since."""
+        """Most bytes that tensors of this process have held since `restart_peak`."""
 
     @abstractmethod
     def waits(self) -> AbstractContextManager[Counter[str]]:
@@ -74,7 +74,7 @@ class Accelerator(ABC):
 
 
 class HostAccelerator(Accelerator):
-    """The CPU, whose memory is not told apart; a wait is recognised by its operation."""
+    """The CPU, whose memory is not measured by owner; a wait is recognised by its operation."""
 
     measures_memory = False
 
@@ -149,7 +149,7 @@ class CudaAccelerator(Accelerator):
 
 
 ACCELERATORS: dict[str, type[Accelerator]] = {"cpu": HostAccelerator, "cuda": CudaAccelerator}
-"""By the kernels of a device."""
+"""Accelerators by the kernels of a device."""
 
 
 class _HostReads(TorchDispatchMode):

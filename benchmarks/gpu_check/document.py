@@ -17,7 +17,7 @@ class Document:
     """Prints each section as it ends, then a summary and the tracebacks.
 
     Args:
-        out: where to print.
+        out: stream to print to.
     """
 
     def __init__(self, out: TextIO) -> None:

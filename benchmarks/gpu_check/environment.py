@@ -1,4 +1,4 @@
-"""Versions, the device, and the speeds that others stand beside."""
+"""Versions, the device, and speeds to compare others with."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DISTRIBUTIONS = (
     "flash-attn",
 )
 LEAST_SHARE = 0.5
-"""Of a GPU's peak that a large product of matrices reaches; less tells of a slow or shared one."""
+"""Share of a GPU's peak that a large product of matrices reaches; less indicates a slow or shared GPU."""
 
 
 def check(setup: Setup, report: Report) -> None:
@@ -116,7 +116,7 @@ def _copies(setup: Setup, report: Report) -> None:
 
 
 def seconds_of(work: Callable[[], object], setup: Setup, *, repeats: int) -> float:
-    """Of one run, on average, after one that does not count."""
+    """Average seconds of one run, after one that does not count."""
     work()
     setup.accelerator.synchronize()
     started = time.perf_counter()

@@ -27,9 +27,9 @@ from rl_core.rollout import Completion
 PROMPTS = (5, 17, 1, 33)
 NUM_NEW = 24
 EXACT = 1e-4
-"""Of logprobs in float32."""
+"""Bound of the error of logprobs in float32."""
 ROUNDED = 5e-2
-"""Of logprobs in bfloat16: the mean over tokens, by which training and generation may differ."""
+"""Bound of the mean difference of logprobs between training and generation in bfloat16."""
 LEAST_FREED = 0.8
 
 

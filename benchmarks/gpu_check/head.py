@@ -13,7 +13,7 @@ from rl_core.torch.heads.logprobs import Head, head_reads
 HIDDEN = 2048
 CHUNKS = (256, 1024, 2048, 4096)
 BYTES_PER_LOGIT = 18
-"""Most that a chunk's logits take at one time: in half precision, in float32, their exponentials and a gradient."""
+"""Most bytes per logit of a chunk at one time: in half precision, in float32, its exponential and a gradient."""
 
 
 def check(setup: Setup, report: Report) -> None:

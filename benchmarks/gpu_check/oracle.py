@@ -47,7 +47,7 @@ class PlainModel:
             return [np.concatenate([[0.0], self._row(row).cpu().numpy()]) for row in rows]
 
     def step(self, batch: Batch) -> Step:
-        """Loss and gradient over the whole batch; the optimizer's step where there is one."""
+        """Loss and gradient over the whole batch, and the optimizer's step if there is an optimizer."""
         rows = batch.ragged(TOKENS)
         count = float((rows.lengths - 1).sum())
         self.model.zero_grad()

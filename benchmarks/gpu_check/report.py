@@ -1,4 +1,4 @@
-"""Findings of a section, sent off as they are made so that none is lost with the process that made them."""
+"""Findings of a section, sent as they are made so that none is lost with the process that made them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Finding:
 
     Args:
         subject: the thing that was checked.
-        oracle: what it was held against.
-        found: how far it was off, or what was seen.
-        trace: of the exception, for the appendix.
+        oracle: the reference of the comparison.
+        found: the difference, or the result.
+        trace: traceback of the exception, for the appendix.
     """
 
     subject: str
@@ -44,7 +44,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Begun:
-    """A check that is under way, to be named if it never ends."""
+    """A check that is under way, which is named if it never ends."""
 
     subject: str
 
@@ -53,11 +53,11 @@ Entry = Finding | Figures | Begun
 
 
 class Skip(Exception):
-    """A check cannot be made here, for the reason given."""
+    """Raised if a check cannot be made here, with the reason."""
 
 
 class Report:
-    """Where a section puts its findings.
+    """Receives the findings of a section.
 
     Args:
         emit: takes each entry at once.
@@ -69,25 +69,25 @@ class Report:
         self._release = release
 
     def within(self, subject: str, oracle: str, error: float, bound: float) -> None:
-        """An error that may be as large as the bound; NaN is off."""
+        """Report an error, which may be as large as the bound; NaN is off."""
         verdict: Verdict = "ok" if error <= bound else "off"
         self._emit(Finding(subject, oracle, verdict, f"{error:.3g} (at most {bound:.3g})"))
 
     def holds(self, subject: str, oracle: str, is_so: bool, found: str) -> None:
-        """Something that is so or not."""
+        """Report whether a condition holds."""
         self._emit(Finding(subject, oracle, "ok" if is_so else "off", found))
 
     def skip(self, subject: str, why: str) -> None:
-        """A check that is not made."""
+        """Report a check that is not made."""
         self._emit(Finding(subject, "", "skipped", why))
 
     def figures(self, caption: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Measurements without a verdict."""
+        """Report measurements without a verdict."""
         self._emit(Figures(caption, tuple(head), tuple(tuple(row) for row in rows)))
 
     @contextmanager
     def attempt(self, subject: str) -> Iterator[None]:
-        """Go on after a check that raises, and report it as failed."""
+        """Report a check that raises as failed, and go on."""
         self._emit(Begun(subject))
         try:
             yield
@@ -102,7 +102,7 @@ class Report:
 
 
 def _forget(error: BaseException) -> None:
-    """Let go of the tensors that an exception's frames hold."""
+    """Release the tensors that an exception's frames hold."""
     for cause in (error, error.__context__):
         if cause is not None:
             traceback.clear_frames(cause.__traceback__)

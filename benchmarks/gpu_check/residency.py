@@ -24,9 +24,9 @@ from rl_core.torch.training.worker import TrainingWorker
 
 ROUNDS = 50
 LEAST_FREED = 0.9
-"""Of the bytes that leave."""
+"""Least share of the offloaded bytes that must be freed."""
 MOST_GROWTH = 64 * 2**20
-"""Of device memory in use from the second round to the last."""
+"""Most growth of device memory in use from the second round to the last."""
 MOST_HOST_GROWTH = 256 * 2**20
 
 

@@ -30,7 +30,7 @@ def check(setup: Setup, report: Report) -> None:
 
 
 def check_resume(plugin: BackendPlugin, setup: Setup, report: Report, kind: str = "") -> None:
-    """Parameters and optimizer state are restored bit for bit, and the next step is the one that was to come."""
+    """Parameters and optimizer state are restored bit for bit, and the next step equals that of the original run."""
     name, shape = next(iter(setup.models.items()))
     batch = batch_of([setup.pick(16, 512)] * 4, shape.vocab)
     config = config_of(setup.folder(shape, dtype="bfloat16"), 512, **packed(setup.pick(64, 2048)))

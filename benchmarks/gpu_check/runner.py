@@ -21,10 +21,10 @@ from gpu_check.setup import Setup
 
 WHOLE = "all of it"
 STACKS = signal.SIGUSR1
-"""At which a section's process writes where it stands: in its own threads, for another thread's frames change as they
-are read."""
+"""Signal at which a section's process writes its stacks: in its own threads, as another thread's frames change while
+they are read."""
 STACKS_S = 2.0
-"""For so long, one whose budget is spent is given time to write it."""
+"""Seconds that a process over its budget has to write its stacks."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Section:
 DTENSOR = ("torch", "transformers", "safetensors", "peft", "rl_dtensor.worker")
 
 SECTIONS = {
-    "environment": Section("gpu_check.environment:check", "The machine, and what the figures below stand beside."),
+    "environment": Section("gpu_check.environment:check", "The machine, and speeds to compare the figures below with."),
     "attention": Section(
         "gpu_check.attention:check",
         "Every attention backend of rl-dtensor on rows of mixed lengths, forward and backward.",
@@ -99,9 +99,9 @@ class Runner:
         self._end()
 
     def run(self, section: Section, budget_s: float) -> list[Entry]:
-        """All that a section found, and how it failed."""
+        """All findings of a section, and its failure if there was one."""
         if budget_s <= 0:
-            return [Finding(WHOLE, RUNS, "failed", "not started: no time is left of --total")]
+            return [Finding(WHOLE, RUNS, "failed", "not started: the time of --total is used up")]
         pipe = self._start()
         pipe.send(section)
         entries, failure = _gather(pipe, budget_s)
@@ -126,7 +126,7 @@ class Runner:
         return self._pipe
 
     def _written_stacks(self) -> str:
-        """Where the process stands, or stood when it died. Empty if it says nothing in time."""
+        """The stacks of the process, or its last ones if it died; empty if it does not write any in time."""
         assert self._process is not None
         if self._process.is_alive():
             os.kill(self._process.pid or 0, STACKS)
@@ -145,7 +145,7 @@ class Runner:
 
 
 def _gather(pipe: Connection, budget_s: float) -> tuple[list[Entry], str]:
-    """All entries that a section sends until it says that it is done, and how it ended otherwise."""
+    """All entries that a section sends until it is done, and the reason if it ended before."""
     entries: list[Entry] = []
     deadline = time.monotonic() + budget_s
     while True:
@@ -154,7 +154,7 @@ def _gather(pipe: Connection, budget_s: float) -> tuple[list[Entry], str]:
         try:
             entry = pipe.recv()
         except (EOFError, ConnectionError):
-            return entries, "its process ended without a word"
+            return entries, "its process ended without a message"
         if entry is None:
             return entries, ""
         entries.append(entry)

@@ -1,4 +1,4 @@
-"""What all sections share: the device, the sizes of models, and a folder for their files."""
+"""The parts that all sections share: the device, the sizes of models, and a folder for their files."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ TINY_PARITY = Shape(64, 2, 4, 2, 96, 32, 509, 0.1)
 
 @dataclass(frozen=True)
 class Setup:
-    """How a section runs.
+    """Settings of a section.
 
     Args:
         device: name of the kind of device, as a `Rendezvous` has it.
-        is_small: tiny models and few rows, which say nothing of speed.
+        is_small: tiny models and few rows, which do not measure speed.
         workspace: for files, the same for all sections.
     """
 
@@ -69,7 +69,7 @@ class Setup:
 
     @property
     def torch_device(self) -> torch.device:
-        """As torch names it."""
+        """The `torch.device`."""
         return self.kind.torch_device
 
     @property
@@ -79,7 +79,7 @@ class Setup:
 
     @property
     def parity(self) -> Shape:
-        """The model that is held against an oracle."""
+        """The model that is compared with an oracle."""
         return TINY_PARITY if self.is_small else PARITY
 
     def pick(self, small: int, full: int) -> int:

@@ -12,10 +12,10 @@ from rl_core.model import LOGPROBS
 from rl_core.torch.training.worker import TrainingWorker
 
 MOST_PER_MICROBATCH = 8
-"""Copies of a microbatch's columns and bounds to the device wait on pageable memory; more than these tell of an
-operation inside the model."""
+"""Waits per microbatch for copies of its columns and bounds from pageable memory; more waits indicate an operation
+inside the model."""
 FEW, MANY = 1, 5
-"""Microbatches of the steps whose difference is what one more microbatch costs."""
+"""Numbers of microbatches of two steps, whose difference is the cost of one more microbatch."""
 
 
 def check(setup: Setup, report: Report) -> None:

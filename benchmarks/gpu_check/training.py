@@ -25,16 +25,16 @@ ORACLE = "transformers in float32, row by row"
 LENGTHS = (9, 3, 64, 1, 33, 2, 17)
 NUM_STEPS = 3
 BOUNDS = {"float32": (2e-5, 2e-4), "bfloat16": (1e-2, 5e-2)}
-"""Relative, of the loss and of the gradient's norm, over the steps."""
+"""Bounds of the relative error of the loss and of the gradient's norm, over the steps."""
 LOGPROB_BOUND = 3e-2
-"""Mean difference of a token's logprob in bfloat16."""
+"""Bound of the mean difference of a token's logprob in bfloat16."""
 LAYOUTS: Mapping[str, dict[str, Any]] = {"packed": packed(80), "padded": padded(3)}
-"""Several microbatches of the parity batch."""
+"""Layouts of rows; each splits the parity batch into several microbatches."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A way to take a step: the layout of rows, and the backend's settings by a short name."""
+    """A kind of step: the layout of rows, and the backend's settings by a short name."""
 
     layout: str
     recompute: str
@@ -91,7 +91,7 @@ def check_parity(plugin: BackendPlugin, setup: Setup, report: Report, kind: str 
 
 
 def check_shapes(plugin: BackendPlugin, setup: Setup, report: Report, cases: tuple[Case, ...], kind: str = "") -> None:
-    """Loss, speed and memory of real shapes, or of a tiny one where the setup is small."""
+    """Loss, speed and memory of real shapes, or of a tiny one if the setup is small."""
     rows: list[tuple[str, ...]] = []
     for name, shape in setup.models.items():
         batch = batch_of(list(_lengths(setup)), shape.vocab)
@@ -132,7 +132,7 @@ def _measured(
     case: Case,
     expected: np.ndarray,
 ) -> tuple[str, ...]:
-    """A line of figures; the loss is held against the oracle's, and must fall on a repeated batch."""
+    """A line of figures; the loss is compared with the oracle's, and must fall on a repeated batch."""
     lengths = batch.ragged("tokens").lengths
     num_tokens = int(lengths.sum())
     layout = packed(num_tokens) if case.layout == "packed" else padded(len(lengths))
@@ -174,7 +174,7 @@ def _timed_step(worker: TrainingWorker, setup: Setup, batch: Batch) -> tuple[dic
 
 
 def _training_flops(shape: Shape, lengths: Any) -> float:
-    """Of a step, by the model's shape, whichever backend takes it."""
+    """Floating-point operations of a step, by the model's shape."""
     heads = shape.head_dim * (2 * shape.heads + 2 * shape.key_value_heads)
     matrices = shape.layers * shape.hidden * (heads + 3 * shape.inner) + shape.vocab * shape.hidden
     attention = AttentionShape(shape.heads, shape.head_dim, shape.head_dim)

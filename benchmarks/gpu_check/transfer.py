@@ -26,7 +26,7 @@ from rl_core.weights import Manifest, Transport, TransportKind, num_bytes
 MOST_LEFT = 64 * 2**20
 """Bytes of device memory that a round may leave in use."""
 CANARY_BOUND = 5e-2
-"""Of logprobs, whose rounding in half precision differs between the two engines."""
+"""Bound of the difference of logprobs, whose rounding in half precision differs between the two engines."""
 ANSWER_S, TRANSFER_S = 100.0, 60.0
 
 
@@ -82,7 +82,7 @@ class GeneratorProcess:
             self._end()
 
     def start(self) -> None:
-        """Have the process there, with its generator loaded."""
+        """Start the process, with its generator loaded, if it is not running."""
         if self._process is None:
             self._pipe, theirs = self._context.Pipe()
             self._process = self._context.Process(
@@ -93,21 +93,21 @@ class GeneratorProcess:
             self.answer()
 
     def tell(self, task: Any) -> None:
-        """Give it a transfer to receive."""
+        """Send it a transfer to receive."""
         self._pipe.send(task)
 
     def answer(self) -> Any:
-        """What it says next.
+        """Its next answer.
 
         Raises:
-            RuntimeError: for what went wrong there, with its traceback.
+            RuntimeError: if it failed, with its traceback.
         """
         answer: Any = f"no answer within {ANSWER_S:.0f} s"
         if self._pipe.poll(ANSWER_S):
             try:
                 answer = self._pipe.recv()
             except EOFError:
-                answer = "it ended without a word"
+                answer = "it ended without a message"
         if isinstance(answer, str):
             self._end()
             raise RuntimeError(f"in the generator's process: {answer}")
@@ -124,7 +124,7 @@ class GeneratorProcess:
 def _rounds(
     setup: Setup, report: Report, worker: Any, kind: TransportKind, batch: Batch, generator: GeneratorProcess
 ) -> list[tuple[str, ...]]:
-    """Lines of figures; the generator starts from other weights than the worker's."""
+    """Lines of figures; the generator starts with weights that differ from the worker's."""
     lines, used = [], []
     address = str(setup.workspace / "sync") if kind == "disk" else f"127.0.0.1:{free_port()}"
     transport = Transport(

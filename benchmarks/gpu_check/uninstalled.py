@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def offer(packages: Iterable[Path]) -> None:
-    """Make the sources of these package folders importable, and let `importlib.metadata` find what is not installed.
+    """Make the sources of these package folders importable, and their metadata known to `importlib.metadata`.
 
     Processes that this one spawns inherit both through `sys.path`.
     """

@@ -61,7 +61,7 @@ def packed(max_tokens: int) -> dict[str, Any]:
 
 
 def padded(max_rows: int) -> dict[str, Any]:
-    """Settings of a model that pads so many rows together."""
+    """Settings of a model that pads this many rows together."""
     return {
         "sequence_packing": SequencePackingConfig(enabled=False),
         "train_micro_batch_size": max_rows,
@@ -108,6 +108,6 @@ def num_different(left: Sequence[object], right: Sequence[object]) -> int:
 
 
 def num_missing(expected: Sequence[str], found: Sequence[str]) -> int:
-    """Entries of a list that another does not have, in whatever order; or the other way round, if those are more."""
+    """Entries that one of two lists lacks, in any order; the larger number."""
     left, right = Counter(expected), Counter(found)
     return max((left - right).total(), (right - left).total())

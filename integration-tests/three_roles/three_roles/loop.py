@@ -1,4 +1,4 @@
-"""The policy learns the data, the critic what the teacher thinks of it."""
+"""The policy learns the data, and the critic learns the teacher's logprobs."""
 
 from __future__ import annotations
 
