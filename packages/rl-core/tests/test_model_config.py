@@ -1,6 +1,13 @@
 import pytest
 
-from rl_core.model_config import ModelConfig, OptimizerConfig, SchedulerConfig, TokenizerConfig, local_hf_config
+from rl_core.model_config import (
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    SchedulerConfig,
+    TokenizerConfig,
+    local_hf_config,
+)
 
 
 def test_a_class_is_named_with_its_module():
@@ -60,3 +67,13 @@ def test_settings_that_contradict_each_other_are_named(settings, message):
 )
 def test_settings_that_agree_are_taken(settings):
     assert ModelConfig(model_name="m", **settings)
+
+
+def test_adapters_are_scaled_by_their_rank_or_its_root():
+    assert LoraConfig(dim=16, alpha=8).scale == 8 / 16
+    assert LoraConfig(dim=16, alpha=8, use_rslora=True).scale == 8 / 4
+
+
+def test_dora_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"use_dora: DoRA adapters are not supported; .* use_rslora=true"):
+        ModelConfig(model_name="m", lora_cfg={"enabled": True, "use_dora": True})

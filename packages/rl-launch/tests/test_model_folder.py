@@ -34,8 +34,9 @@ def test_nothing_is_said_of_files_that_cannot_be_read(folder, content):
 
 
 def test_targets_that_name_no_layer_are_refused_with_the_nearest(folder):
-    assert list(adapter_problems("key", str(folder), ["q_proj", "nonesuch"])) == []
-    assert list(adapter_problems("key", str(folder), ["self_attn.q_proj"])) == []
+    assert list(adapter_problems("key", str(folder), ["q_proj", "self_attn.q_proj", "attention.q_proj"])) == []
     assert list(adapter_problems("key", "some/model", ["nonesuch"])) == []
     (problem,) = adapter_problems("key", str(folder), ["q_prj"])
     assert "did you mean q_proj?; it has lm_head, q_proj" in problem.message
+    (problem,) = adapter_problems("key", str(folder), ["q_proj", "self_attn.v_proj"])
+    assert "got self_attn.v_proj, which matches no layer of" in problem.message

@@ -1,12 +1,14 @@
 """Adapters train on every layout as they do in one process, and what leaves the model has them merged in."""
 
 import threading
+import warnings
 
 import numpy as np
 import pytest
 import torch
 from layouts import EXPERT_LAYOUTS, LAYOUTS, write_family
 from megatron_factories import kept_tensors
+from peft import PeftModel
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -18,7 +20,7 @@ from rl_core.testing.model_worker import LAYOUTS as BATCHINGS
 from rl_core.testing.model_worker import make_batch
 from rl_core.testing.pooled_model import PooledModel
 from rl_core.testing.rank_pool import free_port
-from rl_core.testing.torch.adapted import adapt, merge
+from rl_core.testing.torch.adapted import adapt, merge, merge_files
 from rl_core.testing.torch.oracle import Oracle
 from rl_core.testing.torch.received import receive
 from rl_core.weights import Transport
@@ -94,12 +96,17 @@ def test_three_steps_of_adapters_equal_those_of_one_process(
             for name, value in metrics.items():
                 assert found[name] == pytest.approx(value, rel=1e-5, abs=1e-5), (seed, name)
         worker.export(str(tmp_path))
+        worker.export_adapter(str(tmp_path / "adapter"))
     exported = dict(Oracle(tmp_path).model.named_parameters())
     source = dict(Oracle(folder).model.named_parameters())
+    from_files = Oracle(folder).model
+    merge_files(from_files, tmp_path / "adapter")
     merge(oracle.model)
     trained = dict(oracle.model.named_parameters())
     for name, weight in trained.items():
         np.testing.assert_allclose(exported[name].detach(), weight, atol=1e-5, rtol=1e-5, err_msg=name)
+        by_adapter = from_files.get_parameter(name).detach()
+        np.testing.assert_allclose(by_adapter, weight, atol=1e-5, rtol=1e-5, err_msg=name)
     stayed = {name for name, weight in trained.items() if weight.equal(source[name])}
     assert stayed
     assert stayed < trained.keys()
@@ -127,6 +134,32 @@ def test_a_checkpoint_has_the_adapters_alone_and_resumes_on_another_layout(ranks
     saved = FileSystemReader(tmp_path / "adapters" / "shards").read_metadata().state_dict_metadata
     assert {name.split("/")[0] for name in saved} == {"model", "momentum_buffer"}
     assert all(".adapters." in name for name in saved)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "lora"),
+    [
+        ("qwen3", "tp2 pp2+sp", LORA),
+        ("llama", "tp2", LoraConfig(enabled=True, dim=3, alpha=6, use_rslora=True, exclude_modules=["up_proj"])),
+        ("llama", "tp1", ATTENTION),
+        ("qwen3_moe", "tp2 etp2 ep2+sp", LORA),
+    ],
+)
+def test_peft_gives_the_logprobs_of_the_run(ranks, folders, tmp_path, model, layout, lora):
+    folder, batch = folders(model), make_batch(seed=7)
+    with open_model(ranks, folder, layout, lora) as worker:
+        for seed in range(2):
+            worker.train_step(make_batch(seed=seed), TokenLoss())
+        expected = worker.infer(batch, [LOGPROBS]).ragged("logprobs").values
+        worker.export_adapter(str(tmp_path))
+    oracle = Oracle(folder)
+    before = oracle.infer(batch, [LOGPROBS])["logprobs"]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="(?s).*adapter keys")  # of factors that are missing
+        oracle.model = PeftModel.from_pretrained(oracle.model, tmp_path).merge_and_unload()
+    found = oracle.infer(batch, [LOGPROBS])["logprobs"]
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    assert abs(found - before).max() > 1e-3
 
 
 def test_half_precision_sends_the_sum_of_weights_and_adapters_rounded_once(ranks, folders, tmp_path):

@@ -111,7 +111,7 @@ class SavedFile:
     """A file that one rank of a model wrote.
 
     Args:
-        path: relative to the folder that `save` or `export` was called with, with `/`.
+        path: relative to the folder that `save`, `export` or `export_adapter` was called with, with `/`.
         size: in bytes.
         sha256: of its contents, taken while they were written; None for files of an export, which nothing resumes from.
         rank: that wrote it.
@@ -197,7 +197,13 @@ class Model(Protocol):
         ...
 
     def export(self, path: str) -> tuple[SavedFile, ...]:
-        """Write Hugging Face files that `transformers` and vLLM load: config, weights, tokenizer; returns them."""
+        """Write Hugging Face files that `transformers` and vLLM load: config, weights with adapters merged, tokenizer;
+        returns them."""
+        ...
+
+    def export_adapter(self, path: str) -> tuple[SavedFile, ...]:
+        """Write the adapters alone, as `peft` and vLLM load them beside the model that they sit on; returns the files,
+        none if the model has no adapters."""
         ...
 
 
@@ -284,6 +290,10 @@ class ModelWorker(Resident, WeightSource, Protocol):
 
     def export(self, path: str) -> tuple[SavedFile, ...]:
         """This rank's part of `Model.export`."""
+        ...
+
+    def export_adapter(self, path: str) -> tuple[SavedFile, ...]:
+        """This rank's part of `Model.export_adapter`."""
         ...
 
     def health(self) -> Mapping[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -136,8 +137,29 @@ class LoraConfig(Config):
     """Rank of an adapter."""
     alpha: Annotated[float, WhenChanged.BRANCH] = Field(default=32, gt=0)
     """An adapter's product is scaled by `alpha / dim`."""
+    use_rslora: Annotated[bool, WhenChanged.BRANCH] = False
+    """Scale by `alpha / sqrt(dim)` instead, so that gradients do not shrink as `dim` grows (rsLoRA,
+    arXiv:2312.03732)."""
     dropout: Annotated[float, WhenChanged.BRANCH] = Field(default=0.0, ge=0, lt=1)
     """Share of an adapter's inputs that are dropped in training."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_dora(cls, values: Any) -> Any:
+        if isinstance(values, Mapping) and "use_dora" in values:
+            raise ProblemError(
+                Problem(
+                    "use_dora",
+                    "DoRA adapters are not supported; remove this key to train plain ones, or set use_rslora=true for "
+                    "rank-stabilised ones",
+                )
+            )
+        return values
+
+    @property
+    def scale(self) -> float:
+        """Factor of an adapter's product."""
+        return self.alpha / (math.sqrt(self.dim) if self.use_rslora else self.dim)
 
 
 class ModelConfig(Config):

@@ -45,7 +45,8 @@ class FamilyCase:
         layout: of rows, and the weights that train: `packed, full`.
         verdict: `exact` to rounding; `off` if numbers or names differ, or the case fails; `refused` if the backend
             says beforehand that it does not support the case.
-        differences: largest difference by what was compared (`loss`, `grad_norm`, `weights`).
+        differences: largest difference by what was compared (`loss`, `grad_norm`, `weights`, and `adapter`:
+            the weights that its exported files give).
         names: tensors that the weight stream gets wrong.
         reason: of a refusal or a failure.
     """

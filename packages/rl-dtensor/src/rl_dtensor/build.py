@@ -42,9 +42,8 @@ from rl_dtensor.recompute import checkpoint_activations
 from rl_dtensor.replay import Replay
 from rl_dtensor.settings import device_problems, head_problems
 from rl_dtensor.shape import shape_of
-from rl_dtensor.weights import Catalog, Weights
+from rl_dtensor.weights import SCORE, Catalog, Weights
 
-SCORE = "score.weight"
 LM_HEAD = "lm_head.weight"
 
 

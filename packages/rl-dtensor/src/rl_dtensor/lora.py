@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rl_core.model_config import LoraConfig
-from rl_core.torch.training.lora import initial_down, is_adapted, nothing_adapted
+from rl_core.torch.training.lora import ends_with, initial_down, is_adapted, nothing_adapted
 from rl_dtensor.parallel.fsdp import local, local_slices, whole
 
 ADAPTER = "default"
@@ -49,8 +49,9 @@ def add_adapters(hf: PreTrainedModel, config: LoraConfig) -> None:
     """Put adapters on linear layers of a model and freeze everything else but a score head.
 
     Raises:
-        ValueError: if the config names no linear layer of the model.
+        ValueError: if the config names no linear layer of the model, or something of it that gets no adapter.
     """
+    _check_targets(hf, config)
     targets = adapted_modules(hf, config)
     if not targets:
         raise nothing_adapted(config, type(hf).__name__)
@@ -60,6 +61,7 @@ def add_adapters(hf: PreTrainedModel, config: LoraConfig) -> None:
         r=config.dim,
         lora_alpha=config.alpha,
         lora_dropout=config.dropout,
+        use_rslora=config.use_rslora,
         target_modules=[f"hf.{name}" for name in targets],
     )
     inject_adapter_in_model(peft, shell, adapter_name=ADAPTER)
@@ -71,12 +73,7 @@ def add_adapters(hf: PreTrainedModel, config: LoraConfig) -> None:
 def adapted_modules(hf: PreTrainedModel, config: LoraConfig) -> list[str]:
     """Names of the linear layers that get an adapter: never the head, nor stacked experts, which are
     not linear layers."""
-    heads = (hf.get_output_embeddings(), dict(hf.named_children()).get("score"))
-    return [
-        name
-        for name, module in hf.named_modules()
-        if type(module).forward in LINEAR and not any(module is head for head in heads) and is_adapted(name, config)
-    ]
+    return [name for name in _linear_layers(hf) if is_adapted(name, config)]
 
 
 def adapters_of(hf: PreTrainedModel) -> dict[str, Adapter]:
@@ -91,6 +88,31 @@ def adapters_of(hf: PreTrainedModel) -> dict[str, Adapter]:
         for name, module in hf.named_modules()
         if isinstance(module, LoraLayer)
     }
+
+
+def _linear_layers(hf: PreTrainedModel) -> list[str]:
+    heads = (hf.get_output_embeddings(), dict(hf.named_children()).get("score"))
+    return [
+        name
+        for name, module in hf.named_modules()
+        if type(module).forward in LINEAR and not any(module is head for head in heads)
+    ]
+
+
+def _check_targets(hf: PreTrainedModel, config: LoraConfig) -> None:
+    if config.match_all_linear:
+        return
+    linear = _linear_layers(hf)
+    others = [name for name, _ in (*hf.named_modules(), *hf.named_parameters())]
+    for ending in config.target_modules:
+        if any(ends_with(name, [ending]) for name in linear):
+            continue
+        is_there = any(ends_with(name, [ending]) for name in others)
+        what = "gets no adapter, as a head, a router or an expert does not," if is_there else "is not a linear layer"
+        raise ValueError(
+            f"lora_cfg.target_modules: {ending!r} {what} of this {type(hf).__name__}; name some of "
+            f"{', '.join(sorted({name.rpartition('.')[2] for name in linear}))}"
+        )
 
 
 def init_adapters(hf: PreTrainedModel, seed: int) -> None:

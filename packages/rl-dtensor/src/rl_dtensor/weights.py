@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,12 +13,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rl_core.torch.files.model_files import OpenWeights, WeightFiles
+from rl_core.torch.training.lora import LORA_A, LORA_B, WEIGHT
 from rl_core.weights import TensorSpec
 from rl_dtensor.lora import BASE, Adapter, adapters_of
 from rl_dtensor.names import FileNames, Piece
 from rl_dtensor.parallel.fsdp import local, local_slices, whole
 from rl_dtensor.parallel.mesh import Mesh
 
+SCORE = "score.weight"
 SHOWN = 8
 """Most names that an error spells out."""
 
@@ -142,18 +145,45 @@ class Weights:
             tensor = self._whole(entry, getattr(torch, _dtype_of(entry, dtype)))
             yield [(piece.name, tensor[piece.region] if piece.region else tensor) for piece in entry.pieces]
 
+    @torch.no_grad()
+    def adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """The factors of every adapter, and a score head, in float32 and whole on every rank; collective."""
+        here = [(name, tuple(each.down.shape), tuple(each.up.shape)) for name, each in self._adapters.items()]
+        everyone: list[Any] = [None] * self._mesh.world_size
+        dist.all_gather_object(everyone, (self._mesh.on("pp"), here), group=self._mesh.control)
+        stage_of = {adapter: stage for stage, adapters in everyone for adapter in adapters}
+        for (name, *shapes), stage in stage_of.items():
+            own = self._adapters.get(name)
+            layer = name.removesuffix(WEIGHT)
+            factors = (None, None) if own is None else (whole(own.down, torch.float32), whole(own.up, torch.float32))
+            for ending, shape, factor in zip((LORA_A, LORA_B), shapes, factors, strict=True):
+                yield layer + ending, self._from_stage(factor, shape, torch.float32, stage)
+        for entry in self.catalog.entries:
+            if entry.name == SCORE:
+                yield SCORE, self._whole(entry, torch.float32)
+
     def _whole(self, entry: Entry, dtype: torch.dtype) -> Tensor:
         """A whole tensor, on the ranks of every stage."""
-        is_here = self._mesh.on("pp") == entry.stage % self._mesh.sizes.pp
-        if is_here:
+        stage = entry.stage % self._mesh.sizes.pp
+        gathered = None
+        if self._mesh.on("pp") == stage:
             tensor = self._tensors[entry.name]
             adapter = self._adapters.get(entry.name)
             gathered = whole(tensor, dtype) if adapter is None else adapter.merged(tensor, dtype)
-            gathered = gathered.to(self._mesh.device).contiguous()
+        return self._from_stage(gathered, entry.shape, dtype, stage)
+
+    def _from_stage(self, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, stage: int) -> Tensor:
+        """A tensor that the ranks of one pipeline stage have, on the ranks of every stage.
+
+        Args:
+            tensor: whole; None on the ranks of other stages.
+        """
+        if tensor is None:
+            gathered = torch.empty(shape, dtype=dtype, device=self._mesh.device)
         else:
-            gathered = torch.empty(entry.shape, dtype=dtype, device=self._mesh.device)
+            gathered = tensor.to(self._mesh.device).contiguous()
         if self._mesh.sizes.pp > 1:
-            dist.broadcast(gathered, group=self._mesh.group("pp"), group_src=entry.stage % self._mesh.sizes.pp)
+            dist.broadcast(gathered, group=self._mesh.group("pp"), group_src=stage)
         return gathered
 
     def _sources(self, entry: Entry, available: Mapping[str, str]) -> list[Piece] | None:

@@ -14,7 +14,7 @@ from rl_core.errors import ConfigError
 from rl_core.rollout import RolloutGroup
 from rl_launch.commands.start import GivenRun, run_of
 from rl_launch.named_objects import with_names
-from rl_launch.session import EXPORT, show_logs
+from rl_launch.session import ADAPTER, EXPORT, show_logs
 from rl_launch.session.run_folder import RunFolder
 
 Source = str | Path | Mapping[str, Any]
@@ -33,12 +33,14 @@ class TrainResult:
         metrics: of every step, as `metrics.jsonl` has them.
         best_checkpoint: Hugging Face files of the checkpoint with the best `checkpointing.metric_name`, of the newest
             one if that is not set; None if none was saved.
+        adapter: adapters of that checkpoint in the format of `peft`; None if it has none.
         finished: whether the run made all its steps or met its goal; a signal or a time limit may have ended it before.
     """
 
     run_dir: Path
     metrics: list[dict[str, Any]]
     best_checkpoint: Path | None
+    adapter: Path | None
     finished: bool
 
     @property
@@ -125,7 +127,8 @@ def result_of(run_dir: Path) -> TrainResult:
     ranked = [each for each in saved if each.metrics.get(key) is not None]
     best = max(ranked, key=lambda each: sign * each.metrics[key]) if ranked else saved[-1] if saved else None
     files = best.path / EXPORT if best is not None else None
-    return TrainResult(run.path, run.metrics(), files, run.state().status == "finished")
+    adapter = best.path / ADAPTER if best is not None and (best.path / ADAPTER).is_dir() else None
+    return TrainResult(run.path, run.metrics(), files, adapter, run.state().status == "finished")
 
 
 def _run_of(config: Source, overrides: Overrides, branch_from: str = "") -> GivenRun:

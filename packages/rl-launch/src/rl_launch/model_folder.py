@@ -76,18 +76,19 @@ def layer_names(name: str) -> list[str]:
 
 
 def adapter_problems(key: str, name: str, targets: Sequence[str]) -> Iterator[Problem]:
-    """Targets of adapters, none of which is a layer of the model.
+    """Targets of adapters that no layer of the model can match: none ends as they do.
 
     Args:
         key: that names the targets.
         name: of the model; nothing is said of one that is not in a local folder.
         targets: names of layers, or ends of names.
     """
-    layers = layer_names(name)
-    if layers and not any(f".{layer}".endswith(f".{target}") for layer in layers for target in targets):
-        ends = sorted({layer.rpartition(".")[2] for layer in layers})
-        near = did_you_mean(targets[0], ends)
-        yield Problem(key, f"got {', '.join(targets)}, which matches no layer of {name}{near}; it has {_listed(ends)}")
+    ends = sorted({layer.rpartition(".")[2] for layer in layer_names(name)})
+    # a layer may have another name before its last dot than its weights have in files
+    wrong = [target for target in targets if target.rpartition(".")[2] not in ends]
+    if ends and wrong:
+        near = did_you_mean(wrong[0], ends)
+        yield Problem(key, f"got {', '.join(wrong)}, which matches no layer of {name}{near}; it has {_listed(ends)}")
 
 
 def check_models(names: Mapping[str, str]) -> None:

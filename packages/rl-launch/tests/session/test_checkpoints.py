@@ -98,6 +98,22 @@ def test_changed_contents_are_found_by_whoever_loads_them(tmp_path):
             checkpoints.restore(saved, models={"policy": model}, state={"draws": draws})
 
 
+def test_adapters_are_in_a_folder_of_their_own_that_the_manifest_knows(tmp_path):
+    class Adapted(counting.CountingModel):
+        def export_adapter(self, path):
+            Path(path).mkdir()
+            return (counting.written(Path(path) / "factors.npy", self.weights),)
+
+    checkpoints = Checkpoints(tmp_path, CheckpointingConfig())
+    saved = checkpoints.save(1, models={"policy": Adapted()}, state={}, metrics={})
+    assert checkpoints.newest() == (1, saved)
+    (saved / "adapter/factors.npy").unlink()
+    with pytest.raises(RunDirectoryError, match=r"adapter/factors.npy is missing"):
+        checkpoints.newest()
+    plain = checkpoints.save(2, models={"policy": counting.CountingModel()}, state={}, metrics={})
+    assert not (plain / "adapter").exists()
+
+
 def test_a_file_that_the_driver_does_not_see_is_named_with_the_rank_that_wrote_it(tmp_path):
     class Elsewhere(counting.CountingModel):
         def finish_save(self, *, wait=True):

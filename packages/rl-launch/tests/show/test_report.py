@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from rl_core.errors import RunDirectoryError
 from rl_launch.cli import app
+from rl_launch.session.manifest import Manifest
 from rl_launch.show import report_of, show
 from rl_launch.show.terminal import shortened
 
@@ -68,6 +69,17 @@ def test_samples_are_of_different_prompts_and_failures_are_counted(record):
     assert [(each.prompt, each.reward) for each in found.best] == [("3+4=", 1.0), ("6+6=", 0.5)]
     assert [(each.prompt, each.reward) for each in found.worst] == [("5+5=", 0.0), ("3+4=", 1.0)]
     assert found.failures == {"score raised ZeroDivisionError": 2, "the deadline of 30 s passed": 1}
+
+
+def test_folders_that_other_libraries_load_are_named(record):
+    run = record(rows())
+    for step, folder in ((6, "hf"), (12, "hf"), (12, "adapter")):
+        (run.path / f"checkpoints/step_{step}/{folder}").mkdir(parents=True)
+        Manifest(step).write(run.path / f"checkpoints/step_{step}")
+    newest = run.path / "checkpoints/step_12"
+    report = report_of(run)
+    assert report.exports == {"model": str(newest / "hf"), "adapter": str(newest / "adapter")}
+    assert f"saved adapter {newest / 'adapter'}" in printed(report)
 
 
 def test_a_step_shows_the_run_up_to_it(record):

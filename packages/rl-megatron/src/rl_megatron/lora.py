@@ -25,7 +25,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from rl_core.model_config import LoraConfig
-from rl_core.torch.training.lora import ends_with, is_adapted, nothing_adapted
+from rl_core.torch.training.lora import LORA_A, LORA_B, WEIGHT, ends_with, is_adapted, nothing_adapted
 from rl_megatron.conversion.names import global_name
 from rl_megatron.conversion.splits import Chunks, Vocabulary, Whole
 from rl_megatron.conversion.weight_map import AdapterMap, HFTensor, WeightMap
@@ -33,7 +33,6 @@ from rl_megatron.families.catalog import family_of
 from rl_megatron.mla import WholeProjection
 from rl_megatron.model import ReadingModel
 
-WEIGHT = ".weight"
 LINEAR = (ColumnParallelLinear, RowParallelLinear, WholeProjection)
 
 
@@ -189,15 +188,15 @@ def _adapter_map(entry: WeightMap, source: HFTensor, config: LoraConfig) -> Adap
     theirs = _layer(source.name)
     down = WeightMap(
         f"{target}.down",
-        (HFTensor(f"{theirs}.lora_A{WEIGHT}", (config.dim, inputs)),),
+        (HFTensor(f"{theirs}{LORA_A}", (config.dim, inputs)),),
         Chunks(inputs, dim=1) if entry.split.dim == 1 else Whole(),
     )
     up = WeightMap(
         f"{target}.up",
-        (HFTensor(f"{theirs}.lora_B{WEIGHT}", (outputs, config.dim)),),
+        (HFTensor(f"{theirs}{LORA_B}", (outputs, config.dim)),),
         Chunks(outputs) if entry.split.dim == 0 else Whole(),
     )
-    return AdapterMap(down, up, config.alpha / config.dim)
+    return AdapterMap(down, up, config.scale)
 
 
 def _rows_of_sources(entry: WeightMap, rank: int, size: int) -> Iterator[tuple[str, Tensor]]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rl_core.torch.files.model_files import OpenWeights, WeightFiles
 from rl_core.torch.training.lora import initial_down
-from rl_core.weights import TensorSpec, num_bytes
+from rl_core.weights import TensorSpec, buckets, num_bytes
 from rl_megatron.conversion.names import held_weights
 from rl_megatron.conversion.splits import Vocabulary, Whole
 from rl_megatron.conversion.weight_map import HFTensor, WeightMap
@@ -150,6 +150,18 @@ class Weights:
                 yield from self._merged(bucket, everywhere=everywhere)
                 bucket, size = [], 0
         yield from self._merged(bucket, everywhere=everywhere)
+
+    def adapters(self) -> Iterator[tuple[str, Tensor | None]]:
+        """The factors of every adapter, and a score head, in float32 and whole on rank 0; collective."""
+        halves = [half for adapter in self._model.adapters.values() for half in (adapter.down, adapter.up)]
+        heads = [entry for entry in self._own_maps if entry.target == SCORE]
+        wanted = {entry.target: entry for entry in (*halves, *heads)}
+        specs = [TensorSpec(name, entry.sources[0].shape, "float32") for name, entry in wanted.items()]
+        for bucket in buckets(specs, BUCKET_BYTES):
+            entries = [wanted[spec.name] for spec in bucket]
+            joined = self._gathering.join([(entry, torch.float32) for entry in entries], everywhere=False)
+            for entry, tensors in zip(entries, joined, strict=True):
+                yield entry.sources[0].name, None if tensors is None else tensors[0]
 
     def share(self, entry: WeightMap) -> tuple[int, int]:
         """This rank's share of a parameter, and the number of shares."""

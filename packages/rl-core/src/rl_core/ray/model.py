@@ -170,6 +170,11 @@ class RemoteModel:
         with self._hold():
             return tuple(file for part in self.call_all("export", path) for file in part)
 
+    def export_adapter(self, path: str) -> tuple[SavedFile, ...]:
+        """As `rl_core.model.Model.export_adapter`."""
+        with self._hold():
+            return tuple(file for part in self.call_all("export_adapter", path) for file in part)
+
     def offload(self, parts: Sequence[Part] = ("parameters", "optimizer")) -> None:
         """Free the devices of all ranks of these parts."""
         self.call_all("offload", tuple(parts))

@@ -86,6 +86,10 @@ class FakeModel:
         (folder / "model.json").write_bytes(content)
         return (SavedFile("model.json", len(content), hashlib.sha256(content).hexdigest(), 0),)
 
+    def export_adapter(self, path: str) -> tuple[SavedFile, ...]:
+        """Nothing: it has no adapters."""
+        return ()
+
     def _metrics(self, batch: Batch, loss: Loss) -> dict[str, Metric]:
         batch.require(TOKENS, *loss.columns)
         totals = loss.totals(batch)

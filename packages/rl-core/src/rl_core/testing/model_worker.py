@@ -408,6 +408,8 @@ class ModelWorkerSuite:
             exported = model.export(str(tmp_path / "exported"))
             there = {name: size for name, (size, _) in _digests(tmp_path / "exported").items()}
             assert {file.path: file.size for file in exported} == there
+            assert model.export_adapter(str(tmp_path / "adapter")) == ()
+            assert not (tmp_path / "adapter").exists()
 
     def test_a_damaged_file_is_named_and_nothing_is_loaded(self, pool: RankPool, folder: Path, tmp_path: Path) -> None:
         with self._model(pool, folder, max(self.worlds), optimizer=ADAMW) as model:

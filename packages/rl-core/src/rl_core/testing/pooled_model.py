@@ -92,6 +92,10 @@ class PooledModel:
         """As `Model.export`."""
         return tuple(file for part in self.call("export", path) for file in part)
 
+    def export_adapter(self, path: str) -> tuple[SavedFile, ...]:
+        """As `Model.export_adapter`."""
+        return tuple(file for part in self.call("export_adapter", path) for file in part)
+
     def offload(self, parts: Sequence[Part] = ("parameters", "optimizer")) -> None:
         """As `Resident.offload`, on every rank."""
         self.call("offload", tuple(parts))

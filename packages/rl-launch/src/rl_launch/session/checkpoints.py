@@ -9,7 +9,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rl_core.errors import RunDirectoryError, WorkerDied
@@ -21,6 +21,9 @@ from rl_launch.session.state_file import read_state, write_state
 
 EXPORT = "hf"
 """Folder within a checkpoint that `transformers` and vLLM load."""
+
+ADAPTER = "adapter"
+"""Folder of a checkpoint that `peft` loads, if adapters train."""
 
 _EXPORTED = "policy"
 _STATE = "state"
@@ -40,14 +43,14 @@ class Save:
         folder: the folder that it is written into.
         models: the models that write.
         metrics: of the step.
-        exported: files of the export.
+        exported: files of the exports, by folder.
     """
 
     step: int
     folder: Path
     models: Mapping[str, Model]
     metrics: Mapping[str, float]
-    exported: tuple[SavedFile, ...] = ()
+    exported: Mapping[str, tuple[SavedFile, ...]] = field(default_factory=dict)
 
 
 class Checkpoints:
@@ -73,7 +76,8 @@ class Checkpoints:
     ) -> Path:
         """Save the state after a step, and remove checkpoints that need not be kept.
 
-        Each model is under its name, the policy's Hugging Face files under `hf`, loop state under `state`.
+        Each model is under its name, the policy's Hugging Face files under `hf` and its adapters, if it has some, under
+        `adapter`, loop state under `state`.
         """
         self.begin(step, models=models, state=state, metrics=metrics, wait=True)
         path = self.finish()
@@ -204,7 +208,10 @@ class Checkpoints:
         # first, so that it does not compete with what is written behind the steps
         if _EXPORTED in save.models:
             (save.folder / EXPORT).mkdir()
-            self._open = replace(save, exported=save.models[_EXPORTED].export(str(save.folder / EXPORT)))
+            exported = save.models[_EXPORTED]
+            files = exported.export(str(save.folder / EXPORT))
+            adapter = exported.export_adapter(str(save.folder / ADAPTER))
+            self._open = replace(save, exported={EXPORT: files, ADAPTER: adapter})
         for name, model in save.models.items():
             (save.folder / name).mkdir()
             model.save(str(save.folder / name), wait=wait)
@@ -212,9 +219,7 @@ class Checkpoints:
             write_state(save.folder / _STATE, name, part.state())
 
     def _complete(self, save: Save, written: Mapping[str, tuple[SavedFile, ...]]) -> Path:
-        manifest = Manifest.of(
-            save.folder, save.step, save.metrics, written={**written, EXPORT: save.exported}, own=[_STATE]
-        )
+        manifest = Manifest.of(save.folder, save.step, save.metrics, written={**written, **save.exported}, own=[_STATE])
         manifest.write(save.folder)
         target = self._folder / f"step_{save.step}"
         self._drop(target)

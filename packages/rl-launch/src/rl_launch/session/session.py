@@ -21,7 +21,7 @@ from rl_core.model import Model
 from rl_core.rollout import RolloutGroup
 from rl_core.run import Checkpointable
 from rl_launch.session.branch import Branch
-from rl_launch.session.checkpoints import Checkpoints, written_at
+from rl_launch.session.checkpoints import ADAPTER, Checkpoints, written_at
 from rl_launch.session.config import CheckpointingConfig, LoggerConfig
 from rl_launch.session.log_output import logged_to, shared_console
 from rl_launch.session.progress import Progress
@@ -320,6 +320,9 @@ class RunSession:
         self._finish_save(wait=True)
         if self._checkpointing.enabled and self._done > self._saved:
             self._save(wait=True)
+        adapter = self.directory.checkpoints / f"step_{self._saved}" / ADAPTER
+        if adapter.is_dir():
+            _logger.info("adapters, for peft: %s", adapter)
         self._stop.listen(gracefully=False)
 
     def _settle(self, error: BaseException | None) -> None:

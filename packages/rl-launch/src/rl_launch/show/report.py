@@ -9,6 +9,7 @@ from math import isfinite
 from typing import Any
 
 from rl_core.errors import RunDirectoryError
+from rl_launch.session.checkpoints import ADAPTER, EXPORT
 from rl_launch.session.run_folder import Description, RunFolder
 from rl_launch.session.run_state import RunState
 from rl_launch.show.advice import Advice, advice
@@ -99,6 +100,7 @@ class Report:
         series: values of each metric over steps, without those that are not finite.
         timings: seconds of all steps by phase, `step` for the whole.
         rollouts: None if the run generates nothing.
+        exports: folders of the newest checkpoint that other libraries load, by name.
     """
 
     path: str
@@ -109,10 +111,11 @@ class Report:
     timings: Mapping[str, float]
     rollouts: Rollouts | None
     advice: tuple[Advice, ...]
+    exports: Mapping[str, str]
 
     def as_json(self) -> dict[str, Any]:
         """The object that `rl show --json` prints."""
-        fields = ("path", "description", "state", "summaries", "timings", "rollouts", "advice")
+        fields = ("path", "description", "state", "summaries", "timings", "rollouts", "advice", "exports")
         data = asdict(self)
         return {"schema": 1, **{name: data[name] for name in fields}}
 
@@ -145,6 +148,7 @@ def report_of(run: RunFolder, step: int | None = None) -> Report:
         timings=timings,
         rollouts=_rollouts(run, step),
         advice=tuple(advice(rows, timings, run.config())),
+        exports=_exports(run),
     )
 
 
@@ -155,6 +159,12 @@ def higher_is_better(name: str) -> bool | None:
     if name.startswith(_HIGHER_IS_BETTER) or (name.startswith("val/") and name.endswith("/accuracy")):
         return True
     return False if name.startswith(_LOWER_IS_BETTER) else None
+
+
+def _exports(run: RunFolder) -> dict[str, str]:
+    saved = run.checkpoints()
+    folders = {"model": EXPORT, "adapter": ADAPTER} if saved else {}
+    return {name: str(saved[-1].path / each) for name, each in folders.items() if (saved[-1].path / each).is_dir()}
 
 
 def _series(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[int, float]]]:

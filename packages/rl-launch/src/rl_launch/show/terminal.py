@@ -66,7 +66,8 @@ def _heading(report: Report) -> list[str]:
     state, known = report.state, report.description
     steps = f"step {state.step}/{state.max_steps}" if state.max_steps else f"step {state.step}"
     progress = "  ".join(part for part in (known.algorithm, state.status, steps, state.reason) if part)
-    return [report.path, progress, *([f"model {known.model}"] if known.model else [])]
+    saved = [f"saved {name} {path}" for name, path in report.exports.items()]
+    return [report.path, progress, *([f"model {known.model}"] if known.model else []), *saved]
 
 
 def _charts(report: Report, width: int) -> Iterator[str]:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import math
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -27,7 +31,7 @@ class AdaptedLinear(nn.Module):
     def __init__(self, base: nn.Module, name: str, config: LoraConfig) -> None:
         super().__init__()
         self.base = base
-        self.scale = config.alpha / config.dim
+        self.scale = config.scale
         weight: Any = base.weight
         self.is_transposed = isinstance(base, Conv1D)
         outputs, inputs = weight.T.shape if self.is_transposed else weight.shape
@@ -62,3 +66,36 @@ def merge(model: nn.Module) -> None:
         if isinstance(module, AdaptedLinear):
             module.merge()
             model.set_submodule(name, module.base)
+
+
+@torch.no_grad()
+def merge_files(model: nn.Module, folder: Path) -> None:
+    """Add the adapters in a folder of the format of `peft` to the weights of a model that they sit on.
+
+    Raises:
+        ValueError: if the folder names other layers than it holds factors of, or layers that the model does not have.
+    """
+    config = json.loads((folder / "adapter_config.json").read_text())
+    scale = config["lora_alpha"] / (math.sqrt(config["r"]) if config["use_rslora"] else config["r"])
+    factors = {
+        name.removeprefix("base_model.model."): factor
+        for name, factor in load_file(folder / "adapter_model.safetensors").items()
+    }
+    layers = {name.removesuffix(".lora_A.weight") for name in factors if name.endswith(".lora_A.weight")}
+    named = {
+        name
+        for name, module in model.named_modules()
+        if type(module).forward in LINEAR
+        and any(f".{name}".endswith(f".{target}") for target in config["target_modules"])
+    }
+    if named != layers:
+        raise ValueError(f"{folder} names {sorted(named ^ layers)}, of which it has no factors, or has them unnamed")
+    for layer in layers:
+        weight: Any = model.get_submodule(layer).weight
+        down, up = (factors.pop(f"{layer}.lora_{which}.weight").to(weight.dtype) for which in "AB")
+        added = scale * up @ down
+        weight += added.T if isinstance(model.get_submodule(layer), Conv1D) else added
+    for name in config["modules_to_save"] or ():
+        model.get_submodule(name).weight.copy_(factors.pop(f"{name}.weight"))
+    if factors:
+        raise ValueError(f"{folder} holds {sorted(factors)}, which belong to no adapter")

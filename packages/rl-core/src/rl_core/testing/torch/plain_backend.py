@@ -248,6 +248,10 @@ class PlainWeights:
         for name, parameter in self._named.items():
             yield [(name, parameter.detach().to(getattr(torch, dtype)))]
 
+    def adapters(self) -> Iterator[tuple[str, Tensor | None]]:
+        """None."""
+        return iter(())
+
 
 class PlainState:
     """Parameters and optimizer state, of which torch's distributed checkpoint writes one copy."""

@@ -27,7 +27,7 @@ from rl_core.selfcheck import FamilyCase, MeshCase
 from rl_core.testing.losses import TokenLoss
 from rl_core.testing.pooled_model import PooledModel
 from rl_core.testing.rank_pool import RankPool
-from rl_core.testing.torch.adapted import adapt, merge
+from rl_core.testing.torch.adapted import adapt, merge, merge_files
 from rl_core.testing.torch.oracle import Oracle
 from rl_core.torch.files.model_files import WeightFiles
 
@@ -101,6 +101,7 @@ class SelfCheck:
                 before = self.weights_of(model)
                 steps = [model.train_step(self.batch(seed), TokenLoss()) for seed in range(NUM_STEPS)]
                 after = self.weights_of(model)
+                by_adapter = _by_adapter(model, folder) if case.has_adapters else {}
         except (WorkerError, WorkerDied, TimeoutError) as error:
             refused = str(error).partition("ValueError: ")[2]
             return FamilyCase(case.mesh, case.layout, "refused" if refused else "off", reason=refused or str(error))
@@ -110,6 +111,9 @@ class SelfCheck:
             **{name: _largest(steps, expected.steps, name) for name in ("loss", "grad_norm")},
             "weights": _maximum(_distance(after.get(name), weight) for name, weight in expected.weights.items()),
         }
+        if case.has_adapters:
+            pairs = ((by_adapter.get(name), weight) for name, weight in expected.weights.items())
+            differences["adapter"] = _maximum(_distance(found, weight) for found, weight in pairs)
         is_exact = all(value <= TOLERANCE for value in differences.values()) and not inexact
         return FamilyCase(case.mesh, case.layout, "exact" if is_exact else "off", differences, inexact)
 
@@ -173,6 +177,16 @@ def read_files(folder: Path) -> dict[str, Tensor]:
     files = WeightFiles.of(folder)
     with files.open() as opened:
         return {name: opened.read(name, ()) for name in files.file_of}
+
+
+def _by_adapter(model: PooledModel, folder: Path) -> dict[str, Tensor]:
+    """The weights of a folder with the adapters that a model exports, by name in the files."""
+    with tempfile.TemporaryDirectory() as adapter, tempfile.TemporaryDirectory() as merged:
+        model.export_adapter(adapter)
+        base = Oracle(folder).model
+        merge_files(base, Path(adapter))
+        base.save_pretrained(merged)
+        return read_files(Path(merged))
 
 
 def _same(found: Tensor | None, wanted: Tensor | None) -> bool:

@@ -236,6 +236,11 @@ class RankWeights(Protocol):
         """
         ...
 
+    def adapters(self) -> Iterator[tuple[str, Tensor | None]]:
+        """The factors of every adapter by name (`rl_core.torch.training.lora`), and a score head that trains with them,
+        in float32; collective. Each is whole on rank 0, and whole or None elsewhere."""
+        ...
+
 
 class RankOptimizer(Protocol):
     """A torch optimizer over this rank's part of what trains."""

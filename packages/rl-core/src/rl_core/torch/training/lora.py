@@ -11,6 +11,11 @@ from torch import Tensor
 
 from rl_core.model_config import LoraConfig
 
+WEIGHT = ".weight"
+LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
+"""What follows the name of a layer in those of its adapter's factors: `[dim, inputs]` and `[outputs, dim]`, as in the
+files of peft."""
+
 
 def is_adapted(layer: str, config: LoraConfig) -> bool:
     """Whether a linear layer of this name gets an adapter."""

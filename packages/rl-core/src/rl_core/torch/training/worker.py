@@ -22,6 +22,7 @@ from rl_core.torch.collective_errors import on_rank0
 from rl_core.torch.files.model_files import copy_side_files, model_folder
 from rl_core.torch.heads.reads import check_reads
 from rl_core.torch.optim.optimizer import build_schedule
+from rl_core.torch.training.adapter_export import export_adapter
 from rl_core.torch.training.backend import RankMesh, TrainingParts
 from rl_core.torch.training.checkpoint import Checkpoint
 from rl_core.torch.training.checkpoint_files import exported_files, verify_files
@@ -159,6 +160,14 @@ class TrainingWorker:
         on_rank0(self._mesh.control, lambda: self._write_side_files(folder, dtype))
         export_weights(self._weights, folder, dtype=dtype, mesh=self._mesh)
         return exported_files(folder, self._mesh.control)
+
+    def export_adapter(self, path: str) -> tuple[SavedFile, ...]:
+        """Write the adapters as `peft` loads them; nothing, not even the folder, if the model has none."""
+        if not self._config.lora_cfg.enabled:
+            return ()
+        self._residency.require("parameters")
+        export_adapter(self._weights, Path(path), config=self._config, role=self._spec.role, mesh=self._mesh)
+        return exported_files(Path(path), self._mesh.control)
 
     def manifest(self, version: int) -> Manifest | None:
         """All weights in the compute dtype, by Hugging Face name; on rank 0, which speaks for all."""

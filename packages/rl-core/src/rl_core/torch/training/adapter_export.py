@@ -1,0 +1,103 @@
+"""Adapters as files in the format of `peft`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rl_core.model import HEADLESS_ROLES, Role
+from rl_core.model_config import ModelConfig
+from rl_core.torch.collective_errors import on_rank0
+from rl_core.torch.training.backend import RankMesh, RankWeights
+from rl_core.torch.training.lora import LORA_A, WEIGHT
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+SCORE = "score"
+"""Name of the head of models without a language-model head."""
+PREFIX = "base_model.model."
+"""Begins every name in the files: `peft` wraps a model twice."""
+
+
+def export_adapter(weights: RankWeights, path: Path, *, config: ModelConfig, role: Role, mesh: RankMesh) -> None:
+    """Write the adapters of a model, and a score head that trains with them, as `peft.PeftModel.from_pretrained` and
+    vLLM load them; collective. Rank 0 brings them together in host memory and writes.
+    """
+    gathered: dict[str, Tensor] = {}
+    for name, tensor in weights.adapters():
+        if mesh.rank == 0:
+            assert tensor is not None, f"{name} did not reach the rank that writes it"
+            gathered[PREFIX + name] = tensor.cpu().contiguous()
+
+    def write() -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        layers = {name.removeprefix(PREFIX).removesuffix(LORA_A) for name in gathered if name.endswith(LORA_A)}
+        others = {spec.name.removesuffix(WEIGHT) for spec in weights.specs("float32")} - layers
+        described = AdapterConfig.of(config, role, endings(layers, others)).as_json()
+        save_file(gathered, path / WEIGHTS, metadata={"format": "pt"})
+        (path / CONFIG).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+
+    on_rank0(mesh.control, write)
+
+
+def endings(layers: Iterable[str], others: Iterable[str]) -> list[str]:
+    """Ends of names that these layers have and no others: the last part of a name if it will do, else all of it."""
+    taken = {_last(name) for name in others}
+    return sorted({name if _last(name) in taken else _last(name) for name in layers})
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """Contents of `adapter_config.json`.
+
+    Args:
+        base: the model that the adapters sit on.
+        targets: ends of the names of the layers that have one.
+        scores: whether the model has a score head in the place of its language-model head.
+    """
+
+    base: str
+    targets: list[str]
+    dim: int
+    alpha: float
+    dropout: float
+    use_rslora: bool
+    scores: bool
+
+    @classmethod
+    def of(cls, config: ModelConfig, role: Role, targets: list[str]) -> AdapterConfig:
+        """Of the adapters of a model."""
+        lora = config.lora_cfg
+        scores = role in HEADLESS_ROLES
+        return cls(config.model_name, targets, lora.dim, lora.alpha, lora.dropout, lora.use_rslora, scores)
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields that `peft` and vLLM read."""
+        return {
+            "peft_type": "LORA",
+            "task_type": "SEQ_CLS" if self.scores else "CAUSAL_LM",
+            "base_model_name_or_path": self.base,
+            "inference_mode": True,
+            "r": self.dim,
+            "lora_alpha": int(self.alpha) if self.alpha == int(self.alpha) else self.alpha,
+            "lora_dropout": self.dropout,
+            "use_rslora": self.use_rslora,
+            "use_dora": False,
+            "target_modules": self.targets,
+            "modules_to_save": [SCORE] if self.scores else None,
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "init_lora_weights": True,
+            "rank_pattern": {},
+            "alpha_pattern": {},
+        }
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
