@@ -2,10 +2,17 @@ from itertools import groupby
 
 import numpy as np
 import pytest
+import torch
+from chat_templates import APPENDING, MARKED, THINKING, TURNS
 
+from rl_algos.losses.nll import NLLLoss
 from rl_algos.sft.conversation import encode_conversation
 from rl_algos.tiny_model import make_tokenizer
+from rl_core.batch import Batch
 from rl_core.errors import DataError
+from rl_core.plugins import resolve
+from rl_core.ragged import Ragged
+from rl_core.torch.loss import Rows
 
 USER, ASSISTANT = "user", "assistant"
 PLAIN = (
@@ -29,9 +36,9 @@ def with_template(template=None):
     return tokenizer
 
 
-def learned(tokenizer, messages):
+def learned(tokenizer, messages, **options):
     """What lies under the loss, one string per run of tokens."""
-    tokens, mask = encode_conversation(tokenizer, messages)
+    tokens, mask = encode_conversation(tokenizer, messages, **options)
     assert (tokens.dtype, mask.dtype, len(tokens)) == (np.int32, np.uint8, len(mask))
     runs = groupby(zip(tokens.tolist(), mask.tolist(), strict=True), key=lambda pair: pair[1])
     return [tokenizer.decode([token for token, _ in run]) for under, run in runs if under]
@@ -97,3 +104,81 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_with_the_remedy():
 def test_a_conversation_without_the_assistant_is_refused():
     with pytest.raises(DataError, match="no assistant message to learn from, only system, user"):
         encode_conversation(with_template(), TWO_TURNS[:2])
+
+
+def expected(form, which=(0, 1)):
+    """Tokens and mask, put together from the parts that are known of a format."""
+    pieces = [form.tokenizer()(part, add_special_tokens=False)["input_ids"] for part in form.parts]
+    under = {2 * turn + 1 for turn in which}
+    mask = [np.full(len(piece), index in under) for index, piece in enumerate(pieces)]
+    return np.concatenate(pieces), np.concatenate(mask)
+
+
+def nll(tokens, mask, logprobs):
+    """As the worker computes it."""
+    loss, offsets = NLLLoss(), np.array([0, len(tokens)])
+    batch = Batch({"tokens": Ragged(tokens, offsets), "loss_mask": Ragged(mask, offsets)})
+    rows = Rows(torch.tensor(offsets), {"loss_mask": torch.tensor(mask)})
+    return resolve(loss.implementation)(loss, {"logprobs": torch.tensor(logprobs)}, rows).loss(loss.totals(batch))
+
+
+@pytest.mark.parametrize(("learn", "which"), [("all", (0, 1)), ("last", (1,))])
+@pytest.mark.parametrize("name", APPENDING)
+def test_the_loss_is_the_mean_over_the_known_parts_of_a_familys_format(name, learn, which):
+    form = APPENDING[name]
+    tokens, mask = encode_conversation(form.tokenizer(), TURNS, learn=learn)
+    known, under = expected(form, which)
+    assert tokens.tolist() == known.tolist()
+    logprobs = -np.random.default_rng(0).exponential(size=len(known))
+    assert nll(tokens, mask, logprobs).item() == pytest.approx(-logprobs[under].mean(), rel=1e-12)
+
+
+def test_the_last_turn_is_learned_where_a_template_rewrites_the_turns_before_it():
+    tokens, mask = encode_conversation(THINKING.tokenizer(), TURNS, learn="last")
+    known, under = expected(THINKING, (0,))
+    assert (tokens.tolist(), mask.tolist()) == (known.tolist(), under.tolist())
+    with pytest.raises(DataError, match=r"says in message 1 cannot be told.*sft.learn: last"):
+        encode_conversation(THINKING.tokenizer(), TURNS)
+
+
+def flagged(*flags, key="train"):
+    return [message if flag is None else {**message, key: flag} for message, flag in zip(TURNS, flags, strict=True)]
+
+
+@pytest.mark.parametrize("name", APPENDING)
+@pytest.mark.parametrize(
+    ("messages", "learn", "turns"),
+    [
+        (flagged(None, False, None, None), "all", [1]),
+        (flagged(None, True, None, False), "all", [0]),
+        (flagged(False, True, False, None), "last", [0, 1]),
+        (flagged(None, 0, None, 1, key="weight"), "all", [1]),
+    ],
+)
+def test_a_message_decides_for_itself_whether_it_is_learned(name, messages, learn, turns):
+    form = APPENDING[name]
+    tokens, mask = encode_conversation(form.tokenizer(), messages, learn=learn)
+    known, under = expected(form, turns)
+    assert (tokens.tolist(), mask.tolist()) == (known.tolist(), under.tolist())
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        (flagged(True, None, None, None), r"message 0 .* its role is 'user': only what the assistant says"),
+        (flagged(None, False, None, False), "every message of the assistant is marked as not to be learned"),
+        (flagged(None, "yes", None, None), r"message 1 \(from 0\): `train` is true or false, got 'yes'"),
+        (flagged(None, 0.5, None, None, key="weight"), r"message 1 \(from 0\): `weight` is 0 or 1, got 0.5"),
+        ([*TURNS[:3], {**TURNS[3], "train": True, "weight": 1}], "message 3 .* has both `train` and `weight`"),
+    ],
+)
+def test_flags_that_say_nothing_clear_are_refused(messages, says):
+    with pytest.raises(DataError, match=says):
+        encode_conversation(MARKED.tokenizer(), messages)
+
+
+def test_marks_that_are_not_one_a_message_cannot_tell_messages_apart():
+    once = "{% generation %}{% for m in messages %}{{ m.content }}<|end|>{% endfor %}{% endgeneration %}"
+    assert len(learned(with_template(once), TURNS)) == 1
+    with pytest.raises(DataError, match=r"marks 1 parts by {% generation %} for 2 messages of the assistant"):
+        encode_conversation(with_template(once), TURNS, learn="last")

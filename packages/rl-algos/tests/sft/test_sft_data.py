@@ -1,4 +1,5 @@
 import json
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -37,7 +38,7 @@ def test_generated_sums_are_learned_with_their_answers(tokenizer):
         a, b = question.split("+")
         assert int(a) + int(b) == int(answer)
         assert under_loss(tokenizer, row) == f"{answer}<|end|>"
-    assert len(rows) + sum(len(batch) for batch in data.validation) == 100
+    assert len(rows) + sum(len(batch) for batch in data.validation["arithmetic"]) == 100
 
 
 def test_conversations_pairs_and_processors_give_rows(tmp_path, tokenizer):
@@ -60,9 +61,10 @@ def test_conversations_pairs_and_processors_give_rows(tmp_path, tokenizer):
 
 def test_validation_is_cut_into_batches(tokenizer):
     data = {"train": SUMS, "validation": {**SUMS, "split": "train", "settings": {"max_operand": 9, "num_rows": 10}}}
-    assert [len(batch) for batch in prepared(tokenizer, data, batch_size=4).validation] == [4, 4, 2]
-    assert [len(batch) for batch in prepared(tokenizer, data, val_global_batch_size=6).validation] == [6, 4]
-    batches = prepared(tokenizer, data, batch_size=4, val_batches=2).validation
+    assert [len(batch) for batch in prepared(tokenizer, data, batch_size=4).validation["arithmetic"]] == [4, 4, 2]
+    batches = prepared(tokenizer, data, val_global_batch_size=6).validation["arithmetic"]
+    assert [len(batch) for batch in batches] == [6, 4]
+    batches = prepared(tokenizer, data, batch_size=4, val_batches=2).validation["arithmetic"]
     assert [len(batch) for batch in batches] == [4, 4]
     assert batches[0].ragged("tokens").values.dtype == np.int32
     assert batches[0].ragged("loss_mask").values.dtype == np.uint8
@@ -84,3 +86,62 @@ def test_rows_with_nothing_to_learn_are_refused(tmp_path, tokenizer):
     silent = {"messages": [{"role": "user", "content": "a"}]}
     with pytest.raises(DataError, match=r"a\.jsonl, line 1: the conversation has no assistant message"):
         prepared(tokenizer, {"train": {"data_path": write(tmp_path / "a.jsonl", [silent])}})
+
+
+def written_mixture(tmp_path, lengths=(2, 6, 20), num_rows=40):
+    """A file for each length of what the assistant says."""
+    data = []
+    for number, (length, weight) in enumerate(zip(lengths, (5, 3, 2), strict=True)):
+        sizes = np.random.default_rng(number).integers(length // 2, length * 3 // 2 + 1, num_rows)
+        rows = [{"prompt": f"{index}?", "completion": "x" * int(size)} for index, size in enumerate(sizes)]
+        path = write(tmp_path / f"{length}.jsonl", rows)
+        data.append({"data_path": path, "input_key": "prompt", "output_key": "completion", "weight": weight})
+    return data
+
+
+def shares(rows, of=lambda row: 1):
+    counts = Counter()
+    for row in rows:
+        counts[row.dataset] += of(row)
+    return [counts[f"{length}.jsonl"] / counts.total() for length in (2, 6, 20)]
+
+
+def test_weights_are_shares_of_rows_or_of_tokens_that_are_learned(tmp_path, tokenizer):
+    mixture = {"train": written_mixture(tmp_path)}
+    by_rows = prepared(tokenizer, mixture).train.take(100)
+    assert shares(by_rows) == [0.5, 0.3, 0.2]
+    by_tokens = prepared(tokenizer, mixture, mix_by="tokens").train.take(3000)
+    assert shares(by_tokens, lambda row: int(row.loss_mask.sum())) == pytest.approx([0.5, 0.3, 0.2], abs=0.01)
+    assert shares(by_tokens)[0] > 0.6  # more of the short rows
+
+
+@pytest.mark.parametrize("mix_by", ["rows", "tokens"])
+def test_a_mixture_goes_on_in_the_midst_of_an_epoch_with_the_same_rows(tmp_path, tokenizer, mix_by):
+    mixture = {"train": written_mixture(tmp_path)}
+    whole = [row.id for row in prepared(tokenizer, mixture, mix_by=mix_by).train.take(300)]
+    first, second = (prepared(tokenizer, mixture, mix_by=mix_by).train for _ in range(2))
+    drawn = [row.id for row in first.take(77)]
+    second.restore(json.loads(json.dumps(first.state())))
+    assert drawn + [row.id for row in second.take(223)] == whole
+
+
+def test_each_dataset_is_validated_apart(tmp_path, tokenizer):
+    data = prepared(tokenizer, {"train": SUMS, "validation": written_mixture(tmp_path)}, batch_size=30, val_batches=1)
+    sizes = {name: [len(batch) for batch in batches] for name, batches in data.validation.items()}
+    assert sizes == {"2.jsonl": [30], "6.jsonl": [30], "20.jsonl": [30]}
+
+
+def test_a_completion_may_be_messages_and_turns_may_be_chosen(tmp_path, tokenizer):
+    turns = [{"role": role, "content": content} for role, content in (("user", "a"), ("assistant", "b"))]
+    row = {"prompt": [*turns, {"role": "user", "content": "c"}], "completion": [{"role": "assistant", "content": "d"}]}
+    data = {
+        "train": {
+            "data_path": write(tmp_path / "a.jsonl", [row]),
+            "input_key": "prompt",
+            "output_key": "completion",
+        }
+    }
+    (both,) = prepared(tokenizer, data).train.take(1)
+    assert under_loss(tokenizer, both) == "b<|end|>d<|end|>"
+    (last,) = prepared(tokenizer, data, learn="last").train.take(1)
+    assert under_loss(tokenizer, last) == "d<|end|>"

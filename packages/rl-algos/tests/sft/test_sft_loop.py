@@ -1,3 +1,4 @@
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,7 +23,8 @@ def rows(count, start=0):
 
 
 def data(epochs=None, validation=(), count=10):
-    return SFTData(Stream([rows(count)], seed=1, max_num_epochs=epochs), list(validation))
+    held_out = {"held-out": list(validation)} if validation else {}
+    return SFTData(Stream([rows(count)], seed=1, max_num_epochs=epochs), held_out)
 
 
 def loop(run, sft_data=None, *, batch_size=4, **settings):
@@ -101,6 +103,36 @@ def test_the_validation_loss_is_the_mean_over_tokens_not_over_batches():
     losses = [batch.ragged("tokens").values.mean() for batch in validation]
     assert run.metrics[0]["val/loss"] == pytest.approx(np.average(losses, weights=tokens))
     assert run.metrics[0]["val/num_tokens"] == sum(tokens)
+
+
+def test_each_of_several_datasets_has_a_validation_loss_of_its_own():
+    parts = {"a.jsonl": [to_batch(rows(5, 10)), to_batch(rows(2, 30))], "b.jsonl": [to_batch(rows(1, 50))]}
+    run = FakeRun()
+    loop(run, replace(data(), validation=parts), max_num_steps=1, val_period=0, val_at_start=True)
+    found = run.metrics[0]
+    tokens = {name: [batch.ragged("loss_mask").values.sum() for batch in parts[name]] for name in parts}
+    losses = {name: [batch.ragged("tokens").values.mean() for batch in parts[name]] for name in parts}
+    for name in parts:
+        assert found[f"val/{name}/loss"] == pytest.approx(np.average(losses[name], weights=tokens[name]))
+    every = [[value for values in each.values() for value in values] for each in (losses, tokens)]
+    assert found["val/loss"] == pytest.approx(np.average(every[0], weights=every[1]))
+    assert found["val/num_tokens"] == sum(every[1])
+
+
+def test_a_step_on_several_datasets_says_what_share_of_its_tokens_each_had():
+    named = [[replace(row, dataset=name) for row in rows(6)] for name in ("a.jsonl", "b.jsonl")]
+    run = FakeRun()
+    policy = loop(run, SFTData(Stream(named, [3.0, 1.0], seed=1, shuffle=False), {}), max_num_steps=2, batch_size=4)
+    assert trained(policy)[0] == [0, 1, 2, 0]  # three of the first dataset, one of the second
+    assert run.metrics[1]["train/a.jsonl/share"] == pytest.approx(6 / 7)
+    assert run.metrics[1]["train/b.jsonl/share"] == pytest.approx(1 / 7)
+    assert not any(name.endswith("/share") for name in loop_metrics(data()))
+
+
+def loop_metrics(sft_data):
+    run = FakeRun()
+    loop(run, sft_data, max_num_steps=1)
+    return run.metrics[1]
 
 
 def test_a_goal_in_validation_ends_the_run():

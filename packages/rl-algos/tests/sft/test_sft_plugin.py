@@ -45,6 +45,7 @@ def test_a_plain_config_is_fine(tmp_path):
         ("data.train.env_name=math", "data.train.env_name"),
         ("data.validation=[{data_path: a, env_name: math}]", "data.validation[0].env_name"),
         ("data.max_input_seq_length=4096", "data.max_input_seq_length"),
+        ("sft.mix_by=tokens", "sft.mix_by"),
     ],
 )
 def test_a_setting_without_effect_is_refused(tmp_path, override, key):
@@ -54,6 +55,16 @@ def test_a_setting_without_effect_is_refused(tmp_path, override, key):
 def test_validation_settings_are_fine_with_validation_data(tmp_path):
     with_data = config(tmp_path, TRAIN, "data.validation={dataset_name: arithmetic}", "sft.val_period=5")
     assert problems(with_data) == {}
+
+
+def test_each_of_several_validation_datasets_has_its_metric(tmp_path):
+    several = config(tmp_path, TRAIN, "data.validation=[{data_path: a.jsonl}, {data_path: b.jsonl}]")
+    assert PLUGIN.validation_metrics(several) == [
+        "val/loss",
+        "val/num_tokens",
+        "val/a.jsonl/loss",
+        "val/b.jsonl/loss",
+    ]
 
 
 def test_epochs_are_one_unless_something_is_said(tmp_path):

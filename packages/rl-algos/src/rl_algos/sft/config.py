@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Protocol
+from typing import Annotated, Literal, Protocol
 
 from pydantic import Field
 
 from rl_algos.data.config import DataRoot
 from rl_core.config import Config, WhenChanged
 from rl_core.model_config import ModelConfig
+
+LearnedTurns = Literal["all", "last"]
 
 
 class SFTConfig(Config):
@@ -19,7 +21,7 @@ class SFTConfig(Config):
     val_period: Annotated[int, WhenChanged.RESUME] = Field(default=10, ge=0)
     """Validate after every so many steps; 0 never. Only where `data.validation` is given."""
     val_batches: Annotated[int | None, WhenChanged.RESUME] = Field(default=None, gt=0)
-    """Batches of a validation; all the validation data where unset."""
+    """Batches of each validation dataset; all of it where unset."""
     val_global_batch_size: Annotated[int | None, WhenChanged.RESUME] = Field(default=None, gt=0)
     """Rows of a validation batch; `policy.train_global_batch_size` where unset."""
     val_at_start: Annotated[bool, WhenChanged.RESUME] = False
@@ -28,6 +30,11 @@ class SFTConfig(Config):
     """Validate after the last step as well."""
     stop_at_validation_loss: Annotated[float | None, WhenChanged.GOAL] = Field(default=None, gt=0)
     """End the run once the validation loss is at or below this."""
+    learn: LearnedTurns = "all"
+    """What is learned of a conversation: all turns of the assistant, or the last one. A message with `train: true` or
+    `train: false` decides for itself."""
+    mix_by: Literal["rows", "tokens"] = "rows"
+    """What the weights of `data.train` are shares of: rows drawn, or tokens under the loss."""
     seed: int = Field(default=42, ge=0)
     """Of the order of the data."""
 

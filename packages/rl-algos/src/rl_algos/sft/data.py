@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from rl_algos.data.config import DataConfig
-from rl_algos.data.example import Example
+from rl_algos.data.example import Example, as_messages
 from rl_algos.data.examples import Dataset, Datasets
 from rl_algos.data.prompts import weights_of
 from rl_algos.data.stream import Stream
-from rl_algos.sft.config import SFTRoot
+from rl_algos.sft.config import LearnedTurns, SFTRoot
 from rl_algos.sft.conversation import encode_conversation
 from rl_algos.tokenizer import require_chat_template
 from rl_core.batch import TOKENS, Batch
 from rl_core.errors import DataError
 from rl_core.ragged import Ragged
+from rl_core.rollout import Message
 
 
 @dataclass(frozen=True)
@@ -28,25 +29,27 @@ class TrainingRow:
     Args:
         id: unique within the run and stable across runs.
         tokens: int32 `[tokens]`.
-        loss_mask: uint8 `[tokens]`, 1 on what the assistant says.
+        loss_mask: uint8 `[tokens]`, 1 on what is learned.
+        dataset: name of its dataset.
     """
 
     id: str
     tokens: np.ndarray
     loss_mask: np.ndarray
+    dataset: str = ""
 
 
 @dataclass(frozen=True)
 class SFTData:
-    """What supervised fine-tuning trains and validates on.
+    """The rows that supervised fine-tuning trains and validates on.
 
     Args:
         train: training rows in their order.
-        validation: batches, empty where there is no validation.
+        validation: batches by dataset, empty if there is no validation.
     """
 
     train: Stream[TrainingRow]
-    validation: Sequence[Batch]
+    validation: Mapping[str, Sequence[Batch]]
 
 
 def prepare(config: SFTRoot, tokenizer: Any, datasets: Datasets) -> SFTData:
@@ -63,15 +66,18 @@ def prepare(config: SFTRoot, tokenizer: Any, datasets: Datasets) -> SFTData:
     """
     require_chat_template(tokenizer)
     data, sft, policy = config.data, config.sft, config.policy
-    limit = policy.max_total_sequence_length
-    rows = [_rows(dataset, data, tokenizer, limit) for dataset in datasets.train]
-    stream = Stream(
-        rows, weights_of(datasets.train), seed=sft.seed, shuffle=data.shuffle, max_num_epochs=sft.num_epochs
-    )
-    held_out = [row for dataset in datasets.validation for row in _rows(dataset, data, tokenizer, limit)]
+    encode, limit = _EncodeExample(tokenizer, sft.learn), policy.max_total_sequence_length
+    rows = [_rows(dataset, data, encode, limit) for dataset in datasets.train]
+    weights = weights_of(datasets.train)
+    if weights is not None and sft.mix_by == "tokens":
+        weights = [weight / _mean_learned(each) for weight, each in zip(weights, rows, strict=True)]
+    stream = Stream(rows, weights, seed=sft.seed, shuffle=data.shuffle, max_num_epochs=sft.num_epochs)
     size = sft.val_global_batch_size or policy.train_global_batch_size
-    batches = [to_batch(held_out[start : start + size]) for start in range(0, len(held_out), size)]
-    return SFTData(stream, batches[: sft.val_batches])
+    validation = {
+        dataset.name: _batches(_rows(dataset, data, encode, limit), size)[: sft.val_batches]
+        for dataset in datasets.validation
+    }
+    return SFTData(stream, validation)
 
 
 def to_batch(rows: Sequence[TrainingRow]) -> Batch:
@@ -87,21 +93,38 @@ def to_batch(rows: Sequence[TrainingRow]) -> Batch:
 @dataclass(frozen=True)
 class _EncodeExample:
     tokenizer: Any
+    learn: LearnedTurns
 
     def __call__(self, example: Example) -> tuple[np.ndarray, np.ndarray]:
-        messages = example.messages
-        if not example.has_response and example.answer is not None:
-            messages = (*messages, {"role": "assistant", "content": str(example.answer)})
-        return encode_conversation(self.tokenizer, messages)
+        messages, answer = example.messages, example.answer
+        if not example.has_response and answer is not None:
+            said = as_messages(answer) if isinstance(answer, list | tuple) else _said(answer)
+            messages = (*messages, *said)
+        return encode_conversation(self.tokenizer, messages, learn=self.learn)
 
 
-def _rows(dataset: Dataset, config: DataConfig, tokenizer: Any, max_tokens: int) -> list[TrainingRow]:
-    encoded = dataset.encode(_EncodeExample(tokenizer), config.num_workers)
+def _said(answer: Any) -> tuple[Message, ...]:
+    return ({"role": "assistant", "content": str(answer)},)
+
+
+def _batches(rows: Sequence[TrainingRow], size: int) -> list[Batch]:
+    return [to_batch(rows[start : start + size]) for start in range(0, len(rows), size)]
+
+
+def _mean_learned(rows: Sequence[TrainingRow]) -> float:
+    """Tokens under the loss of a row, on average; above 0."""
+    return sum(int(row.loss_mask.sum()) for row in rows) / len(rows)
+
+
+def _rows(
+    dataset: Dataset, config: DataConfig, encode: Callable[[Example], tuple[np.ndarray, np.ndarray]], max_tokens: int
+) -> list[TrainingRow]:
+    encoded = dataset.encode(encode, config.num_workers)
     limit = min(config.max_input_seq_length or max_tokens, max_tokens)
     kept = dataset.within_limit(
         encoded, [len(tokens) for tokens, _ in encoded.values()], limit, overlong=config.overlong
     )
-    rows = [TrainingRow(row_id, tokens, mask) for row_id, (tokens, mask) in kept.items()]
+    rows = [TrainingRow(row_id, tokens, mask, dataset.name) for row_id, (tokens, mask) in kept.items()]
     if not any(row.loss_mask.any() for row in rows):
         raise DataError(
             f"no token of the dataset {dataset.name!r} is under the loss: what the assistant says is empty in every row"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rl_algos.data.config import DataConfig
+from rl_algos.data.config import DataConfig, dataset_names
 from rl_algos.requirement import LOSSES
 from rl_algos.sft.config import SFTConfig, SFTRoot
 from rl_core.config import Problem
@@ -37,6 +37,15 @@ def check_environments(config: SFTRoot) -> Iterator[Problem]:
             yield Problem(f"{key}.env_name", "supervised fine-tuning scores nothing; remove this key")
 
 
+def check_mixture(config: SFTRoot) -> Iterator[Problem]:
+    """A unit of weights that are not there."""
+    weights = [dataset.weight for dataset in config.data.train_datasets]
+    if config.sft.mix_by != "rows" and (None in weights or len(weights) == 1):
+        yield Problem(
+            "sft.mix_by", "there are no weights to mix by; give each of several datasets in data.train a `weight`"
+        )
+
+
 def check_lengths(config: SFTRoot) -> Iterator[Problem]:
     """Rows longer than the model may see."""
     limit, most = config.data.max_input_seq_length, config.policy.max_total_sequence_length
@@ -51,7 +60,11 @@ def validation_metrics(config: SFTRoot) -> list[str]:
     """What a validation records; nothing where there is none."""
     sft = config.sft
     validates = config.data.validation is not None and (sft.val_period or sft.val_at_start or sft.val_at_end)
-    return ["val/loss", "val/num_tokens"] if validates else []
+    if not validates:
+        return []
+    names = dataset_names(config.data.validation_datasets, "validation")
+    by_dataset = [f"val/{name}/loss" for name in names] if len(names) > 1 else []
+    return ["val/loss", "val/num_tokens", *by_dataset]
 
 
 def models(config: SFTRoot) -> dict[str, ModelNeed]:
@@ -69,5 +82,5 @@ PLUGIN = AlgorithmPlugin(
     models=models,
     requirements=(LOSSES,),
     validation_metrics=validation_metrics,
-    checks=(check_validation, check_environments, check_lengths),
+    checks=(check_validation, check_environments, check_mixture, check_lengths),
 )

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rl_core.batch import Batch
-from rl_core.metrics import CLOCKED, reduce_metrics
+from rl_core.metrics import CLOCKED, OF_LAYOUT, reduce_metrics
 from rl_core.microbatch import PAIR, shard
 from rl_core.model import Loss, ModelSpec, Part, Read, SavedFile
 from rl_core.model_config import ModelConfig
@@ -71,9 +71,9 @@ class PooledModel:
         return reduce_metrics(self._call_shards("train_step", batch, self._rows_per_shard(batch), loss))
 
     def train_steps(self, batches: Iterable[Batch], loss: Loss) -> list[dict[str, float]]:
-        """Metrics of a step on each batch, but for those that depend on the clock."""
+        """Metrics of a step on each batch, but for those that depend on the clock or the layout."""
         steps = [self.train_step(batch, loss) for batch in batches]
-        return [{name: value for name, value in step.items() if name not in CLOCKED} for step in steps]
+        return [{name: value for name, value in step.items() if name not in CLOCKED | OF_LAYOUT} for step in steps]
 
     def save(self, path: str, *, wait: bool = True) -> None:
         """As `Model.save`."""

@@ -158,7 +158,8 @@ def higher_is_better(name: str) -> bool | None:
         return None
     if name.startswith(_HIGHER_IS_BETTER) or (name.startswith("val/") and name.endswith("/accuracy")):
         return True
-    return False if name.startswith(_LOWER_IS_BETTER) else None
+    is_loss = name.startswith("val/") and name.endswith("/loss")
+    return False if is_loss or name.startswith(_LOWER_IS_BETTER) else None
 
 
 def _exports(run: RunFolder) -> dict[str, str]:

@@ -90,7 +90,8 @@ def run_train_step(
 
     lr = optimizer.inner.param_groups[0]["lr"]
     try:
-        own = model.accumulate(_pass(model, loss_pass, batch, share, batching=batching, mesh=mesh))
+        run = _pass(model, loss_pass, batch, share, batching=batching, mesh=mesh)
+        own = model.accumulate(run)
         norm = optimizer.grad_norm()
         steps = skipped.admits(norm)
         if steps:
@@ -107,10 +108,18 @@ def run_train_step(
     return {
         **loss_pass.metrics(),
         **own,
+        **_packing(run, batching),
         "grad_norm": Metric(norm, reduction="max", over_updates="mean"),
         "lr": Metric(float(lr), reduction="max", over_updates="last"),
         "skipped_steps": Metric(float(not steps), reduction="max", over_updates="sum"),
     }
+
+
+def _packing(run: Pass, batching: Batching) -> dict[str, Metric]:
+    """The share of the packed microbatches' token budget that this rank's rows fill; nothing if rows are padded."""
+    if not batching.packed or batching.max_tokens is None:
+        return {}
+    return {"packing_efficiency": Metric(float(run.num_tokens), len(run.microbatches) * batching.max_tokens)}
 
 
 def _clip(optimizer: RankOptimizer, norm: float, max_norm: float | None) -> None:
