@@ -1,7 +1,11 @@
 """The same run on either training backend and on every kind of mesh, chosen by config alone."""
 
+import json
+
+import numpy as np
 import pytest
 from runs import Run, assert_same, steps_of
+from safetensors.numpy import load_file
 
 MESHES = {
     "megatron": ["policy.megatron_cfg.enabled=true"],
@@ -17,13 +21,33 @@ def test_sft_steps_on_megatron_are_those_on_dtensor(sft, whole_sft, tmp_path):
     assert_same(steps_of(run.folder), steps_of(whole_sft)[:5], ("train/loss", "train/grad_norm", "train/lr"), 1e-4)
 
 
-def test_adapters_train_alike_on_both_backends(sft, tmp_path):
-    found = {}
+def test_adapters_train_alike_on_both_backends_and_are_saved_for_peft(sft, rl, tmp_path):
+    found, saved = {}, {}
     for backend in ("dtensor", "megatron"):
         settings = ["policy.lora_cfg.enabled=true", f"policy.{backend}_cfg.enabled=true", "sft.max_num_steps=4"]
         run = Run.start(tmp_path / backend, *sft, *settings)
         run.finish()
         found[backend] = steps_of(run.folder)
+        saved[backend] = run.folder / "checkpoints/step_4/adapter"
+    described = [json.loads((folder / "adapter_config.json").read_text()) for folder in saved.values()]
+    assert described[0] == described[1]
+    assert described[0]["target_modules"] == [
+        "down_proj",
+        "gate_proj",
+        "k_proj",
+        "o_proj",
+        "q_proj",
+        "up_proj",
+        "v_proj",
+    ]
+    one, other = (load_file(folder / "adapter_model.safetensors") for folder in saved.values())
+    assert one.keys() == other.keys()
+    for name in one:
+        np.testing.assert_allclose(one[name], other[name], atol=1e-4, err_msg=name)
+    result = rl("convert", str(tmp_path / "megatron"), str(tmp_path / "adapter"), "--adapter")
+    assert result.code == 0, result.output
+    for path in saved["megatron"].iterdir():
+        assert (tmp_path / "adapter" / path.name).read_bytes() == path.read_bytes()
     assert_same(found["megatron"], found["dtensor"], ("train/loss", "train/grad_norm"), 1e-4)
 
 

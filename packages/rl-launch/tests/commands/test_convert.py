@@ -65,6 +65,8 @@ def run_dir(tmp_path, model):
             "the policy's 1 ranks are not a multiple of the 2",
         ),
         (["run", "out", "sft.sede=1"], "did you mean sft.seed?"),
+        (["run", "out", "--adapter"], "run trained no adapters"),
+        (["model", "out", "--to", "dtensor", "--adapter"], "--adapter writes what a run has trained"),
     ],
 )
 def test_wrong_use_is_one_message_and_leaves_nothing(arguments, message, run_dir, model, tmp_path):

@@ -205,15 +205,21 @@ def convert(
     to: Annotated[
         str | None, typer.Option("--to", metavar="BACKEND", help="Make a checkpoint for this backend from a model.")
     ] = None,
+    adapter: Annotated[bool, typer.Option("--adapter", help="Write the adapters alone, for peft and vLLM.")] = False,
 ) -> None:
     """Write a checkpoint's weights as Hugging Face files; or, with --to, a Hugging Face model as a checkpoint."""
     with reported():
+        from rl_core.errors import ConfigError
         from rl_launch.commands.convert import to_checkpoint, to_hugging_face
         from rl_launch.session import show_logs
 
         show_logs()
         if to is None:
-            to_hugging_face(Path(source).expanduser(), target.expanduser(), overrides or ())
+            to_hugging_face(Path(source).expanduser(), target.expanduser(), overrides or (), adapter=adapter)
+        elif adapter:
+            raise ConfigError(
+                "--adapter writes what a run has trained; a model that is given with --to has no adapters"
+            )
         else:
             to_checkpoint(source, target.expanduser(), to, overrides or ())
         sys.stdout.write(f"{target}\n")

@@ -33,7 +33,7 @@ CONFIG = "config.yaml"
 _log = logging.getLogger(__name__)
 
 
-def to_hugging_face(source: Path, target: Path, overrides: Sequence[str] = ()) -> None:
+def to_hugging_face(source: Path, target: Path, overrides: Sequence[str] = (), *, adapter: bool = False) -> None:
     """Write the weights of a checkpoint as files that `transformers` and vLLM load, with the backend of its own config.
 
     The model is built as for resuming the run, without a reference, so that the files equal those that the run itself
@@ -44,6 +44,7 @@ def to_hugging_face(source: Path, target: Path, overrides: Sequence[str] = ()) -
             for its newest one.
         target: a new folder.
         overrides: keys of the config to set, such as the parallel sizes of the mesh to read it on.
+        adapter: write the adapters alone, in the format of `peft`; otherwise they are merged into the weights.
 
     Raises:
         ConfigError, RunDirectoryError, WorkerEnvironmentError: before anything is started.
@@ -52,6 +53,11 @@ def to_hugging_face(source: Path, target: Path, overrides: Sequence[str] = ()) -
     _check_target(target)
     checkpoint = checkpoint_of(source)
     config = read_model_config(_config_file(checkpoint), overrides)
+    if adapter and not config.policy.lora_cfg.enabled:
+        raise ConfigError(
+            f"--adapter: {source} trained no adapters (policy.lora_cfg.enabled is false); leave --adapter out to write "
+            "the whole model"
+        )
     damage = _damage(checkpoint)
     if damage:
         raise RunDirectoryError(f"checkpoint {checkpoint} is damaged: {damage}; choose another one")
@@ -60,7 +66,10 @@ def to_hugging_face(source: Path, target: Path, overrides: Sequence[str] = ()) -
         files = Manifest.read(checkpoint).files_of(POLICY)
         model.load(str((checkpoint / POLICY).absolute()), files=files)
         _log.info("writing %s", target)
-        model.export(str(folder))
+        if adapter:
+            model.export_adapter(str(folder))
+        else:
+            model.export(str(folder))
 
 
 def to_checkpoint(source: str, target: Path, backend: str, overrides: Sequence[str] = ()) -> None:
