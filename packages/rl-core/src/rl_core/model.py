@@ -202,8 +202,8 @@ class Model(Protocol):
         ...
 
     def export_adapter(self, path: str) -> tuple[SavedFile, ...]:
-        """Write the adapters alone, as `peft` and vLLM load them beside the model that they sit on; returns the files,
-        none if the model has no adapters."""
+        """Write the adapters alone, as `peft` and vLLM load them beside the model that they sit on, and the tokenizer;
+        returns the files, none if the model has no adapters."""
         ...
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,13 +46,27 @@ def copy_side_files(target: Path, *, source: Path, tokenizer: Path, settings: To
         tokenizer: folder of the tokenizer.
         settings: of the tokenizer.
     """
-    for folder, names in ((source, ("generation_config.json",)), (tokenizer, TOKENIZER_FILES)):
-        for name in names:
-            if (folder / name).is_file():
-                shutil.copyfile(folder / name, target / name)
+    _copy_files(("generation_config.json",), source, target)
+    copy_tokenizer(target, tokenizer=tokenizer, settings=settings)
+
+
+def copy_tokenizer(target: Path, *, tokenizer: Path, settings: TokenizerConfig) -> None:
+    """Copy the tokenizer's files into a folder, with the chat template as it is configured.
+
+    Args:
+        tokenizer: folder of the tokenizer.
+        settings: of the tokenizer.
+    """
+    _copy_files(TOKENIZER_FILES, tokenizer, target)
     template = settings.template_text() or _own_template(target)
     if template is not None:
         (target / TEMPLATE).write_text(settings.with_variables(template), encoding="utf-8")
+
+
+def _copy_files(names: Iterable[str], source: Path, target: Path) -> None:
+    for name in names:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
 
 
 def _own_template(folder: Path) -> str | None:

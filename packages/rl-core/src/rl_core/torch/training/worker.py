@@ -19,7 +19,7 @@ from rl_core.microbatch import Batching
 from rl_core.model import Loss, ModelSpec, Part, Read, SavedFile
 from rl_core.model_config import ModelConfig
 from rl_core.torch.collective_errors import on_rank0
-from rl_core.torch.files.model_files import copy_side_files, model_folder
+from rl_core.torch.files.model_files import copy_side_files, copy_tokenizer, model_folder
 from rl_core.torch.heads.reads import check_reads
 from rl_core.torch.optim.optimizer import build_schedule
 from rl_core.torch.training.adapter_export import export_adapter
@@ -162,12 +162,15 @@ class TrainingWorker:
         return exported_files(folder, self._mesh.control)
 
     def export_adapter(self, path: str) -> tuple[SavedFile, ...]:
-        """Write the adapters as `peft` loads them; nothing, not even the folder, if the model has none."""
+        """Write the adapters as `peft` loads them, and the tokenizer's files; nothing, not even the folder, if the
+        model has no adapters."""
         if not self._config.lora_cfg.enabled:
             return ()
         self._residency.require("parameters")
-        export_adapter(self._weights, Path(path), config=self._config, role=self._spec.role, mesh=self._mesh)
-        return exported_files(Path(path), self._mesh.control)
+        folder, settings = Path(path), self._config.tokenizer
+        export_adapter(self._weights, folder, config=self._config, role=self._spec.role, mesh=self._mesh)
+        on_rank0(self._mesh.control, lambda: copy_tokenizer(folder, tokenizer=self._tokenizer, settings=settings))
+        return exported_files(folder, self._mesh.control)
 
     def manifest(self, version: int) -> Manifest | None:
         """All weights in the compute dtype, by Hugging Face name; on rank 0, which speaks for all."""
