@@ -95,7 +95,18 @@ def test_messages_lose_the_nulls_of_columnar_files():
     assert as_messages([{**USER, "tool_calls": None}]) == (USER,)
 
 
-@pytest.mark.parametrize("value", [3, [], ["text"], [{"content": "no role"}], [{"role": "user", "content": None}]])
-def test_what_is_no_conversation_is_refused(value):
-    with pytest.raises(DataError):
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (3, "expected text or a list of messages"),
+        ([], "expected text or a list of messages"),
+        (["text"], "a message needs a `role`"),
+        ([{"content": "no role"}], "a message needs a `role`"),
+        ([{"from": "human", "value": "a"}], "rename `from` and `value`, or name a `processor`"),
+        ([{"role": "user", "content": None}], "the user message has no `content`"),
+        ([{"role": "assistant", "content": 5}], "the assistant message's `content` must be a text, got 5"),
+    ],
+)
+def test_what_is_no_conversation_is_refused(value, says):
+    with pytest.raises(DataError, match=says):
         as_messages(value)

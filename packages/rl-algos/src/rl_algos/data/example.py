@@ -158,8 +158,14 @@ def as_messages(value: Any) -> tuple[Message, ...]:
         raise DataError(f"expected text or a list of messages, got {json.dumps(value, default=str)[:80]}")
     for message in value:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise DataError(f"a message needs a `role` and a `content`, got {json.dumps(message, default=str)[:80]}")
-        if message["role"] not in ("assistant",) and message.get("content") is None:
+            is_sharegpt = isinstance(message, Mapping) and {"from", "value"} <= message.keys()
+            remedy = "; rename `from` and `value`, or name a `processor` that does" if is_sharegpt else ""
+            shown = json.dumps(message, default=str)[:80]
+            raise DataError(f"a message needs a `role` and a `content`, got {shown}{remedy}")
+        content = message.get("content")
+        if not isinstance(content, str | list | tuple | None):
+            raise DataError(f"the {message['role']} message's `content` must be a text, got {content!r}")
+        if message["role"] not in ("assistant",) and content is None:
             raise DataError(f"the {message['role']} message has no `content`: {json.dumps(message, default=str)[:80]}")
     # columnar files fill keys that a message does not have with null
     return tuple({key: item for key, item in message.items() if item is not None} for message in value)
