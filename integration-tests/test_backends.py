@@ -48,6 +48,11 @@ def test_adapters_train_alike_on_both_backends_and_are_saved_for_peft(sft, rl, t
     assert result.code == 0, result.output
     for path in saved["megatron"].iterdir():
         assert (tmp_path / "adapter" / path.name).read_bytes() == path.read_bytes()
+    result = rl("convert", str(tmp_path / "adapter"), str(tmp_path / "merged"))
+    assert result.code == 0, result.output
+    merged = load_file(tmp_path / "merged/model.safetensors")
+    for name, weight in load_file(saved["megatron"].parent / "hf/model.safetensors").items():
+        np.testing.assert_allclose(merged[name], weight, atol=1e-6, err_msg=name)
     assert_same(found["megatron"], found["dtensor"], ("train/loss", "train/grad_norm"), 1e-4)
 
 

@@ -64,6 +64,22 @@ def test_peft_gives_the_logprobs_of_the_run(ranks, folder, tmp_path, mesh, lora)
     assert abs(found - before).max() > 1e-3
 
 
+@pytest.mark.parametrize(("mesh", "other"), [("fsdp2", "tp2"), ("pp2", "1")])
+def test_a_model_starts_from_an_adapter_on_any_mesh(ranks, folder, tmp_path, mesh, other):
+    batch, lora = make_batch(seed=7), LoraConfig(enabled=True, dim=4)
+    with open_model(ranks, folder, mesh, lora) as model:
+        model.train_step(make_batch(), TokenLoss())
+        expected = model.infer(batch, [LOGPROBS]).ragged("logprobs").values
+        model.export_adapter(str(tmp_path))
+    start = lora.model_copy(update={"adapter": str(tmp_path)})
+    with open_model(ranks, folder, other, start, ModelSpec(keeps_reference=True)) as model:
+        found = model.infer(batch, [LOGPROBS]).ragged("logprobs").values
+        model.train_step(make_batch(), TokenLoss())
+        reference = model.infer(batch, [LOGPROBS], reference=True).ragged("logprobs").values
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    assert np.array_equal(reference, found)
+
+
 def test_the_head_of_a_reward_model_is_exported_with_its_adapter(ranks, folder, tmp_path):
     batch = make_pairs()
     with open_model(ranks, folder, "fsdp2", LoraConfig(enabled=True), ModelSpec("reward_model")) as model:

@@ -162,6 +162,20 @@ def test_peft_gives_the_logprobs_of_the_run(ranks, folders, tmp_path, model, lay
     assert abs(found - before).max() > 1e-3
 
 
+def test_a_model_starts_from_an_adapter_on_another_layout(ranks, folders, tmp_path):
+    folder, batch = folders("qwen3"), make_batch(seed=7)
+    with open_model(ranks, folder, "tp2") as model:
+        model.train_step(make_batch(), TokenLoss())
+        expected = model.infer(batch, [LOGPROBS]).ragged("logprobs").values
+        model.export_adapter(str(tmp_path))
+    start = LORA.model_copy(update={"adapter": str(tmp_path)})
+    with open_model(ranks, folder, "pp2", start) as model:
+        found = model.infer(batch, [LOGPROBS]).ragged("logprobs").values
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    with pytest.raises(WorkerError, match="tensors of layers without an adapter here"):
+        open_model(ranks, folder, "tp1", ATTENTION.model_copy(update={"dim": 4, "adapter": str(tmp_path)}))
+
+
 def test_half_precision_sends_the_sum_of_weights_and_adapters_rounded_once(ranks, folders, tmp_path):
     folder = folders("llama")
     with open_model(ranks, folder, "tp1", ATTENTION, precision="bfloat16") as model:

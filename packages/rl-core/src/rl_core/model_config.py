@@ -142,6 +142,9 @@ class LoraConfig(Config):
     arXiv:2312.03732)."""
     dropout: Annotated[float, WhenChanged.BRANCH] = Field(default=0.0, ge=0, lt=1)
     """Share of an adapter's inputs that are dropped in training."""
+    adapter: PathText | None = None
+    """Folder with an adapter in the format of `peft` to start from, of the same layers, `dim` and scale; new adapters
+    if unset."""
 
     @model_validator(mode="before")
     @classmethod
@@ -223,6 +226,10 @@ def _batching_problems(model: ModelConfig) -> Iterator[Problem]:
 
 
 def _adapter_problems(lora: LoraConfig) -> Iterator[Problem]:
+    if lora.adapter is not None and not lora.enabled:
+        yield Problem(
+            "lora_cfg.adapter", "no adapters train that could start from it; set enabled to true, or remove it"
+        )
     if lora.enabled and lora.target_modules and lora.match_all_linear:
         yield Problem(
             "lora_cfg.match_all_linear",

@@ -22,13 +22,14 @@ from rl_core.model_config import ModelConfig
 from rl_core.torch.collective_errors import on_all_ranks
 from rl_core.torch.files.model_files import WeightFiles, read_hf_config
 from rl_core.torch.heads.vocab_parallel import VocabShard
+from rl_core.torch.training.lora import InitialFactors
 from rl_dtensor.attention import ROWS, attention_for, rows_problem
 from rl_dtensor.compilation import compile_layers
 from rl_dtensor.config import AttentionBackend, DTensorConfig
 from rl_dtensor.kernels import kernel_of
 from rl_dtensor.layout import Alignment, Context, lay_out
 from rl_dtensor.loading import init_head, rebuild_buffers
-from rl_dtensor.lora import add_adapters, init_adapters
+from rl_dtensor.lora import adapters_of, add_adapters, init_adapters
 from rl_dtensor.model import HeadShard, ReadingModel, ShardedModel
 from rl_dtensor.parallel.experts import expert_modules, split_experts
 from rl_dtensor.parallel.fsdp import shard_model
@@ -65,9 +66,10 @@ def build_model(
     )
     for problem in problems:
         raise ValueError(f"{problem.key} {problem.message}")
+    initial = InitialFactors.of(config.lora_cfg, spec.seed)
     builder = _Builder(config, backend, spec, hf_config, is_packed, mesh)
-    model = builder.build()
-    _load(model, WeightFiles.of(folder), role=spec.role, seed=spec.seed)
+    model = builder.build(initial)
+    _load(model, WeightFiles.of(folder), role=spec.role, initial=initial)
     if spec.role not in HEADLESS_ROLES:
         on_all_ranks(mesh.control, lambda: check_logits(model, mesh))
         on_all_ranks(mesh.control, lambda: check_packing(model, mesh))
@@ -83,8 +85,12 @@ class _Builder:
     is_packed: bool
     mesh: Mesh
 
-    def build(self) -> ShardedModel:
-        """All chunks of this rank, sharded and without weights."""
+    def build(self, initial: InitialFactors) -> ShardedModel:
+        """All chunks of this rank, sharded and without weights.
+
+        Args:
+            initial: that its adapters will start from.
+        """
         sizes, backend = self.mesh.sizes, self.backend
         whole = self._on_meta()
         if sizes.ep > 1 and not expert_modules(whole):
@@ -96,6 +102,7 @@ class _Builder:
         stages = Stages.of(whole, num_stages) if num_stages > 1 else None
         catalog = Catalog.of(whole, (lambda name: 0) if stages is None else stages.stage_of)
         self._adapt(whole)
+        initial.check(adapters_of(whole))
         shape = shape_of(whole)
         here = [chunk * sizes.pp + self.mesh.on("pp") for chunk in range(backend.pipeline_chunks_per_rank)]
         wholes = [whole, *(self._adapt(self._on_meta()) for _ in here[1:])]
@@ -281,12 +288,12 @@ def _widen_trained(hf: PreTrainedModel) -> None:
                 parameter.data = parameter.data.float()
 
 
-def _load(model: ShardedModel, files: WeightFiles, *, role: Role, seed: int) -> None:
+def _load(model: ShardedModel, files: WeightFiles, *, role: Role, initial: InitialFactors) -> None:
     if role not in HEADLESS_ROLES:
         model.weights.load(files)
     else:
         model.weights.load(files, new=[SCORE], foreign=[LM_HEAD])
     for chunk in model.chunks:
-        init_adapters(chunk.hf, seed)
+        init_adapters(chunk.hf, initial)
         if role in HEADLESS_ROLES and chunk.is_last and SCORE not in files.file_of:
-            init_head(chunk.hf.score, chunk.hf.config.get_text_config().initializer_range, seed)
+            init_head(chunk.hf.score, chunk.hf.config.get_text_config().initializer_range, initial.seed)

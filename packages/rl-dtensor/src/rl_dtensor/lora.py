@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rl_core.model_config import LoraConfig
-from rl_core.torch.training.lora import ends_with, initial_down, is_adapted, nothing_adapted
+from rl_core.torch.training.lora import InitialFactors, ends_with, is_adapted, nothing_adapted
 from rl_dtensor.parallel.fsdp import local, local_slices, whole
 
 ADAPTER = "default"
@@ -115,10 +115,10 @@ def _check_targets(hf: PreTrainedModel, config: LoraConfig) -> None:
         )
 
 
-def init_adapters(hf: PreTrainedModel, seed: int) -> None:
-    """Fill new adapters as peft does, the same on any mesh: what goes down uniform, what comes up zero."""
+def init_adapters(hf: PreTrainedModel, initial: InitialFactors) -> None:
+    """Fill adapters, the same on any mesh."""
     with torch.no_grad():
         for name, adapter in adapters_of(hf).items():
-            down = initial_down(name, adapter.down.shape, seed)
+            down, up = initial.of_weight(name, adapter.down.shape, adapter.up.shape)
             local(adapter.down).copy_(down[local_slices(adapter.down)])
-            local(adapter.up).zero_()
+            local(adapter.up).copy_(up[local_slices(adapter.up)])

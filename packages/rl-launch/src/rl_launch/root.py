@@ -37,6 +37,7 @@ from rl_core.plugins import (
     names,
     plugin,
 )
+from rl_launch.adapter_folder import initial_adapter_problems
 from rl_launch.backends import (
     POLICY,
     Backends,
@@ -257,6 +258,7 @@ def _folder_checks(config: Any) -> Iterator[Problem]:
         lora = section.lora_cfg
         if lora.enabled and lora.target_modules and not lora.match_all_linear:
             yield from adapter_problems(f"{key}.lora_cfg.target_modules", section.model_name, lora.target_modules)
+        yield from initial_adapter_problems(f"{key}.lora_cfg", lora)
         if "tokenizer" in section.model_fields_set and section.tokenizer != tokenizer:
             yield Problem(f"{key}.tokenizer", "differs from policy.tokenizer, which makes all tokens; remove this key")
     if tokenizer.name is not None and tokenizer.name not in MADE_HERE:

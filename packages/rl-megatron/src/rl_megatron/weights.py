@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from rl_core.torch.files.model_files import OpenWeights, WeightFiles
-from rl_core.torch.training.lora import initial_down
+from rl_core.torch.training.lora import InitialFactors
 from rl_core.weights import TensorSpec, buckets, num_bytes
 from rl_megatron.conversion.names import held_weights
 from rl_megatron.conversion.splits import Vocabulary, Whole
@@ -109,7 +109,7 @@ class Weights:
             if target in adapters or target == SCORE or not isinstance(tensor, nn.Parameter)
         }
 
-    def load(self, files: WeightFiles, *, seed: int) -> None:
+    def load(self, files: WeightFiles, initial: InitialFactors) -> None:
         """Fill this rank's parameters, reading its slices alone; a new score head is drawn from N(0, std), and adapters
         start as those of peft.
 
@@ -123,11 +123,11 @@ class Weights:
                 if target is None:
                     continue
                 if entry.target == SCORE and SCORE not in files.file_of:
-                    target.copy_(_drawn(target, self._model.hf, seed))
+                    target.copy_(_drawn(target, self._model.hf, initial.seed))
                 else:
                     index, size = self._place.of(entry)
                     target.copy_(entry.split.part(_reader(opened, entry), index, size))
-        self._start_adapters(seed)
+        self._start_adapters(initial)
 
     def stream(
         self, dtype: str, *, everywhere: bool = False, bucket_bytes: int = BUCKET_BYTES
@@ -186,14 +186,15 @@ class Weights:
         return [entry for entry in self._own_maps if entry.copy_of is None]
 
     @torch.no_grad()
-    def _start_adapters(self, seed: int) -> None:
+    def _start_adapters(self, initial: InitialFactors) -> None:
+        initial.check(self._model.adapters)
         for name, adapter in self._model.adapters.items():
             down, up = self.held.get(adapter.down.target), self.held.get(adapter.up.target)
             if down is None or up is None:
                 continue
-            whole = initial_down(name, adapter.down.sources[0].shape, seed)
-            down.copy_(adapter.down.split.part(partial(_part_of, whole), *self._place.of(adapter.down)))
-            up.zero_()
+            wholes = initial.of_weight(name, adapter.down.sources[0].shape, adapter.up.sources[0].shape)
+            for target, half, whole in zip((down, up), (adapter.down, adapter.up), wholes, strict=True):
+                target.copy_(half.split.part(partial(_part_of, whole), *self._place.of(half)))
 
     def _merged(
         self, bucket: Sequence[tuple[WeightMap, torch.dtype]], *, everywhere: bool

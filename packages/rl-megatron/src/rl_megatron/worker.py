@@ -11,6 +11,7 @@ from rl_core.model_config import ModelConfig
 from rl_core.torch.files.model_files import WeightFiles
 from rl_core.torch.optim.optimizer import build_optimizer
 from rl_core.torch.training.backend import TrainingParts
+from rl_core.torch.training.lora import InitialFactors
 from rl_core.torch.training.worker import TrainingWorker
 from rl_megatron import cpu_shim
 from rl_megatron.config import MegatronConfig
@@ -59,7 +60,7 @@ def build_parts(
     if config.lora_cfg.enabled:
         add_adapters(model, config.lora_cfg)
     weights = Weights(model, mesh)
-    weights.load(WeightFiles.of(folder), seed=spec.seed)
+    weights.load(WeightFiles.of(folder), InitialFactors.of(config.lora_cfg, spec.seed))
     chunks = wrap_chunks(model, backend.distributed_data_parallel_config) if spec.trains else []
     optimizer = None
     if spec.trains:

@@ -1,9 +1,11 @@
 """Which layers get adapters, and what adapters start from."""
 
+import pytest
 import torch
+from safetensors.torch import save_file
 
 from rl_core.model_config import LoraConfig
-from rl_core.torch.training.lora import initial_down, is_adapted
+from rl_core.torch.training.lora import InitialFactors, initial_down, is_adapted
 
 
 def test_layers_are_chosen_by_whole_parts_of_their_names():
@@ -25,3 +27,34 @@ def test_an_adapter_starts_the_same_in_every_process_and_unlike_its_neighbours()
     assert torch.equal(first, initial_down("layers.0.q_proj.weight", (8, 16), seed=1))
     assert not torch.equal(first, initial_down("layers.1.q_proj.weight", (8, 16), seed=1))
     assert not torch.equal(first, initial_down("layers.0.q_proj.weight", (8, 16), seed=2))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """An adapter of one layer, `[2, 3]` and `[4, 2]`, in half precision."""
+    factors = {"lora_A": torch.ones(2, 3).bfloat16(), "lora_B": torch.full((4, 2), 2.0).bfloat16()}
+    named = {f"base_model.model.layers.0.q_proj.{name}.weight": factor for name, factor in factors.items()}
+    save_file(named, tmp_path / "adapter_model.safetensors")
+    return tmp_path
+
+
+def test_adapters_start_from_those_of_a_folder_or_anew(folder):
+    given = InitialFactors.of(LoraConfig(enabled=True, adapter=str(folder)), seed=1)
+    given.check(["layers.0.q_proj.weight"])
+    down, up = given.of_weight("layers.0.q_proj.weight", (2, 3), (4, 2))
+    assert (down.dtype, up.dtype) == (torch.float32, torch.float32)
+    assert (down.tolist(), up.tolist()) == ([[1.0] * 3] * 2, [[2.0] * 2] * 4)
+    down, up = InitialFactors.of(LoraConfig(enabled=True), seed=1).of_weight("a.weight", (2, 3), (4, 2))
+    assert torch.equal(down, initial_down("a.weight", (2, 3), 1))
+    assert not up.any()
+
+
+def test_an_adapter_of_another_model_is_refused_by_name(folder):
+    given = InitialFactors.of(LoraConfig(enabled=True, adapter=str(folder)), seed=1)
+    with pytest.raises(ValueError, match=r"has 2 tensors of layers without an adapter here, such as layers.0.q_proj.l"):
+        given.check(["layers.0.k_proj.weight"])
+    for weight, down in (("layers.0.q_proj.weight", (8, 3)), ("layers.0.k_proj.weight", (2, 3))):
+        with pytest.raises(ValueError, match="set dim and target_modules as they are in that adapter"):
+            given.of_weight(weight, down, (4, 2))
+    with pytest.raises(ValueError, match=r"has no adapter_model\.safetensors"):
+        InitialFactors.of(LoraConfig(enabled=True, adapter=str(folder / "none")), seed=1)

@@ -16,6 +16,7 @@ from rl_core.config import to_yaml
 from rl_core.errors import ConfigError, RunDirectoryError
 from rl_core.model_config import ModelConfig, local_hf_config
 from rl_core.plugins import POLICIES, BackendPlugin, plugin
+from rl_launch.adapter_folder import ADAPTER_CONFIG, AdapterFolder
 from rl_launch.backends import POLICY, backends_of
 from rl_launch.cluster.device import check_devices, resolve_device
 from rl_launch.commands.train import with_local_models
@@ -34,14 +35,15 @@ _log = logging.getLogger(__name__)
 
 
 def to_hugging_face(source: Path, target: Path, overrides: Sequence[str] = (), *, adapter: bool = False) -> None:
-    """Write the weights of a checkpoint as files that `transformers` and vLLM load, with the backend of its own config.
+    """Write the weights of a checkpoint as files that `transformers` and vLLM load, with the backend of its own config;
+    or an adapter in the format of `peft`, merged into the model that it sits on.
 
     The model is built as for resuming the run, without a reference, so that the files equal those that the run itself
     would export, bit for bit.
 
     Args:
-        source: a checkpoint (`checkpoints/step_<n>` of a run, or one that `to_checkpoint` wrote), or a run directory
-            for its newest one.
+        source: a checkpoint (`checkpoints/step_<n>` of a run, or one that `to_checkpoint` wrote), a run directory for
+            its newest one, or the folder of an adapter.
         target: a new folder.
         overrides: keys of the config to set, such as the parallel sizes of the mesh to read it on.
         adapter: write the adapters alone, in the format of `peft`; otherwise they are merged into the weights.
@@ -51,6 +53,9 @@ def to_hugging_face(source: Path, target: Path, overrides: Sequence[str] = (), *
         RLError: if it fails; nothing is left at `target` then.
     """
     _check_target(target)
+    if (source / ADAPTER_CONFIG).is_file():
+        _merge_adapter(source, target, overrides)
+        return
     checkpoint = checkpoint_of(source)
     config = read_model_config(_config_file(checkpoint), overrides)
     if adapter and not config.policy.lora_cfg.enabled:
@@ -70,6 +75,17 @@ def to_hugging_face(source: Path, target: Path, overrides: Sequence[str] = (), *
             model.export_adapter(str(folder))
         else:
             model.export(str(folder))
+
+
+def _merge_adapter(source: Path, target: Path, overrides: Sequence[str]) -> None:
+    found = AdapterFolder.read(source)
+    if not found.base and not any(each.startswith("policy.model_name=") for each in overrides):
+        raise ConfigError(f"{source} does not name the model that it sits on; add policy.model_name=MODEL")
+    values = {"model_name": found.base, "precision": _precision(found.base), "lora_cfg": found.settings()}
+    config = read_model_config({POLICY: values}, overrides)
+    with _policy(config, target) as model, _made(target) as folder:
+        _log.info("writing %s", target)
+        model.export(str(folder))
 
 
 def to_checkpoint(source: str, target: Path, backend: str, overrides: Sequence[str] = ()) -> None:
@@ -129,7 +145,8 @@ def checkpoint_of(source: Path) -> Path:
     held = ", ".join(sorted(entry.name for entry in source.iterdir())[:8]) or "nothing"
     raise ConfigError(
         f"{source} holds {held}, which is neither a checkpoint (with a folder {POLICY}), nor a run directory (with a "
-        "folder checkpoints), nor a model's folder (with config.json)"
+        "folder checkpoints), nor a model's folder (with config.json), "
+        f"nor an adapter (with {ADAPTER_CONFIG})"
     )
 
 

@@ -8,6 +8,7 @@ from rl_core.devices import Device
 from rl_core.model import ModelSpec, Rendezvous
 from rl_core.model_config import LoraConfig, ModelConfig
 from rl_core.torch.files.model_files import WeightFiles, model_folder
+from rl_core.torch.training.lora import InitialFactors
 from rl_megatron.config import MegatronConfig
 from rl_megatron.model import ReadingModel, build_model
 from rl_megatron.parallel.mesh import Mesh
@@ -38,7 +39,7 @@ def load_model(config: ModelConfig, mesh: Mesh) -> tuple[ReadingModel, Weights]:
     backend = MegatronConfig(transformer_engine=False)
     model = build_model(plain, backend, spec, folder=folder, is_packed=False, mesh=mesh)
     weights = Weights(model, mesh)
-    weights.load(WeightFiles.of(folder), seed=spec.seed)
+    weights.load(WeightFiles.of(folder), InitialFactors(spec.seed))
     model.train(False)
     for parameter in model.parameters():
         parameter.requires_grad_(False)

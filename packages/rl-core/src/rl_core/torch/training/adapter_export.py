@@ -15,14 +15,11 @@ from rl_core.model import HEADLESS_ROLES, Role
 from rl_core.model_config import ModelConfig
 from rl_core.torch.collective_errors import on_rank0
 from rl_core.torch.training.backend import RankMesh, RankWeights
-from rl_core.torch.training.lora import LORA_A, WEIGHT
+from rl_core.torch.training.lora import ADAPTER_PREFIX, ADAPTER_WEIGHTS, LORA_A, WEIGHT
 
 CONFIG = "adapter_config.json"
-WEIGHTS = "adapter_model.safetensors"
 SCORE = "score"
 """Name of the head of models without a language-model head."""
-PREFIX = "base_model.model."
-"""Begins every name in the files: `peft` wraps a model twice."""
 
 
 def export_adapter(weights: RankWeights, path: Path, *, config: ModelConfig, role: Role, mesh: RankMesh) -> None:
@@ -33,14 +30,14 @@ def export_adapter(weights: RankWeights, path: Path, *, config: ModelConfig, rol
     for name, tensor in weights.adapters():
         if mesh.rank == 0:
             assert tensor is not None, f"{name} did not reach the rank that writes it"
-            gathered[PREFIX + name] = tensor.cpu().contiguous()
+            gathered[ADAPTER_PREFIX + name] = tensor.cpu().contiguous()
 
     def write() -> None:
         path.mkdir(parents=True, exist_ok=True)
-        layers = {name.removeprefix(PREFIX).removesuffix(LORA_A) for name in gathered if name.endswith(LORA_A)}
+        layers = {name.removeprefix(ADAPTER_PREFIX).removesuffix(LORA_A) for name in gathered if name.endswith(LORA_A)}
         others = {spec.name.removesuffix(WEIGHT) for spec in weights.specs("float32")} - layers
         described = AdapterConfig.of(config, role, endings(layers, others)).as_json()
-        save_file(gathered, path / WEIGHTS, metadata={"format": "pt"})
+        save_file(gathered, path / ADAPTER_WEIGHTS, metadata={"format": "pt"})
         (path / CONFIG).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
 
     on_rank0(mesh.control, write)

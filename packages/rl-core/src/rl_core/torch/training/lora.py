@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from rl_core.model_config import LoraConfig
@@ -15,6 +18,9 @@ WEIGHT = ".weight"
 LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
 """What follows the name of a layer in those of its adapter's factors: `[dim, inputs]` and `[outputs, dim]`, as in the
 files of peft."""
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_PREFIX = "base_model.model."
+"""Begins every name in that file: peft wraps a model twice."""
 
 
 def is_adapted(layer: str, config: LoraConfig) -> bool:
@@ -38,6 +44,72 @@ def initial_down(weight: str, shape: Sequence[int], seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed + zlib.crc32(weight.encode()))
     bound = 1.0 / math.sqrt(shape[1])
     return torch.empty(tuple(shape)).uniform_(-bound, bound, generator=generator)
+
+
+@dataclass(frozen=True)
+class InitialFactors:
+    """The factors that the adapters of a model start from: new ones, or those of an adapter in the format of peft.
+
+    Args:
+        seed: of new ones.
+        given: by name; empty for new ones.
+        folder: that they were read from.
+    """
+
+    seed: int
+    given: Mapping[str, Tensor] = field(default_factory=dict)
+    folder: str = ""
+
+    @classmethod
+    def of(cls, config: LoraConfig, seed: int) -> InitialFactors:
+        """As configured.
+
+        Raises:
+            ValueError: if there is no adapter in the folder, or it is scaled differently.
+        """
+        if not config.enabled or config.adapter is None:
+            return cls(seed)
+        folder = Path(config.adapter).expanduser()
+        if not (folder / ADAPTER_WEIGHTS).is_file():
+            raise ValueError(f"lora_cfg.adapter: {str(folder)!r} has no {ADAPTER_WEIGHTS}; name an adapter's folder")
+        factors = load_file(folder / ADAPTER_WEIGHTS)
+        given = {name.removeprefix(ADAPTER_PREFIX): factor.float() for name, factor in factors.items()}
+        return cls(seed, given, str(folder))
+
+    def check(self, weights: Iterable[str]) -> None:
+        """Refuse factors of layers that get no adapter.
+
+        Args:
+            weights: names of all weights of the model that get one.
+
+        Raises:
+            ValueError: naming the layers.
+        """
+        layers = {weight.removesuffix(WEIGHT) for weight in weights}
+        others = sorted({name for name in self.given if name.removesuffix(LORA_A).removesuffix(LORA_B) not in layers})
+        if others:
+            raise ValueError(
+                f"lora_cfg.adapter: {self.folder} has {len(others)} tensors of layers without an adapter here, such as "
+                f"{others[0]}; set target_modules to the layers of that adapter"
+            )
+
+    def of_weight(self, weight: str, down: Sequence[int], up: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """float32 `[dim, inputs]` and `[outputs, dim]` that the adapter of a weight starts from.
+
+        Raises:
+            ValueError: if the folder has none of these shapes.
+        """
+        if not self.given:
+            return initial_down(weight, down, self.seed), torch.zeros(tuple(up))
+        layer = weight.removesuffix(WEIGHT)
+        found = self.given.get(layer + LORA_A), self.given.get(layer + LORA_B)
+        shapes = [None if factor is None else tuple(factor.shape) for factor in found]
+        if shapes != [tuple(down), tuple(up)] or found[0] is None or found[1] is None:
+            raise ValueError(
+                f"lora_cfg.adapter: {self.folder} has factors of shapes {shapes} for {layer}, which needs "
+                f"{tuple(down)} and {tuple(up)}; set dim and target_modules as they are in that adapter"
+            )
+        return found[0], found[1]
 
 
 def nothing_adapted(config: LoraConfig, kind: str) -> ValueError:

@@ -1,0 +1,92 @@
+"""Adapters in the format of `peft`, seen without the libraries that load them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_core.config import Problem
+from rl_core.errors import ConfigError
+from rl_core.model_config import LoraConfig
+from rl_launch.model_folder import layer_names
+
+ADAPTER_CONFIG = "adapter_config.json"
+
+_PREFIX, _DOWN = "base_model.model.", ".lora_A"
+
+
+@dataclass(frozen=True)
+class AdapterFolder:
+    """A folder with an adapter.
+
+    Args:
+        base: the model that it sits on, as the folder names it.
+        layers: names of the layers that it adapts.
+    """
+
+    path: Path
+    base: str
+    dim: int
+    alpha: float
+    use_rslora: bool
+    layers: tuple[str, ...]
+
+    @classmethod
+    def read(cls, path: Path) -> AdapterFolder:
+        """Read the config, and the names in the header of the file with the factors.
+
+        Raises:
+            ConfigError: if the folder holds no adapter, or one of a kind that is not supported.
+        """
+        try:
+            said: dict[str, Any] = json.loads((path / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+            dim, alpha = int(said["r"]), float(said["lora_alpha"])
+        except FileNotFoundError:
+            raise ConfigError(f"{path} has no {ADAPTER_CONFIG}; name a folder that peft or a run has saved") from None
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise ConfigError(f"{path / ADAPTER_CONFIG} is not the config of a low-rank adapter: {error!r}") from None
+        odd = [name for name in ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save") if said.get(name)]
+        if odd:
+            raise ConfigError(f"{path} is an adapter with {', '.join(odd)}, which is not supported; merge it with peft")
+        names = (name.removeprefix(_PREFIX) for name in layer_names(str(path)) if name.endswith(_DOWN))
+        layers = tuple(name.removesuffix(_DOWN) for name in names)
+        if not layers:
+            raise ConfigError(f"{path} has no factors of layers in adapter_model.safetensors; save the adapter again")
+        base = str(said.get("base_model_name_or_path") or "")
+        return cls(path, base, dim, alpha, bool(said.get("use_rslora")), layers)
+
+    def settings(self) -> dict[str, Any]:
+        """A `lora_cfg` that starts from this adapter."""
+        return {
+            "enabled": True,
+            "match_all_linear": False,
+            "target_modules": list(self.layers),
+            "dim": self.dim,
+            "alpha": self.alpha,
+            "use_rslora": self.use_rslora,
+            "adapter": str(self.path.absolute()),
+        }
+
+
+def initial_adapter_problems(key: str, config: LoraConfig) -> Iterator[Problem]:
+    """Settings that do not agree with the adapter that a model starts from.
+
+    Args:
+        key: of the `lora_cfg`.
+    """
+    if not config.enabled or config.adapter is None:
+        return
+    try:
+        found = AdapterFolder.read(Path(config.adapter).expanduser())
+    except ConfigError as error:
+        yield Problem(f"{key}.adapter", str(error))
+        return
+    for name in ("dim", "alpha", "use_rslora"):
+        ours, theirs = getattr(config, name), getattr(found, name)
+        if ours != theirs:
+            yield Problem(
+                f"{key}.{name}", f"got {ours}, but the adapter in {config.adapter} has {theirs}; set it to that"
+            )

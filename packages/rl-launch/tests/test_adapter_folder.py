@@ -1,0 +1,58 @@
+"""A folder with an adapter is read without the libraries that load it."""
+
+import json
+
+import pytest
+
+from rl_core.errors import ConfigError
+from rl_core.model_config import LoraConfig
+from rl_launch.adapter_folder import AdapterFolder, initial_adapter_problems
+
+CONFIG = {"peft_type": "LORA", "base_model_name_or_path": "org/base", "r": 4, "lora_alpha": 8, "use_rslora": True}
+LAYERS = ("model.layers.0.mlp.up_proj", "model.layers.0.self_attn.q_proj")
+
+
+def write(folder, layers=LAYERS, **changes):
+    (folder / "adapter_config.json").write_text(json.dumps(CONFIG | changes))
+    entry = {"dtype": "F32", "data_offsets": [0, 0]}
+    shapes = {"lora_A": [4, 8], "lora_B": [8, 4]}
+    header = {
+        f"base_model.model.{layer}.{factor}.weight": {**entry, "shape": shape}
+        for layer in layers
+        for factor, shape in shapes.items()
+    }
+    text = json.dumps(header).encode()
+    (folder / "adapter_model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+    return folder
+
+
+def test_a_config_starts_from_an_adapter_with_its_settings(tmp_path):
+    found = AdapterFolder.read(write(tmp_path))
+    assert (found.base, found.layers) == ("org/base", LAYERS)
+    lora = LoraConfig(**found.settings())
+    assert (lora.dim, lora.alpha, lora.use_rslora, lora.target_modules) == (4, 8.0, True, list(LAYERS))
+    assert list(initial_adapter_problems("policy.lora_cfg", lora)) == []
+
+
+def test_settings_that_differ_from_the_adapters_are_named(tmp_path):
+    lora = LoraConfig(enabled=True, dim=8, alpha=8, adapter=str(write(tmp_path)))
+    found = {problem.key: problem.message for problem in initial_adapter_problems("policy.lora_cfg", lora)}
+    assert found.keys() == {"policy.lora_cfg.dim", "policy.lora_cfg.use_rslora"}
+    assert found["policy.lora_cfg.dim"].startswith("got 8, but the adapter in ")
+    (problem,) = initial_adapter_problems("key", LoraConfig(enabled=True, adapter=str(tmp_path / "none")))
+    assert "has no adapter_config.json" in problem.message
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"use_dora": True}, "an adapter with use_dora, which is not supported"),
+        ({"rank_pattern": {"q_proj": 2}}, "an adapter with rank_pattern"),
+        ({"modules_to_save": ["score"]}, "an adapter with modules_to_save"),
+        ({"r": None}, "is not the config of a low-rank adapter"),
+        ({"layers": ()}, "has no factors of layers"),
+    ],
+)
+def test_adapters_of_another_kind_are_refused_by_name(tmp_path, changes, says):
+    with pytest.raises(ConfigError, match=says):
+        AdapterFolder.read(write(tmp_path, **changes))
