@@ -31,10 +31,10 @@ class SFTConfig(Config):
     stop_at_validation_loss: Annotated[float | None, WhenChanged.GOAL] = Field(default=None, gt=0)
     """End the run once the validation loss is at or below this."""
     learn: LearnedTurns = "all"
-    """What is learned of a conversation: all turns of the assistant, or the last one. A message with `train: true` or
+    """Turns of the assistant that are learned: all of them, or the last one. A message with `train: true` or
     `train: false` decides for itself."""
     mix_by: Literal["rows", "tokens"] = "rows"
-    """What the weights of `data.train` are shares of: rows drawn, or tokens under the loss."""
+    """Unit of the weights in `data.train`: shares of the rows that are drawn, or of the tokens under the loss."""
     seed: int = Field(default=42, ge=0)
     """Of the order of the data."""
 
