@@ -5,15 +5,20 @@ from pathlib import Path
 
 from runs import Run, rollouts_of, steps_of
 
-README = Path(__file__).parents[1] / "packages/rl-algos/README.md"
+ROOT = Path(__file__).parents[1]
+
+
+def write_files(document, folder, *names):
+    """Files as a document prints them."""
+    text = document.read_text(encoding="utf-8")
+    for name in names:
+        found = re.search(rf"^# {re.escape(name)}\n.*?(?=^```)", text, re.DOTALL | re.MULTILINE)
+        assert found
+        (folder / name).write_text(found[0])
 
 
 def test_the_estimator_and_the_loss_of_the_readme_train_a_policy(grpo, tmp_path):
-    text = README.read_text(encoding="utf-8")
-    for name in ("mine.py", "run.yaml"):
-        found = re.search(rf"^# {re.escape(name)}\n.*?(?=^```)", text, re.DOTALL | re.MULTILINE)
-        assert found
-        (tmp_path / name).write_text(found[0])
+    write_files(ROOT / "packages/rl-algos/README.md", tmp_path, "mine.py", "run.yaml")
     _, *settings = grpo
     run = Run.start(
         tmp_path / "run",
@@ -29,3 +34,14 @@ def test_the_estimator_and_the_loss_of_the_readme_train_a_policy(grpo, tmp_path)
         rows = rollouts_of(run.folder)[line["step"]]
         # less than the whole advantage of the last token, on the mean of a rollout's tokens
         assert max(abs(row["advantage"]) for row in rows) < line["advantage/max"]
+
+
+def test_the_algorithm_of_the_guide_trains_from_its_file(tmp_path):
+    write_files(ROOT / "docs/adding-an-algorithm.md", tmp_path, "focal.py", "focal.yaml")
+    run = Run.start(tmp_path / "run", str(tmp_path / "focal.yaml"), "checkpointing.save_period=3")
+    run.finish()
+    steps = steps_of(run.folder)
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
+    assert steps[-1]["train/loss"] < steps[0]["train/loss"]
+    (copy,) = (run.folder / "code").iterdir()
+    assert copy.read_text() == (tmp_path / "focal.py").read_text()

@@ -2,12 +2,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 
 import rl_core.plugins
 from rl_core.errors import ConfigError
-from rl_core.plugins import DATASETS, ENVIRONMENTS, names, plugin, plugins, resolve
+from rl_core.plugins import DATASETS, ENVIRONMENTS, algorithm_named, names, plugin, plugins, resolve
 
 INSTALLED = [
     EntryPoint("square", "test_plugins:INSTALLED", ENVIRONMENTS),
@@ -70,3 +71,48 @@ def test_resolve_says_what_is_wrong_with_a_path(path: str, says: str) -> None:
 def test_a_module_that_is_not_installed_is_named() -> None:
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):
         resolve("no_such_module:Name")
+
+
+ALGORITHM = """
+from rl_core.plugins import AlgorithmPlugin
+
+PLUGIN = AlgorithmPlugin(
+    name="mine",
+    sections={},
+    load="rl_core.plugins:names",
+    prepare="beside.py:prepare",
+    run="algorithm.py:run",
+    generates=False,
+    models=dict,
+)
+OTHER = 3
+
+
+def run():
+    return "ran"
+"""
+
+
+def test_an_algorithm_in_a_file_finds_its_functions_from_the_folder_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "algorithm.py").write_text(ALGORITHM)
+    (tmp_path / "beside.py").write_text("def prepare():\n    return 'prepared'\n")
+    found = algorithm_named(f"{tmp_path}/algorithm.py:PLUGIN")
+    assert found.name == "mine"
+    assert resolve(found.run)() == "ran"
+    assert resolve(found.prepare)() == "prepared"
+    assert (found.load, found.rollouts) == ("rl_core.plugins:names", "")
+    assert algorithm_named(f"{tmp_path}/algorithm.py:PLUGIN") is found
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("algorithm.py:PLUGING", "did you mean PLUGIN?"),
+        ("algorithm.py:OTHER", "must be an AlgorithmPlugin .*got int"),
+        ("nothing.py:PLUGIN", "cannot be read"),
+    ],
+)
+def test_what_is_not_an_algorithm_in_a_file_is_refused(name: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "algorithm.py").write_text(ALGORITHM)
+    with pytest.raises(ConfigError, match=says):
+        algorithm_named(f"{tmp_path}/{name}")

@@ -140,3 +140,51 @@ def test_the_generator_reports_the_routing_that_is_replayed(generator, tmp_path)
     plain = backends_of(read_config("grpo-arithmetic", [*ON_CPU, generator]).config)
     assert not plain.models[POLICY].replays_routing
     assert not plain.generation.reports_routing
+
+
+ALGORITHM = """
+from typing import Annotated
+
+from rl_core.config import Config, WhenChanged
+from rl_core.model import ModelSpec
+from rl_core.plugins import AlgorithmPlugin, ModelNeed
+
+
+class MineConfig(Config):
+    max_num_steps: Annotated[int, WhenChanged.GOAL] = 3
+
+
+PLUGIN = AlgorithmPlugin(
+    name="mine",
+    sections={"mine": MineConfig},
+    load="mine.py:load",
+    prepare="mine.py:prepare",
+    run="mine.py:run",
+    generates=False,
+    models=lambda config: {"policy": ModelNeed("policy", ModelSpec())},
+)
+"""
+
+
+def recipe_of_a_file(folder, name):
+    (folder / "mine.py").write_text(ALGORITHM)
+    recipe = folder / "run.yaml"
+    recipe.write_text(
+        f"algorithm: mine.py:{name}\npolicy: {{model_name: tiny-arithmetic}}\nmine: {{max_num_steps: 5}}\n"
+    )
+    return recipe
+
+
+def test_an_algorithm_in_a_file_beside_the_recipe_brings_its_sections(tmp_path):
+    config = read_config(recipe_of_a_file(tmp_path, "PLUGIN"), ON_CPU).config
+    assert config.algorithm == f"{tmp_path}/mine.py:PLUGIN"
+    assert config.mine.max_num_steps == 5
+    assert list(backends_of(config).models) == ["policy"]
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "config.yaml").write_text(to_yaml(config))
+    assert to_yaml(read_config(tmp_path / "kept").config) == to_yaml(config)
+
+
+def test_a_wrong_name_in_the_file_of_an_algorithm_is_refused_with_the_place_and_the_nearest(tmp_path):
+    with pytest.raises(ConfigError, match=r"algorithm \(\S*run.yaml:1\): .*'PLUGING'; did you mean PLUGIN\?"):
+        read_config(recipe_of_a_file(tmp_path, "PLUGING"), ON_CPU)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import ConfigError
-from rl_core.user_code import load_module
+from rl_core.user_code import FromFile, beside, is_in_file, load_module
 
 if TYPE_CHECKING:
     from rl_core.config import Config, Problem
@@ -274,6 +275,40 @@ def plugin(group: str, name: str) -> Any:
             f"there is no {KINDS[group]} {name!r}{hint} installed are {', '.join(names(group)) or 'none'}"
         )
     return found.load()
+
+
+def algorithm_named(name: str) -> AlgorithmPlugin:
+    """The algorithm of that name: an installed plugin, or one in a file of the user's own, as `file.py:NAME`. The
+    functions of such a plugin may be named by files as well (`run="file.py:run"`), from the folder of its own.
+
+    Raises:
+        ConfigError: if there is no such plugin.
+    """
+    if is_in_file(name):
+        return _algorithm_in_file(name)
+    found: AlgorithmPlugin = plugin(ALGORITHMS, name)
+    return found
+
+
+@cache
+def _algorithm_in_file(name: str) -> AlgorithmPlugin:
+    try:
+        FromFile.read(name)  # says what the file defines in the place of a wrong name
+        found = resolve(name)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if not isinstance(found, AlgorithmPlugin):
+        raise ConfigError(f"{name} must be an AlgorithmPlugin (rl_core.plugins), got {type(found).__name__}")
+    folder = Path(name.rpartition(":")[0]).parent
+    return replace(
+        found,
+        load=beside(found.load, folder),
+        attempts=beside(found.attempts, folder),
+        prepare=beside(found.prepare, folder),
+        run=beside(found.run, folder),
+        rollouts=beside(found.rollouts, folder),
+        evaluate=beside(found.evaluate, folder),
+    )
 
 
 def plugin_packages() -> list[str]:

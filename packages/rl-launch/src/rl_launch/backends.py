@@ -14,13 +14,12 @@ from rl_core.config import Config, Problem, ProblemError, did_you_mean
 from rl_core.model import ModelSpec
 from rl_core.model_config import ColocatedConfig, GenerationConfig, ModelConfig
 from rl_core.plugins import (
-    ALGORITHMS,
     GENERATORS,
     POLICIES,
-    AlgorithmPlugin,
     BackendPlugin,
     ModelNeed,
     Requirement,
+    algorithm_named,
     names,
     plugin,
 )
@@ -124,8 +123,7 @@ def model_sections(config: Any) -> tuple[str, ...]:
     """Dotted keys of the sections of a resolved root that hold models."""
     if "algorithm" not in type(config).model_fields:
         return (POLICY,)
-    algorithm: AlgorithmPlugin = plugin(ALGORITHMS, config.algorithm)
-    return algorithm.model_sections
+    return algorithm_named(config.algorithm).model_sections
 
 
 def section_of(config: Any, key: str) -> Any:
@@ -149,7 +147,7 @@ def backends_of(config: Any) -> Backends:
         model = _model_backend(config, ModelNeed(POLICY, ModelSpec(trains=False)))
         # in the environment that runs train it in, so that none is built for it
         return Backends({POLICY: model}, requirements=(LOSSES,))
-    algorithm: AlgorithmPlugin = plugin(ALGORITHMS, config.algorithm)
+    algorithm = algorithm_named(config.algorithm)
     needs = algorithm.models(config)
     strange = {need.section for need in needs.values()} - set(algorithm.model_sections)
     assert not strange, f"the plugin of {algorithm.name} names {strange} in models() and not in model_sections"

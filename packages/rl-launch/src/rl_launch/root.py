@@ -34,9 +34,10 @@ from rl_core.plugins import (
     GENERATORS,
     POLICIES,
     AlgorithmPlugin,
+    algorithm_named,
     names,
-    plugin,
 )
+from rl_core.user_code import is_in_file
 from rl_launch.adapter_folder import initial_adapter_problems
 from rl_launch.backends import (
     POLICY,
@@ -94,7 +95,8 @@ class ClusterConfig(Config):
 
 class RootConfig(Config):
     algorithm: Annotated[str, WhenChanged.NEW_RUN]
-    """Name of the algorithm, such as `grpo`; `rl recipes` lists recipes with theirs."""
+    """Name of the algorithm, such as `grpo` (`rl recipes` lists recipes with theirs), or `file.py:NAME` of one in a file
+    of yours."""
     run_dir: Annotated[PathText | None, WhenChanged.RESUME] = None
     """Folder of the run, resumed if it holds one; if unset, a new folder under `runs`."""
 
@@ -212,11 +214,16 @@ def _algorithm(raw: RawConfig) -> AlgorithmPlugin:
     if name is None:
         known = ", ".join(names(ALGORITHMS))
         raise ConfigError(f"algorithm ({raw.name}): must be set; installed algorithms: {known}")
+    if isinstance(name, str) and is_in_file(name):
+        try:
+            return algorithm_named(name)
+        except ConfigError as error:
+            raise ConfigError(f"algorithm ({raw.origin('algorithm')}): {error}") from None
     if not isinstance(name, str) or name not in names(ALGORITHMS):
         known, near = ", ".join(names(ALGORITHMS)), did_you_mean(str(name), names(ALGORITHMS))
         place = raw.origin("algorithm")
         raise ConfigError(f"algorithm ({place}): got {name!r}{near}; installed algorithms: {known}")
-    return plugin(ALGORITHMS, name)
+    return algorithm_named(name)
 
 
 def _model_types(algorithm: AlgorithmPlugin) -> dict[str, type[Config]]:
@@ -271,7 +278,7 @@ def _folder_checks(config: Any) -> Iterator[Problem]:
 
 def _checkpointing_checks(config: Any) -> Iterator[Problem]:
     key = config.checkpointing.metric_key
-    known = plugin(ALGORITHMS, config.algorithm).validation_metrics
+    known = algorithm_named(config.algorithm).validation_metrics
     if key is None or not key.startswith("val/") or known is None:
         return
     recorded = list(known(config))

@@ -57,6 +57,7 @@ VALID = {
     "interpolations": "defaults: sft-squad\npolicy: {train_global_batch_size: '${policy.train_micro_batch_size}'}\n"
     "data: {train: {dataset_name: arithmetic, settings: '${data.validation.settings}'}}\n",
     "a key that its user must set": "defaults: grpo-arithmetic\ngrpo:\n  max_num_steps: ???\n",
+    "an algorithm in a file": "algorithm: mine.py:PLUGIN\nmine: {max_num_steps: 3}\n",
     "an estimator by name": "defaults: grpo-arithmetic\ngrpo: {adv_estimator: rloo}\n",
     "settings of an estimator": "defaults: grpo-arithmetic\ngrpo: {adv_estimator: {name: pass_at_k, k: 2}}\n",
     "a surrogate by name": "defaults: grpo-arithmetic\nloss_fn: {surrogate: sapo, aggregation: sequence-mean}\n",
@@ -92,3 +93,8 @@ def test_the_schema_of_one_algorithm_has_no_section_of_others():
 def test_a_schema_of_nothing_is_refused():
     with pytest.raises(ConfigError, match="gpro"):
         recipe_schema("gpro")
+
+
+def test_the_schema_of_an_algorithm_in_a_file_is_refused():
+    with pytest.raises(ConfigError, match="an algorithm in a file, and a schema is made of installed ones"):
+        recipe_schema("mine.py:PLUGIN")

@@ -9,7 +9,7 @@ from typing import Any
 from rl_algos.tokenizer import load_tokenizer
 from rl_core.errors import ConfigError
 from rl_core.generation import Evaluation
-from rl_core.plugins import ALGORITHMS, AlgorithmPlugin, plugin, resolve
+from rl_core.plugins import algorithm_named, resolve
 from rl_launch.backends import backends_of
 from rl_launch.cluster.device import check_devices, resolve_device
 from rl_launch.commands.train import model_names, with_local_models
@@ -30,7 +30,7 @@ def evaluate(config: Any, *, logs: Path) -> Evaluation:
             nodes, before anything is loaded.
     """
     check_devices(config.cluster)
-    algorithm: AlgorithmPlugin = plugin(ALGORITHMS, config.algorithm)
+    algorithm = algorithm_named(config.algorithm)
     if not algorithm.evaluate:
         raise ConfigError(
             f"algorithm: {algorithm.name} has no evaluation by rollouts; use a config of another algorithm"

@@ -7,7 +7,9 @@ from typing import Any
 from rl_algos.data.config import DatasetConfig
 from rl_core.config import Config, JsonSchema, load
 from rl_core.config.json_schema import DIALECT, required
+from rl_core.errors import ConfigError
 from rl_core.plugins import ALGORITHMS, DATASETS, names, plugin
+from rl_core.user_code import is_in_file
 from rl_launch.backends import installed
 from rl_launch.commands.catalog import tasks_of
 from rl_launch.commands.explain import names_config
@@ -17,6 +19,9 @@ _INHERITS = {
     "description": "A recipe or file, or a list of them, whose keys this file takes over and may change.",
     "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
 }
+
+_IN_FILE = {"type": "string", "pattern": r"\.py:[A-Za-z_]"}
+"""An algorithm of the user's own, whose sections are known to it alone."""
 
 
 def recipe_schema(of: str | None = None) -> dict[str, Any]:
@@ -41,7 +46,7 @@ def recipe_schema(of: str | None = None) -> dict[str, Any]:
         _admit_own_environments(schema, root)
     _add_dataset_settings(schema)
     top: dict[str, Any] = {"$schema": DIALECT, "title": f"Recipe ({', '.join(algorithms)})", "type": "object"}
-    top["properties"] = {"algorithm": {"enum": algorithms}}
+    top["properties"] = {"algorithm": {"anyOf": [{"enum": algorithms}, _IN_FILE]}}
     top["allOf"] = [_of_algorithm(name, schema.section(root)) for name, root in roots.items()]
     # a file without an algorithm inherits it
     top["allOf"].append(
@@ -59,6 +64,11 @@ def _algorithms(of: str | None) -> list[str]:
         return names(ALGORITHMS)
     if names_config(of):
         of = str(read_raw(of).select("algorithm"))
+    if is_in_file(of):
+        raise ConfigError(
+            f"{of} is an algorithm in a file, and a schema is made of installed ones. Leave it out for the schema of "
+            "all of them, or make a package of it with an entry point of rl.algorithms"
+        )
     return [plugin(ALGORITHMS, of).name]
 
 

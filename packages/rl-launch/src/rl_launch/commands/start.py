@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import ConfigError
+from rl_core.plugins import algorithm_named
 from rl_launch.root import read_config
 from rl_launch.session.branch import BranchPoint
 from rl_launch.session.run_folder import is_run
@@ -49,7 +50,8 @@ def run_of(recipe: str | Mapping[str, Any], overrides: Sequence[str] = (), start
     point = BranchPoint.parse(start) if start else None
     if isinstance(recipe, Mapping) and recipe:
         config: Any = read_config(recipe, overrides).config
-        return GivenRun(config, _folder(config.run_dir, config.algorithm), config.algorithm, point)
+        name = algorithm_named(config.algorithm).name
+        return GivenRun(config, _folder(config.run_dir, name), name, point)
     recipe = str(recipe or "")
     if point is not None and (not recipe or "=" in recipe):
         recipe, overrides = str(point.run.path), [*([recipe] if recipe else []), *overrides]

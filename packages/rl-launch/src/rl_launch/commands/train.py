@@ -13,7 +13,7 @@ from typing import Any
 
 from rl_core.environments.trial import Trial
 from rl_core.errors import RLError, RunDirectoryError
-from rl_core.plugins import ALGORITHMS, AlgorithmPlugin, plugin, resolve
+from rl_core.plugins import algorithm_named, resolve
 from rl_launch.backends import backends_of, model_sections, section_of, with_section
 from rl_launch.cluster.device import check_devices, resolve_device
 from rl_launch.cluster.ray_address import check_ray_address
@@ -81,7 +81,7 @@ def train(
         RLError: if the run fails, with role, rank, node and phase.
     """
     started = time.monotonic()
-    algorithm: AlgorithmPlugin = plugin(ALGORITHMS, config.algorithm)
+    algorithm = algorithm_named(config.algorithm)
     branch = check_run_dir(run_dir, config, fresh=fresh, branch_point=branch_point)
     metrics = finished_metrics(run_dir, config) if branch is None else None
     if metrics is not None:
@@ -118,7 +118,7 @@ def _run(
 
     restoration.goes_on = False
     config = with_local_models(config)
-    algorithm: AlgorithmPlugin = plugin(ALGORITHMS, config.algorithm)
+    algorithm = algorithm_named(config.algorithm)
     tokenizer = load_tokenizer(config.policy.tokenizer, config.policy.model_name)
     data = resolve(algorithm.prepare)(config, tokenizer, loaded)
     needs = resolve(algorithm.rollouts)(config, data) if algorithm.generates else None
