@@ -1,0 +1,239 @@
+"""How far the tiny recipe of each algorithm moves the metric that it is there to move, beside the noise between seeds.
+
+    python benchmarks/learning.py [--only NAME ...] [--seeds 1 2 3] [--png FILE]
+
+Every run is a whole `rl train` on the CPU. Algorithms that go on from a model that answers some sums get one that SFT
+has warmed up, made once in the same folder; their start is what that model scores. Runs are kept in `--folder`: a
+finished one is not made again, and one that broke off goes on from its newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from measurement import rl_command, surroundings, table
+
+from rl_launch.session.run_folder import RunFolder, is_run
+
+SEEDS = (1, 2, 3)
+
+
+@dataclass(frozen=True)
+class Aim:
+    """What a metric has to do in the mean over seeds, in words and as a test of its start and its end."""
+
+    text: str
+    is_met: Callable[[float, float], bool]
+
+
+def rises_by(points: float) -> Aim:
+    """Ends at least this much above its start."""
+    return Aim(f"+{points:g}", lambda start, end: end >= start + points)
+
+
+def falls_to(share: float) -> Aim:
+    """Ends at this share of its start or below."""
+    return Aim(f"to {share:g} of the start", lambda start, end: end <= share * start)
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A metric, as `metrics.jsonl` spells it, and what it has to do from its first value to its last."""
+
+    metric: str
+    aim: Aim
+
+
+@dataclass(frozen=True)
+class Case:
+    """A recipe with what is changed in it, the section that holds its seed, and what is measured."""
+
+    recipe: str
+    section: str
+    measures: tuple[Measure, ...]
+    settings: tuple[str, ...] = ()
+    goes_on: bool = True
+    """Whether it starts from the warmed-up model."""
+
+    def arguments(self, seed: int, warm: Path) -> list[str]:
+        """Of `rl train`."""
+        start = [f"policy.model_name={warm}"] if self.goes_on else []
+        return [self.recipe, *start, *ON_CPU, *self.settings, f"{self.section}.seed={seed}"]
+
+
+ON_CPU = ("cluster.device=cpu", "cluster.cpu_ranks_per_node=1", "logger.tensorboard_enabled=false")
+
+ROLLOUTS = (
+    "policy.generation.backend=hf",  # starts sooner than vLLM, and is as quick for such completions
+    "checkpointing.save_period=20",
+    "checkpointing.metric_name=null",
+)
+
+
+def on_policy(recipe: str, *settings: str, section: str = "grpo") -> Case:
+    """A recipe that learns from rewards: greedy accuracy on held-out sums, from that of the warmed-up model."""
+    validates = [f"{section}.{key}" for key in ("val_at_start=true", "val_at_end=true", "val_period=6")]
+    measures = (Measure("val/accuracy", rises_by(0.2)),)
+    return Case(recipe, section, measures, (*ROLLOUTS, *validates, *settings))
+
+
+CASES = {
+    "sft": Case(
+        "sft-arithmetic",
+        "sft",
+        (Measure("val/loss", falls_to(0.3)),),
+        ("sft.val_at_start=true", "sft.stop_at_validation_loss=null", "sft.max_num_steps=150"),
+        goes_on=False,
+    ),
+    "grpo": on_policy("grpo-arithmetic"),
+    "drgrpo": on_policy("drgrpo-tiny"),
+    "dapo": on_policy("dapo-tiny"),
+    "gspo": on_policy("gspo-tiny"),
+    "cispo": on_policy("cispo-tiny"),
+    "rloo": on_policy("rloo-tiny"),
+    "reinforce++": on_policy("reinforce-pp-tiny"),
+    "sapo": on_policy("sapo-tiny"),
+}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A metric of one run: steps and values, the first and the last of which count."""
+
+    steps: tuple[int, ...]
+    values: tuple[float, ...]
+
+    @classmethod
+    def of(cls, run: RunFolder, metric: str) -> Curve:
+        rows = [(row["step"], row[metric]) for row in run.metrics() if row.get(metric) is not None]
+        if not rows:
+            sys.exit(f"{run.path} has no metric {metric!r}")
+        steps, values = zip(*rows, strict=True)
+        return cls(steps, values)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), metavar="NAME", help=" ".join(CASES))
+    parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS, metavar="N", help="(1 2 3)")
+    parser.add_argument("--folder", type=Path, default=Path("runs/learning"), help="of the runs (%(default)s)")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw every run as well; needs matplotlib")
+    parser.add_argument("--table", action="store_true", help="start nothing: show the runs that are finished")
+    parser.add_argument("--quick", action="store_true", help="see that it runs: two steps of SFT")
+    chosen = parser.parse_args()
+    folder = chosen.folder.absolute()
+    cases = {name: CASES[name] for name in chosen.only}
+    if chosen.quick:
+        folder, chosen.seeds = folder / "quick", SEEDS[:1]
+        cases = {"sft": Case("sft-arithmetic", "sft", CASES["sft"].measures, ("sft.max_num_steps=2",), goes_on=False)}
+    if not chosen.table:
+        make_runs(cases, chosen.seeds, folder)
+    curves = {
+        (name, measure.metric): [Curve.of(run, measure.metric) for run in finished_runs(folder, name, chosen.seeds)]
+        for name, case in cases.items()
+        for measure in case.measures
+    }
+    print(f"{surroundings('rl-launch', 'rl-algos')}\n")
+    print(table(HEAD, rows(cases, curves)))
+    if chosen.png is not None:
+        draw({key: found for key, found in curves.items() if found}, chosen.png)
+
+
+def make_runs(cases: Mapping[str, Case], seeds: Sequence[int], folder: Path) -> None:
+    """All of them, one after another; one that fails is told, and the others are made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    warm = warm_model(folder / "warm") if any(case.goes_on for case in cases.values()) else folder
+    for seed in seeds:  # so that each algorithm has one run soon
+        for name, case in cases.items():
+            make_run(case.arguments(seed, warm), run_dir(folder, name, seed))
+
+
+def warm_model(run: Path) -> Path:
+    """The model that `sft-arithmetic` ends with, made if it is not there."""
+    if not is_finished(run) and not make_run(["sft-arithmetic", *ON_CPU], run):
+        sys.exit(1)
+    return RunFolder(run).checkpoints()[-1].path / "hf"
+
+
+def make_run(arguments: Sequence[str], run: Path) -> bool:
+    """Train in a folder, or go on there; whether that went well. A run of another config is refused by `rl train`."""
+    log = run.with_suffix(".log")
+    with log.open("a") as output:
+        done = subprocess.run(
+            rl_command("train", *arguments, f"run_dir={run}"), stdout=output, stderr=subprocess.STDOUT, env=os.environ
+        )
+    if done.returncode:
+        tail = "\n".join(log.read_text().splitlines()[-15:])
+        print(f"{run} ended with {done.returncode}:\n{tail}\n", file=sys.stderr)
+    return done.returncode == 0
+
+
+def run_dir(folder: Path, name: str, seed: int) -> Path:
+    return folder / f"{name}-{seed}"
+
+
+def is_finished(run: Path) -> bool:
+    return is_run(run) and RunFolder(run).state().status == "finished"
+
+
+def finished_runs(folder: Path, name: str, seeds: Sequence[int]) -> list[RunFolder]:
+    """Those of a case."""
+    paths = [run_dir(folder, name, seed) for seed in seeds]
+    return [RunFolder(path) for path in paths if is_finished(path)]
+
+
+HEAD = ("algorithm", "metric", "runs", "start", "end", "change", "std over seeds", "change / std", "aim", "met")
+
+Curves = Mapping[tuple[str, str], Sequence[Curve]]
+
+
+def rows(cases: Mapping[str, Case], curves: Curves) -> Iterator[tuple[str, ...]]:
+    """Of the table: means over seeds, and the deviation of the end beside the change."""
+    for name, case in cases.items():
+        for measure in case.measures:
+            found = curves[name, measure.metric]
+            yield (name, measure.metric, str(len(found)), *(figures(found, measure.aim) if found else [""] * 7))
+
+
+def figures(found: Sequence[Curve], aim: Aim) -> list[str]:
+    """Of some runs: start, end, change, deviation of the end over seeds, their ratio, the aim and whether it is met."""
+    start = statistics.fmean(curve.values[0] for curve in found)
+    ends = [curve.values[-1] for curve in found]
+    end = statistics.fmean(ends)
+    noise = statistics.stdev(ends) if len(ends) > 1 else float("nan")
+    ratio = f"{abs(end - start) / noise:.0f}" if noise > 0 else ""
+    deviation = f"{noise:.3g}" if len(ends) > 1 else ""
+    met = "yes" if aim.is_met(start, end) else "no"
+    return [f"{start:.3g}", f"{end:.3g}", f"{end - start:+.3g}", deviation, ratio, aim.text, met]
+
+
+def draw(curves: Curves, path: Path) -> None:
+    """A small plot for each metric, with a line for each seed."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    columns = min(4, len(curves))
+    num_rows = -(-len(curves) // columns)
+    figure = Figure(figsize=(3.2 * columns, 2.4 * num_rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    for place, ((name, metric), found) in enumerate(curves.items(), start=1):
+        axes = figure.add_subplot(num_rows, columns, place)
+        for curve in found:
+            axes.plot(curve.steps, curve.values, linewidth=1.2)
+        axes.set_title(f"{name}: {metric}", fontsize=9)
+        axes.tick_params(labelsize=7)
+        axes.grid(alpha=0.3)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    print(f"\n{path}")
+
+
+if __name__ == "__main__":
+    main()
