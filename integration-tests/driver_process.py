@@ -1,0 +1,69 @@
+"""Runs one after another in one process and one Ray: most of a short run is their start."""
+
+import json
+import os
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+
+
+class DriverProcess:
+    """A process that calls `rl_launch.train` as it is told to.
+
+    Args:
+        log: file of what it writes to the terminal.
+        num_ranks: CPU ranks that its Ray has.
+    """
+
+    def __init__(self, log: Path, num_ranks: int) -> None:
+        variables = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        with log.open("a") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, str(num_ranks)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=output,
+                text=True,
+                env=variables,
+            )
+        self._log = log
+
+    def train(self, folder: Path, recipe: str, *overrides: str) -> None:
+        """Make a run in a folder."""
+        self._process.stdin.write(json.dumps([recipe, *overrides, f"run_dir={folder}"]) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        assert answer, self._log.read_text()
+        failure = json.loads(answer)
+        assert not failure, failure
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        assert self._process.wait(120) == 0, self._log.read_text()
+        self._process.stdout.close()
+
+
+def main(num_ranks: int) -> None:
+    """Train by every line of standard input; answer each with a traceback, which is empty if all went well."""
+    from rl_core.devices import device_named
+    from rl_launch import train
+    from rl_launch.cluster.virtual_cluster import VirtualCluster
+
+    # answers have a pipe of their own: whatever else is printed goes to the log
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    with VirtualCluster(device=device_named("cpu"), num_nodes=1, ranks_per_node=num_ranks):
+        for line in sys.stdin:
+            recipe, *overrides = json.loads(line)
+            try:
+                train(recipe, overrides)
+                failure = ""
+            except Exception:  # noqa: BLE001  # a failure is the answer
+                failure = traceback.format_exc()
+            answers.write(json.dumps(failure) + "\n")
+            answers.flush()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,164 @@
+"""Every algorithm computes the same for any microbatches, packed or padded, on one rank or two and on either backend,
+and goes on to the last bit after everything it started was killed.
+"""
+
+import shutil
+from dataclasses import dataclass
+
+import pytest
+from driver_process import DriverProcess
+from runs import Run, assert_same, lines_of, steps_of
+
+REWARD = '''
+def score(response):
+    """An untrained model answers nothing right: the share of its characters that are digits."""
+    return sum(character.isdigit() for character in response) / 8
+'''
+
+COMMON = (
+    "cluster.device=cpu",
+    "cluster.cpu_ranks_per_node=1",
+    "policy.train_global_batch_size=16",
+    "policy.train_micro_batch_size=16",
+    "checkpointing.save_period=2",
+    "checkpointing.keep_top_k=null",
+    "checkpointing.metric_name=null",
+    "logger.tensorboard_enabled=false",
+)
+PACKED = (
+    "cluster.cpu_ranks_per_node=2",
+    "policy.sequence_packing={enabled: true, train_mb_tokens: 48, logprob_mb_tokens: 64}",
+)
+MEGATRON = ("cluster.cpu_ranks_per_node=2", "policy.megatron_cfg.enabled=true", "policy.train_micro_batch_size=3")
+
+FIGURES = ("train/loss", "train/grad_norm", "train/num_tokens", "reward/mean", "val/loss")
+"""Metrics that do not depend on how rows and models lie; each run has some of them."""
+
+CLOCKED = ("time/", "generation/tokens_per_second", "train/tokens_per_second", "train/flops_per_second")
+
+
+@dataclass(frozen=True)
+class Family:
+    """A recipe, changed so that it takes four small steps.
+
+    Args:
+        recipe: of the algorithm.
+        settings: that change it.
+        layouts: others than the plain one, by name.
+        tolerance: of figures against those of the plain layout.
+    """
+
+    recipe: str
+    settings: tuple[str, ...]
+    layouts: dict[str, tuple[str, ...]]
+    tolerance: float = 1e-4
+
+
+def on_policy(recipe, section, layouts, *settings):
+    """A family that learns from rollouts, with a reward that an untrained model earns."""
+    smaller = {"num_prompts_per_step": 8, "num_generations_per_prompt": 4, "max_num_steps": 4, "val_period": 0}
+    return Family(
+        recipe,
+        (
+            "policy.model_name=tiny-arithmetic",
+            "policy.generation.backend=hf",
+            "data.train.env_name=reward.py:score",
+            "data.validation=null",
+            *(f"{section}.{key}={value}" for key, value in smaller.items()),
+            *settings,
+        ),
+        layouts,
+        tolerance=1e-3,
+    )
+
+
+FAMILIES = {
+    "sft": Family(
+        "sft-arithmetic",
+        ("sft.max_num_steps=4", "sft.val_period=4", "sft.val_batches=1"),
+        {"packed on two ranks": PACKED, "megatron on two ranks": MEGATRON},
+    ),
+    "grpo": on_policy(
+        "grpo-arithmetic",
+        "grpo",
+        {"packed on two ranks": PACKED, "megatron on two ranks": MEGATRON},
+        "loss_fn.reference_policy_kl_penalty=0.01",
+    ),
+}
+
+KILLED = ()
+"""Families whose models are not those of the runs that `test_faults` kills."""
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("driver")
+    process = DriverProcess(folder / "log", num_ranks=2)
+    yield process
+    process.close()
+
+
+@pytest.fixture(scope="module")
+def reward(tmp_path_factory):
+    path = tmp_path_factory.mktemp("reward") / "reward.py"
+    path.write_text(REWARD)
+    return path
+
+
+@pytest.fixture(scope="module")
+def arguments_of(reward):
+    """From the name of a family to the arguments of its plain run: one rank, its rows padded in one microbatch."""
+
+    def arguments(name):
+        family = FAMILIES[name]
+        return family.recipe, *(text.replace("reward.py", str(reward)) for text in (*COMMON, *family.settings))
+
+    return arguments
+
+
+@pytest.fixture(scope="module")
+def plain(driver, arguments_of, tmp_path_factory):
+    """From the name of a family to the steps of its plain run."""
+    found = {}
+
+    def steps(name):
+        if name not in found:
+            folder = tmp_path_factory.mktemp(name) / "run"
+            driver.train(folder, *arguments_of(name))
+            found[name] = steps_of(folder)
+        return found[name]
+
+    return steps
+
+
+@pytest.mark.parametrize(("name", "layout"), [(name, each) for name in FAMILIES for each in FAMILIES[name].layouts])
+def test_steps_are_those_of_one_rank_and_one_microbatch(name, layout, driver, arguments_of, plain, tmp_path):
+    family = FAMILIES[name]
+    driver.train(tmp_path / "run", *arguments_of(name), *family.layouts[layout])
+    expected = plain(name)
+    figures = [figure for figure in FIGURES if all(figure in line for line in expected)]
+    assert {"train/loss", "train/grad_norm"} <= set(figures)
+    assert len(expected) == 4
+    assert_same(steps_of(tmp_path / "run"), expected, figures, family.tolerance)
+
+
+@pytest.mark.parametrize("name", KILLED)
+def test_a_killed_run_goes_on_to_the_last_bit(name, arguments_of, plain, tmp_path):
+    family = FAMILIES[name]
+    arguments = (*arguments_of(name), *next(iter(family.layouts.values())))
+    run = Run.start(tmp_path / "run", *arguments)
+    run.await_step(3)
+    run.kill_all()
+    undisturbed = unclocked(run.folder)
+    # whatever it had saved since, so that the third step is always made again
+    shutil.rmtree(run.folder / "checkpoints" / "step_4", ignore_errors=True)
+    run = Run.start(run.folder, *arguments)
+    run.finish()
+    assert "going on after step 2" in run.output
+    assert unclocked(run.folder)[: len(undisturbed)] == undisturbed
+    assert_same(steps_of(run.folder), plain(name), ("train/loss", "train/grad_norm"), family.tolerance)
+
+
+def unclocked(folder):
+    """All metrics but those that depend on the clock."""
+    return [{name: value for name, value in line.items() if not name.startswith(CLOCKED)} for line in lines_of(folder)]
