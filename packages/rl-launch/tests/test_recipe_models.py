@@ -1,0 +1,56 @@
+"""Recipes against the shapes of the models that they name, which no machine needs to have for this."""
+
+import json
+
+import pytest
+
+from rl_launch.backends import model_sections, section_of
+from rl_launch.local_models import MADE_HERE
+from rl_launch.recipes import recipe_names
+from rl_launch.root import read_config
+
+SHAPES = {
+    # model: hidden layers, attention heads, heads of keys and values, experts, positions
+    "Qwen/Qwen2.5-1.5B": (28, 12, 2, 0, 131072),
+    "Qwen/Qwen2.5-32B": (64, 40, 8, 0, 131072),
+    "Qwen/Qwen3-30B-A3B": (48, 32, 4, 128, 40960),
+    "meta-llama/Llama-3.1-8B-Instruct": (32, 32, 8, 0, 131072),
+    "meta-llama/Llama-3.3-70B-Instruct": (80, 64, 8, 0, 131072),
+}
+"""As published in each model's `config.json`."""
+
+FIELDS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "num_experts", "max_position_embeddings")
+
+
+@pytest.fixture(autouse=True)
+def eight_gpus(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+
+
+def folder_of(name, folder):
+    """A folder that passes for the model's, as far as checks without an engine look."""
+    path = folder / name
+    path.mkdir(parents=True, exist_ok=True)
+    for file in ("model.safetensors", "tokenizer.json"):
+        (path / file).touch()
+    (path / "config.json").write_text(json.dumps(dict(zip(FIELDS, SHAPES[name], strict=True))))
+    return path
+
+
+@pytest.mark.parametrize("recipe", recipe_names())
+def test_meshes_and_lengths_of_a_recipe_fit_its_models(recipe, tmp_path):
+    config = read_config(recipe).config
+    names = {key: section_of(config, key).model_name for key in model_sections(config)}
+    hub = {key: name for key, name in names.items() if name not in MADE_HERE}
+    assert set(hub.values()) <= SHAPES.keys(), "give the shape of the model of this recipe"
+    local = [f"{key}.model_name={folder_of(name, tmp_path)}" for key, name in hub.items()]
+    config = read_config(recipe, local).config
+    for key, name in hub.items():
+        positions = dict(zip(FIELDS, SHAPES[name], strict=True))["max_position_embeddings"]
+        assert section_of(config, key).max_total_sequence_length <= positions
+
+
+def test_a_mesh_that_does_not_divide_its_model_is_found(tmp_path):
+    folder = folder_of("Qwen/Qwen2.5-32B", tmp_path)
+    with pytest.raises(ValueError, match="does not divide"):
+        read_config("grpo-math-32b", [f"policy.model_name={folder}", "policy.dtensor_cfg.tensor_parallel_size=16"])
