@@ -4,11 +4,12 @@ import fcntl
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from driver_process import DriverProcess
 from runs import Run, lines_of
 
 
@@ -53,6 +54,14 @@ def rl():
 @pytest.fixture(scope="session")
 def metrics():
     return lines_of
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory) -> Iterator[DriverProcess]:
+    """Makes the undisturbed runs of a module, one after another in one process and one Ray."""
+    process = DriverProcess(tmp_path_factory.mktemp("driver") / "log")
+    yield process
+    process.close()
 
 
 @pytest.fixture(scope="session")
@@ -123,3 +132,10 @@ def whole_sft(once, sft) -> Path:
 def whole_grpo(once, grpo) -> Path:
     """Folder of the GRPO run that nothing happened to."""
     return once("whole-grpo", lambda folder: Run.start(folder, *grpo).finish())
+
+
+@pytest.fixture(scope="session")
+def whole_hf(once, grpo) -> Path:
+    """Folder of six steps of that run with the trainer's own generator, on the CPU."""
+    settings = ("grpo.max_num_steps=6", "policy.generation.backend=hf", "cluster.device=cpu")
+    return once("whole-hf", lambda folder: Run.start(folder, *grpo, *settings).finish())

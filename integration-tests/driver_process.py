@@ -9,18 +9,17 @@ from pathlib import Path
 
 
 class DriverProcess:
-    """A process that calls `rl_launch.train` as it is told to.
+    """A process that calls `rl_launch.train` as it is told to, on the devices of `sft-arithmetic`.
 
     Args:
         log: file of what it writes to the terminal.
-        num_ranks: CPU ranks that its Ray has.
     """
 
-    def __init__(self, log: Path, num_ranks: int) -> None:
+    def __init__(self, log: Path) -> None:
         variables = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
         with log.open("a") as output:
             self._process = subprocess.Popen(
-                [sys.executable, __file__, str(num_ranks)],
+                [sys.executable, __file__],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=output,
@@ -44,16 +43,18 @@ class DriverProcess:
         self._process.stdout.close()
 
 
-def main(num_ranks: int) -> None:
+def main() -> None:
     """Train by every line of standard input; answer each with a traceback, which is empty if all went well."""
-    from rl_core.devices import device_named
     from rl_launch import train
+    from rl_launch.cluster.device import resolve_device
     from rl_launch.cluster.virtual_cluster import VirtualCluster
+    from rl_launch.root import read_config
 
     # answers have a pipe of their own: whatever else is printed goes to the log
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    with VirtualCluster(device=device_named("cpu"), num_nodes=1, ranks_per_node=num_ranks):
+    cluster = read_config("sft-arithmetic").config.cluster
+    with VirtualCluster.of(cluster, resolve_device(cluster)):
         for line in sys.stdin:
             recipe, *overrides = json.loads(line)
             try:
@@ -66,4 +67,4 @@ def main(num_ranks: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main()

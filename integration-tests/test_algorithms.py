@@ -6,7 +6,6 @@ import shutil
 from dataclasses import dataclass
 
 import pytest
-from driver_process import DriverProcess
 from runs import Run, assert_same, lines_of, steps_of
 
 REWARD = '''
@@ -16,7 +15,6 @@ def score(response):
 '''
 
 COMMON = (
-    "cluster.device=cpu",
     "cluster.cpu_ranks_per_node=1",
     "policy.train_global_batch_size=16",
     "policy.train_micro_batch_size=16",
@@ -88,14 +86,6 @@ FAMILIES = {
 
 KILLED = ()
 """Families whose models are not those of the runs that `test_faults` kills."""
-
-
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("driver")
-    process = DriverProcess(folder / "log", num_ranks=2)
-    yield process
-    process.close()
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from runs import Run, assert_same, steps_of
+from runs import assert_same, steps_of
 from safetensors.numpy import load_file
 
 MESHES = {
@@ -15,20 +15,20 @@ MESHES = {
 }
 
 
-def test_sft_steps_on_megatron_are_those_on_dtensor(sft, whole_sft, tmp_path):
-    run = Run.start(tmp_path / "run", *sft, "sft.max_num_steps=5", "policy.megatron_cfg.enabled=true")
-    run.finish()
-    assert_same(steps_of(run.folder), steps_of(whole_sft)[:5], ("train/loss", "train/grad_norm", "train/lr"), 1e-4)
+def test_sft_steps_on_megatron_are_those_on_dtensor(driver, sft, whole_sft, tmp_path):
+    driver.train(tmp_path / "run", *sft, "sft.max_num_steps=5", "policy.megatron_cfg.enabled=true")
+    assert_same(
+        steps_of(tmp_path / "run"), steps_of(whole_sft)[:5], ("train/loss", "train/grad_norm", "train/lr"), 1e-4
+    )
 
 
-def test_adapters_train_alike_on_both_backends_and_are_saved_for_peft(sft, rl, tmp_path):
+def test_adapters_train_alike_on_both_backends_and_are_saved_for_peft(driver, sft, rl, tmp_path):
     found, saved = {}, {}
     for backend in ("dtensor", "megatron"):
         settings = ["policy.lora_cfg.enabled=true", f"policy.{backend}_cfg.enabled=true", "sft.max_num_steps=4"]
-        run = Run.start(tmp_path / backend, *sft, *settings)
-        run.finish()
-        found[backend] = steps_of(run.folder)
-        saved[backend] = run.folder / "checkpoints/step_4/adapter"
+        driver.train(tmp_path / backend, *sft, *settings)
+        found[backend] = steps_of(tmp_path / backend)
+        saved[backend] = tmp_path / backend / "checkpoints/step_4/adapter"
     described = [json.loads((folder / "adapter_config.json").read_text()) for folder in saved.values()]
     assert described[0] == described[1]
     assert described[0]["target_modules"] == [
@@ -57,10 +57,9 @@ def test_adapters_train_alike_on_both_backends_and_are_saved_for_peft(sft, rl, t
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_grpo_steps_are_those_of_two_data_parallel_dtensor_ranks(mesh, grpo, whole_grpo, tmp_path):
-    run = Run.start(tmp_path / "run", *grpo, "grpo.max_num_steps=4", *MESHES[mesh])
-    run.finish()
-    found = steps_of(run.folder)
+def test_grpo_steps_are_those_of_two_data_parallel_dtensor_ranks(mesh, driver, grpo, whole_grpo, tmp_path):
+    driver.train(tmp_path / "run", *grpo, "grpo.max_num_steps=4", *MESHES[mesh])
+    found = steps_of(tmp_path / "run")
     assert_same(found, steps_of(whole_grpo)[:4], ("reward/mean", "train/loss", "train/grad_norm"), 1e-3)
     assert max(line["mismatch/max"] for line in found) < 1e-3
     assert found[-1]["reward/mean"] > found[0]["reward/mean"]

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from runs import Run, steps_of
+from runs import steps_of
 from safetensors.numpy import save_file
 from transformers import Qwen3MoeConfig
 
@@ -82,9 +82,11 @@ def weights_of(config):
     [(DTENSOR, "hf", True), (MEGATRON, "megatron", True), (MEGATRON, "hf", False)],
     ids=["dtensor hf packed", "megatron megatron packed", "megatron hf padded"],
 )
-def test_a_mixture_of_experts_trains_on_the_routing_of_its_generator(mixture, tmp_path, backend, generator, is_packed):
+def test_a_mixture_of_experts_trains_on_the_routing_of_its_generator(
+    driver, mixture, tmp_path, backend, generator, is_packed
+):
     (tmp_path / "mine.py").write_text(ESTIMATOR)
-    run = Run.start(
+    driver.train(
         tmp_path / "run",
         "grpo-arithmetic",
         f"policy.model_name={mixture}",
@@ -100,8 +102,7 @@ def test_a_mixture_of_experts_trains_on_the_routing_of_its_generator(mixture, tm
         "policy.train_micro_batch_size=8",
         "checkpointing.metric_name=null",
     )
-    run.finish()
-    steps = steps_of(run.folder)
+    steps = steps_of(tmp_path / "run")
     assert [line["step"] for line in steps] == [1, 2]
     assert all(line["train/grad_norm"] > 0 for line in steps)
     assert max(line["mismatch/max"] for line in steps) < 1e-3

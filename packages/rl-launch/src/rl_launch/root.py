@@ -95,8 +95,8 @@ class ClusterConfig(Config):
 
 class RootConfig(Config):
     algorithm: Annotated[str, WhenChanged.NEW_RUN]
-    """Name of the algorithm, such as `grpo` (`rl recipes` lists recipes with theirs), or `file.py:NAME` of one in a file
-    of yours."""
+    """Name of the algorithm, such as `grpo` (`rl recipes` lists recipes with theirs), or `file.py:NAME` of one in a
+    file of yours."""
     run_dir: Annotated[PathText | None, WhenChanged.RESUME] = None
     """Folder of the run, resumed if it holds one; if unset, a new folder under `runs`."""
 
