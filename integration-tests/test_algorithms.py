@@ -2,11 +2,15 @@
 and goes on to the last bit after everything it started was killed.
 """
 
+import math
 import shutil
 from dataclasses import dataclass
 
 import pytest
 from runs import Run, assert_same, lines_of, steps_of
+
+from rl_launch.recipes import recipe_names
+from rl_launch.root import read_raw
 
 REWARD = '''
 def score(response):
@@ -52,21 +56,15 @@ class Family:
     tolerance: float = 1e-4
 
 
-def on_policy(recipe, section, layouts, *settings):
-    """A family that learns from rollouts, with a reward that an untrained model earns."""
-    smaller = {"num_prompts_per_step": 8, "num_generations_per_prompt": 4, "max_num_steps": 4, "val_period": 0}
-    return Family(
-        recipe,
-        (
-            "policy.model_name=tiny-arithmetic",
-            "policy.generation.backend=hf",
-            "data.train.env_name=reward.py:score",
-            "data.validation=null",
-            *(f"{section}.{key}={value}" for key, value in smaller.items()),
-            *settings,
-        ),
-        layouts,
-        tolerance=1e-3,
+def small_rollouts(section, num_steps):
+    """Settings of few rollouts, with a reward that an untrained model earns."""
+    smaller = {"num_prompts_per_step": 8, "num_generations_per_prompt": 4, "max_num_steps": num_steps, "val_period": 0}
+    return (
+        "policy.model_name=tiny-arithmetic",
+        "policy.generation.backend=hf",
+        "data.train.env_name=reward.py:score",
+        "data.validation=null",
+        *(f"{section}.{key}={value}" for key, value in smaller.items()),
     )
 
 
@@ -76,13 +74,15 @@ FAMILIES = {
         ("sft.max_num_steps=4", "sft.val_period=4", "sft.val_batches=1"),
         {"packed on two ranks": PACKED, "megatron on two ranks": MEGATRON},
     ),
-    "grpo": on_policy(
+    "grpo": Family(
         "grpo-arithmetic",
-        "grpo",
+        (*small_rollouts("grpo", 4), "loss_fn.reference_policy_kl_penalty=0.01"),
         {"packed on two ranks": PACKED, "megatron on two ranks": MEGATRON},
-        "loss_fn.reference_policy_kl_penalty=0.01",
+        tolerance=1e-3,
     ),
 }
+
+VARIANTS = [name for name in recipe_names() if name.endswith("-tiny") and read_raw(name).select("algorithm") == "grpo"]
 
 KILLED = ()
 """Families whose models are not those of the runs that `test_faults` kills."""
@@ -98,12 +98,11 @@ def reward(tmp_path_factory):
 @pytest.fixture(scope="module")
 def arguments_of(reward):
     """From the name of a family to the arguments of its plain run: one rank, its rows padded in one microbatch."""
+    return lambda name: (FAMILIES[name].recipe, *settings_with(reward, FAMILIES[name].settings))
 
-    def arguments(name):
-        family = FAMILIES[name]
-        return family.recipe, *(text.replace("reward.py", str(reward)) for text in (*COMMON, *family.settings))
 
-    return arguments
+def settings_with(reward, settings):
+    return [text.replace("reward.py", str(reward)) for text in (*COMMON, *settings)]
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +146,17 @@ def test_a_killed_run_goes_on_to_the_last_bit(name, arguments_of, plain, tmp_pat
     assert "going on after step 2" in run.output
     assert unclocked(run.folder)[: len(undisturbed)] == undisturbed
     assert_same(steps_of(run.folder), plain(name), ("train/loss", "train/grad_norm"), family.tolerance)
+
+
+@pytest.mark.parametrize("recipe", VARIANTS)
+def test_the_recipe_of_a_variant_takes_steps(recipe, driver, reward, tmp_path):
+    driver.train(tmp_path / "run", recipe, *settings_with(reward, small_rollouts("grpo", 2)))
+    steps = steps_of(tmp_path / "run")
+    assert [line["step"] for line in steps] == [1, 2]
+    for line in steps:
+        assert math.isfinite(line["train/loss"])
+        assert line["train/grad_norm"] > 0
+        assert line["mismatch/max"] < 1e-3
 
 
 def unclocked(folder):
