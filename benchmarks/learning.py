@@ -2,24 +2,27 @@
 
     python benchmarks/learning.py [--only NAME ...] [--seeds 1 2 3] [--png FILE]
 
-Every run is a whole `rl train` on the CPU. Algorithms that go on from a model that answers some sums get one that SFT
-has warmed up, made once in the same folder; their start is what that model scores. Runs are kept in `--folder`: a
-finished one is not made again, and one that broke off goes on from its newest checkpoint.
+Every run is what `rl train` makes, on the CPU; one Ray serves all of them. Algorithms that go on from a model that
+answers some sums get one that SFT has warmed up, made once in the same folder; their start is what that model scores.
+Runs are kept in `--folder`: a finished one is not made again, and one that broke off goes on from its newest checkpoint.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from measurement import rl_command, surroundings, table
+from measurement import surroundings, table
 
+import rl_launch
+from rl_core.errors import RLError
+from rl_launch.cluster.device import resolve_device
+from rl_launch.cluster.virtual_cluster import VirtualCluster
+from rl_launch.root import read_config
 from rl_launch.session.run_folder import RunFolder, is_run
 
 SEEDS = (1, 2, 3)
@@ -62,10 +65,10 @@ class Case:
     goes_on: bool = True
     """Whether it starts from the warmed-up model."""
 
-    def arguments(self, seed: int, warm: Path) -> list[str]:
-        """Of `rl train`."""
+    def settings_of(self, seed: int, warm: Path) -> list[str]:
+        """Keys of the run with a seed."""
         start = [f"policy.model_name={warm}"] if self.goes_on else []
-        return [self.recipe, *start, *ON_CPU, *self.settings, f"{self.section}.seed={seed}"]
+        return [*start, *ON_CPU, *self.settings, f"{self.section}.seed={seed}"]
 
 
 ON_CPU = ("cluster.device=cpu", "cluster.cpu_ranks_per_node=1", "logger.tensorboard_enabled=false")
@@ -149,30 +152,29 @@ def main() -> None:
 def make_runs(cases: Mapping[str, Case], seeds: Sequence[int], folder: Path) -> None:
     """All of them, one after another; one that fails is told, and the others are made."""
     folder.mkdir(parents=True, exist_ok=True)
-    warm = warm_model(folder / "warm") if any(case.goes_on for case in cases.values()) else folder
-    for seed in seeds:  # so that each algorithm has one run soon
-        for name, case in cases.items():
-            make_run(case.arguments(seed, warm), run_dir(folder, name, seed))
+    cluster = read_config("sft-arithmetic", ON_CPU).config.cluster
+    with VirtualCluster.of(cluster, resolve_device(cluster)):
+        warm = warm_model(folder / "warm") if any(case.goes_on for case in cases.values()) else folder
+        for seed in seeds:  # so that each algorithm has one run soon
+            for name, case in cases.items():
+                make_run(case.recipe, case.settings_of(seed, warm), run_dir(folder, name, seed))
 
 
 def warm_model(run: Path) -> Path:
     """The model that `sft-arithmetic` ends with, made if it is not there."""
-    if not is_finished(run) and not make_run(["sft-arithmetic", *ON_CPU], run):
-        sys.exit(1)
+    if not is_finished(run):
+        make_run("sft-arithmetic", ON_CPU, run)
+    if not is_finished(run):
+        sys.exit("there is no model to start from")
     return RunFolder(run).checkpoints()[-1].path / "hf"
 
 
-def make_run(arguments: Sequence[str], run: Path) -> bool:
-    """Train in a folder, or go on there; whether that went well. A run of another config is refused by `rl train`."""
-    log = run.with_suffix(".log")
-    with log.open("a") as output:
-        done = subprocess.run(
-            rl_command("train", *arguments, f"run_dir={run}"), stdout=output, stderr=subprocess.STDOUT, env=os.environ
-        )
-    if done.returncode:
-        tail = "\n".join(log.read_text().splitlines()[-15:])
-        print(f"{run} ended with {done.returncode}:\n{tail}\n", file=sys.stderr)
-    return done.returncode == 0
+def make_run(recipe: str, settings: Sequence[str], run: Path) -> None:
+    """Train in a folder, or go on there; a finished run is left as it is, and one of another config refused."""
+    try:
+        rl_launch.train(recipe, [*settings, f"run_dir={run}"])
+    except RLError as error:
+        print(f"{run}: {error}\n", file=sys.stderr)
 
 
 def run_dir(folder: Path, name: str, seed: int) -> Path:
