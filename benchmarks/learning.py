@@ -4,7 +4,7 @@
 
 Every run is what `rl train` makes, on the CPU; one Ray serves all of them. Algorithms that go on from a model that
 answers some sums get one that SFT has warmed up, made once in the same folder; their start is what that model scores.
-Runs are kept in `--folder`: a finished one is not made again, and one that broke off goes on from its newest checkpoint.
+Runs are kept in `--folder`: a finished one is not made again, one that broke off goes on from its newest checkpoint.
 """
 
 from __future__ import annotations
