@@ -8,6 +8,7 @@ import torch
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from rl_core.batch import TOKENS
+from rl_core.install_command import install_command
 from rl_core.torch.loss import Rows
 from rl_dtensor import compilation
 from rl_dtensor.attention import ROWS, attention_for, body_of, row_attention, rows_problem
@@ -157,7 +158,8 @@ def test_flash_attention_is_told_of_rows(monkeypatch, backend, package, window):
 def test_a_backend_that_is_not_installed_is_refused_with_the_remedy():
     problems = check({"model_name": "m", "dtensor_cfg": {"attention_backend": "flash_attention_2"}})
     assert len(problems) == 1
-    assert "rl-dtensor[flash]" in problems[0]
+    assert install_command("rl-dtensor[flash]") in problems[0]
+    assert "cluster.worker_envs=isolated" in problems[0]
     assert "attention_backend=auto" in problems[0]
 
 

@@ -571,7 +571,13 @@ _TOGETHER = (
         "loss_fn.truncated_importance_sampling_ratio=2",
         says="has no effect without use_importance_sampling_correction=true",
     ),
-    _case("validation without data", GRPO, NO_VALIDATION, "checkpointing.metric_name=null", says="asks for validation"),
+    _case(
+        "validation without data",
+        GRPO,
+        NO_VALIDATION,
+        "checkpointing.metric_name=null",
+        says=r"asks for validation; give a dataset, or turn validation off with grpo\.val_period=0",
+    ),
     _case("validation of SFT without data", SFT, NO_VALIDATION, says="there is nothing to validate on"),
     _case(
         "a goal without a threshold",

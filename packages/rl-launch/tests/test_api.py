@@ -8,7 +8,8 @@ import pytest
 
 import rl_launch
 from rl_core.errors import ConfigError
-from rl_launch.api import EvaluationResult, result_of
+from rl_core.rollout import Prompt, Rollout, RolloutGroup
+from rl_launch.api import EvaluationResult, TrainResult, result_of
 from rl_launch.session.manifest import Manifest
 
 
@@ -82,3 +83,19 @@ def test_a_checkpoint_without_a_metric_is_the_newest(tmp_path):
 
 def test_an_evaluation_has_a_mean():
     assert EvaluationResult((), np.array([1.0, 0.0, 0.5, 0.5])).mean_reward == 0.5
+
+
+def test_a_notebook_displays_results_in_a_few_lines():
+    metrics = [{"step": step, "train/loss": 0.5, "val/loss": None, "time/step": 2.0} for step in range(1, 401)]
+    assert repr(TrainResult(Path("runs/mine"), metrics, None, finished=True)) == (
+        "TrainResult(\n"
+        "  run_dir='runs/mine',\n"
+        "  finished=True,\n"
+        "  last_metrics={'step': 400, 'train/loss': 0.5} and 2 more,\n"
+        "  best_checkpoint=None,\n"
+        ")"
+    )
+    prompt = Prompt("a", (), np.array([1], np.int32), "math")
+    group = RolloutGroup.of(prompt, [Rollout.failed(prompt, "it hung")])
+    said = repr(EvaluationResult((group,), np.array([0.0])))
+    assert said == "EvaluationResult(mean_reward=0, 1 prompts, 1 rollouts, 1 failed)"

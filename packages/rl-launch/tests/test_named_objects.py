@@ -51,7 +51,7 @@ def test_what_no_worker_could_import_is_refused_with_the_remedy():
     def inner(completion):
         return 0.0
 
-    with pytest.raises(ConfigError, match=r"data\.train\.env_name: .*lambda.*define it at the top of a file"):
+    with pytest.raises(ConfigError, match=r"data\.train\.env_name: .*lambda.*define it at the top level of a file"):
         with_names({"data": {"train": {"env_name": lambda completion: 0.0}}})
     with pytest.raises(ConfigError, match="defined inside a function"):
         with_names({"env_name": inner})

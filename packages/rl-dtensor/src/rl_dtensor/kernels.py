@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
+from rl_core.install_command import install_command
 from rl_dtensor.config import AttentionBackend
 from rl_dtensor.layout import Segments
 from rl_dtensor.settings import MOST_FLASH_DIM
@@ -55,7 +56,9 @@ def kernel_of(backend: AttentionBackend) -> Attend:
         ValueError: if its package is not installed.
     """
     if backend == "flash_attention_2":
-        return _flash("flash_attn", "pip install 'rl-dtensor[flash]'", takes_dropout=True)
+        install = install_command("rl-dtensor[flash]")
+        remedy = f"on GPUs set cluster.worker_envs=isolated, whose environments have it, or install it here ({install})"
+        return _flash("flash_attn", remedy, takes_dropout=True)
     if backend == "flash_attention_3":
         return _flash("flash_attn_interface", "build it from hopper/ of the flash-attention repository")
     return _KERNELS[backend]

@@ -16,6 +16,7 @@ from rl_launch.commands.start import GivenRun, run_of
 from rl_launch.named_objects import with_names
 from rl_launch.session import ADAPTER, EXPORT, show_logs
 from rl_launch.session.run_folder import RunFolder
+from rl_launch.session.run_state import HEADLINES
 
 Source = str | Path | Mapping[str, Any]
 """A recipe's name, a YAML file, a run directory, or nested values with functions and classes where YAML has names."""
@@ -24,9 +25,9 @@ Overrides = Mapping[str, Any] | Sequence[str]
 """Values by dotted key, or texts as the command line has them (`grpo.seed=7`)."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TrainResult:
-    """A run that has ended.
+    """A run that has ended. A notebook displays its outcome in a few lines.
 
     Args:
         run_dir: its folder, which `rl show` reads and another call resumes.
@@ -48,10 +49,21 @@ class TrainResult:
         """Metrics of the last step; empty if no step was made."""
         return self.metrics[-1] if self.metrics else {}
 
+    def __repr__(self) -> str:
+        last = self.last_metrics
+        shown = {name: last[name] for name in ("step", *HEADLINES) if last.get(name) is not None}
+        lines = (
+            f"run_dir={str(self.run_dir)!r}",
+            f"finished={self.finished}",
+            f"last_metrics={shown}" + (f" and {len(last) - len(shown)} more" if len(last) > len(shown) else ""),
+            f"best_checkpoint={None if self.best_checkpoint is None else str(self.best_checkpoint)!r}",
+        )
+        return "TrainResult(\n  " + ",\n  ".join(lines) + ",\n)"
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class EvaluationResult:
-    """The rollouts of an evaluation.
+    """The rollouts of an evaluation. A notebook displays their mean reward and numbers.
 
     Args:
         groups: by prompt, in the order of the validation data.
@@ -65,6 +77,14 @@ class EvaluationResult:
     def mean_reward(self) -> float:
         """Mean reward over all prompts."""
         return float(self.rewards.mean())
+
+    def __repr__(self) -> str:
+        rollouts = [rollout for group in self.groups for rollout in group.rollouts]
+        failed = sum(rollout.status == "failed" for rollout in rollouts)
+        return (
+            f"EvaluationResult(mean_reward={self.mean_reward:.4g}, {len(self.rewards)} prompts, "
+            f"{len(rollouts)} rollouts, {failed} failed)"
+        )
 
 
 def train(

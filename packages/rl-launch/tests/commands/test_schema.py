@@ -5,8 +5,10 @@ import subprocess
 import sys
 
 import pytest
+from typer.testing import CliRunner
 
 from rl_core.errors import ConfigError
+from rl_launch.cli import app
 from rl_launch.commands.schema import recipe_schema
 from rl_launch.recipes import RECIPES
 
@@ -29,6 +31,26 @@ def test_the_schema_is_one():
     from jsonschema import Draft202012Validator
 
     Draft202012Validator.check_schema(recipe_schema())
+
+
+def test_a_recipe_names_the_written_schema_in_its_first_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    written = CliRunner().invoke(app, ["config", "schema", "sft", "-o", "sft.schema.json"])
+    assert written.exit_code == 0, written.output
+    hint = written.output.splitlines()[-1]
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(f"{hint}\ndefaults: sft-arithmetic\nsft: {{max_num_steps: 5}}\n")
+    assert CliRunner().invoke(app, ["config", "show", "mine.yaml"]).exit_code == 0
+    named = tmp_path / hint.partition("yaml-language-server: $schema=")[2]
+    assert validate(named, recipe).returncode == 0
+    recipe.write_text(recipe.read_text().replace("max_num_steps", "max_nm_steps"))
+    assert validate(named, recipe).returncode == 1
+
+
+def test_a_schema_file_that_cannot_be_written_is_refused(tmp_path):
+    answer = CliRunner().invoke(app, ["config", "schema", "-o", str(tmp_path / "absent" / "recipe.schema.json")])
+    assert answer.exit_code == 2
+    assert "recipe.schema.json cannot be written: No such file or directory. Choose another file." in answer.stderr
 
 
 def test_every_shipped_recipe_is_valid(schema_file):

@@ -44,14 +44,14 @@ def test_the_config_is_on_the_disk_before_it_takes_its_name(tmp_path, monkeypatc
 
 def test_a_foreign_folder_is_refused_and_left_alone(tmp_path):
     (tmp_path / "thesis.tex").write_text("words")
-    with pytest.raises(RunDirectoryError, match=r"no run \(thesis.tex\)"):
+    with pytest.raises(RunDirectoryError, match=r"do not belong to a run \(thesis.tex\)"):
         opened(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
 def test_a_folder_with_a_config_of_something_else_is_refused(tmp_path):
     (tmp_path / "config.yaml").write_text("port: 80\n")
-    with pytest.raises(RunDirectoryError, match="no run"):
+    with pytest.raises(RunDirectoryError, match="do not belong to a run"):
         opened(tmp_path)
     assert (tmp_path / "config.yaml").read_text() == "port: 80\n"
 

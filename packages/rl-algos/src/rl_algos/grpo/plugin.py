@@ -167,7 +167,9 @@ def _validation(config: GRPORoot) -> Iterator[Problem]:
     validates = grpo.val_period or grpo.val_at_start or grpo.val_at_end
     if validates and not config.data.validation:
         yield Problem(
-            "data.validation", "is empty, but grpo asks for validation; give a dataset or set the val_* keys off"
+            "data.validation",
+            "is empty, but grpo asks for validation; give a dataset, or turn validation off with grpo.val_period=0, "
+            "grpo.val_at_start=false and grpo.val_at_end=false",
         )
     scaling = grpo.reward_scaling
     if scaling.enabled and scaling.source_max <= scaling.source_min:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -76,15 +76,24 @@ def schema(
             help="The algorithm, or a recipe with it (default: all algorithms).",
         ),
     ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the schema to this file.")
+    ] = None,
 ) -> None:
     """Print a JSON Schema of recipes (draft 2020-12), by which editors complete and check YAML.
 
-    Save it, and name it in the first line of a recipe: `# yaml-language-server: $schema=recipe.schema.json`.
+    An editor with the YAML language server uses the schema that the first line of a recipe names:
+    `# yaml-language-server: $schema=recipe.schema.json`, relative to the recipe.
     """
     with reported():
-        from rl_launch.commands.schema import recipe_schema
+        from rl_launch.commands.schema import recipe_schema, schema_text, write_schema
 
-        sys.stdout.write(json.dumps(recipe_schema(recipe), indent=1) + "\n")
+        found = recipe_schema(recipe)
+        if output is None:
+            sys.stdout.write(schema_text(found))
+        else:
+            hint = write_schema(found, output.expanduser())
+            sys.stdout.write(f"Wrote {output}. Recipes in its folder name it in their first line:\n{hint}\n")
 
 
 @app.command()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 from rl_algos.data.config import DatasetConfig
@@ -14,6 +16,9 @@ from rl_launch.backends import installed
 from rl_launch.commands.catalog import tasks_of
 from rl_launch.commands.explain import names_config
 from rl_launch.root import read_raw, root_type
+
+EDITOR_HINT = "# yaml-language-server: $schema="
+"""Begins the line of a YAML file that names its schema for editors."""
 
 _INHERITS = {
     "description": "A recipe or file, or a list of them, whose keys this file takes over and may change.",
@@ -57,6 +62,24 @@ def recipe_schema(of: str | None = None) -> dict[str, Any]:
     top["then"] = {"required": ["algorithm"], "allOf": complete}
     top["$defs"] = schema.definitions
     return top
+
+
+def schema_text(schema: dict[str, Any]) -> str:
+    """A schema as the text of a file."""
+    return json.dumps(schema, indent=1) + "\n"
+
+
+def write_schema(schema: dict[str, Any], path: Path) -> str:
+    """Write a schema to a file; returns the line by which YAML files in the same folder name it for editors.
+
+    Raises:
+        ConfigError: if the file cannot be written.
+    """
+    try:
+        path.write_text(schema_text(schema))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}. Choose another file.") from None
+    return f"{EDITOR_HINT}{path.name}"
 
 
 def _algorithms(of: str | None) -> list[str]:

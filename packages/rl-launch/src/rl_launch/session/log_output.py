@@ -24,14 +24,15 @@ def shared_console() -> Console:
 
 def show_logs(*, verbose: bool = False) -> None:
     """Send the messages of this project and of plugins, and the warnings of all libraries, to the console: above a live
-    line, or as plain lines.
+    line, or as plain lines, which in a notebook are ordinary output of the cell.
     """
     console = shared_console()
     if console.is_terminal:
         handler: logging.Handler = RichHandler(console=console, show_time=False, show_path=False, show_level=False)
         handler.setFormatter(_Plain("%(message)s"))
     else:
-        handler = logging.StreamHandler(console.file)
+        # a notebook shows standard error like an error
+        handler = logging.StreamHandler(sys.stdout if console.is_jupyter else console.file)
         handler.setFormatter(_Plain("%(asctime)s %(message)s", "%H:%M:%S"))
     root = logging.getLogger()
     for earlier in [each for each in root.handlers if each.name == "rl-console"]:

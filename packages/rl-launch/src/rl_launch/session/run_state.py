@@ -13,7 +13,7 @@ FILE_NAME = "state.json"
 
 Status = Literal["running", "finished", "interrupted", "failed"]
 
-_HEADLINES = (("val/accuracy", True), ("val/loss", False), ("reward/mean", True), ("train/loss", False))
+HEADLINES = {"val/accuracy": True, "val/loss": False, "reward/mean": True, "train/loss": False}
 """Metrics that say how good a run is, in order of preference, and whether higher is better."""
 
 
@@ -38,7 +38,7 @@ class RunState:
 
     Args:
         status: `running`; `finished` if all steps are made or the goal is met; `interrupted` if it was told to end or
-            its process is gone, `failed` if an error ended it. The same command resumes the last two.
+            its process has ended, `failed` if an error ended it. The same command resumes the last two.
         step: the last complete step.
         max_steps: of the run; 0 before they are known.
         reason: why it ended; empty if all steps are made.
@@ -82,7 +82,7 @@ class BestSoFar:
     """
 
     def __init__(self, metric: str | None, *, higher_is_better: bool = True) -> None:
-        self._ranked = [(metric, higher_is_better)] if metric else list(_HEADLINES)
+        self._ranked = [(metric, higher_is_better)] if metric else list(HEADLINES.items())
         self._found: dict[str, Best] = {}
 
     def add(self, step: int, metrics: Mapping[str, float | None]) -> None:

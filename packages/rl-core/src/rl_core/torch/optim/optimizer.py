@@ -39,7 +39,7 @@ def build_schedule(configs: Sequence[SchedulerConfig], optimizer: Optimizer) -> 
     if len(milestones) != max(len(named) - 1, 0):
         raise ValueError(
             f"scheduler has {len(named)} schedules and {len(milestones)} milestones; "
-            "give one milestone less than schedules, in an entry of their own"
+            "give one fewer milestone than schedules, in an entry of their own"
         )
     if milestones != sorted(milestones):
         raise ValueError(f"scheduler milestones must rise, got {milestones}")
