@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from layouts import EXPERT_LAYOUTS, LAYOUTS, write_family
 
-from rl_core.model import ENTROPY, LOGPROBS, ModelSpec, topk
+from rl_core.model import ENTROPY, LOGPROBS, ModelSpec, logprobs_at, topk
 from rl_core.model_config import ModelConfig, OptimizerConfig
 from rl_core.testing.losses import TokenLoss
 from rl_core.testing.model_worker import LAYOUTS as BATCHINGS
@@ -14,7 +14,7 @@ from rl_core.testing.torch.oracle import Oracle
 
 # a learning rate of 1 makes errors of the weights those of the gradients
 PLAIN = OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 1.0})
-READS = [LOGPROBS, ENTROPY, topk(3)]
+READS = [LOGPROBS, ENTROPY, topk(3), logprobs_at("candidates")]
 # tokens of whose logits no two are equal: the first token of a row that is padding has a state of zeros
 DISTINCT = make_batch()
 DISTINCT = DISTINCT.with_columns(

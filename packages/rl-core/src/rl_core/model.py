@@ -32,11 +32,20 @@ class Read:
     `logprobs`, `entropy` and `values` are float32 `[tokens]`: the value at index i belongs to token i given those
     before it, and the first of a row is 0 (`values` at i: of the state before token i). `scores` is float32 `[rows]`,
     the scalar head at the last token. `topk` gives two columns, `topk_logprobs` float32 and `topk_ids` int32, both
-    `[tokens, k]`.
+    `[tokens, k]`. `logprobs_at` is float32 `[tokens, k]`: the logprobs, given the tokens before token i, of the ids at
+    index i of a column of the batch, int32 `[tokens, k]`; -1 stands for no id, and its logprob is 0.
+
+    Args:
+        name: of the result.
+        k: number of tokens of `topk`.
+        below: ids that `topk` chooses among are below it; 0 for all.
+        column: that has the ids of `logprobs_at`.
     """
 
-    name: Literal["logprobs", "entropy", "topk", "scores", "values"]
+    name: Literal["logprobs", "entropy", "topk", "logprobs_at", "scores", "values"]
     k: int = 0
+    below: int = 0
+    column: str = ""
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -54,11 +63,30 @@ UNDIVIDED = "undivided"
 """Name of an objective that is a plain sum over the batch, divided by no total; `Loss.totals` does not count it."""
 
 
-def topk(k: int) -> Read:
-    """The `k` most likely tokens at each position and their logprobs, in falling order."""
+def topk(k: int, *, below: int = 0) -> Read:
+    """The `k` most likely tokens at each position and their logprobs, in falling order.
+
+    Args:
+        below: choose among the ids below it, such as those that another model knows as well; 0 for all. Logprobs are
+            those of the whole vocabulary.
+    """
     if k < 1:
         raise ValueError(f"topk needs k >= 1, got {k}")
-    return Read("topk", k)
+    if below and k > below:
+        raise ValueError(f"topk({k}) of the {below} ids below {below}")
+    return Read("topk", k, below)
+
+
+def logprobs_at(column: str) -> Read:
+    """The logprobs of the ids that a column of the batch, int32 `[tokens, k]`, names at each position."""
+    if not column:
+        raise ValueError("logprobs_at needs the name of the column that has the ids")
+    return Read("logprobs_at", column=column)
+
+
+def read_columns(reads: Sequence[Read]) -> tuple[str, ...]:
+    """Columns of the batch that reads take, beside `tokens`."""
+    return tuple(dict.fromkeys(read.column for read in reads if read.column))
 
 
 class Loss(Protocol):
@@ -71,7 +99,7 @@ class Loss(Protocol):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Columns a batch must have, beside `tokens`."""
+        """Columns a batch must have, beside `tokens` and those that its reads take."""
         ...
 
     @property

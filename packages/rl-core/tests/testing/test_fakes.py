@@ -3,7 +3,7 @@ import pytest
 
 from rl_core.batch import Batch
 from rl_core.generation import SamplingParams
-from rl_core.model import ENTROPY, LOGPROBS, SCORES, topk
+from rl_core.model import ENTROPY, LOGPROBS, SCORES, logprobs_at, topk
 from rl_core.ragged import Ragged
 from rl_core.rollout import Prompt
 from rl_core.testing.fakes import FakeModel, FakeRolloutSource, FakeRun, FakeUpdate, FakeWeights
@@ -20,18 +20,21 @@ class CountRows:
 
 
 def batch(*rows):
-    return Batch({"tokens": Ragged.from_rows(rows, dtype=np.int32), "weights": np.ones(len(rows))})
+    tokens = Ragged.from_rows(rows, dtype=np.int32)
+    ids = tokens.like(np.stack([tokens.values, np.full_like(tokens.values, -1)], 1))
+    return Batch({"tokens": tokens, "weights": np.ones(len(rows)), "ids": ids})
 
 
 def test_reads_have_the_promised_shapes_and_follow_from_the_row_alone():
     model = FakeModel()
     both, one = batch([5, 6, 7], [8, 9]), batch([8, 9])
-    reads = [LOGPROBS, ENTROPY, SCORES, topk(2)]
+    reads = [LOGPROBS, ENTROPY, SCORES, topk(2), logprobs_at("ids")]
     result = model.infer(both, reads)
-    assert set(result) == {"logprobs", "entropy", "scores", "topk_ids", "topk_logprobs"}
+    assert set(result) == {"logprobs", "entropy", "scores", "topk_ids", "topk_logprobs", "logprobs_at"}
     assert result.ragged("logprobs").lengths.tolist() == [3, 2]
     assert result.ragged("topk_logprobs").values.shape == (5, 2)
     assert [row[0] for row in result.ragged("logprobs")] == [0, 0]
+    assert (result.ragged("logprobs_at").values[:, 1] == 0).all()
     alone = model.infer(one, reads)
     last = result.select([1])
     np.testing.assert_array_equal(last.array("scores"), alone.array("scores"))

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from joined_rank import joined
 
-from rl_core.model import ENTROPY, LOGPROBS, topk
+from rl_core.model import ENTROPY, LOGPROBS, logprobs_at, topk
 from rl_core.testing.rank_pool import Rank
 from rl_core.torch.heads.logprobs import Head, LogitTransform
 from rl_core.torch.heads.split_reads import join_tokens, split_language_reads
@@ -26,6 +26,7 @@ class Case:
     transform: LogitTransform = field(default_factory=LogitTransform)
     chunk_size: int = 3
     k: int = 4
+    below: int = 0
     sums_hidden_grad: bool = True
     has_bias: bool = True
 
@@ -53,25 +54,33 @@ def rows_of(rank: Rank, case: Case, whole: torch.Tensor) -> torch.Tensor:
     return padded.split(case.rows_per_rank)[rank.rendezvous.rank].clone()
 
 
-def whole_reads(hidden, weight, bias, targets, case: Case, temperature: float):
+def candidates(case: Case, num: int) -> torch.Tensor:
+    """Ids `[num, 3]`, the target's among them, and -1 for none."""
+    return torch.randint(-1, case.vocab, (num, 3), generator=torch.Generator().manual_seed(5))
+
+
+def whole_reads(hidden, weight, bias, targets, ids, case: Case, temperature: float):
     """The same from whole logits."""
     logits = case.transform(torch.nn.functional.linear(hidden, weight, bias)) / temperature
     logprobs = logits.log_softmax(-1)
-    best = logprobs.topk(case.k)
+    best = logprobs[:, : case.below or case.vocab].topk(case.k)
     entropy = torch.distributions.Categorical(logits=logits).entropy()
-    return logprobs.gather(1, targets[:, None])[:, 0], entropy, best.values, best.indices
+    at = logprobs.gather(1, ids.clamp(min=0)).masked_fill(ids < 0, 0.0)
+    return logprobs.gather(1, targets[:, None])[:, 0], entropy, best.values, best.indices, at
 
 
 def weighted(reads) -> torch.Tensor:
     """A scalar that weighs every differentiable read differently at every place."""
-    return sum((read * draw(*read.shape, seed=20 + index)).sum() for index, read in enumerate(reads[:3]))
+    reads = [read for read in reads if read.is_floating_point()]
+    return sum((read * draw(*read.shape, seed=20 + index)).sum() for index, read in enumerate(reads))
 
 
 def vocabulary_errors(rank: Rank, case: Case, group: dist.ProcessGroup) -> dict[str, float]:
     hidden, weight, bias = draw(NUM, HIDDEN, seed=0), draw(case.vocab, HIDDEN, seed=1), draw(case.vocab, seed=2)
     targets = torch.randint(case.vocab, (NUM,), generator=torch.Generator().manual_seed(3))
     whole = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
-    expected = whole_reads(whole[0], whole[1], whole[2] if case.has_bias else None, targets, case, 0.7)
+    ids = candidates(case, NUM)
+    expected = whole_reads(whole[0], whole[1], whole[2] if case.has_bias else None, targets, ids, case, 0.7)
     weighted(expected).backward()
     local = [hidden.clone(), rows_of(rank, case, weight), rows_of(rank, case, bias)]
     local = [tensor.requires_grad_() for tensor in local]
@@ -84,6 +93,8 @@ def vocabulary_errors(rank: Rank, case: Case, group: dist.ProcessGroup) -> dict[
         temperature=0.7,
         entropy=True,
         k=case.k,
+        below=case.below,
+        ids=ids,
         chunk_size=case.chunk_size,
         sums_hidden_grad=case.sums_hidden_grad,
     )
@@ -106,14 +117,15 @@ def row_errors(rank: Rank, shares_vocabulary: bool, group: dist.ProcessGroup) ->
     offsets = torch.tensor([0, *np.cumsum(lengths).tolist()])
     num_tokens, case = int(lengths.sum()), Case()
     tokens = torch.randint(case.vocab, (num_tokens,), generator=torch.Generator().manual_seed(4))
-    flat = Rows(offsets, {"tokens": tokens})
+    ids = candidates(case, num_tokens)
+    flat = Rows(offsets, {"tokens": tokens, "candidates": ids.int()})
     hidden, weight = draw(num_tokens, HIDDEN, seed=0), draw(case.vocab, HIDDEN, seed=1)
     world, index = rank.rendezvous.world_size, rank.rendezvous.rank
     whole = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
     is_first = torch.zeros(num_tokens, dtype=torch.bool).index_fill(0, offsets[:-1], True)
-    expected = whole_reads(whole[0].roll(1, 0), whole[1], None, tokens, case, 0.7)
-    masks = (is_first, is_first, is_first[:, None])
-    expected = [read.masked_fill(mask, 0.0) for read, mask in zip(expected[:3], masks, strict=True)]
+    expected = whole_reads(whole[0].roll(1, 0), whole[1], None, tokens, ids, case, 0.7)
+    masks = (is_first, is_first, is_first[:, None], is_first[:, None])
+    expected = [read.masked_fill(mask, 0.0) for read, mask in zip((*expected[:3], expected[4]), masks, strict=True)]
     weighted(expected).backward()
     places = torch.arange(num_tokens)
     if not shares_vocabulary:
@@ -125,13 +137,13 @@ def row_errors(rank: Rank, shares_vocabulary: bool, group: dist.ProcessGroup) ->
         places,
         flat,
         Head(local_weight),
-        [LOGPROBS, ENTROPY, topk(case.k)],
+        [LOGPROBS, ENTROPY, topk(case.k), logprobs_at("candidates")],
         temperature=0.7,
         chunk_size=2,
         shard=VocabShard(index * case.rows_per_rank, case.vocab, group) if shares_vocabulary else None,
         group=None if shares_vocabulary else group,
     )
-    ordered = [found["logprobs"], found["entropy"], found["topk_logprobs"]]
+    ordered = [found["logprobs"], found["entropy"], found["topk_logprobs"], found["logprobs_at"]]
     weighted(ordered).backward()
     grad = local_weight.grad
     if shares_vocabulary:

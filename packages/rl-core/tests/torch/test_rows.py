@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_core.batch import Batch
-from rl_core.model import ENTROPY, SCORES, topk
+from rl_core.model import ENTROPY, SCORES, logprobs_at, topk
 from rl_core.ragged import Ragged
 from rl_core.torch.heads.reads import check_reads, following, score_reads, value_reads
 from rl_core.torch.rows import idle_rows, packed, padded, to_rows
@@ -85,8 +85,13 @@ def test_reads_are_checked_against_the_role():
         check_reads("critic", [SCORES])
     with pytest.raises(ValueError, match="one topk"):
         check_reads("teacher", [topk(2), topk(3)])
+    with pytest.raises(ValueError, match="one column"):
+        check_reads("policy", [logprobs_at("a"), logprobs_at("b")])
+    with pytest.raises(ValueError, match="name of the column"):
+        logprobs_at("")
 
 
 def test_an_idle_row_is_a_row():
     assert len(idle_rows(CPU)) == 1
+    assert idle_rows(CPU, ["ids"])["ids"].tolist() == [[-1], [-1]]
     assert packed(idle_rows(CPU)).input_ids.shape == (1, 2)

@@ -18,7 +18,7 @@ from rl_core.errors import Origin, RLError, WorkerDied, WorkerError, WorkerStall
 from rl_core.mesh import Coordinates
 from rl_core.metrics import combine
 from rl_core.microbatch import PAIR, shard
-from rl_core.model import Loss, Metrics, Part, Read, SavedFile
+from rl_core.model import Loss, Metrics, Part, Read, SavedFile, read_columns
 from rl_core.ray.calls import fetch, gather
 from rl_core.ray.rows import StoredRows
 from rl_core.ray.stacks import request_stacks
@@ -121,7 +121,10 @@ class RemoteModel:
         have its device until then.
         """
         rows = self._rows_per_shard(batch)
-        inputs = batch.only([name for name in (*self._columns, PAIR) if name in batch])
+        id_columns = read_columns(reads)
+        batch.require(*id_columns)
+        names = dict.fromkeys((*self._columns, PAIR, *id_columns))
+        inputs = batch.only([name for name in names if name in batch])
         options = {"reference": reference, "temperature": temperature}
         shards = self._send(inputs, rows)
         calls = [
@@ -231,9 +234,10 @@ class RemoteModel:
         return self._gather(calls, method, self._timeout_s)
 
     def _loss_call(self, method: str, batch: Batch, loss: Loss) -> Metrics:
-        names = dict.fromkeys((*self._columns, PAIR, *loss.columns))
+        required = ("tokens", *loss.columns, *read_columns(loss.reads))
+        names = dict.fromkeys((*self._columns, PAIR, *required))
         inputs = batch.only([name for name in names if name in batch])
-        inputs.require("tokens", *loss.columns)
+        inputs.require(*required)
         return combine(self._call_shards(method, inputs, loss))
 
     def _rows_per_shard(self, batch: Batch) -> list[np.ndarray]:

@@ -16,7 +16,7 @@ import numpy as np
 from rl_core.batch import TOKENS, Batch
 from rl_core.generation import Evaluation, SamplingParams, WeightUpdate
 from rl_core.metrics import Metric, results
-from rl_core.model import Loss, Metrics, Model, Read, SavedFile
+from rl_core.model import Loss, Metrics, Model, Read, SavedFile, read_columns
 from rl_core.ragged import Ragged
 from rl_core.rollout import Prompt, Rollout, RolloutGroup, Turn, WeightSpan
 from rl_core.run import Checkpointable
@@ -49,6 +49,10 @@ class FakeModel:
                 columns["topk_ids"] = tokens.like(np.tile(np.arange(read.k, dtype=np.int32), (len(tokens.values), 1)))
                 numbers = _numbers(tokens, version).values[:, None] / temperature
                 columns["topk_logprobs"] = tokens.like(numbers - np.arange(read.k, dtype=np.float32))
+            elif read.name == "logprobs_at":
+                ids = batch.ragged(read.column)
+                numbers = _numbers(tokens, version).values[:, None] / np.float32(temperature) - ids.values
+                columns["logprobs_at"] = tokens.like(np.where(ids.values < 0, 0, numbers).astype(np.float32))
             else:
                 columns[read.name] = tokens.like(_numbers(tokens, version).values / np.float32(temperature))
         return Batch(columns)
@@ -91,7 +95,7 @@ class FakeModel:
         return ()
 
     def _metrics(self, batch: Batch, loss: Loss) -> dict[str, Metric]:
-        batch.require(TOKENS, *loss.columns)
+        batch.require(TOKENS, *loss.columns, *read_columns(loss.reads))
         totals = loss.totals(batch)
         if not all(np.isfinite(total) and total >= 0 for total in totals.values()):
             raise ValueError(f"totals of a loss are finite and not negative, got {dict(totals)}")

@@ -9,20 +9,21 @@ from typing import ClassVar
 import numpy as np
 
 from rl_core.batch import Batch
-from rl_core.model import ENTROPY, LOGPROBS, SCORES, VALUES, Read, topk
+from rl_core.model import ENTROPY, LOGPROBS, SCORES, VALUES, Read, logprobs_at, topk
 
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """Weighted negative logprobs over tokens, minus entropy and the second most likely logprob, plus a term per
-    sequence."""
+    """Weighted negative logprobs over tokens, minus entropy, the second most likely logprob and those of the ids in the
+    column `candidates`, plus a term per sequence."""
 
     temperature: float = 1.0
     entropy_weight: float = 0.1
     topk_weight: float = 0.05
+    candidates_weight: float = 0.03
     sequence_weight: float = 0.3
     columns: ClassVar[tuple[str, ...]] = ("loss_mask", "weights")
-    reads: ClassVar[tuple[Read, ...]] = (LOGPROBS, ENTROPY, topk(2))
+    reads: ClassVar[tuple[Read, ...]] = (LOGPROBS, ENTROPY, topk(2), logprobs_at("candidates"))
     implementation: ClassVar[str] = "rl_core.testing.torch.losses:token_loss"
 
     def totals(self, batch: Batch) -> Mapping[str, float]:

@@ -25,7 +25,7 @@ import pytest
 
 from rl_core.batch import Batch
 from rl_core.errors import RLError, WorkerError
-from rl_core.model import ENTROPY, LOGPROBS, SCORES, VALUES, ModelSpec, topk
+from rl_core.model import ENTROPY, LOGPROBS, SCORES, VALUES, ModelSpec, logprobs_at, topk
 from rl_core.model_config import (
     DynamicBatchingConfig,
     ModelConfig,
@@ -73,8 +73,16 @@ def make_batch(lengths: tuple[int, ...] = LENGTHS, seed: int = 0, vocab: int = 1
             "loss_mask": tokens.like(mask),
             "weights": tokens.like(rng.normal(size=len(mask)).astype(np.float32)),
             "returns": tokens.like(rng.normal(size=len(mask)).astype(np.float32)),
+            "candidates": tokens.like(make_candidates(rng, len(mask), vocab)),
         }
     )
+
+
+def make_candidates(rng: np.random.Generator, num_tokens: int, vocab: int) -> np.ndarray:
+    """Random ids int32 `[tokens, 4]`: one twice in each row, and fewer than four in some."""
+    candidates = rng.integers(0, vocab, (num_tokens, 4), dtype=np.int32)
+    candidates[:, 3] = candidates[:, 0]
+    return np.where(rng.random(candidates.shape) < 0.3, np.int32(-1), candidates)
 
 
 def poison(batch: Batch) -> Batch:
@@ -172,7 +180,7 @@ class ModelWorkerSuite:
 
     @pytest.mark.parametrize("layout", LAYOUTS)
     def test_every_read_of_a_policy_is_that_of_transformers(self, pool: RankPool, folder: Path, layout: str) -> None:
-        reads = [LOGPROBS, ENTROPY, topk(3)]
+        reads = [LOGPROBS, ENTROPY, topk(3), logprobs_at("candidates")]
         batch = make_batch()
         expected = self._oracle(folder).infer(batch, reads, temperature=0.7)
         for world in self.worlds:
@@ -186,6 +194,15 @@ class ModelWorkerSuite:
                 assert np.array_equal(found.ragged(name).offsets, batch.ragged("tokens").offsets)
             assert found.ragged("logprobs").values.dtype == np.float32
             assert found.ragged("topk_ids").values.dtype == np.int32
+
+    def test_the_most_likely_of_the_ids_that_two_models_share(self, pool: RankPool, folder: Path) -> None:
+        batch = make_batch()
+        expected = self._oracle(folder).infer(batch, [topk(3, below=60)])
+        assert expected["topk_ids"].max() < 60
+        with self._model(pool, folder, max(self.worlds), ModelSpec(trains=False)) as model:
+            found = model.infer(batch, [topk(3, below=60)])
+        self._assert_close(found.ragged("topk_logprobs").values, expected["topk_logprobs"], "topk_logprobs")
+        assert found.ragged("topk_ids").values.max() < 60
 
     def test_an_untied_head_reads_alike(self, pool: RankPool, untied_folder: Path) -> None:
         batch = make_batch()
@@ -524,6 +541,10 @@ class ModelWorkerSuite:
         with self._model(pool, folder, 1, ModelSpec(trains=False)) as model:
             with pytest.raises(WorkerError, match="cannot read scores"):
                 model.infer(batch, [SCORES])
+            for column, message in (("missing", "missing"), ("tokens", r"\[tokens, k\]"), ("far", "ids from 0 to 101")):
+                ids = batch.ragged("tokens").like(np.array([[0, 101]] * 9, dtype=np.int32))
+                with pytest.raises(WorkerError, match=message):
+                    model.infer(batch.with_columns({"far": ids}), [logprobs_at(column)])
             with pytest.raises(WorkerError, match="keeps no reference"):
                 model.infer(batch, [LOGPROBS], reference=True)
             with pytest.raises(WorkerError, match="does not train"):

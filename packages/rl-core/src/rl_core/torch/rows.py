@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,9 +34,15 @@ def to_rows(batch: Batch, device: torch.device) -> Rows:
     return Rows(torch.as_tensor(tokens.offsets, device=device), columns)
 
 
-def idle_rows(device: torch.device) -> Rows:
-    """A row of two tokens for a rank that takes part in a forward pass without rows of its own."""
-    return Rows(torch.tensor([0, 2], device=device), {TOKENS: torch.zeros(2, dtype=torch.int64, device=device)})
+def idle_rows(device: torch.device, id_columns: Sequence[str] = ()) -> Rows:
+    """A row of two tokens for a rank that takes part in a forward pass without rows of its own.
+
+    Args:
+        id_columns: columns of ids that reads take; they hold none.
+    """
+    columns = {name: torch.full((2, 1), -1, dtype=torch.int32, device=device) for name in id_columns}
+    tokens = torch.zeros(2, dtype=torch.int64, device=device)
+    return Rows(torch.tensor([0, 2], device=device), {TOKENS: tokens, **columns})
 
 
 def _tensor(name: str, values: np.ndarray, device: torch.device) -> Tensor:

@@ -5,6 +5,7 @@ import torch
 
 from rl_core.torch.heads.logprobs import Head, LogitTransform, head_reads
 
+IDS = torch.tensor([[3, -1, 3], [0, 10, 4], [-1, -1, -1], [7, 7, 2], [1, 2, 3], [10, 9, -1], [5, 6, 0]])
 TRANSFORMS = [LogitTransform(), LogitTransform(scale=0.3), LogitTransform(scale=2.0, softcap=1.5)]
 
 
@@ -24,18 +25,27 @@ def whole(hidden, weight, bias, targets, transform, temperature, k):
     logprobs = (logits / temperature).log_softmax(-1)
     topk = logprobs.topk(k)
     entropy = torch.distributions.Categorical(logits=logits / temperature).entropy()
-    return logprobs.gather(1, targets[:, None])[:, 0], entropy, topk.values, topk.indices
+    ids = IDS[: len(targets)]
+    at = logprobs[: len(ids)].gather(1, ids.clamp(min=0)).masked_fill(ids < 0, 0.0)
+    return logprobs.gather(1, targets[:, None])[:, 0], entropy, topk.values, topk.indices, at
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("chunk_size", [1, 3, 100])
 def test_values_are_those_of_whole_logits(transform, chunk_size):
     hidden, weight, bias, targets = inputs()
-    found = head_reads(
-        hidden, Head(weight, bias, transform), targets, temperature=0.7, entropy=True, k=4, chunk_size=chunk_size
-    )
+    options = {"temperature": 0.7, "entropy": True, "k": 4, "ids": IDS, "chunk_size": chunk_size}
+    found = head_reads(hidden, Head(weight, bias, transform), targets, **options)
     for got, expected in zip(found, whole(hidden, weight, bias, targets, transform, 0.7, 4), strict=True):
         torch.testing.assert_close(got, expected)
+
+
+def test_the_most_likely_of_the_first_ids_have_logprobs_of_the_whole_vocabulary():
+    hidden, weight, bias, targets = inputs()
+    found = head_reads(hidden, Head(weight, bias), targets, k=3, below=5, chunk_size=3)
+    expected = torch.nn.functional.linear(hidden, weight, bias).log_softmax(-1)[:, :5].topk(3)
+    torch.testing.assert_close(found.topk_logprobs, expected.values)
+    assert found.topk_ids.equal(expected.indices)
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
@@ -44,7 +54,8 @@ def test_gradients_are_numerically_right(transform):
 
     def reads(hidden, weight, bias):
         head = Head(weight, bias, transform)
-        return head_reads(hidden, head, targets, temperature=0.7, entropy=True, k=3, chunk_size=3)[:3]
+        found = head_reads(hidden, head, targets, temperature=0.7, entropy=True, k=3, ids=IDS, chunk_size=3)
+        return found.logprobs, found.entropy, found.topk_logprobs, found.logprobs_at
 
     assert torch.autograd.gradcheck(reads, (hidden, weight, bias))
 
@@ -96,9 +107,11 @@ def test_whole_logits_never_exist():
                 largest = max(largest, result.numel())
             return result
 
+    ids = targets[:, None].repeat(1, 20)
     with Watch():
-        found = head_reads(hidden, Head(weight), targets, entropy=True, k=2, chunk_size=8)
-        (found.logprobs.sum() + found.entropy.sum() + found.topk_logprobs.sum()).backward()
+        found = head_reads(hidden, Head(weight), targets, entropy=True, k=20, ids=ids, chunk_size=8)
+        parts = found.logprobs, found.entropy, found.topk_logprobs, found.logprobs_at
+        sum(part.sum() for part in parts).backward()
     assert largest <= 8 * 500
     assert largest < 64 * 500
 

@@ -18,6 +18,9 @@ def token_loss(loss: TokenLoss, reads: Mapping[str, Tensor], rows: Rows) -> Loss
     mask = rows["loss_mask"].to(logprobs.dtype)
     per_token = -rows["weights"].to(logprobs.dtype) * logprobs - loss.entropy_weight * reads["entropy"]
     per_token = per_token - loss.topk_weight * reads["topk_logprobs"][:, 1]
+    at = reads["logprobs_at"]
+    by_place = torch.arange(1, at.shape[1] + 1, dtype=at.dtype, device=at.device)
+    per_token = per_token - loss.candidates_weight * (at * by_place).sum(1)
     per_row = rows.row_sums(logprobs * mask).square()
     metrics = {
         "nll": MetricSum(-(mask * logprobs).sum(), "tokens"),

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rl_core.batch import TOKENS, Batch
-from rl_core.model import Loss, Read, Role
+from rl_core.model import Loss, Read, Role, read_columns
 from rl_core.model_config import OptimizerConfig
 from rl_core.plugins import resolve
 from rl_core.torch.loss import Rows
@@ -70,13 +70,15 @@ class Oracle:
         return {"loss": value.item(), "grad_norm": norm}
 
     def _reads(self, batch: Batch, reads: Sequence[Read], temperature: float) -> Mapping[str, Tensor]:
+        names = (TOKENS, *read_columns(reads))
         parts = [
-            self._row(torch.as_tensor(np.asarray(row), dtype=torch.long), reads, temperature)
-            for row in batch.ragged(TOKENS)
+            self._row({name: torch.as_tensor(batch.ragged(name)[row]).long() for name in names}, reads, temperature)
+            for row in range(len(batch))
         ]
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
-    def _row(self, tokens: Tensor, reads: Sequence[Read], temperature: float) -> dict[str, Tensor]:
+    def _row(self, row: Mapping[str, Tensor], reads: Sequence[Read], temperature: float) -> dict[str, Tensor]:
+        tokens = row[TOKENS]
         if self.role in ("critic", "reward_model"):
             hidden = self.model.base_model(input_ids=tokens[None]).last_hidden_state[0]
             heads = self.model.score(hidden)[:, 0]
@@ -87,7 +89,11 @@ class Oracle:
             "entropy": -(logprobs.exp() * logprobs).sum(-1),
         }
         k = max((read.k for read in reads), default=0)
-        columns["topk_logprobs"], columns["topk_ids"] = logprobs.topk(k)
+        below = max((read.below for read in reads), default=0) or logprobs.shape[1]
+        columns["topk_logprobs"], columns["topk_ids"] = logprobs[:, :below].topk(k)
+        for name in read_columns(reads):
+            ids = row[name][1:]
+            columns["logprobs_at"] = logprobs.gather(1, ids.clamp(min=0)).masked_fill(ids < 0, 0.0)
         return {name: _after_first(columns[name]) for read in reads for name in read.columns}
 
 

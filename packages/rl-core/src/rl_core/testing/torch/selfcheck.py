@@ -135,7 +135,9 @@ class SelfCheck:
         tokens = Ragged.from_rows(rows, dtype=np.int32)
         mask = (rng.random(len(tokens.values)) < 0.7).astype(np.int8)
         weights = rng.normal(size=len(mask)).astype(np.float32)
-        return Batch({"tokens": tokens, "loss_mask": tokens.like(mask), "weights": tokens.like(weights)})
+        candidates = rng.integers(-1, VOCABULARY, (len(mask), 3), dtype=np.int32)
+        columns: dict[str, np.ndarray] = {"loss_mask": mask, "weights": weights, "candidates": candidates}
+        return Batch({"tokens": tokens, **{name: tokens.like(column) for name, column in columns.items()}})
 
     def _expect_or_why(self, folder: Path, *, has_adapters: bool) -> Expected | Exception:
         try:

@@ -1,4 +1,5 @@
-"""Logprobs, entropy and the most likely tokens straight from hidden states, without logits for all tokens at once."""
+"""Logprobs, entropy, the most likely tokens and logprobs at given ids straight from hidden states, without logits for
+all tokens at once."""
 
 from __future__ import annotations
 
@@ -49,14 +50,15 @@ class Head:
 class TokenReads(NamedTuple):
     """Results per position, float32 (float64 from float64 hidden states).
 
-    `logprobs` `[n]`; `entropy` `[n]`, empty unless asked for; `topk_logprobs` and int64 `topk_ids` `[n, k]`. All but
-    the ids are differentiable.
+    `logprobs` `[n]`; `entropy` `[n]`, empty unless asked for; `topk_logprobs` and int64 `topk_ids` `[n, k]`;
+    `logprobs_at` `[n, m]`, those of the given ids. All but the ids are differentiable.
     """
 
     logprobs: Tensor
     entropy: Tensor
     topk_logprobs: Tensor
     topk_ids: Tensor
+    logprobs_at: Tensor
 
 
 def head_reads(
@@ -67,6 +69,8 @@ def head_reads(
     temperature: float = 1.0,
     entropy: bool = False,
     k: int = 0,
+    below: int = 0,
+    ids: Tensor | None = None,
     chunk_size: int = 1024,
 ) -> TokenReads:
     """Read the head at each position. At most `[chunk_size, vocab]` logits exist, in the forward and in the backward
@@ -82,13 +86,16 @@ def head_reads(
         temperature: divides the logits.
         entropy: whether to return it, in nats.
         k: number of most likely tokens to return, in falling order.
+        below: ids that these are chosen among are below it; 0 for all.
+        ids: int64 `[n, m]`, tokens whose logprobs are wanted too; -1 stands for none, and its logprob is 0.
     """
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
     if k > len(head.weight):
         raise ValueError(f"topk({k}) of a vocabulary of {len(head.weight)} tokens")
-    options = HeadPass(head.transform, temperature, entropy, k, chunk_size)
-    return TokenReads(*_HeadReads.apply(hidden, head.weight, head.bias, targets, options))
+    options = HeadPass(head.transform, temperature, entropy, k, below or len(head.weight), chunk_size)
+    ids = targets.new_empty((len(targets), 0)) if ids is None else ids
+    return TokenReads(*_HeadReads.apply(hidden, head.weight, head.bias, targets, ids, options))
 
 
 @dataclass(frozen=True)
@@ -100,6 +107,7 @@ class HeadPass:
     temperature: float
     entropy: bool
     k: int
+    below: int
     chunk_size: int
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -129,8 +137,8 @@ class HeadPass:
         Args:
             log_sum: `[n]`, of the exponentials of the logits over the temperature.
             entropy, by_entropy: `[n]`, or empty; the latter is the gradient by it.
-            columns: `[n, 1 + k]`, of the target and the top-k tokens.
-            by_columns: `[n, 1 + k]`, gradients by their logprobs, 0 if the column is not the token's.
+            columns: `[n, 1 + k + m]`, of the target, the top-k tokens and the given ids.
+            by_columns: `[n, 1 + k + m]`, gradients by their logprobs, 0 if the column is not the token's.
             by_targets: `[n]`, the sum of gradients by all logprobs.
         """
         used = logits if self.transform.softcap is None else logits.clone()  # a cap's gradient needs them unchanged
@@ -211,50 +219,54 @@ class HeadGradients:
 class _HeadReads(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: HeadPass
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, ids: Tensor, options: HeadPass
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         num, wide = len(hidden), wide_dtype(hidden.dtype)
         logprobs = hidden.new_empty(num, dtype=wide)
         log_sums = hidden.new_empty(num, dtype=wide)
         entropy = hidden.new_empty(num if options.entropy else 0, dtype=wide)
         topk_logprobs = hidden.new_empty((num, options.k), dtype=wide)
         topk_ids = targets.new_empty((num, options.k))
+        logprobs_at = hidden.new_empty(ids.shape, dtype=wide)
         for chunk in options.chunks(num):
             logits = options.cooled_(options.logits(hidden[chunk], weight, bias))
             largest = logits.amax(1, keepdim=True)
             shifted = logits.sub_(largest)
             logprobs[chunk] = shifted.gather(1, targets[chunk, None])[:, 0]
             if options.k:
-                topk_logprobs[chunk], topk_ids[chunk] = shifted.topk(options.k)
+                topk_logprobs[chunk], topk_ids[chunk] = shifted[:, : options.below].topk(options.k)
+            logprobs_at[chunk] = shifted.gather(1, ids[chunk].clamp(min=0))
             log_sum = _log_sum_(shifted, entropy[chunk] if options.entropy else None)
             logprobs[chunk] -= log_sum
             topk_logprobs[chunk] -= log_sum[:, None]
+            logprobs_at[chunk] -= log_sum[:, None]
             log_sums[chunk] = log_sum + largest[:, 0]
             del logits, shifted  # before the next chunk's are made
+        logprobs_at.masked_fill_(ids < 0, 0.0)
         ctx.options = options
-        ctx.save_for_backward(hidden, weight, bias, targets, log_sums, entropy, topk_ids)
+        ctx.save_for_backward(hidden, weight, bias, targets, ids, log_sums, entropy, topk_ids)
         ctx.mark_non_differentiable(topk_ids)
-        return logprobs, entropy, topk_logprobs, topk_ids
+        return logprobs, entropy, topk_logprobs, topk_ids, logprobs_at
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, log_sums, entropy, topk_ids = ctx.saved_tensors
+        hidden, weight, bias, targets, ids, log_sums, entropy, topk_ids = ctx.saved_tensors
         total = HeadGradients.zero(hidden, weight, bias, ctx.needs_input_grad)
-        by_targets = torch.cat([grads[0][:, None], grads[2]], dim=1)
+        by_targets = torch.cat([grads[0][:, None], grads[2], grads[4].masked_fill(ids < 0, 0.0)], dim=1)
         for chunk in ctx.options.chunks(len(hidden)):
             grad = ctx.options.grad_products_(
                 ctx.options.logits(hidden[chunk], weight, bias),
                 log_sum=log_sums[chunk],
                 entropy=entropy[chunk],
                 by_entropy=grads[1][chunk],
-                columns=torch.cat([targets[chunk, None], topk_ids[chunk]], dim=1),
+                columns=torch.cat([targets[chunk, None], topk_ids[chunk], ids[chunk].clamp(min=0)], dim=1),
                 by_columns=by_targets[chunk],
                 by_targets=by_targets[chunk].sum(1),
             )
             total.add_(chunk, grad)
             del grad  # before the next chunk's are made
-        return (*total.results(), None, None)
+        return (*total.results(), None, None, None)
 
 
 def _log_sum_(logits: Tensor, entropy: Tensor | None) -> Tensor:

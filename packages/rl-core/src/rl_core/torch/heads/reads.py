@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypedDict
 
 import torch
 from torch import Tensor
 
 from rl_core.batch import TOKENS
-from rl_core.model import Read, Role
-from rl_core.torch.heads.logprobs import Head, head_reads
+from rl_core.model import Read, Role, read_columns
+from rl_core.torch.heads.logprobs import Head, TokenReads, head_reads
 from rl_core.torch.loss import Rows
 
 READS_OF_ROLE: Mapping[Role, tuple[str, ...]] = {
-    "policy": ("logprobs", "entropy", "topk"),
-    "teacher": ("logprobs", "entropy", "topk"),
+    "policy": ("logprobs", "entropy", "topk", "logprobs_at"),
+    "teacher": ("logprobs", "entropy", "topk", "logprobs_at"),
     "reward_model": ("scores",),
     "critic": ("values",),
 }
@@ -25,41 +26,85 @@ ROW_READS = ("scores",)
 
 
 def check_reads(role: Role, reads: Sequence[Read]) -> None:
-    """Raise a `ValueError` naming the reads that a role's head cannot answer, or two `topk` of different k."""
+    """Raise a `ValueError` naming the reads that a role's head cannot answer, or two of a kind that differ."""
     unknown = [read.name for read in reads if read.name not in READS_OF_ROLE[role]]
     if unknown:
         raise ValueError(f"a {role} cannot read {', '.join(unknown)}; it has {', '.join(READS_OF_ROLE[role])}")
-    if len({read.k for read in reads if read.name == "topk"}) > 1:
+    if len({(read.k, read.below) for read in reads if read.name == "topk"}) > 1:
         raise ValueError("one pass reads one topk; ask for the largest k")
+    if len({read.column for read in reads if read.name == "logprobs_at"}) > 1:
+        raise ValueError("one pass reads logprobs_at of one column; put all ids in one, `[tokens, k]`")
 
 
 def language_reads(
     hidden: Tensor, rows: Rows, head: Head, reads: Sequence[Read], *, temperature: float, chunk_size: int
 ) -> dict[str, Tensor]:
-    """Columns of `logprobs`, `entropy` and `topk`, each `[tokens]` or `[tokens, k]`; 0 at the first token of a row.
+    """Columns of `logprobs`, `entropy`, `topk` and `logprobs_at`, each `[tokens]` or `[tokens, k]`; 0 at the first
+    token of a row.
 
     Args:
         hidden: `[tokens, hidden]`, after the model's last norm.
+
+    Raises:
+        ValueError: for ids that are not in the vocabulary, or not `[tokens, k]`.
     """
     follows = following(rows.offsets)
-    k = max((read.k for read in reads), default=0)
     found = head_reads(
         hidden[follows - 1],
         head,
         rows[TOKENS][follows],
         temperature=temperature,
-        entropy=any(read.name == "entropy" for read in reads),
-        k=k,
+        **read_options(rows, follows, reads, vocab_size=len(head.weight)),
         chunk_size=chunk_size,
     )
-    columns = {
-        "logprobs": found.logprobs,
-        "entropy": found.entropy,
-        "topk_logprobs": found.topk_logprobs,
-        "topk_ids": found.topk_ids.int(),
-    }
-    wanted = [name for read in reads for name in read.columns]
-    return {name: _at(columns[name], follows, len(hidden)) for name in wanted}
+    return {name: _at(column, follows, len(hidden)) for name, column in columns_of(found, reads).items()}
+
+
+class ReadOptions(TypedDict):
+    """What a pass over a head reads beside logprobs, as arguments of `head_reads` and `vocab_parallel_reads`."""
+
+    entropy: bool
+    k: int
+    below: int
+    ids: Tensor | None
+
+
+def read_options(rows: Rows, places: Tensor, reads: Sequence[Read], *, vocab_size: int) -> ReadOptions:
+    """What reads ask for at some tokens.
+
+    Args:
+        places: int64 `[n]`, indices of the tokens.
+
+    Raises:
+        ValueError: for ids that are not in the vocabulary, or not `[tokens, k]`.
+    """
+    ids = None
+    for name in read_columns(reads):
+        _check_ids(name, rows[name], vocab_size)
+        ids = rows[name][places].long()
+    return ReadOptions(
+        entropy=any(read.name == "entropy" for read in reads),
+        k=max((read.k for read in reads), default=0),
+        below=max((read.below for read in reads), default=0),
+        ids=ids,
+    )
+
+
+def columns_of(found: TokenReads, reads: Sequence[Read]) -> dict[str, Tensor]:
+    """Results by the names of the columns that the reads add."""
+    columns = {**found._asdict(), "topk_ids": found.topk_ids.int()}
+    return {name: columns[name] for read in reads for name in read.columns}
+
+
+def _check_ids(name: str, ids: Tensor, vocab_size: int) -> None:
+    if ids.dim() != 2 or ids.shape[1] == 0 or ids.is_floating_point():
+        raise ValueError(f"column {name!r} must hold ids as integers [tokens, k]; got {ids.dtype} {list(ids.shape)}")
+    lowest, highest = int(ids.amin()), int(ids.amax())
+    if lowest < -1 or highest >= vocab_size:
+        raise ValueError(
+            f"column {name!r} has ids from {lowest} to {highest}; the model has the ids 0 to {vocab_size - 1}, "
+            "and -1 stands for none"
+        )
 
 
 def value_reads(values: Tensor, rows: Rows) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """Reads of whole rows if a rank's forward pass holds only part of the tokens, or of the vocabulary.
 
 A backend with context parallelism gives each rank some positions of each row; the losses still see whole rows. Results,
-one number per token, are joined; hidden states never are.
+a few numbers per token, are joined; hidden states never are.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from rl_core.batch import TOKENS
 from rl_core.model import Read
 from rl_core.torch.heads.logprobs import Head, TokenReads, head_reads
-from rl_core.torch.heads.reads import following
+from rl_core.torch.heads.reads import ReadOptions, columns_of, following, read_options
 from rl_core.torch.heads.vocab_parallel import VocabShard, vocab_parallel_reads
 from rl_core.torch.loss import Rows
 
@@ -57,20 +57,15 @@ def split_language_reads(
         hidden[positions],
         head,
         rows[TOKENS][followers],
-        reads,
+        read_options(rows, followers, reads, vocab_size=len(head.weight) if shard is None else shard.vocab_size),
         temperature=temperature,
         chunk_size=chunk_size,
         shard=shard,
         sums_hidden_grad=sums_hidden_grad,
     )
-    columns = {
-        "logprobs": found.logprobs,
-        "entropy": found.entropy,
-        "topk_logprobs": found.topk_logprobs,
-        "topk_ids": found.topk_ids.int(),
+    return {
+        name: join_tokens(column, followers, num_tokens, group) for name, column in columns_of(found, reads).items()
     }
-    wanted = [name for read in reads for name in read.columns]
-    return {name: join_tokens(columns[name], followers, num_tokens, group) for name in wanted}
 
 
 def join_tokens(values: Tensor, places: Tensor, num_tokens: int, group: dist.ProcessGroup | None) -> Tensor:
@@ -93,25 +88,22 @@ def _token_reads(
     hidden: Tensor,
     head: Head,
     targets: Tensor,
-    reads: Sequence[Read],
+    options: ReadOptions,
     *,
     temperature: float,
     chunk_size: int,
     shard: VocabShard | None,
     sums_hidden_grad: bool,
 ) -> TokenReads:
-    entropy = any(read.name == "entropy" for read in reads)
-    k = max((read.k for read in reads), default=0)
     if shard is None:
-        return head_reads(hidden, head, targets, temperature=temperature, entropy=entropy, k=k, chunk_size=chunk_size)
+        return head_reads(hidden, head, targets, temperature=temperature, **options, chunk_size=chunk_size)
     return vocab_parallel_reads(
         hidden,
         head,
         targets,
         shard,
         temperature=temperature,
-        entropy=entropy,
-        k=k,
+        **options,
         chunk_size=chunk_size,
         sums_hidden_grad=sums_hidden_grad,
     )

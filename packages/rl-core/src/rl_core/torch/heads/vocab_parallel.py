@@ -1,4 +1,5 @@
-"""Logprobs, entropy and the most likely tokens from a head whose vocabulary is split over ranks; logits never meet."""
+"""Logprobs, entropy, the most likely tokens and logprobs at given ids from a head whose vocabulary is split over ranks;
+logits never meet."""
 
 from __future__ import annotations
 
@@ -41,6 +42,8 @@ def vocab_parallel_reads(
     temperature: float = 1.0,
     entropy: bool = False,
     k: int = 0,
+    below: int = 0,
+    ids: Tensor | None = None,
     chunk_size: int = 1024,
     sums_hidden_grad: bool = True,
 ) -> TokenReads:
@@ -48,12 +51,14 @@ def vocab_parallel_reads(
     over its group.
 
     At most `[chunk_size, vocab / ranks]` logits exist on a rank. Per chunk, three numbers per position are summed over
-    the group (and `2 k` gathered for top-k); the backward pass talks once, about the hidden states.
+    the group (as many more as there are `ids`, and `2 k` gathered for top-k); the backward pass talks once, about the
+    hidden states.
 
     Args:
         hidden: `[n, hidden]`, the same on every rank of the group.
         head: weight `[vocab / ranks, hidden]` and bias of this rank.
         targets: int64 `[n]`, token ids of the whole vocabulary.
+        ids: int64 `[n, m]`, likewise, or -1.
         sums_hidden_grad: whether the gradient by the hidden states is summed over the group here; otherwise it is this
             rank's part of that sum, for a caller that sums it itself (a reduce-scatter under sequence parallelism).
 
@@ -66,8 +71,10 @@ def vocab_parallel_reads(
         raise ValueError(f"topk({k}) of a vocabulary of {shard.vocab_size} tokens")
     weight = shard.trim(head.weight)
     bias = None if head.bias is None else shard.trim(head.bias)
-    options = _Options(shard, HeadPass(head.transform, temperature, entropy, k, chunk_size), sums_hidden_grad)
-    return TokenReads(*_VocabParallelReads.apply(hidden, weight, bias, targets, options))
+    head_pass = HeadPass(head.transform, temperature, entropy, k, below or shard.vocab_size, chunk_size)
+    options = _Options(shard, head_pass, sums_hidden_grad)
+    ids = targets.new_empty((len(targets), 0)) if ids is None else ids
+    return TokenReads(*_VocabParallelReads.apply(hidden, weight, bias, targets, ids, options))
 
 
 @dataclass(frozen=True)
@@ -86,38 +93,43 @@ class _Options:
 class _VocabParallelReads(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: _Options
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, ids: Tensor, options: _Options
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         head, num, wide = options.head, len(hidden), wide_dtype(hidden.dtype)
         logprobs = hidden.new_empty(num, dtype=wide)
         log_sums = hidden.new_empty(num, dtype=wide)
         entropy = hidden.new_empty(num if head.entropy else 0, dtype=wide)
         topk_logprobs = hidden.new_empty((num, head.k), dtype=wide)
         topk_ids = targets.new_empty((num, head.k))
+        logprobs_at = hidden.new_empty(ids.shape, dtype=wide)
         for chunk in head.chunks(num):
             logits = head.cooled_(head.logits(hidden[chunk], weight, bias))
             if head.k:
                 topk_logprobs[chunk], topk_ids[chunk] = _topk(logits, options)
+            if ids.shape[1]:
+                logprobs_at[chunk] = _logits_at(logits, ids[chunk], options)
             found = _statistics_(logits, targets[chunk], options)
             log_sums[chunk] = found.log_sum
             logprobs[chunk] = found.target - found.log_sum
             if head.entropy:
                 entropy[chunk] = found.entropy
         topk_logprobs -= log_sums[:, None]
+        logprobs_at.sub_(log_sums[:, None]).masked_fill_(ids < 0, 0.0)
         ctx.options = options
-        ctx.save_for_backward(hidden, weight, bias, targets, log_sums, entropy, topk_ids)
+        ctx.save_for_backward(hidden, weight, bias, targets, ids, log_sums, entropy, topk_ids)
         ctx.mark_non_differentiable(topk_ids)
-        return logprobs, entropy, topk_logprobs, topk_ids
+        return logprobs, entropy, topk_logprobs, topk_ids, logprobs_at
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, log_sums, entropy, topk_ids = ctx.saved_tensors
+        hidden, weight, bias, targets, ids, log_sums, entropy, topk_ids = ctx.saved_tensors
         total = HeadGradients.zero(hidden, weight, bias, ctx.needs_input_grad)
         head, num_rows = ctx.options.head, len(weight)
-        by_targets = torch.cat([grads[0][:, None], grads[2]], dim=1)
+        by_targets = torch.cat([grads[0][:, None], grads[2], grads[4].masked_fill(ids < 0, 0.0)], dim=1)
         for chunk in head.chunks(len(hidden)):
-            columns, is_here = ctx.options.own(torch.cat([targets[chunk, None], topk_ids[chunk]], dim=1), num_rows)
+            read_ids = torch.cat([targets[chunk, None], topk_ids[chunk], ids[chunk]], dim=1)
+            columns, is_here = ctx.options.own(read_ids, num_rows)
             grad = head.grad_products_(
                 head.logits(hidden[chunk], weight, bias),
                 log_sum=log_sums[chunk],
@@ -130,7 +142,7 @@ class _VocabParallelReads(torch.autograd.Function):
             total.add_(chunk, grad)
         if total.hidden is not None and ctx.options.sums_hidden_grad:
             dist.all_reduce(total.hidden, group=ctx.options.shard.group)
-        return (*total.results(), None, None)
+        return (*total.results(), None, None, None)
 
 
 @dataclass(frozen=True)
@@ -165,14 +177,25 @@ def _statistics_(logits: Tensor, targets: Tensor, options: _Options) -> _Statist
     return _Statistics(largest + log_sum, largest + sums[1], log_sum - sums[2] / sums[0])
 
 
+def _logits_at(logits: Tensor, ids: Tensor, options: _Options) -> Tensor:
+    """The logits `[n, m]` of the whole vocabulary at ids; 0 at -1."""
+    found = logits.new_zeros(ids.shape)
+    if logits.shape[1]:
+        columns, is_here = options.own(ids, logits.shape[1])
+        found = logits.gather(1, columns).where(is_here, found)
+    dist.all_reduce(found, group=options.shard.group)
+    return found
+
+
 def _topk(logits: Tensor, options: _Options) -> tuple[Tensor, Tensor]:
     """The largest logits `[n, k]` of the whole vocabulary in falling order, and their ids."""
     group, k = options.shard.group, options.head.k
     values = logits.new_full((len(logits), k), -torch.inf)
     ids = torch.zeros((len(logits), k), dtype=torch.int64, device=logits.device)
-    here = min(k, logits.shape[1])
+    candidates = logits[:, : max(options.head.below - options.shard.start, 0)]
+    here = min(k, candidates.shape[1])
     if here:
-        values[:, :here], found = logits.topk(here)
+        values[:, :here], found = candidates.topk(here)
         ids[:, :here] = found + options.shard.start
     all_values = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
     all_ids = [torch.empty_like(ids) for _ in all_values]

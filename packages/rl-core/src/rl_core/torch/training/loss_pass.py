@@ -12,7 +12,7 @@ from torch import Tensor
 from rl_core.batch import TOKENS, Batch
 from rl_core.metrics import Metric, Reduction
 from rl_core.microbatch import PAIR
-from rl_core.model import UNDIVIDED, Loss
+from rl_core.model import UNDIVIDED, Loss, read_columns
 from rl_core.plugins import resolve
 from rl_core.torch.loss import LossSums, MetricSum, Rows
 from rl_core.user_code import implementation_name
@@ -39,13 +39,14 @@ class LossPass:
         group: the data-parallel group, on a backend that reduces CPU tensors; the totals are summed over it.
 
     Raises:
-        ValueError: if the batch lacks a column that the loss names.
+        ValueError: if the batch lacks a column that the loss or one of its reads names.
     """
 
     def __init__(self, loss: Loss, batch: Batch, group: dist.ProcessGroup | None) -> None:
         self.loss = loss
-        batch.require(TOKENS, *loss.columns)
-        self.columns = batch.only([name for name in batch if name in {TOKENS, PAIR, *loss.columns}]).local()
+        named = (*loss.columns, *read_columns(loss.reads))
+        batch.require(TOKENS, *named)
+        self.columns = batch.only([name for name in batch if name in {TOKENS, PAIR, *named}]).local()
         self._compute: Compute = resolve(implementation_name(loss, loss.implementation))
         self._local_totals = {name: float(total) for name, total in loss.totals(self.columns).items()}
         self.totals = _summed(self._local_totals, group)

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from rl_core.batch import TOKENS, Batch
 from rl_core.metrics import Metric
 from rl_core.microbatch import PAIR, Batching
-from rl_core.model import Loss, Read
+from rl_core.model import Loss, Read, read_columns
 from rl_core.ragged import Ragged
 from rl_core.torch.heads.reads import ROW_READS
 from rl_core.torch.rows import idle_rows, to_rows
@@ -36,18 +36,20 @@ def run_reads(
 ) -> Batch | None:
     """Columns of the reads for this rank's rows, in their order, on ranks that lead their shard; collective."""
     extra = model.extra_columns(batch, for_loss=False)
-    batch = batch.only([name for name in batch if name in (TOKENS, PAIR)]).local()
+    id_columns = read_columns(reads)
+    batch.require(*id_columns)
+    batch = batch.only([name for name in batch if name in (TOKENS, PAIR, *id_columns)]).local()
     plan = plan_together(batch, batching, mesh.control, multiple=model.multiple)
-    tokens = batch.only([TOKENS])
+    inputs = batch.only([TOKENS, *id_columns])
 
     def collect(microbatch: Microbatch, columns: Mapping[str, Tensor]) -> dict[str, np.ndarray] | None:
         return {name: column.cpu().numpy() for name, column in columns.items()} if microbatch.is_own else None
 
-    run = Pass(_on_device(tokens.with_columns(extra), plan, mesh), reads, temperature, collect, _num_tokens(tokens))
-    results = model.read(run)
+    microbatches = _on_device(inputs.with_columns(extra), plan, id_columns, mesh)
+    results = model.read(Pass(microbatches, reads, temperature, collect, _num_tokens(inputs)))
     if not mesh.coordinates.leads:
         return None
-    return in_row_order(reads, [part for part in results if part is not None], tokens, plan)
+    return in_row_order(reads, [part for part in results if part is not None], inputs, plan)
 
 
 def run_evaluation(
@@ -149,7 +151,7 @@ def in_row_order(
 
     Args:
         parts: columns of each microbatch, in the order of the plan; empty microbatches left out.
-        batch: with the tokens of the rows.
+        batch: with the tokens of the rows, and the ids that reads take.
         plan: rows of each microbatch.
     """
     order = np.concatenate([*plan, np.zeros(0, dtype=np.int64)]).astype(np.int64)
@@ -158,11 +160,17 @@ def in_row_order(
     columns: dict[str, Ragged | np.ndarray] = {}
     for read in reads:
         for name in read.columns:
-            inner = (read.k,) if read.name == "topk" else ()
-            empty = np.zeros((0, *inner), dtype=np.int32 if name == "topk_ids" else np.float32)
+            empty = np.zeros((0, *_inner_shape(read, batch)), dtype=np.int32 if name == "topk_ids" else np.float32)
             values = np.concatenate([empty, *(part[name] for part in parts)]).astype(empty.dtype)
             columns[name] = values[back] if read.name in ROW_READS else Ragged(values, offsets).select(back)
     return Batch(columns)
+
+
+def _inner_shape(read: Read, batch: Batch) -> tuple[int, ...]:
+    """Shape of the result of a read at one token, or of one row."""
+    if read.column:
+        return batch.ragged(read.column).values.shape[1:]
+    return (read.k,) if read.name == "topk" else ()
 
 
 def _pass(
@@ -172,17 +180,18 @@ def _pass(
     columns = loss_pass.columns.with_columns(model.extra_columns(batch, for_loss=True))
     plan = plan_together(columns, batching, mesh.control, multiple=model.multiple)
     loss = loss_pass.loss
-    return Pass(_on_device(columns, plan, mesh), loss.reads, loss.temperature, on_reads, _num_tokens(columns))
+    microbatches = _on_device(columns, plan, read_columns(loss.reads), mesh)
+    return Pass(microbatches, loss.reads, loss.temperature, on_reads, _num_tokens(columns))
 
 
 def _num_tokens(batch: Batch) -> int:
     return int(batch.ragged(TOKENS).offsets[-1])
 
 
-def _on_device(batch: Batch, plan: Sequence[np.ndarray], mesh: RankMesh) -> Microbatches:
+def _on_device(batch: Batch, plan: Sequence[np.ndarray], id_columns: Sequence[str], mesh: RankMesh) -> Microbatches:
     def make(rows: np.ndarray) -> Microbatch:
         if not len(rows):
-            return Microbatch(idle_rows(mesh.device), is_own=False)
+            return Microbatch(idle_rows(mesh.device, id_columns), is_own=False)
         return Microbatch(to_rows(batch.select(rows), mesh.device), is_own=True)
 
     return [partial(make, rows) for rows in plan]
