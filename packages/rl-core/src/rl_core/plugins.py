@@ -178,6 +178,10 @@ class ModelNeed:
     spec: ModelSpec
 
 
+SectionNames = Callable[[str], tuple[str, ...]]
+"""From the dotted key of a section of a config to the names of those within it; none if there is no such section."""
+
+
 @dataclass(frozen=True)
 class AlgorithmPlugin:
     """An algorithm.
@@ -206,7 +210,8 @@ class AlgorithmPlugin:
         models: from the resolved config to the models that the run needs, by role. The role `policy` is the model whose
             weights are published and exported.
         model_sections: config sections that hold a model, as dotted keys from the root: `policy`, `value`,
-            `teachers.math`. The root gets one of each.
+            `teachers.math`. The root gets one of each. If users name some of them, a function to these keys from the
+            names that are written in other sections.
         requirements: what its losses and rollout programs need installed; the extras only where models run.
         checks: static checks on the whole resolved config.
     """
@@ -218,13 +223,17 @@ class AlgorithmPlugin:
     run: str
     generates: bool
     models: Callable[[Any], Mapping[str, ModelNeed]]
-    model_sections: tuple[str, ...] = ("policy",)
+    model_sections: tuple[str, ...] | Callable[[SectionNames], tuple[str, ...]] = ("policy",)
     requirements: tuple[Requirement, ...] = ()
     attempts: str = ""
     rollouts: str = ""
     evaluate: str = ""
     validation_metrics: Callable[[Any], Iterable[str]] | None = None
     checks: tuple[Callable[[Any], Iterable[Problem]], ...] = ()
+
+    def model_keys(self, names_in: SectionNames) -> tuple[str, ...]:
+        """`model_sections` of a config with these sections."""
+        return self.model_sections if isinstance(self.model_sections, tuple) else self.model_sections(names_in)
 
 
 @dataclass(frozen=True)

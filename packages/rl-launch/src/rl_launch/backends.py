@@ -123,7 +123,11 @@ def model_sections(config: Any) -> tuple[str, ...]:
     """Dotted keys of the sections of a resolved root that hold models."""
     if "algorithm" not in type(config).model_fields:
         return (POLICY,)
-    return algorithm_named(config.algorithm).model_sections
+
+    def names_in(key: str) -> tuple[str, ...]:
+        return tuple(type(section_of(config, key)).model_fields) if key in type(config).model_fields else ()
+
+    return algorithm_named(config.algorithm).model_keys(names_in)
 
 
 def section_of(config: Any, key: str) -> Any:
@@ -149,7 +153,7 @@ def backends_of(config: Any) -> Backends:
         return Backends({POLICY: model}, requirements=(LOSSES,))
     algorithm = algorithm_named(config.algorithm)
     needs = algorithm.models(config)
-    strange = {need.section for need in needs.values()} - set(algorithm.model_sections)
+    strange = {need.section for need in needs.values()} - set(model_sections(config))
     assert not strange, f"the plugin of {algorithm.name} names {strange} in models() and not in model_sections"
     models = {role: _model_backend(config, need) for role, need in needs.items()}
     generation = None

@@ -184,7 +184,7 @@ def root_type(algorithm: AlgorithmPlugin, raw: RawConfig) -> type[RootConfig]:
     own = {key: _section(key, kind, raw) for key, kind in algorithm.sections.items()}
     sections: dict[str, Any] = {
         **own,
-        **_nested(_model_types(algorithm), own),
+        **_nested(_model_types(algorithm, raw), own),
         "checkpointing": CheckpointingConfig,
         "logger": LoggerConfig,
         "cluster": ClusterConfig,
@@ -226,10 +226,16 @@ def _algorithm(raw: RawConfig) -> AlgorithmPlugin:
     return algorithm_named(name)
 
 
-def _model_types(algorithm: AlgorithmPlugin) -> dict[str, type[Config]]:
+def _model_types(algorithm: AlgorithmPlugin, raw: RawConfig) -> dict[str, type[Config]]:
     """Types of the sections that hold models, by dotted key."""
+
+    def names_in(key: str) -> tuple[str, ...]:
+        written = raw.select(key)
+        # a name with a dot is not a key; the type of the section refuses it
+        return tuple(name for name in written if "." not in str(name)) if isinstance(written, Mapping) else ()
+
     others = assemble("Model", {**_backend_types(POLICIES), "colocated": ColocatedConfig}, base=ModelConfig)
-    types = dict.fromkeys(algorithm.model_sections, others)
+    types = dict.fromkeys(algorithm.model_keys(names_in), others)
     return {**types, POLICY: _policy_type(generates=algorithm.generates)}
 
 
