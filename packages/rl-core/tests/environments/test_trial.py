@@ -1,5 +1,6 @@
 """Environments tried on a few rows before a run starts."""
 
+import asyncio
 import pickle
 import re
 import subprocess
@@ -50,6 +51,16 @@ def test_rewards_that_can_be_used_pass(trial):
     ]
     verdict = try_out(several)
     assert (verdict.problems, verdict.warnings) == ([], [])
+
+
+def test_a_notebook_tries_environments_in_its_running_loop(trial):
+    tried = trial("def score(response):\n    return None\n")
+
+    async def cell():
+        return try_out([tried])
+
+    (problem,) = asyncio.run(cell()).problems
+    assert "the reward is None; return a number" in problem
 
 
 @pytest.mark.parametrize(

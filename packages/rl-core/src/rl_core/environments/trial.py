@@ -8,6 +8,7 @@ import logging
 import pickle
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,7 +76,13 @@ def try_out(trials: Sequence[Trial]) -> Verdict:
     raises on every response to a row. If it raises on some of them, there is a warning.
     """
     with _quiet():
-        return asyncio.run(_try_out(trials))
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return asyncio.run(_try_out(trials))
+        # a notebook runs its cells in a loop, and a thread has only one
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(asyncio.run, _try_out(trials)).result()
 
 
 def main() -> None:
