@@ -50,7 +50,7 @@ def test_template_variables_reach_whoever_applies_the_template(folder):
     expected = '1+2=|a "b"\n|2|quick|'
     assert render(loaded, MESSAGES, add_generation_prompt=True).startswith(expected)
     assert loaded.apply_chat_template(MESSAGES, tokenize=False).startswith(expected)
-    with pytest.raises(ValueError, match="'not a name' is no name"):
+    with pytest.raises(ValueError, match="'not a name' is not a valid variable name"):
         load(folder, chat_template_kwargs={"not a name": 1})
 
 

@@ -87,7 +87,7 @@ def test_an_evaluation_has_a_mean():
 
 def test_a_notebook_displays_results_in_a_few_lines():
     metrics = [{"step": step, "train/loss": 0.5, "val/loss": None, "time/step": 2.0} for step in range(1, 401)]
-    assert repr(TrainResult(Path("runs/mine"), metrics, None, finished=True)) == (
+    assert repr(TrainResult(Path("runs/mine"), metrics, None, None, finished=True)) == (
         "TrainResult(\n"
         "  run_dir='runs/mine',\n"
         "  finished=True,\n"

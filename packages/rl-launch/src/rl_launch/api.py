@@ -57,6 +57,7 @@ class TrainResult:
             f"finished={self.finished}",
             f"last_metrics={shown}" + (f" and {len(last) - len(shown)} more" if len(last) > len(shown) else ""),
             f"best_checkpoint={None if self.best_checkpoint is None else str(self.best_checkpoint)!r}",
+            *(() if self.adapter is None else (f"adapter={str(self.adapter)!r}",)),
         )
         return "TrainResult(\n  " + ",\n  ".join(lines) + ",\n)"
 
