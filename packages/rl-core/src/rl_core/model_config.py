@@ -257,7 +257,7 @@ def _schedule_problems(scheduler: list[SchedulerConfig]) -> Iterator[Problem]:
 
 
 def _argument_problems(model: ModelConfig) -> Iterator[Problem]:
-    """Arguments that torch's own optimizers and schedules do not take; others are asked where they are installed."""
+    """Unknown arguments of torch's optimizers and schedules; other classes are checked in the worker's environment."""
     chosen = [("optimizer", model.optimizer.name, model.optimizer.kwargs, OPTIMIZERS)]
     chosen += [
         (f"scheduler[{place}]", entry.name, entry.kwargs, SCHEDULES)

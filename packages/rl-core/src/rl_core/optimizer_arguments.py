@@ -1,4 +1,4 @@
-"""Arguments of torch's optimizers and learning-rate schedules, known where there is no torch."""
+"""Arguments of torch's optimizers and learning-rate schedules, for processes without torch."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ class BackendPlugin:
 
 @dataclass(frozen=True)
 class EnvironmentPlugin:
-    """An environment: its settings under `env.<name>` and where its class is.
+    """An environment: its settings under `env.<name>` and the path of its class.
 
     Args:
         environment: `"package.module:Class"`, built as `Class(config)` in the environment's processes; or

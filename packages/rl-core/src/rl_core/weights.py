@@ -10,7 +10,7 @@ from rl_core.devices import CUDA
 
 TransportKind = Literal["ipc", "collective", "disk"]
 WeightSyncChoice = Literal["auto", "ipc", "collective", "disk"]
-"""A kind of transport, or the one that fits where policy and generators run."""
+"""A kind of transport, or the one that fits the places of policy and generators."""
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ class ProblemError(ValueError):
 
 
 class WhenChanged(Enum):
-    """What a run may do if a key has another value than the one it was started with, the freest rule first.
+    """The rule for a run whose key has another value than the one it was started with, the freest first.
 
     It is given for a field, as in `save_period: Annotated[int, WhenChanged.RESUME]`, or for a whole section by its
     `when_changed`; the one closest to a key holds.

@@ -103,7 +103,7 @@ class WorkerHost:
     def infer(
         self, shard: Shard, args: Sequence[Any], kwargs: Mapping[str, Any], *chunks: Chunk
     ) -> tuple[int, Batch | None]:
-        """How many rows the worker's `infer` answered for, and the answer, which stays where it is until it is read."""
+        """Number of rows of the answer of the worker's `infer`, and the answer, which stays on its node."""
         answer = self.call_on("infer", shard, args, kwargs, *chunks)
         return (0 if answer is None else len(answer)), answer
 

@@ -196,7 +196,7 @@ class RemoteModel:
         """Begin sending on all ranks; each call answers with the digest of what that rank sent.
 
         Args:
-            manifest: itself, or a reference to where Ray keeps it.
+            manifest: the manifest, or a reference to it in Ray's object store.
         """
         # the model stays on its device until another is asked for, which the caller does when the send is over
         with self._hold():

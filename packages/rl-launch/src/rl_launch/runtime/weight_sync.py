@@ -114,7 +114,7 @@ class WeightSync:
         kind: of transport.
         meet: makes the address at which sender and receivers meet, or the folder that they share.
         canary: what both sides must agree on.
-        residency: of the devices that policy and replicas share; None where they share none.
+        residency: of the devices that policy and replicas share; None if they share none.
         bucket_bytes: most bytes in flight at a time.
         timeout_s: bound of each phase.
     """
@@ -216,7 +216,7 @@ class WeightSync:
         """Have the replicas take over the weights that the policy sends, watch both at once, and compare their answers.
 
         Args:
-            shared: where Ray keeps the manifest.
+            shared: reference to the manifest in Ray's object store.
             sent_by: the policy's calls, as `RemoteModel.start_send` returns them.
 
         Raises:

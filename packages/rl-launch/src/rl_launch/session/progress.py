@@ -28,7 +28,7 @@ class Progress:
 
     Args:
         title: of the run.
-        console: where the live line goes, if it is a terminal.
+        console: shows the live line, if it is a terminal.
         clock: seconds, for the times that are shown.
     """
 

@@ -81,7 +81,7 @@ class RolloutFiles:
     checkpoint, and the end of the workers that hold the texts.
 
     Args:
-        folder: where they are.
+        folder: the folder of the files.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -78,7 +78,7 @@ class RunDirectory:
         Args:
             config: the resolved config.
             fresh: refuse to go on with an earlier run.
-            branch: where a new run starts; a run that is there keeps its own.
+            branch: the start of a new run; an existing run keeps its own.
 
         Raises:
             RunDirectoryError: if the folder holds other files, is in use, holds a run with another config or other

@@ -75,7 +75,7 @@ class RunSession:
         since: start of the run's time limit, by `time.monotonic`; now if not given.
         console: shows the progress.
         recording: decides which part of the config the run directory keeps.
-        branch: where a new run starts, if it is a branch of another.
+        branch: the start of a new run that is a branch of another.
     """
 
     def __init__(

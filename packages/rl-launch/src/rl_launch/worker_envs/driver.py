@@ -12,7 +12,7 @@ from rl_launch.worker_envs.spec import Wanted, WorkerEnvSpec, normalised
 
 
 def missing(spec: WorkerEnvSpec) -> list[str]:
-    """What the running interpreter lacks to run a worker of this spec, in words; empty if it lacks nothing."""
+    """Requirements of a worker of this spec that the running interpreter lacks, in words."""
     problems: list[str] = []
     seen: set[Wanted] = set()
     for wanted in spec.wanted:

@@ -42,7 +42,7 @@ def value_loss(
 
 
 def pair_loss(loss: PairLoss, reads: Mapping[str, Tensor], rows: Rows) -> LossSums:  # the signature of implementations
-    """Sums of a `PairLoss`; fails where a pair is torn apart."""
+    """Sums of a `PairLoss`; fails if a pair is split."""
     scores = reads["scores"]
     pairs, index = rows["pair"].unique(return_inverse=True)
     signs = rows["is_chosen"].to(scores.dtype) * 2 - 1

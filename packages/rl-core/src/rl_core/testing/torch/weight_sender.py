@@ -100,7 +100,7 @@ class Corrupting:
 
 
 class SenderProcess:
-    """A process of its own, as a policy is, that sends on demand; restarted where a fault ends it.
+    """A process of its own, as a policy is, that sends on demand; restarted if a fault ends it.
 
     Args:
         device: the policy rank's.
