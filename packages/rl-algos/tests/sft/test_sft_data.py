@@ -8,7 +8,7 @@ import pytest
 from rl_algos.data.config import DataConfig
 from rl_algos.data.examples import load
 from rl_algos.sft.config import SFTConfig
-from rl_algos.sft.data import prepare
+from rl_algos.sft.data import prepare, to_batch
 from rl_core.errors import DataError
 
 SUMS = {"dataset_name": "arithmetic", "settings": {"max_operand": 9}}
@@ -66,8 +66,13 @@ def test_validation_is_cut_into_batches(tokenizer):
     assert [len(batch) for batch in batches] == [6, 4]
     batches = prepared(tokenizer, data, batch_size=4, val_batches=2).validation["arithmetic"]
     assert [len(batch) for batch in batches] == [4, 4]
-    assert batches[0].ragged("tokens").values.dtype == np.int32
-    assert batches[0].ragged("loss_mask").values.dtype == np.uint8
+
+
+def test_rows_become_the_columns_of_the_loss(tokenizer):
+    batch = to_batch(prepared(tokenizer, {"train": SUMS}).train.take(3))
+    assert len(batch) == 3
+    assert batch.ragged("tokens").values.dtype == np.int32
+    assert batch.ragged("loss_mask").values.dtype == np.uint8
 
 
 def test_overlong_rows_are_refused_or_left_out(tmp_path, tokenizer):

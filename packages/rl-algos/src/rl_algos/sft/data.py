@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,9 @@ import numpy as np
 from rl_algos.data.config import DataConfig
 from rl_algos.data.example import Example, as_messages
 from rl_algos.data.examples import Dataset, Datasets
-from rl_algos.data.prompts import weights_of
-from rl_algos.data.stream import Stream
 from rl_algos.sft.config import LearnedTurns, SFTRoot
 from rl_algos.sft.conversation import encode_conversation
+from rl_algos.supervised.data import SupervisedData, longest_row, supervised_data
 from rl_algos.tokenizer import require_chat_template
 from rl_core.batch import TOKENS, Batch
 from rl_core.errors import DataError
@@ -39,20 +38,7 @@ class TrainingRow:
     dataset: str = ""
 
 
-@dataclass(frozen=True)
-class SFTData:
-    """The rows that supervised fine-tuning trains and validates on.
-
-    Args:
-        train: training rows in their order.
-        validation: batches by dataset, empty if there is no validation.
-    """
-
-    train: Stream[TrainingRow]
-    validation: Mapping[str, Sequence[Batch]]
-
-
-def prepare(config: SFTRoot, tokenizer: Any, datasets: Datasets) -> SFTData:
+def prepare(config: SFTRoot, tokenizer: Any, datasets: Datasets) -> SupervisedData[TrainingRow]:
     """Tokenise the data and check what came out; called on the driver before anything is started.
 
     Args:
@@ -62,22 +48,18 @@ def prepare(config: SFTRoot, tokenizer: Any, datasets: Datasets) -> SFTData:
 
     Raises:
         DataError: naming dataset and row, and the remedy.
-        ConfigError: where the tokenizer has no chat template.
+        ConfigError: if the tokenizer has no chat template.
     """
     require_chat_template(tokenizer)
     data, sft, policy = config.data, config.sft, config.policy
-    encode, limit = _EncodeExample(tokenizer, sft.learn), policy.max_total_sequence_length
-    rows = [_rows(dataset, data, encode, limit) for dataset in datasets.train]
-    weights = weights_of(datasets.train)
-    if weights is not None and sft.mix_by == "tokens":
-        weights = [weight / _mean_learned(each) for weight, each in zip(weights, rows, strict=True)]
-    stream = Stream(rows, weights, seed=sft.seed, shuffle=data.shuffle, max_num_epochs=sft.num_epochs)
-    size = sft.val_global_batch_size or policy.train_global_batch_size
-    validation = {
-        dataset.name: _batches(_rows(dataset, data, encode, limit), size)[: sft.val_batches]
-        for dataset in datasets.validation
-    }
-    return SFTData(stream, validation)
+    encode, limit = _EncodeExample(tokenizer, sft.learn), longest_row(data, policy)
+
+    def rows_of(dataset: Dataset) -> list[TrainingRow]:
+        return _rows(dataset, data, encode, limit)
+
+    return supervised_data(
+        sft, data, policy, datasets, rows_of, size_of=_num_learned if sft.mix_by == "tokens" else None
+    )
 
 
 def to_batch(rows: Sequence[TrainingRow]) -> Batch:
@@ -107,20 +89,14 @@ def _said(answer: Any) -> tuple[Message, ...]:
     return ({"role": "assistant", "content": str(answer)},)
 
 
-def _batches(rows: Sequence[TrainingRow], size: int) -> list[Batch]:
-    return [to_batch(rows[start : start + size]) for start in range(0, len(rows), size)]
-
-
-def _mean_learned(rows: Sequence[TrainingRow]) -> float:
-    """Tokens under the loss of a row, on average; above 0."""
-    return sum(int(row.loss_mask.sum()) for row in rows) / len(rows)
+def _num_learned(row: TrainingRow) -> int:
+    return int(row.loss_mask.sum())
 
 
 def _rows(
-    dataset: Dataset, config: DataConfig, encode: Callable[[Example], tuple[np.ndarray, np.ndarray]], max_tokens: int
+    dataset: Dataset, config: DataConfig, encode: Callable[[Example], tuple[np.ndarray, np.ndarray]], limit: int
 ) -> list[TrainingRow]:
     encoded = dataset.encode(encode, config.num_workers)
-    limit = min(config.max_input_seq_length or max_tokens, max_tokens)
     kept = dataset.within_limit(
         encoded, [len(tokens) for tokens, _ in encoded.values()], limit, overlong=config.overlong
     )

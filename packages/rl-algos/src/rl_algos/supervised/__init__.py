@@ -1,0 +1,1 @@
+"""Learning from given rows: the loop that supervised fine-tuning, preference learning and reward models share."""

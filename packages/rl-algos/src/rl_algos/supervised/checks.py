@@ -1,0 +1,58 @@
+"""Static checks of algorithms that learn from given rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rl_algos.data.config import DataConfig
+from rl_algos.supervised.config import SupervisedConfig
+from rl_core.config import Problem
+from rl_core.model_config import ModelConfig
+
+_OF_VALIDATION = (
+    "val_period",
+    "val_batches",
+    "val_global_batch_size",
+    "val_at_start",
+    "val_at_end",
+    "stop_at_validation_loss",
+)
+
+
+def supervised_problems(
+    key: str, section: SupervisedConfig, data: DataConfig, policy: ModelConfig
+) -> Iterator[Problem]:
+    """Settings that have no effect, or that contradict one another.
+
+    Args:
+        key: of the section.
+    """
+    yield from _validation(key, section, data)
+    yield from _environments(key, data)
+    yield from _lengths(data, policy)
+
+
+def _validation(key: str, section: SupervisedConfig, data: DataConfig) -> Iterator[Problem]:
+    """Settings of a validation that has no data."""
+    if data.validation is not None:
+        return
+    for name in _OF_VALIDATION:
+        if name in section.model_fields_set and getattr(section, name):
+            yield Problem(f"{key}.{name}", "there is nothing to validate on; set data.validation, or remove this key")
+
+
+def _environments(key: str, data: DataConfig) -> Iterator[Problem]:
+    """Environments, which score rollouts; there are none here."""
+    for section, dataset in data.sections():
+        if dataset.env_name is not None:
+            yield Problem(f"{section}.env_name", f"{key} learns from data and scores nothing; remove this key")
+
+
+def _lengths(data: DataConfig, policy: ModelConfig) -> Iterator[Problem]:
+    """Rows longer than the model may see."""
+    limit, most = data.max_input_seq_length, policy.max_total_sequence_length
+    if limit is not None and limit > most:
+        yield Problem(
+            "data.max_input_seq_length",
+            f"got {limit}, above policy.max_total_sequence_length ({most}); lower it, or remove it to have them equal",
+        )

@@ -1,0 +1,93 @@
+"""Learning from given rows: one optimizer step on each batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from rl_algos.supervised.config import SupervisedConfig
+from rl_algos.supervised.data import SupervisedData
+from rl_core.batch import Batch
+from rl_core.metrics import Metric, combine
+from rl_core.model import Loss, Model
+from rl_core.run import Run
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Objective(Generic[T]):
+    """How rows are learned from.
+
+    Args:
+        loss: with one total, which a validation's mean is taken over.
+        to_batch: from rows to the columns that they hold.
+        complete: adds the columns that the loss needs and only a model knows, such as logprobs of the reference; None
+            if there are none.
+    """
+
+    loss: Loss
+    to_batch: Callable[[Sequence[T]], Batch]
+    complete: Callable[[Batch, Model], Batch] | None = None
+
+
+def train(
+    config: SupervisedConfig,
+    objective: Objective[T],
+    policy: Model,
+    data: SupervisedData[T],
+    run: Run,
+    *,
+    batch_size: int,
+) -> None:
+    """Train for `max_num_steps` steps or `max_num_epochs` epochs, whichever is less; the last batch may be smaller."""
+    max_steps = min(bound for bound in (config.max_num_steps, data.train.num_batches(batch_size)) if bound is not None)
+    for step in run.steps(max_steps, models={"policy": policy}, state={"data": data.train}):
+        if step == 1 and config.val_at_start:
+            validate(objective, policy, data, run, step=0)
+        with run.phase("data"):
+            batch = objective.to_batch(data.train.take(batch_size))
+        if objective.complete is not None:
+            with run.phase("logprobs"):
+                batch = objective.complete(batch, policy)
+        with run.phase("training"):
+            metrics = policy.train_step(batch, objective.loss)
+        run.record(
+            step, {"train/epoch": data.train.epoch, **{f"train/{name}": value for name, value in metrics.items()}}
+        )
+        if run.due(config.val_period, step, at_end=config.val_at_end):
+            reached = validate(objective, policy, data, run, step=step)
+            if config.stop_at_validation_loss is not None and reached <= config.stop_at_validation_loss:
+                run.stop(f"val/loss is {reached:.4g}, the goal was {config.stop_at_validation_loss:.4g}")
+
+
+def validate(objective: Objective[T], policy: Model, data: SupervisedData[T], run: Run, *, step: int) -> float:
+    """The mean loss over all validation rows, recorded as `val/loss` beside the loss's other metrics and what the mean
+    is over, and if there are several datasets those of each; infinite if there is no data.
+    """
+    if not data.validation:
+        return math.inf
+    with run.phase("validation"):
+        by_dataset = {
+            name: combine(_evaluated(objective, policy, objective.to_batch(rows)) for rows in batches)
+            for name, batches in data.validation.items()
+        }
+    whole = combine(by_dataset.values())
+    run.record(step, {f"val/{name}": metric for name, metric in whole.items()})
+    if len(by_dataset) > 1:
+        parts = {f"val/{name}/{key}": metric for name, found in by_dataset.items() for key, metric in found.items()}
+        run.record(step, parts)
+    return whole["loss"].result()
+
+
+def _evaluated(objective: Objective[T], policy: Model, batch: Batch) -> dict[str, Metric]:
+    """The loss's metrics on one batch, as parts of those of all batches."""
+    if objective.complete is not None:
+        batch = objective.complete(batch, policy)
+    [(unit, total)] = objective.loss.totals(batch).items()
+    metrics = dict(policy.evaluate(batch, objective.loss))
+    del metrics["num_tokens"]  # of whole rows, prompts included
+    mean = Metric(metrics["loss"].result() * total, total)
+    return {**metrics, "loss": mean, f"num_{unit}": Metric(total, reduction="sum")}
