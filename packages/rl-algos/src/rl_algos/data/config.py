@@ -32,6 +32,9 @@ class DatasetConfig(Config):
     """Column with the input: text, or a list of messages; the column `messages` if unset."""
     output_key: str | None = None
     """Column with the answer; if unset, the column `answer` if there is one."""
+    columns: dict[str, str] = {}
+    """Columns of other names than a processor expects: the expected name to that of the row, such as
+    `{chosen: preferred, rejected: other}`."""
     weight: float | None = Field(default=None, gt=0)
     """Share of draws, relative to the other datasets; if unset for all, in proportion to their rows."""
     env_name: str | None = None
@@ -42,10 +45,11 @@ class DatasetConfig(Config):
     system_prompt_file: PathText | None = None
     """Text file with a system message to put first."""
     processor: str | None = None
-    """How a row becomes a conversation: a built-in name (`gsm8k`, `squad`), or a function of yours,
-    `file.py:function` or `package.module:function`, called as `function(row, settings)` and returning an `Example`.
+    """How a row becomes a conversation: a built-in name (`gsm8k`, `squad`, and for preferences `preference`,
+    `helpsteer3`, `ultrafeedback`), or a function of yours, `file.py:function` or `package.module:function`, called as
+    `function(row, settings)` and returning an `Example`.
 
-    If unset, `input_key` and `output_key` decide.
+    If unset, `input_key` and `output_key` decide; in preference learning `preference`.
     """
 
     @property
@@ -61,6 +65,8 @@ class DatasetDefaults(Config):
     """`input_key` of datasets that do not set it."""
     output_key: str | None = None
     """`output_key` of datasets that do not set it."""
+    columns: dict[str, str] | None = None
+    """`columns` of datasets that do not set it."""
     env_name: str | None = None
     """`env_name` of datasets that do not set it."""
     prompt_file: PathText | None = None

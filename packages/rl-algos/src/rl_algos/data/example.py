@@ -1,20 +1,33 @@
-"""A row as a conversation with its answer, and the processors that make one."""
+"""A row as a conversation with its answer or with responses to it."""
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from rl_algos.data.config import DatasetConfig
 from rl_core.config import did_you_mean
-from rl_core.errors import ConfigError, DataError
-from rl_core.plugins import resolve
+from rl_core.errors import DataError
 from rl_core.rollout import Message
-from rl_core.user_code import is_in_file, place_of, raised_at
+
+
+@dataclass(frozen=True)
+class Response:
+    """A response to an example's conversation, with the verdict on it.
+
+    Args:
+        messages: that follow the conversation; the first is the assistant's.
+        rank: place among the responses to the conversation, lower is better; None if they are not ranked.
+        score: higher is better; None if it is not known.
+        is_desirable: whether it is a good one; None if nobody said.
+    """
+
+    messages: tuple[Message, ...]
+    rank: float | None = None
+    score: float | None = None
+    is_desirable: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -26,12 +39,16 @@ class Example:
         answer: the right answer; None if the row has none.
         environment: name of the environment that scores it; empty if the row names none.
         info: whatever else an environment needs beside the answer and the fields of the row.
+        responses: of preference data, to the conversation, which then ends before them.
+        margin: of two responses, by how much one is better; None if it is not known.
     """
 
     messages: tuple[Message, ...]
     answer: Any = None
     environment: str = ""
     info: Mapping[str, Any] = field(default_factory=dict)
+    responses: tuple[Response, ...] = ()
+    margin: float | None = None
 
     @property
     def has_response(self) -> bool:
@@ -81,71 +98,6 @@ def gsm8k(row: Mapping[str, Any], _settings: DatasetConfig) -> Example:
     if not marker:
         raise DataError(f"expected `####` before the final number in `answer`, got {solution or answer!r}")
     return Example(({"role": "user", "content": column(row, "question")},), answer.strip().replace(",", ""))
-
-
-PROCESSORS: Mapping[str, Processor] = {"gsm8k": gsm8k, "squad": squad}
-"""Processors by the name that `processor` takes."""
-
-
-def processor(settings: DatasetConfig) -> Processor:
-    """The dataset's processor.
-
-    Raises:
-        ConfigError: if the name is neither built in nor that of a function.
-    """
-    name = settings.processor
-    if name is None:
-        return by_keys
-    if ":" not in name:
-        if name not in PROCESSORS:
-            raise ConfigError(
-                f"data: no processor {name!r}{did_you_mean(name, PROCESSORS)}; built in are {', '.join(PROCESSORS)}, "
-                'and your own is written "package.module:function"'
-            )
-        return PROCESSORS[name]
-    try:
-        found = resolve(name)
-    except (ValueError, ImportError) as error:
-        raise ConfigError(f"data: processor {name!r} cannot be imported: {error}") from error
-    return _callable(found, name)
-
-
-def _callable(found: Any, name: str) -> Processor:
-    """A processor that takes a row and the settings of its dataset; refuses anything else."""
-    shown = _shown(found, name)
-    try:
-        inspect.signature(found).bind({}, None)
-    except TypeError as error:
-        raise ConfigError(
-            f"data: processor {shown} cannot be called with a row and the settings of its dataset: {error}; write it "
-            f"as def {getattr(found, '__name__', 'convert')}(row, settings) -> Example"
-        ) from None
-
-    def convert(row: Mapping[str, Any], settings: DatasetConfig) -> Example:
-        try:
-            example = found(row, settings)
-        except DataError:
-            raise
-        except Exception as error:  # a failure in the user's code becomes a report that names the row
-            where = raised_at(error)
-            raise DataError(
-                f"the processor {shown} raised {type(error).__name__}: {error}{f' (at {where})' if where else ''}; "
-                f"the columns are {', '.join(sorted(row))}"
-            ) from error
-        if not isinstance(example, Example):
-            raise DataError(
-                f"the processor {shown} returned {type(example).__name__}; return an "
-                "rl_algos.data.example.Example(messages, answer)"
-            )
-        return example
-
-    return convert
-
-
-def _shown(found: Any, name: str) -> str:
-    place = place_of(found)
-    short = f"{Path(name.rpartition(':')[0]).name}:{name.rpartition(':')[2]}" if is_in_file(name) else name
-    return f"{short} ({place})" if place else short
 
 
 def as_messages(value: Any) -> tuple[Message, ...]:

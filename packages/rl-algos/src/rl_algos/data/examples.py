@@ -12,8 +12,9 @@ from typing import Any, Literal, TypeVar
 from jinja2 import TemplateError
 
 from rl_algos.data.config import DataConfig, DataRoot, DatasetConfig, Purpose, dataset_names
-from rl_algos.data.example import Example, Processor, processor
+from rl_algos.data.example import Example, Processor, by_keys, column
 from rl_algos.data.load import load_rows
+from rl_algos.data.processors import processor
 from rl_algos.data.template import Surround
 from rl_core.errors import DataError
 
@@ -108,21 +109,25 @@ class Datasets:
     validation: list[Dataset]
 
 
-def load(config: DataRoot) -> Datasets:
+def load(config: DataRoot, default: Processor = by_keys) -> Datasets:
     """Load all data that the `data` section of a root names, for an algorithm plugin's `load`; raises as
     `load_datasets`."""
-    return Datasets(load_datasets(config.data, "train"), load_datasets(config.data, "validation"))
+    return Datasets(load_datasets(config.data, "train", default), load_datasets(config.data, "validation", default))
 
 
-def load_datasets(config: DataConfig, purpose: Purpose) -> list[Dataset]:
+def load_datasets(config: DataConfig, purpose: Purpose, default: Processor = by_keys) -> list[Dataset]:
     """The configured datasets for training or validation; ids are unique and depend on no row's content.
+
+    Args:
+        default: processor of datasets that name none.
 
     Raises:
         DataError: naming dataset and row, and the remedy.
         ConfigError: if a file or a processor that a dataset names does not exist.
     """
     settings = config.train_datasets if purpose == "train" else config.validation_datasets
-    return [_dataset(name, one, purpose) for name, one in zip(dataset_names(settings, purpose), settings, strict=True)]
+    named = zip(dataset_names(settings, purpose), settings, strict=True)
+    return [_dataset(name, one, purpose, default) for name, one in named]
 
 
 @dataclass(frozen=True)
@@ -141,8 +146,8 @@ class _Encode:
             raise DataError(f"{place}: the chat template refuses it: {error}") from None
 
 
-def _dataset(name: str, settings: DatasetConfig, purpose: Purpose) -> Dataset:
-    convert = _Encode(_Convert(processor(settings), Surround.of(settings), settings))
+def _dataset(name: str, settings: DatasetConfig, purpose: Purpose, default: Processor) -> Dataset:
+    convert = _Encode(_Convert(processor(settings, default), Surround.of(settings), settings))
     split = settings.split or purpose
     rows = load_rows(settings, purpose)
     examples = {f"{name}:{split}:{index}": convert((rows.place(index), row)) for index, row in enumerate(rows)}
@@ -156,7 +161,13 @@ class _Convert:
     settings: DatasetConfig
 
     def __call__(self, row: Mapping[str, Any]) -> Example:
+        row = _renamed(row, self.settings.columns)
         example = self.surround.apply(self.processor(row, self.settings), row)
         # a reward asks for any field of the row by name
         fields = {name: value for name, value in row.items() if name not in _READ}
         return replace(example, info={**fields, **example.info})
+
+
+def _renamed(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
+    """The row with columns under further names, each given with the column that it stands for."""
+    return {**row, **{name: column(row, own) for name, own in columns.items()}} if columns else row

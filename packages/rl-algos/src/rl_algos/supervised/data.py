@@ -35,16 +35,23 @@ def supervised_data(
     policy: ModelConfig,
     datasets: Datasets,
     rows_of: Callable[[Dataset], Sequence[T]],
+    size_of: Callable[[T], float] | None = None,
 ) -> SupervisedData[T]:
     """The rows of all datasets, mixed as configured for training and in batches for validation.
 
     Args:
         section: the algorithm's own.
         rows_of: from a dataset to its rows.
+        size_of: what a row counts for where datasets are mixed by weight; all rows count alike if None.
     """
+    rows = [rows_of(dataset) for dataset in datasets.train]
+    weights = weights_of(datasets.train)
+    if weights is not None and size_of is not None:
+        sizes = [sum(map(size_of, each)) / len(each) for each in rows]
+        weights = [weight / size for weight, size in zip(weights, sizes, strict=True)]
     stream = Stream(
-        [rows_of(dataset) for dataset in datasets.train],
-        weights_of(datasets.train),
+        rows,
+        weights,
         seed=section.seed,
         shuffle=data.shuffle,
         max_num_epochs=section.num_epochs,
@@ -53,7 +60,7 @@ def supervised_data(
     for dataset in datasets.validation:
         held_out.setdefault(dataset.name, []).extend(rows_of(dataset))
     size = section.val_global_batch_size or policy.train_global_batch_size
-    batches = {name: _batches(rows, size)[: section.val_batches] for name, rows in held_out.items()}
+    batches = {name: _batches(found, size)[: section.val_batches] for name, found in held_out.items()}
     return SupervisedData(stream, batches)
 
 

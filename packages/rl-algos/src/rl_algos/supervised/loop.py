@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -26,11 +26,13 @@ class Objective(Generic[T]):
         to_batch: from rows to the columns that they hold.
         complete: adds the columns that the loss needs and only a model knows, such as logprobs of the reference; None
             if there are none.
+        describe: metrics of the rows of a step; None if there are none.
     """
 
     loss: Loss
     to_batch: Callable[[Sequence[T]], Batch]
     complete: Callable[[Batch, Model], Batch] | None = None
+    describe: Callable[[Sequence[T]], Mapping[str, float]] | None = None
 
 
 def train(
@@ -48,15 +50,16 @@ def train(
         if step == 1 and config.val_at_start:
             validate(objective, policy, data, run, step=0)
         with run.phase("data"):
-            batch = objective.to_batch(data.train.take(batch_size))
+            rows = data.train.take(batch_size)
+            batch = objective.to_batch(rows)
         if objective.complete is not None:
             with run.phase("logprobs"):
                 batch = objective.complete(batch, policy)
         with run.phase("training"):
             metrics = policy.train_step(batch, objective.loss)
-        run.record(
-            step, {"train/epoch": data.train.epoch, **{f"train/{name}": value for name, value in metrics.items()}}
-        )
+        described = {} if objective.describe is None else objective.describe(rows)
+        run.record(step, {"train/epoch": data.train.epoch, **described})
+        run.record(step, {f"train/{name}": value for name, value in metrics.items()})
         if run.due(config.val_period, step, at_end=config.val_at_end):
             reached = validate(objective, policy, data, run, step=step)
             if config.stop_at_validation_loss is not None and reached <= config.stop_at_validation_loss:

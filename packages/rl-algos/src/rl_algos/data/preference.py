@@ -1,0 +1,185 @@
+"""Processors of preference data: a conversation, and responses to it that are compared or judged."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rl_algos.data.config import DatasetConfig
+from rl_algos.data.example import Example, Response, as_messages, column
+from rl_core.errors import DataError
+from rl_core.rollout import Message
+
+Messages = tuple[Message, ...]
+
+_PROMPT = ("prompt", "messages", "context")
+_RESPONSE = ("completion", "response")
+_SCORES = (("score_chosen", "score_rejected"), ("chosen_score", "rejected_score"))
+
+
+def preference(row: Mapping[str, Any], settings: DatasetConfig) -> Example:
+    """Responses and the verdict on them, in any of these columns:
+
+    - `chosen` and `rejected`: each a text, a list of messages, or the whole conversation; a `margin` says by how much
+      one is better, or scores (`score_chosen`, `score_rejected`) do. UltraFeedback binarized and Tulu 3 have these.
+    - `completions`: a list of `{completion, rank}` (lower is better) or `{completion, score}` (higher is better).
+    - `completion` with a `label` (whether it is a good one) or a `score`.
+
+    The prompt is a text or a list of messages in `prompt`, `messages` or `context`, or in the column `input_key`; whole
+    conversations need none.
+    """
+    if "chosen" in row or "rejected" in row:
+        return _pair(row, settings)
+    if "completions" in row:
+        responses = tuple(_listed(item, index) for index, item in enumerate(_list(row["completions"])))
+        return Example(_required_prompt(row, settings), responses=responses)
+    if "completion" in row and ("label" in row or "score" in row):
+        response = Response(
+            _response(row["completion"], "completion"), score=_score(row), is_desirable=_label(row.get("label"))
+        )
+        return Example(_required_prompt(row, settings), responses=(response,))
+    raise DataError(
+        "expected the columns `chosen` and `rejected`, or `completions`, or `completion` with a `label` or a `score`; "
+        f"the columns are {', '.join(sorted(row))}. Map other names in `columns`, such as "
+        "{chosen: better, rejected: worse}, or set `processor`"
+    )
+
+
+def helpsteer3(row: Mapping[str, Any], _settings: DatasetConfig) -> Example:
+    """Two responses and an overall preference from -3 (the first is much better) to 3 (HelpSteer3, arXiv:2505.11475).
+
+    The margin is the size of the preference; equally good responses have the same rank.
+    """
+    preferred = column(row, "overall_preference")
+    if not _is_number(preferred):
+        raise DataError(f"`overall_preference` must be a number from -3 to 3, got {preferred!r}")
+    first = Response(_response(column(row, "response1"), "response1"), rank=float(preferred > 0))
+    second = Response(_response(column(row, "response2"), "response2"), rank=float(preferred < 0))
+    return Example(_as_prompt(column(row, "context")), responses=(first, second), margin=abs(float(preferred)))
+
+
+def ultrafeedback(row: Mapping[str, Any], _settings: DatasetConfig) -> Example:
+    """Several responses to an instruction, each with an overall score (UltraFeedback, arXiv:2310.01377)."""
+    responses = tuple(
+        Response(_response(column(item, "response"), "response"), score=_number(item, "overall_score"))
+        for item in _list(column(row, "completions"))
+    )
+    return Example(_as_prompt(column(row, "instruction")), responses=responses)
+
+
+def _pair(row: Mapping[str, Any], settings: DatasetConfig) -> Example:
+    chosen, rejected = (_said(column(row, name), name) for name in ("chosen", "rejected"))
+    whole = [messages[0]["role"] != "assistant" for messages in (chosen, rejected)]
+    if all(whole):
+        prompt, chosen, rejected = _split(chosen, rejected)
+    elif any(whole):
+        raise DataError(
+            "one of `chosen` and `rejected` is a whole conversation, the other only the response; give both alike"
+        )
+    else:
+        prompt = _required_prompt(row, settings)
+    better, worse = next(
+        ((_number(row, better), _number(row, worse)) for better, worse in _SCORES if _has(row, better, worse)),
+        (None, None),
+    )
+    margin = _number(row, "margin") if _has(row, "margin") else None
+    responses = (Response(chosen, rank=0, score=better), Response(rejected, rank=1, score=worse))
+    return Example(prompt, responses=responses, margin=margin)
+
+
+def _split(chosen: Messages, rejected: Messages) -> tuple[Messages, Messages, Messages]:
+    """The common beginning of two conversations, and how each goes on."""
+    most = min(len(chosen), len(rejected)) - 1
+    shared = next((index for index in range(most) if chosen[index] != rejected[index]), most)
+    rest = chosen[shared:], rejected[shared:]
+    if any(messages[0]["role"] != "assistant" for messages in rest):
+        raise DataError(
+            f"`chosen` and `rejected` must answer the same conversation, but their messages {shared} (from 0) differ, "
+            f"of the roles {rest[0][0]['role']} and {rest[1][0]['role']}; only what the assistant says may differ"
+        )
+    return chosen[:shared], *rest
+
+
+def _listed(item: Any, index: int) -> Response:
+    """One of the `completions`."""
+    name = next((name for name in _RESPONSE if isinstance(item, Mapping) and name in item), None)
+    if name is None:
+        raise DataError(f"completions[{index}] must be an object with a `completion`, got {_shown(item)}")
+    if not _has(item, "rank") and not _has(item, "score"):
+        raise DataError(f"completions[{index}] has neither a `rank` (lower is better) nor a `score` (higher is better)")
+    rank = _number(item, "rank") if _has(item, "rank") else None
+    return Response(_response(item[name], f"completions[{index}].{name}"), rank=rank, score=_score(item))
+
+
+def _required_prompt(row: Mapping[str, Any], settings: DatasetConfig) -> Messages:
+    name = settings.input_key or next((name for name in _PROMPT if name in row), None)
+    if name is None:
+        raise DataError(
+            f"no prompt: give it in one of the columns {', '.join(_PROMPT)}, or name its column in `input_key`; the "
+            f"columns are {', '.join(sorted(row))}"
+        )
+    prompt = _as_prompt(column(row, name))
+    if prompt[-1]["role"] == "assistant":
+        raise DataError(f"the prompt in `{name}` ends with the assistant's message; end it with one of the user")
+    return prompt
+
+
+def _as_prompt(value: Any) -> Messages:
+    return ({"role": "user", "content": value},) if isinstance(value, str) else as_messages(value)
+
+
+def _response(value: Any, name: str) -> Messages:
+    """What the assistant says, as text or messages."""
+    messages = _said(value, name)
+    if messages[0]["role"] != "assistant":
+        role = messages[0]["role"]
+        raise DataError(f"`{name}` must be what the assistant says, but begins with a message of the {role}")
+    return messages
+
+
+def _said(value: Any, name: str) -> Messages:
+    if isinstance(value, str):
+        return ({"role": "assistant", "content": value},)
+    try:
+        return as_messages([value] if isinstance(value, Mapping) else value)
+    except DataError as error:
+        raise DataError(f"`{name}`: {error}") from None
+
+
+def _label(value: Any) -> bool | None:
+    if value is None or isinstance(value, bool):
+        return value
+    if value in (0, 1):
+        return bool(value)
+    raise DataError(f"`label` must be true for a good completion and false for a bad one, got {value!r}")
+
+
+def _score(item: Mapping[str, Any]) -> float | None:
+    return _number(item, "score") if _has(item, "score") else None
+
+
+def _number(item: Mapping[str, Any], name: str) -> float:
+    value = column(item, name)
+    if not _is_number(value):
+        raise DataError(f"`{name}` must be a number, got {_shown(value)}")
+    return float(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _has(item: Mapping[str, Any], *names: str) -> bool:
+    return all(item.get(name) is not None for name in names)
+
+
+def _list(value: Any) -> Sequence[Any]:
+    if not isinstance(value, list | tuple) or not value:
+        raise DataError(f"`completions` must be a list of objects, got {_shown(value)}")
+    return value
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value, default=str)[:80]

@@ -1,0 +1,86 @@
+"""Processors, which make an example of a row, by the name that a dataset gives."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rl_algos.data.config import DatasetConfig
+from rl_algos.data.example import Example, Processor, by_keys, gsm8k, squad
+from rl_algos.data.preference import helpsteer3, preference, ultrafeedback
+from rl_core.config import did_you_mean
+from rl_core.errors import ConfigError, DataError
+from rl_core.plugins import resolve
+from rl_core.user_code import is_in_file, place_of, raised_at
+
+PROCESSORS: Mapping[str, Processor] = {
+    "gsm8k": gsm8k,
+    "helpsteer3": helpsteer3,
+    "preference": preference,
+    "squad": squad,
+    "ultrafeedback": ultrafeedback,
+}
+"""Processors by the name that `processor` takes."""
+
+
+def processor(settings: DatasetConfig, default: Processor = by_keys) -> Processor:
+    """The dataset's processor; `default` if its settings name none.
+
+    Raises:
+        ConfigError: if the name is neither built in nor that of a function.
+    """
+    name = settings.processor
+    if name is None:
+        return default
+    if ":" not in name:
+        if name not in PROCESSORS:
+            raise ConfigError(
+                f"data: no processor {name!r}{did_you_mean(name, PROCESSORS)}; built in are {', '.join(PROCESSORS)}, "
+                'and your own is written "package.module:function"'
+            )
+        return PROCESSORS[name]
+    try:
+        found = resolve(name)
+    except (ValueError, ImportError) as error:
+        raise ConfigError(f"data: processor {name!r} cannot be imported: {error}") from error
+    return _callable(found, name)
+
+
+def _callable(found: Any, name: str) -> Processor:
+    """A processor that takes a row and the settings of its dataset; refuses anything else."""
+    shown = _shown(found, name)
+    try:
+        inspect.signature(found).bind({}, None)
+    except TypeError as error:
+        raise ConfigError(
+            f"data: processor {shown} cannot be called with a row and the settings of its dataset: {error}; write it "
+            f"as def {getattr(found, '__name__', 'convert')}(row, settings) -> Example"
+        ) from None
+
+    def convert(row: Mapping[str, Any], settings: DatasetConfig) -> Example:
+        try:
+            example = found(row, settings)
+        except DataError:
+            raise
+        except Exception as error:  # a failure in the user's code becomes a report that names the row
+            where = raised_at(error)
+            raise DataError(
+                f"the processor {shown} raised {type(error).__name__}: {error}{f' (at {where})' if where else ''}; "
+                f"the columns are {', '.join(sorted(row))}"
+            ) from error
+        if not isinstance(example, Example):
+            raise DataError(
+                f"the processor {shown} returned {type(example).__name__}; return an "
+                "rl_algos.data.example.Example(messages, answer)"
+            )
+        return example
+
+    return convert
+
+
+def _shown(found: Any, name: str) -> str:
+    place = place_of(found)
+    short = f"{Path(name.rpartition(':')[0]).name}:{name.rpartition(':')[2]}" if is_in_file(name) else name
+    return f"{short} ({place})" if place else short

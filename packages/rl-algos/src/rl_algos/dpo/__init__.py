@@ -1,0 +1,1 @@
+"""Direct preference optimisation and its kin: a policy learns from comparisons of responses, without rollouts."""

@@ -1,0 +1,99 @@
+"""Which response of an example is better than which, and which are good."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Literal
+
+from rl_algos.data.example import Example, Response
+from rl_core.errors import DataError
+
+Pairing = Literal["best-worst", "all"]
+Verdict = Literal["label", "score"]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two responses to one conversation.
+
+    Args:
+        better, worse: of them.
+        margin: by how much, None if it is not known.
+    """
+
+    better: Response
+    worse: Response
+    margin: float | None = None
+
+
+def comparisons(example: Example, pairing: Pairing) -> list[Comparison]:
+    """The responses paired, a better one with a worse one; none if all are equally good.
+
+    Args:
+        pairing: `best-worst` pairs the best with the worst; `all` pairs every two, of which one is better.
+
+    Raises:
+        DataError: if there are fewer than two responses, or nothing says which is better.
+    """
+    responses = example.responses
+    if len(responses) < 2:
+        raise DataError(
+            f"a comparison needs two responses, and the row has {len(responses)}; give `chosen` and `rejected`, or "
+            "several `completions`, or set `processor` to a function that returns Example(messages, responses=...)"
+        )
+    places = _places(responses)
+    order = sorted(range(len(responses)), key=places.__getitem__)
+    chosen = combinations(order, 2) if pairing == "all" else [(order[0], order[-1])]
+    return [
+        Comparison(responses[better], responses[worse], _margin(example, responses[better], responses[worse]))
+        for better, worse in chosen
+        if places[better] < places[worse] and responses[better].messages != responses[worse].messages
+    ]
+
+
+def verdicts(example: Example, by: Verdict) -> list[tuple[Response, float]]:
+    """Each response with its label, 1 for a good one and 0 for a bad one, or with its score.
+
+    Responses that are compared and not labelled count as good if they are the better one of a pair, and as bad if they
+    are the worse one (KTO, arXiv:2402.01306, on data of pairs).
+
+    Raises:
+        DataError: if a response has no such verdict.
+    """
+    if not example.responses:
+        raise DataError(
+            "the row has no responses; give `completion` with a `label` or a `score`, or set `processor` to a function "
+            "that returns Example(messages, responses=...)"
+        )
+    if by == "score":
+        return [(response, _known_score(response)) for response in example.responses]
+    if all(response.is_desirable is not None for response in example.responses):
+        return [(response, float(bool(response.is_desirable))) for response in example.responses]
+    if len(example.responses) < 2:
+        raise DataError("the row has no `label`: true for a good completion and false for a bad one")
+    pairs = comparisons(example, "best-worst")
+    return [(response, label) for pair in pairs for response, label in ((pair.better, 1.0), (pair.worse, 0.0))]
+
+
+def _places(responses: tuple[Response, ...]) -> list[float]:
+    """The place of each response, lower is better."""
+    ranks = [response.rank for response in responses if response.rank is not None]
+    if len(ranks) == len(responses):
+        return ranks
+    scores = [-response.score for response in responses if response.score is not None]
+    if len(scores) == len(responses):
+        return scores
+    raise DataError("the responses have no order: give each of them a `rank` (lower is better), or each a `score`")
+
+
+def _margin(example: Example, better: Response, worse: Response) -> float | None:
+    if example.margin is not None and len(example.responses) == 2:
+        return example.margin
+    return None if better.score is None or worse.score is None else better.score - worse.score
+
+
+def _known_score(response: Response) -> float:
+    if response.score is None:
+        raise DataError("a response has no `score`, which regression learns to predict; give `completion` and `score`")
+    return response.score

@@ -1,0 +1,108 @@
+"""Preference data of a run: read, tokenised and paired."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from rl_algos.data.config import DataConfig, DataRoot
+from rl_algos.data.example import Example
+from rl_algos.data.examples import Dataset, Datasets
+from rl_algos.data.examples import load as load_with
+from rl_algos.data.preference import preference
+from rl_algos.preference.comparison import Comparison, Pairing, Verdict, comparisons, verdicts
+from rl_algos.preference.encoding import EncodedResponse, encode_response
+from rl_algos.preference.rows import JudgedRow, PairRow
+from rl_core.errors import DataError
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+def load(config: DataRoot) -> Datasets:
+    """All data that the `data` section names, by the processor `preference` if a dataset names none; raises as
+    `rl_algos.data.examples.load`."""
+    return load_with(config, default=preference)
+
+
+def pair_rows(dataset: Dataset, data: DataConfig, tokenizer: Any, limit: int, *, pairing: Pairing) -> list[PairRow]:
+    """Pairs of responses, one better than the other, of which neither is longer than `limit` tokens.
+
+    Raises:
+        DataError: naming a row that has nothing to compare or is too long, or the dataset if it has no pairs.
+    """
+    found = _encoded(dataset, data, _EncodePairs(tokenizer, pairing), limit)
+    ties = sum(not pairs for pairs in found.values())
+    if ties == len(found):
+        raise DataError(f"the dataset {dataset.name!r} has no pairs: no row has a response that is better than another")
+    if ties:
+        what = "rows have no response that is better than another; left out"
+        _log.warning("%s: %d of %d %s", dataset.name, ties, len(found), what)
+    return [
+        PairRow(_numbered(row_id, number, len(pairs)), chosen, rejected, margin)
+        for row_id, pairs in found.items()
+        for number, (chosen, rejected, margin) in enumerate(pairs)
+    ]
+
+
+def judged_rows(dataset: Dataset, data: DataConfig, tokenizer: Any, limit: int, *, by: Verdict) -> list[JudgedRow]:
+    """Single responses with a verdict, none longer than `limit` tokens.
+
+    Raises:
+        DataError: naming a row that has no such verdict or is too long.
+    """
+    found = _encoded(dataset, data, _EncodeJudged(tokenizer, by), limit)
+    return [
+        JudgedRow(_numbered(row_id, number, len(judged)), response, verdict)
+        for row_id, judged in found.items()
+        for number, (response, verdict) in enumerate(judged)
+    ]
+
+
+@dataclass(frozen=True)
+class _EncodePairs:
+    tokenizer: Any
+    pairing: Pairing
+
+    def __call__(self, example: Example) -> list[tuple[EncodedResponse, EncodedResponse, float | None]]:
+        return [self._pair(example, found) for found in comparisons(example, self.pairing)]
+
+    def _pair(self, example: Example, found: Comparison) -> tuple[EncodedResponse, EncodedResponse, float | None]:
+        better, worse = (
+            encode_response(self.tokenizer, example.messages, response.messages)
+            for response in (found.better, found.worse)
+        )
+        return better, worse, found.margin
+
+
+@dataclass(frozen=True)
+class _EncodeJudged:
+    tokenizer: Any
+    by: Verdict
+
+    def __call__(self, example: Example) -> list[tuple[EncodedResponse, float]]:
+        return [
+            (encode_response(self.tokenizer, example.messages, response.messages), verdict)
+            for response, verdict in verdicts(example, self.by)
+        ]
+
+
+def _encoded(
+    dataset: Dataset, data: DataConfig, encode: Callable[[Example], list[T]], limit: int
+) -> dict[str, list[T]]:
+    """What each row encodes to, by its id, for the rows within the limit."""
+    encoded = dataset.encode(encode, data.num_workers)
+    lengths = [_longest(items) for items in encoded.values()]
+    return dataset.within_limit(encoded, lengths, limit, overlong=data.overlong)
+
+
+def _longest(items: Sequence[Any]) -> int:
+    """Tokens of the longest response of a row."""
+    return max((len(part.tokens) for item in items for part in item if isinstance(part, EncodedResponse)), default=0)
+
+
+def _numbered(row_id: str, number: int, count: int) -> str:
+    return f"{row_id}/{number}" if count > 1 else row_id

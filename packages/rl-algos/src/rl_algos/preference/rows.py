@@ -1,0 +1,78 @@
+"""Rows of preference data, and batches of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rl_algos.preference.encoding import EncodedResponse
+from rl_core.batch import TOKENS, Batch
+from rl_core.microbatch import PAIR
+from rl_core.ragged import Ragged
+from rl_core.rollout import LOSS_MASK
+
+ID = "id"
+"""Column of text: names each row of a batch across epochs and runs."""
+
+
+@dataclass(frozen=True)
+class PairRow:
+    """Two responses to one prompt.
+
+    Args:
+        id: unique within the run and stable across runs.
+        chosen, rejected: the better and the worse one.
+        margin: by how much, None if it is not known.
+    """
+
+    id: str
+    chosen: EncodedResponse
+    rejected: EncodedResponse
+    margin: float | None = None
+
+
+@dataclass(frozen=True)
+class JudgedRow:
+    """One response and the verdict on it.
+
+    Args:
+        id: unique within the run and stable across runs.
+        response: with its prompt.
+        verdict: a label, 1 for a good one and 0 for a bad one, or a score.
+    """
+
+    id: str
+    response: EncodedResponse
+    verdict: float
+
+
+def pair_batch(rows: Sequence[PairRow]) -> Batch:
+    """Two rows for each pair, the chosen one first: tokens, `loss_mask`, `pair`, `is_chosen` uint8 and `margin` float32
+    (0 if it is not known) `[rows]`."""
+    numbers = np.arange(len(rows))
+    margins = np.array([row.margin or 0.0 for row in rows], dtype=np.float32)
+    columns = {
+        PAIR: np.repeat(numbers, 2),
+        "is_chosen": np.tile(np.array([1, 0], dtype=np.uint8), len(rows)),
+        "margin": np.repeat(margins, 2),
+    }
+    sides = [(f"{row.id}:{name}", side) for row in rows for name, side in (("+", row.chosen), ("-", row.rejected))]
+    return _batch(sides).with_columns(columns)
+
+
+def judged_batch(rows: Sequence[JudgedRow]) -> Batch:
+    """Tokens, `loss_mask` and `verdict` float32 `[rows]`."""
+    verdicts = np.array([row.verdict for row in rows], dtype=np.float32)
+    return _batch([(row.id, row.response) for row in rows]).with_columns({"verdict": verdicts})
+
+
+def _batch(responses: Sequence[tuple[str, EncodedResponse]]) -> Batch:
+    return Batch(
+        {
+            ID: np.array([id for id, _ in responses]),
+            TOKENS: Ragged.from_rows([response.tokens for _, response in responses], dtype=np.int32),
+            LOSS_MASK: Ragged.from_rows([response.loss_mask for _, response in responses], dtype=np.uint8),
+        }
+    )

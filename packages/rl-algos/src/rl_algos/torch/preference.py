@@ -1,0 +1,153 @@
+"""The computations behind `rl_algos.losses.preference`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rl_algos.losses.preference import CPO, DPO, IPO, ORPO, Hinge, KTOLoss, PreferenceLoss, RobustDPO, SimPO
+from rl_algos.torch.pairs import Pairs, right
+from rl_core.torch.loss import LossSums, MetricSum, Rows
+
+SURE = -1e-6
+"""Largest averaged logprob of which log odds are taken: those of a certain response are infinite."""
+
+
+@dataclass(frozen=True)
+class Responses:
+    """Logprobs of whole responses, `[rows]` or `[pairs]`.
+
+    Args:
+        logprobs: of the policy, summed over a response, with gradient.
+        relative: the same less those of the reference, or as they are if there is none.
+        lengths: tokens.
+    """
+
+    logprobs: Tensor
+    relative: Tensor
+    lengths: Tensor
+
+    @classmethod
+    def of(cls, logprobs: Tensor, rows: Rows, *, uses_reference: bool) -> Responses:
+        """From the logprobs of tokens `[tokens]`; whatever lies off the loss mask is left out."""
+        mask = rows["loss_mask"] > 0
+        own = torch.where(mask, logprobs, 0.0)
+        # token by token: the difference of two sums would lose what both have in common
+        relative = own - torch.where(mask, rows["ref_logprobs"], 0.0) if uses_reference else own
+        lengths = rows.row_sums(mask.to(logprobs.dtype)).clamp(min=1)
+        return cls(rows.row_sums(own), rows.row_sums(relative), lengths)
+
+    def select(self, index: Tensor) -> Responses:
+        """The given rows."""
+        return Responses(self.logprobs[index], self.relative[index], self.lengths[index])
+
+    def rewards(self, *, averages: bool) -> Tensor:
+        """What a term compares, before it is scaled."""
+        return self.relative / self.lengths if averages else self.relative
+
+
+def compute_pairs(loss: PreferenceLoss, reads: Mapping[str, Tensor], rows: Rows) -> LossSums:
+    """Sums of a `PreferenceLoss` over one microbatch of whole pairs.
+
+    Args:
+        reads: `logprobs` float32 `[tokens]`, with gradient.
+        rows: columns that `loss.columns` names.
+    """
+    term, pairs = loss.term, Pairs.of(rows)
+    responses = Responses.of(reads["logprobs"], rows, uses_reference=term.uses_reference)
+    chosen, rejected = responses.select(pairs.chosen), responses.select(pairs.rejected)
+    averages = loss.average_logprobs or term.averages
+    better, worse = (side.rewards(averages=averages) for side in (chosen, rejected))
+    terms = _TERMS[type(term)](term, better, worse, chosen.lengths - rejected.lengths)
+    objective = loss.weight * terms.sum()
+    metrics = {"preference_loss": _mean(terms)}
+    if loss.sft_weight:
+        nll = -(chosen.logprobs / chosen.lengths if loss.sft_average_logprobs else chosen.logprobs)
+        objective = objective + loss.sft_weight * nll.sum()
+        metrics["sft_loss"] = _mean(nll)
+    metrics |= pairs.metrics(term.beta * better, term.beta * worse)
+    metrics |= {"logprob_chosen": _mean(chosen.logprobs), "logprob_rejected": _mean(rejected.logprobs)}
+    return LossSums({"pairs": objective}, metrics)
+
+
+def compute_kto(loss: KTOLoss, reads: Mapping[str, Tensor], rows: Rows) -> LossSums:
+    """Sums of a `KTOLoss` over one microbatch.
+
+    Args:
+        reads: `logprobs` float32 `[tokens]`, with gradient.
+        rows: columns that `loss.columns` names.
+    """
+    responses = Responses.of(reads["logprobs"], rows, uses_reference=True)
+    is_good = rows["verdict"] > 0.5
+    distance = responses.relative - rows["kl"]
+    distance = torch.where(is_good, distance, -distance)
+    weights = torch.where(is_good, loss.desirable_weight, loss.undesirable_weight)
+    terms = weights * torch.sigmoid(-loss.beta * distance)
+    rewards = loss.beta * responses.relative.detach()
+    metrics = {
+        "accuracy": MetricSum(right(distance.detach()).sum(), "responses"),
+        "reward_desirable": _mean_of(rewards, is_good),
+        "reward_undesirable": _mean_of(rewards, ~is_good),
+        "kl": MetricSum(rows["kl"].sum(), "responses"),
+    }
+    return LossSums({"responses": terms.sum()}, metrics)
+
+
+def _dpo(term: DPO, better: Tensor, worse: Tensor, longer: Tensor) -> Tensor:
+    h = term.beta * (better - worse) + term.length_penalty * longer
+    smoothing = term.label_smoothing
+    return -(1 - smoothing) * F.logsigmoid(h) - smoothing * F.logsigmoid(-h)
+
+
+def _robust_dpo(term: RobustDPO, better: Tensor, worse: Tensor, _longer: Tensor) -> Tensor:
+    h, smoothing = term.beta * (better - worse), term.label_smoothing
+    return (-(1 - smoothing) * F.logsigmoid(h) + smoothing * F.logsigmoid(-h)) / (1 - 2 * smoothing)
+
+
+def _ipo(term: IPO, better: Tensor, worse: Tensor, _longer: Tensor) -> Tensor:
+    return (better - worse - 1 / (2 * term.beta)).square()
+
+
+def _hinge(term: Hinge, better: Tensor, worse: Tensor, _longer: Tensor) -> Tensor:
+    return F.relu(1 - term.beta * (better - worse))
+
+
+def _simpo(term: SimPO, better: Tensor, worse: Tensor, _longer: Tensor) -> Tensor:
+    return -F.logsigmoid(term.beta * (better - worse) - term.gamma)
+
+
+def _cpo(term: CPO, better: Tensor, worse: Tensor, _longer: Tensor) -> Tensor:
+    return -F.logsigmoid(term.beta * (better - worse))
+
+
+def _orpo(term: ORPO, better: Tensor, worse: Tensor, _longer: Tensor) -> Tensor:
+    return -F.logsigmoid(term.beta * (_log_odds(better) - _log_odds(worse)))
+
+
+def _log_odds(averaged: Tensor) -> Tensor:
+    bounded = averaged.clamp(max=SURE)
+    return bounded - torch.log(-torch.expm1(bounded))
+
+
+_TERMS: Mapping[type, Callable[[Any, Tensor, Tensor, Tensor], Tensor]] = {
+    DPO: _dpo,
+    RobustDPO: _robust_dpo,
+    IPO: _ipo,
+    Hinge: _hinge,
+    SimPO: _simpo,
+    CPO: _cpo,
+    ORPO: _orpo,
+}
+
+
+def _mean(values: Tensor) -> MetricSum:
+    return MetricSum(values.detach().sum(), "pairs")
+
+
+def _mean_of(values: Tensor, selected: Tensor) -> MetricSum:
+    return MetricSum(torch.where(selected, values, 0.0).sum(), selected.sum())
