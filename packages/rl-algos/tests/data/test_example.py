@@ -1,7 +1,8 @@
 import pytest
 
 from rl_algos.data.config import DatasetConfig
-from rl_algos.data.example import Example, as_messages, by_keys, processor
+from rl_algos.data.example import Example, as_messages, by_keys
+from rl_algos.data.processors import processor
 from rl_core.errors import ConfigError, DataError
 
 USER = {"role": "user", "content": "1+1="}

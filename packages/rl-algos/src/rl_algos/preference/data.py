@@ -28,13 +28,18 @@ def load(config: DataRoot) -> Datasets:
     return load_with(config, default=preference)
 
 
-def pair_rows(dataset: Dataset, data: DataConfig, tokenizer: Any, limit: int, *, pairing: Pairing) -> list[PairRow]:
+def pair_rows(
+    dataset: Dataset, data: DataConfig, tokenizer: Any, limit: int, *, pairing: Pairing, needs_margin: bool = False
+) -> list[PairRow]:
     """Pairs of responses, one better than the other, of which neither is longer than `limit` tokens.
+
+    Args:
+        needs_margin: refuse pairs of which nothing says by how much one response is better.
 
     Raises:
         DataError: naming a row that has nothing to compare or is too long, or the dataset if it has no pairs.
     """
-    found = _encoded(dataset, data, _EncodePairs(tokenizer, pairing), limit)
+    found = _encoded(dataset, data, _EncodePairs(tokenizer, pairing, needs_margin), limit)
     ties = sum(not pairs for pairs in found.values())
     if ties == len(found):
         raise DataError(f"the dataset {dataset.name!r} has no pairs: no row has a response that is better than another")
@@ -66,11 +71,17 @@ def judged_rows(dataset: Dataset, data: DataConfig, tokenizer: Any, limit: int, 
 class _EncodePairs:
     tokenizer: Any
     pairing: Pairing
+    needs_margin: bool
 
     def __call__(self, example: Example) -> list[tuple[EncodedResponse, EncodedResponse, float | None]]:
         return [self._pair(example, found) for found in comparisons(example, self.pairing)]
 
     def _pair(self, example: Example, found: Comparison) -> tuple[EncodedResponse, EncodedResponse, float | None]:
+        if self.needs_margin and found.margin is None:
+            raise DataError(
+                "the pair has no margin; give a column `margin`, or the scores of both responses, or set rm.margin to "
+                "ignore"
+            )
         better, worse = (
             encode_response(self.tokenizer, example.messages, response.messages)
             for response in (found.better, found.worse)

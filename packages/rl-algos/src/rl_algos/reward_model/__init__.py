@@ -1,0 +1,1 @@
+"""Reward models: a score for a response, learned from comparisons or from given scores."""

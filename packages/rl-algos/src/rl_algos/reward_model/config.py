@@ -1,0 +1,43 @@
+"""Settings of reward models."""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+from pydantic import Field
+
+from rl_algos.data.config import DataRoot
+from rl_algos.losses.reward import MarginUse
+from rl_algos.preference.comparison import Pairing
+from rl_algos.supervised.config import SupervisedConfig
+from rl_core.model_config import ModelConfig
+
+
+class RewardModelConfig(SupervisedConfig):
+    """A reward model: the policy's architecture with a head of one score in place of the language-model head."""
+
+    loss: Literal["bradley-terry", "regression"] = "bradley-terry"
+    """`bradley-terry` learns from pairs that the better response has the higher score; `regression` learns the `score`
+    that the data has for each response."""
+    margin: MarginUse = "ignore"
+    """What becomes of the margin of a pair: `subtract` asks for a difference of scores above it, `scale` weighs the
+    pair by it. The data must then have a `margin`, or scores."""
+    center_rewards_coefficient: float = Field(default=0.0, ge=0)
+    """Weight of the squared sum of the two scores of a pair, which holds scores near 0; 0.01 is usual."""
+    pairing: Pairing = "best-worst"
+    """Which pairs several ranked responses to one prompt give: the best with the worst, or `all`, every two of which
+    one is better."""
+
+
+class RewardModelRoot(DataRoot, Protocol):
+    """The resolved config of a reward model, as far as its training reads it."""
+
+    @property
+    def rm(self) -> RewardModelConfig:
+        """Settings of loop and loss."""
+        ...
+
+    @property
+    def policy(self) -> ModelConfig:
+        """The model that is trained."""
+        ...

@@ -1,0 +1,25 @@
+"""Training of a reward model: the supervised loop on pairs of responses, or on single ones with a score."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rl_algos.losses.reward import BradleyTerryLoss, RegressionLoss
+from rl_algos.preference.rows import judged_batch, pair_batch
+from rl_algos.reward_model.config import RewardModelConfig, RewardModelRoot
+from rl_algos.supervised.loop import Objective, train
+from rl_core.run import Components, Run
+
+
+def run(config: RewardModelRoot, components: Components, run: Run) -> None:
+    """Train the reward model as configured; `components.data` is what `prepare` returned."""
+    model = components.models["policy"]
+    objective = objective_of(config.rm)
+    train(config.rm, objective, model, components.data, run, batch_size=config.policy.train_global_batch_size)
+
+
+def objective_of(rm: RewardModelConfig) -> Objective[Any]:
+    """How rows are learned from."""
+    if rm.loss == "regression":
+        return Objective(RegressionLoss(), judged_batch)
+    return Objective(BradleyTerryLoss(rm.margin, rm.center_rewards_coefficient), pair_batch)

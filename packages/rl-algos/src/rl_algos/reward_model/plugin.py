@@ -1,0 +1,59 @@
+"""Reward models as an algorithm plugin."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from rl_algos.data.config import DataConfig
+from rl_algos.preference.checks import preference_data_problems
+from rl_algos.requirement import LOSSES
+from rl_algos.reward_model.config import RewardModelConfig, RewardModelRoot
+from rl_algos.supervised.checks import supervised_problems
+from rl_algos.supervised.config import validation_metrics as metrics_of
+from rl_core.config import Problem
+from rl_core.model import ModelSpec
+from rl_core.plugins import AlgorithmPlugin, ModelNeed
+
+_OF_PAIRS = ("accuracy", "loss", "margin", "num_pairs", "reward_chosen", "reward_rejected")
+_OF_RESPONSES = ("loss", "num_responses", "score", "target")
+
+
+def check(config: RewardModelRoot) -> Iterable[Problem]:
+    """Problems of the whole resolved config."""
+    yield from supervised_problems("rm", config.rm, config.data, config.policy)
+    yield from preference_data_problems("rm", config.data)
+    yield from _regression(config.rm)
+
+
+def _regression(rm: RewardModelConfig) -> Iterator[Problem]:
+    """Settings of pairs, which regression has none of."""
+    if rm.loss != "regression":
+        return
+    pairs = {"margin": "ignore", "center_rewards_coefficient": 0.0, "pairing": "best-worst"}
+    for key, unused in pairs.items():
+        if getattr(rm, key) != unused:
+            yield Problem(f"rm.{key}", "has no effect on regression, which has no pairs; remove this key")
+
+
+def validation_metrics(config: RewardModelRoot) -> list[str]:
+    """What a validation records; nothing if there is none."""
+    return metrics_of(config.rm, config.data, _OF_RESPONSES if config.rm.loss == "regression" else _OF_PAIRS)
+
+
+def models(config: RewardModelRoot) -> dict[str, ModelNeed]:
+    """The role `policy` is the model that is exported: here the reward model."""
+    return {"policy": ModelNeed("policy", ModelSpec(role="reward_model", seed=config.rm.seed))}
+
+
+PLUGIN = AlgorithmPlugin(
+    name="rm",
+    sections={"rm": RewardModelConfig, "data": DataConfig},
+    load="rl_algos.preference.data:load",
+    prepare="rl_algos.reward_model.data:prepare",
+    run="rl_algos.reward_model.loop:run",
+    generates=False,
+    models=models,
+    requirements=(LOSSES,),
+    validation_metrics=validation_metrics,
+    checks=(check,),
+)

@@ -1,0 +1,144 @@
+import pytest
+
+from rl_algos.data.config import DatasetConfig
+from rl_algos.data.example import Example, Response
+from rl_algos.data.preference import helpsteer3, preference, ultrafeedback
+from rl_algos.data.processors import processor
+from rl_core.errors import DataError
+
+USER = {"role": "user", "content": "1+1="}
+GOOD = {"role": "assistant", "content": "2"}
+BAD = {"role": "assistant", "content": "3"}
+
+
+def settings(**keys):
+    return DatasetConfig(data_path="a.jsonl", **keys)
+
+
+def read(row, **keys):
+    return preference(row, settings(**keys))
+
+
+PAIR = Example((USER,), responses=(Response((GOOD,), rank=0), Response((BAD,), rank=1)))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "1+1=", "chosen": "2", "rejected": "3"},
+        {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
+        {"messages": [USER], "chosen": GOOD, "rejected": BAD},
+        {"context": [USER], "chosen": "2", "rejected": [BAD]},
+        {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
+        # as HuggingFaceH4/ultrafeedback_binarized and allenai/llama-3.1-tulu-3-8b-preference-mixture have it
+        {"id": "a", "source": "s", "prompt": "1+1=", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+    ],
+)
+def test_pairs_come_as_text_messages_or_whole_conversations(row):
+    assert read(row) == PAIR
+
+
+def test_the_column_of_the_prompt_can_be_named():
+    assert read({"question": "1+1=", "chosen": "2", "rejected": "3"}, input_key="question") == PAIR
+
+
+def test_conversations_split_where_what_the_assistant_says_differs():
+    begin = [USER, GOOD, {"role": "user", "content": "and 2+2="}]
+    example = read({"chosen": [*begin, GOOD], "rejected": [*begin, BAD, USER, GOOD]})
+    assert example.messages == tuple(begin)
+    assert [response.messages for response in example.responses] == [(GOOD,), (BAD, USER, GOOD)]
+    alike = read({"chosen": [USER, GOOD], "rejected": [USER, GOOD]})
+    assert [response.messages for response in alike.responses] == [(GOOD,), (GOOD,)]
+
+
+def test_margins_and_scores_of_a_pair_are_kept():
+    row = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
+    assert read({**row, "margin": 2}).margin == 2.0
+    scored = read({**row, "score_chosen": 8.5, "score_rejected": 3.0, "margin": None})
+    assert [response.score for response in scored.responses] == [8.5, 3.0]
+    assert scored.margin is None
+
+
+def test_several_completions_have_ranks_or_scores():
+    completions = [{"rank": 1, "completion": [BAD]}, {"rank": 0, "completion": "2"}]
+    example = read({"context": [USER], "completions": completions})
+    assert example.responses == (Response((BAD,), rank=1), Response((GOOD,), rank=0))
+    scored = [{"response": "2", "score": 0.9}, {"response": "3", "score": 0.1}]
+    assert [response.score for response in read({"prompt": "1+1=", "completions": scored}).responses] == [0.9, 0.1]
+
+
+@pytest.mark.parametrize(("label", "expected"), [(True, True), (False, False), (1, True), (0, False)])
+def test_single_completions_have_a_label(label, expected):
+    example = read({"prompt": [USER], "completion": [GOOD], "label": label})
+    assert example == Example((USER,), responses=(Response((GOOD,), is_desirable=expected),))
+
+
+def test_single_completions_have_a_score():
+    example = read({"prompt": "1+1=", "completion": "2", "score": 4})
+    assert example.responses == (Response((GOOD,), score=4.0),)
+
+
+@pytest.mark.parametrize(("preferred", "ranks", "margin"), [(-3, [0, 1], 3), (2, [1, 0], 2), (0, [0, 0], 0)])
+def test_helpsteer3_ranks_by_the_overall_preference(preferred, ranks, margin):
+    row = {
+        "domain": "general",
+        "language": "english",
+        "context": [USER],
+        "response1": "2",
+        "response2": "3",
+        "overall_preference": preferred,
+        "individual_preference": [{"score": preferred, "reasoning": "r", "feedback1": "f", "feedback2": "g"}],
+    }
+    example = helpsteer3(row, settings())
+    assert [response.rank for response in example.responses] == ranks
+    assert [response.messages for response in example.responses] == [(GOOD,), (BAD,)]
+    assert (example.messages, example.margin) == ((USER,), margin)
+
+
+def test_ultrafeedback_scores_every_completion():
+    row = {"instruction": "1+1=", "completions": [{"response": "2", "overall_score": 8.0, "model": "m"}]}
+    assert ultrafeedback(row, settings()) == Example((USER,), responses=(Response((GOOD,), score=8.0),))
+
+
+def test_processors_are_named_and_a_default_can_be_given():
+    assert processor(settings(), preference) is preference
+    for name, found in (("preference", preference), ("helpsteer3", helpsteer3), ("ultrafeedback", ultrafeedback)):
+        assert processor(settings(processor=name)) is found
+
+
+PROMPTED = {"prompt": "1+1="}
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"prompt": "a", "good": "b", "bad": "c"}, r"expected the columns `chosen` and `rejected`.*`columns`, such as"),
+        ({"prompt": "a", "chosen": "b", "rejectd": "c"}, r"no column 'rejected'; did you mean rejectd\?"),
+        ({"chosen": "2", "rejected": "3"}, "no prompt: give it in one of the columns prompt, messages, context"),
+        ({**PROMPTED, "chosen": 2, "rejected": "3"}, "`chosen`: expected text or a list of messages, got 2"),
+        ({**PROMPTED, "chosen": [], "rejected": "3"}, "`chosen`: expected text or a list of messages"),
+        ({**PROMPTED, "chosen": [USER, GOOD], "rejected": "3"}, "one of `chosen` and `rejected` is a whole"),
+        (
+            {"chosen": [USER, GOOD], "rejected": [{**USER, "content": "other"}, BAD]},
+            "must answer the same conversation, but their messages 0",
+        ),
+        ({**PROMPTED, "chosen": "2", "rejected": "3", "margin": "big"}, '`margin` must be a number, got "big"'),
+        ({**PROMPTED, "completions": []}, "`completions` must be a list of objects"),
+        ({**PROMPTED, "completions": ["2"]}, r"completions\[0\] must be an object with a `completion`"),
+        ({**PROMPTED, "completions": [{"completion": "2"}]}, r"completions\[0\] has neither a `rank`"),
+        ({**PROMPTED, "completions": [{"completion": "2", "rank": True}]}, "`rank` must be a number, got true"),
+        ({**PROMPTED, "completions": [{"completion": [USER], "rank": 1}]}, "begins with a message of the user"),
+        ({**PROMPTED, "completion": "2", "label": "yes"}, "`label` must be true for a good completion"),
+        ({**PROMPTED, "completion": "2", "score": "high"}, "`score` must be a number"),
+        ({"prompt": [USER, GOOD], "chosen": "2", "rejected": "3"}, "ends with the assistant's message"),
+    ],
+)
+def test_rows_of_another_shape_are_refused_with_the_remedy(row, says):
+    with pytest.raises(DataError, match=says):
+        read(row)
+
+
+def test_a_preference_that_is_not_a_number_is_refused():
+    row = {"context": [USER], "response1": "2", "response2": "3", "overall_preference": "first"}
+    with pytest.raises(DataError, match="`overall_preference` must be a number from -3 to 3, got 'first'"):
+        helpsteer3(row, settings())

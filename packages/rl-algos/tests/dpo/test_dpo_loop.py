@@ -1,0 +1,117 @@
+"""The loop with a stand-in for the model whose loss is computed for real, by the implementation that workers run."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from rl_algos.data.config import DataConfig
+from rl_algos.dpo.data import prepare
+from rl_algos.dpo.loop import run as run_algorithm
+from rl_algos.dpo.loss import LOSSES
+from rl_algos.dpo.plugin import PLUGIN, dpo_section
+from rl_algos.preference.data import load
+from rl_core.batch import Batch
+from rl_core.metrics import Metric
+from rl_core.plugins import resolve
+from rl_core.run import Components
+from rl_core.testing.fakes import FakeModel, FakeRun
+from rl_core.torch.rows import to_rows
+
+
+class UnigramPolicy(FakeModel):
+    """A policy with one logit for each token, whatever went before: it learns which tokens are preferred."""
+
+    def __init__(self, num_tokens, lr=2.0):
+        super().__init__()
+        self.logits = torch.zeros(num_tokens, requires_grad=True)
+        self._lr = lr
+
+    def infer(self, batch, reads, *, reference=False, temperature=1.0):
+        logits = torch.zeros_like(self.logits) if reference else self.logits.detach()
+        tokens = batch.ragged("tokens")
+        return Batch({"logprobs": tokens.like(self._logprobs(tokens.values, logits).numpy())})
+
+    def evaluate(self, batch, loss):
+        return self._pass(batch, loss)[1]
+
+    def train_step(self, batch, loss):
+        share, metrics = self._pass(batch, loss)
+        (gradient,) = torch.autograd.grad(share, [self.logits])
+        with torch.no_grad():
+            self.logits -= self._lr * gradient
+        return metrics
+
+    def _pass(self, batch, loss):
+        totals = loss.totals(batch)
+        rows = to_rows(batch.only(["tokens", *loss.columns]).local(), torch.device("cpu"))
+        sums = resolve(loss.implementation)(
+            loss, {"logprobs": self._logprobs(batch.ragged("tokens").values, self.logits)}, rows
+        )
+        share = sums.loss(totals)
+        metrics = {
+            name: Metric(
+                part.value.item(),
+                totals[part.denominator] if isinstance(part.denominator, str) else float(part.denominator),
+            )
+            for name, part in sums.metrics.items()
+        }
+        return share, {
+            **metrics,
+            "loss": Metric(share.item(), reduction="sum"),
+            "num_tokens": Metric(float(len(rows["tokens"])), reduction="sum"),
+        }
+
+    def _logprobs(self, tokens, logits):
+        return logits.log_softmax(0)[torch.from_numpy(tokens.astype(np.int64))]
+
+
+def trained(tmp_path, tokenizer, loss, *, steps=6, **dpo):
+    """What is recorded of a run on pairs of which the chosen response is `a` and the rejected one `b`."""
+    rows = [{"prompt": str(number), "chosen": "aa", "rejected": "bab"} for number in range(8)]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    written = {"loss": loss, "max_num_steps": steps, "val_at_start": True, "val_at_end": True, "val_period": 0, **dpo}
+    config = SimpleNamespace(
+        dpo=dpo_section(written).model_validate(written),
+        data=DataConfig.model_validate({"train": {"data_path": str(path)}, "validation": {"data_path": str(path)}}),
+        policy=SimpleNamespace(train_global_batch_size=4, max_total_sequence_length=32),
+    )
+    policy, run = UnigramPolicy(len(tokenizer)), FakeRun()
+    data = prepare(config, tokenizer, load(config))
+    run_algorithm(config, Components(models={"policy": policy}, data=data), run)
+    assert set(PLUGIN.validation_metrics(config)) <= set(run.metrics[0])
+    return run
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_loss_teaches_what_is_preferred(tmp_path, tokenizer, name):
+    run = trained(tmp_path, tokenizer, name)
+    before, after = run.metrics[0], run.metrics[6]
+    assert after["val/loss"] < before["val/loss"]
+    assert after["val/accuracy"] == 1.0
+    if name != "kto":
+        assert after["val/margin"] > before["val/margin"]
+    else:
+        assert after["val/reward_desirable"] > 0 > after["val/reward_undesirable"]
+
+
+def test_the_first_loss_is_that_of_no_opinion(tmp_path, tokenizer):
+    run = trained(tmp_path, tokenizer, "dpo")
+    assert run.metrics[1]["train/loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert run.metrics[1]["train/accuracy"] == 0.5
+    assert trained(tmp_path, tokenizer, "kto").metrics[1]["train/loss"] == pytest.approx(0.5, abs=1e-6)
+
+
+@pytest.mark.parametrize(("loss", "reads"), [("dpo", True), ("simpo", False), ("kto", True)])
+def test_logprobs_are_read_in_a_phase_of_their_own_if_the_loss_needs_them(tmp_path, tokenizer, loss, reads):
+    run = trained(tmp_path, tokenizer, loss, steps=1)
+    assert run.phases == ["validation", "data", *(["logprobs"] if reads else []), "training", "validation"]
+
+
+def test_a_kept_reference_trains_the_same(tmp_path, tokenizer):
+    runs = [trained(tmp_path, tokenizer, "dpo", cache_reference_logprobs=cached).metrics for cached in (False, True)]
+    assert runs[0] == runs[1]

@@ -1,0 +1,109 @@
+from types import SimpleNamespace
+
+import pytest
+
+from rl_algos.data.config import DataConfig
+from rl_algos.dpo.loss import LOSSES, loss_of
+from rl_algos.dpo.plugin import PLUGIN, dpo_section
+from rl_algos.losses.preference import CPO, DPO, ORPO, KTOLoss, PreferenceLoss, SimPO
+from rl_core.config import ProblemError
+from rl_core.model_config import ModelConfig
+from rl_core.plugins import ALGORITHMS, plugin
+from rl_core.plugins import resolve as named
+
+HELD_OUT = {"validation": [{"data_path": "b.jsonl"}, {"data_path": "c.jsonl"}]}
+
+
+def config(loss=None, *, data=(), batch_size=8, **dpo):
+    written = {**dpo, **({} if loss is None else {"loss": loss})}
+    return SimpleNamespace(
+        dpo=dpo_section(written).model_validate(written),
+        data=DataConfig.model_validate({"train": {"data_path": "a.jsonl"}, **dict(data)}),
+        policy=ModelConfig(model_name="tiny", train_global_batch_size=batch_size),
+    )
+
+
+def problems(config):
+    return {problem.key: problem.message for check in PLUGIN.checks for problem in check(config)}
+
+
+def test_the_entry_point_leads_to_the_loop():
+    assert plugin(ALGORITHMS, "dpo") is PLUGIN
+    assert all(callable(named(path)) for path in (PLUGIN.load, PLUGIN.prepare, PLUGIN.run))
+
+
+@pytest.mark.parametrize(
+    ("loss", "keys", "expected"),
+    [
+        (None, {}, PreferenceLoss(DPO(beta=0.1))),
+        ("dpo", {"reference_policy_kl_penalty": 0.3}, PreferenceLoss(DPO(beta=0.3))),
+        ({"name": "dpo", "label_smoothing": 0.2}, {}, PreferenceLoss(DPO(label_smoothing=0.2))),
+        (
+            "dpo",
+            {"preference_average_log_probs": True, "sft_loss_weight": 0.5, "preference_loss_weight": 2.0},
+            PreferenceLoss(DPO(), weight=2.0, average_logprobs=True, sft_weight=0.5, sft_average_logprobs=True),
+        ),
+        (
+            {"name": "simpo", "gamma": 0.5},
+            {},
+            PreferenceLoss(SimPO(gamma=0.5), average_logprobs=True, sft_average_logprobs=True),
+        ),
+        ("cpo", {}, PreferenceLoss(CPO(), sft_weight=1.0)),
+        (
+            "orpo",
+            {},
+            PreferenceLoss(ORPO(), weight=0.1, average_logprobs=True, sft_weight=1.0, sft_average_logprobs=True),
+        ),
+        ({"name": "kto", "desirable_weight": 1.3}, {}, KTOLoss(beta=0.1, desirable_weight=1.3)),
+    ],
+)
+def test_a_loss_is_chosen_by_name_with_its_settings(loss, keys, expected):
+    chosen = config(loss, **keys)
+    assert loss_of(chosen.dpo) == expected
+    assert problems(chosen) == {}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_reference_is_kept_if_the_loss_compares_with_it(name):
+    chosen = config(name)
+    spec = PLUGIN.models(chosen)["policy"].spec
+    assert spec.keeps_reference == ("ref_logprobs" in loss_of(chosen.dpo).columns)
+    assert spec.trains
+
+
+@pytest.mark.parametrize(
+    ("loss", "keys", "key"),
+    [
+        ("simpo", {"reference_policy_kl_penalty": 0.2}, "dpo.reference_policy_kl_penalty"),
+        ("orpo", {"cache_reference_logprobs": True}, "dpo.cache_reference_logprobs"),
+        ("simpo", {"preference_average_log_probs": False}, "dpo.preference_average_log_probs"),
+        ("dpo", {"preference_loss_weight": 0.0}, "dpo.preference_loss_weight"),
+        ("dpo", {"sft_average_log_probs": True}, "dpo.sft_average_log_probs"),
+        ("kto", {"sft_loss_weight": 0.1}, "dpo.sft_loss_weight"),
+        ("kto", {"preference_average_log_probs": True}, "dpo.preference_average_log_probs"),
+        ("kto", {"pairing": "all"}, "dpo.pairing"),
+        ("kto", {"batch_size": 1}, "policy.train_global_batch_size"),
+        ({"name": "dpo", "label_smoothing": 0.7}, {}, "dpo.loss"),
+        ({"name": "simpo", "beta": 0.0}, {}, "dpo.loss"),
+        ("dpo", {"val_period": 5}, "dpo.val_period"),
+        ("dpo", {"data": {"default": {"output_key": "answer"}}}, "data.default.output_key"),
+        ("dpo", {"data": {"default": {"env_name": "math"}}}, "data.default.env_name"),
+    ],
+)
+def test_settings_that_contradict_the_loss_are_refused(loss, keys, key):
+    assert list(problems(config(loss, **keys))) == [key]
+
+
+def test_an_unknown_loss_names_those_there_are():
+    with pytest.raises(ProblemError) as raised:
+        dpo_section({"loss": "simp"})
+    [problem] = raised.value.problems
+    assert problem.key == "loss.name"
+    assert "did you mean simpo?" in problem.message
+
+
+@pytest.mark.parametrize(("name", "unit"), [("dpo", "num_pairs"), ("kto", "num_responses")])
+def test_what_a_validation_records_is_known_beforehand(name, unit):
+    assert PLUGIN.validation_metrics(config(name)) == []
+    names = PLUGIN.validation_metrics(config(name, data=HELD_OUT))
+    assert {"val/loss", "val/accuracy", f"val/{unit}", "val/b.jsonl/accuracy", "val/c.jsonl/loss"} <= set(names)

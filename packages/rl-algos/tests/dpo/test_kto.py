@@ -1,0 +1,47 @@
+import numpy as np
+import pytest
+
+from rl_algos.dpo.kto import mismatched, with_reference_point
+from rl_core.batch import Batch
+from rl_core.ragged import Ragged
+
+
+def batch():
+    """Prompts of 2, 1 and 3 tokens, responses of 1, 3 and 2."""
+    return Batch(
+        {
+            "tokens": Ragged.from_rows([[10, 11, 1], [20, 2, 3, 4], [30, 31, 32, 5, 6]], np.int32),
+            "loss_mask": Ragged.from_rows([[0, 0, 1], [0, 1, 0, 1], [0, 0, 0, 1, 1]], np.uint8),
+        }
+    )
+
+
+class Policy:
+    """Logprobs from the tokens; those of the reference are less by what it is given."""
+
+    def __init__(self, distance):
+        self.distance = distance
+
+    def infer(self, batch, reads, *, reference=False, temperature=1.0):
+        tokens = batch.ragged("tokens")
+        values = -tokens.values.astype(np.float32) - (self.distance if reference else 0.0)
+        values[tokens.values >= 10] = np.nan  # prompts must not count
+        return Batch({"logprobs": tokens.like(values)})
+
+
+def test_every_prompt_gets_the_response_of_the_next_row():
+    found = mismatched(batch(), 10)
+    assert [row.tolist() for row in found.ragged("tokens")] == [[10, 11, 2, 3, 4], [20, 5, 6], [30, 31, 32, 1]]
+    assert [row.tolist() for row in found.ragged("loss_mask")] == [[0, 0, 1, 0, 1], [0, 1, 1], [0, 0, 0, 1]]
+    assert [len(row) for row in mismatched(batch(), 4).ragged("tokens")] == [4, 3, 4]
+
+
+def test_the_reference_point_is_the_mean_over_the_whole_batch():
+    # a distance of 0.25 at each of the 2, 2 and 1 tokens of the mismatched responses
+    found = with_reference_point(batch(), Policy(0.25), max_tokens=10)
+    assert found.array("kl") == pytest.approx(np.full(3, 0.25 * (2 + 2 + 1) / 3))
+    assert found.array("kl").dtype == np.float32
+
+
+def test_the_reference_point_is_never_negative():
+    assert with_reference_point(batch(), Policy(-0.25), max_tokens=10).array("kl").tolist() == [0.0] * 3

@@ -1,0 +1,234 @@
+import math
+from dataclasses import fields
+
+import numpy as np
+import pytest
+import torch
+from preference_oracle import kto_loss, pair_loss
+
+from rl_algos.losses.preference import (
+    CPO,
+    DPO,
+    IPO,
+    ORPO,
+    PAIR_TERMS,
+    Hinge,
+    KTOLoss,
+    PreferenceLoss,
+    RobustDPO,
+    SimPO,
+)
+from rl_core.batch import Batch
+from rl_core.plugins import resolve
+from rl_core.ragged import Ragged
+from rl_core.torch.loss import Rows
+
+LENGTHS = (5, 9, 2, 7, 4, 3, 8, 6)
+NUM_PAIRS = len(LENGTHS) // 2
+KTO = KTOLoss(beta=0.3, desirable_weight=1.3, undesirable_weight=0.8)
+PAIRWISE = {
+    "dpo": PreferenceLoss(DPO(beta=0.3)),
+    "cdpo": PreferenceLoss(DPO(beta=0.3, label_smoothing=0.2)),
+    "dpo by mean logprobs": PreferenceLoss(DPO(beta=2.0), average_logprobs=True),
+    "dpo with a length penalty": PreferenceLoss(DPO(beta=0.2, length_penalty=0.1)),
+    "dpo with sft": PreferenceLoss(DPO(beta=0.3), weight=0.7, sft_weight=0.4),
+    "dpo with mean sft": PreferenceLoss(DPO(beta=0.3), sft_weight=0.4, sft_average_logprobs=True),
+    "sft alone": PreferenceLoss(DPO(), weight=0.0, sft_weight=1.0),
+    "robust dpo": PreferenceLoss(RobustDPO(beta=0.3, label_smoothing=0.15)),
+    "ipo": PreferenceLoss(IPO(beta=0.2)),
+    "ipo by mean logprobs": PreferenceLoss(IPO(beta=0.2), average_logprobs=True),
+    "hinge": PreferenceLoss(Hinge(beta=0.3)),
+    "simpo": PreferenceLoss(SimPO(beta=2.5, gamma=0.8), average_logprobs=True),
+    "cpo": PreferenceLoss(CPO(beta=0.2), sft_weight=1.0),
+    "orpo": PreferenceLoss(ORPO(), weight=0.1, average_logprobs=True, sft_weight=1.0, sft_average_logprobs=True),
+}
+ALL = {**PAIRWISE, "kto": KTO}
+
+
+def make_batch(seed=0, *, scale=1.0):
+    """Pairs of ragged rows, the chosen ones first; `scale` multiplies all differences from the reference."""
+    random = np.random.default_rng(seed)
+    total, count = sum(LENGTHS), len(LENGTHS)
+    mask = [(random.random(n) < 0.6).astype(np.uint8) for n in LENGTHS]
+    for row in mask:
+        row[0], row[-1] = 0, 1
+    logprobs = Ragged.from_rows([-random.exponential(1, n) - 0.01 for n in LENGTHS], np.float64)
+    return Batch(
+        {
+            "tokens": Ragged.from_rows([np.arange(n) for n in LENGTHS], np.int32),
+            "logprobs": logprobs,
+            "ref_logprobs": logprobs.like(logprobs.values + scale * random.normal(0, 0.5, total)),
+            "loss_mask": Ragged.from_rows(mask, np.uint8),
+            "pair": np.arange(count) % NUM_PAIRS,
+            "is_chosen": (np.arange(count) < NUM_PAIRS).astype(np.uint8),
+            "verdict": random.integers(0, 2, count).astype(np.float64),
+            "kl": np.full(count, 0.37),
+        }
+    )
+
+
+def loss_and_gradient(loss, batch, parts=None):
+    """The loss and its gradient by the logprobs, summed over microbatches."""
+    compute, totals = resolve(loss.implementation), loss.totals(batch)
+    value, by_row = 0.0, {}
+    for rows in parts or [range(len(batch))]:
+        part = batch.select(list(rows))
+        columns = {name: torch.from_numpy(getattr(part[name], "values", part[name])) for name in part}
+        logprobs = columns.pop("logprobs").requires_grad_()
+        kept = {name: columns[name] for name in ("tokens", *loss.columns)}
+        share = compute(loss, {"logprobs": logprobs}, Rows(torch.from_numpy(part.ragged("tokens").offsets), kept)).loss(
+            totals
+        )
+        share.backward()
+        value += share.item()
+        ends = np.cumsum(part.ragged("tokens").lengths)[:-1]
+        by_row.update(zip(rows, np.split(logprobs.grad.numpy(), ends), strict=True))
+    return value, np.concatenate([by_row[row] for row in range(len(batch))])
+
+
+def plain_rows(batch):
+    """Each row as plain lists and numbers."""
+    ragged = {name: [row.tolist() for row in batch.ragged(name)] for name in ("logprobs", "ref_logprobs", "loss_mask")}
+    return [
+        {**{name: rows[index] for name, rows in ragged.items()}, "verdict": batch.array("verdict")[index]}
+        for index in range(len(batch))
+    ]
+
+
+def expected(loss, batch):
+    rows = plain_rows(batch)
+    if isinstance(loss, KTOLoss):
+        settings = {name: getattr(loss, name) for name in ("beta", "desirable_weight", "undesirable_weight")}
+        return kto_loss(rows, batch.array("kl")[0], **settings)
+    pairs = [(rows[index], rows[index + NUM_PAIRS]) for index in range(NUM_PAIRS)]
+    return pair_loss(
+        pairs,
+        loss.term.name,
+        weight=loss.weight,
+        sft_weight=loss.sft_weight,
+        average=loss.average_logprobs,
+        sft_average=loss.sft_average_logprobs,
+        reference=loss.term.uses_reference,
+        **{field.name: getattr(loss.term, field.name) for field in fields(loss.term)},
+    )
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_loss_is_the_formula_of_its_paper(name, seed):
+    batch = make_batch(seed)
+    assert loss_and_gradient(ALL[name], batch)[0] == pytest.approx(expected(ALL[name], batch), rel=1e-10)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_gradient_is_that_of_finite_differences(name):
+    loss, batch, step = ALL[name], make_batch(3), 1e-6
+    _, gradient = loss_and_gradient(loss, batch)
+    logprobs = batch.ragged("logprobs")
+    for place in range(len(logprobs.values)):
+        moved = []
+        for sign in (1, -1):
+            values = logprobs.values.copy()
+            values[place] += sign * step
+            moved.append(expected(loss, batch.with_columns({"logprobs": logprobs.like(values)})))
+        assert gradient[place] == pytest.approx((moved[0] - moved[1]) / (2 * step), abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_microbatches_of_whole_pairs_change_nothing(name):
+    batch = make_batch(5)
+    value, gradient = loss_and_gradient(ALL[name], batch)
+    parts = [[0, 3, NUM_PAIRS, NUM_PAIRS + 3], [1, NUM_PAIRS + 1], [2, NUM_PAIRS + 2]]
+    split_value, split_gradient = loss_and_gradient(ALL[name], batch, parts)
+    assert split_value == pytest.approx(value, rel=1e-12)
+    np.testing.assert_allclose(split_gradient, gradient, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("scale", [1.0, 400.0])
+def test_extremes_on_and_nonsense_off_the_mask_leave_everything_finite(name, scale):
+    batch = make_batch(7, scale=scale)
+    off = batch.ragged("loss_mask").values == 0
+    columns = {}
+    for column in ("logprobs", "ref_logprobs"):
+        values = batch.ragged(column).values.astype(np.float32)
+        values[off] = np.resize([np.nan, np.inf, -np.inf, 200.0, -200.0], off.sum())
+        columns[column] = batch.ragged(column).like(values)
+    columns |= {name: batch.array(name).astype(np.float32) for name in ("verdict", "kl")}
+    value, gradient = loss_and_gradient(ALL[name], batch.with_columns(columns))
+    assert math.isfinite(value)
+    assert np.isfinite(gradient).all()
+    assert not gradient[off].any()
+    clean = {
+        column: batch.ragged(column).like(batch.ragged(column).values.astype(np.float32))
+        for column in columns
+        if column in ("logprobs", "ref_logprobs")
+    }
+    assert value == pytest.approx(loss_and_gradient(ALL[name], batch.with_columns({**columns, **clean}))[0], rel=1e-6)
+
+
+def test_a_certain_response_has_finite_odds():
+    batch = make_batch(2)
+    certain = batch.ragged("logprobs").like(np.zeros(sum(LENGTHS), np.float32))
+    value, gradient = loss_and_gradient(ALL["orpo"], batch.with_columns({"logprobs": certain}))
+    assert math.isfinite(value)
+    assert np.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("name", [name for name, kind in PAIR_TERMS.items() if kind.uses_reference])
+def test_a_policy_that_is_its_reference_has_the_loss_of_no_opinion(name):
+    batch = make_batch(4)
+    batch = batch.with_columns({"ref_logprobs": batch.ragged("logprobs")})
+    loss = PreferenceLoss(PAIR_TERMS[name]())
+    no_opinion = {"dpo": math.log(2), "robust-dpo": math.log(2), "ipo": 25.0, "hinge": 1.0}
+    assert loss_and_gradient(loss, batch)[0] == pytest.approx(no_opinion[name], rel=1e-12)
+
+
+def test_label_smoothing_above_one_half_is_refused():
+    for kind in (DPO, RobustDPO):
+        with pytest.raises(ValueError, match=r"label_smoothing must be at least 0 and below 0\.5, got 0\.5"):
+            kind(label_smoothing=0.5)
+
+
+def test_metrics_tell_rewards_and_accuracy():
+    batch = make_batch(6)
+    loss = PreferenceLoss(DPO(beta=0.3))
+    columns = {name: torch.from_numpy(getattr(batch[name], "values", batch[name])) for name in batch}
+    sums = resolve(loss.implementation)(
+        loss, {"logprobs": columns["logprobs"]}, Rows(torch.from_numpy(batch.ragged("tokens").offsets), columns)
+    )
+    found = {name: metric.value.item() / NUM_PAIRS for name, metric in sums.metrics.items()}
+    rows = plain_rows(batch)
+    rewards = []
+    for row in rows:
+        pairs = zip(row["logprobs"], row["ref_logprobs"], row["loss_mask"], strict=True)
+        rewards.append(0.3 * sum(own - ref for own, ref, masked in pairs if masked))
+    chosen, rejected = np.array(rewards[:NUM_PAIRS]), np.array(rewards[NUM_PAIRS:])
+    assert found["accuracy"] == np.mean(chosen > rejected)
+    assert found["margin"] == pytest.approx(np.mean(chosen - rejected))
+    assert found["reward_chosen"] == pytest.approx(chosen.mean())
+    assert found["reward_rejected"] == pytest.approx(rejected.mean())
+    assert found["preference_loss"] == pytest.approx(expected(loss, batch))
+
+
+def test_equal_rewards_are_half_right():
+    batch = make_batch(6)
+    batch = batch.with_columns({"ref_logprobs": batch.ragged("logprobs")})
+    loss = PreferenceLoss(DPO())
+    columns = {name: torch.from_numpy(getattr(batch[name], "values", batch[name])) for name in batch}
+    rows = Rows(torch.from_numpy(batch.ragged("tokens").offsets), columns)
+    metric = resolve(loss.implementation)(loss, {"logprobs": columns["logprobs"]}, rows).metrics["accuracy"]
+    assert metric.value.item() == NUM_PAIRS / 2
+
+
+def test_a_pair_that_is_torn_apart_is_refused():
+    with pytest.raises(ValueError, match="1 of 4 pairs have not one chosen and one rejected"):
+        PreferenceLoss(DPO()).totals(make_batch().select(range(7)))
+    both_chosen = make_batch().with_columns({"is_chosen": np.ones(8, np.uint8)})
+    with pytest.raises(ValueError, match="4 of 4 pairs"):
+        PreferenceLoss(DPO()).totals(both_chosen)
+
+
+def test_a_shard_without_rows_counts_nothing():
+    assert PreferenceLoss(DPO()).totals(make_batch().select([])) == {"pairs": 0.0}
+    assert KTO.totals(make_batch().select([])) == {"responses": 0.0}

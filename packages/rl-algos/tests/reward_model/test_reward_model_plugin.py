@@ -1,0 +1,52 @@
+from types import SimpleNamespace
+
+import pytest
+
+from rl_algos.data.config import DataConfig
+from rl_algos.losses.reward import BradleyTerryLoss, RegressionLoss
+from rl_algos.reward_model.config import RewardModelConfig
+from rl_algos.reward_model.loop import objective_of
+from rl_algos.reward_model.plugin import PLUGIN
+from rl_core.model_config import ModelConfig
+from rl_core.plugins import ALGORITHMS, plugin
+from rl_core.plugins import resolve as named
+
+
+def config(**rm):
+    data = {"train": {"data_path": "a.jsonl"}, "validation": {"data_path": "b.jsonl"}}
+    return SimpleNamespace(
+        rm=RewardModelConfig(**rm), data=DataConfig.model_validate(data), policy=ModelConfig(model_name="tiny")
+    )
+
+
+def problems(config):
+    return {problem.key: problem.message for check in PLUGIN.checks for problem in check(config)}
+
+
+def test_the_entry_point_leads_to_the_loop():
+    assert plugin(ALGORITHMS, "rm") is PLUGIN
+    assert all(callable(named(path)) for path in (PLUGIN.load, PLUGIN.prepare, PLUGIN.run))
+
+
+def test_the_model_that_trains_has_a_score_head():
+    spec = PLUGIN.models(config())["policy"].spec
+    assert (spec.role, spec.trains, spec.keeps_reference) == ("reward_model", True, False)
+
+
+def test_the_loss_is_as_configured():
+    chosen = config(margin="scale", center_rewards_coefficient=0.01)
+    assert objective_of(chosen.rm).loss == BradleyTerryLoss("scale", 0.01)
+    assert objective_of(config(loss="regression").rm).loss == RegressionLoss()
+    assert problems(chosen) == problems(config(loss="regression")) == {}
+
+
+@pytest.mark.parametrize(
+    "unused", [{"margin": "scale"}, {"center_rewards_coefficient": 0.1}, {"pairing": "all"}], ids=str
+)
+def test_regression_refuses_settings_of_pairs(unused):
+    assert list(problems(config(loss="regression", **unused))) == [f"rm.{next(iter(unused))}"]
+
+
+@pytest.mark.parametrize(("loss", "unit"), [("bradley-terry", "num_pairs"), ("regression", "num_responses")])
+def test_what_a_validation_records_is_known_beforehand(loss, unit):
+    assert {"val/loss", f"val/{unit}"} <= set(PLUGIN.validation_metrics(config(loss=loss)))
