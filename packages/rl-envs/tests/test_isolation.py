@@ -11,5 +11,6 @@ def test_configs_and_plugins_load_no_verifier():
     assert not loaded_by(*light) & (ENGINES | {"math_verify", "reasoning_gym", "sympy"})
 
 
-def test_environments_need_no_engine():
-    assert not loaded_by(*modules_of("rl_envs")) & ENGINES
+def test_environments_need_no_engine_but_a_reward_model():
+    assert not loaded_by(*modules_of("rl_envs", outside=("rl_envs.reward_model",))) & ENGINES
+    assert not loaded_by(*modules_of("rl_envs.reward_model")) & {"megatron", "ray", "vllm"}

@@ -1,1 +1,1 @@
-"""Environments that score completions: mathematics and reasoning-gym."""
+"""Environments that score completions: mathematics, reasoning-gym and reward models."""

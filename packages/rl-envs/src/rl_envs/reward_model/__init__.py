@@ -1,0 +1,1 @@
+"""Responses scored by a reward model."""

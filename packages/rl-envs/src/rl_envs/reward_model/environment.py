@@ -1,0 +1,60 @@
+"""The `reward_model` environment; imports torch and transformers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from rl_core.environment import Conversation, StepResult, UnusableAnswer
+from rl_core.rollout import Message
+from rl_envs.reward_model.config import RewardModelConfig
+from rl_envs.reward_model.scorer import Scorer
+
+DECIMALS = 4
+"""Of a score; the digits behind depend on which other responses share the forward pass."""
+
+
+class RewardModelEnvironment:
+    """Scores the newest turn of a conversation, or every one of several turns."""
+
+    def __init__(self, config: RewardModelConfig) -> None:
+        if config.model is None:
+            raise ValueError("it has no model; set `model` to the folder of a reward model, or to its hub name")
+        self._config = config
+        self._scorer = Scorer(
+            config.model, device=config.device, precision=config.precision, max_length=config.max_length
+        )
+
+    def step(self, conversations: Sequence[Conversation], states: Sequence[Any]) -> list[StepResult]:
+        said = [conversation.messages for conversation in conversations]
+        others = [self._other(conversation) for conversation in conversations] if self._config.compare_with else []
+        scores = self._scorer.scores([*said, *others])
+        own, baselines = scores[: len(said)], scores[len(said) :] or [0.0] * len(said)
+        return [self._result(score, baseline) for score, baseline in zip(own, baselines, strict=True)]
+
+    def close(self, states: Sequence[Any]) -> None:
+        pass
+
+    def _result(self, score: float, baseline: float) -> StepResult:
+        value = round(score - baseline, DECIMALS)
+        reward = round(_logistic(value), DECIMALS) if self._config.reward == "probability" else value
+        info = {"score": round(score, DECIMALS)}
+        if self._config.compare_with:
+            info |= {"score_to_beat": round(baseline, DECIMALS), "accuracy": float(value > 0)}
+        return StepResult(reward=reward, info=info)
+
+    def _other(self, conversation: Conversation) -> tuple[Message, ...]:
+        """The conversation with the response of the row in place of the newest turn."""
+        field = self._config.compare_with
+        assert field is not None
+        if field not in conversation.info:
+            fields = ", ".join(sorted(map(str, conversation.info))) or "none"
+            raise UnusableAnswer(
+                f"`compare_with` names the field {field!r}, which the row lacks; its fields are {fields}"
+            )
+        return (*conversation.messages[:-1], {"role": "assistant", "content": str(conversation.info[field])})
+
+
+def _logistic(x: float) -> float:
+    return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
