@@ -1,0 +1,60 @@
+"""Preferences from data to a policy and to a reward model, and that reward model as the environment of a policy."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from runs import Run, lines_of, rollouts_of, steps_of
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+SMALL = ("dpo.val_period=0", "dpo.val_at_end=true", "checkpointing.metric_name=null")
+
+
+@pytest.fixture(scope="session")
+def reward_model(once, warm_model):
+    """Folder of a run that trains a reward model."""
+    settings = (f"policy.model_name={warm_model}", "rm.max_num_steps=60", "rm.val_period=30")
+    return once("reward-model", lambda folder: Run.start(folder, "rm-tiny", *settings).finish())
+
+
+def test_a_policy_learns_what_is_preferred(warm_model, tmp_path):
+    run = Run.start(tmp_path / "run", "dpo-tiny", f"policy.model_name={warm_model}", "dpo.max_num_steps=30", *SMALL)
+    run.finish()
+    start, first, *_, last = lines_of(run.folder)
+    assert start["step"] == 0
+    assert first["train/loss"] == pytest.approx(math.log(2), abs=1e-5)
+    assert last["val/accuracy"] > start["val/accuracy"] + 0.1
+    assert last["val/margin"] > 0.05
+
+
+def test_a_reward_model_loads_in_transformers_and_tells_right_from_wrong(reward_model):
+    lines = steps_of(reward_model)
+    assert lines[-1]["val/accuracy"] > 0.6
+    folder = reward_model / "checkpoints" / f"step_{lines[-1]['step']}" / "hf"
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    right = []
+    for a, b in ((12, 30), (7, 8), (40, 9), (23, 24), (31, 14), (5, 44)):
+        scores = []
+        for answer in (a + b, a + b + 3):
+            talk = [{"role": "user", "content": f"{a}+{b}="}, {"role": "assistant", "content": str(answer)}]
+            ids = tokenizer(tokenizer.apply_chat_template(talk, tokenize=False), add_special_tokens=False)["input_ids"]
+            scores.append(model(torch.tensor([ids])).logits.item())
+        right.append(scores[0] > scores[1])
+    assert np.mean(right) > 0.5
+
+
+def test_a_reward_model_scores_rollouts(grpo, reward_model, tmp_path):
+    folder = next((reward_model / "checkpoints").glob("step_*")) / "hf"
+    environment = f"env.preferred={{type: reward_model, model: {folder}, max_batch: 64}}"
+    settings = ("grpo.max_num_steps=1", "policy.generation.backend=hf", "data.train.env_name=preferred", environment)
+    run = Run.start(tmp_path / "run", *grpo, *settings)
+    run.finish()
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for row in rollouts_of(run.folder)[1][:8]:
+        talk = [*row["prompt"], {"role": "assistant", "content": row["turns"][-1]["text"]}]
+        ids = tokenizer(tokenizer.apply_chat_template(talk, tokenize=False), add_special_tokens=False)["input_ids"]
+        expected = model(torch.tensor([ids])).logits.item()
+        assert row["rewards"]["reward"] == pytest.approx(expected, abs=1e-3)
