@@ -156,6 +156,6 @@ def test_settings_that_cannot_work_are_refused(folder, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"its processes see no GPU.*CUDA_VISIBLE_DEVICES"):
         RewardModelEnvironment(RewardModelConfig(model=folder, device="cuda"))
     without = save_model(tmp_path)
-    save_tokenizer(tmp_path, None)
+    (tmp_path / "chat_template.jinja").unlink()
     with pytest.raises(ValueError, match="has no chat template"):
         RewardModelEnvironment(RewardModelConfig(model=without))

@@ -25,7 +25,7 @@ from rl_core.torch.rows import to_rows
 class UnigramPolicy(FakeModel):
     """A policy with one logit for each token, whatever went before: it learns which tokens are preferred."""
 
-    def __init__(self, num_tokens, lr=2.0):
+    def __init__(self, num_tokens, lr=0.5):
         super().__init__()
         self.logits = torch.zeros(num_tokens, requires_grad=True)
         self._lr = lr
@@ -42,7 +42,7 @@ class UnigramPolicy(FakeModel):
         share, metrics = self._pass(batch, loss)
         (gradient,) = torch.autograd.grad(share, [self.logits])
         with torch.no_grad():
-            self.logits -= self._lr * gradient
+            self.logits -= self._lr * gradient / gradient.norm().clamp(min=1.0)
         return metrics
 
     def _pass(self, batch, loss):

@@ -8,6 +8,7 @@ from typing import Any
 from rl_algos.data.config import DataConfig
 from rl_algos.dpo.config import DPOConfig, DPORoot
 from rl_algos.dpo.loss import KTO, loss_of, loss_section, term_of, uses_reference
+from rl_algos.losses.preference import KTOLoss
 from rl_algos.preference.checks import preference_data_problems
 from rl_algos.requirement import LOSSES
 from rl_algos.supervised.checks import supervised_problems
@@ -52,7 +53,7 @@ def _loss(config: DPORoot) -> Iterator[Problem]:
         for key in ("reference_policy_kl_penalty", "cache_reference_logprobs"):
             if key in written and getattr(dpo, key):
                 yield Problem(f"dpo.{key}", f"has no effect: {name} has no reference policy; remove this key")
-    if name == KTO:
+    if isinstance(loss, KTOLoss):
         for key in (
             "preference_loss_weight",
             "preference_average_log_probs",

@@ -86,8 +86,8 @@ def compute_kto(loss: KTOLoss, reads: Mapping[str, Tensor], rows: Rows) -> LossS
     is_good = rows["verdict"] > 0.5
     distance = responses.relative - rows["kl"]
     distance = torch.where(is_good, distance, -distance)
-    weights = torch.where(is_good, loss.desirable_weight, loss.undesirable_weight)
-    terms = weights * torch.sigmoid(-loss.beta * distance)
+    doubt = torch.sigmoid(-loss.beta * distance)
+    terms = torch.where(is_good, loss.desirable_weight * doubt, loss.undesirable_weight * doubt)
     rewards = loss.beta * responses.relative.detach()
     metrics = {
         "accuracy": MetricSum(right(distance.detach()).sum(), "responses"),
