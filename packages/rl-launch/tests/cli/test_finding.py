@@ -130,7 +130,7 @@ def test_explain_knows_the_settings_of_tasks():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["grpo.sede"], "did you mean grpo.seed?"),
+        (["grpo.num_prompt_per_step"], "did you mean grpo.num_prompts_per_step?"),
         (["grpo.seed", "grpo.seed=7"], "write rl config explain RECIPE grpo.seed grpo.seed=7"),
         (["a", "b", "c"], "write rl config explain RECIPE KEY"),
     ],
