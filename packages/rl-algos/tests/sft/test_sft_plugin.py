@@ -63,7 +63,9 @@ def test_each_of_several_validation_datasets_has_its_metric(tmp_path):
         "val/loss",
         "val/num_tokens",
         "val/a.jsonl/loss",
+        "val/a.jsonl/num_tokens",
         "val/b.jsonl/loss",
+        "val/b.jsonl/num_tokens",
     ]
 
 
