@@ -243,6 +243,18 @@ def test_a_loop_that_breaks_saves_its_last_whole_step(tmp_path):
     assert [row["step"] for row in counting.metrics(tmp_path)] == [1, 2, 3]
 
 
+def test_the_end_of_a_run_names_the_folder_of_its_adapters_once(tmp_path, caplog):
+    class Adapted(counting.CountingModel):
+        def export_adapter(self, path):
+            Path(path).mkdir()
+            return (counting.written(Path(path) / "factors.npy", self.weights),)
+
+    caplog.set_level("INFO", logger="rl_launch")
+    counting.run(tmp_path, counting.config(), model=Adapted())
+    named = [record.getMessage() for record in caplog.records if "adapters" in record.getMessage()]
+    assert named == [f"adapters, for peft: {tmp_path / 'checkpoints/step_6/adapter'}"]
+
+
 def test_models_that_do_not_train_are_not_in_checkpoints(tmp_path):
     for last in (2, 4):
         models = {role: counting.CountingModel() for role in ("policy", "critic", "teacher")}

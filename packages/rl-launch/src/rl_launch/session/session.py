@@ -157,6 +157,9 @@ class RunSession:
                 raise
             self._note_end(error)
             if kind is None:
+                adapter = self.directory.checkpoints / f"step_{self._saved}" / ADAPTER
+                if adapter.is_dir():
+                    _logger.info("adapters, for peft: %s", adapter)
                 if self._stop.reason:
                     _logger.info("ended after step %d of %d: %s", self._done, self._max_steps, self._stop.reason)
             elif error is not None and self._max_steps:
@@ -320,9 +323,6 @@ class RunSession:
         self._finish_save(wait=True)
         if self._checkpointing.enabled and self._done > self._saved:
             self._save(wait=True)
-        adapter = self.directory.checkpoints / f"step_{self._saved}" / ADAPTER
-        if adapter.is_dir():
-            _logger.info("adapters, for peft: %s", adapter)
         self._stop.listen(gracefully=False)
 
     def _settle(self, error: BaseException | None) -> None:
