@@ -28,15 +28,15 @@ import numpy as np
 from measurement import median, seconds, surroundings, table
 
 from rl_algos.data.stream import Stream
-from rl_algos.grpo.batch import build_batch, with_advantages
-from rl_algos.grpo.collect import Validation
 from rl_algos.grpo.config import GRPOConfig
 from rl_algos.grpo.estimators import advantages_of
 from rl_algos.grpo.loop import train
-from rl_algos.grpo.metrics import rollout_metrics
 from rl_algos.grpo.objective import Objective
 from rl_algos.losses.policy import PolicyLoss
+from rl_algos.rollouts.batch import build_batch, with_advantages
+from rl_algos.rollouts.metrics import rollout_metrics
 from rl_algos.rollouts.source import SyncRolloutSource
+from rl_algos.rollouts.validation import Validation
 from rl_core.devices import device_named
 from rl_core.errors import Origin
 from rl_core.generation import SamplingParams

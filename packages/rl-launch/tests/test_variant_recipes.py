@@ -25,17 +25,18 @@ ON_CPU = ["cluster.device=cpu"]
 @pytest.mark.parametrize("recipe", VARIANTS)
 def test_a_recipe_of_a_variant_chooses_its_parts(recipe):
     config = read_config(recipe, ON_CPU if recipe.endswith("tiny") else []).config
-    loss = objective_of(config).loss
+    loss = objective_of(config, config.grpo).loss
     assert (loss.surrogate.name, loss.aggregation.name, chosen(config.grpo)) == VARIANTS[recipe]
 
 
 def test_variants_with_kl_in_the_reward_keep_a_reference_and_have_no_kl_in_the_loss():
     for recipe in ("rloo-tiny", "reinforce-pp-tiny"):
-        objective = objective_of(read_config(recipe, ON_CPU).config)
+        config = read_config(recipe, ON_CPU).config
+        objective = objective_of(config, config.grpo)
         assert "ref_logprobs" in objective.columns
         assert objective.loss.kl is None
 
 
 def test_the_divisor_of_dr_grpo_follows_the_longest_response():
     config = read_config("drgrpo-tiny", [*ON_CPU, "policy.generation.max_new_tokens=7"]).config
-    assert objective_of(config).loss.aggregation.divisor == 7.0
+    assert objective_of(config, config.grpo).loss.aggregation.divisor == 7.0

@@ -5,10 +5,11 @@ import pytest
 from rollouts_builder import make_group, make_prompt, make_rollout
 
 from rl_algos.grpo.advantages import grpo, rloo
-from rl_algos.grpo.batch import build_batch, with_advantages
 from rl_algos.grpo.batch_advantages import gdpo, reinforce_plus_plus
-from rl_algos.grpo.config import EstimatorConfig, GRPOConfig, RewardScalingConfig
+from rl_algos.grpo.config import EstimatorConfig, GRPOConfig
 from rl_algos.grpo.estimators import advantages_of, by_rollout, estimator_section
+from rl_algos.rollouts.batch import build_batch, with_advantages
+from rl_algos.rollouts.config import RewardScalingConfig
 from rl_core.ragged import Ragged
 from rl_core.rollout import RolloutGroup
 

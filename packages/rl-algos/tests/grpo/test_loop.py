@@ -2,14 +2,14 @@ import numpy as np
 import pytest
 
 from rl_algos.grpo.adaptive import AdaptiveKL
-from rl_algos.grpo.batch import build_batch
-from rl_algos.grpo.collect import Validation
 from rl_algos.grpo.config import EstimatorConfig, GRPOConfig
 from rl_algos.grpo.estimators import reads
 from rl_algos.grpo.loop import train
 from rl_algos.grpo.objective import Objective, RewardKL
-from rl_algos.grpo.rewards import varies
 from rl_algos.losses.policy import KLPenalty, PolicyLoss
+from rl_algos.rollouts.batch import build_batch
+from rl_algos.rollouts.rewards import varies
+from rl_algos.rollouts.validation import Validation
 from rl_core.errors import DataError
 from rl_core.generation import SamplingParams
 from rl_core.rollout import Prompt, Rollout, RolloutGroup, Turn

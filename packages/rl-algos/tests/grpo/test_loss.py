@@ -7,11 +7,12 @@ from unittest.mock import ANY
 import pytest
 
 from rl_algos.data.config import DataConfig, DatasetConfig
-from rl_algos.grpo.config import GRPOConfig, RewardShapingConfig
+from rl_algos.grpo.config import GRPOConfig
 from rl_algos.grpo.estimators import estimator_section
 from rl_algos.grpo.loss import columns_of, loss_of, loss_section
 from rl_algos.grpo.loss_config import LossConfig
 from rl_algos.grpo.plugin import check, models
+from rl_algos.rollouts.config import RewardShapingConfig
 from rl_core.model_config import GenerationConfig
 
 
@@ -25,13 +26,15 @@ def make_config(minibatch, **loss):
 
 @pytest.mark.parametrize(("minibatch", "forced", "on_policy"), [(8, None, True), (4, None, False), (8, False, False)])
 def test_one_minibatch_a_step_needs_no_logprobs_from_before_it_unless_they_are_asked_for(minibatch, forced, on_policy):
-    loss = loss_of(make_config(minibatch, force_on_policy_ratio=forced))
+    config = make_config(minibatch, force_on_policy_ratio=forced)
+    loss = loss_of(config, config.grpo)
     assert loss.on_policy is on_policy
     assert ("prev_logprobs" in loss.columns) is not on_policy
 
 
 def test_the_loss_divides_by_the_temperature_that_rollouts_are_sampled_at():
-    assert loss_of(make_config(8)).temperature == 0.7
+    config = make_config(8)
+    assert loss_of(config, config.grpo).temperature == 0.7
 
 
 LOSS = """
@@ -91,7 +94,8 @@ def problems(config):
 
 
 def test_a_class_of_a_file_is_the_loss_with_its_settings_and_the_temperature_of_sampling(custom):
-    loss = loss_of(custom(beta=0.25))
+    config = custom(beta=0.25)
+    loss = loss_of(config, config.grpo)
     assert (loss.beta, loss.temperature, loss.implementation) == (0.25, 0.7, "mine.py:compute")
     assert problems(custom(beta=0.25)) == []
 
@@ -107,7 +111,8 @@ def test_what_does_not_go_with_a_loss_is_found_before_anything_starts(custom):
     ((key, message),) = problems(custom(beta=-1.0))
     assert key == "loss_fn"
     assert message.endswith("beta must not be negative, got -1.0")
-    assert columns_of(custom(beta=-1.0)) == frozenset()
+    config = custom(beta=-1.0)
+    assert columns_of(config, config.grpo) == frozenset()
     ((key, message),) = problems(custom(kind="Fixed"))
     assert key == "policy.generation.temperature"
     assert "give the class a field `temperature`" in message

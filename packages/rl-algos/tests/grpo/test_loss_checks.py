@@ -144,7 +144,7 @@ def test_what_goes_together_is_a_loss(written):
         loss_fn=section,
         policy=SimpleNamespace(train_global_batch_size=8, generation=SimpleNamespace(temperature=1.0)),
     )
-    loss_of(config)
+    loss_of(config, config.grpo)
 
 
 @pytest.mark.parametrize("name", SURROGATES)

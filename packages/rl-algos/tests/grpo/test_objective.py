@@ -7,13 +7,13 @@ import pytest
 from rollouts_builder import make_group
 
 from rl_algos.grpo.adaptive import AdaptiveEntropy, AdaptiveKL
-from rl_algos.grpo.batch import build_batch, with_advantages
 from rl_algos.grpo.config import GRPOConfig
 from rl_algos.grpo.objective import Objective, RewardKL
 from rl_algos.grpo.step_statistics import StepData, high_covariance, positive_examples
 from rl_algos.losses.kl import KLPenalty
 from rl_algos.losses.policy import PolicyLoss
 from rl_algos.losses.surrogates import ClipCov, KLCov
+from rl_algos.rollouts.batch import build_batch, with_advantages
 from rl_core.metrics import Metric
 
 GROUPS = [make_group("a", [1.0, 0.0, -0.5]), make_group("b", [0.5, 2.0])]

@@ -8,7 +8,6 @@ import pytest
 import torch
 from rollouts_builder import make_group
 
-from rl_algos.grpo.batch import build_batch, with_advantages
 from rl_algos.grpo.config import GRPOConfig
 from rl_algos.grpo.estimators import ESTIMATORS, advantages_of
 from rl_algos.grpo.loss import aggregation_of, surrogate_of
@@ -16,6 +15,7 @@ from rl_algos.grpo.loss_checks import policy_loss_problems
 from rl_algos.grpo.loss_config import CustomLossConfig
 from rl_algos.grpo.plugin import grpo_section, loss_fn_section
 from rl_algos.losses.surrogates import SURROGATES
+from rl_algos.rollouts.batch import build_batch, with_advantages
 from rl_core.config import assemble, load, resolve, settings_of
 from rl_core.plugins import resolve as resolve_name
 from rl_core.torch.rows import to_rows

@@ -26,7 +26,7 @@ def test_a_share_that_is_allowed_passes_with_a_warning(caplog):
 def test_past_it_the_reasons_are_counted_and_one_row_is_named():
     reasons = ["EnvironmentFailed: the verifier hung"] * 3 + ["RequestRefused: no room"] * 2 + [""]
     with pytest.raises(RolloutsFailed) as caught:
-        FailureWatch(0.5).check(groups(*reasons))
+        FailureWatch(0.5, section="grpo").check(groups(*reasons))
     said = str(caught.value)
     assert said.startswith("5 of 6 rollouts failed, more than grpo.max_failed_share=0.5 allows: ")
     assert "3 x EnvironmentFailed: the verifier hung; 2 x RequestRefused: no room." in said

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from rl_algos.grpo.setup import load
+from rl_algos.rollouts.data import load
 from rl_core.errors import ConfigError
 from rl_core.plugins import ALGORITHMS, plugin
 from rl_launch.root import read_config

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 from rl_algos.data.stream import Stream
-from rl_algos.grpo.collect import Validation
 from rl_algos.grpo.config import GRPOConfig
 from rl_algos.grpo.loop import train
 from rl_algos.grpo.objective import Objective
 from rl_algos.losses.policy import PolicyLoss
 from rl_algos.rollouts.source import SyncRolloutSource
+from rl_algos.rollouts.validation import Validation
 from rl_core.batch import RemoteRows
 from rl_core.errors import RunDirectoryError, WorkerDied
 from rl_core.generation import SamplingParams

@@ -12,10 +12,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from rl_algos.rollouts.batch import Advantages
 from rl_core.ragged import Ragged
-
-Advantages = np.ndarray | Ragged
-"""float64, `[rollouts]` or token-aligned `[tokens]`."""
 
 
 def grpo(rewards: np.ndarray, groups: np.ndarray, normalize: bool = True, *, eps: float = 1e-6) -> np.ndarray:

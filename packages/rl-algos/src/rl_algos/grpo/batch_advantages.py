@@ -10,7 +10,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from rl_algos.grpo.advantages import Advantages, drgrpo, grpo
+from rl_algos.grpo.advantages import drgrpo, grpo
+from rl_algos.rollouts.batch import Advantages
 from rl_core.ragged import Ragged
 
 

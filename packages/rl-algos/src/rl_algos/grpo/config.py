@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Protocol
+from typing import ClassVar, Protocol
 
-from pydantic import Field
-
-from rl_algos.data.config import DataRoot
 from rl_algos.grpo.loss_config import CustomLossConfig, LossConfig
-from rl_core.config import Config, NamedConfig, WhenChanged
-from rl_core.model_config import GenerationConfig
+from rl_algos.rollouts.config import PolicyGradientConfig, RolloutRoot
+from rl_core.config import NamedConfig
 
 
 class EstimatorConfig(NamedConfig):
@@ -21,142 +18,29 @@ class EstimatorConfig(NamedConfig):
     `file.py:function`. Unset, it is `rloo` with `use_leave_one_out_baseline` and `grpo` without it."""
 
 
-class RewardScalingConfig(Config):
-    enabled: bool = False
-    """Map rewards linearly from the source range to the target range, clamped at its ends."""
-    source_min: float = 0.0
-    """Reward that maps to `target_min`."""
-    source_max: float = 1.0
-    """Reward that maps to `target_max`."""
-    target_min: float = 0.0
-    """Smallest reward after scaling."""
-    target_max: float = 1.0
-    """Largest reward after scaling."""
+class GRPOConfig(PolicyGradientConfig):
+    section: ClassVar[str] = "grpo"
 
-
-class RewardShapingConfig(Config):
-    enabled: bool = False
-    """Lower rewards for how a response ended, repeated itself or was written, as the keys below say."""
-    max_response_length: int = Field(default=512, gt=0)
-    """Sampled tokens at which the whole overlong penalty applies (DAPO's soft overlong punishment)."""
-    overlong_buffer_length: int = Field(default=128, gt=0)
-    """Tokens before the limit over which the penalty grows from 0."""
-    overlong_buffer_penalty: float = Field(default=1.0, ge=0)
-    """Overlong penalty at the limit."""
-    stop_properly_penalty_coef: float | None = Field(default=None, ge=0, le=1)
-    """Factor of the rewards of rollouts that ran into a token limit; unset, they are kept."""
-    repetition_penalty: float = Field(default=0.0, ge=0)
-    """Penalty times the share of runs of tokens that have occurred before in the response; the driver then reads all
-    sampled tokens."""
-    repetition_ngram_size: int = Field(default=20, gt=0)
-    """Tokens of such a run."""
-    malformed_thinking_penalty: float = Field(default=0.0, ge=0)
-    """Penalty of a rollout with a turn whose thoughts are not closed by exactly one `</think>`; the driver then reads
-    all responses."""
-    invalid_tool_call_penalty: float = Field(default=0.0, ge=0)
-    """Penalty of a rollout with a `<tool_call>` that is not closed, or not a JSON object with `name` and `arguments`;
-    the driver then reads all responses."""
-
-
-class GRPOConfig(Config):
-    num_prompts_per_step: int = Field(default=32, gt=0)
-    """Prompts of one step."""
-    num_generations_per_prompt: int = Field(default=16, gt=0)
-    """Rollouts of each prompt: the group."""
-    max_num_steps: Annotated[int, WhenChanged.GOAL] = Field(default=1000, gt=0)
-    """Steps of the run."""
-    max_num_epochs: Annotated[int | None, WhenChanged.GOAL] = Field(default=None, gt=0)
-    """Passes over the data after which the run ends, if it has not ended before."""
-    max_failed_share: Annotated[float, WhenChanged.RESUME] = Field(default=0.5, ge=0, le=1)
-    """Largest share of the rollouts collected or evaluated together that may fail (rewards that raise, environments
-    that hang or crash, prompts that the engine refuses); past it, or if all fail, the run stops with the reasons."""
-    max_rollout_turns: int = Field(default=1, gt=0)
-    """Most turns of one rollout."""
     normalize_rewards: bool = True
     """Divide advantages by the standard deviation of their group (`grpo`, `rloo`)."""
     use_leave_one_out_baseline: bool = False
     """Compare each reward with the mean of the others in its group instead of the mean of all."""
     adv_estimator: EstimatorConfig = EstimatorConfig()
-    advantage_clip_low: float | None = None
-    """Smallest advantage."""
-    advantage_clip_high: float | None = None
-    """Largest advantage."""
-    use_dynamic_sampling: bool = False
-    """Train only on groups whose rewards differ, sampling further prompts in place of the others (DAPO)."""
-    dynamic_sampling_max_gen_batches: int = Field(default=10, gt=0)
-    """Most rounds of sampling for one step."""
-    batch_multiplier: float = Field(default=1.0, ge=1)
-    """Prompts that a round of dynamic sampling rolls out for each one that is still wanted. More than one takes fewer
-    rounds; groups beyond those wanted train nothing, and their prompts are used up."""
-    overlong_filtering: bool = False
-    """Leave rollouts that ran into a token limit out of the loss, and out of the tokens and sequences that it is
-    divided by. Their rewards still count in the baselines of their groups."""
-    seq_logprob_error_threshold: float | None = Field(default=None, gt=1)
-    """Leave rollouts whose mean `exp|prev - generation|` logprob is above this out of all terms of the loss; the tokens
-    and sequences that it is divided by still count them."""
-    reward_scaling: RewardScalingConfig = RewardScalingConfig()
-    reward_shaping: RewardShapingConfig = RewardShapingConfig()
-    val_period: Annotated[int, WhenChanged.RESUME] = Field(default=0, ge=0)
-    """Validate after every this many steps; 0 does not."""
-    val_at_start: Annotated[bool, WhenChanged.RESUME] = False
-    """Validate before the first step."""
-    val_at_end: Annotated[bool, WhenChanged.RESUME] = False
-    """Validate after the last step."""
-    max_val_samples: Annotated[int | None, WhenChanged.RESUME] = Field(default=None, gt=0)
-    """Most validation prompts; all where unset."""
-    val_num_generations_per_prompt: Annotated[int, WhenChanged.RESUME] = Field(default=1, gt=0)
-    """Rollouts of each validation prompt."""
-    stop_at_validation_metric: Annotated[str | None, WhenChanged.GOAL] = None
-    """End the run once this validation metric (such as `accuracy`) reaches the threshold."""
-    stop_at_validation_threshold: Annotated[float | None, WhenChanged.GOAL] = None
-    """Threshold of `stop_at_validation_metric`."""
-    seed: int = 42
-    """Of data order, sampling and dropout."""
-
-    @property
-    def rollouts_per_step(self) -> int:
-        """Rollouts that one step trains on."""
-        return self.num_prompts_per_step * self.num_generations_per_prompt
 
 
-class GeneratingPolicy(Protocol):
-    """The keys of `policy` that GRPO reads."""
-
-    @property
-    def train_global_batch_size(self) -> int:
-        """Rollouts of one optimizer step."""
-        ...
-
-    @property
-    def max_total_sequence_length(self) -> int:
-        """Most tokens of a rollout."""
-        ...
-
-    @property
-    def generation(self) -> GenerationConfig:
-        """How completions are sampled."""
-        ...
-
-
-class GRPORoot(DataRoot, Protocol):
-    """The resolved config of a GRPO run, as far as GRPO reads it."""
-
-    @property
-    def grpo(self) -> GRPOConfig:
-        """Settings of the loop."""
-        ...
+class ObjectiveRoot(RolloutRoot, Protocol):
+    """The resolved config of a run whose policy minimises `loss_fn`."""
 
     @property
     def loss_fn(self) -> LossConfig | CustomLossConfig:
         """Settings of the loss."""
         ...
 
-    @property
-    def env(self) -> Config:
-        """Settings of environments by name."""
-        ...
+
+class GRPORoot(ObjectiveRoot, Protocol):
+    """The resolved config of a GRPO run, as far as GRPO reads it."""
 
     @property
-    def policy(self) -> GeneratingPolicy:
-        """The model that is trained."""
+    def grpo(self) -> GRPOConfig:
+        """Settings of the loop."""
         ...

@@ -11,9 +11,10 @@ import numpy as np
 
 from rl_algos.grpo import advantages as by_group
 from rl_algos.grpo import batch_advantages
-from rl_algos.grpo.advantages import Advantages, clip_advantages
+from rl_algos.grpo.advantages import clip_advantages
 from rl_algos.grpo.config import EstimatorConfig, GRPOConfig
-from rl_algos.grpo.rewards import lengths_of, scores_of, trained_rewards
+from rl_algos.rollouts.batch import Advantages
+from rl_algos.rollouts.rewards import lengths_of, scores_of, trained_rewards
 from rl_core.config import Config, section_of, settings_of
 from rl_core.plugins import resolve
 from rl_core.ragged import Ragged

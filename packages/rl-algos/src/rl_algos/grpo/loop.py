@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from rl_algos.grpo.batch import build_batch, minibatches, with_advantages, with_logprobs
-from rl_algos.grpo.collect import Validation, collect_groups, greedy_groups
 from rl_algos.grpo.config import GRPOConfig
 from rl_algos.grpo.estimators import advantages_of, by_rollout
-from rl_algos.grpo.metrics import rollout_metrics, training_metrics
-from rl_algos.grpo.objective import Objective
+from rl_algos.grpo.objective import Objective, with_logprobs
 from rl_algos.grpo.step_statistics import StepData
+from rl_algos.rollouts.batch import build_batch, minibatches, with_advantages
+from rl_algos.rollouts.collect import collect_groups, greedy_groups
+from rl_algos.rollouts.metrics import rollout_metrics, training_metrics
+from rl_algos.rollouts.validation import Validation
 from rl_core.generation import RolloutSource, SamplingParams, Weights
 from rl_core.model import Model
 from rl_core.run import Checkpointable, Run

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rl_algos.grpo.adaptive import AdaptiveEntropy, AdaptiveKL
-from rl_algos.grpo.config import GRPORoot
+from rl_algos.grpo.config import ObjectiveRoot
 from rl_algos.grpo.loss_config import CustomLossConfig, LossConfig, RejectionConfig, SurrogateConfig
 from rl_algos.grpo.objective import Objective, RewardKL
 from rl_algos.grpo.step_statistics import Statistic, high_covariance, positive_examples
@@ -16,6 +16,7 @@ from rl_algos.losses.importance import ImportanceCorrection, Rejection
 from rl_algos.losses.kl import KLPenalty
 from rl_algos.losses.policy import PolicyLoss
 from rl_algos.losses.surrogates import SURROGATES, ClipCov, KLCov, Surrogate
+from rl_algos.rollouts.config import PolicyGradientConfig
 from rl_core.config import Config, did_you_mean, section_of, settings_of
 from rl_core.model import Loss
 from rl_core.plugins import resolve
@@ -72,10 +73,14 @@ def surrogate_of(loss: LossConfig) -> Surrogate:
     return kind(**shared, **settings_of(loss.surrogate))
 
 
-def loss_of(config: GRPORoot) -> Loss:
-    """The loss of a run."""
+def loss_of(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> Loss:
+    """The loss of a run.
+
+    Args:
+        algorithm: section of the algorithm.
+    """
     if isinstance(config.loss_fn, LossConfig):
-        return policy_loss(config, config.loss_fn)
+        return policy_loss(config, algorithm, config.loss_fn)
     kind = _loss_class(config.loss_fn.name)
     fields = {field.name for field in dataclasses.fields(kind)}
     derived: Mapping[str, Any] = {"temperature": config.policy.generation.temperature}
@@ -84,20 +89,24 @@ def loss_of(config: GRPORoot) -> Loss:
     return loss
 
 
-def objective_of(config: GRPORoot) -> Objective:
-    """The loss of a run with what is computed once a step for it."""
-    loss, settings = loss_of(config), config.loss_fn
+def objective_of(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> Objective:
+    """The loss of a run with what is computed once a step for it.
+
+    Args:
+        algorithm: section of the algorithm.
+    """
+    loss, settings = loss_of(config, algorithm), config.loss_fn
     if not isinstance(settings, LossConfig):
         return Objective(loss)
     assert isinstance(loss, PolicyLoss)
     statistics: dict[str, Statistic] = {}
     if isinstance(loss.surrogate, ClipCov | KLCov):
-        statistics["high_covariance"] = high_covariance(loss.surrogate, config.grpo.seed)
+        statistics["high_covariance"] = high_covariance(loss.surrogate, algorithm.seed)
     if loss.positive_nll_weight:
         statistics["positive"] = positive_examples
     kl, bonus = settings.adaptive_kl, settings.entropy_bonus
     penalty = settings.reference_policy_kl_penalty
-    rate = config.grpo.rollouts_per_step / kl.horizon
+    rate = algorithm.rollouts_per_step / kl.horizon
     return Objective(
         loss,
         statistics=statistics,
@@ -109,19 +118,18 @@ def objective_of(config: GRPORoot) -> Objective:
     )
 
 
-def columns_of(config: GRPORoot) -> frozenset[str]:
+def columns_of(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> frozenset[str]:
     """Columns that the loss of a run reads; none of a loss that cannot be made, which the plugin's checks report."""
     try:
-        return objective_of(config).columns
+        return objective_of(config, algorithm).columns
     except (ValueError, TypeError):
         return frozenset()
 
 
-def policy_loss(config: GRPORoot, loss: LossConfig) -> PolicyLoss:
+def policy_loss(config: ObjectiveRoot, algorithm: PolicyGradientConfig, loss: LossConfig) -> PolicyLoss:
     """The policy loss."""
     surrogate = surrogate_of(loss)
-    has_one_minibatch = config.policy.train_global_batch_size == config.grpo.rollouts_per_step
-    on_policy = has_one_minibatch and not needs_prev(loss)
+    on_policy = has_one_update(config, algorithm) and not needs_prev(loss)
     bonus = loss.entropy_bonus
     return PolicyLoss(
         surrogate=surrogate,
@@ -130,11 +138,16 @@ def policy_loss(config: GRPORoot, loss: LossConfig) -> PolicyLoss:
         kl=_kl(loss) if loss.reference_policy_kl_penalty and not loss.use_kl_in_reward else None,
         importance=_importance(loss, surrogate) if loss.use_importance_sampling_correction else None,
         off_policy_threshold=loss.off_policy_sequence_mask_threshold,
-        mismatch_threshold=config.grpo.seq_logprob_error_threshold,
+        mismatch_threshold=algorithm.seq_logprob_error_threshold,
         entropy_weight=bonus.weight if bonus.weight or bonus.target else None,
         positive_nll_weight=loss.positive_example_nll_weight,
         temperature=config.policy.generation.temperature,
     )
+
+
+def has_one_update(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> bool:
+    """Whether a step takes one optimizer step of the policy."""
+    return config.policy.train_global_batch_size == algorithm.rollouts_per_step and algorithm.passes_per_step == 1
 
 
 def needs_prev(loss: LossConfig) -> bool:

@@ -5,10 +5,62 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from rl_algos.grpo.loss import CLIP_KEYS, SWITCHES, aggregation_of, needs_prev, surrogate_name, surrogate_of
+from rl_algos.grpo.config import ObjectiveRoot
+from rl_algos.grpo.loss import (
+    CLIP_KEYS,
+    COLUMNS,
+    SWITCHES,
+    aggregation_of,
+    has_one_update,
+    loss_of,
+    needs_prev,
+    surrogate_name,
+    surrogate_of,
+)
 from rl_algos.grpo.loss_config import LossConfig
 from rl_algos.losses.surrogates import SURROGATES
+from rl_algos.rollouts.config import PolicyGradientConfig
 from rl_core.config import Problem
+
+
+def loss_problems(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> Iterator[Problem]:
+    """Problems of `loss_fn` in a whole config.
+
+    Args:
+        algorithm: section of the algorithm.
+    """
+    loss = config.loss_fn
+    if not isinstance(loss, LossConfig):
+        yield from _custom_loss_problems(config, algorithm)
+        return
+    if loss.force_on_policy_ratio and not has_one_update(config, algorithm):
+        rows = algorithm.rollouts_per_step
+        remedy = f"set policy.train_global_batch_size to {rows}" if algorithm.passes_per_step == 1 else "remove it"
+        yield _problem("force_on_policy_ratio", f"needs one minibatch and one pass over it a step: {remedy}")
+    yield from policy_loss_problems(loss)
+
+
+def _custom_loss_problems(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> Iterator[Problem]:
+    name = config.loss_fn.name
+    try:
+        loss = loss_of(config, algorithm)
+        columns, temperature = tuple(loss.columns), loss.temperature
+    except (ValueError, TypeError) as error:
+        yield Problem("loss_fn", f"{name}: {error}")
+        return
+    unknown = [column for column in columns if column not in COLUMNS]
+    if unknown:
+        yield Problem("loss_fn.name", f"{name} needs {', '.join(unknown)}; a batch has {', '.join(COLUMNS)}")
+    if temperature != config.policy.generation.temperature:
+        yield Problem(
+            "policy.generation.temperature",
+            f"{config.policy.generation.temperature} is not the temperature of {name}, which is {temperature}; give "
+            "the class a field `temperature`, which is then set to it",
+        )
+    if algorithm.seq_logprob_error_threshold is not None:
+        yield Problem(
+            f"{algorithm.section}.seq_logprob_error_threshold", f"has no effect with the loss {name}; remove this key"
+        )
 
 
 def policy_loss_problems(loss: LossConfig) -> Iterator[Problem]:

@@ -15,7 +15,7 @@ from rl_algos.losses.kl import KLType
 from rl_algos.losses.policy import PolicyLoss
 from rl_core.batch import Batch
 from rl_core.metrics import Metric
-from rl_core.model import Loss
+from rl_core.model import LOGPROBS, Loss, Model
 from rl_core.ragged import Ragged
 from rl_core.rollout import LOSS_MASK
 
@@ -139,6 +139,15 @@ class Objective:
         for name, weight in self._weights.items():
             if name in state:
                 weight.restore(state[name])
+
+
+def with_logprobs(batch: Batch, policy: Model, objective: Objective) -> Batch:
+    """The batch with `prev_logprobs` and `ref_logprobs`, as far as the objective asks for them."""
+    for column, reference in (("prev_logprobs", False), ("ref_logprobs", True)):
+        if column in objective.columns:
+            read = policy.infer(batch, [LOGPROBS], reference=reference, temperature=objective.loss.temperature)
+            batch = batch.with_columns({column: read.columns["logprobs"]})
+    return batch
 
 
 def _clamp(values: np.ndarray, bound: float | None) -> np.ndarray:

@@ -31,10 +31,12 @@ class FailureWatch:
     Args:
         max_failed_share: largest share of the rollouts of one call. If all of them failed there is nothing to train
             on, and the run ends whatever the share.
+        section: config section of that share, named in messages.
     """
 
-    def __init__(self, max_failed_share: float) -> None:
+    def __init__(self, max_failed_share: float, *, section: str = "") -> None:
         self._max_failed_share = max_failed_share
+        self._key = ".".join(filter(None, (section, "max_failed_share")))
         self._num_calls = 0
         self._told: dict[str, int] = {}
 
@@ -56,7 +58,7 @@ class FailureWatch:
         examples = {_cause(rollout.failure): (prompt, rollout) for prompt, rollout in reversed(failed)}
         reasons = _listed({_reason(examples[cause][1].failure): count for cause, count in counts.most_common()})
         if len(failed) == num_rollouts or len(failed) > self._max_failed_share * num_rollouts:
-            allowed = f", more than grpo.max_failed_share={self._max_failed_share:g} allows"
+            allowed = f", more than {self._key}={self._max_failed_share:g} allows"
             prompt, rollout = examples[counts.most_common(1)[0][0]]
             raise RolloutsFailed(
                 f"{share}{allowed if len(failed) < num_rollouts else ', so there is nothing to train on'}: "

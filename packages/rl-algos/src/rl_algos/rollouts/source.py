@@ -39,6 +39,7 @@ class SyncRolloutSource:
         seed: of sampling; a rollout's seed follows from it, from the number of prompts drawn before, and its place in
             the group.
         max_failed_share: share of failed rollouts of one call above which they are refused, as they are if all failed.
+        section: config section of that share, named in messages.
     """
 
     def __init__(
@@ -50,12 +51,13 @@ class SyncRolloutSource:
         num_generations: int,
         seed: int,
         max_failed_share: float = 1.0,
+        section: str = "",
     ) -> None:
         self._pool = pool
         self._prompts = prompts
         self._sampling = sampling
         self._num_generations = num_generations
-        self._failures = FailureWatch(max_failed_share)
+        self._failures = FailureWatch(max_failed_share, section=section)
         self._seed = seed
         self._num_drawn = 0
         self._trained = self._position()

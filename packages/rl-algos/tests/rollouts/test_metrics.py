@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from rollouts_builder import make_group, make_prompt, make_rollout
 
-from rl_algos.grpo.metrics import rollout_metrics
+from rl_algos.rollouts.metrics import rollout_metrics
 from rl_core.rollout import Rollout, RolloutGroup
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rl_algos.grpo.config import GRPOConfig, RewardScalingConfig, RewardShapingConfig
+from rl_algos.rollouts.config import PolicyGradientConfig, RewardScalingConfig, RewardShapingConfig
 from rl_core.batch import TOKENS
 from rl_core.rollout import LOSS_MASK, RECORD, RolloutGroup
 
@@ -25,7 +25,7 @@ def lengths_of(groups: Sequence[RolloutGroup]) -> np.ndarray:
     return np.array([length for group in groups for length in group.rollouts.num_sampled], dtype=np.int64)
 
 
-def trained_rewards(groups: Sequence[RolloutGroup], config: GRPOConfig) -> np.ndarray:
+def trained_rewards(groups: Sequence[RolloutGroup], config: PolicyGradientConfig) -> np.ndarray:
     """float64 `[rollouts]`, rewards scaled and then shaped; NaN for failed rollouts."""
     rewards, shaping = scale_rewards(scores_of(groups), config.reward_scaling), config.reward_shaping
     if not shaping.enabled:

@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rollouts_builder import make_prompt, make_rollout
 
-from rl_algos.grpo.config import GRPOConfig, RewardScalingConfig, RewardShapingConfig
-from rl_algos.grpo.rewards import (
+from rl_algos.grpo.config import GRPOConfig
+from rl_algos.rollouts.config import RewardScalingConfig, RewardShapingConfig
+from rl_algos.rollouts.rewards import (
     has_invalid_tool_call,
     is_malformed_thinking,
     overlong_share,

@@ -1,4 +1,4 @@
-"""What a step and a validation report."""
+"""Metrics of a step."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from itertools import compress
 
 import numpy as np
 
-from rl_algos.grpo.advantages import Advantages
-from rl_algos.grpo.rewards import varies
-from rl_core.generation import Evaluation
+from rl_algos.rollouts.batch import Advantages
+from rl_algos.rollouts.rewards import varies
 from rl_core.metrics import Metric, over_updates
 from rl_core.model import Metrics
 from rl_core.ragged import Ragged
@@ -22,17 +21,23 @@ def training_metrics(updates: Sequence[Metrics]) -> dict[str, Metric]:
 
 
 def rollout_metrics(
-    groups: Sequence[RolloutGroup], aside: Sequence[RolloutGroup], advantages: Advantages
+    groups: Sequence[RolloutGroup], aside: Sequence[RolloutGroup] = (), advantages: Advantages | None = None
 ) -> dict[str, float]:
-    """Rewards, lengths and endings of the rollouts trained on."""
+    """Rewards, lengths and endings of the rollouts trained on.
+
+    Args:
+        aside: rolled out and not trained on.
+        advantages: of `groups`; None if there are none.
+    """
     statuses = [status for group in groups for status in group.rollouts.status]
     usable = np.array([status != "failed" for status in statuses])
-    values = advantages.values if isinstance(advantages, Ragged) else advantages
     metrics = {
         "rollout/failed": float(len(usable) - usable.sum()),
         "rollout/groups_without_signal": float(sum(not varies(group) for group in aside) + _num_alike(groups)),
-        "advantage/max": float(np.abs(values).max()),
     }
+    if advantages is not None:
+        values = advantages.values if isinstance(advantages, Ragged) else advantages
+        metrics["advantage/max"] = float(np.abs(values).max())
     if not usable.any():
         return metrics
     lengths = np.array([length for group in groups for length in group.rollouts.num_sampled])[usable]
@@ -50,18 +55,6 @@ def rollout_metrics(
     named = [rewards for group in groups for rewards in group.rollouts.rewards]
     reported = [info for group in groups for info in group.rollouts.info]
     return metrics | _named_rewards(compress(named, usable)) | _reported(compress(reported, usable))
-
-
-def validation_metrics(evaluation: Evaluation) -> dict[str, float]:
-    """`val/accuracy` (mean reward) over all prompts, and by dataset where there are several."""
-    rewards = evaluation.rewards
-    lengths = [length for group in evaluation.groups for length in group.rollouts.num_sampled]
-    metrics = {"val/accuracy": float(rewards.mean()), "val/mean_length": float(np.mean(lengths))}
-    datasets = np.array([group.prompt.dataset for group in evaluation.groups])
-    names = np.unique(datasets)
-    if len(names) > 1:
-        metrics |= {f"val/{name}/accuracy": float(rewards[datasets == name].mean()) for name in names}
-    return metrics
 
 
 def _num_alike(groups: Sequence[RolloutGroup]) -> int:

@@ -6,18 +6,18 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from rl_algos.grpo.advantages import Advantages
-from rl_algos.grpo.config import GRPOConfig
-from rl_algos.grpo.objective import Objective
-from rl_algos.grpo.rewards import are_cut
+from rl_algos.rollouts.config import RolloutConfig
+from rl_algos.rollouts.rewards import are_cut
 from rl_algos.rollouts.routing import with_routing
 from rl_core.batch import Batch, Column
-from rl_core.model import LOGPROBS, Model
 from rl_core.ragged import Ragged
 from rl_core.rollout import LOSS_MASK, RECORD, RolloutGroup
 
+Advantages = np.ndarray | Ragged
+"""float64, `[rollouts]` or token-aligned `[tokens]`."""
 
-def build_batch(groups: Sequence[RolloutGroup], config: GRPOConfig) -> Batch:
+
+def build_batch(groups: Sequence[RolloutGroup], config: RolloutConfig) -> Batch:
     """One row per rollout: `tokens`, `loss_mask` and `generation_logprobs` by token.
 
     Rollouts that train nothing (failed; cut off, with overlong filtering) have an empty loss mask. The token-aligned
@@ -29,15 +29,6 @@ def build_batch(groups: Sequence[RolloutGroup], config: GRPOConfig) -> Batch:
     batch = Batch.concat([part.only(names) for part in parts])
     if config.overlong_filtering:
         batch = batch.with_zeros(LOSS_MASK, are_cut(groups, config.max_rollout_turns))
-    return batch
-
-
-def with_logprobs(batch: Batch, policy: Model, objective: Objective) -> Batch:
-    """The batch with `prev_logprobs` and `ref_logprobs`, as far as the objective asks for them."""
-    for column, reference in (("prev_logprobs", False), ("ref_logprobs", True)):
-        if column in objective.columns:
-            read = policy.infer(batch, [LOGPROBS], reference=reference, temperature=objective.loss.temperature)
-            batch = batch.with_columns({column: read.columns["logprobs"]})
     return batch
 
 

@@ -1,0 +1,86 @@
+"""Settings of rollouts, rewards and validation that contradict one another, or the rest of the config."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rl_algos.data.config import dataset_names
+from rl_algos.rollouts.config import PolicyGradientConfig, RolloutRoot, rollout_config
+from rl_core.config import Problem
+from rl_core.environments.instance import problem_with
+
+
+def rollout_problems(config: RolloutRoot) -> Iterator[Problem]:
+    """Problems of every algorithm that trains on its own rollouts."""
+    yield from minibatch_problem(config, "policy.train_global_batch_size", config.policy.train_global_batch_size)
+    yield from _sampling(config)
+    yield from _validation(config)
+    for key, dataset in config.data.sections():
+        if dataset.env_name is not None and (problem := problem_with(dataset.env_name, config.env)):
+            yield Problem(f"{key}.env_name", problem)
+
+
+def reward_problems(algorithm: PolicyGradientConfig) -> Iterator[Problem]:
+    """Problems of every algorithm that learns from rewards."""
+    if algorithm.batch_multiplier != 1 and not algorithm.use_dynamic_sampling:
+        yield Problem(f"{algorithm.section}.batch_multiplier", "has no effect without use_dynamic_sampling=true")
+    scaling = algorithm.reward_scaling
+    if scaling.enabled and scaling.source_max <= scaling.source_min:
+        yield Problem(f"{algorithm.section}.reward_scaling.source_max", "must be above source_min")
+
+
+def validation_metrics(config: RolloutRoot) -> list[str]:
+    """Names of the metrics that a validation records; none if the run does not validate."""
+    if not rollout_config(config).validates:
+        return []
+    names = sorted(set(dataset_names(config.data.validation_datasets, "validation")))
+    by_dataset = [f"val/{name}/accuracy" for name in names] if len(names) > 1 else []
+    return ["val/accuracy", "val/mean_length", *by_dataset]
+
+
+def minibatch_problem(config: RolloutRoot, key: str, rows: int) -> Iterator[Problem]:
+    """The problem of a number of rows per optimizer step that does not divide the rollouts of a step.
+
+    Args:
+        key: of that number.
+        rows: the number.
+    """
+    rollouts = rollout_config(config)
+    if rollouts.rollouts_per_step % rows:
+        yield Problem(
+            key,
+            f"{rows} does not divide the {rollouts.rollouts_per_step} rollouts of a step "
+            f"({rollouts.section}.num_prompts_per_step {rollouts.num_prompts_per_step} x "
+            f"{rollouts.section}.num_generations_per_prompt {rollouts.num_generations_per_prompt}); set it to a "
+            "divisor",
+        )
+
+
+def _sampling(config: RolloutRoot) -> Iterator[Problem]:
+    generation = config.policy.generation
+    if generation.top_p != 1.0:
+        yield Problem("policy.generation.top_p", "training samples from the whole distribution; leave it at 1.0")
+    if generation.top_k is not None:
+        yield Problem("policy.generation.top_k", "training samples from the whole distribution; leave it unset")
+    if generation.max_new_tokens >= config.policy.max_total_sequence_length:
+        yield Problem(
+            "policy.generation.max_new_tokens",
+            f"{generation.max_new_tokens} leaves no room for a prompt within policy.max_total_sequence_length "
+            f"{config.policy.max_total_sequence_length}",
+        )
+
+
+def _validation(config: RolloutRoot) -> Iterator[Problem]:
+    rollouts = rollout_config(config)
+    metric = f"{rollouts.section}.stop_at_validation_metric"
+    if (rollouts.stop_at_validation_metric is None) != (rollouts.stop_at_validation_threshold is None):
+        yield Problem(metric, "needs stop_at_validation_threshold, and the other way round")
+    if rollouts.stop_at_validation_metric not in (None, "accuracy", "mean_length"):
+        yield Problem(metric, f"got {rollouts.stop_at_validation_metric!r}; use accuracy or mean_length")
+    if rollouts.validates and not config.data.validation:
+        yield Problem(
+            "data.validation",
+            f"is empty, but {rollouts.section} asks for validation; give a dataset, or turn validation off with "
+            f"{rollouts.section}.val_period=0, {rollouts.section}.val_at_start=false and "
+            f"{rollouts.section}.val_at_end=false",
+        )

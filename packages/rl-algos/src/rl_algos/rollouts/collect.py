@@ -1,0 +1,49 @@
+"""The groups that a step trains on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from rl_algos.rollouts.config import PolicyGradientConfig
+from rl_algos.rollouts.rewards import varies
+from rl_core.errors import DataError
+from rl_core.generation import RolloutSource, SamplingParams
+from rl_core.rollout import RolloutGroup
+
+
+def collect_groups(
+    rollouts: RolloutSource, config: PolicyGradientConfig
+) -> tuple[list[RolloutGroup], list[RolloutGroup]]:
+    """The groups of one step, and those that dynamic sampling set aside (without signal, or beyond those wanted); both
+    empty or short when the data ends.
+
+    Raises:
+        DataError: if `dynamic_sampling_max_gen_batches` rounds did not find enough groups whose rewards differ.
+    """
+    if not config.use_dynamic_sampling:
+        return rollouts.collect(config.num_prompts_per_step), []
+    kept: list[RolloutGroup] = []
+    aside: list[RolloutGroup] = []
+    for _ in range(config.dynamic_sampling_max_gen_batches):
+        drawn = math.ceil((config.num_prompts_per_step - len(kept)) * config.batch_multiplier)
+        groups = rollouts.collect(drawn)
+        for group in groups:
+            is_wanted = len(kept) < config.num_prompts_per_step and varies(group)
+            (kept if is_wanted else aside).append(group)
+        if len(kept) == config.num_prompts_per_step or len(groups) < drawn:
+            return kept, aside
+    raise DataError(
+        f"dynamic sampling found {len(kept)} of {config.num_prompts_per_step} groups with differing rewards in "
+        f"{config.dynamic_sampling_max_gen_batches} rounds; raise "
+        f"{config.section}.dynamic_sampling_max_gen_batches or choose prompts the policy sometimes solves"
+    )
+
+
+def greedy_groups(
+    rollouts: RolloutSource, groups: Sequence[RolloutGroup], sampling: SamplingParams | None
+) -> Sequence[RolloutGroup]:
+    """One greedy rollout of each group's prompt with the weights of the moment; none without `sampling`."""
+    if sampling is None:
+        return ()
+    return rollouts.evaluate([group.prompt for group in groups], sampling).groups

@@ -1,0 +1,84 @@
+"""The prompts of a run, loaded before anything is started."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from rl_algos.data.example import info_of
+from rl_algos.data.examples import Datasets
+from rl_algos.data.examples import load as load_all
+from rl_algos.data.stream import Stream
+from rl_algos.rollouts.config import RolloutRoot, rollout_config
+from rl_core.environments.instance import unknown_environment
+from rl_core.environments.trial import Attempt, attempts_on
+from rl_core.errors import DataError
+from rl_core.rollout import Prompt
+
+TRIED_ROWS = 2
+"""Rows of a dataset that its environment is tried on."""
+
+
+@dataclass(frozen=True)
+class RolloutData:
+    """What the driver loads before anything is started.
+
+    Args:
+        train: prompts to train on.
+        validation: prompts to validate on.
+        end_of_sequence: token that ends every completion.
+    """
+
+    train: Stream[Prompt]
+    validation: Sequence[Prompt]
+    end_of_sequence: int
+
+
+def load(config: RolloutRoot) -> Datasets:
+    """All data of the config, before it is tokenised, every row with an environment that scores it.
+
+    Raises:
+        DataError: naming dataset and row, and the remedy.
+        ConfigError: if a file or a processor that a dataset names is not there.
+    """
+    datasets = load_all(config)
+    known = set(type(config.env).model_fields)
+    for dataset in (*datasets.train, *datasets.validation):
+        for row_id in dataset.examples:
+            name = dataset.environment(row_id)
+            # what `env_name` says has been checked; a row may not name a file, as data must not choose code
+            if not dataset.settings.env_name and name not in known:
+                raise DataError(f"{dataset.place(row_id)}: {unknown_environment(name, sorted(known))}, as env_name")
+    return datasets
+
+
+def attempts(config: RolloutRoot, datasets: Datasets) -> Mapping[str, list[Attempt]]:
+    """The first rows of every dataset with responses, by the environment that scores them."""
+    found: dict[str, list[Attempt]] = {}
+    for dataset in (*datasets.train, *datasets.validation):
+        for row_id in islice(dataset.examples, TRIED_ROWS):
+            example = dataset.examples[row_id]
+            tried = found.setdefault(dataset.environment(row_id), [])
+            tried += attempts_on(dataset.place(row_id), row_id, example.messages, info_of(example))
+    return found
+
+
+def prepare(config: RolloutRoot, tokenizer: Any, datasets: Datasets) -> RolloutData:
+    """Tokenise and check the prompts; each leaves room for a whole completion."""
+    # imports transformers, which takes a second that `load` need not pay
+    from rl_algos.data.prompts import prompt_stream, validation_prompts
+
+    settings = rollout_config(config)
+    room = config.policy.max_total_sequence_length - config.policy.generation.max_new_tokens
+    train = prompt_stream(
+        datasets.train,
+        config.data,
+        tokenizer,
+        max_tokens=room,
+        seed=settings.seed,
+        max_num_epochs=settings.max_num_epochs,
+    )
+    held_out = validation_prompts(datasets.validation, config.data, tokenizer, max_tokens=room)
+    return RolloutData(train, held_out, tokenizer.eos_token_id)

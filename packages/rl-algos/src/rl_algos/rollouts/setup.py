@@ -1,0 +1,74 @@
+"""From the resolved config to the objects that roll out prompts."""
+
+from __future__ import annotations
+
+from rl_algos.rollouts.config import RolloutRoot, rollout_config
+from rl_algos.rollouts.data import RolloutData
+from rl_algos.rollouts.source import SyncRolloutSource
+from rl_algos.rollouts.validation import Validation
+from rl_core.generation import Evaluation, RolloutPool, SamplingParams
+from rl_core.model_config import GenerationConfig
+from rl_core.plugins import RolloutNeeds
+
+
+def needs(config: RolloutRoot, data: RolloutData) -> RolloutNeeds:
+    """The multi-turn program, over the environments that the prompts name."""
+    return RolloutNeeds(
+        program="rl_algos.rollouts.program:MultiTurnProgram",
+        program_args={
+            "max_turns": rollout_config(config).max_rollout_turns,
+            "max_tokens": config.policy.max_total_sequence_length,
+        },
+        environments=frozenset(
+            prompt.environment for prompts in (*data.train.datasets, data.validation) for prompt in prompts
+        ),
+    )
+
+
+def source_of(config: RolloutRoot, data: RolloutData, pool: RolloutPool) -> SyncRolloutSource:
+    """The source that the loop collects from."""
+    settings = rollout_config(config)
+    return SyncRolloutSource(
+        pool,
+        data.train,
+        sampling=training_sampling(config.policy.generation, data.end_of_sequence),
+        num_generations=settings.num_generations_per_prompt,
+        seed=settings.seed,
+        max_failed_share=settings.max_failed_share,
+        section=settings.section,
+    )
+
+
+def validation_of(config: RolloutRoot, data: RolloutData) -> Validation:
+    """The validation of the run."""
+    sampling = validation_sampling(config.policy.generation, data.end_of_sequence)
+    return Validation(data.validation, sampling, rollout_config(config))
+
+
+def evaluate(config: RolloutRoot, data: RolloutData, pool: RolloutPool) -> Evaluation:
+    """Roll out the validation prompts, as a validation of the run would, once each."""
+    sampling = validation_sampling(config.policy.generation, data.end_of_sequence)
+    prompts = data.validation[: rollout_config(config).max_val_samples]
+    return source_of(config, data, pool).evaluate(prompts, sampling)
+
+
+def training_sampling(generation: GenerationConfig, end_of_sequence: int) -> SamplingParams:
+    """How training rollouts are drawn."""
+    return SamplingParams(
+        max_new_tokens=generation.max_new_tokens,
+        temperature=generation.temperature,
+        stop_token_ids=(end_of_sequence, *generation.stop_token_ids),
+        stop_strings=tuple(generation.stop_strings),
+    )
+
+
+def validation_sampling(generation: GenerationConfig, end_of_sequence: int) -> SamplingParams:
+    """How validation rollouts are drawn."""
+    return SamplingParams(
+        max_new_tokens=generation.max_new_tokens,
+        temperature=generation.val_temperature,
+        top_p=generation.val_top_p,
+        top_k=generation.val_top_k or 0,
+        stop_token_ids=(end_of_sequence, *generation.stop_token_ids),
+        stop_strings=tuple(generation.stop_strings),
+    )
