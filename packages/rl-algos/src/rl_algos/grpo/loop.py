@@ -7,12 +7,12 @@ from rl_algos.grpo.estimators import advantages_of, by_rollout
 from rl_algos.grpo.objective import Objective, with_logprobs
 from rl_algos.grpo.step_statistics import StepData
 from rl_algos.rollouts.batch import build_batch, minibatches, with_advantages
-from rl_algos.rollouts.collect import collect_groups, greedy_groups
 from rl_algos.rollouts.metrics import rollout_metrics, training_metrics
+from rl_algos.rollouts.steps import RolloutSteps
 from rl_algos.rollouts.validation import Validation
 from rl_core.generation import RolloutSource, SamplingParams, Weights
 from rl_core.model import Model
-from rl_core.run import Checkpointable, Run
+from rl_core.run import Run
 
 
 def train(
@@ -30,21 +30,11 @@ def train(
     """Train the policy for `config.max_num_steps` steps, or until the data or the run ends.
 
     Whether rollouts are synchronous, where models run and on what backend are properties of the objects handed in.
-    `greedy` is how baseline rollouts are drawn, for an estimator that compares with them.
+    `RolloutSteps` begins each step with its rollouts, and ends it with validation and checkpoint. `greedy` is how
+    baseline rollouts are drawn, for an estimator that compares with them.
     """
-    state: dict[str, Checkpointable] = {"rollouts": rollouts, "weights": weights, "objective": objective}
-    steps = run.steps(config.max_num_steps, models={"policy": policy}, state=state)
-    with run.phase("weight_sync"):
-        rollouts.adopt(weights.publish())
-    for step in steps:
-        if step == 1 and config.val_at_start:
-            validation(rollouts, run, step=0)
-        with run.phase("generation"):
-            groups, aside = collect_groups(rollouts, config)
-            baselines = greedy_groups(rollouts, groups, greedy)
-        if len(groups) < config.num_prompts_per_step:
-            run.stop("the data has ended")
-            break
+    steps = RolloutSteps(config, rollouts, weights, validation, run, greedy)
+    for step, groups, aside, baselines in steps.take(models={"policy": policy}, state={"objective": objective}):
         batch = build_batch(groups, config)
         with run.phase("logprobs"):
             batch = with_logprobs(batch, policy, objective)
@@ -53,12 +43,8 @@ def train(
         loss = objective.loss
         with run.phase("training"):
             updates = [policy.train_step(minibatch, loss) for minibatch in minibatches(batch, rows_per_minibatch)]
-        with run.phase("weight_sync"):
-            update = weights.publish()
-            rollouts.adopt(update)
+        steps.sync(step)
         metrics = training_metrics(updates)
-        run.record(step, {"weight_version": update.version, **metrics, **objective.observe(metrics)})
+        run.record(step, {**metrics, **objective.observe(metrics)})
         run.record(step, rollout_metrics(groups, aside, advantages))
         run.record_rollouts(step, [*groups, *aside], by_rollout(advantages, groups))
-        if run.due(config.val_period, step, at_end=config.val_at_end):
-            validation(rollouts, run, step=step)

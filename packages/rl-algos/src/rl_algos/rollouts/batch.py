@@ -45,3 +45,10 @@ def minibatches(batch: Batch, rows: int) -> Iterator[Batch]:
     """Consecutive parts of `rows` rows, one optimizer step each; the last may be smaller."""
     for start in range(0, len(batch), rows):
         yield batch.select(np.arange(start, min(start + rows, len(batch))))
+
+
+def shuffled_minibatches(batch: Batch, rows: int, *, passes: int, seed: Sequence[int]) -> Iterator[Batch]:
+    """The minibatches of several passes over the batch, each in an order of its own that follows from the seed."""
+    for number in range(passes):
+        order = np.random.default_rng((*seed, number)).permutation(len(batch))
+        yield from minibatches(batch.select(order), rows)

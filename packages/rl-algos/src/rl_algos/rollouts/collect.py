@@ -5,23 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from rl_algos.rollouts.config import PolicyGradientConfig
+from rl_algos.rollouts.config import PolicyGradientConfig, RolloutConfig
 from rl_algos.rollouts.rewards import varies
 from rl_core.errors import DataError
 from rl_core.generation import RolloutSource, SamplingParams
 from rl_core.rollout import RolloutGroup
 
 
-def collect_groups(
-    rollouts: RolloutSource, config: PolicyGradientConfig
-) -> tuple[list[RolloutGroup], list[RolloutGroup]]:
+def collect_groups(rollouts: RolloutSource, config: RolloutConfig) -> tuple[list[RolloutGroup], list[RolloutGroup]]:
     """The groups of one step, and those that dynamic sampling set aside (without signal, or beyond those wanted); both
     empty or short when the data ends.
 
     Raises:
         DataError: if `dynamic_sampling_max_gen_batches` rounds did not find enough groups whose rewards differ.
     """
-    if not config.use_dynamic_sampling:
+    if not (isinstance(config, PolicyGradientConfig) and config.use_dynamic_sampling):
         return rollouts.collect(config.num_prompts_per_step), []
     kept: list[RolloutGroup] = []
     aside: list[RolloutGroup] = []

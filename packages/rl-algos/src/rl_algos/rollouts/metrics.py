@@ -15,9 +15,16 @@ from rl_core.ragged import Ragged
 from rl_core.rollout import RolloutGroup
 
 
-def training_metrics(updates: Sequence[Metrics]) -> dict[str, Metric]:
-    """Metrics of a step's optimizer updates, each combined as it says itself."""
-    return {_key(name): metric for name, metric in over_updates(updates).items()}
+def training_metrics(updates: Sequence[Metrics], *, prefix: str = "train") -> dict[str, Metric]:
+    """Metrics of a step's optimizer updates, each combined as it says itself; none without updates.
+
+    Args:
+        prefix: of names that have none.
+    """
+    if not updates:
+        return {}
+    combined = over_updates(updates).items()
+    return {name if "/" in name else f"{prefix}/{name}": metric for name, metric in combined}
 
 
 def rollout_metrics(
@@ -63,10 +70,6 @@ def _num_alike(groups: Sequence[RolloutGroup]) -> int:
     starts = np.cumsum([0] + [len(each) for each in rewards])[:-1]
     joined = np.concatenate(rewards)
     return int((np.fmin.reduceat(joined, starts) == np.fmax.reduceat(joined, starts)).sum())
-
-
-def _key(name: str) -> str:
-    return name if "/" in name else f"train/{name}"
 
 
 def _named_rewards(rewards: Iterable[Mapping[str, float]]) -> dict[str, float]:
