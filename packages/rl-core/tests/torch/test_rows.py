@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_core.batch import Batch
-from rl_core.model import ENTROPY, SCORES, logprobs_at, topk
+from rl_core.model import ENTROPY, SCORES, VALUES, logprobs_at, topk
 from rl_core.ragged import Ragged
 from rl_core.torch.heads.reads import check_reads, following, score_reads, value_reads
 from rl_core.torch.rows import idle_rows, packed, padded, to_rows
@@ -81,8 +81,9 @@ def test_values_move_one_token_on_and_scores_come_from_the_last():
 
 def test_reads_are_checked_against_the_role():
     check_reads("policy", [ENTROPY, topk(3)])
-    with pytest.raises(ValueError, match="critic cannot read scores"):
-        check_reads("critic", [SCORES])
+    check_reads("critic", [VALUES, SCORES])
+    with pytest.raises(ValueError, match="reward_model cannot read values"):
+        check_reads("reward_model", [VALUES])
     with pytest.raises(ValueError, match="one topk"):
         check_reads("teacher", [topk(2), topk(3)])
     with pytest.raises(ValueError, match="one column"):

@@ -21,6 +21,7 @@ from rl_core.model import HEADLESS_ROLES, ModelSpec, Role
 from rl_core.model_config import ModelConfig
 from rl_core.torch.collective_errors import on_all_ranks
 from rl_core.torch.files.model_files import WeightFiles, read_hf_config
+from rl_core.torch.heads.scalar import new_head
 from rl_core.torch.heads.vocab_parallel import VocabShard
 from rl_core.torch.training.lora import InitialFactors
 from rl_dtensor.attention import ROWS, attention_for, rows_problem
@@ -28,7 +29,7 @@ from rl_dtensor.compilation import compile_layers
 from rl_dtensor.config import AttentionBackend, DTensorConfig
 from rl_dtensor.kernels import kernel_of
 from rl_dtensor.layout import Alignment, Context, lay_out
-from rl_dtensor.loading import init_head, rebuild_buffers
+from rl_dtensor.loading import rebuild_buffers, set_head
 from rl_dtensor.lora import adapters_of, add_adapters, init_adapters
 from rl_dtensor.model import HeadShard, ReadingModel, ShardedModel
 from rl_dtensor.parallel.experts import expert_modules, split_experts
@@ -296,4 +297,5 @@ def _load(model: ShardedModel, files: WeightFiles, *, role: Role, initial: Initi
     for chunk in model.chunks:
         init_adapters(chunk.hf, initial)
         if role in HEADLESS_ROLES and chunk.is_last and SCORE not in files.file_of:
-            init_head(chunk.hf.score, chunk.hf.config.get_text_config().initializer_range, initial.seed)
+            std = chunk.hf.config.get_text_config().initializer_range
+            set_head(chunk.hf.score, new_head(role, chunk.hf.score.weight.shape, std=std, seed=initial.seed))

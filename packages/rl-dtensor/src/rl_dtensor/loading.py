@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rl_dtensor.parallel.fsdp import local, local_slices
@@ -33,9 +33,8 @@ def rebuild_buffers(hf: PreTrainedModel) -> None:
         raise ValueError(f"{hf.config.model_type} models do not say how to fill {', '.join(unfilled)}")
 
 
-def init_head(head: nn.Linear, std: float, seed: int) -> None:
-    """Draw a new head from N(0, std), the same whatever the number of ranks."""
-    full = torch.empty(head.weight.shape).normal_(0.0, std, generator=torch.Generator().manual_seed(seed))
+def set_head(head: nn.Linear, full: Tensor) -> None:
+    """Fill this rank's part of a head from its whole weights."""
     with torch.no_grad():
         local(head.weight).copy_(full[local_slices(head.weight)])
 

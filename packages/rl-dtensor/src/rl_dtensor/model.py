@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from rl_core.model import HEADLESS_ROLES, Read, Role
 from rl_core.torch.heads.logprobs import Head, LogitTransform
-from rl_core.torch.heads.reads import score_reads, value_reads
+from rl_core.torch.heads.scalar import scalar_reads
 from rl_core.torch.heads.split_reads import join_tokens, split_language_reads
 from rl_core.torch.heads.vocab_parallel import VocabShard
 from rl_core.torch.loss import Rows
@@ -121,7 +121,7 @@ class ReadingModel(nn.Module):
         group = None if layout.context is None else layout.context.group
         if self.role in HEADLESS_ROLES:
             outputs = join_tokens(self.hf.score(hidden)[:, 0], layout.places, int(rows.offsets[-1]), group)
-            return value_reads(outputs, rows) if self.role == "critic" else score_reads(outputs, rows)
+            return scalar_reads(outputs, rows, reads)
         return split_language_reads(
             hidden,
             layout.places,

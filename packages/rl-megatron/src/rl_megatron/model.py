@@ -21,7 +21,7 @@ from rl_core.model import HEADLESS_ROLES, ModelSpec, Read, Role
 from rl_core.model_config import ModelConfig
 from rl_core.torch.files.model_files import read_hf_config
 from rl_core.torch.heads.logprobs import Head
-from rl_core.torch.heads.reads import score_reads, value_reads
+from rl_core.torch.heads.scalar import scalar_reads
 from rl_core.torch.heads.split_reads import join_tokens, split_language_reads
 from rl_core.torch.heads.vocab_parallel import VocabShard
 from rl_core.torch.loss import Rows
@@ -138,7 +138,7 @@ class ReadingModel:
         if self.is_headless:
             score = self.chunks[-1].get_submodule("score")
             outputs = join_tokens(score(flat), layout.places, int(rows.offsets[-1]), group)
-            return value_reads(outputs, rows) if self.role == "critic" else score_reads(outputs, rows)
+            return scalar_reads(outputs, rows, reads)
         weight = self.head_weight()
         return split_language_reads(
             flat,

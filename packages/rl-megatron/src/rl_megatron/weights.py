@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from rl_core.torch.files.model_files import OpenWeights, WeightFiles
+from rl_core.torch.heads.scalar import new_head
 from rl_core.torch.training.lora import InitialFactors
 from rl_core.weights import TensorSpec, buckets, num_bytes
 from rl_megatron.conversion.names import held_weights
@@ -110,8 +111,8 @@ class Weights:
         }
 
     def load(self, files: WeightFiles, initial: InitialFactors) -> None:
-        """Fill this rank's parameters, reading its slices alone; a new score head is drawn from N(0, std), and adapters
-        start as those of peft.
+        """Fill this rank's parameters, reading its slices alone; a head that the files lack is made by `new_head`, and
+        adapters start as those of peft.
 
         Raises:
             ValueError: naming weights that are missing, unexpected, or of another shape.
@@ -123,7 +124,8 @@ class Weights:
                 if target is None:
                     continue
                 if entry.target == SCORE and SCORE not in files.file_of:
-                    target.copy_(_drawn(target, self._model.hf, initial.seed))
+                    std = self._model.hf.initializer_range
+                    target.copy_(new_head(self._model.role, target.shape, std=std, seed=initial.seed))
                 else:
                     index, size = self._place.of(entry)
                     target.copy_(entry.split.part(_reader(opened, entry), index, size))
@@ -282,10 +284,6 @@ def _reader(opened: OpenWeights, entry: WeightMap) -> Any:
 
 def _part_of(whole: Tensor, _: int, slices: tuple[slice, ...]) -> Tensor:
     return whole[slices]
-
-
-def _drawn(target: Tensor, hf: Any, seed: int) -> Tensor:
-    return torch.empty(target.shape).normal_(0.0, hf.initializer_range, generator=torch.Generator().manual_seed(seed))
 
 
 def _shown(names: Sequence[str]) -> str:

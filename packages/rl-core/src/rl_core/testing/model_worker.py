@@ -227,14 +227,22 @@ class ModelWorkerSuite:
         self, pool: RankPool, folder: Path, tmp_path: Path
     ) -> None:
         batch = make_batch()
+        with self._model(pool, folder, 1, ModelSpec(role="critic")) as model:
+            assert not model.infer(batch, [VALUES]).ragged("values").values.any(), "a new value head is zero"
+        with self._model(pool, folder, 1, ModelSpec(role="reward_model", seed=5)) as model:
+            model.export(str(tmp_path / "reward_model"))
         for world in self.worlds:
             path = tmp_path / str(world)
-            with self._model(pool, folder, world, ModelSpec(role="critic"), optimizer=SGD) as model:
-                model.export(str(path))
-                found = model.infer(batch, [VALUES]).ragged("values")
-                oracle = self._oracle(path, "critic")
-                self._assert_close(found.values, oracle.infer(batch, [VALUES])["values"], "values")
+            with self._model(pool, tmp_path / "reward_model", world, ModelSpec(role="critic"), optimizer=SGD) as model:
+                found = model.infer(batch, [VALUES, SCORES])
+                oracle = self._oracle(tmp_path / "reward_model", "critic")
+                expected = oracle.infer(batch, [VALUES, SCORES])
+                self._assert_close(found.ragged("values").values, expected["values"], "values")
+                self._assert_close(found.array("scores"), expected["scores"], "values of the last states")
                 self._assert_trains_like(model, oracle, [batch] * 2, ValueLoss())
+                model.export(str(path))
+                trained = self._oracle(path, "critic").infer(batch, [VALUES])["values"]
+                self._assert_close(model.infer(batch, [VALUES]).ragged("values").values, trained, "exported values")
 
     @pytest.mark.parametrize("layout", LAYOUTS)
     def test_losses_gradients_and_weights_are_those_of_one_process(

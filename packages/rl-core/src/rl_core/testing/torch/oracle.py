@@ -82,7 +82,7 @@ class Oracle:
         if self.role in ("critic", "reward_model"):
             hidden = self.model.base_model(input_ids=tokens[None]).last_hidden_state[0]
             heads = self.model.score(hidden)[:, 0]
-            return {"scores": heads[-1:]} if self.role == "reward_model" else {"values": _after_first(heads[:-1])}
+            return {"scores": heads[-1:], "values": _after_first(heads[:-1])}
         logprobs = (self.model(input_ids=tokens[None]).logits[0, :-1] / temperature).log_softmax(-1)
         columns = {
             "logprobs": logprobs.gather(1, tokens[1:, None])[:, 0],

@@ -24,9 +24,10 @@ from rl_core.metrics import Metric
 from rl_core.model import HEADLESS_ROLES, ModelSpec, Part, Rendezvous, Role
 from rl_core.model_config import ModelConfig
 from rl_core.ragged import Ragged
-from rl_core.torch.files.model_files import read_hf_config
+from rl_core.torch.files.model_files import WeightFiles, read_hf_config
 from rl_core.torch.heads.logprobs import Head
-from rl_core.torch.heads.reads import language_reads, score_reads, value_reads
+from rl_core.torch.heads.reads import language_reads
+from rl_core.torch.heads.scalar import new_head, scalar_reads
 from rl_core.torch.loss import Rows
 from rl_core.torch.optim.optimizer import build_optimizer
 from rl_core.torch.process_group import join_process_group
@@ -36,6 +37,8 @@ from rl_core.torch.training.backend import Microbatch, Pass, TrainingParts
 from rl_core.torch.training.checkpoint_files import read_tensors
 from rl_core.torch.training.worker import TrainingWorker
 from rl_core.weights import TensorSpec
+
+SCORE = "score.weight"
 
 
 class PlainWorker(TrainingWorker):
@@ -58,8 +61,9 @@ def build_parts(config: ModelConfig, spec: ModelSpec, mesh: PlainMesh, folder: P
     hf_config = read_hf_config(folder, config.hf_config_overrides)
     hf_config.num_labels = 1
     hf = auto.from_pretrained(folder, config=hf_config, dtype=torch.float32)
-    for parameter in hf.parameters():
-        dist.broadcast(parameter.detach(), src=0)  # a new head is drawn by each rank
+    if spec.role in HEADLESS_ROLES and SCORE not in WeightFiles.of(folder).file_of:
+        head = hf.get_parameter(SCORE).detach()
+        head.copy_(new_head(spec.role, head.shape, std=hf_config.initializer_range, seed=spec.seed))
     optimizer = PlainOptimizer(build_optimizer(config.optimizer, hf.parameters()), hf) if spec.trains else None
     inner = None if optimizer is None else optimizer.inner
     model = PlainModel(hf, spec.role, getattr(torch, config.precision), config.logprob_chunk_size)
@@ -192,7 +196,7 @@ class PlainModel:
             hidden = inputs.flatten(body(inputs.input_ids, attention_mask=inputs.attention_mask).last_hidden_state)
             if self._role in HEADLESS_ROLES:
                 outputs = self.hf.get_submodule("score")(hidden)[:, 0].float()
-                return value_reads(outputs, rows) if self._role == "critic" else score_reads(outputs, rows)
+                return scalar_reads(outputs, rows, run.reads)
             head = Head(self.hf.get_output_embeddings().weight)
             return language_reads(
                 hidden, rows, head, run.reads, temperature=run.temperature, chunk_size=self._chunk_size

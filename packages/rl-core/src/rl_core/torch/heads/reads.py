@@ -17,7 +17,7 @@ READS_OF_ROLE: Mapping[Role, tuple[str, ...]] = {
     "policy": ("logprobs", "entropy", "topk", "logprobs_at"),
     "teacher": ("logprobs", "entropy", "topk", "logprobs_at"),
     "reward_model": ("scores",),
-    "critic": ("values",),
+    "critic": ("values", "scores"),
 }
 """Reads that the head of each role can answer."""
 
