@@ -36,6 +36,7 @@ from rl_algos.losses.policy import PolicyLoss
 from rl_algos.rollouts.batch import build_batch, with_advantages
 from rl_algos.rollouts.metrics import rollout_metrics
 from rl_algos.rollouts.source import SyncRolloutSource
+from rl_algos.rollouts.steps import RolloutSteps
 from rl_algos.rollouts.validation import Validation
 from rl_core.devices import device_named
 from rl_core.errors import Origin
@@ -252,16 +253,9 @@ def measured_steps(cluster: VirtualCluster, run_dir: Path, tokens: int, chosen: 
     with RunSession(run_dir, settings, title="driver") as session:
         session.write_rollouts_by(pool.write_rollouts)
         run = MeasuredRun(session)
-        train(
-            config,
-            Objective(PolicyLoss()),
-            policy=policy,
-            rollouts=source,
-            weights=FakeWeights(FakeModel()),
-            validation=Validation((), sampling, config),
-            run=run,
-            rows_per_minibatch=chosen.prompts * chosen.group // UPDATES,
-        )
+        steps = RolloutSteps(config, source, FakeWeights(FakeModel()), Validation((), sampling, config), run)
+        rows = chosen.prompts * chosen.group // UPDATES
+        train(config, Objective(PolicyLoss()), policy=policy, steps=steps, rows_per_minibatch=rows)
     run.found = run.found[1:]
     return run
 

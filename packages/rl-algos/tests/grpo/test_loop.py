@@ -9,6 +9,7 @@ from rl_algos.grpo.objective import Objective, RewardKL
 from rl_algos.losses.policy import KLPenalty, PolicyLoss
 from rl_algos.rollouts.batch import build_batch
 from rl_algos.rollouts.rewards import varies
+from rl_algos.rollouts.steps import RolloutSteps
 from rl_algos.rollouts.validation import Validation
 from rl_core.errors import DataError
 from rl_core.generation import SamplingParams
@@ -27,17 +28,9 @@ def run_loop(run, *, loss=None, objective=None, reward=even_share, prompts=PROMP
     policy = model or FakeModel()
     source = FakeRolloutSource(prompts, reward, num_generations=4)
     validation = Validation(PROMPTS[-7:], SamplingParams(max_new_tokens=3, temperature=0), config)
-    train(
-        config,
-        objective or Objective(loss or PolicyLoss()),
-        policy=policy,
-        rollouts=source,
-        weights=FakeWeights(policy),
-        validation=validation,
-        run=run,
-        rows_per_minibatch=rows,
-        greedy=SamplingParams(max_new_tokens=3, temperature=0) if reads(config, "baselines") else None,
-    )
+    greedy = SamplingParams(max_new_tokens=3, temperature=0) if reads(config, "baselines") else None
+    steps = RolloutSteps(config, source, FakeWeights(policy), validation, run, greedy)
+    train(config, objective or Objective(loss or PolicyLoss()), policy=policy, steps=steps, rows_per_minibatch=rows)
     return policy
 
 

@@ -20,6 +20,7 @@ from rl_algos.grpo.loop import train
 from rl_algos.grpo.objective import Objective
 from rl_algos.losses.policy import PolicyLoss
 from rl_algos.rollouts.source import SyncRolloutSource
+from rl_algos.rollouts.steps import RolloutSteps
 from rl_algos.rollouts.validation import Validation
 from rl_core.batch import RemoteRows
 from rl_core.errors import RunDirectoryError, WorkerDied
@@ -572,10 +573,9 @@ def test_prompts_that_are_too_few_for_a_step_come_again_with_another_epoch(tmp_p
             pool, Stream([prompts], seed=3, max_num_epochs=epochs), sampling=sampling, num_generations=2, seed=0
         )
         with RunSession(tmp_path / "run", counting.CountingConfig()) as session:
-            train(
-                settings, Objective(PolicyLoss()), policy=policy, rollouts=source, weights=FakeWeights(policy),
-                validation=Validation([], sampling, settings), run=session, rows_per_minibatch=4,
-            )  # fmt: skip
+            validation = Validation([], sampling, settings)
+            steps = RolloutSteps(settings, source, FakeWeights(policy), validation, session)
+            train(settings, Objective(PolicyLoss()), policy=policy, steps=steps, rows_per_minibatch=4)
         trained += pool.asked[: 6 if epochs == 1 else 8]
     assert session.completed == 7
     assert sorted(trained) == sorted(2 * [prompt.id for prompt in prompts])

@@ -32,10 +32,10 @@ def reinforce_plus_plus(
         float64 `[tokens]`, or `[rollouts]` without KL in the reward.
     """
     if penalties is None:
-        return _whitened(rewards, np.where(np.isnan(rewards), 0, lengths), eps)
+        return whitened(rewards, np.where(np.isnan(rewards), 0, lengths), eps)
     to_go = penalties.like(np.concatenate([row[::-1].cumsum()[::-1] for row in penalties] or [np.zeros(0)]))
     values = np.repeat(rewards, loss_mask.lengths) - to_go.values
-    return loss_mask.like(_whitened(values, np.where(np.isnan(values), 0, loss_mask.values), eps))
+    return loss_mask.like(whitened(values, np.where(np.isnan(values), 0, loss_mask.values), eps))
 
 
 def reinforce_plus_plus_baseline(
@@ -51,7 +51,7 @@ def reinforce_plus_plus_baseline(
     Returns:
         float64 `[rollouts]`.
     """
-    return _whitened(drgrpo(rewards, groups), np.where(np.isnan(rewards), 0, lengths), eps)
+    return whitened(drgrpo(rewards, groups), np.where(np.isnan(rewards), 0, lengths), eps)
 
 
 def gdpo(
@@ -88,12 +88,17 @@ def gdpo(
         )
     named = [weight * grpo(rewards_by_name[name], groups, eps=eps) for name, weight in chosen.items()]
     failed = np.isnan(rewards_by_name[next(iter(chosen))])
-    return _whitened(np.sum(named, axis=0), ~failed, eps)
+    return whitened(np.sum(named, axis=0), ~failed, eps)
 
 
-def _whitened(values: np.ndarray, counts: np.ndarray, eps: float) -> np.ndarray:
+def whitened(values: np.ndarray, counts: np.ndarray, eps: float) -> np.ndarray:
     """Values less their mean, over their deviation, each counted so many times; 0 for a count of 0, and for all if the
-    values are equal."""
+    values are equal.
+
+    Args:
+        values, counts: of the same shape.
+        eps: added to the deviation.
+    """
     counted = counts > 0
     whitened = np.zeros(len(values))
     if not counted.any() or np.ptp(values[counted]) == 0:

@@ -9,36 +9,27 @@ from rl_algos.grpo.step_statistics import StepData
 from rl_algos.rollouts.batch import build_batch, minibatches, with_advantages
 from rl_algos.rollouts.metrics import rollout_metrics, training_metrics
 from rl_algos.rollouts.steps import RolloutSteps
-from rl_algos.rollouts.validation import Validation
-from rl_core.generation import RolloutSource, SamplingParams, Weights
 from rl_core.model import Model
-from rl_core.run import Run
 
 
 def train(
-    config: GRPOConfig,
-    objective: Objective,
-    *,
-    policy: Model,
-    rollouts: RolloutSource,
-    weights: Weights,
-    validation: Validation,
-    run: Run,
-    rows_per_minibatch: int,
-    greedy: SamplingParams | None = None,
+    config: GRPOConfig, objective: Objective, *, policy: Model, steps: RolloutSteps, rows_per_minibatch: int
 ) -> None:
     """Train the policy for `config.max_num_steps` steps, or until the data or the run ends.
 
     Whether rollouts are synchronous, where models run and on what backend are properties of the objects handed in.
-    `RolloutSteps` begins each step with its rollouts, and ends it with validation and checkpoint. `greedy` is how
-    baseline rollouts are drawn, for an estimator that compares with them.
+
+    Args:
+        steps: rollouts of each step, weight sync, validation and checkpoints; with greedy rollouts for an estimator
+            that compares with them.
+        rows_per_minibatch: of one optimizer step.
     """
-    steps = RolloutSteps(config, rollouts, weights, validation, run, greedy)
-    for step, groups, aside, baselines in steps.take(models={"policy": policy}, state={"objective": objective}):
+    run = steps.run
+    for step, groups, aside, greedy in steps.take(models={"policy": policy}, state={"objective": objective}):
         batch = build_batch(groups, config)
         with run.phase("logprobs"):
             batch = with_logprobs(batch, policy, objective)
-        advantages = advantages_of(groups, config, penalties=objective.penalties(batch), greedy=baselines)
+        advantages = advantages_of(groups, config, penalties=objective.penalties(batch), greedy=greedy)
         batch = objective.prepared(StepData(step, groups, with_advantages(batch, advantages)))
         loss = objective.loss
         with run.phase("training"):

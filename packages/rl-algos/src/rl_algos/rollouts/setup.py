@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rl_algos.rollouts.config import RolloutRoot, rollout_config
 from rl_algos.rollouts.data import RolloutData
 from rl_algos.rollouts.source import SyncRolloutSource
+from rl_algos.rollouts.steps import RolloutSteps
 from rl_algos.rollouts.validation import Validation
 from rl_core.generation import Evaluation, RolloutPool, SamplingParams
 from rl_core.model_config import GenerationConfig
 from rl_core.plugins import RolloutNeeds
+from rl_core.run import Components, Run
 
 
 def needs(config: RolloutRoot, data: RolloutData) -> RolloutNeeds:
@@ -22,6 +26,26 @@ def needs(config: RolloutRoot, data: RolloutData) -> RolloutNeeds:
         environments=frozenset(
             prompt.environment for prompts in (*data.train.datasets, data.validation) for prompt in prompts
         ),
+    )
+
+
+def steps_of(config: RolloutRoot, components: Components, run: Run, *, with_greedy: bool = False) -> RolloutSteps:
+    """The steps of the loop.
+
+    Args:
+        with_greedy: whether each has a greedy rollout of every prompt besides.
+    """
+    assert components.pool is not None, "the algorithm's plugin says that it generates"
+    assert components.weights is not None, "the algorithm's plugin says that it generates"
+    data: RolloutData = components.data
+    greedy = replace(training_sampling(config.policy.generation, data.end_of_sequence), temperature=0.0)
+    return RolloutSteps(
+        rollout_config(config),
+        source_of(config, data, components.pool),
+        components.weights,
+        validation_of(config, data),
+        run,
+        greedy if with_greedy else None,
     )
 
 
