@@ -34,7 +34,7 @@ from rl_algos.grpo.loop import train
 from rl_algos.grpo.objective import Objective
 from rl_algos.losses.policy import PolicyLoss
 from rl_algos.rollouts.batch import build_batch, with_advantages
-from rl_algos.rollouts.metrics import rollout_metrics
+from rl_algos.rollouts.metrics import rollout_metrics, signal_metrics
 from rl_algos.rollouts.source import SyncRolloutSource
 from rl_algos.rollouts.steps import RolloutSteps
 from rl_algos.rollouts.validation import Validation
@@ -279,7 +279,7 @@ def breakdown(run: MeasuredRun) -> str:
     for name, work in {
         "advantages": lambda: advantages_of(groups, config),
         "batch": lambda: with_advantages(build_batch(groups, config), advantages),
-        "metrics": lambda: rollout_metrics(groups, [], advantages),
+        "metrics": lambda: {**rollout_metrics(groups, advantages), **signal_metrics(groups, [])},
     }.items():
         rows.append(_row(f"- {name}, alone", [_once(work) for _ in run.found]))
     rows.append(_row("whole step", [times[STEP] for times in run.found]))

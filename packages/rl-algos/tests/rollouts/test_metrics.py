@@ -1,10 +1,9 @@
 """What a step reports of its rollouts."""
 
-import numpy as np
 import pytest
 from rollouts_builder import make_group, make_prompt, make_rollout
 
-from rl_algos.rollouts.metrics import rollout_metrics
+from rl_algos.rollouts.metrics import signal_metrics
 from rl_core.rollout import Rollout, RolloutGroup
 
 
@@ -29,5 +28,5 @@ def group_with_failures(*rewards):
 )
 def test_groups_without_signal_are_those_whose_rewards_are_all_equal(group, is_alike):
     groups = [make_group("b", [0.0, 1.0]), group, make_group("c", [1.0, 0.0])]
-    metrics = rollout_metrics(groups, [make_group("d", [1.0, 1.0])], np.zeros(9))
+    metrics = signal_metrics(groups, [make_group("d", [1.0, 1.0])])
     assert metrics["rollout/groups_without_signal"] == 1 + is_alike

@@ -112,7 +112,11 @@ def test_every_key_that_a_remedy_names_exists():
 
     phases = ("generation", "training", "logprobs", "validation", "data", "weight_sync")
     each = found(broken, {"step": 1.0, **dict.fromkeys(phases, 0.9)})
-    known = {key for name in ("grpo-arithmetic", "sft-arithmetic") for key in all_keys(type_of(read_raw(name)), {})}
+    known = {
+        key
+        for name in ("grpo-arithmetic", "ppo-tiny", "sft-arithmetic")
+        for key in all_keys(type_of(read_raw(name)), {})
+    }
     sections = {key.partition(".")[0] for key in known}
     words = {word.strip("(),:;") for one in each for word in one.remedy.split()}
     keys = {word.partition("=")[0] for word in words if word.partition(".")[0] in sections and "." in word}

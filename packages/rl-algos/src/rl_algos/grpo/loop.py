@@ -7,7 +7,7 @@ from rl_algos.grpo.estimators import advantages_of, by_rollout
 from rl_algos.grpo.objective import Objective, with_logprobs
 from rl_algos.grpo.step_statistics import StepData
 from rl_algos.rollouts.batch import build_batch, minibatches, with_advantages
-from rl_algos.rollouts.metrics import rollout_metrics, training_metrics
+from rl_algos.rollouts.metrics import rollout_metrics, signal_metrics, training_metrics
 from rl_algos.rollouts.steps import RolloutSteps
 from rl_core.model import Model
 
@@ -37,5 +37,5 @@ def train(
         steps.sync(step)
         metrics = training_metrics(updates)
         run.record(step, {**metrics, **objective.observe(metrics)})
-        run.record(step, rollout_metrics(groups, aside, advantages))
+        run.record(step, {**rollout_metrics(groups, advantages), **signal_metrics(groups, aside)})
         run.record_rollouts(step, [*groups, *aside], by_rollout(advantages, groups))

@@ -27,20 +27,26 @@ def training_metrics(updates: Sequence[Metrics], *, prefix: str = "train") -> di
     return {name if "/" in name else f"{prefix}/{name}": metric for name, metric in combined}
 
 
-def rollout_metrics(
-    groups: Sequence[RolloutGroup], aside: Sequence[RolloutGroup] = (), advantages: Advantages | None = None
-) -> dict[str, float]:
+def signal_metrics(groups: Sequence[RolloutGroup], aside: Sequence[RolloutGroup]) -> dict[str, float]:
+    """The number of groups whose rewards are all equal, for an algorithm that compares the rollouts of a group.
+
+    Args:
+        groups: trained on.
+        aside: rolled out and not trained on.
+    """
+    return {"rollout/groups_without_signal": float(sum(not varies(group) for group in aside) + _num_alike(groups))}
+
+
+def rollout_metrics(groups: Sequence[RolloutGroup], advantages: Advantages | None = None) -> dict[str, float]:
     """Rewards, lengths and endings of the rollouts trained on.
 
     Args:
-        aside: rolled out and not trained on.
         advantages: of `groups`; None if there are none.
     """
     statuses = [status for group in groups for status in group.rollouts.status]
     usable = np.array([status != "failed" for status in statuses])
     metrics = {
         "rollout/failed": float(len(usable) - usable.sum()),
-        "rollout/groups_without_signal": float(sum(not varies(group) for group in aside) + _num_alike(groups)),
     }
     if advantages is not None:
         values = advantages.values if isinstance(advantages, Ragged) else advantages

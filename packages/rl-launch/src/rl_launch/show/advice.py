@@ -40,6 +40,9 @@ OVERFIT = 0.05
 DOMINATES = {"generation": 0.7, "training": 0.7, "logprobs": 0.4, "validation": 0.3, "data": 0.2, "weight_sync": 0.25}
 """Share of the time, by phase, beyond which there is advice."""
 
+PROMPTS = "num_prompts_per_step"
+"""Key of the section that says how a run rolls out."""
+
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -98,14 +101,15 @@ def _mismatch(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
 
 def _signal(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
     groups = _last_quarter("rollout/groups_without_signal", rows)
-    prompts = _at(config, "grpo.num_prompts_per_step")
+    section = _section(config)
+    prompts = _at(config, f"{section}.{PROMPTS}")
     rewards = _last_quarter("reward/mean", rows)
     if groups and rewards and isinstance(prompts, int) and fmean(groups) > NO_SIGNAL * prompts:
         share = min(fmean(groups) / prompts, 1.0)
         yield Advice(
             f"{share:.0%} of the groups have equal rewards and teach nothing (reward/mean {fmean(rewards):.2g})",
-            "choose prompts that are neither too easy nor too hard, raise grpo.num_generations_per_prompt, or sample "
-            "until groups differ: grpo.use_dynamic_sampling=true",
+            f"choose prompts that are neither too easy nor too hard, raise {section}.num_generations_per_prompt, or "
+            f"sample until groups differ: {section}.use_dynamic_sampling=true",
         )
 
 
@@ -121,7 +125,7 @@ def _flat(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
             f"the reward {what}: reward/mean {fmean(values[:half]):.3g} in the first half, "
             f"{fmean(values[half:]):.3g} in the second",
             "see in the samples which responses are rewarded; then try another policy.optimizer.kwargs.lr, or more "
-            "rollouts per prompt (grpo.num_generations_per_prompt)",
+            f"rollouts per prompt ({_section(config)}.num_generations_per_prompt)",
         )
 
 
@@ -158,11 +162,12 @@ def _clipped(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
 def _truncated(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
     values = _last_quarter("rollout/truncated", rows)
     if values and fmean(values) > TRUNCATED:
-        limit = _at(config, "policy.generation.max_new_tokens")
+        limit, section = _at(config, "policy.generation.max_new_tokens"), _section(config)
         yield Advice(
             f"{fmean(values):.0%} of the rollouts run into the token limit",
             f"raise policy.generation.max_new_tokens{f' (it is {limit})' if limit else ''}, leave such rollouts out "
-            "with grpo.overlong_filtering=true, or reward shorter ones with grpo.reward_shaping.enabled=true",
+            f"with {section}.overlong_filtering=true, or reward shorter ones with "
+            f"{section}.reward_shaping.enabled=true",
         )
 
 
@@ -203,7 +208,8 @@ def _slow(timings: Mapping[str, float], config: Mapping[str, Any]) -> Iterator[A
         "allows",
         "logprobs": "raise policy.logprob_batch_size (or policy.sequence_packing.logprob_mb_tokens) as far as memory "
         "allows",
-        "weight_sync": "take more prompts per step (grpo.num_prompts_per_step), or set policy.generation.weight_sync",
+        "weight_sync": f"take more prompts per step ({_section(config)}.num_prompts_per_step), or set "
+        "policy.generation.weight_sync",
         "validation": "validate less often or on fewer prompts: the keys val_period and max_val_samples",
         "data": "tokenise in processes beside the run: data.num_workers",
     }
@@ -218,10 +224,17 @@ def _slow(timings: Mapping[str, float], config: Mapping[str, Any]) -> Iterator[A
 
 def _share_of_rollouts(name: str, rows: Rows, config: Mapping[str, Any]) -> float:
     counts = _last_quarter(name, rows)
-    prompts, each = _at(config, "grpo.num_prompts_per_step"), _at(config, "grpo.num_generations_per_prompt")
+    section = _section(config)
+    prompts, each = (_at(config, f"{section}.{key}") for key in (PROMPTS, "num_generations_per_prompt"))
     if not counts or not isinstance(prompts, int) or not isinstance(each, int):
         return 0.0
     return fmean(counts) / (prompts * each)
+
+
+def _section(config: Mapping[str, Any]) -> str:
+    """The section that says how the run rolls out."""
+    found = (key for key, section in config.items() if isinstance(section, Mapping) and PROMPTS in section)
+    return next(found, "grpo")
 
 
 def _values(name: str, rows: Rows) -> list[float]:

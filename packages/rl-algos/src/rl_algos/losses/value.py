@@ -1,0 +1,45 @@
+"""The loss of a critic, described; computed by `rl_algos.torch.value`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rl_algos.losses.mask import loss_mask
+from rl_core.batch import Batch
+from rl_core.model import VALUES, Read
+
+
+@dataclass(frozen=True)
+class ValueLoss:
+    """`max((V - R)^2, (clip(V) - R)^2) / 2` with the return R of each sampled token, averaged over all of them in the
+    batch (the clipped value loss of PPO, arXiv:1707.06347 and its code).
+
+    `clip(V) = min(max(V, v - c), v + c)`, v the value before the step: once a value has moved by more than c, moving
+    it further towards the return has no gradient.
+
+    Args:
+        clip: c; None takes `(V - R)^2 / 2`.
+    """
+
+    clip: float | None = None
+    implementation: str = "rl_algos.torch.value:compute"
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """`loss_mask` uint8 and `returns` `[tokens]`, and `values` `[tokens]`, those before the step, to clip by."""
+        return ("loss_mask", "returns") if self.clip is None else ("loss_mask", "returns", "values")
+
+    @property
+    def reads(self) -> tuple[Read, ...]:
+        """The critic's values."""
+        return (VALUES,)
+
+    @property
+    def temperature(self) -> float:
+        """1: a value has none."""
+        return 1.0
+
+    def totals(self, batch: Batch) -> Mapping[str, float]:
+        """`tokens` that were sampled."""
+        return {"tokens": float(loss_mask(batch).values.sum(dtype="int64"))}

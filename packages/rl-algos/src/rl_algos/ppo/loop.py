@@ -1,0 +1,61 @@
+"""PPO (arXiv:1707.06347): sample, have a critic value every token, and take clipped steps of the critic and the policy
+over several passes."""
+
+from __future__ import annotations
+
+from rl_algos.grpo.estimators import by_rollout
+from rl_algos.grpo.objective import Objective, with_logprobs
+from rl_algos.grpo.step_statistics import StepData
+from rl_algos.losses.value import ValueLoss
+from rl_algos.ppo.config import PPOConfig
+from rl_algos.ppo.estimates import estimates_of, value_metrics, values_of, with_returns
+from rl_algos.rollouts.batch import build_batch, shuffled_minibatches, with_advantages
+from rl_algos.rollouts.metrics import rollout_metrics, training_metrics
+from rl_algos.rollouts.steps import RolloutSteps
+from rl_core.model import Model
+
+
+def train(
+    config: PPOConfig,
+    objective: Objective,
+    *,
+    policy: Model,
+    critic: Model,
+    steps: RolloutSteps,
+    policy_rows: int,
+    critic_rows: int,
+) -> None:
+    """Train policy and critic for `config.max_num_steps` steps, or until the data or the run ends.
+
+    Args:
+        objective: of the policy, GRPO's.
+        steps: rollouts of each step, weight sync, validation and checkpoints.
+        policy_rows, critic_rows: of one optimizer step of either.
+    """
+    run, value_loss = steps.run, ValueLoss(config.value_clip)
+    models = {"policy": policy, "critic": critic}
+    for step, groups, aside, _ in steps.take(models=models, state={"objective": objective}):
+        batch = build_batch(groups, config)
+        with run.phase("values"):
+            values = values_of(batch, groups, critic, config)
+        with run.phase("logprobs"):
+            batch = with_logprobs(batch, policy, objective)
+        estimates = estimates_of(batch, groups, values, config, penalties=objective.penalties(batch))
+        passes, seed = config.num_ppo_epochs, (config.seed, step)
+        with run.phase("critic_training"):
+            learned = with_returns(batch, values, estimates)
+            minibatches = shuffled_minibatches(learned, critic_rows, passes=passes, seed=seed)
+            of_critic = [critic.train_step(minibatch, value_loss) for minibatch in minibatches]
+        run.record(step, training_metrics(of_critic, prefix="critic"))
+        if step > config.critic_warmup_steps:
+            batch = objective.prepared(StepData(step, groups, with_advantages(batch, estimates.advantages)))
+            loss = objective.loss
+            with run.phase("training"):
+                minibatches = shuffled_minibatches(batch, policy_rows, passes=passes, seed=seed)
+                of_policy = [policy.train_step(minibatch, loss) for minibatch in minibatches]
+            metrics = training_metrics(of_policy)
+            run.record(step, {**metrics, **objective.observe(metrics)})
+        steps.sync(step)
+        run.record(step, value_metrics(batch, values, estimates))
+        run.record(step, rollout_metrics(groups, estimates.advantages))
+        run.record_rollouts(step, [*groups, *aside], by_rollout(estimates.advantages, groups))

@@ -1,0 +1,83 @@
+"""PPO as a plugin: its config sections, what they must satisfy together, and where its code is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from rl_algos.data.config import DataConfig
+from rl_algos.grpo.loss import columns_of
+from rl_algos.grpo.loss_checks import loss_problems
+from rl_algos.grpo.plugin import loss_fn_section
+from rl_algos.ppo.config import PPOConfig, PPORoot
+from rl_algos.requirement import LOSSES
+from rl_algos.rollouts.checks import minibatch_problem, reward_problems, rollout_problems, validation_metrics
+from rl_core.config import Problem
+from rl_core.model import ModelSpec
+from rl_core.plugins import AlgorithmPlugin, ModelNeed
+
+
+def models(config: PPORoot) -> dict[str, ModelNeed]:
+    """Policy and critic train; the policy keeps its reference if the loss compares with it."""
+    compares = "ref_logprobs" in columns_of(config, config.ppo)
+    return {
+        "policy": ModelNeed("policy", ModelSpec(keeps_reference=compares, seed=config.ppo.seed)),
+        "critic": ModelNeed("value", ModelSpec(role="critic", seed=config.ppo.seed)),
+    }
+
+
+def check(config: PPORoot) -> Iterable[Problem]:
+    """Problems of the whole resolved config."""
+    yield from rollout_problems(config)
+    yield from reward_problems(config.ppo)
+    yield from loss_problems(config, config.ppo)
+    yield from _critic(config)
+    yield from _estimates(config.ppo)
+
+
+def _critic(config: PPORoot) -> Iterator[Problem]:
+    yield from minibatch_problem(config, "value.train_global_batch_size", config.value.train_global_batch_size)
+    longest = config.policy.max_total_sequence_length
+    if config.value.max_total_sequence_length < longest:
+        yield Problem(
+            "value.max_total_sequence_length",
+            f"got {config.value.max_total_sequence_length}, but the critic reads the policy's rollouts of up to "
+            f"{longest} tokens; set it to {longest}",
+        )
+    if config.ppo.critic_warmup_steps >= config.ppo.max_num_steps:
+        yield Problem(
+            "ppo.critic_warmup_steps",
+            f"got {config.ppo.critic_warmup_steps}, which leaves no step for the policy: ppo.max_num_steps is "
+            f"{config.ppo.max_num_steps}; set it lower",
+        )
+
+
+def _estimates(ppo: PPOConfig) -> Iterator[Problem]:
+    if ppo.use_dynamic_sampling and ppo.num_generations_per_prompt < 2:
+        yield Problem(
+            "ppo.use_dynamic_sampling",
+            "needs at least 2 rollouts of a prompt to compare; set ppo.num_generations_per_prompt, or remove this key",
+        )
+    is_set = "gae_lambda" in ppo.model_fields_set
+    if is_set and ppo.length_adaptive_alpha is not None and ppo.critic_gae_lambda is not None:
+        yield Problem(
+            "ppo.gae_lambda",
+            "has no effect with length_adaptive_alpha and critic_gae_lambda, which set both lambdas; remove this key",
+        )
+
+
+PLUGIN = AlgorithmPlugin(
+    name="ppo",
+    sections={"ppo": PPOConfig, "loss_fn": loss_fn_section, "data": DataConfig},
+    load="rl_algos.rollouts.data:load",
+    attempts="rl_algos.rollouts.data:attempts",
+    prepare="rl_algos.rollouts.data:prepare",
+    run="rl_algos.ppo.setup:run",
+    generates=True,
+    models=models,
+    model_sections=("policy", "value"),
+    requirements=(LOSSES,),
+    validation_metrics=validation_metrics,
+    rollouts="rl_algos.rollouts.setup:needs",
+    evaluate="rl_algos.rollouts.setup:evaluate",
+    checks=(check,),
+)

@@ -1,0 +1,22 @@
+"""From the resolved config to the objects of the PPO loop."""
+
+from __future__ import annotations
+
+from rl_algos.grpo.loss import objective_of
+from rl_algos.ppo.config import PPORoot
+from rl_algos.ppo.loop import train
+from rl_algos.rollouts.setup import steps_of
+from rl_core.run import Components, Run
+
+
+def run(config: PPORoot, components: Components, run: Run) -> None:
+    """Train as the config says."""
+    train(
+        config.ppo,
+        objective_of(config, config.ppo),
+        policy=components.models["policy"],
+        critic=components.models["critic"],
+        steps=steps_of(config, components, run),
+        policy_rows=config.policy.train_global_batch_size,
+        critic_rows=config.value.train_global_batch_size,
+    )

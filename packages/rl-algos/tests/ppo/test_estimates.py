@@ -1,0 +1,122 @@
+"""From the rewards of a step to what policy and critic learn."""
+
+import numpy as np
+import pytest
+from gae_oracle import written_out
+from rollouts_builder import make_prompt, make_rollout
+
+from rl_algos.ppo.config import PPOConfig
+from rl_algos.ppo.estimates import Values, estimates_of, value_metrics, values_of, with_returns
+from rl_algos.rollouts.batch import build_batch
+from rl_core.model import SCORES
+from rl_core.ragged import Ragged
+from rl_core.rollout import Rollout, RolloutGroup
+from rl_core.testing.fakes import FakeModel
+
+PROMPT = make_prompt()
+
+
+def make_step(seed=0, **settings):
+    """Groups with a rollout that was cut off and one that failed, their batch and values at random."""
+    ended = make_rollout(PROMPT, 1.0, sampled=(5, 6, 7))
+    cut = make_rollout(PROMPT, 0.25, sampled=(8, 9), stop_reason="length", status="truncated")
+    long = make_rollout(PROMPT, -1.0, sampled=tuple(range(30)))
+    failed = Rollout.failed(PROMPT, "hung")
+    groups = [RolloutGroup.of(PROMPT, (ended, cut)), RolloutGroup.of(PROMPT, (long, failed))]
+    config = PPOConfig(**settings)
+    batch = build_batch(groups, config)
+    random = np.random.default_rng(seed)
+    before = batch.ragged("tokens").like(random.normal(size=sum(batch.lengths)).astype(np.float32))
+    return groups, config, batch, Values(before, np.zeros(4))
+
+
+def oracle(batch, values, gamma, lam, rewards, penalties=None):
+    """Advantages by token, written out."""
+    mask = batch.ragged("loss_mask")
+    found = []
+    for row, row_mask in enumerate(mask):
+        by_token = np.zeros(len(row_mask)) if penalties is None else -penalties[row]
+        if row_mask.any():
+            by_token[np.flatnonzero(row_mask)[-1]] += rewards[row]
+        of_row = lam[row] if np.ndim(lam) else lam
+        found.append(written_out(by_token, values.before[row], row_mask, values.last[row], gamma, of_row))
+    return np.concatenate(found)
+
+
+REWARDS = [1.0, 0.25, -1.0, np.nan]
+
+
+def test_the_policy_and_the_critic_have_lambdas_of_their_own():
+    groups, config, batch, values = make_step(
+        gamma=0.98, gae_lambda=0.7, critic_gae_lambda=1.0, normalize_advantages=False
+    )
+    estimates = estimates_of(batch, groups, values, config)
+    np.testing.assert_allclose(estimates.advantages.values, oracle(batch, values, 0.98, 0.7, REWARDS), atol=1e-9)
+    sampled = batch.ragged("loss_mask").values > 0
+    returns = oracle(batch, values, 0.98, 1.0, REWARDS) + np.where(sampled, values.before.values, 0)
+    np.testing.assert_allclose(estimates.returns.values, returns, atol=1e-9)
+    learned = with_returns(batch, values, estimates)
+    assert learned.ragged("returns").values.dtype == learned.ragged("values").values.dtype == np.float32
+
+
+def test_a_length_adaptive_lambda_is_that_of_each_rollout_and_the_critic_keeps_its_own():
+    groups, config, batch, values = make_step(length_adaptive_alpha=0.5, gae_lambda=0.9, normalize_advantages=False)
+    estimates = estimates_of(batch, groups, values, config)
+    lam = [1 - 1 / 1.5, 0.0, 1 - 1 / 15, 0.0]
+    np.testing.assert_allclose(estimates.advantages.values, oracle(batch, values, 1.0, lam, REWARDS), atol=1e-9)
+    sampled = batch.ragged("loss_mask").values > 0
+    returns = oracle(batch, values, 1.0, 0.9, REWARDS)[sampled] + values.before.values[sampled]
+    np.testing.assert_allclose(estimates.returns.values[sampled], returns, atol=1e-9)
+
+
+def test_advantages_have_mean_0_and_deviation_1_over_the_sampled_tokens_of_the_step():
+    groups, config, batch, values = make_step()
+    unscaled = config.model_copy(update={"normalize_advantages": False})
+    plain = estimates_of(batch, groups, values, unscaled).advantages.values
+    sampled = batch.ragged("loss_mask").values > 0
+    expected = (plain[sampled] - plain[sampled].mean()) / plain[sampled].std()
+    found = estimates_of(batch, groups, values, config).advantages.values
+    np.testing.assert_allclose(found[sampled], expected, rtol=1e-6)
+    assert not found[~sampled].any()
+    clipped = config.model_copy(update={"advantage_clip_high": 0.5})
+    assert estimates_of(batch, groups, values, clipped).advantages.values.max() == 0.5
+
+
+def test_penalties_are_taken_from_the_reward_of_each_token():
+    groups, config, batch, values = make_step(normalize_advantages=False)
+    penalties = batch.ragged("tokens").like(np.linspace(0, 1, sum(batch.lengths)))
+    found = estimates_of(batch, groups, values, config, penalties=penalties).advantages.values
+    np.testing.assert_allclose(found, oracle(batch, values, 1.0, 0.95, REWARDS, penalties), atol=1e-9)
+
+
+def test_a_rollout_that_was_cut_off_ends_with_the_critics_value_of_its_last_state_if_asked_for():
+    groups, config, batch, _ = make_step(bootstrap_truncated=True)
+    critic = FakeModel()
+    values = values_of(batch, groups, critic, config)
+    scores = critic.infer(batch, [SCORES]).array("scores")
+    assert values.last.tolist() == [0.0, scores[1], 0.0, 0.0]
+    assert scores[1] != 0
+    plain = values_of(batch, groups, critic, config.model_copy(update={"bootstrap_truncated": False}))
+    assert not plain.last.any()
+    assert plain.before.equals(values.before)
+
+
+def test_filtered_rollouts_teach_neither_policy_nor_critic():
+    groups, config, batch, values = make_step(overlong_filtering=True, normalize_advantages=False)
+    estimates = estimates_of(batch, groups, values, config)
+    assert not estimates.advantages[1].any()
+    assert not estimates.returns[1].any()
+    assert batch.ragged("loss_mask").sums().tolist() == [3, 0, 30, 0]
+
+
+def test_the_explained_variance_is_1_for_perfect_values_and_0_for_constant_ones():
+    groups, config, batch, values = make_step(gae_lambda=1.0)
+    estimates = estimates_of(batch, groups, values, config)
+    perfect = Values(estimates.returns, values.last)
+    assert value_metrics(batch, perfect, estimates)["critic/explained_variance"] == pytest.approx(1.0)
+    constant = Values(Ragged(np.full(len(estimates.returns.values), 0.3), estimates.returns.offsets), values.last)
+    found = value_metrics(batch, constant, estimates)
+    assert found["critic/explained_variance"] == pytest.approx(0.0)
+    assert found["critic/value_mean"] == pytest.approx(0.3)
+    sampled = batch.ragged("loss_mask").values > 0
+    assert found["critic/return_mean"] == pytest.approx(estimates.returns.values[sampled].mean())

@@ -1,0 +1,92 @@
+"""What a PPO config becomes, and what is refused."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from rl_algos.data.config import DataConfig, DatasetConfig
+from rl_algos.grpo.loss import loss_of
+from rl_algos.grpo.loss_config import LossConfig
+from rl_algos.ppo.config import PPOConfig
+from rl_algos.ppo.plugin import PLUGIN, check
+from rl_core.model_config import GenerationConfig, ModelConfig
+
+
+def make_config(*, loss=None, policy_rows=8, value=None, **settings):
+    return SimpleNamespace(
+        ppo=PPOConfig(**{"num_prompts_per_step": 8} | settings),
+        loss_fn=LossConfig(**loss or {}),
+        policy=SimpleNamespace(
+            train_global_batch_size=policy_rows,
+            max_total_sequence_length=64,
+            generation=GenerationConfig(backend="none", max_new_tokens=8),
+        ),
+        value=ModelConfig(
+            **{"model_name": "critic", "train_global_batch_size": 8, "max_total_sequence_length": 64} | (value or {})
+        ),
+        data=DataConfig(train=DatasetConfig(dataset_name="arithmetic")),
+        env=None,
+    )
+
+
+def test_policy_and_critic_train_and_the_policy_alone_keeps_a_reference():
+    needs = PLUGIN.models(make_config())
+    assert (needs["critic"].section, needs["critic"].spec.role) == ("value", "critic")
+    assert needs["policy"].spec.keeps_reference
+    assert needs["critic"].spec.trains
+    assert not needs["critic"].spec.keeps_reference
+    without = PLUGIN.models(make_config(loss={"reference_policy_kl_penalty": 0.0}))
+    assert not without["policy"].spec.keeps_reference
+
+
+@pytest.mark.parametrize(("rows", "passes", "on_policy"), [(8, 1, True), (4, 1, False), (8, 2, False)])
+def test_prev_logprobs_are_spared_only_if_a_step_takes_one_update(rows, passes, on_policy):
+    config = make_config(policy_rows=rows, num_ppo_epochs=passes)
+    assert loss_of(config, config.ppo).on_policy is on_policy
+
+
+REFUSED = [
+    ({"value": {"train_global_batch_size": 3}}, "value.train_global_batch_size", "3 does not divide the 8 rollouts"),
+    ({"policy_rows": 3}, "policy.train_global_batch_size", r"ppo.num_prompts_per_step 8 x"),
+    (
+        {"value": {"max_total_sequence_length": 32}},
+        "value.max_total_sequence_length",
+        "of up to 64 tokens; set it to 64",
+    ),
+    ({"critic_warmup_steps": 5, "max_num_steps": 5}, "ppo.critic_warmup_steps", "leaves no step for the policy"),
+    ({"use_dynamic_sampling": True}, "ppo.use_dynamic_sampling", "at least 2 rollouts"),
+    ({"batch_multiplier": 2.0}, "ppo.batch_multiplier", "without use_dynamic_sampling"),
+    (
+        {"gae_lambda": 0.9, "length_adaptive_alpha": 0.05, "critic_gae_lambda": 1.0},
+        "ppo.gae_lambda",
+        "remove this key",
+    ),
+    (
+        {"num_ppo_epochs": 2, "loss": {"force_on_policy_ratio": True}},
+        "loss_fn.force_on_policy_ratio",
+        "one pass over it a step: remove it",
+    ),
+    ({"val_period": 3}, "data.validation", "ppo asks for validation"),
+]
+
+
+@pytest.mark.parametrize(("settings", "key", "says"), REFUSED, ids=[key for _, key, _ in REFUSED])
+def test_what_contradicts_itself_or_has_no_effect_is_refused(settings, key, says):
+    ((found, message),) = [(problem.key, problem.message) for problem in check(make_config(**settings))]
+    assert found == key
+    assert re.search(says, message), message
+
+
+ACCEPTED = [
+    {},
+    {"length_adaptive_alpha": 0.05, "critic_gae_lambda": 1.0},
+    {"length_adaptive_alpha": 0.05, "gae_lambda": 1.0},
+    {"num_generations_per_prompt": 2, "use_dynamic_sampling": True},
+    {"num_ppo_epochs": 4, "value_clip": None, "bootstrap_truncated": True},
+]
+
+
+@pytest.mark.parametrize("settings", ACCEPTED, ids=range(len(ACCEPTED)))
+def test_what_goes_together_is_accepted(settings):
+    assert list(check(make_config(**settings))) == []
