@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from rl_algos.data.config import DataConfig
 from rl_algos.grpo.config import GRPOConfig, GRPORoot
 from rl_algos.grpo.estimators import chosen, estimator_section, reads
 from rl_algos.grpo.loss import columns_of, loss_section, surrogate_section
 from rl_algos.grpo.loss_checks import loss_problems
 from rl_algos.grpo.loss_config import LossConfig
-from rl_algos.requirement import LOSSES
-from rl_algos.rollouts.checks import reward_problems, rollout_problems, validation_metrics
+from rl_algos.rollouts.checks import reward_problems
+from rl_algos.rollouts.plugin import rollout_algorithm
 from rl_core.config import Config, Problem, ProblemError, assemble, settings_of
 from rl_core.model import ModelSpec
-from rl_core.plugins import AlgorithmPlugin, ModelNeed
+from rl_core.plugins import ModelNeed
 
 
 def grpo_section(written: Any) -> type[Config]:
@@ -51,8 +50,7 @@ def models(config: GRPORoot) -> dict[str, ModelNeed]:
 
 
 def check(config: GRPORoot) -> Iterable[Problem]:
-    """Problems of the whole resolved config."""
-    yield from rollout_problems(config)
+    """Problems of the whole resolved config, beside those of its rollouts."""
     yield from reward_problems(config.grpo)
     yield from loss_problems(config, config.grpo)
     yield from _estimator(config)
@@ -86,18 +84,10 @@ def _estimator(config: GRPORoot) -> Iterator[Problem]:
         )
 
 
-PLUGIN = AlgorithmPlugin(
-    name="grpo",
-    sections={"grpo": grpo_section, "loss_fn": loss_fn_section, "data": DataConfig},
-    load="rl_algos.rollouts.data:load",
-    attempts="rl_algos.rollouts.data:attempts",
-    prepare="rl_algos.rollouts.data:prepare",
+PLUGIN = rollout_algorithm(
+    "grpo",
+    sections={"grpo": grpo_section, "loss_fn": loss_fn_section},
     run="rl_algos.grpo.setup:run",
-    generates=True,
     models=models,
-    requirements=(LOSSES,),
-    validation_metrics=validation_metrics,
-    rollouts="rl_algos.rollouts.setup:needs",
-    evaluate="rl_algos.rollouts.setup:evaluate",
     checks=(check,),
 )

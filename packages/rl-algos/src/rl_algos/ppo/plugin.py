@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from rl_algos.data.config import DataConfig
 from rl_algos.grpo.loss import columns_of
 from rl_algos.grpo.loss_checks import loss_problems
 from rl_algos.grpo.plugin import loss_fn_section
 from rl_algos.ppo.config import PPOConfig, PPORoot
-from rl_algos.requirement import LOSSES
-from rl_algos.rollouts.checks import minibatch_problem, reward_problems, rollout_problems, validation_metrics
+from rl_algos.rollouts.checks import minibatch_problem, reward_problems
+from rl_algos.rollouts.plugin import rollout_algorithm
 from rl_core.config import Problem
 from rl_core.model import ModelSpec
-from rl_core.plugins import AlgorithmPlugin, ModelNeed
+from rl_core.plugins import ModelNeed
 
 
 def models(config: PPORoot) -> dict[str, ModelNeed]:
@@ -26,8 +25,7 @@ def models(config: PPORoot) -> dict[str, ModelNeed]:
 
 
 def check(config: PPORoot) -> Iterable[Problem]:
-    """Problems of the whole resolved config."""
-    yield from rollout_problems(config)
+    """Problems of the whole resolved config, beside those of its rollouts."""
     yield from reward_problems(config.ppo)
     yield from loss_problems(config, config.ppo)
     yield from _critic(config)
@@ -65,19 +63,11 @@ def _estimates(ppo: PPOConfig) -> Iterator[Problem]:
         )
 
 
-PLUGIN = AlgorithmPlugin(
-    name="ppo",
-    sections={"ppo": PPOConfig, "loss_fn": loss_fn_section, "data": DataConfig},
-    load="rl_algos.rollouts.data:load",
-    attempts="rl_algos.rollouts.data:attempts",
-    prepare="rl_algos.rollouts.data:prepare",
+PLUGIN = rollout_algorithm(
+    "ppo",
+    sections={"ppo": PPOConfig, "loss_fn": loss_fn_section},
     run="rl_algos.ppo.setup:run",
-    generates=True,
     models=models,
     model_sections=("policy", "value"),
-    requirements=(LOSSES,),
-    validation_metrics=validation_metrics,
-    rollouts="rl_algos.rollouts.setup:needs",
-    evaluate="rl_algos.rollouts.setup:evaluate",
     checks=(check,),
 )

@@ -1,0 +1,50 @@
+"""The plugin of an algorithm that trains on its own rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from rl_algos.data.config import DataConfig
+from rl_algos.requirement import LOSSES
+from rl_algos.rollouts.checks import rollout_problems, validation_metrics
+from rl_core.config import Config, Problem
+from rl_core.plugins import AlgorithmPlugin, ModelNeed, Requirement
+
+
+def rollout_algorithm(
+    name: str,
+    *,
+    sections: Mapping[str, type[Config] | Callable[[Any], type[Config]]],
+    run: str,
+    models: Callable[[Any], Mapping[str, ModelNeed]],
+    model_sections: tuple[str, ...] = ("policy",),
+    requirements: tuple[Requirement, ...] = (),
+    checks: tuple[Callable[[Any], Iterable[Problem]], ...] = (),
+) -> AlgorithmPlugin:
+    """A plugin that loads prompts, rolls them out with `MultiTurnProgram`, validates and evaluates as all such
+    algorithms do.
+
+    Args:
+        sections: of the config, beside `data`; one of them extends `rl_algos.rollouts.config.RolloutConfig`.
+        run: as of `AlgorithmPlugin`; `rl_algos.rollouts.setup.steps_of` gives it the steps of its loop.
+        models, model_sections: as of `AlgorithmPlugin`.
+        requirements: beside rl-algos itself.
+        checks: beside those of rollouts, validation and environments.
+    """
+    return AlgorithmPlugin(
+        name=name,
+        sections={**sections, "data": DataConfig},
+        load="rl_algos.rollouts.data:load",
+        attempts="rl_algos.rollouts.data:attempts",
+        prepare="rl_algos.rollouts.data:prepare",
+        run=run,
+        generates=True,
+        models=models,
+        model_sections=model_sections,
+        requirements=(LOSSES, *requirements),
+        validation_metrics=validation_metrics,
+        rollouts="rl_algos.rollouts.setup:needs",
+        evaluate="rl_algos.rollouts.setup:evaluate",
+        checks=(rollout_problems, *checks),
+    )
