@@ -7,6 +7,6 @@ def written_out(rewards, values, mask, last_value, gamma, lam):
     following, carried = last_value, 0.0
     for t in reversed(range(len(mask))):
         if mask[t]:
-            carried = rewards[t] + gamma * following - values[t] + gamma * lam * carried
-            advantages[t], following = carried, values[t]
+            carried = float(rewards[t]) + gamma * following - float(values[t]) + gamma * lam * carried
+            advantages[t], following = carried, float(values[t])
     return advantages
