@@ -55,7 +55,7 @@ def _estimates(ppo: PPOConfig) -> Iterator[Problem]:
             "ppo.use_dynamic_sampling",
             "needs at least 2 rollouts of a prompt to compare; set ppo.num_generations_per_prompt, or remove this key",
         )
-    is_set = "gae_lambda" in ppo.model_fields_set
+    is_set = ppo.gae_lambda != PPOConfig.model_fields["gae_lambda"].default
     if is_set and ppo.length_adaptive_alpha is not None and ppo.critic_gae_lambda is not None:
         yield Problem(
             "ppo.gae_lambda",
