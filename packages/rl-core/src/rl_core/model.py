@@ -32,8 +32,9 @@ class Read:
     `logprobs`, `entropy` and `values` are float32 `[tokens]`: the value at index i belongs to token i given those
     before it, and the first of a row is 0 (`values` at i: of the state before token i). `scores` is float32 `[rows]`,
     the scalar head at the last token; of a critic it is the value of the state after that token. `topk` gives two
-    columns, `topk_logprobs` float32 and `topk_ids` int32, both `[tokens, k]`. `logprobs_at` is float32 `[tokens, k]`: the logprobs, given the tokens before token i, of the ids at
-    index i of a column of the batch, int32 `[tokens, k]`; -1 stands for no id, and its logprob is 0.
+    columns, `topk_logprobs` float32 and `topk_ids` int32, both `[tokens, k]`. `logprobs_at` is float32 `[tokens, k]`:
+    the logprobs, given the tokens before token i, of the ids at index i of a column of the batch, int32 `[tokens, k]`;
+    -1 stands for no id, and its logprob is 0.
 
     Args:
         name: of the result.

@@ -9,7 +9,7 @@ from rl_algos.data.config import DataConfig
 from rl_algos.requirement import LOSSES
 from rl_algos.rollouts.checks import rollout_problems, validation_metrics
 from rl_core.config import Config, Problem
-from rl_core.plugins import AlgorithmPlugin, ModelNeed, Requirement
+from rl_core.plugins import AlgorithmPlugin, ModelNeed, Requirement, SectionNames
 
 
 def rollout_algorithm(
@@ -18,7 +18,7 @@ def rollout_algorithm(
     sections: Mapping[str, type[Config] | Callable[[Any], type[Config]]],
     run: str,
     models: Callable[[Any], Mapping[str, ModelNeed]],
-    model_sections: tuple[str, ...] = ("policy",),
+    model_sections: tuple[str, ...] | Callable[[SectionNames], tuple[str, ...]] = ("policy",),
     requirements: tuple[Requirement, ...] = (),
     checks: tuple[Callable[[Any], Iterable[Problem]], ...] = (),
 ) -> AlgorithmPlugin:
