@@ -52,6 +52,23 @@ def test_the_reference_is_read_only_where_the_loss_compares_with_it():
     assert [name for name, _ in policy.calls][:2] == ["infer", "infer_reference"]
 
 
+@pytest.mark.parametrize(("alpha", "seen"), [(1.0, [0, 0, 2, 2, 4]), (0.5, [0, 0, 1, 1, 2.5])])
+def test_the_reference_follows_the_policy_after_every_period(alpha, seen):
+    class Noting(FakeModel):
+        def __init__(self):
+            super().__init__()
+            self.references = []
+
+        def train_step(self, batch, loss):
+            self.references.append(self.reference_steps)
+            return super().train_step(batch, loss)
+
+    policy = Noting()
+    loss = PolicyLoss(kl=KLPenalty(0.1))
+    run_loop(FakeRun(), loss=loss, model=policy, rows=8, reference_sync_period=2, reference_mixup_alpha=alpha)
+    assert policy.references == seen
+
+
 def test_an_on_policy_ratio_spares_the_logprob_pass():
     policy = run_loop(FakeRun(), loss=PolicyLoss(on_policy=True), max_num_steps=1)
     assert {name for name, _ in policy.calls} == {"train_step"}

@@ -144,6 +144,27 @@ def test_what_an_estimator_does_not_read_is_refused(estimator, grpo, loss, key, 
 
 
 @pytest.mark.parametrize(
+    ("grpo", "loss", "key", "says"),
+    [
+        ({"reference_sync_period": 4}, {"reference_policy_kl_penalty": 0.0}, "reference_sync_period", "no reference"),
+        ({"reference_mixup_alpha": 0.6}, {}, "reference_mixup_alpha", "no effect without reference_sync_period"),
+    ],
+)
+def test_a_reference_that_could_not_move_or_that_nothing_reads_is_refused(grpo, loss, key, says):
+    config = make_config(8, **loss)
+    config.grpo = config.grpo.model_copy(update=grpo)
+    ((found, message),) = problems(config)
+    assert found == f"grpo.{key}"
+    assert says in message
+
+
+def test_a_reference_may_follow_the_policy():
+    config = make_config(8, reference_policy_kl_penalty=0.1)
+    config.grpo = config.grpo.model_copy(update={"reference_sync_period": 4, "reference_mixup_alpha": 0.6})
+    assert problems(config) == []
+
+
+@pytest.mark.parametrize(
     ("kind", "says"),
     [("Half", "lacks reads, temperature, implementation, totals"), ("Plain", "is not a dataclass")],
 )

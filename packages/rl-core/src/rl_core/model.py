@@ -168,7 +168,17 @@ class Model(Protocol):
         ...
 
     def infer(self, batch: Batch, reads: Sequence[Read], *, reference: bool = False, temperature: float = 1.0) -> Batch:
-        """Per-row results for every row, in the order of the rows; `reference` uses the frozen initial weights."""
+        """Per-row results for every row, in the order of the rows; `reference` uses the reference: the initial weights
+        unless `update_reference` has moved it."""
+        ...
+
+    def update_reference(self, share: float = 1.0) -> None:
+        """Move the reference by `share * (weights - reference)`: 1 makes it the model as it is. Checkpoints hold a
+        reference that has moved.
+
+        Raises:
+            ValueError: for a share outside (0, 1], or a model that keeps no reference.
+        """
         ...
 
     def evaluate(self, batch: Batch, loss: Loss) -> Metrics:
@@ -269,7 +279,8 @@ class ModelSpec:
     Args:
         role: decides the head.
         trains: whether it has an optimizer.
-        keeps_reference: whether it keeps its initial weights, frozen and off the device, for `infer(reference=True)`.
+        keeps_reference: whether it keeps its initial weights, off the device, for `infer(reference=True)`; they change
+            by `update_reference` alone.
         seed: of dropout and of newly made heads.
     """
 
@@ -295,6 +306,10 @@ class ModelWorker(Resident, WeightSource, Protocol):
         self, batch: Batch, reads: Sequence[Read], *, reference: bool = False, temperature: float = 1.0
     ) -> Batch | None:
         """Results for this rank's shard; None on ranks that do not lead their shard (`Coordinates.leads`)."""
+        ...
+
+    def update_reference(self, share: float = 1.0) -> None:
+        """This rank's part of `Model.update_reference`."""
         ...
 
     def evaluate(self, batch: Batch, loss: Loss) -> Mapping[str, Metric]:

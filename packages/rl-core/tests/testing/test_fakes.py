@@ -52,6 +52,19 @@ def test_a_step_changes_the_policy_and_not_the_reference():
     assert [name for name, _ in model.calls] == ["infer", "train_step", "evaluate", "infer", "infer_reference"]
 
 
+def test_a_reference_that_was_updated_is_saved(tmp_path):
+    model, other = FakeModel(), FakeModel()
+    for _ in range(2):
+        model.train_step(batch([1, 2, 3]), CountRows())
+    model.update_reference()
+    model.train_step(batch([1, 2, 3]), CountRows())
+    model.save(str(tmp_path))
+    other.load(str(tmp_path))
+    expected = model.infer(batch([1, 2, 3]), [LOGPROBS], reference=True).ragged("logprobs")
+    assert other.infer(batch([1, 2, 3]), [LOGPROBS], reference=True).ragged("logprobs").equals(expected)
+    assert not FakeModel().infer(batch([1, 2, 3]), [LOGPROBS]).ragged("logprobs").equals(expected)
+
+
 def test_a_batch_without_what_the_loss_needs_is_refused():
     with pytest.raises(ValueError, match="weights"):
         FakeModel().train_step(batch([1]).only(["tokens"]), CountRows())

@@ -54,6 +54,15 @@ class TrainingState:
         if self._optimizer is not None:
             self._restore_optimizer(self._optimizer, {key: state[key] for key in saved})
 
+    def weights(self) -> dict[str, Any]:
+        """Parameters that train, and persistent buffers, by name, in host memory."""
+        return _host_copies(self._model_state())
+
+    def restore_weights(self, path: Path) -> None:
+        """Read them into place; collective."""
+        self._model.reshard_all()
+        read_tensors(path, self._model_state(), group=self._mesh.control)
+
     def layers(self) -> dict[str, Any]:
         """Return nothing: layers keep nothing beside parameters and buffers."""
         return {}

@@ -51,6 +51,14 @@ class TrainingState:
             copies: whether no tensor shares its memory with the model or the optimizer, so that both may change.
         """
         self._dtypes = self._state_dtypes()
+        return self._tensors(self._dtypes, copies=copies)
+
+    def weights(self) -> dict[str, Pieces]:
+        """The parameters and buffers among `tensors`, as copies in host memory."""
+        return self._tensors({}, copies=True)
+
+    def _tensors(self, of_optimizer: Mapping[str, str], *, copies: bool) -> dict[str, Pieces]:
+        """Weights, and the optimizer's state of these keys and dtypes."""
         found: dict[str, Pieces] = {}
         trained = dict(self._trained_by_target)
         for entry, held in self._held:
@@ -62,7 +70,7 @@ class TrainingState:
             for shard, inner in self._runs(parameter):
                 held = parameter.detach().view(-1)[shard.start : shard.stop]
                 self._add(found, MODEL, entry, parameter.shape, shard.start, _flat(held, copied=copies))
-                for key, dtype in self._dtypes.items():
+                for key, dtype in of_optimizer.items():
                     run = self._run(shard, inner, key, getattr(torch, dtype))
                     self._add(found, key, entry, parameter.shape, shard.start, _flat(run, copied=copies))
         return found
@@ -100,15 +108,12 @@ class TrainingState:
             path: of the model's checkpoint.
             description: as `description` returned.
         """
-        wanted: dict[str, Pieces] = {}
-        for entry, held in self._held:
-            self._add(wanted, MODEL, entry, held.shape, 0, held.detach().view(-1))
-        self._read(path, wanted)
+        self.restore_weights(path)
         if self._optimizer is None:
             return
         self._optimizer.adopt()
         self._optimizer.inner.state.clear()
-        wanted = {}
+        wanted: dict[str, Pieces] = {}
         for entry, parameter in self._trained:
             for shard, inner in self._runs(parameter):
                 state = {key: _restored(value) for key, value in description["scalars"].get(entry.stored, {}).items()}
@@ -118,6 +123,14 @@ class TrainingState:
                     if key != MAIN:
                         run = state[key] = torch.zeros_like(shard.main, dtype=getattr(torch, dtype))
                     self._add(wanted, key, entry, parameter.shape, shard.start, run.detach())
+        self._read(path, wanted)
+
+    @torch.no_grad()
+    def restore_weights(self, path: Path) -> None:
+        """Read parameters and buffers into place; collective."""
+        wanted: dict[str, Pieces] = {}
+        for entry, held in self._held:
+            self._add(wanted, MODEL, entry, held.shape, 0, held.detach().view(-1))
         self._read(path, wanted)
 
     def _read(self, path: Path, wanted: dict[str, Pieces]) -> None:

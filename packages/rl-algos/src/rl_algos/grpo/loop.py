@@ -34,6 +34,8 @@ def train(
         loss = objective.loss
         with run.phase("training"):
             updates = [policy.train_step(minibatch, loss) for minibatch in minibatches(batch, rows_per_minibatch)]
+            if run.due(config.reference_sync_period, step):
+                policy.update_reference(config.reference_mixup_alpha)
         steps.sync(step)
         metrics = training_metrics(updates)
         run.record(step, {**metrics, **objective.observe(metrics)})

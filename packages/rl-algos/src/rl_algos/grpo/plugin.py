@@ -54,6 +54,7 @@ def check(config: GRPORoot) -> Iterable[Problem]:
     yield from reward_problems(config.grpo)
     yield from loss_problems(config, config.grpo)
     yield from _estimator(config)
+    yield from _reference(config)
 
 
 def _estimator(config: GRPORoot) -> Iterator[Problem]:
@@ -82,6 +83,18 @@ def _estimator(config: GRPORoot) -> Iterator[Problem]:
             "grpo.adv_estimator.k",
             f"{settings['k']} must be from 1 to grpo.num_generations_per_prompt, {grpo.num_generations_per_prompt}",
         )
+
+
+def _reference(config: GRPORoot) -> Iterator[Problem]:
+    grpo = config.grpo
+    if grpo.reference_sync_period and "ref_logprobs" not in columns_of(config, grpo):
+        yield Problem(
+            "grpo.reference_sync_period",
+            "has no effect: the loss compares with no reference policy; set loss_fn.reference_policy_kl_penalty above "
+            "0, or remove this key",
+        )
+    if grpo.reference_mixup_alpha != 1 and not grpo.reference_sync_period:
+        yield Problem("grpo.reference_mixup_alpha", "has no effect without reference_sync_period; set it above 0")
 
 
 PLUGIN = rollout_algorithm(

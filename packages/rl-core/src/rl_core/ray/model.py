@@ -152,6 +152,11 @@ class RemoteModel:
             self._revision += 1
             return self._loss_call("train_step", batch, loss)
 
+    def update_reference(self, share: float = 1.0) -> None:
+        """As `rl_core.model.Model.update_reference`."""
+        with self._hold():
+            self.call_all("update_reference", share)
+
     def save(self, path: str, *, wait: bool = True) -> None:
         """As `rl_core.model.Model.save`."""
         with self._hold():

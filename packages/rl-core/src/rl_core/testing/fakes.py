@@ -33,14 +33,16 @@ class FakeModel:
 
     def __init__(self) -> None:
         self.num_steps = 0
+        self.reference_steps = 0.0
         self.calls: list[tuple[str, Batch]] = []
         self._saved: tuple[SavedFile, ...] = ()
 
     def infer(self, batch: Batch, reads: Sequence[Read], *, reference: bool = False, temperature: float = 1.0) -> Batch:
-        """Numbers in (-1, 0], 0 at the first token of a row; those of the reference are as before the first step."""
+        """Numbers in (-1, 0], 0 at the first token of a row; those of the reference are as before the first step, or
+        as of its last update."""
         self.calls.append(("infer_reference" if reference else "infer", batch))
         tokens = batch.ragged(TOKENS)
-        version = 0 if reference else self.num_steps
+        version = round(self.reference_steps) if reference else self.num_steps
         columns: dict[str, Ragged | np.ndarray] = {}
         for read in reads:
             if read.name == "scores":
@@ -57,6 +59,10 @@ class FakeModel:
                 columns[read.name] = tokens.like(_numbers(tokens, version).values / np.float32(temperature))
         return Batch(columns)
 
+    def update_reference(self, share: float = 1.0) -> None:
+        """Move the reference's number of steps towards the model's."""
+        self.reference_steps += share * (self.num_steps - self.reference_steps)
+
     def evaluate(self, batch: Batch, loss: Loss) -> Metrics:
         """The mean token id over one more than the number of steps, once the batch has what the loss needs."""
         self.calls.append(("evaluate", batch))
@@ -71,7 +77,7 @@ class FakeModel:
         return {**metrics, "grad_norm": Metric(1.0), "lr": Metric(1e-3, over_updates="last"), **counts}
 
     def save(self, path: str, *, wait: bool = True) -> None:
-        """Write the number of steps, at once."""
+        """Write the numbers of steps, at once."""
         self._saved = self.export(path)
 
     def finish_save(self, *, wait: bool = True) -> tuple[SavedFile, ...]:
@@ -79,14 +85,15 @@ class FakeModel:
         return self._saved
 
     def load(self, path: str, *, files: Sequence[SavedFile] = ()) -> None:
-        """Read the number of steps."""
-        self.num_steps = json.loads((Path(path) / "model.json").read_text(encoding="utf-8"))["num_steps"]
+        """Read the numbers of steps."""
+        saved = json.loads((Path(path) / "model.json").read_text(encoding="utf-8"))
+        self.num_steps, self.reference_steps = saved["num_steps"], saved["reference_steps"]
 
     def export(self, path: str) -> tuple[SavedFile, ...]:
-        """Write the number of steps, too."""
+        """Write the numbers of steps, too."""
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
-        content = json.dumps({"num_steps": self.num_steps}).encode()
+        content = json.dumps({"num_steps": self.num_steps, "reference_steps": self.reference_steps}).encode()
         (folder / "model.json").write_bytes(content)
         return (SavedFile("model.json", len(content), hashlib.sha256(content).hexdigest(), 0),)
 

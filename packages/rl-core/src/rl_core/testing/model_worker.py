@@ -349,6 +349,58 @@ class ModelWorkerSuite:
             model.train_step(batch, TokenLoss())
             assert model.infer(batch, [LOGPROBS], reference=True).ragged("logprobs").equals(before)
 
+    def test_a_reference_moves_towards_the_model_when_it_is_told_to(self, pool: RankPool, folder: Path) -> None:
+        batch = make_batch()
+        with self._model(pool, folder, max(self.worlds), optimizer=SGD, keeps_reference=True) as model:
+            start = model.infer(batch, [LOGPROBS]).ragged("logprobs")
+            model.train_step(batch, TokenLoss())
+            trained = model.infer(batch, [LOGPROBS]).ragged("logprobs")
+            model.offload(("optimizer",))
+            model.update_reference(0.25)
+            moved = model.infer(batch, [LOGPROBS], reference=True).ragged("logprobs")
+            # logprobs are nearly linear in so small a step of the weights
+            self._assert_quarter_of_the_way(moved.values, start.values, trained.values)
+            model.onload(("optimizer",))
+            model.update_reference()
+            assert model.infer(batch, [LOGPROBS], reference=True).ragged("logprobs").equals(trained)
+            assert model.infer(batch, [LOGPROBS]).ragged("logprobs").equals(trained)
+            model.train_step(batch, TokenLoss())
+            assert model.infer(batch, [LOGPROBS], reference=True).ragged("logprobs").equals(trained)
+            with pytest.raises(WorkerError, match=r"a share in \(0, 1\]"):
+                model.update_reference(0.0)
+        with self._model(pool, folder, 1) as model, pytest.raises(WorkerError, match="keeps no reference"):
+            model.update_reference()
+
+    def test_a_checkpoint_holds_a_reference_that_has_moved(self, pool: RankPool, folder: Path, tmp_path: Path) -> None:
+        settings: dict[str, Any] = {"optimizer": ADAMW, "keeps_reference": True}
+        batches = [make_batch(seed=seed) for seed in range(3)]
+        for world in self.worlds:
+            start, moved = tmp_path / f"start_{world}", tmp_path / f"moved_{world}"
+            with self._model(pool, folder, world, **settings) as model:
+                model.save(str(start))
+                assert not (start / "reference").exists()
+                model.train_step(batches[0], TokenLoss())
+                model.update_reference(0.5)
+                model.train_step(batches[1], TokenLoss())
+                model.save(str(moved), wait=False)
+                files = model.finish_save()
+                assert files is not None
+                assert {file.path: (file.size, file.sha256) for file in files} == _digests(moved)
+                reference = model.infer(batches[2], [LOGPROBS], reference=True).ragged("logprobs")
+                uninterrupted = model.train_steps(batches[2:], TokenLoss())
+                with pytest.raises(WorkerError, match="before the reference was first updated"):
+                    model.load(str(start))
+                model.load(str(moved), files=files)
+                assert model.infer(batches[2], [LOGPROBS], reference=True).ragged("logprobs").equals(reference)
+            for resumed in self.worlds:
+                with self._model(pool, folder, resumed, **settings) as model:
+                    model.load(str(moved), files=files)
+                    found = model.infer(batches[2], [LOGPROBS], reference=True).ragged("logprobs")
+                    self._assert_close(found.values, reference.values, "logprobs of the reference")
+                    if resumed == world:
+                        assert found.equals(reference)
+                        assert model.train_steps(batches[2:], TokenLoss()) == uninterrupted
+
     def test_a_resumed_run_is_bit_equal(self, pool: RankPool, folder: Path, tmp_path: Path) -> None:
         batches = [make_batch(seed=seed) for seed in range(4)]
         settings: dict[str, Any] = {
@@ -608,6 +660,11 @@ class ModelWorkerSuite:
     def _assert_metrics(self, found: Mapping[str, float], expected: Mapping[str, float]) -> None:
         for name, value in expected.items():
             assert found[name] == pytest.approx(value, rel=self.tolerance, abs=self.tolerance), name
+
+    def _assert_quarter_of_the_way(self, found: np.ndarray, start: np.ndarray, end: np.ndarray) -> None:
+        way = (end - start).astype(np.float64)
+        assert np.abs(way).max() > 1e-3
+        assert float(way @ (found - start) / (way @ way)) == pytest.approx(0.25, abs=0.05)
 
     def _assert_close(self, found: np.ndarray, expected: np.ndarray, name: str) -> None:
         assert found.shape == expected.shape

@@ -75,6 +75,10 @@ class PooledModel:
         steps = [self.train_step(batch, loss) for batch in batches]
         return [{name: value for name, value in step.items() if name not in CLOCKED | OF_LAYOUT} for step in steps]
 
+    def update_reference(self, share: float = 1.0) -> None:
+        """As `Model.update_reference`."""
+        self.call("update_reference", share)
+
     def save(self, path: str, *, wait: bool = True) -> None:
         """As `Model.save`."""
         self.call("save", path, wait=wait)

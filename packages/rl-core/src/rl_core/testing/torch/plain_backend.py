@@ -267,7 +267,7 @@ class PlainState:
 
     def tensors(self, *, copies: bool) -> dict[str, Any]:
         """By parameter and key of the optimizer's state."""
-        found = {f"model/{name}": parameter.detach() for name, parameter in self._named.items()} | self._states()
+        found = self._parameters() | self._states()
         return {name: tensor.clone() for name, tensor in found.items()} if copies else found
 
     def description(self) -> dict[str, Any]:
@@ -277,14 +277,21 @@ class PlainState:
     def restore(self, path: Path, description: Mapping[str, Any]) -> None:
         """Read parameters and optimizer state into place; collective."""
         states = {name: torch.empty_like(tensor, device=self._mesh.device) for name, tensor in description.items()}
-        parameters = {f"model/{name}": parameter.detach() for name, parameter in self._named.items()}
-        read_tensors(path, {**parameters, **states}, group=self._mesh.control)
+        read_tensors(path, {**self._parameters(), **states}, group=self._mesh.control)
         if self._optimizer is None:
             return
         self._optimizer.state.clear()
         for name, tensor in states.items():
             parameter, _, key = name.removeprefix("optimizer/").rpartition("/")
             self._optimizer.state[self._named[parameter]][key] = tensor
+
+    def weights(self) -> dict[str, Any]:
+        """By parameter."""
+        return {name: tensor.clone() for name, tensor in self._parameters().items()}
+
+    def restore_weights(self, path: Path) -> None:
+        """Read parameters into place."""
+        read_tensors(path, self._parameters(), group=self._mesh.control)
 
     def layers(self) -> dict[str, Any]:
         """Empty."""
@@ -295,6 +302,9 @@ class PlainState:
 
     def save_planner(self) -> None:
         """torch's own."""
+
+    def _parameters(self) -> dict[str, Any]:
+        return {f"model/{name}": parameter.detach() for name, parameter in self._named.items()}
 
     def _states(self) -> dict[str, Tensor]:
         if self._optimizer is None:

@@ -287,6 +287,16 @@ class RankState(Protocol):
         """Read parameters and optimizer state of the checkpoint at `path`, saved on whatever mesh; collective."""
         ...
 
+    def weights(self) -> dict[str, Any]:
+        """The weights among `tensors`, without the optimizer's state; copies, which share no memory with the model;
+        collective."""
+        ...
+
+    def restore_weights(self, path: Path) -> None:
+        """Read the weights that were written from `weights` to `path` on whatever mesh, and leave the optimizer as it
+        is; collective."""
+        ...
+
     def layers(self) -> dict[str, Any]:
         """State of this rank's layers that exists on this layout alone; often empty."""
         ...

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +18,28 @@ from rl_core.torch.training.backend import RankMesh, RankState
 from rl_core.torch.training.background_save import BackgroundSave
 from rl_core.torch.training.checkpoint_files import SHARDS, write_checkpoint
 from rl_core.torch.training.hyperparameters import Hyperparameters
+from rl_core.torch.training.reference import Reference
 
 TRAINER = "trainer.pt"
+
+REFERENCE = "reference"
+"""Folder of a model's checkpoint with the weights of its reference, if they are not the initial ones."""
 
 
 class Checkpoint:
     """Training state of one rank: parameters, optimizer, schedule and random generators.
 
     Under a path: `shards/` (parameters and optimizer state by name, torch's distributed checkpoint format),
-    `trainer.pt` (`Hyperparameters`, and what the backend says of its state) and `rng_<rank>.pt` (generators, and what
-    layers keep). Each rank writes what it holds, tensor by tensor. On the layout that it was saved on, a run resumes
-    bit for bit; one with other hyperparameters than those of the checkpoint goes on with its own. A model with adapters
-    saves those alone, not the weights that they sit on.
+    `trainer.pt` (`Hyperparameters`, and what the backend says of its state), `rng_<rank>.pt` (generators, and what
+    layers keep) and, if the reference has moved, `reference/shards/` (its weights). Each rank writes what it holds,
+    tensor by tensor. On the layout that it was saved on, a run resumes bit for bit; one with other hyperparameters than
+    those of the checkpoint goes on with its own. A model with adapters saves those alone, not the weights that they sit
+    on.
 
     Args:
         optimizer: None if the model does not train.
         seed: of the generators of a run that resumes on another layout.
+        reference: None if the model keeps none.
     """
 
     def __init__(
@@ -42,11 +49,13 @@ class Checkpoint:
         schedule: LRScheduler | None,
         mesh: RankMesh,
         seed: int,
+        reference: Reference | None = None,
     ) -> None:
         self._state = state
         self._hyperparameters = None if optimizer is None else Hyperparameters(optimizer, schedule)
         self._mesh = mesh
         self._seed = seed
+        self._reference = reference
         self._background = BackgroundSave()
 
     def save(self, path: Path, *, wait: bool = True) -> None:
@@ -56,7 +65,9 @@ class Checkpoint:
             RLError: if a rank's files cannot be written, also those of an earlier save.
         """
         self.finish_save()
-        on_rank0(self._mesh.control, lambda: (path / SHARDS).mkdir(parents=True, exist_ok=True))
+        aside = self._reference_weights()
+        folders = [path / SHARDS] if aside is None else [path / SHARDS, path / REFERENCE / SHARDS]
+        on_rank0(self._mesh.control, lambda: _make(folders))
         tensors = self._state.tensors(copies=not wait)
         own = {"generators": self._mesh.rng_state(), "layers": self._state.layers()}
         files = {f"rng_{self._mesh.rank}.pt": _as_bytes(own)}
@@ -64,10 +75,16 @@ class Checkpoint:
         if self._mesh.rank == 0:
             files[TRAINER] = _as_bytes(trainer)
         group = self._background.group  # ranks wait in it for the slowest one's disk
-        planner = self._state.save_planner()
-        self._background.begin(
-            path, lambda: write_checkpoint(path, tensors, files, group=group, planner=planner), wait=wait
-        )
+        planners = [self._state.save_planner() for _ in folders]
+
+        def write() -> tuple[SavedFile, ...]:
+            written = write_checkpoint(path, tensors, files, group=group, planner=planners[0])
+            if aside is None:
+                return written
+            beside = write_checkpoint(path / REFERENCE, aside, {}, group=group, planner=planners[1])
+            return (*written, *(replace(file, path=f"{REFERENCE}/{file.path}") for file in beside))
+
+        self._background.begin(path, write, wait=wait)
 
     def finish_save(self, *, wait: bool = True) -> tuple[SavedFile, ...] | None:
         """The files that this rank wrote for the last save; None while they are being written. Without `wait` it takes
@@ -86,17 +103,33 @@ class Checkpoint:
         """Restore what `save` wrote; collective.
 
         Raises:
-            ValueError: if there is no checkpoint at `path`.
+            ValueError: if there is no checkpoint at `path`, or it has the initial reference and the model another.
             RLError: if a save that was under way has failed.
         """
         self.finish_save()
         if not (path / TRAINER).is_file():
             raise ValueError(f"there is no checkpoint of a model at {path}: {TRAINER} is missing")
+        has_reference = (path / REFERENCE).is_dir()
+        if self._reference is not None and self._reference.has_moved and not has_reference:
+            raise ValueError(
+                f"the checkpoint at {path} was saved before the reference was first updated, and this model has "
+                "updated it since: load it into a model that has just been built"
+            )
         trainer = torch.load(path / TRAINER, weights_only=True)
         self._state.restore(path, trainer["state"])
         if self._hyperparameters is not None:
             self._hyperparameters.restore(trainer)
+        if self._reference is not None and has_reference:
+            with self._reference.restoring():
+                self._state.restore_weights(path / REFERENCE)
         self._restore_own(path, trainer["layout"])
+
+    def _reference_weights(self) -> dict[str, Any] | None:
+        """Copies of the weights of the reference; None if they are the initial ones, which are at `model_name`."""
+        if self._reference is None or not self._reference.has_moved:
+            return None
+        with self._reference.in_place():
+            return self._state.weights()
 
     def _trainer(self) -> dict[str, Any]:
         nothing: dict[str, Any] = {"param_groups": [], "schedule": None}
@@ -112,6 +145,11 @@ class Checkpoint:
         own = torch.load(path / f"rng_{self._mesh.rank}.pt", weights_only=True)
         self._state.restore_layers(own["layers"])
         self._mesh.set_rng_state(own["generators"])
+
+
+def _make(folders: Iterable[Path]) -> None:
+    for folder in folders:
+        folder.mkdir(parents=True, exist_ok=True)
 
 
 def _as_bytes(content: Any) -> bytes:

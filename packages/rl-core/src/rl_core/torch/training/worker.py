@@ -43,7 +43,8 @@ class TrainingWorker:
 
     Args:
         config: the model.
-        spec: its purpose. The reference are the weights at `config.model_name`, also after a `load`.
+        spec: its purpose. The reference are the weights at `config.model_name`, also after a `load`, unless it has been
+            updated.
         mesh: joined; it is left if building fails, and by `close`.
         build: from the folder of the model's files to its parts; collective.
 
@@ -79,7 +80,7 @@ class TrainingWorker:
         self._schedule = None if inner is None else build_schedule(config.scheduler, inner)
         self._skipped = SkippedSteps(config.max_skipped_steps)
         self._peak = self._peak_of_shard()
-        self._checkpoint = Checkpoint(parts.state, inner, self._schedule, self._mesh, self._spec.seed)
+        self._checkpoint = Checkpoint(parts.state, inner, self._schedule, self._mesh, self._spec.seed, self._reference)
 
     def coordinates(self) -> Coordinates:
         """This rank's place on the mesh."""
@@ -97,10 +98,19 @@ class TrainingWorker:
         self._residency.require("parameters")
         if not reference:
             return self._read(batch, reads, temperature)
-        if self._reference is None:
-            raise ValueError("this model keeps no reference; build it with ModelSpec(keeps_reference=True)")
-        with self._reference.in_place():
+        with self._kept_reference().in_place():
             return self._read(batch, reads, temperature)
+
+    def update_reference(self, share: float = 1.0) -> None:
+        """Move the reference towards the model's weights by this share of the difference.
+
+        Raises:
+            ValueError: for a share outside (0, 1], or a reference that was not kept.
+        """
+        if not 0 < share <= 1:
+            raise ValueError(f"the reference moves by a share in (0, 1] of its difference to the model, got {share}")
+        self._residency.require("parameters")
+        self._kept_reference().update(share)
 
     def evaluate(self, batch: Batch, loss: Loss) -> Mapping[str, Metric]:
         """This rank's part of the loss's metrics."""
@@ -133,8 +143,9 @@ class TrainingWorker:
         return {**metrics, **speed_metrics(flops, time.perf_counter() - start, self._peak)}
 
     def save(self, path: str, *, wait: bool = True) -> None:
-        """Write parameters, optimizer, schedule and RNG under `path`; the reference is not written. Without `wait` they
-        are copied to host memory, which must have room for them, and written in the background."""
+        """Write parameters, optimizer, schedule and RNG under `path`, and the reference if it has been updated. Without
+        `wait` they are copied to host memory, which must have room for them, and written in the background; the
+        reference is copied either way."""
         self._residency.require("parameters", "optimizer")
         self._checkpoint.save(Path(path), wait=wait)
 
@@ -218,6 +229,11 @@ class TrainingWorker:
         # modules and wrappers form cycles, which keep memory and the sockets of groups until they are collected
         gc.collect()
         self._mesh.kind.release_memory()
+
+    def _kept_reference(self) -> Reference:
+        if self._reference is None:
+            raise ValueError("this model keeps no reference; build it with ModelSpec(keeps_reference=True)")
+        return self._reference
 
     def _read(self, batch: Batch, reads: Sequence[Read], temperature: float) -> Batch | None:
         """Results for this rank's shard, with the weights that are in place."""
