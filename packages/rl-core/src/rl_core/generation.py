@@ -11,6 +11,7 @@ import numpy as np
 from rl_core.devices import Device, device_named
 from rl_core.environment import Conversation, StepResult
 from rl_core.rollout import Completion, Message, Prompt, Rollout, RolloutGroup
+from rl_core.token_filter import TokenFilter
 from rl_core.weights import WeightSink
 
 
@@ -23,6 +24,7 @@ class SamplingParams:
         temperature: divides the logits; 0 is greedy.
         top_p: nucleus mass kept, 1.0 keeps all.
         top_k: most likely tokens kept, 0 keeps all.
+        min_p: smallest probability kept, as a share of that of the most likely token; 0.0 keeps all.
         stop_token_ids: tokens that end a completion (and belong to it).
         stop_strings: texts that end a completion (and belong to it).
     """
@@ -31,6 +33,7 @@ class SamplingParams:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
 
@@ -39,10 +42,7 @@ class SamplingParams:
             raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
         if self.temperature < 0:
             raise ValueError(f"temperature must be 0 (greedy) or more, got {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
-        if self.top_k < 0:
-            raise ValueError(f"top_k must be 0 (all tokens) or more, got {self.top_k}")
+        TokenFilter(self.top_k, self.top_p, self.min_p)
 
 
 @dataclass(frozen=True)

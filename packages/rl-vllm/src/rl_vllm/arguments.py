@@ -83,6 +83,7 @@ def sampling_params(request: GenerationRequest, *, max_tokens: int) -> VllmSampl
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
+        min_p=sampling.min_p,
         stop_token_ids=list(sampling.stop_token_ids),
         stop=list(sampling.stop_strings),
         skip_special_tokens=False,  # a stop string may be a special token's text

@@ -164,6 +164,52 @@ def maxrl(scores: np.ndarray, groups: np.ndarray) -> np.ndarray:
     return advantages
 
 
+def optimal_token_baseline(
+    rewards: np.ndarray,
+    groups: np.ndarray,
+    loss_mask: Ragged,
+    penalties: Ragged | None,
+    squared_scores: Ragged,
+    *,
+    eps: float = 1e-8,
+) -> Ragged:
+    """`G_t - B_t` with the baseline of least variance for each token, `B_t = sum(W_t G_t) / sum(W_t)` (optimal token
+    baseline, arXiv:2602.07078).
+
+    `G_t` is the reward of the rollout, less its KL penalties from token t on if they are in the reward. `W_t = sum of
+    |s_j|^2 for j <= t`, where `|s|^2 = 1 - 2 p + sum p'^2` is the squared norm of the gradient of a token's logprob by
+    the logits, p the probability of the token and p' those of all tokens: it stands for the squared norm of the
+    gradient of the tokens so far. Sums are over the rollouts of the group that sampled t tokens or more. The mean of
+    those `G_t` is taken off before, which changes nothing but where all `W_t` vanish: there it is the baseline.
+
+    Args:
+        rewards, groups: as of `grpo`.
+        loss_mask: `[tokens]`, 1 on sampled tokens.
+        penalties: `[tokens]`, weighted KL penalty of each sampled token, 0 elsewhere; None without KL in the reward.
+        squared_scores: float64 `[tokens]`, `|s|^2` of each sampled token before the update.
+        eps: added to the sums of weights.
+
+    Returns:
+        float64 `[tokens]`; a group of equal rewards without penalties gets exactly 0.
+    """
+    advantages = loss_mask.like(np.zeros(len(loss_mask.values)))
+    for members in _varied(rewards, groups) if penalties is None else _members(rewards, groups):
+        sampled = [np.flatnonzero(loss_mask[member]) for member in members]
+        places = np.arange(max(len(each) for each in sampled))
+        is_there = places < np.array([len(each) for each in sampled])[:, None]
+        to_go, weights = np.zeros(is_there.shape), np.zeros(is_there.shape)
+        for row, (member, tokens) in enumerate(zip(members, sampled, strict=True)):
+            ahead = 0.0 if penalties is None else penalties[member][tokens][::-1].cumsum()[::-1]
+            to_go[row, : len(tokens)] = rewards[member] - ahead
+            weights[row, : len(tokens)] = squared_scores[member][tokens].cumsum()
+        means = to_go.sum(0, where=is_there) / is_there.sum(0)
+        centred = np.where(is_there, to_go - means, 0.0)
+        found = centred - (weights * centred).sum(0) / (weights.sum(0) + eps)
+        for row, (member, tokens) in enumerate(zip(members, sampled, strict=True)):
+            advantages[member][tokens] = found[row, : len(tokens)]
+    return advantages
+
+
 def clip_advantages(advantages: Advantages, low: float | None, high: float | None) -> Advantages:
     """Advantages bounded on either side; None leaves a side open."""
     if low is None and high is None:

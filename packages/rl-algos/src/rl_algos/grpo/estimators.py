@@ -15,6 +15,7 @@ from rl_algos.grpo.advantages import clip_advantages
 from rl_algos.grpo.config import EstimatorConfig, GRPOConfig
 from rl_algos.rollouts.batch import Advantages
 from rl_algos.rollouts.rewards import lengths_of, scores_of, trained_rewards
+from rl_core.batch import Batch
 from rl_core.config import Config, section_of, settings_of
 from rl_core.plugins import resolve
 from rl_core.ragged import Ragged
@@ -40,6 +41,7 @@ ESTIMATORS: Mapping[str, Estimator] = {
         by_group.remax,
         by_group.pass_at_k,
         by_group.maxrl,
+        by_group.optimal_token_baseline,
         batch_advantages.gdpo,
     )
 }
@@ -54,6 +56,7 @@ class _Step:
         groups, config: of the step.
         penalties: `[tokens]`, what each sampled token takes from the reward; None for nothing.
         greedy: one greedy rollout of each group's prompt; empty if the estimator reads none.
+        batch: one row per rollout, with logprobs; None if the estimator reads none.
         by_token: whether the estimator takes the penalties off by token itself.
     """
 
@@ -61,6 +64,7 @@ class _Step:
     config: GRPOConfig
     penalties: Ragged | None
     greedy: Sequence[RolloutGroup]
+    batch: Batch | None
     by_token: bool
 
     @property
@@ -83,6 +87,17 @@ class _Step:
     def baselines(self) -> np.ndarray:
         return trained_rewards(self.greedy, self.config)[self.group_of_rollout]
 
+    @property
+    def squared_scores(self) -> Ragged:
+        assert self.batch is not None, "an estimator that reads squared scores is handed the batch"
+        mask = _masks(self.groups)
+        is_sampled = mask.values > 0
+        prev, collision = (self.batch.ragged(name).values for name in ("prev_logprobs", "prev_collision"))
+        squared = np.zeros(len(is_sampled))
+        own = np.exp(prev[is_sampled].astype(np.float64))
+        squared[is_sampled] = np.maximum(1 - 2 * own + collision[is_sampled], 0.0)
+        return mask.like(squared)
+
 
 def _masks(groups: Sequence[RolloutGroup]) -> Ragged:
     return Ragged.concat([group.columns.ragged(LOSS_MASK) for group in groups])
@@ -97,6 +112,7 @@ INPUTS: Mapping[str, Callable[[_Step], Any]] = {
     "lengths": lambda step: lengths_of(step.groups),
     "loss_mask": lambda step: _masks(step.groups),
     "penalties": lambda step: step.penalties,
+    "squared_scores": lambda step: step.squared_scores,
     "normalize": lambda step: step.config.normalize_rewards,
 }
 """What an estimator may read, by the name of its parameter:
@@ -110,6 +126,8 @@ INPUTS: Mapping[str, Callable[[_Step], Any]] = {
 - `loss_mask` uint8 `[tokens]` (a `Ragged`), 1 on sampled tokens;
 - `penalties` float64 `[tokens]` (a `Ragged`), with KL in the reward what each sampled token takes from it, None
   without: an estimator that does not read them finds their sums taken off `rewards`;
+- `squared_scores` float64 `[tokens]` (a `Ragged`), the squared norm of the gradient of each sampled token's logprob by
+  the logits, before the update: 1 less twice its probability, plus the sum of the squares of all probabilities;
 - `normalize`, the setting `grpo.normalize_rewards`.
 """
 
@@ -147,18 +165,25 @@ def reads(config: GRPOConfig, name: str) -> bool:
     return name in inputs_of(_function(chosen(config)))
 
 
+def columns_before(config: GRPOConfig) -> frozenset[str]:
+    """Columns that the estimator in force reads, of those that the policy gives before the update."""
+    return frozenset(("prev_logprobs", "prev_collision")) if reads(config, "squared_scores") else frozenset()
+
+
 def advantages_of(
     groups: Sequence[RolloutGroup],
     config: GRPOConfig,
     *,
     penalties: Ragged | None = None,
     greedy: Sequence[RolloutGroup] = (),
+    batch: Batch | None = None,
 ) -> Advantages:
     """Advantages of all rollouts, in the order of groups and of rollouts within them.
 
     Args:
         penalties: `[tokens]`, what each sampled token takes from the reward; None for nothing.
         greedy: one greedy rollout of each group's prompt, for an estimator that reads `baselines`.
+        batch: one row per rollout, with `prev_logprobs` and `prev_collision` for one that reads `squared_scores`.
 
     Raises:
         ValueError: if the estimator returns something else, or numbers that are not finite.
@@ -166,7 +191,7 @@ def advantages_of(
     name = chosen(config)
     function = _function(name)
     wanted = inputs_of(function)
-    step = _Step(groups, config, penalties, greedy, by_token="penalties" in wanted)
+    step = _Step(groups, config, penalties, greedy, batch, by_token="penalties" in wanted)
     advantages = function(*[INPUTS[name](step) for name in wanted], **settings_of(config.adv_estimator))
     _check(advantages, name, groups)
     return clip_advantages(advantages, config.advantage_clip_low, config.advantage_clip_high)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from rl_algos.grpo.adaptive import AdaptiveEntropy, AdaptiveKL
 from rl_algos.grpo.config import ObjectiveRoot
 from rl_algos.grpo.loss_config import CustomLossConfig, LossConfig, RejectionConfig, SurrogateConfig
 from rl_algos.grpo.objective import Objective, RewardKL
-from rl_algos.grpo.step_statistics import Statistic, high_covariance, positive_examples
+from rl_algos.grpo.step_statistics import Statistic, high_covariance, high_entropy, positive_examples
 from rl_algos.losses.aggregation import Aggregation
 from rl_algos.losses.importance import ImportanceCorrection, Rejection
 from rl_algos.losses.kl import KLPenalty
@@ -89,19 +89,25 @@ def loss_of(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> Loss:
     return loss
 
 
-def objective_of(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> Objective:
+def objective_of(
+    config: ObjectiveRoot, algorithm: PolicyGradientConfig, *, read_before: Collection[str] = ()
+) -> Objective:
     """The loss of a run with what is computed once a step for it.
 
     Args:
         algorithm: section of the algorithm.
+        read_before: columns that its advantages read, of those that the policy gives before the update.
     """
     loss, settings = loss_of(config, algorithm), config.loss_fn
     if not isinstance(settings, LossConfig):
-        return Objective(loss)
+        return Objective(loss, read_before=read_before)
     assert isinstance(loss, PolicyLoss)
     statistics: dict[str, Statistic] = {}
     if isinstance(loss.surrogate, ClipCov | KLCov):
         statistics["high_covariance"] = high_covariance(loss.surrogate, algorithm.seed)
+    if settings.top_entropy_share is not None:
+        statistics["high_entropy"] = high_entropy(settings.top_entropy_share)
+        read_before = (*read_before, "prev_entropy")
     if loss.positive_nll_weight:
         statistics["positive"] = positive_examples
     kl, bonus = settings.adaptive_kl, settings.entropy_bonus
@@ -110,6 +116,7 @@ def objective_of(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> Obje
     return Objective(
         loss,
         statistics=statistics,
+        read_before=read_before,
         reward_kl=_reward_kl(settings) if settings.use_kl_in_reward and penalty else None,
         kl_weight=AdaptiveKL(penalty, target=kl.target, rate=rate) if kl.target else None,
         entropy_weight=(
@@ -140,6 +147,7 @@ def policy_loss(config: ObjectiveRoot, algorithm: PolicyGradientConfig, loss: Lo
         off_policy_threshold=loss.off_policy_sequence_mask_threshold,
         mismatch_threshold=algorithm.seq_logprob_error_threshold,
         entropy_weight=bonus.weight if bonus.weight or bonus.target else None,
+        high_entropy_only=loss.top_entropy_share is not None,
         positive_nll_weight=loss.positive_example_nll_weight,
         temperature=config.policy.generation.temperature,
     )

@@ -67,6 +67,11 @@ def policy_loss_problems(loss: LossConfig) -> Iterator[Problem]:
     """Problems of a `loss_fn` section."""
     yield from _surrogate(loss)
     yield from _aggregation(loss)
+    if loss.top_entropy_share is not None and not SURROGATES[surrogate_name(loss)].is_by_token:
+        yield _problem(
+            "top_entropy_share",
+            f"leaves out single tokens, but a term of {surrogate_name(loss)} belongs to its whole sequence; remove it",
+        )
     yield from _on_policy(loss)
     yield from _kl(loss)
     if loss.use_importance_sampling_correction:

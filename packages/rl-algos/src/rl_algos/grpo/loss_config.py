@@ -118,6 +118,9 @@ class LossConfig(NamedConfig):
     off_policy_sequence_mask_threshold: float | None = Field(default=None, gt=0)
     """Leave sequences with a negative advantage out of the policy term whose mean `generation - logp` logprob is above
     this (DeepSeek-V3.2)."""
+    top_entropy_share: float | None = Field(default=None, gt=0, lt=1)
+    """Share of the step's sampled tokens that the policy term trains on: those at which the policy's entropy before the
+    update is highest (arXiv:2506.01939 takes 0.2). The others still count in the denominators; unset, all train."""
     entropy_bonus: EntropyBonusConfig = EntropyBonusConfig()
     positive_example_nll_weight: float = Field(default=0.0, ge=0)
     """Weight of the mean negative log-likelihood of the tokens of rollouts with a reward above 0 (VAPO)."""

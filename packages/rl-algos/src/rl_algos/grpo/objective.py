@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +63,7 @@ class Objective:
     Args:
         loss: what a step minimises.
         statistics: columns of the whole step by name, for a loss that reads them.
+        read_before: columns that statistics and the estimator read, of those that `with_logprobs` adds.
         reward_kl: the KL penalty on rewards, None for none.
         kl_weight: the weight of the KL term, or of the penalty on rewards, if it adapts; then `loss` is a `PolicyLoss`.
         entropy_weight: the weight of the entropy bonus, if it adapts; likewise.
@@ -73,12 +74,14 @@ class Objective:
         loss: Loss,
         *,
         statistics: Mapping[str, Statistic] | None = None,
+        read_before: Collection[str] = (),
         reward_kl: RewardKL | None = None,
         kl_weight: AdaptiveWeight | None = None,
         entropy_weight: AdaptiveWeight | None = None,
     ) -> None:
         self._loss = loss
         self._statistics = dict(statistics or {})
+        self._read_before = frozenset(read_before)
         self._reward_kl = reward_kl
         weights = {"kl_weight": kl_weight, "entropy_weight": entropy_weight}
         self._weights = {name: weight for name, weight in weights.items() if weight is not None}
@@ -99,9 +102,10 @@ class Objective:
 
     @property
     def columns(self) -> frozenset[str]:
-        """Columns that the loss and the penalty on rewards read, beside those that `prepared` adds."""
+        """Columns that the loss, the penalty on rewards, statistics and the estimator read, beside those that
+        `prepared` adds."""
         of_rewards = () if self._reward_kl is None else ("prev_logprobs", "ref_logprobs")
-        return frozenset((*self._loss.columns, *of_rewards)) - self._statistics.keys()
+        return frozenset((*self._loss.columns, *of_rewards, *self._read_before)) - self._statistics.keys()
 
     def penalties(self, batch: Batch) -> Ragged | None:
         """float64 `[tokens]`, what each sampled token takes from the reward, None if nothing does."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rl_algos.grpo.config import GRPORoot
-from rl_algos.grpo.estimators import reads
+from rl_algos.grpo.estimators import columns_before, reads
 from rl_algos.grpo.loop import train
 from rl_algos.grpo.loss import objective_of
 from rl_algos.rollouts.setup import steps_of
@@ -14,7 +14,7 @@ def run(config: GRPORoot, components: Components, run: Run) -> None:
     """Train as the config says."""
     train(
         config.grpo,
-        objective_of(config, config.grpo),
+        objective_of(config, config.grpo, read_before=columns_before(config.grpo)),
         policy=components.models["policy"],
         steps=steps_of(config, components, run, with_greedy=reads(config.grpo, "baselines")),
         rows_per_minibatch=config.policy.train_global_batch_size,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -59,6 +60,23 @@ def high_covariance(surrogate: CovarianceSurrogate, seed: int) -> Statistic:
         if len(own):
             covariance = (prev - prev.mean()) * (own - own.mean())
             chosen[is_sampled] = surrogate.chosen(covariance, np.random.default_rng((seed, data.step)))
+        return mask.like(chosen)
+
+    return statistic
+
+
+def high_entropy(share: float) -> Statistic:
+    """uint8 `[tokens]`, 1 at the share of all sampled tokens of the step at which the policy's entropy before the
+    update is highest (arXiv:2506.01939); tokens that tie with the last of them count too."""
+
+    def statistic(data: StepData) -> Column:
+        mask = data.batch.ragged(LOSS_MASK)
+        is_sampled = mask.values > 0
+        entropy = data.batch.ragged("prev_entropy").values[is_sampled]
+        chosen = np.zeros(len(is_sampled), dtype=np.uint8)
+        if len(entropy):
+            place = len(entropy) - math.ceil(share * len(entropy))
+            chosen[is_sampled] = entropy >= np.partition(entropy, place)[place]
         return mask.like(chosen)
 
     return statistic

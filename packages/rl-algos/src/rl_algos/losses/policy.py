@@ -43,6 +43,8 @@ class PolicyLoss:
             `generation - logp` is above it (off-policy sequence masking, DeepSeek-V3.2, arXiv:2512.02556).
         mismatch_threshold: leaves sequences whose mean `exp|prev - generation|` is above it out of all terms.
         entropy_weight: of the mean entropy H of the next token's distribution, which is raised; None does not read it.
+        high_entropy_only: leaves tokens out of the policy term whose column `high_entropy` is 0 (arXiv:2506.01939). They
+            stay in the other terms and in the counts.
         positive_nll_weight: of the mean `-logp` over the tokens of positive examples (VAPO, arXiv:2504.05118),
             the rows whose column `positive` is 1.
         temperature: of sampling.
@@ -56,6 +58,7 @@ class PolicyLoss:
     off_policy_threshold: float | None = None
     mismatch_threshold: float | None = None
     entropy_weight: float | None = None
+    high_entropy_only: bool = False
     positive_nll_weight: float = 0.0
     temperature: float = 1.0
     implementation: str = "rl_algos.torch.policy_loss:compute"
@@ -67,8 +70,10 @@ class PolicyLoss:
         """
         prev = () if self.on_policy else ("prev_logprobs",)
         ref = ("ref_logprobs",) if self.kl else ()
+        entropy = ("high_entropy",) if self.high_entropy_only else ()
         positive = ("positive",) if self.positive_nll_weight else ()
-        return ("loss_mask", "advantages", "generation_logprobs", *prev, *ref, *positive, *self.surrogate.columns)
+        terms = (*prev, *ref, *entropy, *positive, *self.surrogate.columns)
+        return ("loss_mask", "advantages", "generation_logprobs", *terms)
 
     @property
     def reads(self) -> tuple[Read, ...]:

@@ -30,12 +30,14 @@ class Surrogate:
         level: whether each token has a ratio of its own, or one is shared by the whole sequence.
         columns: columns that it reads beside those of every policy loss; statistics of the whole step.
         aggregations: those that make sense with it.
+        is_by_token: whether a token's term has no gradient by other tokens, so that tokens may be left out one by one.
     """
 
     name: ClassVar[str]
     level: ClassVar[Level] = "token"
     columns: ClassVar[tuple[str, ...]] = ()
     aggregations: ClassVar[tuple[AggregationName, ...]] = get_args(AggregationName)
+    is_by_token: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,7 @@ class GMPO(Surrogate):
     """
 
     name = "gmpo"
+    is_by_token = False
     level = "sequence"
     aggregations = ("sequence-mean", "sequence-mean-token-sum")
     clip_low: float = 0.2

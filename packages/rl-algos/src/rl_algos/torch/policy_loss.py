@@ -52,6 +52,8 @@ def compute(loss: PolicyLoss, reads: Mapping[str, Tensor], rows: Rows) -> LossSu
 def _corrected(loss: PolicyLoss, policy: Tensor, sampled: Sampled) -> tuple[Tensor, Tensor]:
     """The policy term with importance weights, and the sequences that it leaves out, bool `[rows]`."""
     dropped = torch.zeros_like(sampled.lengths, dtype=torch.bool)
+    if loss.high_entropy_only:
+        policy = torch.where(sampled.rows["high_entropy"] > 0, policy, 0.0)
     if loss.off_policy_threshold is not None:
         dropped = off_policy_sequences(loss.off_policy_threshold, sampled)
         policy = torch.where(sampled.spread(dropped), 0.0, policy)

@@ -20,6 +20,8 @@ FILTERS = [
     SamplingParams(12, temperature=1.4, top_k=5),
     SamplingParams(12, top_p=0.7),
     SamplingParams(12, temperature=0.8, top_k=20, top_p=0.9),
+    SamplingParams(12, temperature=0.9, min_p=0.2),
+    SamplingParams(12, top_p=0.95, min_p=0.02),
     SamplingParams(12, temperature=0),
 ]
 

@@ -16,6 +16,7 @@ SAMPLING = st.builds(
     temperature=st.sampled_from([0.0, 0.5, 1.0, 2.0]),
     top_p=st.sampled_from([0.05, 0.5, 0.9, 1.0]),
     top_k=st.sampled_from([0, 1, 3, 50, 1000]),
+    min_p=st.sampled_from([0.0, 0.01, 0.3, 1.0]),
 )
 
 

@@ -93,11 +93,14 @@ class ReferenceModel:
 
 
 def processed_logprobs(logits: np.ndarray, sampling: SamplingParams) -> np.ndarray:
-    """float64 `[vocab]`, written as the definition: the `top_k` most likely, of these the fewest that hold `top_p`."""
+    """float64 `[vocab]`, written as the definition: tokens of at least `min_p` times the largest probability,
+    the `top_k` most likely of them, of these the fewest that hold `top_p`."""
     if sampling.temperature == 0:
         return _log_softmax(logits)
     scaled = logits / sampling.temperature
     falling = np.argsort(-scaled, kind="stable")
+    probabilities = np.exp(_log_softmax(scaled[falling]))
+    falling = falling[probabilities >= sampling.min_p * probabilities[0]]
     kept = falling[: sampling.top_k or len(falling)]
     held = np.cumsum(np.exp(_log_softmax(scaled[kept])))
     kept = kept[: 1 + int(np.searchsorted(held, sampling.top_p))] if sampling.top_p < 1 else kept

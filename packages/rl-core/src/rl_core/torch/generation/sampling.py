@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rl_core.generation import SamplingParams
+from rl_core.token_filter import TokenFilter
 
 
 def uniforms(seed: int, count: int) -> np.ndarray:
@@ -41,21 +42,27 @@ def draw(logits: Tensor, sampling: Sequence[SamplingParams], uniform: Sequence[f
 
 
 def processed_logprobs(logits: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
-    """float32 `[rows, vocab]`, logprobs after temperature, top-k and top-p, in this order; -inf for tokens filtered
-    out."""
+    """float32 `[rows, vocab]`, logprobs after temperature, min-p, top-k and top-p, in this order; -inf for tokens
+    filtered out."""
     temperature = _column([params.temperature or 1.0 for params in sampling], logits)
     scaled = logits.float() / temperature
-    filtering = [params for params in sampling if params.temperature > 0]
-    if any(params.top_k for params in filtering) or any(params.top_p < 1 for params in filtering):
-        scaled = _filter(scaled, sampling)
+    filters = [
+        TokenFilter(params.top_k, params.top_p, params.min_p) if params.temperature > 0 else TokenFilter()
+        for params in sampling
+    ]
+    if not all(each.keeps_all for each in filters):
+        scaled = _filter(scaled, filters)
     return scaled.log_softmax(dim=-1)
 
 
-def _filter(scaled: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
-    """-inf on what top-k and top-p leave out; tokens that tie with the k-th stay, the most likely token always does."""
+def _filter(scaled: Tensor, filters: Sequence[TokenFilter]) -> Tensor:
+    """-inf on what the filters leave out; tokens that tie with the k-th stay, the most likely token always does."""
     vocab = scaled.shape[-1]
-    top_k = [min(params.top_k or vocab, vocab) if params.temperature > 0 else vocab for params in sampling]
-    top_p = _column([params.top_p if params.temperature > 0 else 1.0 for params in sampling], scaled)
+    top_k = [min(each.top_k or vocab, vocab) for each in filters]
+    top_p = _column([each.top_p for each in filters], scaled)
+    if any(each.min_p for each in filters):
+        min_p = _column([each.min_p for each in filters], scaled)
+        scaled = scaled.masked_fill(scaled < scaled.amax(dim=-1, keepdim=True) + min_p.log(), -torch.inf)
     ascending, order = scaled.sort(dim=-1, stable=True)
     last = torch.tensor([[vocab - k] for k in top_k], device=scaled.device)
     ascending = ascending.masked_fill(ascending < ascending.gather(1, last), -torch.inf)
