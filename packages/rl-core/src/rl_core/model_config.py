@@ -316,8 +316,8 @@ class GenerationConfig(Config):
     temperature: float = Field(default=1.0, gt=0)
     """Divides the logits when sampling, and in every training pass."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Share of the probability whose most likely tokens are kept (nucleus sampling). The policy's logprobs are computed over
-    the tokens that this, `top_k` and `min_p` keep, as the generator does."""
+    """Share of the probability whose most likely tokens are kept (nucleus sampling). The policy's logprobs are computed
+    over the tokens that this, `top_k` and `min_p` keep, as the generator does."""
     top_k: int | None = Field(default=None, gt=0)
     """Most likely tokens kept; all if unset."""
     min_p: float = Field(default=0.0, ge=0, le=1)

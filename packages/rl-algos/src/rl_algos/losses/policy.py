@@ -43,8 +43,8 @@ class PolicyLoss:
             `generation - logp` is above it (off-policy sequence masking, DeepSeek-V3.2, arXiv:2512.02556).
         mismatch_threshold: leaves sequences whose mean `exp|prev - generation|` is above it out of all terms.
         entropy_weight: of the mean entropy H of the next token's distribution, which is raised; None does not read it.
-        high_entropy_only: leaves tokens out of the policy term whose column `high_entropy` is 0 (arXiv:2506.01939). They
-            stay in the other terms and in the counts.
+        high_entropy_only: leaves tokens out of the policy term whose column `high_entropy` is 0 (arXiv:2506.01939);
+            they stay in the other terms and in the counts.
         positive_nll_weight: of the mean `-logp` over the tokens of positive examples (VAPO, arXiv:2504.05118),
             the rows whose column `positive` is 1.
         temperature: of sampling.
