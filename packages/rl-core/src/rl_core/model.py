@@ -10,6 +10,7 @@ from rl_core.batch import Batch
 from rl_core.devices import Device, device_named
 from rl_core.mesh import Coordinates
 from rl_core.metrics import Metric
+from rl_core.token_filter import TokenFilter
 from rl_core.weights import WeightSource
 
 Role = Literal["policy", "critic", "teacher", "reward_model"]
@@ -34,19 +35,24 @@ class Read:
     the scalar head at the last token; of a critic it is the value of the state after that token. `topk` gives two
     columns, `topk_logprobs` float32 and `topk_ids` int32, both `[tokens, k]`. `logprobs_at` is float32 `[tokens, k]`:
     the logprobs, given the tokens before token i, of the ids at index i of a column of the batch, int32 `[tokens, k]`;
-    -1 stands for no id, and its logprob is 0.
+    -1 stands for no id, and its logprob is 0. `collision` is float32 `[tokens]`, the sum of the squared probabilities
+    of all tokens.
 
     Args:
         name: of the result.
         k: number of tokens of `topk`.
         below: ids that `topk` chooses among are below it; 0 for all.
         column: that has the ids of `logprobs_at`.
+        keep: the filter that tokens were sampled with, for `logprobs`, `entropy` and `collision`: they are those of the
+            distribution over the tokens that it keeps. The token that is there is always kept, as the generator that
+            drew it may have rounded otherwise. None keeps all.
     """
 
-    name: Literal["logprobs", "entropy", "topk", "logprobs_at", "scores", "values"]
+    name: Literal["logprobs", "entropy", "collision", "topk", "logprobs_at", "scores", "values"]
     k: int = 0
     below: int = 0
     column: str = ""
+    keep: TokenFilter | None = None
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -56,6 +62,7 @@ class Read:
 
 LOGPROBS = Read("logprobs")
 ENTROPY = Read("entropy")
+COLLISION = Read("collision")
 SCORES = Read("scores")
 VALUES = Read("values")
 

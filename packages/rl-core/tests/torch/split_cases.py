@@ -7,8 +7,10 @@ import torch
 import torch.distributed as dist
 from joined_rank import joined
 
-from rl_core.model import ENTROPY, LOGPROBS, logprobs_at, topk
+from rl_core.model import COLLISION, ENTROPY, LOGPROBS, logprobs_at, topk
 from rl_core.testing.rank_pool import Rank
+from rl_core.token_filter import TokenFilter
+from rl_core.torch.heads.kept_tokens import WholeVocabulary, lowest_kept
 from rl_core.torch.heads.logprobs import Head, LogitTransform
 from rl_core.torch.heads.split_reads import join_tokens, split_language_reads
 from rl_core.torch.heads.vocab_parallel import VocabShard, vocab_parallel_reads
@@ -29,6 +31,7 @@ class Case:
     below: int = 0
     sums_hidden_grad: bool = True
     has_bias: bool = True
+    keep: TokenFilter | None = None
 
 
 def draw(*shape: int, seed: int) -> torch.Tensor:
@@ -62,11 +65,16 @@ def candidates(case: Case, num: int) -> torch.Tensor:
 def whole_reads(hidden, weight, bias, targets, ids, case: Case, temperature: float):
     """The same from whole logits."""
     logits = case.transform(torch.nn.functional.linear(hidden, weight, bias)) / temperature
+    if case.keep is not None:
+        lowest = lowest_kept(logits, case.keep, WholeVocabulary(case.vocab))
+        is_target = torch.nn.functional.one_hot(targets, case.vocab).bool()
+        logits = logits.masked_fill((logits < lowest) & ~is_target, -1e30)
     logprobs = logits.log_softmax(-1)
     best = logprobs[:, : case.below or case.vocab].topk(case.k)
     entropy = torch.distributions.Categorical(logits=logits).entropy()
     at = logprobs.gather(1, ids.clamp(min=0)).masked_fill(ids < 0, 0.0)
-    return logprobs.gather(1, targets[:, None])[:, 0], entropy, best.values, best.indices, at
+    collision = logprobs.exp().square().sum(-1)
+    return logprobs.gather(1, targets[:, None])[:, 0], entropy, best.values, best.indices, at, collision
 
 
 def weighted(reads) -> torch.Tensor:
@@ -79,7 +87,7 @@ def vocabulary_errors(rank: Rank, case: Case, group: dist.ProcessGroup) -> dict[
     hidden, weight, bias = draw(NUM, HIDDEN, seed=0), draw(case.vocab, HIDDEN, seed=1), draw(case.vocab, seed=2)
     targets = torch.randint(case.vocab, (NUM,), generator=torch.Generator().manual_seed(3))
     whole = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
-    ids = candidates(case, NUM)
+    ids = candidates(case, NUM)[:, : 3 if case.keep is None else 0]
     expected = whole_reads(whole[0], whole[1], whole[2] if case.has_bias else None, targets, ids, case, 0.7)
     weighted(expected).backward()
     local = [hidden.clone(), rows_of(rank, case, weight), rows_of(rank, case, bias)]
@@ -94,7 +102,9 @@ def vocabulary_errors(rank: Rank, case: Case, group: dist.ProcessGroup) -> dict[
         entropy=True,
         k=case.k,
         below=case.below,
-        ids=ids,
+        ids=ids if case.keep is None else None,
+        collision=True,
+        keep=case.keep,
         chunk_size=case.chunk_size,
         sums_hidden_grad=case.sums_hidden_grad,
     )
@@ -124,8 +134,8 @@ def row_errors(rank: Rank, shares_vocabulary: bool, group: dist.ProcessGroup) ->
     whole = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
     is_first = torch.zeros(num_tokens, dtype=torch.bool).index_fill(0, offsets[:-1], True)
     expected = whole_reads(whole[0].roll(1, 0), whole[1], None, tokens, ids, case, 0.7)
-    masks = (is_first, is_first, is_first[:, None], is_first[:, None])
-    expected = [read.masked_fill(mask, 0.0) for read, mask in zip((*expected[:3], expected[4]), masks, strict=True)]
+    masks = (is_first, is_first, is_first[:, None], is_first[:, None], is_first)
+    expected = [read.masked_fill(mask, 0.0) for read, mask in zip((*expected[:3], *expected[4:]), masks, strict=True)]
     weighted(expected).backward()
     places = torch.arange(num_tokens)
     if not shares_vocabulary:
@@ -137,13 +147,14 @@ def row_errors(rank: Rank, shares_vocabulary: bool, group: dist.ProcessGroup) ->
         places,
         flat,
         Head(local_weight),
-        [LOGPROBS, ENTROPY, topk(case.k), logprobs_at("candidates")],
+        [LOGPROBS, ENTROPY, topk(case.k), logprobs_at("candidates"), COLLISION],
         temperature=0.7,
         chunk_size=2,
         shard=VocabShard(index * case.rows_per_rank, case.vocab, group) if shares_vocabulary else None,
         group=None if shares_vocabulary else group,
     )
-    ordered = [found["logprobs"], found["entropy"], found["topk_logprobs"], found["logprobs_at"]]
+    names = ("logprobs", "entropy", "topk_logprobs", "logprobs_at", "collision")
+    ordered = [found[name] for name in names]
     weighted(ordered).backward()
     grad = local_weight.grad
     if shares_vocabulary:

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,7 +26,7 @@ import pytest
 
 from rl_core.batch import Batch
 from rl_core.errors import RLError, WorkerError
-from rl_core.model import ENTROPY, LOGPROBS, SCORES, VALUES, ModelSpec, logprobs_at, topk
+from rl_core.model import COLLISION, ENTROPY, LOGPROBS, SCORES, VALUES, ModelSpec, logprobs_at, topk
 from rl_core.model_config import (
     DynamicBatchingConfig,
     ModelConfig,
@@ -38,6 +39,7 @@ from rl_core.ragged import Ragged
 from rl_core.testing.losses import PairLoss, TokenLoss, ValueLoss
 from rl_core.testing.pooled_model import PooledModel
 from rl_core.testing.rank_pool import Rank, RankPool, free_port
+from rl_core.token_filter import TokenFilter
 from rl_core.weights import Manifest, Transport
 
 TOLERANCE = 1e-5
@@ -203,6 +205,20 @@ class ModelWorkerSuite:
             found = model.infer(batch, [topk(3, below=60)])
         self._assert_close(found.ragged("topk_logprobs").values, expected["topk_logprobs"], "topk_logprobs")
         assert found.ragged("topk_ids").values.max() < 60
+
+    @pytest.mark.parametrize(
+        "keep", [None, TokenFilter(top_k=20), TokenFilter(top_k=60, top_p=0.9, min_p=0.01)], ids=str
+    )
+    def test_reads_are_of_the_tokens_that_a_filter_keeps(
+        self, pool: RankPool, folder: Path, keep: TokenFilter | None
+    ) -> None:
+        reads = [replace(read, keep=keep) for read in (LOGPROBS, ENTROPY, COLLISION)]
+        expected = self._oracle(folder).infer(make_batch(), reads, temperature=0.7)
+        for world in self.worlds:
+            with self._model(pool, folder, world, ModelSpec(trains=False)) as model:
+                found = model.infer(make_batch(), reads, temperature=0.7)
+            for name, column in expected.items():
+                self._assert_close(found.ragged(name).values, column, name)
 
     def test_an_untied_head_reads_alike(self, pool: RankPool, untied_folder: Path) -> None:
         batch = make_batch()

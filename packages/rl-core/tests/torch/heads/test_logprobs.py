@@ -1,8 +1,12 @@
 """Chunked head reads are those of whole logits, forward and backward."""
 
+import math
+
 import pytest
 import torch
 
+from rl_core.token_filter import TokenFilter
+from rl_core.torch.heads.kept_tokens import WholeVocabulary, lowest_kept
 from rl_core.torch.heads.logprobs import Head, LogitTransform, head_reads
 
 IDS = torch.tensor([[3, -1, 3], [0, 10, 4], [-1, -1, -1], [7, 7, 2], [1, 2, 3], [10, 9, -1], [5, 6, 0]])
@@ -27,14 +31,22 @@ def whole(hidden, weight, bias, targets, transform, temperature, k):
     entropy = torch.distributions.Categorical(logits=logits / temperature).entropy()
     ids = IDS[: len(targets)]
     at = logprobs[: len(ids)].gather(1, ids.clamp(min=0)).masked_fill(ids < 0, 0.0)
-    return logprobs.gather(1, targets[:, None])[:, 0], entropy, topk.values, topk.indices, at
+    collision = logprobs.exp().square().sum(-1)
+    return logprobs.gather(1, targets[:, None])[:, 0], entropy, topk.values, topk.indices, at, collision
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("chunk_size", [1, 3, 100])
 def test_values_are_those_of_whole_logits(transform, chunk_size):
     hidden, weight, bias, targets = inputs()
-    options = {"temperature": 0.7, "entropy": True, "k": 4, "ids": IDS, "chunk_size": chunk_size}
+    options = {
+        "temperature": 0.7,
+        "entropy": True,
+        "collision": True,
+        "k": 4,
+        "ids": IDS,
+        "chunk_size": chunk_size,
+    }
     found = head_reads(hidden, Head(weight, bias, transform), targets, **options)
     for got, expected in zip(found, whole(hidden, weight, bias, targets, transform, 0.7, 4), strict=True):
         torch.testing.assert_close(got, expected)
@@ -54,10 +66,87 @@ def test_gradients_are_numerically_right(transform):
 
     def reads(hidden, weight, bias):
         head = Head(weight, bias, transform)
-        found = head_reads(hidden, head, targets, temperature=0.7, entropy=True, k=3, ids=IDS, chunk_size=3)
-        return found.logprobs, found.entropy, found.topk_logprobs, found.logprobs_at
+        options = {"temperature": 0.7, "entropy": True, "collision": True, "chunk_size": 3}
+        found = head_reads(hidden, head, targets, k=3, ids=IDS, **options)
+        alone = head_reads(hidden, head, targets, **(options | {"entropy": False}))
+        return found.logprobs, found.entropy, found.topk_logprobs, found.logprobs_at, found.collision, alone.collision
 
     assert torch.autograd.gradcheck(reads, (hidden, weight, bias))
+
+
+FILTERS = [
+    TokenFilter(top_k=3),
+    TokenFilter(top_p=0.6),
+    TokenFilter(min_p=0.3),
+    TokenFilter(top_k=8, top_p=0.8, min_p=0.02),
+    TokenFilter(top_k=1),
+    TokenFilter(top_k=99, top_p=1.0),
+]
+
+
+def kept(logits, targets, keep):
+    """Written as the definition, in plain Python: for each row the ids that a filter keeps, and the target."""
+    rows = []
+    for row, target in zip(logits.tolist(), targets.tolist(), strict=True):
+        falling = sorted(range(len(row)), key=lambda token: -row[token])
+        weights = [math.exp(row[token] - row[falling[0]]) for token in falling]
+        likely = [(token, weight) for token, weight in zip(falling, weights, strict=True) if weight >= keep.min_p]
+        likely = likely[: keep.top_k or len(likely)]
+        total, above, ids = sum(weight for _, weight in likely), 0.0, {target}
+        for token, weight in likely:
+            if keep.top_p < 1 and above >= keep.top_p * total:
+                break
+            ids.add(token)
+            above += weight
+        rows.append(sorted(ids))
+    return rows
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("keep", FILTERS, ids=str)
+def test_filtered_reads_are_those_of_the_distribution_over_the_kept_tokens_and_the_target(keep, transform):
+    hidden, weight, bias, targets = inputs()
+    found = head_reads(
+        hidden, Head(weight, bias, transform), targets, temperature=0.7, entropy=True, collision=True, keep=keep
+    )
+    logits = transform(torch.nn.functional.linear(hidden, weight, bias)) / 0.7
+    for row, ids in enumerate(kept(logits, targets, keep)):
+        own = logits[row, ids].softmax(-1)
+        assert found.logprobs[row].exp().item() == pytest.approx(own[ids.index(int(targets[row]))].item(), rel=1e-9)
+        assert found.entropy[row].item() == pytest.approx(-(own * own.log()).sum().item(), abs=1e-12)
+        assert found.collision[row].item() == pytest.approx(own.square().sum().item(), rel=1e-9)
+
+
+@pytest.mark.parametrize("keep", [FILTERS[1], FILTERS[3]], ids=str)
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_gradients_of_filtered_reads_are_numerically_right(keep, transform):
+    hidden, weight, bias, targets = inputs()
+
+    def reads(hidden, weight, bias):
+        head = Head(weight, bias, transform)
+        options = {"entropy": True, "collision": True, "keep": keep, "chunk_size": 3}
+        found = head_reads(hidden, head, targets, temperature=0.7, **options)
+        return found.logprobs, found.entropy, found.collision
+
+    assert torch.autograd.gradcheck(reads, (hidden, weight, bias))
+
+
+def test_top_p_looks_at_as_many_tokens_as_it_takes_and_ties_are_kept():
+    flat = torch.zeros(2, 3000)
+    flat[1, :900] = 1.0
+    lowest = lowest_kept(flat, TokenFilter(top_p=0.95), WholeVocabulary(3000))
+    assert lowest[:, 0].tolist() == [0.0, 0.0]
+    lowest = lowest_kept(flat, TokenFilter(top_p=0.5), WholeVocabulary(3000))
+    # 900 e of 900 e + 2100
+    assert lowest[:, 0].tolist() == [0.0, 1.0]
+    assert lowest_kept(flat, TokenFilter(top_k=7), WholeVocabulary(3000))[:, 0].tolist() == [0.0, 1.0]
+
+
+def test_single_tokens_are_not_read_of_filtered_ones():
+    hidden, weight, bias, targets = inputs()
+    for options in ({"k": 2}, {"ids": IDS}):
+        with pytest.raises(ValueError, match="without a filter"):
+            head_reads(hidden, Head(weight, bias), targets, keep=TokenFilter(top_k=3), **options)
 
 
 @pytest.mark.parametrize("chunk_size", [2, 100])

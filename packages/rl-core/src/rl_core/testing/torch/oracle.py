@@ -14,6 +14,7 @@ from rl_core.batch import TOKENS, Batch
 from rl_core.model import Loss, Read, Role, read_columns
 from rl_core.model_config import OptimizerConfig
 from rl_core.plugins import resolve
+from rl_core.token_filter import TokenFilter
 from rl_core.torch.loss import Rows
 from rl_core.torch.rows import to_rows
 from rl_core.user_code import implementation_name
@@ -83,10 +84,13 @@ class Oracle:
             hidden = self.model.base_model(input_ids=tokens[None]).last_hidden_state[0]
             heads = self.model.score(hidden)[:, 0]
             return {"scores": heads[-1:], "values": _after_first(heads[:-1])}
-        logprobs = (self.model(input_ids=tokens[None]).logits[0, :-1] / temperature).log_softmax(-1)
+        logits = self.model(input_ids=tokens[None]).logits[0, :-1] / temperature
+        keep = next((read.keep for read in reads if read.keep is not None), None)
+        logprobs = (logits if keep is None else _kept_only(logits, tokens[1:], keep)).log_softmax(-1)
         columns = {
             "logprobs": logprobs.gather(1, tokens[1:, None])[:, 0],
             "entropy": -(logprobs.exp() * logprobs).sum(-1),
+            "collision": logprobs.exp().square().sum(-1),
         }
         k = max((read.k for read in reads), default=0)
         below = max((read.below for read in reads), default=0) or logprobs.shape[1]
@@ -95,6 +99,21 @@ class Oracle:
             ids = row[name][1:]
             columns["logprobs_at"] = logprobs.gather(1, ids.clamp(min=0)).masked_fill(ids < 0, 0.0)
         return {name: _after_first(columns[name]) for read in reads for name in read.columns}
+
+
+def _kept_only(logits: Tensor, tokens: Tensor, keep: TokenFilter) -> Tensor:
+    """Logits `[n, vocab]` with those of tokens that a filter leaves out, but for `tokens` `[n]`, so low that their
+    probability is 0; written as the definition."""
+    is_kept = torch.zeros_like(logits, dtype=torch.bool)
+    for place, row in enumerate(logits.detach()):
+        falling = row.argsort(descending=True)
+        probabilities = row.softmax(-1)[falling]
+        falling = falling[probabilities >= keep.min_p * probabilities[0]][: keep.top_k or None]
+        held = row[falling].softmax(-1).cumsum(0)
+        num_kept = len(falling) if keep.top_p == 1 else 1 + int((held < keep.top_p).sum())
+        is_kept[place, falling[:num_kept]] = True
+        is_kept[place, tokens[place]] = True
+    return logits.masked_fill(~is_kept, -1e30)
 
 
 def _after_first(values: Tensor) -> Tensor:

@@ -12,6 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rl_core.token_filter import TokenFilter
+from rl_core.torch.heads.kept_tokens import WholeVocabulary, leave_out_, lowest_kept
+
 
 @dataclass(frozen=True)
 class LogitTransform:
@@ -51,7 +54,8 @@ class TokenReads(NamedTuple):
     """Results per position, float32 (float64 from float64 hidden states).
 
     `logprobs` `[n]`; `entropy` `[n]`, empty unless asked for; `topk_logprobs` and int64 `topk_ids` `[n, k]`;
-    `logprobs_at` `[n, m]`, those of the given ids. All but the ids are differentiable.
+    `logprobs_at` `[n, m]`, those of the given ids; `collision` `[n]`, the sum of the squared probabilities, likewise
+    empty. All but the ids are differentiable.
     """
 
     logprobs: Tensor
@@ -59,6 +63,7 @@ class TokenReads(NamedTuple):
     topk_logprobs: Tensor
     topk_ids: Tensor
     logprobs_at: Tensor
+    collision: Tensor
 
 
 def head_reads(
@@ -68,6 +73,8 @@ def head_reads(
     *,
     temperature: float = 1.0,
     entropy: bool = False,
+    collision: bool = False,
+    keep: TokenFilter | None = None,
     k: int = 0,
     below: int = 0,
     ids: Tensor | None = None,
@@ -85,6 +92,9 @@ def head_reads(
         targets: int64 `[n]`, the token whose logprob is wanted.
         temperature: divides the logits.
         entropy: whether to return it, in nats.
+        collision: whether to return it.
+        keep: limits the distribution at each position to the tokens that it keeps and the target; not with `k` or
+            `ids`. Gradients take the tokens that are kept as given.
         k: number of most likely tokens to return, in falling order.
         below: ids that these are chosen among are below it; 0 for all.
         ids: int64 `[n, m]`, tokens whose logprobs are wanted too; -1 stands for none, and its logprob is 0.
@@ -93,9 +103,16 @@ def head_reads(
         raise ValueError(f"temperature must be positive, got {temperature}")
     if k > len(head.weight):
         raise ValueError(f"topk({k}) of a vocabulary of {len(head.weight)} tokens")
-    options = HeadPass(head.transform, temperature, entropy, k, below or len(head.weight), chunk_size)
+    check_filter(keep, k, ids)
+    options = HeadPass(head.transform, temperature, entropy, collision, keep, k, below or len(head.weight), chunk_size)
     ids = targets.new_empty((len(targets), 0)) if ids is None else ids
     return TokenReads(*_HeadReads.apply(hidden, head.weight, head.bias, targets, ids, options))
+
+
+def check_filter(keep: TokenFilter | None, k: int, ids: Tensor | None) -> None:
+    """Raise a `ValueError` for reads of single tokens beside a filter, which may leave them out."""
+    if keep is not None and (k or ids is not None):
+        raise ValueError("the most likely tokens and logprobs at given ids are read of all tokens, without a filter")
 
 
 @dataclass(frozen=True)
@@ -106,6 +123,8 @@ class HeadPass:
     transform: LogitTransform
     temperature: float
     entropy: bool
+    collision: bool
+    keep: TokenFilter | None
     k: int
     below: int
     chunk_size: int
@@ -126,25 +145,43 @@ class HeadPass:
         log_sum: Tensor,
         entropy: Tensor,
         by_entropy: Tensor,
+        collision: Tensor,
+        by_collision: Tensor,
         columns: Tensor,
         by_columns: Tensor,
         by_targets: Tensor,
+        lowest: Tensor,
+        is_here: Tensor | None = None,
     ) -> Tensor:
         """Gradient `[n, vocab]` by the products of hidden states and head.
 
-        With p the probabilities: d logp_t / d z = onehot(t) - p, and d H / d z = -p (log p + H).
+        With p the probabilities: d logp_t / d z = onehot(t) - p, d H / d z = -p (log p + H), and for the collision C
+        d C / d z = 2 p (p - C).
 
         Args:
             log_sum: `[n]`, of the exponentials of the logits over the temperature.
             entropy, by_entropy: `[n]`, or empty; the latter is the gradient by it.
+            collision, by_collision: likewise.
             columns: `[n, 1 + k + m]`, of the target, the top-k tokens and the given ids.
             by_columns: `[n, 1 + k + m]`, gradients by their logprobs, 0 if the column is not the token's.
             by_targets: `[n]`, the sum of gradients by all logprobs.
+            lowest: `[n, 1]`, the smallest logit over the temperature that the filter keeps; empty without a filter.
+            is_here: bool `[n, 1 + k + m]`, whether this rank has the columns; None if it has all.
         """
         used = logits if self.transform.softcap is None else logits.clone()  # a cap's gradient needs them unchanged
-        logprobs = self.cooled_(used).sub_(log_sum[:, None])
+        used = self.cooled_(used)
+        if self.keep is not None:
+            leave_out_(used, lowest, columns[:, :1], None if is_here is None else is_here[:, :1])
+        logprobs = used.sub_(log_sum[:, None])
         coefficient = -by_targets[:, None]
-        if self.entropy:
+        if self.collision:
+            grad = logprobs.exp()
+            twice = 2 * by_collision[:, None]
+            factor = torch.addcmul(coefficient - twice * collision[:, None], twice, grad)
+            if self.entropy:
+                factor.add_(logprobs.add_(entropy[:, None]).mul_(-by_entropy[:, None]))
+            grad.mul_(factor)
+        elif self.entropy:
             grad = logprobs.exp()
             grad.mul_(logprobs.add_(entropy[:, None]).mul_(-by_entropy[:, None]).add_(coefficient))
         else:
@@ -220,7 +257,7 @@ class _HeadReads(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, ids: Tensor, options: HeadPass
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         num, wide = len(hidden), wide_dtype(hidden.dtype)
         logprobs = hidden.new_empty(num, dtype=wide)
         log_sums = hidden.new_empty(num, dtype=wide)
@@ -228,15 +265,24 @@ class _HeadReads(torch.autograd.Function):
         topk_logprobs = hidden.new_empty((num, options.k), dtype=wide)
         topk_ids = targets.new_empty((num, options.k))
         logprobs_at = hidden.new_empty(ids.shape, dtype=wide)
+        collision = hidden.new_empty(num if options.collision else 0, dtype=wide)
+        lowest = hidden.new_empty((num if options.keep else 0, 1), dtype=wide)
         for chunk in options.chunks(num):
             logits = options.cooled_(options.logits(hidden[chunk], weight, bias))
+            if options.keep is not None:
+                lowest[chunk] = lowest_kept(logits, options.keep, WholeVocabulary(len(weight)))
+                leave_out_(logits, lowest[chunk], targets[chunk, None])
             largest = logits.amax(1, keepdim=True)
             shifted = logits.sub_(largest)
             logprobs[chunk] = shifted.gather(1, targets[chunk, None])[:, 0]
             if options.k:
                 topk_logprobs[chunk], topk_ids[chunk] = shifted[:, : options.below].topk(options.k)
             logprobs_at[chunk] = shifted.gather(1, ids[chunk].clamp(min=0))
-            log_sum = _log_sum_(shifted, entropy[chunk] if options.entropy else None)
+            log_sum = _log_sum_(
+                shifted,
+                entropy=entropy[chunk] if options.entropy else None,
+                collision=collision[chunk] if options.collision else None,
+            )
             logprobs[chunk] -= log_sum
             topk_logprobs[chunk] -= log_sum[:, None]
             logprobs_at[chunk] -= log_sum[:, None]
@@ -244,14 +290,14 @@ class _HeadReads(torch.autograd.Function):
             del logits, shifted  # before the next chunk's are made
         logprobs_at.masked_fill_(ids < 0, 0.0)
         ctx.options = options
-        ctx.save_for_backward(hidden, weight, bias, targets, ids, log_sums, entropy, topk_ids)
+        ctx.save_for_backward(hidden, weight, bias, targets, ids, log_sums, entropy, topk_ids, collision, lowest)
         ctx.mark_non_differentiable(topk_ids)
-        return logprobs, entropy, topk_logprobs, topk_ids, logprobs_at
+        return logprobs, entropy, topk_logprobs, topk_ids, logprobs_at, collision
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, ids, log_sums, entropy, topk_ids = ctx.saved_tensors
+        hidden, weight, bias, targets, ids, log_sums, entropy, topk_ids, collision, lowest = ctx.saved_tensors
         total = HeadGradients.zero(hidden, weight, bias, ctx.needs_input_grad)
         by_targets = torch.cat([grads[0][:, None], grads[2], grads[4].masked_fill(ids < 0, 0.0)], dim=1)
         for chunk in ctx.options.chunks(len(hidden)):
@@ -260,24 +306,31 @@ class _HeadReads(torch.autograd.Function):
                 log_sum=log_sums[chunk],
                 entropy=entropy[chunk],
                 by_entropy=grads[1][chunk],
+                collision=collision[chunk],
+                by_collision=grads[5][chunk],
                 columns=torch.cat([targets[chunk, None], topk_ids[chunk], ids[chunk].clamp(min=0)], dim=1),
                 by_columns=by_targets[chunk],
                 by_targets=by_targets[chunk].sum(1),
+                lowest=lowest[chunk],
             )
             total.add_(chunk, grad)
             del grad  # before the next chunk's are made
         return (*total.results(), None, None, None)
 
 
-def _log_sum_(logits: Tensor, entropy: Tensor | None) -> Tensor:
-    """`[n]`, the logarithm of the sum S of the exponentials of logits z `[n, vocab]`, none of them positive;
-    they are used up. If `entropy` is given, the entropy is written to it: log S - sum exp(z) z / S."""
-    if entropy is None:
+def _log_sum_(logits: Tensor, *, entropy: Tensor | None, collision: Tensor | None) -> Tensor:
+    """`[n]`, the logarithm of the sum S of the exponentials of logits z `[n, vocab]`, none of them positive; they are
+    used up. The tensors that are given are written to: the entropy log S - sum exp(z) z / S, the collision
+    sum exp(z)^2 / S^2."""
+    if entropy is None and collision is None:
         return logits.exp_().sum(1).log_()
     weights = logits.exp()
     total = weights.sum(1)
     log_sum = total.log()
-    torch.sub(log_sum, weights.mul_(logits).sum(1) / total, out=entropy)
+    if collision is not None:
+        torch.div(weights.square().sum(1), total.square(), out=collision)
+    if entropy is not None:
+        torch.sub(log_sum, weights.mul_(logits).sum(1) / total, out=entropy)
     return log_sum
 
 

@@ -10,16 +10,20 @@ from torch import Tensor
 
 from rl_core.batch import TOKENS
 from rl_core.model import Read, Role, read_columns
+from rl_core.token_filter import TokenFilter
 from rl_core.torch.heads.logprobs import Head, TokenReads, head_reads
 from rl_core.torch.loss import Rows
 
 READS_OF_ROLE: Mapping[Role, tuple[str, ...]] = {
-    "policy": ("logprobs", "entropy", "topk", "logprobs_at"),
-    "teacher": ("logprobs", "entropy", "topk", "logprobs_at"),
+    "policy": ("logprobs", "entropy", "collision", "topk", "logprobs_at"),
+    "teacher": ("logprobs", "entropy", "collision", "topk", "logprobs_at"),
     "reward_model": ("scores",),
     "critic": ("values", "scores"),
 }
 """Reads that the head of each role can answer."""
+
+FILTERED_READS = ("logprobs", "entropy", "collision")
+"""Reads of the distribution over the tokens that a filter keeps."""
 
 ROW_READS = ("scores",)
 """Reads with one value per row; all others have one per token."""
@@ -34,13 +38,19 @@ def check_reads(role: Role, reads: Sequence[Read]) -> None:
         raise ValueError("one pass reads one topk; ask for the largest k")
     if len({read.column for read in reads if read.name == "logprobs_at"}) > 1:
         raise ValueError("one pass reads logprobs_at of one column; put all ids in one, `[tokens, k]`")
+    if any(read.keep is not None for read in reads):
+        whole = [read.name for read in reads if read.name not in FILTERED_READS]
+        if whole:
+            raise ValueError(f"{', '.join(whole)} cannot be read beside reads with a filter; take two passes")
+        if len({read.keep for read in reads}) > 1:
+            raise ValueError("all reads of a pass have the same filter; take a pass for each")
 
 
 def language_reads(
     hidden: Tensor, rows: Rows, head: Head, reads: Sequence[Read], *, temperature: float, chunk_size: int
 ) -> dict[str, Tensor]:
-    """Columns of `logprobs`, `entropy`, `topk` and `logprobs_at`, each `[tokens]` or `[tokens, k]`; 0 at the first
-    token of a row.
+    """Columns of `logprobs`, `entropy`, `collision`, `topk` and `logprobs_at`, each `[tokens]` or `[tokens, k]`; 0 at
+    the first token of a row.
 
     Args:
         hidden: `[tokens, hidden]`, after the model's last norm.
@@ -64,6 +74,8 @@ class ReadOptions(TypedDict):
     """What a pass over a head reads beside logprobs, as arguments of `head_reads` and `vocab_parallel_reads`."""
 
     entropy: bool
+    collision: bool
+    keep: TokenFilter | None
     k: int
     below: int
     ids: Tensor | None
@@ -84,6 +96,8 @@ def read_options(rows: Rows, places: Tensor, reads: Sequence[Read], *, vocab_siz
         ids = rows[name][places].long()
     return ReadOptions(
         entropy=any(read.name == "entropy" for read in reads),
+        collision=any(read.name == "collision" for read in reads),
+        keep=next((read.keep for read in reads if read.keep is not None), None),
         k=max((read.k for read in reads), default=0),
         below=max((read.below for read in reads), default=0),
         ids=ids,

@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rl_core.torch.heads.logprobs import Head, HeadGradients, HeadPass, TokenReads, wide_dtype
+from rl_core.token_filter import TokenFilter
+from rl_core.torch.heads.kept_tokens import leave_out_, lowest_kept
+from rl_core.torch.heads.logprobs import Head, HeadGradients, HeadPass, TokenReads, check_filter, wide_dtype
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,8 @@ def vocab_parallel_reads(
     *,
     temperature: float = 1.0,
     entropy: bool = False,
+    collision: bool = False,
+    keep: TokenFilter | None = None,
     k: int = 0,
     below: int = 0,
     ids: Tensor | None = None,
@@ -71,7 +75,10 @@ def vocab_parallel_reads(
         raise ValueError(f"topk({k}) of a vocabulary of {shard.vocab_size} tokens")
     weight = shard.trim(head.weight)
     bias = None if head.bias is None else shard.trim(head.bias)
-    head_pass = HeadPass(head.transform, temperature, entropy, k, below or shard.vocab_size, chunk_size)
+    check_filter(keep, k, ids)
+    head_pass = HeadPass(
+        head.transform, temperature, entropy, collision, keep, k, below or shard.vocab_size, chunk_size
+    )
     options = _Options(shard, head_pass, sums_hidden_grad)
     ids = targets.new_empty((len(targets), 0)) if ids is None else ids
     return TokenReads(*_VocabParallelReads.apply(hidden, weight, bias, targets, ids, options))
@@ -94,7 +101,7 @@ class _VocabParallelReads(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, ids: Tensor, options: _Options
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         head, num, wide = options.head, len(hidden), wide_dtype(hidden.dtype)
         logprobs = hidden.new_empty(num, dtype=wide)
         log_sums = hidden.new_empty(num, dtype=wide)
@@ -102,8 +109,13 @@ class _VocabParallelReads(torch.autograd.Function):
         topk_logprobs = hidden.new_empty((num, head.k), dtype=wide)
         topk_ids = targets.new_empty((num, head.k))
         logprobs_at = hidden.new_empty(ids.shape, dtype=wide)
+        collision = hidden.new_empty(num if head.collision else 0, dtype=wide)
+        lowest = hidden.new_empty((num if head.keep else 0, 1), dtype=wide)
         for chunk in head.chunks(num):
             logits = head.cooled_(head.logits(hidden[chunk], weight, bias))
+            if head.keep is not None:
+                lowest[chunk] = lowest_kept(logits, head.keep, _SplitVocabulary(options.shard))
+                leave_out_(logits, lowest[chunk], *options.own(targets[chunk, None], len(weight)))
             if head.k:
                 topk_logprobs[chunk], topk_ids[chunk] = _topk(logits, options)
             if ids.shape[1]:
@@ -113,17 +125,19 @@ class _VocabParallelReads(torch.autograd.Function):
             logprobs[chunk] = found.target - found.log_sum
             if head.entropy:
                 entropy[chunk] = found.entropy
+            if head.collision:
+                collision[chunk] = found.collision
         topk_logprobs -= log_sums[:, None]
         logprobs_at.sub_(log_sums[:, None]).masked_fill_(ids < 0, 0.0)
         ctx.options = options
-        ctx.save_for_backward(hidden, weight, bias, targets, ids, log_sums, entropy, topk_ids)
+        ctx.save_for_backward(hidden, weight, bias, targets, ids, log_sums, entropy, topk_ids, collision, lowest)
         ctx.mark_non_differentiable(topk_ids)
-        return logprobs, entropy, topk_logprobs, topk_ids, logprobs_at
+        return logprobs, entropy, topk_logprobs, topk_ids, logprobs_at, collision
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, ids, log_sums, entropy, topk_ids = ctx.saved_tensors
+        hidden, weight, bias, targets, ids, log_sums, entropy, topk_ids, collision, lowest = ctx.saved_tensors
         total = HeadGradients.zero(hidden, weight, bias, ctx.needs_input_grad)
         head, num_rows = ctx.options.head, len(weight)
         by_targets = torch.cat([grads[0][:, None], grads[2], grads[4].masked_fill(ids < 0, 0.0)], dim=1)
@@ -135,9 +149,13 @@ class _VocabParallelReads(torch.autograd.Function):
                 log_sum=log_sums[chunk],
                 entropy=entropy[chunk],
                 by_entropy=grads[1][chunk],
+                collision=collision[chunk],
+                by_collision=grads[5][chunk],
                 columns=columns,
                 by_columns=by_targets[chunk].where(is_here, by_targets.new_zeros(())),
                 by_targets=by_targets[chunk].sum(1),
+                lowest=lowest[chunk],
+                is_here=is_here,
             )
             total.add_(chunk, grad)
         if total.hidden is not None and ctx.options.sums_hidden_grad:
@@ -152,10 +170,12 @@ class _Statistics:
     log_sum: Tensor
     target: Tensor
     entropy: Tensor
+    collision: Tensor
 
 
 def _statistics_(logits: Tensor, targets: Tensor, options: _Options) -> _Statistics:
-    """With m the largest logit and S the sum of exp(z - m): log sum = m + log S, H = log S - sum exp(z - m)(z - m) / S.
+    """With m the largest logit and S the sum of exp(z - m): log sum = m + log S, H = log S - sum exp(z - m)(z - m) / S,
+    C = sum exp(z - m)^2 / S^2.
 
     Args:
         logits: `[n, rows]` of this rank; used up.
@@ -164,17 +184,44 @@ def _statistics_(logits: Tensor, targets: Tensor, options: _Options) -> _Statist
     largest = logits.new_full((len(logits),), -torch.inf) if num_rows == 0 else logits.amax(1)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     shifted = logits.sub_(largest[:, None])
-    sums = logits.new_zeros(3, len(logits))
+    sums = logits.new_zeros(4 if options.head.collision else 3, len(logits))
     if num_rows:
         columns, is_here = options.own(targets, num_rows)
         sums[1] = shifted.gather(1, columns[:, None])[:, 0].where(is_here, sums.new_zeros(()))
     weights = shifted.exp() if options.head.entropy else shifted.exp_()
     sums[0] = weights.sum(1)
+    if options.head.collision:
+        sums[3] = weights.square().sum(1)
     if options.head.entropy:
         sums[2] = weights.mul_(shifted).sum(1)
     dist.all_reduce(sums, group=group)
     log_sum = sums[0].log()
-    return _Statistics(largest + log_sum, largest + sums[1], log_sum - sums[2] / sums[0])
+    collision = sums[3] / sums[0].square() if options.head.collision else sums[0]
+    return _Statistics(largest + log_sum, largest + sums[1], log_sum - sums[2] / sums[0], collision)
+
+
+@dataclass(frozen=True)
+class _SplitVocabulary:
+    """The `Vocabulary` of logits of which each rank has some columns."""
+
+    shard: VocabShard
+
+    @property
+    def size(self) -> int:
+        return self.shard.vocab_size
+
+    def largest(self, logits: Tensor, k: int) -> Tensor:
+        values = logits.new_full((len(logits), k), -torch.inf)
+        here = min(k, logits.shape[1])
+        if here:
+            values[:, :here] = logits.topk(here).values
+        everyone = [torch.empty_like(values) for _ in range(dist.get_world_size(self.shard.group))]
+        dist.all_gather(everyone, values, group=self.shard.group)
+        return torch.cat(everyone, 1).topk(k).values
+
+    def summed(self, values: Tensor) -> Tensor:
+        dist.all_reduce(values, group=self.shard.group)
+        return values
 
 
 def _logits_at(logits: Tensor, ids: Tensor, options: _Options) -> Tensor:
