@@ -43,16 +43,16 @@ class Read:
         k: number of tokens of `topk`.
         below: ids that `topk` chooses among are below it; 0 for all.
         column: that has the ids of `logprobs_at`.
-        keep: the filter that tokens were sampled with, for `logprobs`, `entropy` and `collision`: they are those of the
-            distribution over the tokens that it keeps. The token that is there is always kept, as the generator that
-            drew it may have rounded otherwise. None keeps all.
+        token_filter: of `logprobs`, `entropy` and `collision`, those of the distribution over the tokens that it keeps
+            and the token that is there, which the generator may have drawn although it is left out here, by another
+            rounding. None keeps all.
     """
 
     name: Literal["logprobs", "entropy", "collision", "topk", "logprobs_at", "scores", "values"]
     k: int = 0
     below: int = 0
     column: str = ""
-    keep: TokenFilter | None = None
+    token_filter: TokenFilter | None = None
 
     @property
     def columns(self) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from pydantic import Field, field_validator, model_validator
 
 from rl_core.config import Config, EnvVars, PathText, Problem, ProblemError, WhenChanged, did_you_mean
 from rl_core.optimizer_arguments import OPTIMIZERS, SCHEDULES
+from rl_core.token_filter import TokenFilter
 from rl_core.weights import WeightSyncChoice
 
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
@@ -346,3 +347,9 @@ class GenerationConfig(Config):
     colocated: ColocatedConfig = ColocatedConfig()
     env_vars: Annotated[EnvVars, WhenChanged.RESUME] = {}
     """Environment variables of the engine's workers, over those of `cluster.env_vars`."""
+
+    @property
+    def token_filter(self) -> TokenFilter | None:
+        """The filter that training rollouts are drawn with; None if it would keep all tokens."""
+        found = TokenFilter(self.top_k or 0, self.top_p, self.min_p)
+        return None if found.keeps_all else found

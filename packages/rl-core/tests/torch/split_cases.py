@@ -31,7 +31,7 @@ class Case:
     below: int = 0
     sums_hidden_grad: bool = True
     has_bias: bool = True
-    keep: TokenFilter | None = None
+    token_filter: TokenFilter | None = None
 
 
 def draw(*shape: int, seed: int) -> torch.Tensor:
@@ -65,8 +65,8 @@ def candidates(case: Case, num: int) -> torch.Tensor:
 def whole_reads(hidden, weight, bias, targets, ids, case: Case, temperature: float):
     """The same from whole logits."""
     logits = case.transform(torch.nn.functional.linear(hidden, weight, bias)) / temperature
-    if case.keep is not None:
-        lowest = lowest_kept(logits, case.keep, WholeVocabulary(case.vocab))
+    if case.token_filter is not None:
+        lowest = lowest_kept(logits, case.token_filter, WholeVocabulary(case.vocab))
         is_target = torch.nn.functional.one_hot(targets, case.vocab).bool()
         logits = logits.masked_fill((logits < lowest) & ~is_target, -1e30)
     logprobs = logits.log_softmax(-1)
@@ -87,7 +87,7 @@ def vocabulary_errors(rank: Rank, case: Case, group: dist.ProcessGroup) -> dict[
     hidden, weight, bias = draw(NUM, HIDDEN, seed=0), draw(case.vocab, HIDDEN, seed=1), draw(case.vocab, seed=2)
     targets = torch.randint(case.vocab, (NUM,), generator=torch.Generator().manual_seed(3))
     whole = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
-    ids = candidates(case, NUM)[:, : 3 if case.keep is None else 0]
+    ids = candidates(case, NUM)[:, : 3 if case.token_filter is None else 0]
     expected = whole_reads(whole[0], whole[1], whole[2] if case.has_bias else None, targets, ids, case, 0.7)
     weighted(expected).backward()
     local = [hidden.clone(), rows_of(rank, case, weight), rows_of(rank, case, bias)]
@@ -102,9 +102,9 @@ def vocabulary_errors(rank: Rank, case: Case, group: dist.ProcessGroup) -> dict[
         entropy=True,
         k=case.k,
         below=case.below,
-        ids=ids if case.keep is None else None,
+        ids=ids if case.token_filter is None else None,
         collision=True,
-        keep=case.keep,
+        token_filter=case.token_filter,
         chunk_size=case.chunk_size,
         sums_hidden_grad=case.sums_hidden_grad,
     )

@@ -29,7 +29,8 @@ def train(
         batch = build_batch(groups, config)
         with run.phase("logprobs"):
             batch = with_logprobs(batch, policy, objective)
-        advantages = advantages_of(groups, config, penalties=objective.penalties(batch), greedy=greedy)
+        penalties = objective.penalties(batch)
+        advantages = advantages_of(groups, config, penalties=penalties, greedy=greedy, batch=batch)
         batch = objective.prepared(StepData(step, groups, with_advantages(batch, advantages)))
         loss = objective.loss
         with run.phase("training"):

@@ -30,7 +30,7 @@ CLIP_KEYS = {"clip_low": "ratio_clip_min", "clip_high": "ratio_clip_max", "dual_
 SWITCHES = {"sequence_level_importance_ratios": "gspo", "use_cispo": "cispo", "disable_ppo_ratio": "reinforce"}
 """Keys of `loss_fn` that choose a surrogate, and which."""
 
-_DERIVED = ("temperature", "implementation")
+_DERIVED = ("temperature", "token_filter", "implementation")
 _MEMBERS = ("columns", "reads", "temperature", "implementation", "totals")
 
 
@@ -83,7 +83,8 @@ def loss_of(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> Loss:
         return policy_loss(config, algorithm, config.loss_fn)
     kind = _loss_class(config.loss_fn.name)
     fields = {field.name for field in dataclasses.fields(kind)}
-    derived: Mapping[str, Any] = {"temperature": config.policy.generation.temperature}
+    generation = config.policy.generation
+    derived: Mapping[str, Any] = {"temperature": generation.temperature, "token_filter": generation.token_filter}
     settings = {**settings_of(config.loss_fn), **{key: derived[key] for key in fields & derived.keys()}}
     loss: Loss = kind(**settings)
     return loss
@@ -150,6 +151,7 @@ def policy_loss(config: ObjectiveRoot, algorithm: PolicyGradientConfig, loss: Lo
         high_entropy_only=loss.top_entropy_share is not None,
         positive_nll_weight=loss.positive_example_nll_weight,
         temperature=config.policy.generation.temperature,
+        token_filter=config.policy.generation.token_filter,
     )
 
 

@@ -19,6 +19,7 @@ from rl_algos.grpo.loss import (
 )
 from rl_algos.grpo.loss_config import LossConfig
 from rl_algos.losses.surrogates import SURROGATES
+from rl_algos.rollouts.checks import filter_problems
 from rl_algos.rollouts.config import PolicyGradientConfig
 from rl_core.config import Problem
 
@@ -44,7 +45,7 @@ def _custom_loss_problems(config: ObjectiveRoot, algorithm: PolicyGradientConfig
     name = config.loss_fn.name
     try:
         loss = loss_of(config, algorithm)
-        columns, temperature = tuple(loss.columns), loss.temperature
+        columns, temperature, reads = tuple(loss.columns), loss.temperature, loss.reads
     except (ValueError, TypeError) as error:
         yield Problem("loss_fn", f"{name}: {error}")
         return
@@ -56,6 +57,12 @@ def _custom_loss_problems(config: ObjectiveRoot, algorithm: PolicyGradientConfig
             "policy.generation.temperature",
             f"{config.policy.generation.temperature} is not the temperature of {name}, which is {temperature}; give "
             "the class a field `temperature`, which is then set to it",
+        )
+    if any(read.token_filter != config.policy.generation.token_filter for read in reads):
+        yield from filter_problems(
+            config,
+            f"{name} reads logprobs of the distribution over all tokens; give the class a field `token_filter`, which "
+            "is then set, and pass it on to its reads",
         )
     if algorithm.seq_logprob_error_threshold is not None:
         yield Problem(

@@ -15,9 +15,12 @@ from rl_algos.losses.kl import KLType
 from rl_algos.losses.policy import PolicyLoss
 from rl_core.batch import Batch
 from rl_core.metrics import Metric
-from rl_core.model import LOGPROBS, Loss, Model
+from rl_core.model import COLLISION, ENTROPY, LOGPROBS, Loss, Model, Read
 from rl_core.ragged import Ragged
 from rl_core.rollout import LOSS_MASK
+
+READ_BEFORE: Mapping[str, Read] = {"prev_logprobs": LOGPROBS, "prev_entropy": ENTROPY, "prev_collision": COLLISION}
+"""Reads of the policy before the update, by the columns that they become."""
 
 
 @dataclass(frozen=True)
@@ -146,11 +149,23 @@ class Objective:
 
 
 def with_logprobs(batch: Batch, policy: Model, objective: Objective) -> Batch:
-    """The batch with `prev_logprobs` and `ref_logprobs`, as far as the objective asks for them."""
-    for column, reference in (("prev_logprobs", False), ("ref_logprobs", True)):
-        if column in objective.columns:
-            read = policy.infer(batch, [LOGPROBS], reference=reference, temperature=objective.loss.temperature)
-            batch = batch.with_columns({column: read.columns["logprobs"]})
+    """The batch with what the objective asks for of the policy before the update, and with `ref_logprobs`.
+
+    Those of the policy are of the tokens that sampling keeps, as the loss reads them; those of the reference of all.
+    """
+    temperature, columns = objective.loss.temperature, objective.columns
+    token_filter = next((read.token_filter for read in objective.loss.reads), None)
+    before = {
+        column: dataclasses.replace(read, token_filter=token_filter)
+        for column, read in READ_BEFORE.items()
+        if column in columns
+    }
+    if before:
+        found = policy.infer(batch, list(before.values()), temperature=temperature)
+        batch = batch.with_columns({column: found.columns[read.name] for column, read in before.items()})
+    if "ref_logprobs" in columns:
+        found = policy.infer(batch, [LOGPROBS], reference=True, temperature=temperature)
+        batch = batch.with_columns({"ref_logprobs": found.columns["logprobs"]})
     return batch
 
 

@@ -15,7 +15,7 @@ column or as a setting, computed before the step (`rl_algos.grpo.objective`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from rl_algos.losses.kl import KLPenalty
 from rl_algos.losses.surrogates import Clip, Surrogate
 from rl_core.batch import Batch
 from rl_core.model import ENTROPY, LOGPROBS, Read
+from rl_core.token_filter import TokenFilter
 
 _CLIP, _TOKEN_MEAN = Clip(), Aggregation()
 
@@ -48,6 +49,8 @@ class PolicyLoss:
         positive_nll_weight: of the mean `-logp` over the tokens of positive examples (VAPO, arXiv:2504.05118),
             the rows whose column `positive` is 1.
         temperature: of sampling.
+        token_filter: of sampling; logprobs and entropy are those of the tokens that it keeps. The reference's are those
+            of all tokens.
     """
 
     surrogate: Surrogate = _CLIP
@@ -61,6 +64,7 @@ class PolicyLoss:
     high_entropy_only: bool = False
     positive_nll_weight: float = 0.0
     temperature: float = 1.0
+    token_filter: TokenFilter | None = None
     implementation: str = "rl_algos.torch.policy_loss:compute"
 
     @property
@@ -78,7 +82,8 @@ class PolicyLoss:
     @property
     def reads(self) -> tuple[Read, ...]:
         """The policy's logprobs, and its entropy for a bonus."""
-        return (LOGPROBS,) if self.entropy_weight is None else (LOGPROBS, ENTROPY)
+        reads = (LOGPROBS,) if self.entropy_weight is None else (LOGPROBS, ENTROPY)
+        return tuple(replace(read, token_filter=self.token_filter) for read in reads)
 
     @property
     def normalizes_weights(self) -> bool:

@@ -29,6 +29,18 @@ def reward_problems(algorithm: PolicyGradientConfig) -> Iterator[Problem]:
         yield Problem(f"{algorithm.section}.reward_scaling.source_max", "must be above source_min")
 
 
+def filter_problems(config: RolloutRoot, reason: str) -> Iterator[Problem]:
+    """Problems of sampling from some tokens only, for a loss that reads the distribution over all of them.
+
+    Args:
+        reason: why it does, and what to do.
+    """
+    generation = config.policy.generation
+    for key, is_set in (("top_p", generation.top_p != 1), ("top_k", generation.top_k), ("min_p", generation.min_p)):
+        if is_set:
+            yield Problem(f"policy.generation.{key}", reason)
+
+
 def validation_metrics(config: RolloutRoot) -> list[str]:
     """Names of the metrics that a validation records; none if the run does not validate."""
     if not rollout_config(config).validates:
@@ -58,10 +70,6 @@ def minibatch_problem(config: RolloutRoot, key: str, rows: int) -> Iterator[Prob
 
 def _sampling(config: RolloutRoot) -> Iterator[Problem]:
     generation = config.policy.generation
-    if generation.top_p != 1.0:
-        yield Problem("policy.generation.top_p", "training samples from the whole distribution; leave it at 1.0")
-    if generation.top_k is not None:
-        yield Problem("policy.generation.top_k", "training samples from the whole distribution; leave it unset")
     if generation.max_new_tokens >= config.policy.max_total_sequence_length:
         yield Problem(
             "policy.generation.max_new_tokens",

@@ -81,6 +81,9 @@ def training_sampling(generation: GenerationConfig, end_of_sequence: int) -> Sam
     return SamplingParams(
         max_new_tokens=generation.max_new_tokens,
         temperature=generation.temperature,
+        top_p=generation.top_p,
+        top_k=generation.top_k or 0,
+        min_p=generation.min_p,
         stop_token_ids=(end_of_sequence, *generation.stop_token_ids),
         stop_strings=tuple(generation.stop_strings),
     )

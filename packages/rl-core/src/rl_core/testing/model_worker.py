@@ -207,12 +207,12 @@ class ModelWorkerSuite:
         assert found.ragged("topk_ids").values.max() < 60
 
     @pytest.mark.parametrize(
-        "keep", [None, TokenFilter(top_k=20), TokenFilter(top_k=60, top_p=0.9, min_p=0.01)], ids=str
+        "token_filter", [None, TokenFilter(top_k=20), TokenFilter(top_k=60, top_p=0.9, min_p=0.01)], ids=str
     )
     def test_reads_are_of_the_tokens_that_a_filter_keeps(
-        self, pool: RankPool, folder: Path, keep: TokenFilter | None
+        self, pool: RankPool, folder: Path, token_filter: TokenFilter | None
     ) -> None:
-        reads = [replace(read, keep=keep) for read in (LOGPROBS, ENTROPY, COLLISION)]
+        reads = [replace(read, token_filter=token_filter) for read in (LOGPROBS, ENTROPY, COLLISION)]
         expected = self._oracle(folder).infer(make_batch(), reads, temperature=0.7)
         for world in self.worlds:
             with self._model(pool, folder, world, ModelSpec(trains=False)) as model:

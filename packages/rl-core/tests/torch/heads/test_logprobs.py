@@ -84,17 +84,19 @@ FILTERS = [
 ]
 
 
-def kept(logits, targets, keep):
+def kept(logits, targets, token_filter):
     """Written as the definition, in plain Python: for each row the ids that a filter keeps, and the target."""
     rows = []
     for row, target in zip(logits.tolist(), targets.tolist(), strict=True):
         falling = sorted(range(len(row)), key=lambda token: -row[token])
         weights = [math.exp(row[token] - row[falling[0]]) for token in falling]
-        likely = [(token, weight) for token, weight in zip(falling, weights, strict=True) if weight >= keep.min_p]
-        likely = likely[: keep.top_k or len(likely)]
+        likely = [
+            (token, weight) for token, weight in zip(falling, weights, strict=True) if weight >= token_filter.min_p
+        ]
+        likely = likely[: token_filter.top_k or len(likely)]
         total, above, ids = sum(weight for _, weight in likely), 0.0, {target}
         for token, weight in likely:
-            if keep.top_p < 1 and above >= keep.top_p * total:
+            if token_filter.top_p < 1 and above >= token_filter.top_p * total:
                 break
             ids.add(token)
             above += weight
@@ -103,28 +105,34 @@ def kept(logits, targets, keep):
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("keep", FILTERS, ids=str)
-def test_filtered_reads_are_those_of_the_distribution_over_the_kept_tokens_and_the_target(keep, transform):
+@pytest.mark.parametrize("token_filter", FILTERS, ids=str)
+def test_filtered_reads_are_those_of_the_distribution_over_the_kept_tokens_and_the_target(token_filter, transform):
     hidden, weight, bias, targets = inputs()
     found = head_reads(
-        hidden, Head(weight, bias, transform), targets, temperature=0.7, entropy=True, collision=True, keep=keep
+        hidden,
+        Head(weight, bias, transform),
+        targets,
+        temperature=0.7,
+        entropy=True,
+        collision=True,
+        token_filter=token_filter,
     )
     logits = transform(torch.nn.functional.linear(hidden, weight, bias)) / 0.7
-    for row, ids in enumerate(kept(logits, targets, keep)):
+    for row, ids in enumerate(kept(logits, targets, token_filter)):
         own = logits[row, ids].softmax(-1)
         assert found.logprobs[row].exp().item() == pytest.approx(own[ids.index(int(targets[row]))].item(), rel=1e-9)
         assert found.entropy[row].item() == pytest.approx(-(own * own.log()).sum().item(), abs=1e-12)
         assert found.collision[row].item() == pytest.approx(own.square().sum().item(), rel=1e-9)
 
 
-@pytest.mark.parametrize("keep", [FILTERS[1], FILTERS[3]], ids=str)
+@pytest.mark.parametrize("token_filter", [FILTERS[1], FILTERS[3]], ids=str)
 @pytest.mark.parametrize("transform", TRANSFORMS)
-def test_gradients_of_filtered_reads_are_numerically_right(keep, transform):
+def test_gradients_of_filtered_reads_are_numerically_right(token_filter, transform):
     hidden, weight, bias, targets = inputs()
 
     def reads(hidden, weight, bias):
         head = Head(weight, bias, transform)
-        options = {"entropy": True, "collision": True, "keep": keep, "chunk_size": 3}
+        options = {"entropy": True, "collision": True, "token_filter": token_filter, "chunk_size": 3}
         found = head_reads(hidden, head, targets, temperature=0.7, **options)
         return found.logprobs, found.entropy, found.collision
 
@@ -146,7 +154,7 @@ def test_single_tokens_are_not_read_of_filtered_ones():
     hidden, weight, bias, targets = inputs()
     for options in ({"k": 2}, {"ids": IDS}):
         with pytest.raises(ValueError, match="without a filter"):
-            head_reads(hidden, Head(weight, bias), targets, keep=TokenFilter(top_k=3), **options)
+            head_reads(hidden, Head(weight, bias), targets, token_filter=TokenFilter(top_k=3), **options)
 
 
 @pytest.mark.parametrize("chunk_size", [2, 100])

@@ -18,11 +18,11 @@ CASES = {
     "no topk, no bias": Case(k=0, has_bias=False),
     "one chunk": Case(chunk_size=100),
     "the caller sums the gradient": Case(sums_hidden_grad=False),
-    "top-k": Case(k=0, keep=TokenFilter(top_k=4)),
-    "top-p": Case(k=0, keep=TokenFilter(top_p=0.7)),
-    "min-p, and a rank without rows": Case(k=0, vocab=6, rows_per_rank=6, keep=TokenFilter(min_p=0.1)),
+    "top-k": Case(k=0, token_filter=TokenFilter(top_k=4)),
+    "top-p": Case(k=0, token_filter=TokenFilter(top_p=0.7)),
+    "min-p, and a rank without rows": Case(k=0, vocab=6, rows_per_rank=6, token_filter=TokenFilter(min_p=0.1)),
     "all filters": Case(
-        k=0, transform=LogitTransform(scale=2.0, softcap=1.5), keep=TokenFilter(top_k=9, top_p=0.9, min_p=0.01)
+        k=0, transform=LogitTransform(scale=2.0, softcap=1.5), token_filter=TokenFilter(top_k=9, top_p=0.9, min_p=0.01)
     ),
 }
 
@@ -31,7 +31,7 @@ CASES = {
 def test_a_split_vocabulary_reads_as_a_whole_one(pool, name):
     for errors in pool.run(split_cases.vocabulary, [(CASES[name],)] * 2):
         assert set(errors) >= {"logprobs", "entropy", "collision", "grad_hidden"}
-        assert ("logprobs_at" in errors) == (CASES[name].keep is None)
+        assert ("logprobs_at" in errors) == (CASES[name].token_filter is None)
         assert max(errors.values()) < 1e-12, errors
 
 

@@ -85,8 +85,8 @@ class Oracle:
             heads = self.model.score(hidden)[:, 0]
             return {"scores": heads[-1:], "values": _after_first(heads[:-1])}
         logits = self.model(input_ids=tokens[None]).logits[0, :-1] / temperature
-        keep = next((read.keep for read in reads if read.keep is not None), None)
-        logprobs = (logits if keep is None else _kept_only(logits, tokens[1:], keep)).log_softmax(-1)
+        token_filter = next((read.token_filter for read in reads if read.token_filter is not None), None)
+        logprobs = (logits if token_filter is None else _kept_only(logits, tokens[1:], token_filter)).log_softmax(-1)
         columns = {
             "logprobs": logprobs.gather(1, tokens[1:, None])[:, 0],
             "entropy": -(logprobs.exp() * logprobs).sum(-1),
@@ -101,16 +101,16 @@ class Oracle:
         return {name: _after_first(columns[name]) for read in reads for name in read.columns}
 
 
-def _kept_only(logits: Tensor, tokens: Tensor, keep: TokenFilter) -> Tensor:
+def _kept_only(logits: Tensor, tokens: Tensor, token_filter: TokenFilter) -> Tensor:
     """Logits `[n, vocab]` with those of tokens that a filter leaves out, but for `tokens` `[n]`, so low that their
     probability is 0; written as the definition."""
     is_kept = torch.zeros_like(logits, dtype=torch.bool)
     for place, row in enumerate(logits.detach()):
         falling = row.argsort(descending=True)
         probabilities = row.softmax(-1)[falling]
-        falling = falling[probabilities >= keep.min_p * probabilities[0]][: keep.top_k or None]
+        falling = falling[probabilities >= token_filter.min_p * probabilities[0]][: token_filter.top_k or None]
         held = row[falling].softmax(-1).cumsum(0)
-        num_kept = len(falling) if keep.top_p == 1 else 1 + int((held < keep.top_p).sum())
+        num_kept = len(falling) if token_filter.top_p == 1 else 1 + int((held < token_filter.top_p).sum())
         is_kept[place, falling[:num_kept]] = True
         is_kept[place, tokens[place]] = True
     return logits.masked_fill(~is_kept, -1e30)

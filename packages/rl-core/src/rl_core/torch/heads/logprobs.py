@@ -74,7 +74,7 @@ def head_reads(
     temperature: float = 1.0,
     entropy: bool = False,
     collision: bool = False,
-    keep: TokenFilter | None = None,
+    token_filter: TokenFilter | None = None,
     k: int = 0,
     below: int = 0,
     ids: Tensor | None = None,
@@ -93,8 +93,8 @@ def head_reads(
         temperature: divides the logits.
         entropy: whether to return it, in nats.
         collision: whether to return it.
-        keep: limits the distribution at each position to the tokens that it keeps and the target; not with `k` or
-            `ids`. Gradients take the tokens that are kept as given.
+        token_filter: limits the distribution at each position to the tokens that it keeps and the target; not with `k`
+            or `ids`. Gradients take the tokens that are kept as given.
         k: number of most likely tokens to return, in falling order.
         below: ids that these are chosen among are below it; 0 for all.
         ids: int64 `[n, m]`, tokens whose logprobs are wanted too; -1 stands for none, and its logprob is 0.
@@ -103,15 +103,17 @@ def head_reads(
         raise ValueError(f"temperature must be positive, got {temperature}")
     if k > len(head.weight):
         raise ValueError(f"topk({k}) of a vocabulary of {len(head.weight)} tokens")
-    check_filter(keep, k, ids)
-    options = HeadPass(head.transform, temperature, entropy, collision, keep, k, below or len(head.weight), chunk_size)
+    check_filter(token_filter, k, ids)
+    options = HeadPass(
+        head.transform, temperature, entropy, collision, token_filter, k, below or len(head.weight), chunk_size
+    )
     ids = targets.new_empty((len(targets), 0)) if ids is None else ids
     return TokenReads(*_HeadReads.apply(hidden, head.weight, head.bias, targets, ids, options))
 
 
-def check_filter(keep: TokenFilter | None, k: int, ids: Tensor | None) -> None:
+def check_filter(token_filter: TokenFilter | None, k: int, ids: Tensor | None) -> None:
     """Raise a `ValueError` for reads of single tokens beside a filter, which may leave them out."""
-    if keep is not None and (k or ids is not None):
+    if token_filter is not None and (k or ids is not None):
         raise ValueError("the most likely tokens and logprobs at given ids are read of all tokens, without a filter")
 
 
@@ -124,7 +126,7 @@ class HeadPass:
     temperature: float
     entropy: bool
     collision: bool
-    keep: TokenFilter | None
+    token_filter: TokenFilter | None
     k: int
     below: int
     chunk_size: int
@@ -170,7 +172,7 @@ class HeadPass:
         """
         used = logits if self.transform.softcap is None else logits.clone()  # a cap's gradient needs them unchanged
         used = self.cooled_(used)
-        if self.keep is not None:
+        if self.token_filter is not None:
             leave_out_(used, lowest, columns[:, :1], None if is_here is None else is_here[:, :1])
         logprobs = used.sub_(log_sum[:, None])
         coefficient = -by_targets[:, None]
@@ -266,11 +268,11 @@ class _HeadReads(torch.autograd.Function):
         topk_ids = targets.new_empty((num, options.k))
         logprobs_at = hidden.new_empty(ids.shape, dtype=wide)
         collision = hidden.new_empty(num if options.collision else 0, dtype=wide)
-        lowest = hidden.new_empty((num if options.keep else 0, 1), dtype=wide)
+        lowest = hidden.new_empty((num if options.token_filter else 0, 1), dtype=wide)
         for chunk in options.chunks(num):
             logits = options.cooled_(options.logits(hidden[chunk], weight, bias))
-            if options.keep is not None:
-                lowest[chunk] = lowest_kept(logits, options.keep, WholeVocabulary(len(weight)))
+            if options.token_filter is not None:
+                lowest[chunk] = lowest_kept(logits, options.token_filter, WholeVocabulary(len(weight)))
                 leave_out_(logits, lowest[chunk], targets[chunk, None])
             largest = logits.amax(1, keepdim=True)
             shifted = logits.sub_(largest)

@@ -38,11 +38,11 @@ def check_reads(role: Role, reads: Sequence[Read]) -> None:
         raise ValueError("one pass reads one topk; ask for the largest k")
     if len({read.column for read in reads if read.name == "logprobs_at"}) > 1:
         raise ValueError("one pass reads logprobs_at of one column; put all ids in one, `[tokens, k]`")
-    if any(read.keep is not None for read in reads):
+    if any(read.token_filter is not None for read in reads):
         whole = [read.name for read in reads if read.name not in FILTERED_READS]
         if whole:
             raise ValueError(f"{', '.join(whole)} cannot be read beside reads with a filter; take two passes")
-        if len({read.keep for read in reads}) > 1:
+        if len({read.token_filter for read in reads}) > 1:
             raise ValueError("all reads of a pass have the same filter; take a pass for each")
 
 
@@ -75,7 +75,7 @@ class ReadOptions(TypedDict):
 
     entropy: bool
     collision: bool
-    keep: TokenFilter | None
+    token_filter: TokenFilter | None
     k: int
     below: int
     ids: Tensor | None
@@ -97,7 +97,7 @@ def read_options(rows: Rows, places: Tensor, reads: Sequence[Read], *, vocab_siz
     return ReadOptions(
         entropy=any(read.name == "entropy" for read in reads),
         collision=any(read.name == "collision" for read in reads),
-        keep=next((read.keep for read in reads if read.keep is not None), None),
+        token_filter=next((read.token_filter for read in reads if read.token_filter is not None), None),
         k=max((read.k for read in reads), default=0),
         below=max((read.below for read in reads), default=0),
         ids=ids,

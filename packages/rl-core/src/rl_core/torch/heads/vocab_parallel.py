@@ -44,7 +44,7 @@ def vocab_parallel_reads(
     temperature: float = 1.0,
     entropy: bool = False,
     collision: bool = False,
-    keep: TokenFilter | None = None,
+    token_filter: TokenFilter | None = None,
     k: int = 0,
     below: int = 0,
     ids: Tensor | None = None,
@@ -75,9 +75,9 @@ def vocab_parallel_reads(
         raise ValueError(f"topk({k}) of a vocabulary of {shard.vocab_size} tokens")
     weight = shard.trim(head.weight)
     bias = None if head.bias is None else shard.trim(head.bias)
-    check_filter(keep, k, ids)
+    check_filter(token_filter, k, ids)
     head_pass = HeadPass(
-        head.transform, temperature, entropy, collision, keep, k, below or shard.vocab_size, chunk_size
+        head.transform, temperature, entropy, collision, token_filter, k, below or shard.vocab_size, chunk_size
     )
     options = _Options(shard, head_pass, sums_hidden_grad)
     ids = targets.new_empty((len(targets), 0)) if ids is None else ids
@@ -110,11 +110,11 @@ class _VocabParallelReads(torch.autograd.Function):
         topk_ids = targets.new_empty((num, head.k))
         logprobs_at = hidden.new_empty(ids.shape, dtype=wide)
         collision = hidden.new_empty(num if head.collision else 0, dtype=wide)
-        lowest = hidden.new_empty((num if head.keep else 0, 1), dtype=wide)
+        lowest = hidden.new_empty((num if head.token_filter else 0, 1), dtype=wide)
         for chunk in head.chunks(num):
             logits = head.cooled_(head.logits(hidden[chunk], weight, bias))
-            if head.keep is not None:
-                lowest[chunk] = lowest_kept(logits, head.keep, _SplitVocabulary(options.shard))
+            if head.token_filter is not None:
+                lowest[chunk] = lowest_kept(logits, head.token_filter, _SplitVocabulary(options.shard))
                 leave_out_(logits, lowest[chunk], *options.own(targets[chunk, None], len(weight)))
             if head.k:
                 topk_logprobs[chunk], topk_ids[chunk] = _topk(logits, options)
