@@ -7,7 +7,19 @@ import statistics
 import numpy as np
 import pytest
 
-from rl_algos.grpo.advantages import drgrpo, gpg, grpo, grpo_batch_std, maxrl, opo, pass_at_k, reinforce, remax, rloo
+from rl_algos.grpo.advantages import (
+    drgrpo,
+    gpg,
+    grpo,
+    grpo_batch_std,
+    maxrl,
+    opo,
+    optimal_token_baseline,
+    pass_at_k,
+    reinforce,
+    remax,
+    rloo,
+)
 from rl_algos.grpo.batch_advantages import gdpo, reinforce_plus_plus, reinforce_plus_plus_baseline
 from rl_core.ragged import Ragged
 
@@ -96,6 +108,41 @@ def test_remax(case):
     case.baselines[0] = np.nan
     expected = [0.0 if math.isnan(r - b) else r - b for r, b in zip(case.rewards, case.baselines, strict=True)]
     close(remax(case.rewards, case.baselines), expected)
+
+
+@pytest.mark.parametrize("has_penalties", [False, True])
+def test_optimal_token_baseline(case, has_penalties):
+    random = np.random.default_rng(7)
+    mask = masks(case)
+    on = mask.values > 0
+    squared = mask.like(np.where(on, random.uniform(0.1, 1.9, len(on)), np.nan))
+    penalties = mask.like(np.where(on, random.normal(0, 0.3, len(on)), 0.0)) if has_penalties else None
+    found = optimal_token_baseline(case.rewards, case.groups, mask, penalties, squared)
+
+    def to_go(j, t):
+        taken = penalties[j][mask[j] > 0][t:].sum() if has_penalties else 0.0
+        return case.rewards[j] - taken
+
+    for i in range(len(case.rewards)):
+        own = found[i][mask[i] > 0]
+        assert not found[i][mask[i] == 0].any()
+        members = case.members(i, case.rewards)
+        is_flat = not has_penalties and len({case.rewards[j] for j in members}) < 2
+        if math.isnan(case.rewards[i]) or is_flat:
+            assert not own.any()
+            continue
+        for t in range(case.lengths[i]):
+            there = [j for j in members if case.lengths[j] > t]
+            weights = [squared[j][mask[j] > 0][: t + 1].sum() for j in there]
+            baseline = sum(w * to_go(j, t) for w, j in zip(weights, there, strict=True)) / sum(weights)
+            assert own[t] == pytest.approx(to_go(i, t) - baseline, abs=1e-6)
+
+
+def test_tokens_without_any_gradient_have_the_mean_as_their_baseline():
+    mask = Ragged.from_rows([[0, 1, 1], [0, 1]], np.uint8)
+    squared = mask.like(np.zeros(5))
+    found = optimal_token_baseline(np.array([3.0, 1.0]), np.zeros(2), mask, None, squared)
+    assert found.values.tolist() == [0.0, 1.0, 0.0, 0.0, -1.0]
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4])

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from rollouts_builder import make_group, make_prompt, make_rollout
 
-from rl_algos.grpo.advantages import grpo, rloo
+from rl_algos.grpo.advantages import grpo, optimal_token_baseline, rloo
 from rl_algos.grpo.batch_advantages import gdpo, reinforce_plus_plus
 from rl_algos.grpo.config import EstimatorConfig, GRPOConfig
-from rl_algos.grpo.estimators import advantages_of, by_rollout, estimator_section
+from rl_algos.grpo.estimators import advantages_of, by_rollout, columns_before, estimator_section
 from rl_algos.rollouts.batch import build_batch, with_advantages
 from rl_algos.rollouts.config import RewardScalingConfig
 from rl_core.ragged import Ragged
@@ -54,6 +54,20 @@ def file(tmp_path_factory):
 
 def configured(name, **settings):
     return GRPOConfig(adv_estimator=estimator_section(name)(name=name, **settings))
+
+
+def test_the_optimal_token_baseline_is_given_probabilities_from_before_the_update():
+    config, batch = configured("optimal_token_baseline"), build_batch(GROUPS, GRPOConfig())
+    mask, random = batch.ragged("loss_mask"), np.random.default_rng(0)
+    prev = np.where(mask.values > 0, -random.exponential(1, len(mask.values)), np.nan).astype(np.float32)
+    collision = random.uniform(0, 1, len(prev)).astype(np.float32)
+    batch = batch.with_columns({"prev_logprobs": mask.like(prev), "prev_collision": mask.like(collision)})
+    squared = np.where(mask.values > 0, np.maximum(1 - 2 * np.exp(prev.astype(np.float64)) + collision, 0), 0)
+    expected = optimal_token_baseline(REWARDS, IDS, mask, None, mask.like(squared))
+    found = advantages_of(GROUPS, config, batch=batch)
+    np.testing.assert_allclose(found.values, expected.values, rtol=1e-6)
+    assert columns_before(config) == {"prev_logprobs", "prev_collision"}
+    assert columns_before(GRPOConfig()) == set()
 
 
 @pytest.mark.parametrize("normalize", [True, False])

@@ -9,18 +9,19 @@ import pytest
 from rl_algos.data.config import DataConfig, DatasetConfig
 from rl_algos.grpo.config import GRPOConfig
 from rl_algos.grpo.estimators import estimator_section
-from rl_algos.grpo.loss import columns_of, loss_of, loss_section
+from rl_algos.grpo.loss import columns_of, loss_of, loss_section, objective_of
 from rl_algos.grpo.loss_config import LossConfig
 from rl_algos.grpo.plugin import check, models
 from rl_algos.rollouts.config import RewardShapingConfig
 from rl_core.model_config import GenerationConfig
+from rl_core.token_filter import TokenFilter
 
 
 def make_config(minibatch, **loss):
     return SimpleNamespace(
         grpo=GRPOConfig(num_prompts_per_step=4, num_generations_per_prompt=2),
         loss_fn=LossConfig(**loss),
-        policy=SimpleNamespace(train_global_batch_size=minibatch, generation=SimpleNamespace(temperature=0.7)),
+        policy=SimpleNamespace(train_global_batch_size=minibatch, generation=GenerationConfig(temperature=0.7)),
     )
 
 
@@ -39,7 +40,7 @@ def test_the_loss_divides_by_the_temperature_that_rollouts_are_sampled_at():
 
 LOSS = """
 from dataclasses import dataclass
-from rl_core.model import LOGPROBS
+from rl_core.model import LOGPROBS, Read
 
 @dataclass(frozen=True)
 class Loss:
@@ -55,6 +56,18 @@ class Loss:
 
     def totals(self, batch):
         return {"tokens": 1.0}
+
+@dataclass(frozen=True)
+class Filtered:
+    token_filter: object
+    temperature: float
+    implementation: str = "mine.py:compute"
+    columns = ("loss_mask",)
+    totals = None
+
+    @property
+    def reads(self):
+        return (Read("logprobs", token_filter=self.token_filter),)
 
 @dataclass(frozen=True)
 class Fixed:
@@ -86,9 +99,9 @@ def custom(tmp_path):
     return make
 
 
-def problems(config):
+def problems(config, **sampling):
     config.policy.max_total_sequence_length = 64
-    config.policy.generation = GenerationConfig(backend="none", temperature=0.7, max_new_tokens=8)
+    config.policy.generation = GenerationConfig(backend="none", temperature=0.7, max_new_tokens=8, **sampling)
     config.data = DataConfig(train=DatasetConfig(dataset_name="arithmetic"))
     return [(problem.key, problem.message) for problem in check(config)]
 
@@ -98,6 +111,25 @@ def test_a_class_of_a_file_is_the_loss_with_its_settings_and_the_temperature_of_
     loss = loss_of(config, config.grpo)
     assert (loss.beta, loss.temperature, loss.implementation) == (0.25, 0.7, "mine.py:compute")
     assert problems(custom(beta=0.25)) == []
+
+
+@pytest.mark.parametrize("sampling", [{}, {"top_p": 0.9}, {"top_k": 20, "min_p": 0.05}])
+def test_a_loss_reads_the_tokens_that_training_samples_from(custom, sampling):
+    expected = TokenFilter(**sampling) if sampling else None
+    for config in (make_config(8), custom(kind="Filtered")):
+        assert problems(config, **sampling) == []
+        assert loss_of(config, config.grpo).reads[0].token_filter == expected
+    found = problems(custom(), **sampling)
+    assert [key for key, _ in found] == [f"policy.generation.{key}" for key in sampling]
+    assert all("give the class a field `token_filter`" in message for _, message in found)
+
+
+def test_what_the_parts_read_before_the_update_is_read():
+    config = make_config(8, top_entropy_share=0.2, reference_policy_kl_penalty=0.0)
+    objective = objective_of(config, config.grpo, read_before=("prev_collision",))
+    assert objective.loss.high_entropy_only
+    assert objective.columns >= {"prev_entropy", "prev_collision"}
+    assert "high_entropy" not in objective.columns
 
 
 @pytest.mark.parametrize(("column", "keeps"), [("ref_logprobs", True), ("prev_logprobs", False)])

@@ -12,6 +12,7 @@ from rl_algos.grpo.loss_config import LossConfig
 from rl_algos.grpo.plugin import loss_fn_section
 from rl_algos.losses.surrogates import SURROGATES
 from rl_core.config import ProblemError
+from rl_core.model_config import GenerationConfig
 
 TIS = {"use_importance_sampling_correction": True}
 GSPO = {"sequence_level_importance_ratios": True, "token_level_loss": False}
@@ -47,6 +48,11 @@ REFUSED = [
     ({"surrogate": "sapo", "ratio_clip_max": 0.28}, "ratio_clip_max", "set it to 0.2"),
     ({"surrogate": {"name": "dppo-tv", "threshold": 0.0}}, "surrogate", "threshold must be above 0, got 0.0"),
     ({"surrogate": "kl-cov", "force_on_policy_ratio": True}, "force_on_policy_ratio", "which kl-cov needs"),
+    (
+        {"surrogate": "gmpo", "aggregation": "sequence-mean", "top_entropy_share": 0.2},
+        "top_entropy_share",
+        "belongs to its whole sequence",
+    ),
     # aggregation
     ({"aggregation": "token-sum", "token_level_loss": False}, "token_level_loss", "set one of them only"),
     ({"aggregation_divisor": 512.0}, "aggregation_divisor", "no effect with the aggregation token-mean"),
@@ -131,6 +137,7 @@ ACCEPTED = [
     TIS | GSPO | {"truncated_importance_sampling_type": "icepop", "truncated_importance_sampling_ratio": 2.0},
     TIS | {"importance_sampling_rejection": {"statistic": "max", "estimator": "k2", "high": 2.0}},
     {"surrogate": {"name": "clip-cov", "share": 0.01}, "off_policy_sequence_mask_threshold": 0.5},
+    {"top_entropy_share": 0.2, "reference_policy_kl_penalty": 0.0},
     {"entropy_bonus": {"weight": 0.01}, "positive_example_nll_weight": 0.1},
 ]
 
@@ -142,7 +149,7 @@ def test_what_goes_together_is_a_loss(written):
     config = SimpleNamespace(
         grpo=GRPOConfig(num_prompts_per_step=4, num_generations_per_prompt=2),
         loss_fn=section,
-        policy=SimpleNamespace(train_global_batch_size=8, generation=SimpleNamespace(temperature=1.0)),
+        policy=SimpleNamespace(train_global_batch_size=8, generation=GenerationConfig()),
     )
     loss_of(config, config.grpo)
 

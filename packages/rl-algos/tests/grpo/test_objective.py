@@ -8,13 +8,15 @@ from rollouts_builder import make_group
 
 from rl_algos.grpo.adaptive import AdaptiveEntropy, AdaptiveKL
 from rl_algos.grpo.config import GRPOConfig
-from rl_algos.grpo.objective import Objective, RewardKL
-from rl_algos.grpo.step_statistics import StepData, high_covariance, positive_examples
+from rl_algos.grpo.objective import Objective, RewardKL, with_logprobs
+from rl_algos.grpo.step_statistics import StepData, high_covariance, high_entropy, positive_examples
 from rl_algos.losses.kl import KLPenalty
 from rl_algos.losses.policy import PolicyLoss
 from rl_algos.losses.surrogates import ClipCov, KLCov
 from rl_algos.rollouts.batch import build_batch, with_advantages
 from rl_core.metrics import Metric
+from rl_core.testing.fakes import FakeModel
+from rl_core.token_filter import TokenFilter
 
 GROUPS = [make_group("a", [1.0, 0.0, -0.5]), make_group("b", [0.5, 2.0])]
 
@@ -82,6 +84,47 @@ def test_clip_cov_chooses_at_random_within_bounds_and_alike_for_the_same_step():
     assert any(not np.array_equal(other, chosen) for other in others)
     nothing = high_covariance(ClipCov(share=1.0, low=90.0, high=99.0), seed=7)
     assert nothing(data).values.sum() == 0
+
+
+@pytest.mark.parametrize(("share", "num"), [(0.2, 2), (0.25, 3), (0.9, 9), (1e-9, 1)])
+def test_the_tokens_of_highest_entropy_of_the_step_train(share, num):
+    data = step_data()
+    mask = data.batch.ragged("loss_mask")
+    sampled = np.flatnonzero(mask.values)
+    assert len(sampled) == 10
+    entropy = np.where(mask.values > 0, np.random.default_rng(1).permutation(len(mask.values)), np.nan)
+    batch = data.batch.with_columns({"prev_entropy": mask.like(entropy.astype(np.float32))})
+    chosen = high_entropy(share)(StepData(1, GROUPS, batch)).values
+    assert sorted(np.flatnonzero(chosen)) == sorted(sampled[np.argsort(entropy[sampled])[-num:]])
+    flat = data.batch.with_columns({"prev_entropy": mask.like(np.where(mask.values > 0, 1.0, np.nan))})
+    assert np.array_equal(high_entropy(share)(StepData(1, GROUPS, flat)).values, mask.values)
+
+
+def test_what_is_read_before_the_update_follows_from_the_parts_in_use():
+    class Reading(FakeModel):
+        def __init__(self):
+            super().__init__()
+            self.reads = []
+
+        def infer(self, batch, reads, *, reference=False, temperature=1.0):
+            self.reads.append((reference, temperature, tuple((read.name, read.token_filter) for read in reads)))
+            return super().infer(batch, reads, reference=reference, temperature=temperature)
+
+    keep = TokenFilter(top_p=0.9)
+    loss = PolicyLoss(on_policy=True, kl=KLPenalty(0.1), temperature=0.5, token_filter=keep)
+    objective = Objective(loss, read_before=("prev_logprobs", "prev_collision"))
+    policy, batch = Reading(), build_batch(GROUPS, GRPOConfig())
+    found = with_logprobs(batch, policy, objective)
+    assert {"prev_logprobs", "prev_collision", "ref_logprobs"} <= set(found)
+    assert "prev_entropy" not in found
+    # the reference is read over all tokens
+    assert policy.reads == [
+        (False, 0.5, (("logprobs", keep), ("collision", keep))),
+        (True, 0.5, (("logprobs", None),)),
+    ]
+    other = Reading()
+    assert set(with_logprobs(batch, other, Objective(PolicyLoss(on_policy=True)))) == set(batch)
+    assert other.reads == []
 
 
 def test_positive_examples_have_a_reward_above_zero():

@@ -63,6 +63,26 @@ def test_rewards_are_scaled_and_then_shaped_and_failed_ones_stay_nan():
     np.testing.assert_array_equal(found, [0.5 * 4 - 3, 4.0, np.nan])
 
 
+def test_a_level_of_effort_has_a_limit_of_its_own():
+    low, high, plain = (
+        make_prompt(name, **info) for name, info in (("a", {"effort": "low"}), ("b", {"effort": "high"}), ("c", {}))
+    )
+    groups = [RolloutGroup.of(each, [make_rollout(each, 1.0, sampled=(7,) * 10)]) for each in (low, high, plain)]
+    settings = {"overlong_buffer_length": 4, "overlong_buffer_penalty": 1.0, "max_response_length": 12}
+    assert shaped(groups, effort_levels={"low": 8, "high": 100}, **settings) == [0.0, 1.0, 0.5]
+    assert shaped(groups, **settings) == [0.5, 0.5, 0.5]
+
+
+def test_short_right_answers_gain_and_long_ones_lose_within_their_group():
+    rewards_and_lengths = [(1.0, 2), (1.0, 10), (1.0, 6), (0.0, 2), (0.0, 10), (0.0, 8)]
+    rollouts = [make_rollout(PROMPT, reward, sampled=(7,) * length) for reward, length in rewards_and_lengths]
+    failed = make_rollout(PROMPT, 1.0, sampled=(7,) * 99, status="failed")
+    alike = group_of(make_rollout(PROMPT, 1.0), make_rollout(PROMPT, 0.0))
+    found = shaped([group_of(*rollouts, failed), alike], length_penalty=2.0)
+    expected = [1 + 2 * 0.5, 1 - 2 * 0.5, 1.0, 0.0, -2 * 0.5, -2 * 0.25, np.nan, 1.0, 0.0]
+    np.testing.assert_allclose(found, expected)
+
+
 def test_responses_that_ran_into_a_limit_keep_a_share_of_their_reward():
     cut, ended = make_rollout(PROMPT, 2.0, stop_reason="length", status="truncated"), make_rollout(PROMPT, 2.0)
     assert shaped([group_of(cut, ended)], stop_properly_penalty_coef=0.25) == [0.5, 2.0]

@@ -90,6 +90,11 @@ LOSSES = {
     "entropy bonus": PolicyLoss(entropy_weight=0.4),
     "entropy bonus and kl": PolicyLoss(entropy_weight=0.4, kl=KLPenalty(0.3), aggregation=SEQUENCE_MEAN),
     "positive nll": PolicyLoss(positive_nll_weight=0.2),
+    "high entropy only": PolicyLoss(high_entropy_only=True, kl=KLPenalty(0.3)),
+    "high entropy only, gspo": PolicyLoss(GSPO(), SEQUENCE_MEAN, high_entropy_only=True),
+    "high entropy only, weights": PolicyLoss(
+        high_entropy_only=True, importance=ImportanceCorrection(high=1.1), positive_nll_weight=0.2
+    ),
 }
 
 LENGTHS = (5, 9, 1, 7, 4)
@@ -119,6 +124,7 @@ def make_batch(seed: int = 0, *, scale: float = 1.0) -> Batch:
             "advantages": np.array([1.0, -2.0, 1.5, -0.5, 0.0]),
             "high_covariance": generation.like((random.random(total) < 0.3).astype(np.uint8)),
             "positive": np.array([1, 0, 1, 0, 1], np.uint8),
+            "high_entropy": generation.like((random.random(total) < 0.4).astype(np.uint8)),
         }
     )
 

@@ -76,6 +76,8 @@ class Sequence:
         return weight_of(self.loss, self, t)
 
     def policy(self, t: int) -> float:
+        if self.loss.high_entropy_only and not self.column["high_entropy"][t]:
+            return 0.0
         return globals()[self.loss.surrogate.name.replace("-", "_")](self.loss.surrogate, self, t)
 
     def penalty(self, t: int) -> float:

@@ -17,6 +17,7 @@ from rl_algos.losses.surrogates import GSPO, SURROGATES
 from rl_algos.torch.policy_loss import compute
 from rl_algos.torch.surrogates import COMPUTATIONS
 from rl_core.batch import Batch
+from rl_core.token_filter import TokenFilter
 
 WHOLE, SPLIT = [range(5)], [[3], [0, 4], [2], [1]]
 
@@ -174,9 +175,18 @@ def test_the_loss_asks_only_for_columns_and_reads_that_it_uses():
     assert "ref_logprobs" in PolicyLoss(kl=KLPenalty(0.1)).columns
     assert "high_covariance" in LOSSES["clip-cov"].columns
     assert "positive" in LOSSES["positive nll"].columns
+    assert "high_entropy" in LOSSES["high entropy only"].columns
     assert [read.name for read in PolicyLoss().reads] == ["logprobs"]
     assert [read.name for read in PolicyLoss(entropy_weight=0.0).reads] == ["logprobs", "entropy"]
     assert dataclasses.replace(PolicyLoss(), aggregation=SEQUENCE_MEAN).aggregation.denominator == "sequences"
+
+
+def test_reads_have_the_filter_of_sampling():
+    loss = PolicyLoss(entropy_weight=0.1, token_filter=TokenFilter(top_p=0.9))
+    assert [(read.name, read.token_filter) for read in loss.reads] == [
+        ("logprobs", TokenFilter(top_p=0.9)),
+        ("entropy", TokenFilter(top_p=0.9)),
+    ]
 
 
 def test_every_surrogate_has_a_computation():

@@ -16,8 +16,9 @@ class EstimatorConfig(NamedConfig):
 
     name: str | None = None
     """`grpo`, `grpo_batch_std`, `drgrpo`, `rloo`, `reinforce`, `reinforce_plus_plus`, `reinforce_plus_plus_baseline`,
-    `gpg`, `opo`, `remax`, `pass_at_k`, `maxrl`, `gdpo`, `optimal_token_baseline`, or a function of yours as `package.module:function` or
-    `file.py:function`. Unset, it is `rloo` with `use_leave_one_out_baseline` and `grpo` without it."""
+    `gpg`, `opo`, `remax`, `pass_at_k`, `maxrl`, `gdpo`, `optimal_token_baseline`, or a function of yours as
+    `package.module:function` or `file.py:function`. Unset, it is `rloo` with `use_leave_one_out_baseline` and `grpo`
+    without it."""
 
 
 class GRPOConfig(PolicyGradientConfig):

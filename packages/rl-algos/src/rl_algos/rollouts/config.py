@@ -83,6 +83,13 @@ class RewardShapingConfig(Config):
     """Tokens before the limit over which the penalty grows from 0."""
     overlong_buffer_penalty: float = Field(default=1.0, ge=0)
     """Overlong penalty at the limit."""
+    effort_levels: dict[str, int] = {}
+    """`max_response_length` of prompts by their level of effort, which is the field `effort` of a row of data; rows
+    without one have the key above. Tell the policy of the level in the prompt, such as in its system message."""
+    length_penalty: float = Field(default=0.0, ge=0)
+    """Weight of the length reward of Kimi k1.5 (arXiv:2501.12599), within each group: `w = 0.5 - (length - shortest) /
+    (longest - shortest)` for rollouts with a reward above 0 and `min(w, 0)` for the others; short right answers gain,
+    long ones lose."""
     stop_properly_penalty_coef: float | None = Field(default=None, ge=0, le=1)
     """Factor of the rewards of rollouts that ran into a token limit; unset, they are kept."""
     repetition_penalty: float = Field(default=0.0, ge=0)

@@ -8,10 +8,11 @@ from itertools import islice
 from typing import Any
 
 from rl_algos.data.example import info_of
-from rl_algos.data.examples import Datasets
+from rl_algos.data.examples import Dataset, Datasets
 from rl_algos.data.examples import load as load_all
 from rl_algos.data.stream import Stream
-from rl_algos.rollouts.config import RolloutRoot, rollout_config
+from rl_algos.rollouts.config import PolicyGradientConfig, RolloutConfig, RolloutRoot, rollout_config
+from rl_algos.rollouts.rewards import EFFORT
 from rl_core.environments.instance import unknown_environment
 from rl_core.environments.trial import Attempt, attempts_on
 from rl_core.errors import DataError
@@ -51,7 +52,20 @@ def load(config: RolloutRoot) -> Datasets:
             # what `env_name` says has been checked; a row may not name a file, as data must not choose code
             if not dataset.settings.env_name and name not in known:
                 raise DataError(f"{dataset.place(row_id)}: {unknown_environment(name, sorted(known))}, as env_name")
+        _check_effort(dataset, rollout_config(config))
     return datasets
+
+
+def _check_effort(dataset: Dataset, algorithm: RolloutConfig) -> None:
+    """Refuse a row with a level of effort that the config does not have, if it has any."""
+    levels = algorithm.reward_shaping.effort_levels if isinstance(algorithm, PolicyGradientConfig) else {}
+    for row_id in dataset.examples if levels else ():
+        level = info_of(dataset.examples[row_id]).get(EFFORT)
+        if level is not None and level not in levels:
+            raise DataError(
+                f"{dataset.place(row_id)}: its {EFFORT} is {level!r}; {algorithm.section}.reward_shaping.effort_levels "
+                f"has {', '.join(levels)}"
+            )
 
 
 def attempts(config: RolloutRoot, datasets: Datasets) -> Mapping[str, list[Attempt]]:

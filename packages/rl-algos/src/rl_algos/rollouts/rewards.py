@@ -12,6 +12,9 @@ from rl_algos.rollouts.config import PolicyGradientConfig, RewardScalingConfig, 
 from rl_core.batch import TOKENS
 from rl_core.rollout import LOSS_MASK, RECORD, RolloutGroup
 
+EFFORT = "effort"
+"""Field of a row of data that names its level of effort."""
+
 _TOOL_CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|$)", re.DOTALL)
 
 
@@ -33,7 +36,11 @@ def trained_rewards(groups: Sequence[RolloutGroup], config: PolicyGradientConfig
     if shaping.stop_properly_penalty_coef is not None:
         cut = are_cut(groups, config.max_rollout_turns)
         rewards = np.where(cut, rewards * shaping.stop_properly_penalty_coef, rewards)
-    rewards = rewards - shaping.overlong_buffer_penalty * overlong_share(lengths_of(groups), shaping)
+    rewards = rewards - shaping.overlong_buffer_penalty * overlong_share(
+        lengths_of(groups), shaping, limits=response_limits(groups, shaping)
+    )
+    if shaping.length_penalty:
+        rewards = rewards + shaping.length_penalty * np.concatenate([length_rewards(group) for group in groups])
     if shaping.repetition_penalty:
         rewards = rewards - shaping.repetition_penalty * _repeated(groups, shaping.repetition_ngram_size)
     if shaping.malformed_thinking_penalty or shaping.invalid_tool_call_penalty:
@@ -59,15 +66,43 @@ def scale_rewards(rewards: np.ndarray, scaling: RewardScalingConfig) -> np.ndarr
     return scaling.target_min + np.clip(share, 0.0, 1.0) * (scaling.target_max - scaling.target_min)
 
 
-def overlong_share(num_sampled: np.ndarray, shaping: RewardShapingConfig) -> np.ndarray:
+def response_limits(groups: Sequence[RolloutGroup], shaping: RewardShapingConfig) -> np.ndarray:
+    """int64 `[rollouts]`, tokens that a response may have: those of its prompt's level of effort, if it has one."""
+    if not shaping.effort_levels:
+        return np.full(sum(len(group.rollouts) for group in groups), shaping.max_response_length)
+    of_group = [
+        shaping.effort_levels.get(group.prompt.info.get(EFFORT, ""), shaping.max_response_length) for group in groups
+    ]
+    return np.repeat(np.array(of_group, dtype=np.int64), [len(group.rollouts) for group in groups])
+
+
+def length_rewards(group: RolloutGroup) -> np.ndarray:
+    """float64 `[rollouts]`, the length reward within a group (Kimi k1.5, arXiv:2501.12599): `w = 0.5 - (n - shortest) /
+    (longest - shortest)` of the n sampled tokens for a reward above 0, else `min(w, 0)`; 0 if all lengths are equal.
+    Failed rollouts count for nothing.
+    """
+    rewards, lengths = group.rewards(), np.array(group.rollouts.num_sampled, dtype=np.float64)
+    usable = ~np.isnan(rewards)
+    found = np.zeros(len(rewards))
+    if not usable.any() or np.ptp(lengths[usable]) == 0:
+        return found
+    w = 0.5 - (lengths[usable] - lengths[usable].min()) / np.ptp(lengths[usable])
+    found[usable] = np.where(rewards[usable] > 0, w, np.minimum(w, 0.0))
+    return found
+
+
+def overlong_share(
+    num_sampled: np.ndarray, shaping: RewardShapingConfig, *, limits: np.ndarray | None = None
+) -> np.ndarray:
     """`[rollouts]`, share of the overlong penalty: 0 up to the buffer before the limit, then rising linearly to 1 at it
     (DAPO, arXiv:2503.14476).
 
     Args:
         num_sampled: `[rollouts]`, sampled tokens of each.
         shaping: limit and buffer.
+        limits: `[rollouts]`, the limit of each; None for the one of `shaping`.
     """
-    start = shaping.max_response_length - shaping.overlong_buffer_length
+    start = (shaping.max_response_length if limits is None else limits) - shaping.overlong_buffer_length
     share: np.ndarray = np.clip((num_sampled - start) / shaping.overlong_buffer_length, 0.0, 1.0)
     return share
 
