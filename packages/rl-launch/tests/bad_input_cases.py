@@ -558,7 +558,7 @@ _TOGETHER = (
     _case(
         "a temperature that vLLM refuses", GRPO, "policy.generation.temperature=5", says=r"from 0\.01 to 2\.0, got 5"
     ),
-    _case("top-p in training", GRPO, "policy.generation.top_p=0.9", says="leave it at 1.0"),
+    _case("min-p above 1", GRPO, "policy.generation.min_p=2", says=r"policy\.generation\.min_p"),
     _case(
         "an engine argument that follows from elsewhere",
         GRPO,
