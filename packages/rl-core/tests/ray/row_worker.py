@@ -19,6 +19,7 @@ class RowWorker:
     def __init__(self, coordinates: Coordinates):
         self._coordinates = coordinates
         self.has_device = True
+        self.reference_factor = 2.0
 
     def coordinates(self):
         return self._coordinates
@@ -45,8 +46,15 @@ class RowWorker:
         if "routed_experts" in batch:
             return Batch({"logprobs": tokens.like(batch.ragged("routed_experts").values.astype(np.float32))})
         return Batch(
-            {"logprobs": tokens.like(tokens.values.astype(np.float32) / temperature * (2 if reference else 1))}
+            {
+                "logprobs": tokens.like(
+                    tokens.values.astype(np.float32) / temperature * (self.reference_factor if reference else 1)
+                )
+            }
         )
+
+    def update_reference(self, share):
+        self.reference_factor += share
 
     def train_step(self, batch, loss):
         if not self._coordinates.leads:

@@ -124,6 +124,15 @@ def test_rows_that_were_regrouped_for_one_pass_serve_the_next(model, workers):
     assert not model._sent
 
 
+def test_every_rank_moves_its_reference(model):
+    batch = local_batch(5)
+    tokens = batch.ragged("tokens").values
+    for share, factor in ((0.5, 2.5), (-0.5, 2.0)):  # back, for the other tests of these workers
+        model.update_reference(share)
+        found = model.infer(batch, [LOGPROBS], reference=True).ragged("logprobs").values
+        np.testing.assert_allclose(found, factor * tokens)
+
+
 def test_a_model_that_has_left_its_device_comes_back_to_send(workers):
     away = []
 
