@@ -1,8 +1,9 @@
 """A checkpoint that is saved on one mesh, in the background, resumes on every other."""
 
+import numpy as np
 import pytest
 
-from rl_core.model import ModelSpec
+from rl_core.model import LOGPROBS, ModelSpec
 from rl_core.model_config import LoraConfig, ModelConfig
 from rl_core.testing.losses import TokenLoss
 from rl_core.testing.model_worker import ADAMW, WARM_UP, make_batch
@@ -13,7 +14,7 @@ from rl_dtensor.selfcheck import MESHES
 SAVED = ("fsdp2", "tp2 x fsdp2", "cp2 x tp2", "pp2 x fsdp2")
 
 
-def open_model(ranks, folder, mesh, lora=False):
+def open_model(ranks, folder, mesh, lora=False, **spec):
     num_ranks, settings = MESHES[mesh]
     config = ModelConfig(
         model_name=str(folder),
@@ -22,7 +23,7 @@ def open_model(ranks, folder, mesh, lora=False):
         scheduler=WARM_UP,
         lora_cfg=LoraConfig(enabled=lora),
     )
-    return PooledModel(ranks, "rl_dtensor.selfcheck:build", config, ModelSpec(), num_ranks, **settings)
+    return PooledModel(ranks, "rl_dtensor.selfcheck:build", config, ModelSpec(**spec), num_ranks, **settings)
 
 
 def train(model, seeds):
@@ -68,3 +69,21 @@ def test_a_checkpoint_of_adapters_holds_them_alone(ranks, tmp_path):
         train(model, range(2))
         model.save(str(full))
     assert size < sum(file.stat().st_size for file in (full / "shards").iterdir())
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_reference_that_has_moved_resumes_on_another_mesh(ranks, tmp_path, lora):
+    folder = write_tiny_model(tmp_path / "model")
+    with open_model(ranks, folder, "tp2", lora, keeps_reference=True) as model:
+        train(model, [0])
+        model.update_reference(0.5)
+        train(model, [1])
+        model.save(str(tmp_path / "checkpoint"), wait=False)
+        files = model.finish_save()
+        found = [model.infer(make_batch(), [LOGPROBS], reference=each).ragged("logprobs") for each in (True, False)]
+        assert not np.allclose(found[0].values, found[1].values, atol=1e-4)
+    with open_model(ranks, folder, "pp2", lora, keeps_reference=True) as model:
+        model.load(str(tmp_path / "checkpoint"), files=files)
+        for expected, reference in zip(found, (True, False), strict=True):
+            again = model.infer(make_batch(), [LOGPROBS], reference=reference).ragged("logprobs")
+            np.testing.assert_allclose(again.values, expected.values, atol=1e-5)

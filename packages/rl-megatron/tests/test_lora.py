@@ -176,6 +176,23 @@ def test_a_model_starts_from_an_adapter_on_another_layout(ranks, folders, tmp_pa
         open_model(ranks, folder, "tp1", ATTENTION.model_copy(update={"dim": 4, "adapter": str(tmp_path)}))
 
 
+def test_a_reference_of_adapters_follows_them_and_is_saved(ranks, folders, tmp_path):
+    folder, spec = folders("qwen3"), ModelSpec(keeps_reference=True)
+    with open_model(ranks, folder, "tp2+sp", spec=spec) as model:
+        model.train_step(make_batch(), TokenLoss())
+        model.update_reference()
+        moved = model.infer(make_batch(), [LOGPROBS]).ragged("logprobs").values
+        model.train_step(make_batch(seed=1), TokenLoss())
+        model.save(str(tmp_path / "adapters"))
+        reference = model.infer(make_batch(), [LOGPROBS], reference=True).ragged("logprobs").values
+        assert np.array_equal(reference, moved)
+        assert not np.allclose(model.infer(make_batch(), [LOGPROBS]).ragged("logprobs").values, moved, atol=1e-4)
+    with open_model(ranks, folder, "pp2", spec=spec) as model:
+        model.load(str(tmp_path / "adapters"))
+        found = model.infer(make_batch(), [LOGPROBS], reference=True).ragged("logprobs").values
+        np.testing.assert_allclose(found, moved, atol=1e-5)
+
+
 def test_half_precision_sends_the_sum_of_weights_and_adapters_rounded_once(ranks, folders, tmp_path):
     folder = folders("llama")
     with open_model(ranks, folder, "tp1", ATTENTION, precision="bfloat16") as model:
