@@ -108,12 +108,18 @@ def _kept_only(logits: Tensor, tokens: Tensor, token_filter: TokenFilter) -> Ten
     for place, row in enumerate(logits.detach()):
         falling = row.argsort(descending=True)
         probabilities = row.softmax(-1)[falling]
-        falling = falling[probabilities >= token_filter.min_p * probabilities[0]][: token_filter.top_k or None]
+        falling = falling[probabilities >= token_filter.min_p * probabilities[0]]
+        falling = _with_ties(row, falling, token_filter.top_k or len(falling))
         held = row[falling].softmax(-1).cumsum(0)
         num_kept = len(falling) if token_filter.top_p == 1 else 1 + int((held < token_filter.top_p).sum())
-        is_kept[place, falling[:num_kept]] = True
+        is_kept[place, _with_ties(row, falling, num_kept)] = True
         is_kept[place, tokens[place]] = True
     return logits.masked_fill(~is_kept, -1e30)
+
+
+def _with_ties(row: Tensor, falling: Tensor, num: int) -> Tensor:
+    """The first ids of logits in falling order, and those whose logits equal the last one's."""
+    return falling[row[falling] >= row[falling[min(num, len(falling)) - 1]]]
 
 
 def _after_first(values: Tensor) -> Tensor:
