@@ -102,5 +102,6 @@ PLUGIN = rollout_algorithm(
     sections={"grpo": grpo_section, "loss_fn": loss_fn_section},
     run="rl_algos.grpo.setup:run",
     models=models,
+    reads_filtered=True,
     checks=(check,),
 )

@@ -68,6 +68,7 @@ PLUGIN = rollout_algorithm(
     sections={"ppo": PPOConfig, "loss_fn": loss_fn_section},
     run="rl_algos.ppo.setup:run",
     models=models,
+    reads_filtered=True,
     model_sections=("policy", "value"),
     checks=(check,),
 )

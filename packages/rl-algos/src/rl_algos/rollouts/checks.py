@@ -41,6 +41,11 @@ def filter_problems(config: RolloutRoot, reason: str) -> Iterator[Problem]:
             yield Problem(f"policy.generation.{key}", reason)
 
 
+def whole_distribution(config: RolloutRoot) -> Iterator[Problem]:
+    """Problems of sampling from some tokens only, for an algorithm that trains on the distribution over all of them."""
+    yield from filter_problems(config, "this algorithm trains on the distribution over all tokens; remove this key")
+
+
 def validation_metrics(config: RolloutRoot) -> list[str]:
     """Names of the metrics that a validation records; none if the run does not validate."""
     if not rollout_config(config).validates:

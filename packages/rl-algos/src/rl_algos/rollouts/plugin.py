@@ -7,7 +7,7 @@ from typing import Any
 
 from rl_algos.data.config import DataConfig
 from rl_algos.requirement import LOSSES
-from rl_algos.rollouts.checks import rollout_problems, validation_metrics
+from rl_algos.rollouts.checks import rollout_problems, validation_metrics, whole_distribution
 from rl_core.config import Config, Problem
 from rl_core.plugins import AlgorithmPlugin, ModelNeed, Requirement, SectionNames
 
@@ -20,6 +20,7 @@ def rollout_algorithm(
     models: Callable[[Any], Mapping[str, ModelNeed]],
     model_sections: tuple[str, ...] | Callable[[SectionNames], tuple[str, ...]] = ("policy",),
     requirements: tuple[Requirement, ...] = (),
+    reads_filtered: bool = False,
     checks: tuple[Callable[[Any], Iterable[Problem]], ...] = (),
 ) -> AlgorithmPlugin:
     """A plugin that loads prompts, rolls them out with `MultiTurnProgram`, validates and evaluates as all such
@@ -30,6 +31,8 @@ def rollout_algorithm(
         run: as of `AlgorithmPlugin`; `rl_algos.rollouts.setup.steps_of` gives it the steps of its loop.
         models, model_sections: as of `AlgorithmPlugin`.
         requirements: beside rl-algos itself.
+        reads_filtered: whether its loss reads logprobs of the tokens that `top_p`, `top_k` and `min_p` of generation keep
+            (`Read.token_filter`); otherwise these are refused.
         checks: beside those of rollouts, validation and environments.
     """
     return AlgorithmPlugin(
@@ -46,5 +49,5 @@ def rollout_algorithm(
         validation_metrics=validation_metrics,
         rollouts="rl_algos.rollouts.setup:needs",
         evaluate="rl_algos.rollouts.setup:evaluate",
-        checks=(rollout_problems, *checks),
+        checks=(rollout_problems, *(() if reads_filtered else (whole_distribution,)), *checks),
     )
