@@ -31,8 +31,8 @@ def rollout_algorithm(
         run: as of `AlgorithmPlugin`; `rl_algos.rollouts.setup.steps_of` gives it the steps of its loop.
         models, model_sections: as of `AlgorithmPlugin`.
         requirements: beside rl-algos itself.
-        reads_filtered: whether its loss reads logprobs of the tokens that `top_p`, `top_k` and `min_p` of generation keep
-            (`Read.token_filter`); otherwise these are refused.
+        reads_filtered: whether its loss reads logprobs of the tokens that `top_p`, `top_k` and `min_p` of generation
+            keep (`Read.token_filter`); otherwise these are refused.
         checks: beside those of rollouts, validation and environments.
     """
     return AlgorithmPlugin(
