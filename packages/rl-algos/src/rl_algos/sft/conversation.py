@@ -17,7 +17,7 @@ from rl_core.rollout import Message
 
 Span = tuple[int, int]
 
-_FLAGS = ("train", "weight")
+LEARNED_FLAGS = ("train", "weight")
 """Keys by which a message says whether it is learned; the second is that of OpenAI's files."""
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -44,7 +44,7 @@ def encode_conversation(
         jinja2.TemplateError: if the template refuses the messages.
     """
     learned = learned_messages(messages, learn)
-    plain = [{key: value for key, value in message.items() if key not in _FLAGS} for message in messages]
+    plain = [{key: value for key, value in message.items() if key not in LEARNED_FLAGS} for message in messages]
     template = tokenizer.get_chat_template()
     text, spans = (
         _marked(tokenizer, template, plain, learned)
@@ -90,7 +90,7 @@ def learned_messages(messages: Sequence[Message], learn: LearnedTurns) -> list[b
 
 
 def _flag(index: int, message: Message) -> bool | None:
-    given = [key for key in _FLAGS if key in message]
+    given = [key for key in LEARNED_FLAGS if key in message]
     if len(given) > 1:
         raise DataError(f"message {index} (from 0) has both `train` and `weight`; remove one")
     for key in given:
