@@ -18,9 +18,9 @@ def test_no_engine_is_installed(engine):
     [
         (plugins.POLICIES, {"dtensor", "megatron"}),
         (plugins.GENERATORS, {"hf", "megatron", "vllm"}),
-        (plugins.ENVIRONMENTS, {"math", "reasoning_gym"}),
-        (plugins.ALGORITHMS, {"grpo", "sft"}),
-        (plugins.DATASETS, {"arithmetic", "reasoning_gym"}),
+        (plugins.ENVIRONMENTS, {"math", "reasoning_gym", "reward_model"}),
+        (plugins.ALGORITHMS, {"dpo", "grpo", "rm", "sft"}),
+        (plugins.DATASETS, {"arithmetic", "arithmetic_preference", "reasoning_gym"}),
     ],
 )
 def test_every_plugin_of_the_workspace_is_found_and_loads(group, names):

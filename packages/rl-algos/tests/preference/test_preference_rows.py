@@ -48,6 +48,65 @@ def test_columns_of_other_names_are_mapped(tmp_path, tokenizer):
         pairs(tmp_path, tokenizer, rows, columns={**columns, "chosen": "bettr"})
 
 
+TALK = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+WORSE = [TALK[0], {"role": "assistant", "content": "31"}]
+HUB_ROWS = {
+    "nvidia/HelpSteer3, preference": (
+        "helpsteer3",
+        {
+            "domain": "stem",
+            "language": "english",
+            "context": TALK[:1],
+            "response1": "31",
+            "response2": "2",
+            "overall_preference": 3,
+            "individual_preference": [{"score": 3, "reasoning": "r", "feedback1": "f", "feedback2": "g"}],
+        },
+        3.0,
+    ),
+    "openbmb/UltraFeedback": (
+        "ultrafeedback",
+        {
+            "source": "s",
+            "instruction": "1+1=",
+            "models": ["m", "n"],
+            "completions": [
+                {"model": "m", "response": "31", "overall_score": 2.0, "critique": "c"},
+                {"model": "n", "response": "2", "overall_score": 8.5, "critique": "c"},
+            ],
+            "correct_answers": [],
+        },
+        6.5,
+    ),
+    "HuggingFaceH4/ultrafeedback_binarized": (
+        None,
+        {
+            "prompt": "1+1=",
+            "prompt_id": "a",
+            "chosen": TALK,
+            "rejected": WORSE,
+            "messages": TALK,
+            "score_chosen": 8.0,
+            "score_rejected": 5.0,
+        },
+        3.0,
+    ),
+    "allenai/llama-3.1-tulu-3-8b-preference-mixture": (
+        "preference",
+        {"id": "a", "prompt": "1+1=", "chosen": TALK, "rejected": WORSE, "source": "s"},
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HUB_ROWS)
+def test_rows_as_the_hub_has_them_are_read(tmp_path, tokenizer, name):
+    processor, row, margin = HUB_ROWS[name]
+    [pair] = pairs(tmp_path, tokenizer, [row], processor=processor)
+    assert (said(tokenizer, pair.chosen), said(tokenizer, pair.rejected)) == ("2<|end|>", "31<|end|>")
+    assert pair.margin == margin
+
+
 def test_prompts_get_the_texts_of_the_dataset(tmp_path, tokenizer):
     (tmp_path / "prompt.txt").write_text("Sum: {input}")
     [row] = pairs(tmp_path, tokenizer, [PAIR], prompt_file=str(tmp_path / "prompt.txt"))
