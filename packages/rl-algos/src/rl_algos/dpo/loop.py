@@ -23,7 +23,7 @@ def run(config: DPORoot, components: Components, run: Run) -> None:
 
 
 def objective_of(config: DPORoot) -> Objective[Any]:
-    """How rows are learned from: the loss that is configured, and what it needs of a model."""
+    """The objective: the configured loss, and the columns that it needs from a model."""
     dpo, loss = config.dpo, loss_of(config.dpo)
     if not uses_reference(dpo):
         return Objective(loss, pair_batch)

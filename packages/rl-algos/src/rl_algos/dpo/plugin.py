@@ -90,7 +90,7 @@ def _pairs(config: DPORoot) -> Iterator[Problem]:
 
 
 def validation_metrics(config: DPORoot) -> list[str]:
-    """What a validation records; nothing if there is none."""
+    """Metrics that a validation records; none if there is no validation."""
     return metrics_of(config.dpo, config.data, _OF_RESPONSES if config.dpo.loss.name == KTO else _OF_PAIRS)
 
 

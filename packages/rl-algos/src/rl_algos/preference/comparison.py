@@ -1,4 +1,4 @@
-"""Which response of an example is better than which, and which are good."""
+"""Comparisons and verdicts of the responses of an example."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def pair_rows(
     """Pairs of responses, one better than the other, of which neither is longer than `limit` tokens.
 
     Args:
-        needs_margin: refuse pairs of which nothing says by how much one response is better.
+        needs_margin: refuse pairs without a margin.
 
     Raises:
         DataError: naming a row that has nothing to compare or is too long, or the dataset if it has no pairs.
@@ -104,7 +104,7 @@ class _EncodeJudged:
 def _encoded(
     dataset: Dataset, data: DataConfig, encode: Callable[[Example], list[T]], limit: int
 ) -> dict[str, list[T]]:
-    """What each row encodes to, by its id, for the rows within the limit."""
+    """Encoded rows by their id, those within the limit."""
     encoded = dataset.encode(encode, data.num_workers)
     lengths = [_longest(items) for items in encoded.values()]
     return dataset.within_limit(encoded, lengths, limit, overlong=data.overlong)

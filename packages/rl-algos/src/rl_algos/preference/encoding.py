@@ -1,4 +1,4 @@
-"""Responses as tokens, with a mask of what the assistant says in them."""
+"""Responses as tokens, with a mask of the assistant's text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class EncodedResponse:
 
     Args:
         tokens: int32 `[tokens]`.
-        loss_mask: uint8 `[tokens]`, 1 on what the assistant says in the response.
+        loss_mask: uint8 `[tokens]`, 1 on the assistant's text in the response.
     """
 
     tokens: np.ndarray
@@ -27,7 +27,7 @@ class EncodedResponse:
 
 
 def encode_response(tokenizer: Any, prompt: Sequence[Message], response: Sequence[Message]) -> EncodedResponse:
-    """Tokens of prompt and response, and where the response is.
+    """Tokens of prompt and response, with a mask of the response.
 
     Raises:
         DataError: if the chat template renders the prompt in another way once the response follows, or the response is
@@ -36,7 +36,7 @@ def encode_response(tokenizer: Any, prompt: Sequence[Message], response: Sequenc
     """
     tokens, mask = encode_conversation(tokenizer, [*map(_not_learned, prompt), *response])
     if not mask.any():
-        raise DataError("the response is empty: the assistant says nothing in it")
+        raise DataError("the response is empty: it has no text of the assistant")
     return EncodedResponse(tokens, mask)
 
 

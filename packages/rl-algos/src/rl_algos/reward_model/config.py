@@ -20,8 +20,8 @@ class RewardModelConfig(SupervisedConfig):
     """`bradley-terry` learns from pairs that the better response has the higher score; `regression` learns the `score`
     that the data has for each response."""
     margin: MarginUse = "ignore"
-    """What becomes of the margin of a pair: `subtract` asks for a difference of scores above it, `scale` weighs the
-    pair by it. The data must then have a `margin`, or scores."""
+    """Use of the margin of a pair: `subtract` asks for a difference of scores above it, `scale` weighs the pair by it.
+    The data must then have a `margin`, or scores."""
     center_rewards_coefficient: float = Field(default=0.0, ge=0)
     """Weight of the squared sum of the two scores of a pair, which holds scores near 0; 0.01 is usual."""
     pairing: Pairing = "best-worst"

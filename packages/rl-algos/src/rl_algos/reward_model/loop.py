@@ -19,7 +19,7 @@ def run(config: RewardModelRoot, components: Components, run: Run) -> None:
 
 
 def objective_of(rm: RewardModelConfig) -> Objective[Any]:
-    """How rows are learned from."""
+    """The objective: the configured loss on pairs or on single responses."""
     if rm.loss == "regression":
         return Objective(RegressionLoss(), judged_batch)
     return Objective(BradleyTerryLoss(rm.margin, rm.center_rewards_coefficient), pair_batch)

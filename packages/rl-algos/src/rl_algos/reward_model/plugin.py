@@ -36,7 +36,7 @@ def _regression(rm: RewardModelConfig) -> Iterator[Problem]:
 
 
 def validation_metrics(config: RewardModelRoot) -> list[str]:
-    """What a validation records; nothing if there is none."""
+    """Metrics that a validation records; none if there is no validation."""
     return metrics_of(config.rm, config.data, _OF_RESPONSES if config.rm.loss == "regression" else _OF_PAIRS)
 
 

@@ -48,7 +48,7 @@ class RolloutConfig(Config):
     stop_at_validation_threshold: Annotated[float | None, WhenChanged.GOAL] = None
     """Threshold of `stop_at_validation_metric`."""
     seed: int = 42
-    """Of data order, sampling and dropout."""
+    """Seed of data order, sampling and dropout."""
 
     @property
     def rollouts_per_step(self) -> int:

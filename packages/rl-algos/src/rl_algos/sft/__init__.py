@@ -1,1 +1,1 @@
-"""Supervised fine-tuning on conversations, with the loss on what the assistant says."""
+"""Supervised fine-tuning on conversations, with the loss on the assistant's text."""

@@ -1,4 +1,4 @@
-"""Training conversations as tokens, with a mask of what the assistant says."""
+"""Training conversations as tokens, with a mask of the assistant's text."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 def encode_conversation(
     tokenizer: Any, messages: Sequence[Message], *, learn: LearnedTurns = "all"
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of a conversation and where the loss applies: what the assistant says and the token that ends its turn.
+    """Tokens of a conversation with a mask of the loss: the assistant's text and the token that ends its turn.
 
-    What the assistant says is what the template marks by `{% generation %}`, or, in a template without it, what a
-    rendered turn adds to the prompt before it.
+    The assistant's text is the part that the template marks by `{% generation %}`, or, in a template without it, the
+    text that a rendered turn adds to the prompt before it.
 
     Args:
         learn: all turns of the assistant or the last one; a message that says `train: true` or `train: false` (or

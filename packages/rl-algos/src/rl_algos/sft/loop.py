@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the likelihood of what the assistant says."""
+"""Supervised fine-tuning: the likelihood of the assistant's text."""
 
 from __future__ import annotations
 

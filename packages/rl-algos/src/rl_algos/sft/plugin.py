@@ -21,7 +21,7 @@ def check(config: SFTRoot) -> Iterator[Problem]:
 
 
 def _mixture(config: SFTRoot) -> Iterator[Problem]:
-    """A unit of weights that are not there."""
+    """Find a unit of weights without weights."""
     weights = [dataset.weight for dataset in config.data.train_datasets]
     if config.sft.mix_by != "rows" and (None in weights or len(weights) == 1):
         yield Problem(
@@ -30,7 +30,7 @@ def _mixture(config: SFTRoot) -> Iterator[Problem]:
 
 
 def validation_metrics(config: SFTRoot) -> list[str]:
-    """What a validation records; nothing if there is none."""
+    """Metrics that a validation records; none if there is no validation."""
     return metrics_of(config.sft, config.data, ("loss", "num_tokens"))
 
 

@@ -19,7 +19,7 @@ class SupervisedConfig(Config):
     max_num_steps: Annotated[int | None, WhenChanged.GOAL] = Field(default=None, gt=0)
     """Most optimizer steps; as many as the epochs have if unset."""
     val_period: Annotated[int, WhenChanged.RESUME] = Field(default=10, ge=0)
-    """Validate after every so many steps; 0 never. Only if `data.validation` is given."""
+    """Steps from one validation to the next; 0 for none. Only if `data.validation` is given."""
     val_batches: Annotated[int | None, WhenChanged.RESUME] = Field(default=None, gt=0)
     """Batches of a validation, of each dataset; all the validation data if unset."""
     val_global_batch_size: Annotated[int | None, WhenChanged.RESUME] = Field(default=None, gt=0)
@@ -40,10 +40,10 @@ class SupervisedConfig(Config):
 
 
 def validation_metrics(section: SupervisedConfig, data: DataConfig, reported: Iterable[str]) -> list[str]:
-    """Names of what a validation records; none if there is no validation.
+    """Names of the metrics that a validation records; none if there is no validation.
 
     Args:
-        reported: what is reported of each dataset, `loss` among it.
+        reported: metrics of each dataset, `loss` among them.
     """
     if data.validation is None or not (section.val_period or section.val_at_start or section.val_at_end):
         return []

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SupervisedData(Generic[T]):
-    """What is trained and validated on.
+    """Data to train and validate on.
 
     Args:
         train: training rows in their order.
@@ -42,7 +42,7 @@ def supervised_data(
     Args:
         section: the algorithm's own.
         rows_of: from a dataset to its rows.
-        size_of: what a row counts for where datasets are mixed by weight; all rows count alike if None.
+        size_of: from a row to its share when datasets are mixed by weight; None if all rows count alike.
     """
     rows = [rows_of(dataset) for dataset in datasets.train]
     weights = weights_of(datasets.train)

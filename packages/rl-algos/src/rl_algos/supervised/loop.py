@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Objective(Generic[T]):
-    """How rows are learned from.
+    """An objective: the loss of rows, and the columns that it needs.
 
     Args:
         loss: with one total, which a validation's mean is taken over.

@@ -22,7 +22,7 @@ class RewardModelConfig(EnvironmentConfig):
     """`probability` is the logistic function of the score, between 0 and 1; with `compare_with` it is the probability
     that the response is preferred to the one of the row."""
     device: Annotated[Literal["cpu", "cuda"], WhenChanged.RESUME] = "cpu"
-    """Where the model computes. On `cuda`, `env_vars: {CUDA_VISIBLE_DEVICES: "7"}` names a GPU that no model of the
+    """Device of the model. On `cuda`, `env_vars: {CUDA_VISIBLE_DEVICES: "7"}` names a GPU that no model of the
     run uses: an environment's processes see none by themselves."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the model."""

@@ -12,7 +12,7 @@ from rl_envs.reward_model.config import RewardModelConfig
 from rl_envs.reward_model.scorer import Scorer
 
 DECIMALS = 4
-"""Of a score; the digits behind depend on which other responses share the forward pass."""
+"""Digits of a score; further ones depend on the other responses of the forward pass."""
 
 
 class RewardModelEnvironment:

@@ -1,4 +1,4 @@
-"""The `reward_model` environment, to be found by entry point."""
+"""The `reward_model` environment, found by its entry point."""
 
 from rl_core.plugins import EnvironmentPlugin, Requirement
 from rl_envs.reward_model.config import RewardModelConfig

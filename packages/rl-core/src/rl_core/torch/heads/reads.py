@@ -71,7 +71,7 @@ def language_reads(
 
 
 class ReadOptions(TypedDict):
-    """What a pass over a head reads beside logprobs, as arguments of `head_reads` and `vocab_parallel_reads`."""
+    """Reads of a pass over a head beside logprobs, as arguments of `head_reads` and `vocab_parallel_reads`."""
 
     entropy: bool
     collision: bool
@@ -82,7 +82,7 @@ class ReadOptions(TypedDict):
 
 
 def read_options(rows: Rows, places: Tensor, reads: Sequence[Read], *, vocab_size: int) -> ReadOptions:
-    """What reads ask for at some tokens.
+    """Results that reads ask for at some tokens.
 
     Args:
         places: int64 `[n]`, indices of the tokens.

@@ -16,7 +16,7 @@ from rl_core.model_config import LoraConfig
 
 WEIGHT = ".weight"
 LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
-"""What follows the name of a layer in those of its adapter's factors: `[dim, inputs]` and `[outputs, dim]`, as in the
+"""Suffixes of a layer's name in the names of its adapter's factors: `[dim, inputs]` and `[outputs, dim]`, as in the
 files of peft."""
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_PREFIX = "base_model.model."
