@@ -14,7 +14,7 @@ SMALL = ("dpo.val_period=0", "dpo.val_at_end=true", "checkpointing.metric_name=n
 @pytest.fixture(scope="session")
 def reward_model(once, warm_model):
     """Folder of a run that trains a reward model."""
-    settings = (f"policy.model_name={warm_model}", "rm.max_num_steps=60", "rm.val_period=30")
+    settings = (f"policy.model_name={warm_model}", "rm.max_num_steps=100", "rm.val_period=50")
     return once("reward-model", lambda folder: Run.start(folder, "rm-tiny", *settings).finish())
 
 
@@ -35,7 +35,7 @@ def test_a_reward_model_loads_in_transformers_and_tells_right_from_wrong(reward_
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     right = []
-    for a, b in ((12, 30), (7, 8), (40, 9), (23, 24), (31, 14), (5, 44)):
+    for a, b in np.random.default_rng(0).integers(0, 50, (40, 2)).tolist():
         scores = []
         for answer in (a + b, a + b + 3):
             talk = [{"role": "user", "content": f"{a}+{b}="}, {"role": "assistant", "content": str(answer)}]

@@ -14,7 +14,7 @@ class RewardModelConfig(EnvironmentConfig):
     """Scores a response by a reward model: one that `rl train` exported, or any sequence classifier with one label."""
 
     model: PathText | None = None
-    """Folder with Hugging Face files, such as `runs/rm/checkpoints/step_200/hf`, or a hub name."""
+    """Folder with Hugging Face files, such as `runs/rm/checkpoints/step_400/hf`, or a hub name."""
     compare_with: str | None = None
     """Field of the row that holds a response to the same prompt; a reward is then the score above that of this one.
     If unset, the score itself."""
