@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from rl_core.config import WhenChanged, keys_when_changed
-from rl_core.errors import RunDirectoryError
-from rl_launch.commands.train import check_run_dir, train
+from rl_core.errors import ConfigError, RunDirectoryError
+from rl_launch.commands.train import check_adapters_of_made_models, check_run_dir, train
 from rl_launch.root import read_config
 from rl_launch.run_recording import RunRecording
 from rl_launch.session import RunDirectory
@@ -88,3 +88,12 @@ def test_a_branch_goes_on_in_its_folder_by_the_same_command(tmp_path):
     assert check_run_dir(tmp_path / "new", longer, fresh=False, branch_point=point) is None
     assert directory.branch is not None
     assert directory.branch.run_dir == run
+
+
+def test_adapters_on_layers_that_a_made_model_does_not_have_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("RL_HOME", str(tmp_path))
+    adapters = "policy.lora_cfg={{enabled: true, match_all_linear: false, target_modules: [{}]}}"
+    message = r"policy\.lora_cfg\.target_modules: got q_projj, which matches no layer of .* did you mean q_proj\?"
+    with pytest.raises(ConfigError, match=message):
+        check_adapters_of_made_models(config(adapters.format("q_projj")))
+    check_adapters_of_made_models(config(adapters.format("q_proj")))

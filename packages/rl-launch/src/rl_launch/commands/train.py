@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.environments.trial import Trial
-from rl_core.errors import RLError, RunDirectoryError
+from rl_core.errors import ConfigError, RLError, RunDirectoryError
 from rl_core.plugins import algorithm_named, resolve
 from rl_launch.backends import backends_of, model_sections, section_of, with_section
 from rl_launch.cluster.device import check_devices, resolve_device
 from rl_launch.cluster.ray_address import check_ray_address
 from rl_launch.local_models import MADE_HERE, TINY, WARMED_UP, models_folder, tiny_model
-from rl_launch.model_folder import check_models
+from rl_launch.model_folder import adapter_problems, check_models
 from rl_launch.placement.bundles import PlacementError
 from rl_launch.root import check_placement, read_config
 from rl_launch.run_recording import RunRecording, recorded_environments
@@ -90,6 +90,7 @@ def train(
     check_ray_address()
     check_devices(config.cluster)
     check_models(model_names(config))
+    check_adapters_of_made_models(config)
     loaded = resolve(algorithm.load)(config)
     untried = try_here(trials_of(config, algorithm, loaded), config.cluster.worker_envs)
     restoration = Restoration(saves=config.checkpointing.enabled)
@@ -212,6 +213,21 @@ def model_names(config: Any) -> dict[str, str]:
     if tokenizer is not None:
         names["policy.tokenizer.name"] = tokenizer
     return {key: name for key, name in names.items() if name not in MADE_HERE}
+
+
+def check_adapters_of_made_models(config: Any) -> None:
+    """Refuse adapters on layers that a model made on this machine does not have, as `read_config` does for folders.
+
+    Raises:
+        ConfigError: naming the layers.
+    """
+    for key in model_sections(config):
+        section, lora = section_of(config, key), section_of(config, key).lora_cfg
+        if section.model_name in MADE_HERE and lora.enabled and lora.target_modules and not lora.match_all_linear:
+            # the warmed-up model, which takes minutes to make, has the same layers
+            folder = str(tiny_model())
+            for problem in adapter_problems(f"{key}.lora_cfg.target_modules", folder, lora.target_modules):
+                raise ConfigError(f"{problem.key}: {problem.message}")
 
 
 def with_local_models(config: Any) -> Any:
