@@ -41,6 +41,11 @@ def rises_by(points: float) -> Aim:
     return Aim(f"+{points:g}", lambda start, end: end >= start + points)
 
 
+def ends_above(bound: float) -> Aim:
+    """Ends above a bound."""
+    return Aim(f"above {bound:g}", lambda start, end: end > bound)
+
+
 def falls_to(share: float) -> Aim:
     """Ends at this share of its start or below."""
     return Aim(f"to {share:g} of the start", lambda start, end: end <= share * start)
@@ -73,16 +78,24 @@ class Case:
 
 ON_CPU = ("cluster.device=cpu", "cluster.cpu_ranks_per_node=1", "logger.tensorboard_enabled=false")
 
+WARM_UP = ("sft.stop_at_validation_loss=0.8",)
+"""Leaves more to learn from rewards than the recipe does."""
+
 ROLLOUTS = (
     "policy.generation.backend=hf",  # starts sooner than vLLM, and is as quick for such completions
-    "checkpointing.save_period=20",
+    "policy.generation.hf_cfg.max_batch_size=256",
+    "policy.train_global_batch_size=64",
+    "policy.optimizer.kwargs.lr=3e-4",
+    "checkpointing.save_period=12",
     "checkpointing.metric_name=null",
 )
+"""Fewer rollouts and larger updates than in the recipes, which are made for two ranks and vLLM."""
 
 
-def on_policy(recipe: str, *settings: str, section: str = "grpo") -> Case:
+def on_policy(recipe: str, *settings: str, section: str = "grpo", num_prompts: int = 32) -> Case:
     """A recipe that learns from rewards: greedy accuracy on held-out sums, from that of the warmed-up model."""
-    validates = [f"{section}.{key}" for key in ("val_at_start=true", "val_at_end=true", "val_period=6")]
+    keys = ("val_at_start=true", "val_at_end=true", "val_period=6", "max_num_steps=24")
+    validates = [f"{section}.{key}" for key in (*keys, f"num_prompts_per_step={num_prompts}")]
     measures = (Measure("val/accuracy", rises_by(0.2)),)
     return Case(recipe, section, measures, (*ROLLOUTS, *validates, *settings))
 
@@ -103,6 +116,23 @@ CASES = {
     "rloo": on_policy("rloo-tiny"),
     "reinforce++": on_policy("reinforce-pp-tiny"),
     "sapo": on_policy("sapo-tiny"),
+    "ppo": on_policy("ppo-tiny", "value.train_global_batch_size=64", section="ppo", num_prompts=256),
+    "dpo": Case(
+        "dpo-tiny",
+        "dpo",
+        (
+            Measure("val/preference_loss", falls_to(0.7)),  # ln 2 at the start
+            Measure("val/accuracy", rises_by(0.2)),
+            Measure("val/margin", rises_by(1)),
+        ),
+        ("dpo.val_at_end=true",),
+    ),
+    "rm": Case(
+        "rm-tiny",
+        "rm",
+        (Measure("val/accuracy", ends_above(0.9)), Measure("val/margin", rises_by(1))),
+        ("rm.val_at_end=true",),
+    ),
 }
 
 
@@ -163,7 +193,7 @@ def make_runs(cases: Mapping[str, Case], seeds: Sequence[int], folder: Path) -> 
 def warm_model(run: Path) -> Path:
     """The model that `sft-arithmetic` ends with, made if it is not there."""
     if not is_finished(run):
-        make_run("sft-arithmetic", ON_CPU, run)
+        make_run("sft-arithmetic", [*ON_CPU, *WARM_UP], run)
     if not is_finished(run):
         sys.exit("there is no model to start from")
     return RunFolder(run).checkpoints()[-1].path / "hf"

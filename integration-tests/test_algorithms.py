@@ -33,7 +33,25 @@ PACKED = (
 )
 MEGATRON = ("cluster.cpu_ranks_per_node=2", "policy.megatron_cfg.enabled=true", "policy.train_micro_batch_size=3")
 
-FIGURES = ("train/loss", "train/grad_norm", "train/num_tokens", "reward/mean", "val/loss")
+CRITIC_ON_MEGATRON = (
+    *PACKED,
+    "value.megatron_cfg={enabled: true, tensor_model_parallel_size: 2}",
+    "value.sequence_packing={enabled: true, train_mb_tokens: 48, logprob_mb_tokens: 64}",
+)
+CRITIC_ON_DTENSOR = (*MEGATRON, "value.dtensor_cfg.tensor_parallel_size=2", "value.train_micro_batch_size=5")
+
+FIGURES = (
+    "train/loss",
+    "train/grad_norm",
+    "train/num_tokens",
+    "train/accuracy",
+    "train/margin",
+    "critic/loss",
+    "critic/grad_norm",
+    "critic/value_mean",
+    "reward/mean",
+    "val/loss",
+)
 """Metrics that do not depend on how rows and models lie; each run has some of them."""
 
 CLOCKED = ("time/", "generation/tokens_per_second", "train/tokens_per_second", "train/flops_per_second")
@@ -46,14 +64,16 @@ class Family:
     Args:
         recipe: of the algorithm.
         settings: that change it.
-        layouts: others than the plain one, by name.
+        layouts: others than the plain one, by name; the first is killed.
         tolerance: of figures against those of the plain layout.
+        saved: roles of the models in its checkpoints.
     """
 
     recipe: str
     settings: tuple[str, ...]
     layouts: dict[str, tuple[str, ...]]
     tolerance: float = 1e-4
+    saved: tuple[str, ...] = ("policy",)
 
 
 def small_rollouts(section, num_steps):
@@ -80,11 +100,33 @@ FAMILIES = {
         {"packed on two ranks": PACKED, "megatron on two ranks": MEGATRON},
         tolerance=1e-3,
     ),
+    "ppo": Family(
+        "ppo-tiny",
+        (
+            *small_rollouts("ppo", 4),
+            "ppo.critic_warmup_steps=0",
+            "value.train_global_batch_size=16",
+            "value.train_micro_batch_size=16",
+        ),
+        {"its critic on megatron": CRITIC_ON_MEGATRON, "its critic on dtensor": CRITIC_ON_DTENSOR},
+        tolerance=1e-3,
+        saved=("policy", "critic"),
+    ),
+    "dpo": Family(
+        "dpo-tiny",
+        ("policy.model_name=tiny-arithmetic", "dpo.max_num_steps=4", "dpo.val_period=4", "dpo.val_batches=1"),
+        {"packed on two ranks": PACKED, "megatron on two ranks": (*MEGATRON, "policy.train_micro_batch_size=4")},
+    ),
+    "rm": Family(
+        "rm-tiny",
+        ("policy.model_name=tiny-arithmetic", "rm.max_num_steps=4", "rm.val_period=4", "rm.val_batches=1"),
+        {"packed on two ranks": PACKED, "megatron on two ranks": (*MEGATRON, "policy.train_micro_batch_size=4")},
+    ),
 }
 
 VARIANTS = [name for name in recipe_names() if name.endswith("-tiny") and read_raw(name).select("algorithm") == "grpo"]
 
-KILLED = ()
+KILLED = ("ppo", "dpo", "rm")
 """Families whose models are not those of the runs that `test_faults` kills."""
 
 
@@ -146,6 +188,8 @@ def test_a_killed_run_goes_on_to_the_last_bit(name, arguments_of, plain, tmp_pat
     assert "going on after step 2" in run.output
     assert unclocked(run.folder)[: len(undisturbed)] == undisturbed
     assert_same(steps_of(run.folder), plain(name), ("train/loss", "train/grad_norm"), family.tolerance)
+    folders = {entry.name for entry in (run.folder / "checkpoints" / "step_4").iterdir()}
+    assert folders >= set(family.saved)
 
 
 @pytest.mark.parametrize("recipe", VARIANTS)
