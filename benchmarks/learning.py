@@ -200,11 +200,18 @@ def warm_model(run: Path) -> Path:
 
 
 def make_run(recipe: str, settings: Sequence[str], run: Path) -> None:
-    """Train in a folder, or go on there; a finished run is left as it is, and one of another config refused."""
+    """Train in a folder, or go on there; a finished run is left as it is, and one of another config refused.
+
+    Raises:
+        SystemExit: if a signal ended the run, which goes on when the benchmark is started again.
+    """
     try:
-        rl_launch.train(recipe, [*settings, f"run_dir={run}"])
+        result = rl_launch.train(recipe, [*settings, f"run_dir={run}"])
     except RLError as error:
         print(f"{run}: {error}\n", file=sys.stderr)
+        return
+    if not result.finished:
+        sys.exit(f"{run} was told to end; start again to go on")
 
 
 def run_dir(folder: Path, name: str, seed: int) -> Path:
