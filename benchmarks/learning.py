@@ -123,7 +123,7 @@ CASES = {
         (
             Measure("val/preference_loss", falls_to(0.7)),  # ln 2 at the start
             Measure("val/accuracy", rises_by(0.2)),
-            Measure("val/margin", rises_by(1)),
+            Measure("val/margin", rises_by(0.5)),
         ),
         ("dpo.val_at_end=true",),
     ),
