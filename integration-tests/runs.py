@@ -12,6 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rl_algos.requirement import LOSSES
+from rl_core.plugins import POLICIES, plugin
+from rl_launch.worker_envs import ROLLOUT_WORKER, provision, worker_env
+
 SAME = ("train/loss", "train/grad_norm", "reward/mean", "val/loss")
 """Metrics that must not depend on faults and interruptions of a run."""
 
@@ -156,3 +160,10 @@ def _in_use():
         except psutil.Error:
             continue
     return found
+
+
+def python_of(group, name):
+    """Interpreter of the environment that a worker of a plugin has."""
+    also = LOSSES if group == POLICIES else ROLLOUT_WORKER
+    spec = worker_env(plugin(group, name).requirement, "cpu", also=(also,))
+    return provision([spec])[spec]

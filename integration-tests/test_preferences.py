@@ -1,14 +1,43 @@
 """Preferences from data to a policy and to a reward model, and that reward model as the environment of a policy."""
 
+import json
 import math
+import subprocess
 
 import numpy as np
 import pytest
+from runs import Run, lines_of, python_of, rollouts_of, steps_of
+
+from rl_core.plugins import POLICIES
+
+SCORES = """
+import json, sys
 import torch
-from runs import Run, lines_of, rollouts_of, steps_of
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
+model = AutoModelForSequenceClassification.from_pretrained(sys.argv[1], dtype=torch.float32)
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+scores = []
+for talk in json.load(sys.stdin):
+    ids = tokenizer(tokenizer.apply_chat_template(talk, tokenize=False), add_special_tokens=False)["input_ids"]
+    scores.append(model(torch.tensor([ids])).logits.item())
+print("scores", json.dumps(scores))
+"""
 
 SMALL = ("dpo.val_period=0", "dpo.val_at_end=true", "checkpointing.metric_name=null")
+
+
+def scores_of(folder, talks):
+    """Scores of conversations by a reward model in transformers, which the trainer's environment has."""
+    done = subprocess.run(
+        [python_of(POLICIES, "dtensor"), "-c", SCORES, str(folder)],
+        input=json.dumps(talks),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.rpartition("scores ")[2])
 
 
 @pytest.fixture(scope="session")
@@ -32,16 +61,14 @@ def test_a_reward_model_loads_in_transformers_and_tells_right_from_wrong(reward_
     lines = steps_of(reward_model)
     assert lines[-1]["val/accuracy"] > 0.6
     folder = reward_model / "checkpoints" / f"step_{lines[-1]['step']}" / "hf"
-    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    right = []
-    for a, b in np.random.default_rng(0).integers(0, 50, (40, 2)).tolist():
-        scores = []
-        for answer in (a + b, a + b + 3):
-            talk = [{"role": "user", "content": f"{a}+{b}="}, {"role": "assistant", "content": str(answer)}]
-            ids = tokenizer(tokenizer.apply_chat_template(talk, tokenize=False), add_special_tokens=False)["input_ids"]
-            scores.append(model(torch.tensor([ids])).logits.item())
-        right.append(scores[0] > scores[1])
+    sums = np.random.default_rng(0).integers(0, 50, (40, 2)).tolist()
+    answers = [(f"{a}+{b}=", str(answer)) for a, b in sums for answer in (a + b, a + b + 3)]
+    talks = [
+        [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        for question, answer in answers
+    ]
+    scores = np.array(scores_of(folder, talks)).reshape(-1, 2)
+    right = scores[:, 0] > scores[:, 1]
     assert np.mean(right) > 0.5
 
 
@@ -51,10 +78,7 @@ def test_a_reward_model_scores_rollouts(grpo, reward_model, tmp_path):
     settings = ("grpo.max_num_steps=1", "policy.generation.backend=hf", "data.train.env_name=preferred", environment)
     run = Run.start(tmp_path / "run", *grpo, *settings)
     run.finish()
-    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    for row in rollouts_of(run.folder)[1][:8]:
-        talk = [*row["prompt"], {"role": "assistant", "content": row["turns"][-1]["text"]}]
-        ids = tokenizer(tokenizer.apply_chat_template(talk, tokenize=False), add_special_tokens=False)["input_ids"]
-        expected = model(torch.tensor([ids])).logits.item()
-        assert row["rewards"]["reward"] == pytest.approx(expected, abs=1e-3)
+    rows = rollouts_of(run.folder)[1][:8]
+    talks = [[*row["prompt"], {"role": "assistant", "content": row["turns"][-1]["text"]}] for row in rows]
+    found = [row["rewards"]["reward"] for row in rows]
+    assert found == pytest.approx(scores_of(folder, talks), abs=1e-3)

@@ -5,16 +5,9 @@ import subprocess
 import sys
 
 import pytest
+from runs import python_of
 
-from rl_algos.requirement import LOSSES
-from rl_core.plugins import GENERATORS, POLICIES, plugin
-from rl_launch.worker_envs import ROLLOUT_WORKER, provision, worker_env
-
-
-def python_of(group: str, name: str) -> str:
-    also = LOSSES if group == POLICIES else ROLLOUT_WORKER
-    spec = worker_env(plugin(group, name).requirement, "cpu", also=(also,))
-    return provision([spec])[spec]
+from rl_core.plugins import GENERATORS, POLICIES
 
 
 def newest_model(run_dir):
