@@ -17,7 +17,15 @@ from rl_launch.root import read_config
 
 ROOT = Path(__file__).parents[1]
 
-SMALLEST = ("grpo-arithmetic", "ppo-tiny", "sft-arithmetic", "dpo-tiny", "rm-tiny")
+SMALLEST = (
+    "grpo-arithmetic",
+    "ppo-tiny",
+    "sft-arithmetic",
+    "dpo-tiny",
+    "rm-tiny",
+    "distill-tiny",
+    "distill-offline-tiny",
+)
 """A recipe of each algorithm."""
 
 _ASSIGNMENT = re.compile(r"^\w+=")

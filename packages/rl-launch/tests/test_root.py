@@ -6,7 +6,7 @@ import pytest
 from rl_core.config import resolve, to_yaml
 from rl_core.errors import ConfigError
 from rl_core.model_config import GenerationConfig, ModelConfig
-from rl_launch.backends import POLICY
+from rl_launch.backends import POLICY, model_sections
 from rl_launch.root import RECIPES, backends_of, read_config, read_raw, type_of
 
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
@@ -188,3 +188,19 @@ def test_an_algorithm_in_a_file_beside_the_recipe_brings_its_sections(tmp_path):
 def test_a_wrong_name_in_the_file_of_an_algorithm_is_refused_with_the_place_and_the_nearest(tmp_path):
     with pytest.raises(ConfigError, match=r"algorithm \(\S*run.yaml:1\): .*'PLUGING'; did you mean PLUGIN\?"):
         read_config(recipe_of_a_file(tmp_path, "PLUGING"), ON_CPU)
+
+
+def test_models_that_users_name_have_sections_of_their_own():
+    override = "teachers={sums: {model_name: tiny-arithmetic, megatron_cfg: {enabled: true}}}"
+    config = read_config("distill-tiny", [*ON_CPU, override]).config
+    assert model_sections(config) == ("policy", "teacher", "teachers.sums")
+    assert config.teachers.sums.model_name == "tiny-arithmetic"
+    models = backends_of(config).models
+    assert {role: model.plugin.name for role, model in models.items()} == {
+        "policy": "dtensor",
+        "teacher": "dtensor",
+        "teacher_sums": "megatron",
+    }
+    assert model_sections(read_config("distill-tiny", ON_CPU).config) == ("policy", "teacher")
+    with pytest.raises(ConfigError, match=r"teachers\.sums\.modelname"):
+        read_config("distill-tiny", [*ON_CPU, "teachers={sums: {modelname: tiny-arithmetic}}"])

@@ -88,8 +88,9 @@ def _validation(config: RolloutRoot) -> Iterator[Problem]:
     metric = f"{rollouts.section}.stop_at_validation_metric"
     if (rollouts.stop_at_validation_metric is None) != (rollouts.stop_at_validation_threshold is None):
         yield Problem(metric, "needs stop_at_validation_threshold, and the other way round")
-    if rollouts.stop_at_validation_metric not in (None, "accuracy", "mean_length"):
-        yield Problem(metric, f"got {rollouts.stop_at_validation_metric!r}; use accuracy or mean_length")
+    if rollouts.stop_at_validation_metric not in (None, *rollouts.validation_goals):
+        allowed = " or ".join(rollouts.validation_goals)
+        yield Problem(metric, f"got {rollouts.stop_at_validation_metric!r}; use {allowed}")
     if rollouts.validates and not config.data.validation:
         yield Problem(
             "data.validation",

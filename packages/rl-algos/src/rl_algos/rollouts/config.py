@@ -16,6 +16,8 @@ class RolloutConfig(Config):
 
     section: ClassVar[str]
     """Key of the section in the config of a run, as messages name it; set by every algorithm."""
+    validation_goals: ClassVar[tuple[str, ...]] = ("accuracy", "mean_length")
+    """Values of `stop_at_validation_metric`."""
 
     num_prompts_per_step: int = Field(default=32, gt=0)
     """Prompts of one step."""

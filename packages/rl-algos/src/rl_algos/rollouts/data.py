@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -45,15 +45,27 @@ def load(config: RolloutRoot) -> Datasets:
         ConfigError: if a file or a processor that a dataset names is not there.
     """
     datasets = load_all(config)
+    check_environments(config, datasets)
+    return datasets
+
+
+def check_environments(config: RolloutRoot, datasets: Datasets, *, also: Collection[str] = ()) -> None:
+    """Refuse a row that names an environment which is neither installed nor configured.
+
+    Args:
+        also: names that rows may have besides.
+
+    Raises:
+        DataError: naming the row, and the environments that there are.
+    """
     known = set(type(config.env).model_fields)
     for dataset in (*datasets.train, *datasets.validation):
         for row_id in dataset.examples:
             name = dataset.environment(row_id)
             # what `env_name` says has been checked; a row may not name a file, as data must not choose code
-            if not dataset.settings.env_name and name not in known:
+            if not dataset.settings.env_name and name not in known and name not in also:
                 raise DataError(f"{dataset.place(row_id)}: {unknown_environment(name, sorted(known))}, as env_name")
         _check_effort(dataset, rollout_config(config))
-    return datasets
 
 
 def _check_effort(dataset: Dataset, algorithm: RolloutConfig) -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from rl_algos.rollouts.collect import collect_groups, greedy_groups
 from rl_algos.rollouts.config import RolloutConfig
-from rl_algos.rollouts.validation import Validation
+from rl_algos.rollouts.validation import RolloutValidation
 from rl_core.generation import RolloutSource, SamplingParams, Weights
 from rl_core.model import Model
 from rl_core.rollout import RolloutGroup
@@ -58,7 +58,7 @@ class RolloutSteps:
     config: RolloutConfig
     rollouts: RolloutSource
     weights: Weights
-    validation: Validation
+    validation: RolloutValidation
     run: Run
     greedy: SamplingParams | None = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -10,6 +11,14 @@ from rl_algos.rollouts.config import RolloutConfig
 from rl_core.generation import Evaluation, RolloutSource, SamplingParams
 from rl_core.rollout import Prompt
 from rl_core.run import Run
+
+
+class RolloutValidation(Protocol):
+    """A validation of the policy that samples with the newest weights."""
+
+    def __call__(self, rollouts: RolloutSource, run: Run, *, step: int) -> None:
+        """Evaluate and record `val/*` under the step."""
+        ...
 
 
 class Validation:

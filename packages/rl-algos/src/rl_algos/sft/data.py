@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,10 +52,10 @@ def prepare(config: SFTRoot, tokenizer: Any, datasets: Datasets) -> SupervisedDa
     """
     require_chat_template(tokenizer)
     data, sft, policy = config.data, config.sft, config.policy
-    encode, limit = _EncodeExample(tokenizer, sft.learn), longest_row(data, policy)
+    limit = longest_row(data, policy)
 
     def rows_of(dataset: Dataset) -> list[TrainingRow]:
-        return _rows(dataset, data, encode, limit)
+        return training_rows(dataset, data, tokenizer, limit, learn=sft.learn)
 
     return supervised_data(
         sft, data, policy, datasets, rows_of, size_of=_num_learned if sft.mix_by == "tokens" else None
@@ -93,10 +93,11 @@ def _num_learned(row: TrainingRow) -> int:
     return int(row.loss_mask.sum())
 
 
-def _rows(
-    dataset: Dataset, config: DataConfig, encode: Callable[[Example], tuple[np.ndarray, np.ndarray]], limit: int
+def training_rows(
+    dataset: Dataset, config: DataConfig, tokenizer: Any, limit: int, *, learn: LearnedTurns
 ) -> list[TrainingRow]:
-    encoded = dataset.encode(encode, config.num_workers)
+    """The rows of a dataset of at most `limit` tokens; raises as `prepare`."""
+    encoded = dataset.encode(_EncodeExample(tokenizer, learn), config.num_workers)
     kept = dataset.within_limit(
         encoded, [len(tokens) for tokens, _ in encoded.values()], limit, overlong=config.overlong
     )

@@ -1,0 +1,1 @@
+"""Distillation: a student learns the distributions of teachers, on its own rollouts or on given text."""

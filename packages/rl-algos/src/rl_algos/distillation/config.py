@@ -1,0 +1,100 @@
+"""Settings of distillation."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Protocol
+
+from pydantic import Field
+
+from rl_algos.data.config import DataRoot
+from rl_algos.losses.distillation import KLName
+from rl_algos.rollouts.config import RolloutConfig, RolloutRoot
+from rl_algos.sft.config import LearnedTurns
+from rl_algos.supervised.config import SupervisedConfig
+from rl_core.config import Config, WhenChanged
+from rl_core.model_config import ModelConfig
+
+DEFAULT_K = 64
+
+
+class DistillationConfig(RolloutConfig):
+    section: ClassVar[str] = "distillation"
+    validation_goals: ClassVar[tuple[str, ...]] = ("accuracy", "mean_length", "loss")
+
+    num_generations_per_prompt: int = Field(default=1, gt=0)
+    """Rollouts of each prompt."""
+    topk_logits_k: int | None = Field(default=DEFAULT_K, gt=0)
+    """Most likely tokens of the teacher that the student is compared at; all others count as one, the tail. Null takes
+    the whole vocabulary, where it is small."""
+    cross_tokenizer: bool = False
+    """The teacher has other tokens than the student: compare the likelihoods of spans of text that both make of whole
+    tokens, in place of the teacher's most likely tokens."""
+    stop_at_validation_metric: Annotated[str | None, WhenChanged.GOAL] = None
+    """End the run once this validation metric reaches the threshold: `accuracy` or `mean_length` from below, or `loss`
+    from above."""
+
+
+class OfflineDistillationConfig(SupervisedConfig):
+    learn: LearnedTurns = "all"
+    """Turns of the assistant that are learned: all of them, or the last one."""
+    topk_logits_k: int | None = Field(default=DEFAULT_K, gt=0)
+    """Most likely tokens of the teacher that the student is compared at; all others count as one, the tail. Null takes
+    the whole vocabulary, where it is small."""
+
+
+class DistillationLossConfig(Config):
+    kl_type: KLName = "mixed"
+    """Divergence of the student from the teacher: `forward` KL(teacher || student), `reverse` KL(student || teacher),
+    `mixed`, the weighted sum of both, or `jensen_shannon`, generalised as in GKD."""
+    mixed_kl_weight: float = Field(default=0.5, ge=0, le=1)
+    """Weight of the forward KL in `mixed`; the reverse KL has the rest."""
+    jensen_shannon_beta: float = Field(default=0.5, gt=0, lt=1)
+    """Weight of the teacher in the mixture of `jensen_shannon`."""
+    nll_weight: float = Field(default=0.0, ge=0)
+    """Weight of the negative log-likelihood of the given text itself, beside the divergence."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Divides the logits of student and teacher in the loss."""
+    span_tau: float = Field(default=100.0, ge=1)
+    """With `distillation.cross_tokenizer`: likelihoods of spans are compared to the power of one over this."""
+
+
+class TextRoot(DataRoot, Protocol):
+    """The resolved config of distillation on given text, as far as it reads it."""
+
+    @property
+    def distillation(self) -> OfflineDistillationConfig:
+        """Settings of the loop."""
+        ...
+
+    @property
+    def loss_fn(self) -> DistillationLossConfig:
+        """Settings of the loss."""
+        ...
+
+    @property
+    def policy(self) -> ModelConfig:
+        """The student."""
+        ...
+
+
+class RolloutsRoot(RolloutRoot, Protocol):
+    """The resolved config of distillation on the student's own rollouts, as far as it reads it."""
+
+    @property
+    def distillation(self) -> DistillationConfig:
+        """Settings of the loop."""
+        ...
+
+    @property
+    def loss_fn(self) -> DistillationLossConfig:
+        """Settings of the loss."""
+        ...
+
+
+def teacher_sections(config: Any) -> dict[str, str]:
+    """The role of each teacher of a resolved config, to the key of its section: `teacher` to `teacher`, and
+    `teacher_NAME` to `teachers.NAME`."""
+    known = type(config).model_fields
+    several = type(config.teachers).model_fields if "teachers" in known else ()
+    one = {"teacher": "teacher"} if "teacher" in known else {}
+    return {**one, **{f"teacher_{name}": f"teachers.{name}" for name in several}}

@@ -1,0 +1,110 @@
+"""Data of distillation: prompts for the student, or given text, and what both need to know of the teachers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rl_algos.data.examples import Dataset, Datasets
+from rl_algos.distillation.config import RolloutsRoot, TextRoot, teacher_sections
+from rl_algos.distillation.span_teacher import Translator
+from rl_algos.distillation.teachers import teacher_of
+from rl_algos.distillation.vocabulary import check_k, check_teachers, teacher_tokenizer
+from rl_algos.rollouts import data as rollout_data
+from rl_algos.rollouts.data import RolloutData
+from rl_algos.sft.data import TrainingRow, training_rows
+from rl_algos.supervised.data import SupervisedData, longest_row, supervised_data
+from rl_algos.tokenizer import require_chat_template
+from rl_core.errors import DataError
+
+
+@dataclass(frozen=True)
+class DistillationData(RolloutData):
+    """What the driver loads for distillation on the student's own rollouts.
+
+    Args:
+        vocabulary: number of tokens that student and teachers share.
+        translator: from the student's tokens to those of a teacher that has others.
+    """
+
+    vocabulary: int
+    translator: Translator | None = None
+
+
+@dataclass(frozen=True)
+class TextRow:
+    """A given text.
+
+    Args:
+        row: its tokens, and those to learn from.
+        teacher: role of its teacher.
+    """
+
+    row: TrainingRow
+    teacher: str
+
+
+@dataclass(frozen=True)
+class TextData(SupervisedData[TextRow]):
+    """What the driver loads for distillation on given text.
+
+    Args:
+        vocabulary: number of tokens that student and teachers share.
+    """
+
+    vocabulary: int
+
+
+def prepare(config: RolloutsRoot, tokenizer: Any, datasets: Datasets) -> DistillationData:
+    """Tokenise and check the prompts; each leaves room for a whole completion, and has a teacher.
+
+    Raises:
+        DataError: naming dataset and row, and the remedy.
+        ConfigError: if a teacher has other tokens than the student.
+    """
+    translator = None
+    if config.distillation.cross_tokenizer:
+        translator = Translator(tokenizer, teacher_tokenizer(config, "teacher"), key="teacher.model_name")
+    else:
+        check_k(config.distillation.topk_logits_k, len(tokenizer))
+        check_teachers(config, tokenizer)
+    for dataset in (*datasets.train, *datasets.validation):
+        for environment in {dataset.environment(row_id) for row_id in dataset.examples}:
+            _require_teacher(config, dataset, environment)
+    data = rollout_data.prepare(config, tokenizer, datasets)
+    return DistillationData(data.train, data.validation, data.end_of_sequence, len(tokenizer), translator)
+
+
+def prepare_text(config: TextRoot, tokenizer: Any, datasets: Datasets) -> TextData:
+    """Tokenise and check the text; each dataset has a teacher.
+
+    Raises:
+        DataError: naming dataset and row, and the remedy.
+        ConfigError: if the tokenizer has no chat template, or a teacher has other tokens than the student.
+    """
+    require_chat_template(tokenizer)
+    check_k(config.distillation.topk_logits_k, len(tokenizer))
+    check_teachers(config, tokenizer)
+
+    def rows_of(dataset: Dataset) -> list[TextRow]:
+        teacher = _require_teacher(config, dataset)
+        longest = longest_row(config.data, config.policy)
+        rows = training_rows(dataset, config.data, tokenizer, longest, learn=config.distillation.learn)
+        return [TextRow(row, teacher) for row in rows]
+
+    rows = supervised_data(config.distillation, config.data, config.policy, datasets, rows_of)
+    return TextData(rows.train, rows.validation, len(tokenizer))
+
+
+def _require_teacher(config: Any, dataset: Dataset, *names: str) -> str:
+    """The role of the teacher of a dataset's rows."""
+    sections = teacher_sections(config)
+    role = teacher_of(sections, *names, dataset.name)
+    if not role:
+        said = ", ".join(sections.values())
+        meant = " or ".join(repr(name) for name in (*names, dataset.name))
+        raise DataError(
+            f"the dataset {dataset.name!r} has no teacher: there are {said}. Name one in `teachers` {meant}, or add "
+            "`teacher`, which is for all rows that no other is for"
+        )
+    return role

@@ -1,0 +1,131 @@
+"""Distillation as plugins: on the student's own rollouts, and on given text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from rl_algos.data.config import DataConfig
+from rl_algos.distillation.config import (
+    DistillationConfig,
+    DistillationLossConfig,
+    OfflineDistillationConfig,
+    RolloutsRoot,
+    TextRoot,
+    teacher_sections,
+)
+from rl_algos.losses.distillation import METRICS, NLL
+from rl_algos.losses.spans import METRICS as SPAN_METRICS
+from rl_algos.requirement import LOSSES
+from rl_algos.rollouts.checks import validation_metrics as of_rollouts
+from rl_algos.rollouts.plugin import rollout_algorithm
+from rl_algos.supervised.checks import supervised_problems
+from rl_algos.supervised.config import validation_metrics as of_text
+from rl_core.config import Config, Problem
+from rl_core.model import ModelSpec
+from rl_core.plugins import AlgorithmPlugin, ModelNeed
+
+_WEIGHTS = {"mixed_kl_weight": "mixed", "jensen_shannon_beta": "jensen_shannon"}
+"""Keys of `loss_fn` to the divergence that they are for."""
+
+
+def model_sections(names_in: Callable[[str], tuple[str, ...]]) -> tuple[str, ...]:
+    """`policy`, each `teachers.NAME`, and `teacher`, which may only be left out if there are others."""
+    several = tuple(f"teachers.{name}" for name in names_in("teachers"))
+    return ("policy", *(("teacher",) if names_in("teacher") or not several else ()), *several)
+
+
+def models(config: Any) -> dict[str, ModelNeed]:
+    """The student trains; teachers are what they are."""
+    teacher = ModelSpec(role="teacher", trains=False)
+    teachers = {role: ModelNeed(key, teacher) for role, key in teacher_sections(config).items()}
+    return {"policy": ModelNeed("policy", ModelSpec(seed=config.distillation.seed)), **teachers}
+
+
+def check_rollouts(config: RolloutsRoot) -> Iterator[Problem]:
+    """Problems of distillation on rollouts."""
+    yield from _loss(config.loss_fn)
+    yield from _cross_tokenizer(config)
+    if config.loss_fn.nll_weight:
+        yield Problem(
+            "loss_fn.nll_weight",
+            "is for given text: the student would learn its own rollouts; remove this key, or use "
+            f"algorithm: {OFFLINE.name}",
+        )
+
+
+def check_text(config: TextRoot) -> Iterator[Problem]:
+    """Problems of distillation on given text."""
+    yield from _loss(config.loss_fn)
+    if _is_changed(config.loss_fn, "span_tau"):
+        yield Problem("loss_fn.span_tau", f"has no effect with algorithm: {OFFLINE.name}; remove this key")
+    yield from supervised_problems("distillation", config.distillation, config.data, config.policy)
+
+
+def _cross_tokenizer(config: RolloutsRoot) -> Iterator[Problem]:
+    settings, loss = config.distillation, config.loss_fn
+    if not settings.cross_tokenizer:
+        if _is_changed(loss, "span_tau"):
+            yield Problem("loss_fn.span_tau", "has no effect without distillation.cross_tokenizer=true")
+        return
+    if _is_changed(settings, "topk_logits_k"):
+        yield Problem("distillation.topk_logits_k", "has no effect with cross_tokenizer; remove this key")
+    if _is_changed(loss, "kl_type"):
+        yield Problem("loss_fn.kl_type", "has no effect with distillation.cross_tokenizer; remove this key")
+    if settings.max_rollout_turns > 1:
+        yield Problem("distillation.max_rollout_turns", "cross_tokenizer takes rollouts of one turn; set it to 1")
+    if list(teacher_sections(config)) != ["teacher"]:
+        yield Problem("distillation.cross_tokenizer", "takes one teacher, `teacher`; remove `teachers`")
+
+
+def _loss(loss: DistillationLossConfig) -> Iterator[Problem]:
+    for key, kind in _WEIGHTS.items():
+        if _is_changed(loss, key) and loss.kl_type != kind:
+            yield Problem(f"loss_fn.{key}", f"has no effect with kl_type {loss.kl_type}; remove it, or use {kind}")
+
+
+def _is_changed(section: Config, key: str) -> bool:
+    """Whether a key has another value than its default; a config that a run has written names every key."""
+    return bool(getattr(section, key) != type(section).model_fields[key].default)
+
+
+def rollout_validation_metrics(config: RolloutsRoot) -> list[str]:
+    """Names of the metrics that a validation on rollouts records; none if the run does not validate."""
+    names = of_rollouts(config)
+    measured = SPAN_METRICS if config.distillation.cross_tokenizer else METRICS
+    return [*names, *(f"val/{name}" for name in ("loss", *measured))] if names else []
+
+
+def text_validation_metrics(config: TextRoot) -> list[str]:
+    """Names of the metrics that a validation on text records; none if the run does not validate."""
+    measured = [*METRICS, *([NLL] if config.loss_fn.nll_weight else [])]
+    return of_text(config.distillation, config.data, ["loss", *measured, "num_tokens"])
+
+
+PLUGIN = replace(
+    rollout_algorithm(
+        "distillation",
+        sections={"distillation": DistillationConfig, "loss_fn": DistillationLossConfig},
+        run="rl_algos.distillation.setup:run",
+        models=models,
+        checks=(check_rollouts,),
+    ),
+    load="rl_algos.distillation.prompts:load",
+    prepare="rl_algos.distillation.data:prepare",
+    model_sections=model_sections,
+    validation_metrics=rollout_validation_metrics,
+)
+OFFLINE = AlgorithmPlugin(
+    name="offline_distillation",
+    sections={"distillation": OfflineDistillationConfig, "loss_fn": DistillationLossConfig, "data": DataConfig},
+    load="rl_algos.data.examples:load",
+    prepare="rl_algos.distillation.data:prepare_text",
+    run="rl_algos.distillation.setup:run_text",
+    generates=False,
+    models=models,
+    model_sections=model_sections,
+    requirements=(LOSSES,),
+    validation_metrics=text_validation_metrics,
+    checks=(check_text,),
+)

@@ -1,0 +1,36 @@
+"""Prompts for the student, which need not be scored by an environment."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rl_algos.data.examples import Dataset, Datasets
+from rl_algos.data.examples import load as load_all
+from rl_algos.distillation.config import RolloutsRoot
+from rl_algos.rollouts.data import check_environments
+
+UNSCORED = "rl_algos.distillation.unscored:unscored"
+"""Environment of prompts that name none."""
+
+
+def load(config: RolloutsRoot) -> Datasets:
+    """All data of the config, before it is tokenised; a row that names no environment is not scored.
+
+    Raises:
+        DataError: naming dataset and row, and the remedy.
+        ConfigError: if a file or a processor that a dataset names is not there.
+    """
+    loaded = load_all(config)
+    datasets = Datasets([_unscored(each) for each in loaded.train], [_unscored(each) for each in loaded.validation])
+    check_environments(config, datasets, also=[UNSCORED])
+    return datasets
+
+
+def _unscored(dataset: Dataset) -> Dataset:
+    if dataset.settings.env_name:
+        return dataset
+    examples = {
+        row_id: example if example.environment else replace(example, environment=UNSCORED)
+        for row_id, example in dataset.examples.items()
+    }
+    return replace(dataset, examples=examples)

@@ -1,0 +1,91 @@
+"""From the resolved config to the objects of a loop: distillation's own, or the one that learns from given rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from rl_algos.distillation import loop
+from rl_algos.distillation.config import DistillationLossConfig, RolloutsRoot, TextRoot, teacher_sections
+from rl_algos.distillation.data import DistillationData, TextRow
+from rl_algos.distillation.span_teacher import SpanTeacher, Translator
+from rl_algos.distillation.teachers import RolloutScorer, Teachers
+from rl_algos.distillation.validation import DistillationValidation
+from rl_algos.losses.distillation import DistillationLoss, Divergence
+from rl_algos.losses.spans import SpanLoss
+from rl_algos.rollouts.setup import steps_of, validation_sampling
+from rl_algos.sft.data import to_batch as text_batch
+from rl_algos.supervised.loop import Objective
+from rl_algos.supervised.loop import train as learn
+from rl_core.batch import Batch
+from rl_core.model import Loss, Model, topk
+from rl_core.run import Components, Run
+
+TEACHER = "teacher"
+"""Column of the role of each row's teacher."""
+
+
+def loss_of(settings: DistillationLossConfig) -> DistillationLoss:
+    """The loss of a run."""
+    divergence = Divergence(settings.kl_type, settings.mixed_kl_weight, settings.jensen_shannon_beta)
+    return DistillationLoss(divergence, nll_weight=settings.nll_weight, temperature=settings.temperature)
+
+
+def run(config: RolloutsRoot, components: Components, run: Run) -> None:
+    """Distil on the student's own rollouts; `components.data` is what `prepare` returned."""
+    data: DistillationData = components.data
+    settings, policy = config.distillation, components.models["policy"]
+    loss, teachers = _comparison(config, components)
+    sampling = validation_sampling(config.policy.generation, data.end_of_sequence)
+    validation = DistillationValidation(policy, teachers, loss, data.validation, sampling, settings)
+    loop.train(
+        settings,
+        loss,
+        policy=policy,
+        teachers=teachers,
+        steps=replace(steps_of(config, components, run), validation=validation),
+        rows_per_minibatch=config.policy.train_global_batch_size,
+    )
+
+
+def _comparison(config: Any, components: Components) -> tuple[Loss, RolloutScorer]:
+    """The loss of a run on rollouts, and who says what it needs to know."""
+    translator: Translator | None = components.data.translator
+    if translator is None:
+        return loss_of(config.loss_fn), teachers_of(config, components)
+    loss = SpanLoss(config.loss_fn.span_tau, config.loss_fn.temperature)
+    longest = config.teacher.max_total_sequence_length
+    model = components.models["teacher"]
+    return loss, SpanTeacher(model, translator, max_tokens=longest, temperature=loss.temperature)
+
+
+def run_text(config: TextRoot, components: Components, run: Run) -> None:
+    """Distil on given text; `components.data` is what `prepare_text` returned."""
+    objective = text_objective(loss_of(config.loss_fn), teachers_of(config, components))
+    policy, rows = components.models["policy"], config.policy.train_global_batch_size
+    learn(config.distillation, objective, policy, components.data, run, batch_size=rows)
+
+
+def text_objective(loss: DistillationLoss, teachers: Teachers) -> Objective[TextRow]:
+    """The objective of learning from text that teachers score."""
+
+    def complete(batch: Batch, policy: Model) -> Batch:
+        return teachers.scored_rows(batch, batch.array(TEACHER).tolist())
+
+    return Objective(loss, to_batch, complete)
+
+
+def to_batch(rows: Sequence[TextRow]) -> Batch:
+    """Text as the columns that the loss needs, and `teacher`, the role of each row's teacher."""
+    return text_batch([row.row for row in rows]).with_columns({TEACHER: np.array([row.teacher for row in rows])})
+
+
+def teachers_of(config: Any, components: Components) -> Teachers:
+    """The teachers of a run."""
+    vocabulary = components.data.vocabulary
+    models = {role: components.models[role] for role in teacher_sections(config)}
+    read = topk(config.distillation.topk_logits_k or vocabulary, below=vocabulary)
+    return Teachers(models, read, temperature=config.loss_fn.temperature)

@@ -1,0 +1,114 @@
+"""A teacher whose tokens differ from the student's: both are compared on the spans of text that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rl_algos.distillation.spans import Span, bytes_of, common_spans, whole_text
+from rl_algos.losses.spans import SPAN_LOGPROBS, SPANS
+from rl_algos.tokenizer import encode_prompt
+from rl_core.batch import TOKENS, Batch
+from rl_core.model import LOGPROBS, Model
+from rl_core.ragged import Ragged
+from rl_core.rollout import LOSS_MASK, Message, RolloutGroup
+
+
+class Response(NamedTuple):
+    """What a student said, as a teacher reads it.
+
+    Args:
+        tokens: int32 `[teacher tokens]`, with the prompt by the teacher's chat template.
+        spans: of the student's sampled tokens and the teacher's whole row.
+    """
+
+    tokens: np.ndarray
+    spans: Sequence[Span]
+
+
+class Translator:
+    """From the student's tokens to a teacher's.
+
+    Args:
+        student, teacher: fast tokenizers; the teacher's with a chat template.
+        key: of the teacher's section, for messages.
+
+    Raises:
+        ConfigError: if the bytes of a tokenizer's tokens are not known.
+    """
+
+    def __init__(self, student: Any, teacher: Any, *, key: str) -> None:
+        self._teacher = teacher
+        self._student_bytes = bytes_of(student, "policy")
+        self._teacher_bytes = bytes_of(teacher, key)
+        self._ends = student.eos_token_id, teacher.eos_token_id
+
+    def prompt(self, messages: Sequence[Message]) -> np.ndarray:
+        """int32 `[tokens]`, the conversation as the teacher reads it."""
+        return encode_prompt(self._teacher, messages)
+
+    def response(self, prompt: np.ndarray, sampled: Sequence[int]) -> Response:
+        """The tokens that the student sampled, behind the teacher's prompt. What has no text of its own (a character
+        cut in two, special tokens but that at the end) is in no span, nor what comes after it."""
+        ended = bool(sampled) and sampled[-1] == self._ends[0]
+        said = [self._student_bytes(token) for token in (sampled[:-1] if ended else sampled)]
+        text, whole = whole_text(said)
+        tokens = self._teacher(text, add_special_tokens=False)["input_ids"] if text else []
+        heard = [self._teacher_bytes(token) for token in tokens]
+        start = len(prompt)
+        if b"".join(heard) != b"".join(said[:whole]):
+            return Response(prompt, ())
+        spans = [
+            Span(student, (first + start, last + start)) for student, (first, last) in common_spans(said[:whole], heard)
+        ]
+        if ended and whole == len(said):
+            spans.append(Span((whole, whole + 1), (start + len(tokens), start + len(tokens) + 1)))
+            tokens = [*tokens, self._ends[1]]
+        return Response(np.concatenate([prompt, np.asarray(tokens, dtype=np.int32)]).astype(np.int32), spans)
+
+
+class SpanTeacher:
+    """A teacher with other tokens than the student.
+
+    Args:
+        model: the teacher.
+        translator: of the student's tokens.
+        max_tokens: longest row that the teacher reads; responses that are longer for it teach nothing.
+        temperature: divides its logits.
+    """
+
+    def __init__(self, model: Model, translator: Translator, *, max_tokens: int, temperature: float) -> None:
+        self._model = model
+        self._translator = translator
+        self._max_tokens = max_tokens
+        self._temperature = temperature
+
+    def scored(self, batch: Batch, groups: Sequence[RolloutGroup]) -> Batch:
+        """The rollouts with the spans of their responses, and the teacher's logprobs of them. Spans are found here, on
+        the driver, which reads the tokens for it."""
+        tokens, mask = batch.ragged(TOKENS), batch.ragged(LOSS_MASK)
+        prompts = [
+            prompt
+            for group in groups
+            for prompt in [self._translator.prompt(group.prompt.messages)] * len(group.rollouts)
+        ]
+        sampled = [np.flatnonzero(row) for row in mask]
+        responses = [
+            self._translator.response(prompt, row[places].tolist())
+            for prompt, row, places in zip(prompts, tokens, sampled, strict=True)
+        ]
+        read = [row for row, each in enumerate(responses) if each.spans and len(each.tokens) <= self._max_tokens]
+        spans = np.zeros(len(tokens.values), dtype=np.uint8)
+        logprobs = np.zeros(len(tokens.values), dtype=np.float32)
+        if read:
+            rows = Batch({TOKENS: Ragged.from_rows([responses[row].tokens for row in read], dtype=np.int32)})
+            found = self._model.infer(rows, [LOGPROBS], temperature=self._temperature).ragged("logprobs")
+            for row, teacher in zip(read, found, strict=True):
+                places = tokens.offsets[row] + sampled[row]
+                for (first, last), (start, end) in responses[row].spans:
+                    spans[places[first:last]] = 1
+                    spans[places[last - 1]] = 2
+                    logprobs[places[last - 1]] = teacher[start:end].sum()
+        return batch.with_columns({SPANS: mask.like(spans), SPAN_LOGPROBS: mask.like(logprobs)})

@@ -1,0 +1,102 @@
+"""Spans of text that the tokens of two tokenizers have in common.
+
+Tokens of both are compared by the bytes of the text that they stand for, so that characters which several tokens make
+up need no care. A span is as short as can be: it begins and ends where a token of either tokenizer begins and ends.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rl_core.errors import ConfigError
+
+BytesOf = Callable[[int], bytes]
+"""From a token id to the bytes of text that it stands for."""
+
+
+class Span(NamedTuple):
+    """Tokens of two tokenizers that stand for the same bytes.
+
+    Args:
+        student: its tokens, from the first to behind the last.
+        teacher: likewise.
+    """
+
+    student: tuple[int, int]
+    teacher: tuple[int, int]
+
+
+def common_spans(student: Sequence[bytes], teacher: Sequence[bytes]) -> list[Span]:
+    """The shortest spans that cover a text, given the bytes of each token of both tokenizers; both make up the text."""
+    spans: list[Span] = []
+    ends = [0, 0]  # bytes up to the current tokens' ends
+    at = [0, 0]  # tokens taken
+    start = (0, 0)
+    while at[0] < len(student) or at[1] < len(teacher):
+        side = 0 if at[1] == len(teacher) or (at[0] < len(student) and ends[0] <= ends[1]) else 1
+        ends[side] += len((student, teacher)[side][at[side]])
+        at[side] += 1
+        if ends[0] == ends[1] and at[0] > start[0] and at[1] > start[1]:
+            spans.append(Span((start[0], at[0]), (start[1], at[1])))
+            start = (at[0], at[1])
+    return spans
+
+
+def bytes_of(tokenizer: Any, key: str) -> BytesOf:
+    """The bytes that each token of a fast tokenizer stands for.
+
+    Args:
+        key: of the model whose tokenizer it is, for messages.
+
+    Raises:
+        ConfigError: if its tokens cannot be told apart by bytes.
+    """
+    decoder = json.loads(tokenizer.backend_tokenizer.to_str())["decoder"] or {"type": "Fuse"}
+    kinds = {step["type"] for step in decoder.get("decoders", [decoder])}
+    to_bytes = next((found for kind, found in _BYTES.items() if kind in kinds), None)
+    if to_bytes is None or (to_bytes is str.encode and kinds != {"Fuse"}):
+        raise ConfigError(
+            f"{key}: the bytes of this tokenizer's tokens are not known (its decoder is {', '.join(sorted(kinds))}); "
+            "distillation.cross_tokenizer takes byte-level tokenizers, and those with byte fallback"
+        )
+    special = {number: str(token).encode() for number, token in tokenizer.added_tokens_decoder.items()}
+
+    def of(number: int) -> bytes:
+        return special[number] if number in special else to_bytes(tokenizer.convert_ids_to_tokens(number))
+
+    return of
+
+
+def _of_byte_fallback(token: str) -> bytes:
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        return bytes([int(token[3:5], 16)])
+    return token.replace("\u2581", " ").encode()
+
+
+def _plain_of_byte_level() -> dict[str, int]:
+    """From the characters that byte-level tokenizers write bytes as (GPT-2) to these bytes."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {**{chr(byte): byte for byte in printable}, **{chr(256 + n): byte for n, byte in enumerate(others)}}
+
+
+_PLAIN = _plain_of_byte_level()
+_BYTES: Mapping[str, Callable[[str], bytes]] = {
+    "ByteLevel": lambda token: bytes(_PLAIN[character] for character in token),
+    "ByteFallback": _of_byte_fallback,
+    "Fuse": str.encode,
+}
+"""By a step of a tokenizer's decoder, from the text of a token to its bytes."""
+
+
+def whole_text(pieces: Sequence[bytes]) -> tuple[str, int]:
+    """The text that tokens make up, and how many of them do: those at the end that begin a character and do not finish
+    it are left out."""
+    for count in range(len(pieces), 0, -1):
+        try:
+            return b"".join(pieces[:count]).decode(), count
+        except UnicodeDecodeError:
+            continue
+    return "", 0

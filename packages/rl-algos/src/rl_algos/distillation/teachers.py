@@ -1,0 +1,74 @@
+"""The teachers of a student: whose rows are whose, and what they say of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from rl_algos.losses.distillation import TEACHER_IDS, TEACHER_LOGPROBS
+from rl_core.batch import TOKENS, Batch
+from rl_core.model import Model, Read
+from rl_core.rollout import RolloutGroup
+
+
+def teacher_of(roles: Collection[str], *names: str) -> str:
+    """The role of the teacher for rows of these names (an environment, a dataset): the first that there is one for,
+    or `teacher`; empty if there is none."""
+    return next((role for role in (*(f"teacher_{name}" for name in names), "teacher") if role in roles), "")
+
+
+class RolloutScorer(Protocol):
+    """One or more teachers that say of a student's rollouts what its loss needs to know."""
+
+    def scored(self, batch: Batch, groups: Sequence[RolloutGroup]) -> Batch:
+        """The rows with the columns of the loss.
+
+        Args:
+            batch: one row per rollout.
+            groups: of the rollouts, in the order of the rows.
+        """
+        ...
+
+
+class Teachers:
+    """The teachers of a run.
+
+    Args:
+        models: by role.
+        read: the most likely tokens.
+        temperature: divides the logits.
+    """
+
+    def __init__(self, models: Mapping[str, Model], read: Read, *, temperature: float) -> None:
+        self._models = dict(models)
+        self._read = read
+        self._temperature = temperature
+
+    def scored(self, batch: Batch, groups: Sequence[RolloutGroup]) -> Batch:
+        """As `RolloutScorer.scored`: the most likely tokens by the teacher of each prompt's environment or dataset."""
+        roles = [
+            teacher_of(self._models, group.prompt.environment, group.prompt.dataset)
+            for group in groups
+            for _ in range(len(group.rollouts))
+        ]
+        return self.scored_rows(batch, roles)
+
+    def scored_rows(self, batch: Batch, roles: Sequence[str]) -> Batch:
+        """The rows with the most likely tokens of their teachers, and the teachers' logprobs of them.
+
+        Args:
+            roles: of each row's teacher.
+        """
+        names, tokens = np.asarray(roles), batch.only([TOKENS])
+        rows, parts = [], []
+        for role in dict.fromkeys(roles):
+            own = np.flatnonzero(names == role)
+            # if one teacher has all rows, they stay where they are
+            its_tokens = tokens if len(own) == len(names) else tokens.select(own)
+            rows.append(own)
+            parts.append(self._models[role].infer(its_tokens, [self._read], temperature=self._temperature))
+        found = parts[0] if len(parts) == 1 else Batch.concat(parts).select(np.argsort(np.concatenate(rows)))
+        columns = found.columns
+        return batch.with_columns({TEACHER_IDS: columns["topk_ids"], TEACHER_LOGPROBS: columns["topk_logprobs"]})

@@ -1,0 +1,6 @@
+"""The environment of prompts that nobody scores: a teacher is all that the student learns from."""
+
+
+def unscored() -> float:
+    """The reward of every response: 0."""
+    return 0.0

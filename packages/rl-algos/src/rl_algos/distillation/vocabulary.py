@@ -1,0 +1,90 @@
+"""The vocabularies of student and teachers: they must agree on the tokens that the student has."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
+from rl_algos.distillation.config import DEFAULT_K, teacher_sections
+from rl_core.errors import ConfigError
+
+BYTES_PER_TOKEN = 8
+"""Of an id and a logprob, as they travel from the teacher to the student."""
+
+MOST_BYTES = 64 * 2**10
+"""Bytes that the teacher's tokens of one position may take."""
+
+
+def check_k(k: int | None, vocabulary: int) -> None:
+    """Refuse more of the teacher's tokens than there are, or than can travel.
+
+    Args:
+        k: as configured; None for the whole vocabulary.
+        vocabulary: number of tokens.
+
+    Raises:
+        ConfigError: naming the bytes of a position.
+    """
+    if k is not None and k > vocabulary:
+        raise ConfigError(
+            f"distillation.topk_logits_k: got {k}, but the tokenizer has {vocabulary} tokens; set it to at most that, "
+            "or to null for all of them"
+        )
+    size = BYTES_PER_TOKEN * (k or vocabulary)
+    if size > MOST_BYTES:
+        raise ConfigError(
+            f"distillation.topk_logits_k: {'the whole vocabulary' if k is None else k} takes {size:,} bytes for each "
+            f"token of text ({k or vocabulary} ids and logprobs), more than the {MOST_BYTES:,} allowed; set it to at "
+            f"most {MOST_BYTES // BYTES_PER_TOKEN}, such as {DEFAULT_K}: all other tokens count together, as the tail"
+        )
+
+
+def check_teachers(config: Any, tokenizer: Any) -> None:
+    """Refuse a teacher to whom the student's tokens mean something else. One without tokenizer files is taken to have
+    the student's.
+
+    Raises:
+        ConfigError: naming the first token that differs.
+    """
+    own = _tokens_of(tokenizer)
+    for key in teacher_sections(config).values():
+        name = attrgetter(key)(config).model_name
+        if name == config.policy.model_name or (tokenizer := _tokenizer_of(name)) is None:
+            continue
+        theirs = _tokens_of(tokenizer)
+        for number in sorted(own):
+            if theirs.get(number) != own[number]:
+                raise ConfigError(
+                    f"{key}.model_name: the tokenizer of {name!r} differs from the student's: its token {number} is "
+                    f"{theirs.get(number)!r}, the student's {own[number]!r}; choose a teacher with the same tokens, or "
+                    "compare spans of text with algorithm: distillation and distillation.cross_tokenizer=true"
+                )
+
+
+def teacher_tokenizer(config: Any, key: str) -> Any:
+    """The tokenizer of a teacher that has tokens of its own.
+
+    Raises:
+        ConfigError: if it has no tokenizer files, no end-of-sequence token or no chat template.
+    """
+    name = attrgetter(key)(config).model_name
+    tokenizer = _tokenizer_of(name)
+    if tokenizer is None:
+        raise ConfigError(f"{key}.model_name: {name!r} has no tokenizer files; distillation.cross_tokenizer needs them")
+    for what, value in (("end-of-sequence token", tokenizer.eos_token), ("chat template", tokenizer.chat_template)):
+        if value is None:
+            raise ConfigError(f"{key}.model_name: the tokenizer of {name!r} has no {what}; choose an instruct model")
+    return tokenizer
+
+
+def _tokenizer_of(name: str) -> Any:
+    try:
+        return PreTrainedTokenizerFast.from_pretrained(name)
+    except (OSError, ValueError):
+        return None
+
+
+def _tokens_of(tokenizer: Any) -> dict[int, str]:
+    return {number: token for token, number in tokenizer.get_vocab().items()}
