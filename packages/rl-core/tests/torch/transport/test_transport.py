@@ -314,6 +314,32 @@ def test_a_connection_serves_many_transfers(kind: TransportKind, tmp_path: Path)
 
 
 @pytest.mark.parametrize("kind", MEETING)
+def test_a_sender_brings_tensors_together_before_its_receivers_are_ready(kind: TransportKind, tmp_path: Path) -> None:
+    way = transport(kind, tmp_path, timeout_s=20)
+    sending, receiving, tensors = SendingEnd(CPU), ReceivingEnd(CPU), make_tensors()
+    arrived: list[list[str]] = []
+
+    def take(version: int, is_gathered: threading.Event) -> None:
+        assert version == 1 or is_gathered.wait(60)
+        with receiving.transfer(manifest_of(tensors, version), way, 1) as receiver:
+            arrived.append([name for name, _ in receiver])
+
+    for version in (1, 2):
+        is_gathered = threading.Event()
+        thread = threading.Thread(target=take, args=(version, is_gathered))
+        thread.start()
+        with sending.transfer(manifest_of(tensors, version), way) as sender:
+            is_gathered.set()
+            for name, tensor in tensors.items():
+                sender.put(name, tensor)
+            sender.finish()
+        thread.join()
+    assert arrived == [list(tensors)] * 2
+    sending.close()
+    receiving.close()
+
+
+@pytest.mark.parametrize("kind", MEETING)
 def test_a_connection_that_failed_is_opened_again_elsewhere(kind: TransportKind, tmp_path: Path) -> None:
     way, other = transport(kind, tmp_path), transport(kind, tmp_path)
     sending, receiving, tensors = SendingEnd(CPU), ReceivingEnd(CPU), make_tensors()

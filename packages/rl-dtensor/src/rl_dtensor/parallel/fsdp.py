@@ -67,11 +67,15 @@ def whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
     A part that is kept in host memory is brought to the device first: gathered there, it takes NCCL and not gloo.
     """
-    cast = tensor.detach().to(dtype)
-    if not isinstance(cast, DTensor):
-        return cast
-    mesh, part = cast.device_mesh, cast.to_local().to(cast.device_mesh.device_type)
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().to(dtype)
+    mesh = tensor.device_mesh
+    with torch.no_grad():
+        # every operation on the DTensor itself would be dispatched in Python
+        part = tensor.to_local().to(dtype).to(mesh.device_type)
     if mesh.size() == 1:
         return part
-    placed = DTensor.from_local(part, mesh, cast.placements, run_check=False, shape=cast.shape, stride=cast.stride())
+    placed = DTensor.from_local(
+        part, mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
     return placed.full_tensor()

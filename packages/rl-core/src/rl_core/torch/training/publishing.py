@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -37,10 +37,9 @@ def send_weights(
 
     Raises:
         WeightSyncError: if this rank's receivers do not come, or time runs out.
-        RLError: if another rank's failed.
+        PeerFailed: if another rank's failed.
     """
     sends = transport.every_rank_sends or mesh.rank == 0
-    sizes = {spec.name: num_bytes(spec) for spec in manifest.tensors}
     digest = ""
     with ExitStack() as stack:
         senders: list[Sender] = []
@@ -55,17 +54,28 @@ def send_weights(
                 digest = sender.finish()
 
         on_all_ranks(mesh.control, meet)
-        gathered: list[tuple[str, Tensor | None]] = []
-        size = 0
-        for tensors in stream:
-            size += sum(sizes.get(name, 0) for name, _ in tensors)
-            gathered += tensors if sends else []
-            if size >= transport.bucket_bytes:
-                on_all_ranks(mesh.control, partial(_put, senders, gathered))
-                gathered, size = [], 0
-        on_all_ranks(mesh.control, partial(_put, senders, gathered))
+        for part in _parts(stream, manifest, transport.bucket_bytes, keeps=sends):
+            on_all_ranks(mesh.control, partial(_put, senders, part))
         on_all_ranks(mesh.control, finish)
     return digest
+
+
+def _parts(
+    stream: Iterable[Sequence[tuple[str, Tensor | None]]], manifest: Manifest, bucket_bytes: int, *, keeps: bool
+) -> Iterator[list[tuple[str, Tensor | None]]]:
+    """Consecutive tensors of about a bucket each, as many parts on every rank; without tensors on ranks that do not
+    keep them.
+    """
+    sizes = {spec.name: num_bytes(spec) for spec in manifest.tensors}
+    gathered: list[tuple[str, Tensor | None]] = []
+    size = 0
+    for tensors in stream:
+        size += sum(sizes.get(name, 0) for name, _ in tensors)
+        gathered += tensors if keeps else []
+        if size >= bucket_bytes:
+            yield gathered
+            gathered, size = [], 0
+    yield gathered
 
 
 def _put(senders: Sequence[Sender], tensors: Sequence[tuple[str, Tensor | None]]) -> None:

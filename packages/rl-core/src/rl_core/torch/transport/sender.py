@@ -31,22 +31,25 @@ class Sender:
 
     def __init__(self, manifest: Manifest, layout: Layout, link: SenderLink) -> None:
         self._manifest = manifest
+        self._layout = layout
         self.link = link
         self._places = iter([(bucket, slot) for bucket in layout.buckets for slot in bucket.slots])
         self._next = next(self._places, None)
         self._buffer: torch.Tensor | None = None
         self._pending: list[PendingDigest] = []
         self._num_put = 0
+        self._has_begun = False
         self.finished = False
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
         """Send this tensor next; its memory may be reused on return.
 
         Raises:
-            WeightSyncError: if the manifest has another tensor, shape or dtype here, a receiver is gone, or time ran
-                out.
+            WeightSyncError: if the manifest has another tensor, shape or dtype here, a receiver is gone or expects
+                other tensors, or time ran out.
         """
         bucket, slot = self._expect(name, tensor)
+        self._begin()
         if self._buffer is None:
             self._buffer = self.link.buffer(bucket)
         with torch.no_grad():
@@ -68,10 +71,17 @@ class Sender:
         missing = tuple(spec.name for spec in self._manifest.tensors[self._num_put :])
         if missing:
             raise WeightSyncError(f"the sender left out {', '.join(missing)}", missing)
+        self._begin()
         digests = read_digests(self._pending)
         self.link.finish(digests)
         self.finished = True
         return root_digest(digests)
+
+    def _begin(self) -> None:
+        """Wait until every receiver is ready for the same transfer."""
+        if not self._has_begun:
+            self.link.begin(self._layout)
+            self._has_begun = True
 
     def _expect(self, name: str, tensor: torch.Tensor) -> tuple[Bucket, Slot]:
         if self._next is None:
@@ -102,16 +112,16 @@ class SendingEnd:
 
     @contextmanager
     def transfer(self, manifest: Manifest, transport: Transport) -> Iterator[Sender]:
-        """Meet the receivers, unless they are connected already, then send.
+        """Meet the receivers, unless they are connected already, then send. What is brought together before the first
+        `put` is so while they make ready.
 
         Raises:
-            WeightSyncError: if receivers do not come within `transport.timeout_s`, or expect other tensors.
+            WeightSyncError: if receivers do not come within `transport.timeout_s`.
         """
         layout = lay_out(manifest, transport.bucket_bytes)
         with interruptible(transport):
             link = self._connected(transport)
             try:
-                link.begin(layout)
                 sender = Sender(manifest, layout, link)
                 yield sender
                 if not sender.finished:
