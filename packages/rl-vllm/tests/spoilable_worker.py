@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from rl_core.weights import Manifest
 from rl_vllm.engine_worker import EngineWorker
+from rl_vllm.planned_load import PlannedLoad
 from rl_vllm.weight_receiver import WeightReceiver
 
 
@@ -13,10 +15,27 @@ class SpoilableWorker(EngineWorker):
     """Remembers the packed copy of the head from before a sync, to put it back afterwards."""
 
     _packed_head: Any = None
+    _reloads = False
 
     def make_receiver(self, manifest: Manifest) -> WeightReceiver:
         self._packed_head = self.get_model().lm_head.cpu_linear
-        return super().make_receiver(manifest)
+        receiver = super().make_receiver(manifest)
+        if self._reloads:
+            receiver._planned = None
+        return receiver
+
+    def reload(self, reloads: bool) -> None:
+        """Have vLLM's own reload take in what comes, or no longer."""
+        self._reloads = reloads
+
+    def loads_by_plan(self, opaque: str = "") -> bool:
+        """Whether a plan is all it takes to load the last manifest, or would be if a parameter's loader computed."""
+        assert self._planned is not None
+        _, plan, _ = self._planned
+        dtype = self.vllm_config.model_config.dtype
+        return (
+            PlannedLoad.of(self.get_model(), replace(plan, opaque=plan.opaque | ({opaque} - {""})), dtype) is not None
+        )
 
     def restore_packed_head(self) -> None:
         self.get_model().lm_head.cpu_linear = self._packed_head

@@ -31,8 +31,8 @@ from rl_vllm import VllmConfig, VllmGenerator
 class SpoilableGenerator(VllmGenerator):
     worker_extension = "spoilable_worker.SpoilableWorker"
 
-    async def spoil(self, method: str, *args: object) -> None:
-        await self._running().call(method, *args)
+    async def spoil(self, method: str, *args: object) -> list[Any]:
+        return await self._running().call(method, *args)
 
 
 CPU_PLACEMENT = Placement("cpu")
@@ -48,6 +48,23 @@ class VllmSuite(GeneratorSuite):
     async def make_head_stale(cls, generator: Generator) -> None:
         assert isinstance(generator, SpoilableGenerator)
         await generator.spoil("restore_packed_head")
+
+    def test_weights_that_are_loaded_by_plan_are_those_of_the_engines_own_reload(self, bench: Bench) -> None:
+        async def scores(*, reloads: bool) -> np.ndarray:
+            await bench.generator.spoil("reload", reloads)
+            await bench.sync(bench.second)
+            found = await bench.generator.score(prompt(40))
+            await bench.sync(bench.first)
+            return found
+
+        async def plans(opaque: str) -> list[bool]:
+            return await bench.generator.spoil("loads_by_plan", opaque)
+
+        reloaded = bench.runner.run(scores(reloads=True))
+        planned = bench.runner.run(scores(reloads=False))
+        assert reloaded.tobytes() == planned.tobytes()
+        assert all(bench.runner.run(plans("")))
+        assert not any(bench.runner.run(plans("model.layers.0.mlp.down_proj.weight")))
 
     def test_the_end_of_sequence_ends_only_completions_that_list_it(self, bench: Bench) -> None:
         # at the highest temperature that vLLM takes, with enough draws for the end of sequence to be among them

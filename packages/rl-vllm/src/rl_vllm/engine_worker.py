@@ -18,6 +18,7 @@ from rl_core.torch.transport import ReceivingEnd
 from rl_core.weights import Manifest, Transport
 from rl_vllm.load_plan import LoadPlan, plan_load
 from rl_vllm.parent_watch import end_with, forget_cpu_groups, forget_semaphores
+from rl_vllm.planned_load import PlannedLoad
 from rl_vllm.weight_receiver import WeightReceiver
 
 Report = dict[str, Any]
@@ -35,7 +36,7 @@ class EngineWorker:
     get_model: Callable[[], torch.nn.Module]
 
     _receiver: WeightReceiver | None = None
-    _planned: tuple[Manifest, LoadPlan] | None = None
+    _planned: tuple[Manifest, LoadPlan, PlannedLoad | None] | None = None
     _receiving: ReceivingEnd | None = None
 
     def end_with_parent(self, pid: int) -> Report:
@@ -64,14 +65,16 @@ class EngineWorker:
 
     def make_receiver(self, manifest: Manifest) -> WeightReceiver:
         """Return the receiver of this manifest for this rank's model."""
-        plan = self._plan(manifest)
-        return WeightReceiver(self.get_model(), self.vllm_config.model_config, manifest, plan)
+        plan, planned = self._plan(manifest)
+        return WeightReceiver(self.get_model(), self.vllm_config.model_config, manifest, plan, planned)
 
-    def _plan(self, manifest: Manifest) -> LoadPlan:
+    def _plan(self, manifest: Manifest) -> tuple[LoadPlan, PlannedLoad | None]:
         """Plan of the load of these tensors; made once, as versions of one policy differ only in their values."""
         if self._planned is None or self._planned[0] != replace(manifest, version=self._planned[0].version):
-            self._planned = manifest, plan_load(self.get_model(), manifest)
-        return self._planned[1]
+            model = self.get_model()
+            plan = plan_load(model, manifest)
+            self._planned = manifest, plan, PlannedLoad.of(model, plan, self.vllm_config.model_config.dtype)
+        return self._planned[1:]
 
     def _begin(self, manifest: Manifest) -> dict[str, Any]:
         self._receiver = None

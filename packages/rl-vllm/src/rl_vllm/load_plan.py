@@ -64,18 +64,35 @@ class Piece:
     write: Region
 
 
+@dataclass(frozen=True)
+class Filling:
+    """One value that loading writes everywhere in a part of a parameter, such as the padding of a vocabulary.
+
+    Args:
+        write: what is written of the engine's parameter.
+        value: written there.
+    """
+
+    write: Region
+    value: float
+
+
 @dataclass
 class LoadPlan:
     """The load of one manifest into one rank of an engine.
 
     Args:
         pieces: engine parameter to the copies that fill it.
+        fillings: engine parameter to the values that are written into the rest of it.
+        aliases: engine parameters that are another one under a second name (a tied head), to the first name.
         opaque: engine parameters whose loader computes more than copies.
         unknown: tensors that no loader of this rank took, to the reason.
         missing: Hugging Face names of tensors that parameters of this rank need and the manifest does not have.
     """
 
     pieces: dict[str, list[Piece]] = field(default_factory=dict)
+    fillings: dict[str, list[Filling]] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
     opaque: set[str] = field(default_factory=set)
     unknown: dict[str, str] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
@@ -95,7 +112,7 @@ def plan_load(model: nn.Module, manifest: Manifest) -> LoadPlan:
     with _checkpoint_format(model):
         recorder = _CopyRecorder(model)
         refused = recorder.feed(model, manifest)
-        plan = LoadPlan(recorder.pieces, recorder.opaque)
+        plan = LoadPlan(recorder.pieces, recorder.fillings, aliases, recorder.opaque)
         sent = [spec.name for spec in manifest.tensors]
         taken = {piece.name for pieces in plan.pieces.values() for piece in pieces} | recorder.touched
         plan.unknown = {name: "no parameter takes it" for name in sent if name not in taken} | refused
@@ -155,6 +172,7 @@ class _CopyRecorder(TorchDispatchMode):
         self._alive: list[Tensor] = []
         self._last = ""
         self.pieces: dict[str, list[Piece]] = {}
+        self.fillings: dict[str, list[Filling]] = {}
         self.opaque: set[str] = set()
         self.touched: set[str] = set()
         self.numel: dict[str, int] = {}
@@ -196,7 +214,14 @@ class _CopyRecorder(TorchDispatchMode):
             parameter = self._parameters[_storage(args[0])]
             self.numel[parameter] = self.numel.get(parameter, 0) + args[0].numel()
             self.touched.add(self._last)
+            value = args[1] if len(args) > 1 else 0.0
+            if isinstance(value, int | float):
+                self.fillings.setdefault(parameter, []).append(Filling(Region.of(args[0]), value))
+            else:
+                self.opaque.add(parameter)
             return args[0]
+        if func._schema.is_mutable and args and isinstance(args[0], Tensor) and _storage(args[0]) in self._parameters:
+            self.opaque.add(self._parameters[_storage(args[0])])
         return func(*args, **(kwargs or {}))
 
     def _record(self, target: Tensor, value: Tensor) -> None:

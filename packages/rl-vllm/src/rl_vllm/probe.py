@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
-from vllm.model_executor.layers.vocab_parallel_embedding import (
-    ParallelLMHead,
-    UnquantizedEmbeddingMethod,
-    VocabParallelEmbedding,
-)
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from rl_vllm.load_plan import LoadPlan, Piece
+from rl_vllm.planned_load import is_plain
 
 NUM_COLUMNS = 8
 
@@ -19,9 +16,9 @@ NUM_COLUMNS = 8
 class WeightProbe:
     """Samples the tensors that arrive and compares them with the results of the layers, bit by bit.
 
-    A few columns of every matrix are kept, different ones in each version. A layer applied to one-hot rows must give
-    them back exactly, whatever packed copy it computes with: products with 1 and 0 do not round. Vectors are kept
-    whole.
+    A few columns of every matrix are kept, different ones in each version, the same ones of matrices of one width. A
+    layer applied to one-hot rows must give them back exactly, whatever packed copy it computes with: products with 1
+    and 0 do not round. Vectors are kept whole.
     Layers that quantise, and stacked expert weights, whose layout the kernels choose, are left to the coverage check.
 
     Args:
@@ -33,22 +30,21 @@ class WeightProbe:
     def __init__(self, model: nn.Module, plan: LoadPlan, version: int) -> None:
         self._layers: dict[str, nn.Module] = {}
         self._expected: dict[str, Tensor] = {}  # matrix: [rows, columns sampled]; vector: whole
-        self._columns: dict[str, Tensor] = {}
+        self._widths: dict[str, int] = {}
+        self._columns: dict[int, Tensor] = {}
         self._targets: dict[str, list[tuple[str, Piece]]] = {}
         self._filled: dict[str, set[str]] = {}
         self._pieces = plan.pieces
-        generator = torch.Generator("cpu").manual_seed(version)
+        self._version = version
         for name, pieces in plan.pieces.items():
             layer = model.get_submodule(name.rpartition(".")[0])
-            if name not in plan.opaque and _is_plain(layer) and all(_is_block(piece) for piece in pieces):
-                self._watch(name, layer, pieces, generator)
+            if name not in plan.opaque and is_plain(layer) and all(_is_block(piece) for piece in pieces):
+                self._watch(name, layer, pieces)
 
-    def _watch(self, name: str, layer: nn.Module, pieces: list[Piece], generator: torch.Generator) -> None:
+    def _watch(self, name: str, layer: nn.Module, pieces: list[Piece]) -> None:
         self._layers[name] = layer
-        width = pieces[0].write.stride[0] if len(pieces[0].write.size) == 2 else 0
-        if width:
-            order = torch.randperm(width, generator=generator, device="cpu")
-            self._columns[name] = order[:NUM_COLUMNS].sort().values
+        if len(pieces[0].write.size) == 2:
+            self._widths[name] = pieces[0].write.stride[0]
         for piece in pieces:
             self._targets.setdefault(piece.source, []).append((name, piece))
 
@@ -57,7 +53,7 @@ class WeightProbe:
         for name, piece in self._targets.get(source, ()):
             block = piece.read.read(tensor)
             self._filled.setdefault(name, set()).add(piece.name)
-            if name not in self._columns:
+            if name not in self._widths:
                 self._put_vector(name, piece, block)
             else:
                 self._put_columns(name, piece, block)
@@ -68,63 +64,72 @@ class WeightProbe:
         expected[piece.write.offset : piece.write.offset + len(block)] = block
 
     def _put_columns(self, name: str, piece: Piece, block: Tensor) -> None:
-        columns = self._columns[name]
-        width = piece.write.stride[0]
+        width = self._widths[name]
+        columns = self._columns_of(width, block.device)
         top, left = divmod(piece.write.offset, width)
         if name not in self._expected:
             height = max(p.write.offset // width + p.write.size[0] for p in self._pieces[name])
             self._expected[name] = block.new_zeros(height, len(columns))
+        rows = self._expected[name][top : top + block.shape[0]]
+        if block.shape[1] == width:
+            torch.index_select(block, 1, columns, out=rows)
+            return
         inside = (columns >= left) & (columns < left + block.shape[1])
-        picked = block[:, (columns[inside] - left).to(block.device)]
-        self._expected[name][top : top + block.shape[0], inside.to(block.device)] = picked
+        rows[:, inside] = block[:, columns[inside] - left]
+
+    def _columns_of(self, width: int, device: torch.device) -> Tensor:
+        """int64, the columns that are sampled of matrices of a width."""
+        if width not in self._columns:
+            generator = torch.Generator("cpu").manual_seed(self._version)
+            order = torch.randperm(width, generator=generator, device="cpu")
+            self._columns[width] = order[:NUM_COLUMNS].sort().values.to(device)
+        return self._columns[width]
 
     def stale(self) -> list[str]:
         """Hugging Face names of the tensors that the engine does not compute with, in the order of its layers."""
         names: list[str] = []
+        one_hot: dict[tuple[int, torch.dtype], Tensor] = {}
         for name, layer in self._layers.items():
             arrived = self._filled.get(name, set())
             late = [piece.name for piece in self._pieces[name] if piece.name not in arrived]
-            wrong = [] if name not in self._expected else self._wrong(name, layer)
+            wrong = [] if name not in self._expected else self._wrong(name, layer, one_hot)
             names += [found for found in (*late, *wrong) if found not in names]
         return names
 
-    def _wrong(self, name: str, layer: nn.Module) -> list[str]:
+    def _wrong(self, name: str, layer: nn.Module, one_hot: dict[tuple[int, torch.dtype], Tensor]) -> list[str]:
         expected = self._expected[name]
-        actual = self._computed(name, layer, expected)
+        actual = self._computed(name, layer, expected, one_hot)
         if isinstance(layer, LinearBase):
             expected = expected.to(layer.params_dtype)  # the CPU engine widens a bias after it was rounded
         expected = expected.to(actual.dtype)
+        if torch.equal(actual, expected):
+            return []
         bad = (actual != expected) & ~(actual.isnan() & expected.isnan())
         if bad.ndim == 2:
             bad = _beyond_rounding(actual, expected, bad).any(dim=1)
         wrong: list[str] = []
         for piece in self._pieces[name]:
-            width = self._width(name)
-            top = piece.write.offset // width
+            top = piece.write.offset // self._widths.get(name, 1)
             if bad[top : top + piece.write.size[0]].any() and piece.name not in wrong:
                 wrong.append(piece.name)
         return wrong
 
-    def _width(self, name: str) -> int:
-        return self._pieces[name][0].write.stride[0] if name in self._columns else 1
-
-    def _computed(self, name: str, layer: nn.Module, expected: Tensor) -> Tensor:
+    def _computed(
+        self, name: str, layer: nn.Module, expected: Tensor, one_hot: dict[tuple[int, torch.dtype], Tensor]
+    ) -> Tensor:
         """Return the layer's values for the sampled columns `[rows, columns]`, or its vector."""
         parameter = layer.get_parameter(name.rpartition(".")[2])
-        if name not in self._columns:
+        if name not in self._widths:
             return parameter[: len(expected)]
-        columns = self._columns[name].to(parameter.device)
-        if isinstance(layer, LinearBase | ParallelLMHead):
-            one_hot = torch.zeros(len(columns), self._width(name), dtype=parameter.dtype, device=parameter.device)
-            one_hot.scatter_(1, columns[:, None], 1)
-            return layer.quant_method.apply(layer, one_hot, None).t()[: len(expected)]
-        return parameter[: len(expected), columns]
-
-
-def _is_plain(layer: nn.Module) -> bool:
-    if isinstance(layer, LinearBase | VocabParallelEmbedding):
-        return isinstance(layer.quant_method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod)
-    return all(parameter.ndim == 1 for parameter in layer.parameters(recurse=False))
+        width = self._widths[name]
+        columns = self._columns_of(width, parameter.device)
+        if not isinstance(layer, LinearBase | ParallelLMHead):
+            return parameter[: len(expected), columns]
+        key = width, parameter.dtype
+        if key not in one_hot:
+            rows = torch.zeros(len(columns), width, dtype=parameter.dtype, device=parameter.device)
+            one_hot[key] = rows.scatter_(1, columns[:, None], 1)
+        return layer.quant_method.apply(layer, one_hot[key], None).t()[: len(expected)]
 
 
 def _is_block(piece: Piece) -> bool:

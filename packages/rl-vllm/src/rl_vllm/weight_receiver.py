@@ -14,6 +14,7 @@ from rl_core.errors import WeightSyncError
 from rl_core.torch.transport import ReceivingEnd
 from rl_core.weights import Manifest, Transport
 from rl_vllm.load_plan import LoadPlan, fed_names
+from rl_vllm.planned_load import PlannedLoad
 from rl_vllm.probe import WeightProbe
 
 
@@ -25,13 +26,22 @@ class WeightReceiver:
         model_config: vLLM's.
         manifest: what will arrive.
         plan: of the load into this rank's model.
+        planned: that load, if the plan is all it takes.
     """
 
-    def __init__(self, model: nn.Module, model_config: ModelConfig, manifest: Manifest, plan: LoadPlan) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        model_config: ModelConfig,
+        manifest: Manifest,
+        plan: LoadPlan,
+        planned: PlannedLoad | None,
+    ) -> None:
         self._model = model
         self._model_config = model_config
         self._manifest = manifest
         self.plan = plan
+        self._planned = planned
         self._probe: WeightProbe | None = None
 
     def receive(self, end: ReceivingEnd, transport: Transport, rank: int) -> str:
@@ -43,18 +53,22 @@ class WeightReceiver:
         """
         self._probe = WeightProbe(self._model, self.plan, self._manifest.version)
         with end.transfer(self._manifest, transport, rank) as tensors:
-            initialize_layerwise_reload(self._model)
-            try:
-                self.load(self._sampled(tensors))
-            finally:
-                # also after a failure: the engine must be able to load the next version
-                finalize_layerwise_reload(self._model, self._model_config)
+            sampled = self._sampled(tensors)
+            if self._planned is None:
+                self._reload(sampled)
+            else:
+                self._planned.load(sampled)
             self.repack_tied()
         return tensors.digest
 
-    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def _reload(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Hand tensors, under their Hugging Face names, to the engine's loaders."""
-        self._model.load_weights(tensors)
+        initialize_layerwise_reload(self._model)
+        try:
+            self._model.load_weights(self._kept(tensors))
+        finally:
+            # also after a failure: the engine must be able to load the next version
+            finalize_layerwise_reload(self._model, self._model_config)
 
     def repack_tied(self) -> None:
         """Pack tied heads again: some loaders skip them, and on CPU they compute with a packed copy of their own."""
@@ -70,10 +84,15 @@ class WeightReceiver:
         return self._probe.stale()
 
     def _sampled(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        names = fed_names(self._manifest)
         assert self._probe is not None
         for source, tensor in tensors:
             self._probe.take(source, tensor)
+            yield source, tensor
+
+    def _kept(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Tensors under every name that they are loaded under."""
+        names = fed_names(self._manifest)
+        for source, tensor in tensors:
             # loaders keep a tensor until its layer is complete, the transport only until its next bucket
             kept = tensor.clone(memory_format=torch.contiguous_format)
             for name in names[source]:

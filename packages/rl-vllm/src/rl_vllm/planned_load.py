@@ -1,0 +1,202 @@
+"""Loading by plan: tensors go straight to the places that a `LoadPlan` found for them.
+
+vLLM's reload wraps every loader anew for each version and runs it twice, the first time to count. With small layers
+that takes longer than everything else in a weight sync, so a model whose loaders only copy is loaded without them. The
+layers are otherwise treated alike: each is filled in the format of its checkpoint, processed by its own method, and
+its results are copied into the tensors that kernels and graphs refer to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import materialize_layer, restore_layer_on_meta
+from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_layer_tensors
+
+from rl_vllm.load_plan import Filling, LoadPlan, Piece
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedLayer:
+    """A layer of which every parameter is known to be filled.
+
+    Args:
+        module: of the engine's model.
+        num_pieces: copies that fill all its parameters.
+        fillings: attribute to the constant parts of a parameter.
+    """
+
+    module: nn.Module
+    num_pieces: int
+    fillings: Sequence[tuple[str, Filling]]
+
+    @property
+    def is_processed(self) -> bool:
+        """Whether a method makes the tensors that the layer computes with of those that were loaded."""
+        return isinstance(self.module, LinearBase | VocabParallelEmbedding)
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Where one copy of a plan goes."""
+
+    layer: PlannedLayer
+    attribute: str
+    piece: Piece
+
+
+class PlannedLoad:
+    """The load of every layer of a model, by plan.
+
+    Args:
+        destinations: name that a tensor is sent under, to its copies.
+        attention: layers that derive something of the others' weights once these are loaded.
+        dtype: of activations.
+    """
+
+    def __init__(
+        self,
+        destinations: Mapping[str, Sequence[Destination]],
+        attention: Sequence[nn.Module],
+        dtype: torch.dtype,
+    ) -> None:
+        self._destinations = destinations
+        self._attention = attention
+        self._dtype = dtype
+
+    @classmethod
+    def of(cls, model: nn.Module, plan: LoadPlan, dtype: torch.dtype) -> PlannedLoad | None:
+        """Return the load; None if some layer's loaders do more than copy, or its method is not a plain one."""
+        destinations: dict[str, list[Destination]] = {}
+        attention = []
+        for path, module in model.named_modules():
+            if is_deferred_attention_layer(module):
+                attention.append(module)
+                if any(_full(path, name) in plan.pieces for name in module._parameters):
+                    return None
+                continue
+            names = _own_parameters(path, module, plan)
+            if not names:
+                continue
+            if not is_plain(module) or not all(_is_filled(path, module, name, plan) for name in names):
+                return None
+            pieces = [(name, piece) for name in names for piece in plan.pieces[_full(path, name)]]
+            fillings = [(name, each) for name in names for each in plan.fillings.get(_full(path, name), ())]
+            layer = PlannedLayer(module, len(pieces), fillings)
+            for name, piece in pieces:
+                destinations.setdefault(piece.source, []).append(Destination(layer, name, piece))
+        return cls(destinations, attention, dtype)
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Fill all layers with the tensors of one version, by the names they are sent under; a tensor need not last
+        beyond its turn. After a failure the layers are as the engine needs them, with some of the values.
+        """
+        open_layers: dict[PlannedLayer, _OpenLayer] = {}
+        try:
+            for source, tensor in tensors:
+                for destination in self._destinations.get(source, ()):
+                    layer = destination.layer
+                    if layer not in open_layers:
+                        open_layers[layer] = _OpenLayer(layer)
+                    open_layers[layer].copy(destination, tensor)
+                    if open_layers[layer].is_full:
+                        open_layers.pop(layer).process()
+        finally:
+            for opened in open_layers.values():
+                opened.put_back()
+        for module in self._attention:
+            module.process_weights_after_loading(self._dtype)
+
+
+class _OpenLayer:
+    """A layer while it is filled: in its checkpoint's format, if a method makes something else of that."""
+
+    def __init__(self, layer: PlannedLayer) -> None:
+        self._layer = layer
+        self._num_left = layer.num_pieces
+        self._live = get_layer_params_buffers(layer.module)[0]
+        if layer.is_processed:
+            info = get_layerwise_info(layer.module)
+            restore_layer_on_meta(layer.module, info)
+            materialize_layer(layer.module, info)
+        for name, filling in layer.fillings:
+            filling.write.read(self._parameter(name)).fill_(filling.value)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every copy has been made."""
+        return not self._num_left
+
+    def copy(self, destination: Destination, tensor: Tensor) -> None:
+        """Make one copy."""
+        piece = destination.piece
+        piece.write.read(self._parameter(destination.attribute)).copy_(piece.read.read(tensor))
+        self._num_left -= 1
+
+    def process(self) -> None:
+        """Have the layer compute with what was copied."""
+        module = self._layer.module
+        if isinstance(module, LinearBase | VocabParallelEmbedding):
+            try:
+                module.quant_method.process_weights_after_loading(module)
+                for name, live in self._live.items():
+                    live.data.copy_(self._parameter(name))
+            finally:
+                self.put_back()
+
+    def put_back(self) -> None:
+        """Give the layer the tensors back that it had."""
+        if not self._layer.is_processed:
+            return
+        module = self._layer.module
+        for name in get_layer_tensors(module):
+            delattr(module, name)
+        for name, parameter in self._live.items():
+            module.register_parameter(name, parameter)
+
+    def _parameter(self, name: str) -> Tensor:
+        return self._layer.module.get_parameter(name).detach()
+
+
+def is_plain(layer: nn.Module) -> bool:
+    """Whether a layer computes with its weights as they are, or with a copy that is packed but not quantised."""
+    if isinstance(layer, LinearBase | VocabParallelEmbedding):
+        return isinstance(layer.quant_method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod)
+    return all(parameter.ndim == 1 for parameter in layer.parameters(recurse=False))
+
+
+def _own_parameters(path: str, module: nn.Module, plan: LoadPlan) -> list[str]:
+    """Parameters of a layer as a checkpoint fills them, but for those that it shares with an earlier layer."""
+    recorded = get_layerwise_info(module).restore_metadata[0]
+    held = {name for name, parameter in module._parameters.items() if parameter is not None}
+    return [name for name in sorted({*recorded, *held}) if _full(path, name) not in plan.aliases]
+
+
+def _is_filled(path: str, module: nn.Module, name: str, plan: LoadPlan) -> bool:
+    """Whether copies and constants fill a parameter, in the place where the layer then has it."""
+    full = _full(path, name)
+    if full in plan.opaque or full not in plan.pieces or any(b is not None for b in module._buffers.values()):
+        return False
+    recorded = get_layerwise_info(module).restore_metadata[0].get(name)
+    held = module._parameters.get(name)
+    if recorded is not None and isinstance(module, LinearBase | VocabParallelEmbedding):
+        num_values = recorded.numel()
+    elif held is not None and held.is_contiguous() and (recorded is None or recorded.shape == held.shape):
+        # it is filled where it lies
+        num_values = held.numel()
+    else:
+        return False
+    parts = [*plan.pieces[full], *plan.fillings.get(full, ())]
+    return sum(prod(part.write.size) for part in parts) == num_values
+
+
+def _full(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
