@@ -18,6 +18,7 @@ from rl_algos.losses.surrogates import SURROGATES
 from rl_algos.rollouts.batch import build_batch, with_advantages
 from rl_core.config import assemble, load, resolve, settings_of
 from rl_core.plugins import resolve as resolve_name
+from rl_core.testing.documents import read_document
 from rl_core.torch.rows import to_rows
 from rl_core.user_code import implementation_name
 
@@ -26,9 +27,9 @@ from rl_core.user_code import implementation_name
 def config(tmp_path_factory):
     """The two files in a folder, and the recipe between them read."""
     folder = tmp_path_factory.mktemp("user")
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    for name in ("mine.py", "run.yaml"):
-        (folder / name).write_text(re.search(rf"^# {name}\n.*?(?=^```)", readme, re.DOTALL | re.MULTILINE)[0])
+    for block in read_document(Path(__file__).parents[2] / "README.md").blocks:
+        if block.file in ("mine.py", "run.yaml"):
+            (folder / block.file).write_text(block.text)
     (folder / "grpo-arithmetic.yaml").write_text("loss_fn: {reference_policy_kl_penalty: 0.0}\n")
     raw = load(folder / "run.yaml")
     sections = {"grpo": grpo_section(raw.select("grpo")), "loss_fn": loss_fn_section(raw.select("loss_fn"))}

@@ -1,0 +1,40 @@
+"""The suite of a package that runs the blocks of the project's documents which need its engine."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from rl_core.testing.documents import Workbook, add_to_hub, documents_for
+from rl_core.testing.torch.reference_model import write_reference_model
+
+MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
+"""The name on the hub under which documents find a tiny model."""
+
+
+class EngineDocumentsSuite:
+    """Subclass it with the package whose blocks (`in=PACKAGE`) run."""
+
+    package: ClassVar[str]
+    root: ClassVar[Path]
+    """The checkout."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def hub(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        """A cache of the hub that holds a tiny model."""
+        folder = tmp_path_factory.mktemp("hub")
+        add_to_hub(folder, MODEL, partial(write_reference_model, seed=0))
+        return folder
+
+    def test_blocks_run_as_printed(self, hub: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+        documents = documents_for(self.package, self.root)
+        assert documents
+        for document in documents:
+            folder = tmp_path_factory.mktemp(document.path.stem)
+            workbook = Workbook(folder, {"HF_HUB_CACHE": str(hub), "HF_HUB_OFFLINE": "1"}, timeout=240)
+            for block in document.blocks:
+                workbook.run(block)
