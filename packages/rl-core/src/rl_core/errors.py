@@ -117,6 +117,10 @@ class WorkerError(RLError):
         return WorkerError(self.kind, self.message, self.traceback, origin)
 
 
+class PeerFailed(RLError):
+    """A failure of another rank in work of all ranks, as those repeat it that waited for that one."""
+
+
 class WorkerDied(RLError):
     """A worker's process ended without an answer (killed, out of memory, crashed in native code)."""
 

@@ -19,13 +19,13 @@ LOST = "no such shelf"
         (
             "on_rank0",
             0,
-            [([], f"FileNotFoundError: {LOST}"), ([], f"RLError: rank 0 failed: FileNotFoundError: {LOST}")],
+            [([], f"FileNotFoundError: {LOST}"), ([], f"PeerFailed: rank 0 failed: FileNotFoundError: {LOST}")],
         ),
         ("on_all_ranks", None, [(["worked"], ""), (["worked"], "")]),
         (
             "on_all_ranks",
             1,
-            [(["worked"], f"RLError: rank 1 failed: FileNotFoundError: {LOST}"), ([], f"FileNotFoundError: {LOST}")],
+            [(["worked"], f"PeerFailed: rank 1 failed: FileNotFoundError: {LOST}"), ([], f"FileNotFoundError: {LOST}")],
         ),
     ],
 )

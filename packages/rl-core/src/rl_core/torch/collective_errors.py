@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from rl_core.errors import RLError
+from rl_core.errors import PeerFailed
 
 PATIENCE = timedelta(days=1)
 """Bound of the wait for a rank that works: rank 0 downloads a model of any size, or writes it to a slow disk, for
@@ -17,7 +17,7 @@ the end of a rank's process is noticed at once."""
 
 
 def on_rank0(group: dist.ProcessGroup, action: Callable[[], None]) -> None:
-    """Run `action` on rank 0; its failure is raised there, and as an `RLError` that repeats it elsewhere.
+    """Run `action` on rank 0; its failure is raised there, and as a `PeerFailed` elsewhere.
 
     Without it the others would sit in their next collective until its time-out.
 
@@ -28,7 +28,7 @@ def on_rank0(group: dist.ProcessGroup, action: Callable[[], None]) -> None:
 
 
 def on_all_ranks(group: dist.ProcessGroup, action: Callable[[], None]) -> None:
-    """Run `action` on every rank; a failure is raised on its rank, and on the others as an `RLError` that repeats it.
+    """Run `action` on every rank; a failure is raised on its rank, and on the others as a `PeerFailed`.
 
     Args:
         group: all ranks, on gloo; its own time-out does not bound the action.
@@ -49,7 +49,7 @@ def on_all_ranks(group: dist.ProcessGroup, action: Callable[[], None]) -> None:
         if first < world_size:
             dist.broadcast_object_list(words, group_src=first, group=group)
     if first < world_size:
-        raise RLError(f"rank {first} failed: {words[0]}")
+        raise PeerFailed(f"rank {first} failed: {words[0]}")
 
 
 def _lowest(value: torch.Tensor, group: dist.ProcessGroup) -> None:

@@ -53,6 +53,6 @@ def test_the_ranks_that_get_weights_take_turns_to_write_them(pool, tmp_path, num
 
 def test_a_file_that_cannot_be_written_is_told_on_every_rank(pool, tmp_path):
     (_, first), (_, second) = pool.run(write, [(str(tmp_path), 2, 1)] * 2)
-    assert first == "RLError: rank 1 failed: OSError: [Errno 28] No space left on device"
+    assert first == "PeerFailed: rank 1 failed: OSError: [Errno 28] No space left on device"
     assert second == "OSError: [Errno 28] No space left on device"
     assert not (tmp_path / "model.safetensors.index.json").exists()

@@ -84,6 +84,7 @@ def model_folder(name: str) -> Path:
         return Path(name)
     if name.startswith((".", "/", "~")):
         raise ValueError(f"model_name {name!r} is not a folder; give a folder with Hugging Face files, or a hub name")
+    # comes with the backends' transformers, which reading a folder does not need
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(name, allow_patterns=PATTERNS))
