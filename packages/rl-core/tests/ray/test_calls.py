@@ -9,9 +9,18 @@ import ray
 from ray import exceptions as failures
 from ray.exceptions import RayTaskError
 
-from rl_core.errors import GeneratorError, Origin, WorkerDied, WorkerEnvironmentError, WorkerError, WorkerStalled
+from rl_core.errors import (
+    GeneratorError,
+    Origin,
+    PeerFailed,
+    RLError,
+    WorkerDied,
+    WorkerEnvironmentError,
+    WorkerError,
+    WorkerStalled,
+)
 from rl_core.ray import calls
-from rl_core.ray.calls import fetch, gather, settle, translate
+from rl_core.ray.calls import fetch, gather, outcomes, settle, translate, wait
 from rl_core.ray.host import WorkerHost
 from rl_core.ray.model import RemoteModel
 
@@ -60,6 +69,17 @@ def test_answers_come_in_the_order_of_the_calls_whoever_answers_first(start, tmp
     assert fetch(early, ORIGIN) == 2
     (tmp_path / "go").touch()
     assert gather([late, early], [ORIGIN, ORIGIN], 60) == [str(tmp_path / "go"), 2]
+
+
+def test_one_failure_among_calls_that_are_over_leaves_the_other_answers(start):
+    actor = start()
+    refs = [actor.call.remote("echo", 1), actor.call.remote("fail", "one third"), actor.call.remote("echo", 3)]
+    gather(refs[2:], [ORIGIN], 60)
+    assert wait(refs) == refs
+    first, failure, last = outcomes(refs, [ORIGIN] * 3)
+    assert (first, last) == (1, 3)
+    assert isinstance(failure, WorkerError)
+    assert "policy rank 3" in str(failure)
 
 
 def test_a_time_out_bounds_the_whole_wait_and_says_how_many_are_late(start, tmp_path):
@@ -188,3 +208,10 @@ def test_errors_that_are_no_deaths_keep_their_kind():
     assert (type(full), full.kind) == (WorkerError, "ObjectStoreFullError")
     assert type(translate(RayTaskError("call", "", GeneratorError("ill")), ORIGIN)) is GeneratorError
     assert type(translate(RayTaskError("call", "", failures.OwnerDiedError("aa", None, "")), ORIGIN)) is WorkerDied
+
+
+def test_errors_that_name_no_worker_say_whose_they_are():
+    own = translate(RayTaskError("call", "", RLError("3 training steps in a row were skipped")), ORIGIN)
+    assert (type(own), str(own)) == (RLError, f"{ORIGIN}: 3 training steps in a row were skipped")
+    repeated = translate(RayTaskError("call", "", PeerFailed("rank 0 failed: OSError: full")), ORIGIN)
+    assert (type(repeated), str(repeated)) == (PeerFailed, "policy rank 0 failed: OSError: full")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rl_core.batch import RemoteRows
-from rl_core.errors import GeneratorError, Origin, WeightSyncError, WorkerDied, WorkerError, WorkerStalled
+from rl_core.errors import GeneratorError, Origin, RLError, WeightSyncError, WorkerDied, WorkerError, WorkerStalled
 from rl_core.generation import RolloutTask, SamplingParams
 from rl_core.ray.rows import StoredRows
 from rl_core.rollout import Prompt
@@ -137,8 +137,16 @@ def plain_calls(monkeypatch):
         able = [ref for ref in refs if not getattr(ref, "late", lambda: False)()]
         return able[:1]
 
+    def outcomes(refs, origins):
+        for ref in refs:
+            try:
+                yield ref.answer()
+            except RLError as error:
+                yield error
+
     for module in (rollout_pool, replica_module):
         monkeypatch.setattr(module, "wait", wait)
+    monkeypatch.setattr(rollout_pool, "outcomes", outcomes)
     monkeypatch.setattr(rollout_pool, "stored_groups", lambda prompts, reports, columns, records, origin: reports)
     for module in (rollout_pool, replica_group, replica_module):
         monkeypatch.setattr(module, "fetch", lambda ref, origin, timeout_s=None: ref.answer())

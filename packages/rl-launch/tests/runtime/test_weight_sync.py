@@ -7,7 +7,16 @@ import pytest
 
 from rl_core.batch import Batch
 from rl_core.delivery import Taken
-from rl_core.errors import GeneratorError, Origin, RLError, WeightSyncError, WorkerDied, WorkerError, WorkerStalled
+from rl_core.errors import (
+    GeneratorError,
+    Origin,
+    PeerFailed,
+    RLError,
+    WeightSyncError,
+    WorkerDied,
+    WorkerError,
+    WorkerStalled,
+)
 from rl_core.weights import Manifest, TensorSpec
 from rl_launch.placement.residency import Residency, Tenant
 from rl_launch.runtime import weight_sync
@@ -286,7 +295,7 @@ def test_a_death_is_the_cause_whoever_noticed_it_first():
 
 
 def test_a_failure_is_named_before_those_that_repeat_it():
-    repeated = RLError("rank 0 failed: WeightSyncError: missing norm")
+    repeated = PeerFailed("policy rank 0 failed: WeightSyncError: missing norm")
     error = joined([repeated, WeightSyncError("missing norm", ("norm",))])
     assert type(error) is WeightSyncError
     assert (str(error), error.tensors) == ("missing norm", ("norm",))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import ray
@@ -11,13 +11,17 @@ from ray import exceptions as ray_errors
 from ray._private.state import actors as actor_states
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from rl_core.errors import Origin, RLError, WorkerDied, WorkerEnvironmentError, WorkerError, WorkerStalled
+from rl_core.errors import Origin, PeerFailed, RLError, WorkerDied, WorkerEnvironmentError, WorkerError, WorkerStalled
 
 DECISION_S = 120.0
 """How long Ray may take to decide whether a worker that cannot be reached is dead. With its default health checks it
 takes 15 s for a node that is gone and 65 s for one that is frozen."""
 
 _DECISION_POLL_S = 0.5
+
+LINGER_S = 0.01
+"""How long calls that are over wait for others to be, so that many are read at once: each look costs this process as
+much as reading an answer."""
 
 _DEATHS: dict[type[RayError], str] = {
     ray_errors.ActorUnavailableError: "the process could not be reached",
@@ -57,18 +61,36 @@ def gather(refs: Sequence[ray.ObjectRef], origins: Sequence[Origin], timeout_s: 
         ready = wait(waiting, _left(end))
         if not ready:
             raise stalled(timeout_s or 0.0, origin_of[waiting[0]], num_others=len(waiting) - 1)
-        for ref in ready:
-            answers[ref] = fetch(ref, origin_of[ref])
+        for ref, outcome in zip(ready, outcomes(ready, [origin_of[ref] for ref in ready]), strict=True):
+            if isinstance(outcome, RLError):
+                raise outcome
+            answers[ref] = outcome
     return [answers[ref] for ref in refs]
 
 
 def wait(refs: Sequence[ray.ObjectRef], timeout_s: float | None = None) -> list[ray.ObjectRef]:
-    """Wait for at least one call to end; returns all that have ended, in order, or none after the time-out."""
+    """Wait for at least one call to end; returns all that have ended by then or `LINGER_S` later, in order, or none after
+    the time-out.
+    """
     done, waiting = ray.wait(list(refs), num_returns=1, timeout=timeout_s)
-    # whatever else is over: one by one, a thousand ranks would be waited for a million times
-    more = ray.wait(waiting, num_returns=len(waiting), timeout=0)[0] if done and waiting else []
+    more = ray.wait(waiting, num_returns=len(waiting), timeout=LINGER_S)[0] if done and waiting else []
     over = {*done, *more}
     return [ref for ref in refs if ref in over]
+
+
+def outcomes(refs: Sequence[ray.ObjectRef], origins: Sequence[Origin]) -> Iterator[Any]:
+    """What came of calls that are over, in order: the answer, or the `RLError` that `fetch` raises."""
+    try:
+        yield from ray.get(list(refs))
+        return
+    except RayError:
+        # one by one, so that each failure is known by its worker
+        pass
+    for ref, origin in zip(refs, origins, strict=True):
+        try:
+            yield fetch(ref, origin)
+        except RLError as error:
+            yield error
 
 
 def settle(
@@ -105,14 +127,14 @@ def settle(
             failures.append(late)
             on_failure(late)
             end = time.monotonic() + grace_s
-        for ref in ready:
-            try:
-                answers[ref] = fetch(ref, origin_of[ref])
-            except RLError as error:
-                failures.append(error)
-                if len(failures) == 1:
-                    on_failure(error)
-                    end = time.monotonic() + grace_s
+        for ref, outcome in zip(ready, outcomes(ready, [origin_of[ref] for ref in ready]), strict=True):
+            if not isinstance(outcome, RLError):
+                answers[ref] = outcome
+                continue
+            failures.append(outcome)
+            if len(failures) == 1:
+                on_failure(outcome)
+                end = time.monotonic() + grace_s
         waiting = [ref for ref in waiting if ref not in ready]
     return ([], failures) if failures else ([answers[ref] for ref in refs], [])
 
@@ -138,6 +160,11 @@ def translate(error: RayError, origin: Origin) -> RLError:
         cause = error.cause
         if isinstance(cause, WorkerError):
             return cause.at(origin)
+        if type(cause) is RLError:
+            return RLError(f"{origin}: {cause}")
+        if isinstance(cause, PeerFailed):
+            # the same on every rank that repeats it
+            return PeerFailed(f"{origin.role} {cause}")
         if isinstance(cause, RLError):
             return cause
         if isinstance(cause, RayError):

@@ -6,14 +6,14 @@ from collections import deque
 from collections.abc import Sequence
 
 from rl_core.batch import RemoteRows
-from rl_core.errors import GeneratorError, RLError, WorkerDied
+from rl_core.errors import GeneratorError, Origin, RLError, WorkerDied
 from rl_core.generation import RolloutTask, Ticket, WeightUpdate
-from rl_core.ray.calls import fetch, wait
+from rl_core.ray.calls import fetch, outcomes, wait
 from rl_core.ray.rows import refs_of, stored_groups
-from rl_core.rollout import RolloutGroup
+from rl_core.rollout import GroupReport, RolloutGroup
 from rl_launch.placement.residency import Residency
 from rl_launch.runtime.dispatch import Dispatch
-from rl_launch.runtime.replica import ProgressWatch, Replica
+from rl_launch.runtime.replica import FinishedCall, ProgressWatch, Replica
 from rl_launch.runtime.replica_group import ReplicaGroup
 
 LOOK_S = 5.0
@@ -121,25 +121,32 @@ class RolloutPool:
         replicas = {call.reports: replica for replica, call in self._dispatch.asked.items()}
         if not replicas:
             return
-        for ref in wait(list(replicas), self._look_s):
+        ended = wait(list(replicas), self._look_s)
+        origins = [replicas[ref].origin("rollouts") for ref in ended]
+        for ref, origin, outcome in zip(ended, origins, outcomes(ended, origins), strict=True):
             replica = replicas[ref]
             call = self._dispatch.asked.pop(replica)
-            origin = replica.origin("rollouts")
-            try:
-                numbered = fetch(ref, origin)
-            except (GeneratorError, WorkerDied) as error:
-                self._fail(replica, error)
+            if isinstance(outcome, GeneratorError | WorkerDied):
+                self._fail(replica, outcome)
                 self._dispatch.give_up(replica)
-                continue
-            tickets = [Ticket(number) for number, _ in numbered]
-            tasks = self._dispatch.end(replica, tickets)
-            reports = [report for _, report in numbered]
-            groups = stored_groups([task.prompt for task in tasks], reports, call.columns, call.records, origin)
-            self._done.extend(zip(tickets, groups, strict=True))
-            self._watches[replica].moved()
-            self._group.deaths.forget()
+            elif isinstance(outcome, RLError):
+                raise outcome
+            else:
+                self._take(replica, call, outcome, origin)
         # replicas that answered go on answering while these groups are taken
         self._dispatch.ask()
+
+    def _take(
+        self, replica: Replica, call: FinishedCall, numbered: Sequence[tuple[int, GroupReport]], origin: Origin
+    ) -> None:
+        """Take the groups of one answer."""
+        tickets = [Ticket(number) for number, _ in numbered]
+        tasks = self._dispatch.end(replica, tickets)
+        reports = [report for _, report in numbered]
+        groups = stored_groups([task.prompt for task in tasks], reports, call.columns, call.records, origin)
+        self._done.extend(zip(tickets, groups, strict=True))
+        self._watches[replica].moved()
+        self._group.deaths.forget()
 
     def _look(self) -> None:
         for replica in self._dispatch.busy - self._group.lost:
