@@ -118,7 +118,7 @@ class WorkerError(RLError):
 
 
 class PeerFailed(RLError):
-    """A failure of another rank in work of all ranks, as those repeat it that waited for that one."""
+    """Another rank failed in work that all ranks do together; raised on the ranks that did not fail."""
 
 
 class WorkerDied(RLError):

@@ -69,7 +69,7 @@ def gather(refs: Sequence[ray.ObjectRef], origins: Sequence[Origin], timeout_s: 
 
 
 def wait(refs: Sequence[ray.ObjectRef], timeout_s: float | None = None) -> list[ray.ObjectRef]:
-    """Wait for at least one call to end; returns all that have ended by then or `LINGER_S` later, in order, or none after
+    """Wait for at least one call to end; returns those that have ended up to `LINGER_S` later, in order, or none after
     the time-out.
     """
     done, waiting = ray.wait(list(refs), num_returns=1, timeout=timeout_s)
