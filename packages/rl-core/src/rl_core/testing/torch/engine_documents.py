@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -27,7 +26,11 @@ class EngineDocumentsSuite:
     def hub(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
         """A cache of the hub that holds a tiny model."""
         folder = tmp_path_factory.mktemp("hub")
-        add_to_hub(folder, MODEL, partial(write_reference_model, seed=0))
+
+        def write(snapshot: Path) -> None:
+            write_reference_model(snapshot, seed=0)
+
+        add_to_hub(folder, MODEL, write)
         return folder
 
     def test_blocks_run_as_printed(self, hub: Path, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -6,7 +6,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 import pytest
@@ -74,7 +74,7 @@ class ReportedRoutingSuite(ABC):
         assert replayed.mean() < free.mean() / 1.5
         assert replayed.max() < free.max() / 1.5
 
-    def _completions(self, folder: Path, precision: str) -> Sequence[Completion]:
+    def _completions(self, folder: Path, precision: Literal["float32", "bfloat16"]) -> Sequence[Completion]:
         """Those of all requests, which are of different lengths."""
 
         async def run() -> Sequence[Completion]:
