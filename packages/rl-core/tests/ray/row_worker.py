@@ -8,11 +8,13 @@ import numpy as np
 from rl_core.batch import Batch
 from rl_core.mesh import Coordinates
 from rl_core.metrics import Metric
+from rl_core.model import LOGPROBS, Read
 
 
 @dataclass(frozen=True)
 class RowLoss:
     columns: tuple[str, ...] = ("loss_mask", "advantages", "prev_logprobs")
+    reads: tuple[Read, ...] = (LOGPROBS,)
 
 
 class RowWorker:
