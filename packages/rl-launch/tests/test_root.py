@@ -27,6 +27,19 @@ def test_a_resolved_config_loads_back_to_itself(recipe, tmp_path):
     assert to_yaml(read_config(tmp_path).config) == to_yaml(config)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "overrides"),
+    [
+        ("sft-arithmetic", ["data.validation=null", "sft.stop_at_validation_loss=null", "checkpointing.metric_name=null"]),
+        ("dpo-tiny", ["dpo.loss=simpo"]),
+        ("dpo-tiny", ["dpo.loss=kto"]),
+    ],
+)
+def test_keys_that_have_no_effect_load_back_at_their_defaults(recipe, overrides, tmp_path):
+    (tmp_path / "config.yaml").write_text(to_yaml(read_config(recipe, overrides).config))
+    assert read_config(tmp_path).config.policy.model_name
+
+
 def test_an_inherited_recipe_keeps_what_it_does_not_say():
     small, large = read_config("grpo-math-1b").config, read_config("grpo-math-8b").config
     assert large.data == small.data.model_copy(update={"max_input_seq_length": 1024})

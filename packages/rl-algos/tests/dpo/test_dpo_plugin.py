@@ -76,7 +76,6 @@ def test_a_reference_is_kept_if_the_loss_compares_with_it(name):
     [
         ("simpo", {"reference_policy_kl_penalty": 0.2}, "dpo.reference_policy_kl_penalty"),
         ("orpo", {"cache_reference_logprobs": True}, "dpo.cache_reference_logprobs"),
-        ("simpo", {"preference_average_log_probs": False}, "dpo.preference_average_log_probs"),
         ("dpo", {"preference_loss_weight": 0.0}, "dpo.preference_loss_weight"),
         ("dpo", {"sft_average_log_probs": True}, "dpo.sft_average_log_probs"),
         ("kto", {"sft_loss_weight": 0.1}, "dpo.sft_loss_weight"),

@@ -22,7 +22,7 @@ from rl_algos.rollouts.checks import validation_metrics as of_rollouts
 from rl_algos.rollouts.plugin import rollout_algorithm
 from rl_algos.supervised.checks import supervised_problems
 from rl_algos.supervised.config import validation_metrics as of_text
-from rl_core.config import Config, Problem
+from rl_core.config import Problem, is_changed
 from rl_core.model import ModelSpec
 from rl_core.plugins import AlgorithmPlugin, ModelNeed
 
@@ -58,7 +58,7 @@ def check_rollouts(config: RolloutsRoot) -> Iterator[Problem]:
 def check_text(config: TextRoot) -> Iterator[Problem]:
     """Problems of distillation on given text."""
     yield from _loss(config.loss_fn)
-    if _is_changed(config.loss_fn, "span_tau"):
+    if is_changed(config.loss_fn, "span_tau"):
         yield Problem("loss_fn.span_tau", f"has no effect with algorithm: {OFFLINE.name}; remove this key")
     yield from supervised_problems("distillation", config.distillation, config.data, config.policy)
 
@@ -66,12 +66,12 @@ def check_text(config: TextRoot) -> Iterator[Problem]:
 def _cross_tokenizer(config: RolloutsRoot) -> Iterator[Problem]:
     settings, loss = config.distillation, config.loss_fn
     if not settings.cross_tokenizer:
-        if _is_changed(loss, "span_tau"):
+        if is_changed(loss, "span_tau"):
             yield Problem("loss_fn.span_tau", "has no effect without distillation.cross_tokenizer=true")
         return
-    if _is_changed(settings, "topk_logits_k"):
+    if is_changed(settings, "topk_logits_k"):
         yield Problem("distillation.topk_logits_k", "has no effect with cross_tokenizer; remove this key")
-    if _is_changed(loss, "kl_type"):
+    if is_changed(loss, "kl_type"):
         yield Problem("loss_fn.kl_type", "has no effect with distillation.cross_tokenizer; remove this key")
     if settings.max_rollout_turns > 1:
         yield Problem("distillation.max_rollout_turns", "cross_tokenizer takes rollouts of one turn; set it to 1")
@@ -81,13 +81,8 @@ def _cross_tokenizer(config: RolloutsRoot) -> Iterator[Problem]:
 
 def _loss(loss: DistillationLossConfig) -> Iterator[Problem]:
     for key, kind in _WEIGHTS.items():
-        if _is_changed(loss, key) and loss.kl_type != kind:
+        if is_changed(loss, key) and loss.kl_type != kind:
             yield Problem(f"loss_fn.{key}", f"has no effect with kl_type {loss.kl_type}; remove it, or use {kind}")
-
-
-def _is_changed(section: Config, key: str) -> bool:
-    """Whether a key has another value than its default; a config that a run has written names every key."""
-    return bool(getattr(section, key) != type(section).model_fields[key].default)
 
 
 def rollout_validation_metrics(config: RolloutsRoot) -> list[str]:

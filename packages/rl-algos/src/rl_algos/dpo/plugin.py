@@ -7,13 +7,13 @@ from typing import Any
 
 from rl_algos.data.config import DataConfig
 from rl_algos.dpo.config import DPOConfig, DPORoot
-from rl_algos.dpo.loss import KTO, loss_of, loss_section, term_of, uses_reference
+from rl_algos.dpo.loss import KTO, loss_of, loss_section, uses_reference
 from rl_algos.losses.preference import KTOLoss
 from rl_algos.preference.checks import preference_data_problems
 from rl_algos.requirement import LOSSES
 from rl_algos.supervised.checks import supervised_problems
 from rl_algos.supervised.config import validation_metrics as metrics_of
-from rl_core.config import Config, Problem, ProblemError, assemble
+from rl_core.config import Config, Problem, ProblemError, assemble, is_changed
 from rl_core.model import ModelSpec
 from rl_core.plugins import AlgorithmPlugin, ModelNeed
 
@@ -43,7 +43,7 @@ def check(config: DPORoot) -> Iterable[Problem]:
 
 def _loss(config: DPORoot) -> Iterator[Problem]:
     dpo = config.dpo
-    name, written = dpo.loss.name, dpo.model_fields_set
+    name = dpo.loss.name
     try:
         loss = loss_of(dpo)
     except ValueError as error:
@@ -51,7 +51,7 @@ def _loss(config: DPORoot) -> Iterator[Problem]:
         return
     if not uses_reference(dpo):
         for key in ("reference_policy_kl_penalty", "cache_reference_logprobs"):
-            if key in written and getattr(dpo, key):
+            if is_changed(dpo, key):
                 yield Problem(f"dpo.{key}", f"has no effect: {name} has no reference policy; remove this key")
     if isinstance(loss, KTOLoss):
         for key in (
@@ -60,13 +60,11 @@ def _loss(config: DPORoot) -> Iterator[Problem]:
             "sft_loss_weight",
             "sft_average_log_probs",
         ):
-            if key in written and getattr(dpo, key) is not None and getattr(dpo, key) is not False:
+            if is_changed(dpo, key):
                 yield Problem(
                     f"dpo.{key}", "has no effect on kto, which has one term of summed logprobs; remove this key"
                 )
         return
-    if term_of(dpo).averages and "preference_average_log_probs" in written and not dpo.preference_average_log_probs:
-        yield Problem("dpo.preference_average_log_probs", f"{name} always averages; remove this key")
     if not (loss.weight or loss.sft_weight):
         yield Problem(
             "dpo.preference_loss_weight", "is 0, as is sft_loss_weight, so that nothing is learned; raise one"

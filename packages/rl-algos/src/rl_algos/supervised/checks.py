@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from rl_algos.data.config import DataConfig
 from rl_algos.supervised.config import SupervisedConfig
-from rl_core.config import Problem
+from rl_core.config import Problem, is_changed
 from rl_core.model_config import ModelConfig
 
 _OF_VALIDATION = (
@@ -37,7 +37,7 @@ def _validation(key: str, section: SupervisedConfig, data: DataConfig) -> Iterat
     if data.validation is not None:
         return
     for name in _OF_VALIDATION:
-        if name in section.model_fields_set and getattr(section, name):
+        if getattr(section, name) and is_changed(section, name):
             yield Problem(f"{key}.{name}", "there is nothing to validate on; set data.validation, or remove this key")
 
 

@@ -34,6 +34,7 @@ from rl_core.config.schema import (
     ProblemError,
     WhenChanged,
     assemble,
+    is_changed,
     plain,
 )
 from rl_core.config.signature import NamedConfig, section_of, settings_of
@@ -65,6 +66,7 @@ __all__ = [
     "did_you_mean",
     "diff",
     "explain",
+    "is_changed",
     "keys_when_changed",
     "load",
     "nearest",

@@ -115,6 +115,16 @@ def plain(value: Any) -> Any:
     return to_jsonable_python(value, inf_nan_mode="constants")
 
 
+def is_changed(section: Config, key: str) -> bool:
+    """Whether a key of a section has another value than its default.
+
+    A check that refuses keys without effect asks this, not which keys are written: the config that a run writes names
+    every key, and must load back.
+    """
+    default: Any = type(section).model_fields[key].get_default(call_default_factory=True)
+    return bool(getattr(section, key) != default)
+
+
 def _check_variables(variables: dict[str, str]) -> dict[str, str]:
     problems = [Problem(name, reason) for name in variables if (reason := _refusal(name))]
     if problems:
