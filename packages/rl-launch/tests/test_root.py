@@ -30,7 +30,10 @@ def test_a_resolved_config_loads_back_to_itself(recipe, tmp_path):
 @pytest.mark.parametrize(
     ("recipe", "overrides"),
     [
-        ("sft-arithmetic", ["data.validation=null", "sft.stop_at_validation_loss=null", "checkpointing.metric_name=null"]),
+        (
+            "sft-arithmetic",
+            ["data.validation=null", "sft.stop_at_validation_loss=null", "checkpointing.metric_name=null"],
+        ),
         ("dpo-tiny", ["dpo.loss=simpo"]),
         ("dpo-tiny", ["dpo.loss=kto"]),
     ],
