@@ -20,7 +20,7 @@ from rl_core.errors import DataError
 
 @dataclass(frozen=True)
 class DistillationData(RolloutData):
-    """What the driver loads for distillation on the student's own rollouts.
+    """Data that the driver loads for distillation on the student's own rollouts.
 
     Args:
         vocabulary: number of tokens that student and teachers share.
@@ -46,7 +46,7 @@ class TextRow:
 
 @dataclass(frozen=True)
 class TextData(SupervisedData[TextRow]):
-    """What the driver loads for distillation on given text.
+    """Data that the driver loads for distillation on given text.
 
     Args:
         vocabulary: number of tokens that student and teachers share.

@@ -17,7 +17,7 @@ from rl_core.rollout import LOSS_MASK, Message, RolloutGroup
 
 
 class Response(NamedTuple):
-    """What a student said, as a teacher reads it.
+    """A student's completion, as a teacher reads it.
 
     Args:
         tokens: int32 `[teacher tokens]`, with the prompt by the teacher's chat template.

@@ -26,7 +26,7 @@ class AdaptiveWeight(Protocol):
         ...
 
     def state(self) -> Mapping[str, Any]:
-        """What `restore` goes on from."""
+        """State that `restore` goes on from."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:

@@ -50,7 +50,7 @@ ESTIMATORS: Mapping[str, Estimator] = {
 
 @dataclass(frozen=True)
 class _Step:
-    """What the inputs of an estimator are taken from.
+    """Sources of the inputs of an estimator.
 
     Args:
         groups, config: of the step.
@@ -115,7 +115,7 @@ INPUTS: Mapping[str, Callable[[_Step], Any]] = {
     "squared_scores": lambda step: step.squared_scores,
     "normalize": lambda step: step.config.normalize_rewards,
 }
-"""What an estimator may read, by the name of its parameter:
+"""Inputs that an estimator may read, by the name of its parameter:
 
 - `rewards` float64 `[rollouts]`, scaled and shaped, NaN for failed rollouts;
 - `scores` float64 `[rollouts]`, rewards as the environments gave them, likewise;
@@ -136,7 +136,7 @@ def estimator_section(name: str | None) -> type[Config]:
     """The type of `grpo.adv_estimator`: the name of an estimator and its settings.
 
     Raises:
-        ValueError: if there is no such estimator, or it asks for what is not there.
+        ValueError: if there is no such estimator, or it asks for an input that does not exist.
         ModuleNotFoundError: if its package is not installed.
     """
     function = _function(name or "grpo")

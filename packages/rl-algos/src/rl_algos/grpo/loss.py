@@ -22,7 +22,7 @@ from rl_core.model import Loss
 from rl_core.plugins import resolve
 
 COLUMNS = ("loss_mask", "advantages", "generation_logprobs", "prev_logprobs", "ref_logprobs")
-"""What a loss may read of a batch, beside `tokens`."""
+"""Columns of a batch that a loss may read, beside `tokens`."""
 
 CLIP_KEYS = {"clip_low": "ratio_clip_min", "clip_high": "ratio_clip_max", "dual_clip": "ratio_clip_c"}
 """Fields of surrogates that have a key of `loss_fn` in common, and that key."""

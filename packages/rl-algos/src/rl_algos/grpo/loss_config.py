@@ -62,7 +62,7 @@ class LossConfig(NamedConfig):
     ratio_clip_max: float = Field(default=0.2, ge=0)
     """The ratio is clipped above at 1 plus this."""
     ratio_clip_c: float | None = Field(default=None, gt=1)
-    """Dual clip: bound of the loss, in units of -advantage, where the advantage is negative."""
+    """Dual clip: bound of the loss, in units of -advantage, for tokens with a negative advantage."""
     sequence_level_importance_ratios: bool = False
     """One ratio per sequence, from its mean log-ratio (GSPO); the same as `surrogate: gspo`."""
     use_cispo: bool = False

@@ -16,7 +16,7 @@ from rl_core.rollout import LOSS_MASK, RolloutGroup
 
 @dataclass(frozen=True)
 class StepData:
-    """What a statistic of a whole step may be computed from.
+    """Data of a whole step that a statistic may be computed from.
 
     Args:
         step: number of the step.

@@ -66,7 +66,7 @@ def _corrected(loss: PolicyLoss, policy: Tensor, sampled: Sampled) -> tuple[Tens
 def _penalties(
     loss: PolicyLoss, reads: Mapping[str, Tensor], sampled: Sampled
 ) -> tuple[Tensor | None, dict[str, MetricSum]]:
-    """What is added to the policy term of each token, None for nothing, and what to report of it."""
+    """Return the term added to the policy term of each token, None for nothing, and its metrics."""
     metrics: dict[str, MetricSum] = {}
     penalties: Tensor | None = None
     if loss.kl is not None:

@@ -47,7 +47,7 @@ class Responses:
         return Responses(self.logprobs[index], self.relative[index], self.lengths[index])
 
     def rewards(self, *, averages: bool) -> Tensor:
-        """What a term compares, before it is scaled."""
+        """Rewards that a term compares, before scaling."""
         return self.relative / self.lengths if averages else self.relative
 
 

@@ -35,7 +35,7 @@ class PolicyTerms:
     Args:
         loss: `[tokens]`, with gradient.
         ratio: `[tokens]`, of policy and `prev`, to report.
-        clipped: bool `[tokens]`, where a bound changed the term or took its gradient away.
+        clipped: bool `[tokens]`, True if a bound changed the term or took its gradient away.
     """
 
     loss: Tensor
