@@ -30,7 +30,7 @@ SEEDS = (1, 2, 3)
 
 @dataclass(frozen=True)
 class Aim:
-    """What a metric has to do in the mean over seeds, in words and as a test of its start and its end."""
+    """Aim of a metric in the mean over seeds, in words and as a test of its start and its end."""
 
     text: str
     is_met: Callable[[float, float], bool]

@@ -46,7 +46,7 @@ class PlannedLayer:
 
 @dataclass(frozen=True)
 class Destination:
-    """Where one copy of a plan goes."""
+    """Destination of one copy of a plan."""
 
     layer: PlannedLayer
     attribute: str

@@ -131,7 +131,7 @@ def _as_prompt(value: Any) -> Messages:
 
 
 def _response(value: Any, name: str) -> Messages:
-    """What the assistant says, as text or messages."""
+    """Content of the assistant's turns, as text or messages."""
     messages = _said(value, name)
     if messages[0]["role"] != "assistant":
         role = messages[0]["role"]

@@ -24,7 +24,7 @@ TRIED_ROWS = 2
 
 @dataclass(frozen=True)
 class RolloutData:
-    """What the driver loads before anything is started.
+    """Data that the driver loads before anything is started.
 
     Args:
         train: prompts to train on.

@@ -171,6 +171,6 @@ def _repeated(groups: Sequence[RolloutGroup], size: int) -> np.ndarray:
 
 
 def _texts(groups: Sequence[RolloutGroup]) -> list[list[str]]:
-    """What the policy said in each rollout, by turn."""
+    """Text of the policy in each rollout, by turn."""
     records = [json.loads(record.tobytes()) for group in groups for record in group.columns.ragged(RECORD)]
     return [[turn["text"] for turn in record["turns"]] for record in records]

@@ -33,7 +33,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class RolloutSteps:
-    """What loops share that train on their own rollouts: the loop adds how a step trains.
+    """Shared part of loops that train on their own rollouts; the loop adds how a step trains.
 
     Every step collects groups with the newest weights; after the training, `sync` brings the generators to the new
     weights. Validations and checkpoints follow when the loop asks for the next step. The usage loop::

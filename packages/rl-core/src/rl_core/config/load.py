@@ -72,7 +72,7 @@ class RawConfig:
         return values
 
     def origin(self, key: str) -> Origin:
-        """Where a key was written; `default` if it was not."""
+        """Place at which a key was written; `default` if it was not."""
         return self.entry.origin_at(parse_path(key))
 
     def with_values(self, values: Mapping[str, Any], source: str) -> RawConfig:

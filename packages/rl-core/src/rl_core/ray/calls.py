@@ -79,7 +79,7 @@ def wait(refs: Sequence[ray.ObjectRef], timeout_s: float | None = None) -> list[
 
 
 def outcomes(refs: Sequence[ray.ObjectRef], origins: Sequence[Origin]) -> Iterator[Any]:
-    """What came of calls that are over, in order: the answer, or the `RLError` that `fetch` raises."""
+    """Results of calls that are over, in order: the answer, or the `RLError` that `fetch` raises."""
     try:
         yield from ray.get(list(refs))
         return

@@ -85,7 +85,7 @@ class Block:
 
     @property
     def place(self) -> str:
-        """Where it is, as a test reports it."""
+        """Its file and line, as a test reports them."""
         return f"{self.document.name}, line {self.line}"
 
     @property
