@@ -144,7 +144,7 @@ def test_new_heads_depend_on_the_seed_alone(ranks, tmp_path):
     heads = []
     for index, (num_ranks, seed) in enumerate([(1, 0), (2, 0), (1, 1)]):
         path = tmp_path / str(index)
-        with open_model(ranks, folder, num_ranks, ModelSpec(role="critic", seed=seed)) as model:
+        with open_model(ranks, folder, num_ranks, ModelSpec(role="reward_model", seed=seed)) as model:
             model.export(str(path))
         heads.append(load_file(path / MODEL_FILE)["score.weight"])
     assert heads[0].equal(heads[1])
