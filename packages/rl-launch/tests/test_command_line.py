@@ -72,7 +72,7 @@ def test_show_prints_a_config_that_resolves_to_itself(tmp_path):
 def test_explain_says_meaning_value_and_origin():
     answer = CliRunner().invoke(app, ["config", "explain", "grpo-arithmetic", "grpo.seed", "grpo.seed=7"]).stdout
     assert "grpo.seed: 7  (command line)" in answer
-    assert "Of data order" in answer
+    assert "Seed of data order" in answer
     assert "default: 42" in answer
     assert "once a run has begun: a change needs a branch" in answer
 

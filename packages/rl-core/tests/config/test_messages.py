@@ -209,3 +209,8 @@ def test_a_name_that_several_sections_have_names_them(keys: list[Any]) -> None:
         "policy.dtensor_cfg.tensor_parallel_size",
         "policy.generation.vllm_cfg.tensor_parallel_size",
     }
+
+
+def test_a_key_of_the_section_that_was_written_comes_alone() -> None:
+    assert nearest("grpo.num_step", ["grpo.num_steps", "ppo.num_steps"]) == ["grpo.num_steps"]
+    assert set(nearest("x.num_step", ["a.num_steps", "b.num_steps"])) == {"a.num_steps", "b.num_steps"}
