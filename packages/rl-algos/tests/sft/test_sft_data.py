@@ -150,3 +150,24 @@ def test_a_completion_may_be_messages_and_turns_may_be_chosen(tmp_path, tokenize
     assert under_loss(tokenizer, both) == "b<|end|>d<|end|>"
     (last,) = prepared(tokenizer, data, learn="last").train.take(1)
     assert under_loss(tokenizer, last) == "d<|end|>"
+
+
+@pytest.mark.parametrize(("said", "num_warned"), [("日本", 1), ("12", 0)])
+def test_characters_to_learn_that_the_tokenizer_does_not_know_are_warned_of(
+    tokenizer, tmp_path, caplog, said, num_warned
+):
+    lines = [{"messages": [user("1+1="), assistant(answer)]} for answer in ("2", said)]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("\n".join(json.dumps(line, ensure_ascii=False) for line in lines), encoding="utf-8")
+    prepared(tokenizer, {"train": {"data_path": str(path)}}, batch_size=2)
+    found = [each for each in caplog.messages if "the tokenizer does not know" in each]
+    assert len(found) == num_warned
+    assert all(each.startswith("1 of 2 rows") and "line 2" in each and "<|unknown|>" in each for each in found)
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text):
+    return {"role": "assistant", "content": text}

@@ -34,6 +34,12 @@ def test_the_best_stay_and_always_the_newest(tmp_path):
     assert names(tmp_path) == ["step_2", "step_3", "step_4"]
 
 
+def test_the_log_says_which_are_removed(tmp_path, caplog):
+    with caplog.at_level("INFO"):
+        save_all(tmp_path, [0.1, 0.9, 0.2, 0.3], keep_top_k=3)
+    assert "removed checkpoint step_1: checkpointing.keep_top_k is 3" in caplog.messages
+
+
 def test_lower_can_be_better(tmp_path):
     save_all(tmp_path, [0.1, 0.9, 0.8], keep_top_k=1, metric_name="val:accuracy", higher_is_better=False)
     assert names(tmp_path) == ["step_1", "step_3"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,8 @@ from rl_core.batch import TOKENS, Batch
 from rl_core.errors import DataError
 from rl_core.ragged import Ragged
 from rl_core.rollout import Message
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -102,8 +105,26 @@ def training_rows(
         encoded, [len(tokens) for tokens, _ in encoded.values()], limit, overlong=config.overlong
     )
     rows = [TrainingRow(row_id, tokens, mask, dataset.name) for row_id, (tokens, mask) in kept.items()]
+    _warn_of_unknown(rows, dataset, tokenizer)
     if not any(row.loss_mask.any() for row in rows):
         raise DataError(
             f"no token of the dataset {dataset.name!r} is under the loss: what the assistant says is empty in every row"
         )
     return rows
+
+
+def _warn_of_unknown(rows: Sequence[TrainingRow], dataset: Dataset, tokenizer: Any) -> None:
+    """Say how many rows teach the token that stands for characters which the tokenizer does not have."""
+    if tokenizer.unk_token_id is None:
+        return
+    found = [row for row in rows if (row.tokens[row.loss_mask > 0] == tokenizer.unk_token_id).any()]
+    if found:
+        _log.warning(
+            "%d of %d rows of the dataset %r have characters to learn that the tokenizer does not know, the first at "
+            "%s: the model learns to say %s for them. Remove them, or choose another model or tokenizer.",
+            len(found),
+            len(rows),
+            dataset.name,
+            dataset.place(found[0].id),
+            tokenizer.unk_token,
+        )

@@ -263,6 +263,7 @@ class Checkpoints:
         for _, path in saved:
             if path not in kept:
                 self._drop(path)
+                _logger.info("removed checkpoint %s: checkpointing.keep_top_k is %d", path.name, keep)
 
     def _rank(self, step: int, path: Path) -> tuple[bool, float, int]:
         """Larger for a better checkpoint."""
