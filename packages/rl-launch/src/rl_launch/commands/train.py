@@ -141,6 +141,7 @@ def _run(
     check_engines(config, backends, envs)
     for role, model in backends.models.items():
         prove_family(section_of(config, model.section), model.section, model.plugin, envs.interpreters[role])
+    _log.info("starting Ray and the workers")
     # the run directory is taken after all checks, so that it stays free for another config after a refusal
     with (
         session,
