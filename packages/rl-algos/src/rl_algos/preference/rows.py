@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rl_algos.preference.encoding import EncodedResponse
-from rl_core.batch import TOKENS, Batch
+from rl_core.batch import TOKENS, Batch, Column
 from rl_core.microbatch import PAIR
 from rl_core.ragged import Ragged
 from rl_core.rollout import LOSS_MASK
@@ -53,7 +53,7 @@ def pair_batch(rows: Sequence[PairRow]) -> Batch:
     (0 if it is not known) `[rows]`."""
     numbers = np.arange(len(rows))
     margins = np.array([row.margin or 0.0 for row in rows], dtype=np.float32)
-    columns = {
+    columns: dict[str, Column] = {
         PAIR: np.repeat(numbers, 2),
         "is_chosen": np.tile(np.array([1, 0], dtype=np.uint8), len(rows)),
         "margin": np.repeat(margins, 2),
