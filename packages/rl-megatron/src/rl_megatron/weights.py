@@ -170,7 +170,7 @@ class Weights:
         return self._place.of(entry)
 
     def leads(self, entry: WeightMap) -> bool:
-        """Whether this is the first rank that holds its share of a parameter that is no copy."""
+        """Whether this is the first rank that holds its share of a parameter that is not a copy."""
         return entry.copy_of is None and self.leader(entry) == self._mesh.rank
 
     def leader(self, entry: WeightMap) -> int:
