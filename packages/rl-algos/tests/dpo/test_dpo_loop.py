@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from file_loss import path_of
 
 from rl_algos.data.config import DataConfig
 from rl_algos.dpo.data import prepare
@@ -15,11 +16,13 @@ from rl_algos.dpo.loss import LOSSES
 from rl_algos.dpo.plugin import PLUGIN, dpo_section
 from rl_algos.preference.data import load
 from rl_core.batch import Batch
+from rl_core.errors import DataError
 from rl_core.metrics import Metric
 from rl_core.plugins import resolve
 from rl_core.run import Components
 from rl_core.testing.fakes import FakeModel, FakeRun
 from rl_core.torch.rows import to_rows
+from rl_core.user_code import implementation_name
 
 
 class UnigramPolicy(FakeModel):
@@ -48,9 +51,8 @@ class UnigramPolicy(FakeModel):
     def _pass(self, batch, loss):
         totals = loss.totals(batch)
         rows = to_rows(batch.only(["tokens", *loss.columns]).local(), torch.device("cpu"))
-        sums = resolve(loss.implementation)(
-            loss, {"logprobs": self._logprobs(batch.ragged("tokens").values, self.logits)}, rows
-        )
+        compute = resolve(implementation_name(loss, loss.implementation))
+        sums = compute(loss, {"logprobs": self._logprobs(batch.ragged("tokens").values, self.logits)}, rows)
         share = sums.loss(totals)
         metrics = {
             name: Metric(
@@ -69,9 +71,9 @@ class UnigramPolicy(FakeModel):
         return logits.log_softmax(0)[torch.from_numpy(tokens.astype(np.int64))]
 
 
-def trained(tmp_path, tokenizer, loss, *, steps=6, **dpo):
+def trained(tmp_path, tokenizer, loss, *, steps=6, also=None, lr=0.5, **dpo):
     """What is recorded of a run on pairs of which the chosen response is `a` and the rejected one `b`."""
-    rows = [{"prompt": str(number), "chosen": "aa", "rejected": "bab"} for number in range(8)]
+    rows = [{"prompt": str(number), "chosen": "aa", "rejected": "bab", **(also or {})} for number in range(8)]
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     written = {"loss": loss, "max_num_steps": steps, "val_at_start": True, "val_at_end": True, "val_period": 0, **dpo}
@@ -80,10 +82,10 @@ def trained(tmp_path, tokenizer, loss, *, steps=6, **dpo):
         data=DataConfig.model_validate({"train": {"data_path": str(path)}, "validation": {"data_path": str(path)}}),
         policy=SimpleNamespace(train_global_batch_size=4, max_total_sequence_length=32),
     )
-    policy, run = UnigramPolicy(len(tokenizer)), FakeRun()
+    policy, run = UnigramPolicy(len(tokenizer), lr), FakeRun()
     data = prepare(config, tokenizer, load(config))
     run_algorithm(config, Components(models={"policy": policy}, data=data), run)
-    assert set(PLUGIN.validation_metrics(config)) <= set(run.metrics[0])
+    assert set(PLUGIN.validation_metrics(config) or ()) <= set(run.metrics[0])
     return run
 
 
@@ -97,6 +99,28 @@ def test_every_loss_teaches_what_is_preferred(tmp_path, tokenizer, name):
         assert after["val/margin"] > before["val/margin"]
     else:
         assert after["val/reward_desirable"] > 0 > after["val/reward_undesirable"]
+
+
+def test_losses_of_a_file_learn_from_pairs_or_from_single_responses(tmp_path, tokenizer):
+    of_pairs = trained(tmp_path, tokenizer, {"name": path_of(tmp_path, "Pairs"), "target": 0.5}, lr=0.02)
+    assert of_pairs.metrics[0]["val/loss"] == pytest.approx(0.25)
+    assert of_pairs.metrics[0]["val/num_pairs"] == 8
+    assert of_pairs.metrics[6]["val/loss"] < 0.25
+    judged = trained(tmp_path, tokenizer, path_of(tmp_path, "Judged"))
+    assert judged.metrics[0]["val/num_responses"] == 16
+    assert judged.metrics[6]["val/loss"] < judged.metrics[0]["val/loss"]
+
+
+def test_a_loss_that_reads_margins_refuses_pairs_without_one(tmp_path, tokenizer):
+    with pytest.raises(DataError, match="the pair has no margin"):
+        trained(tmp_path, tokenizer, path_of(tmp_path, "Margins"))
+    run = trained(tmp_path, tokenizer, path_of(tmp_path, "Margins"), steps=1, also={"margin": 1.0})
+    assert "train/loss" in run.metrics[1]
+
+
+def test_a_validation_of_a_loss_with_several_totals_says_what_it_needs(tmp_path, tokenizer):
+    with pytest.raises(ValueError, match=r"Uncounted\.totals names responses, tokens; a validation's mean"):
+        trained(tmp_path, tokenizer, path_of(tmp_path, "Uncounted"))
 
 
 def test_the_first_loss_is_that_of_no_opinion(tmp_path, tokenizer):

@@ -1,6 +1,7 @@
 from types import SimpleNamespace
 
 import pytest
+from file_loss import path_of
 
 from rl_algos.data.config import DataConfig
 from rl_algos.dpo.loss import LOSSES, loss_of
@@ -99,6 +100,47 @@ def test_an_unknown_loss_names_those_there_are():
     [problem] = raised.value.problems
     assert problem.key == "loss.name"
     assert "did you mean simpo?" in problem.message
+    assert "or a class of yours as package.module:Class or file.py:Class" in problem.message
+
+
+def test_the_path_of_a_class_is_a_loss_with_its_fields_as_keys(tmp_path):
+    chosen = config({"name": path_of(tmp_path, "Pairs"), "target": 0.25})
+    assert loss_of(chosen.dpo).target == 0.25
+    assert PLUGIN.models(chosen)["policy"].spec.keeps_reference
+    assert problems(chosen) == {}
+    judged = config(path_of(tmp_path, "Judged"), data=HELD_OUT)
+    assert not PLUGIN.models(judged)["policy"].spec.keeps_reference
+    assert problems(judged) == {}
+    assert PLUGIN.validation_metrics(judged) is None  # they are its own
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "key", "says"),
+    [
+        ("Pairs", {"reference_policy_kl_penalty": 0.2}, "dpo.reference_policy_kl_penalty", "give the class a field"),
+        ("Pairs", {"sft_loss_weight": 0.2}, "dpo.sft_loss_weight", "has no effect on"),
+        ("Judged", {"cache_reference_logprobs": True}, "dpo.cache_reference_logprobs", "has no reference policy"),
+        ("Judged", {"pairing": "all"}, "dpo.pairing", "takes responses one by one"),
+        ("Strange", {}, "dpo.loss.name", "needs advantages; a batch has loss_mask, ref_logprobs, of pairs pair"),
+        ("Torn", {}, "dpo.loss.name", "needs is_chosen of pairs and verdict of single responses"),
+        ("Hot", {}, "dpo.loss.name", "is 0.5; preferences are learned at 1"),
+    ],
+)
+def test_settings_that_a_loss_of_a_file_does_not_read_are_refused(tmp_path, name, keys, key, says):
+    found = problems(config(path_of(tmp_path, name), **keys))
+    assert list(found) == [key]
+    assert says in found[key]
+
+
+def test_a_loss_of_a_file_that_cannot_be_made_is_refused(tmp_path):
+    chosen = config({"name": path_of(tmp_path, "Pairs"), "target": -1.0})
+    assert "target must not be negative, got -1.0" in problems(chosen)["dpo.loss"]
+    assert not PLUGIN.models(chosen)["policy"].spec.keeps_reference
+    for name, says in (("Plain", "is not a dataclass"), ("Pear", "has no 'Pear'")):
+        with pytest.raises(ProblemError, match=says):
+            dpo_section({"loss": path_of(tmp_path, name)})
+    with pytest.raises(ProblemError, match="absent"):
+        dpo_section({"loss": "absent.package:Loss"})
 
 
 @pytest.mark.parametrize(("name", "unit"), [("dpo", "num_pairs"), ("kto", "num_responses")])

@@ -205,8 +205,8 @@ class AlgorithmPlugin:
         evaluate: `"package.module:function"`, called as `evaluate(config, data, pool)` with a `RolloutPool` that serves
             the weights of `policy.model_name`, and returning an `Evaluation` of the validation data; empty if it does
             not evaluate by rollouts.
-        validation_metrics: from the resolved config to the names of the `val/` metrics that its run records; None if
-            they are not known before the run.
+        validation_metrics: from the resolved config to the names of the `val/` metrics that its run records, or to
+            None if they are not known before the run, as None for all configs says.
         models: from the resolved config to the models that the run needs, by role. The role `policy` is the model whose
             weights are published and exported.
         model_sections: config sections that hold a model, as dotted keys from the root: `policy`, `value`,
@@ -228,7 +228,7 @@ class AlgorithmPlugin:
     attempts: str = ""
     rollouts: str = ""
     evaluate: str = ""
-    validation_metrics: Callable[[Any], Iterable[str]] | None = None
+    validation_metrics: Callable[[Any], Iterable[str] | None] | None = None
     checks: tuple[Callable[[Any], Iterable[Problem]], ...] = ()
 
     def model_keys(self, names_in: SectionNames) -> tuple[str, ...]:

@@ -284,10 +284,10 @@ def _folder_checks(config: Any) -> Iterator[Problem]:
 
 def _checkpointing_checks(config: Any) -> Iterator[Problem]:
     key = config.checkpointing.metric_key
-    known = algorithm_named(config.algorithm).validation_metrics
-    if key is None or not key.startswith("val/") or known is None:
+    names_of = algorithm_named(config.algorithm).validation_metrics
+    if key is None or not key.startswith("val/") or names_of is None or (known := names_of(config)) is None:
         return
-    recorded = list(known(config))
+    recorded = list(known)
     if key not in recorded:
         said = f"validation records {', '.join(recorded)}" if recorded else "this run does not validate"
         yield Problem(

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from rl_algos.data.config import DataConfig
 from rl_algos.distillation.config import (
     DistillationConfig,
     DistillationLossConfig,
@@ -17,14 +16,13 @@ from rl_algos.distillation.config import (
 )
 from rl_algos.losses.distillation import METRICS, NLL
 from rl_algos.losses.spans import METRICS as SPAN_METRICS
-from rl_algos.requirement import LOSSES
 from rl_algos.rollouts.checks import validation_metrics as of_rollouts
 from rl_algos.rollouts.plugin import rollout_algorithm
-from rl_algos.supervised.checks import supervised_problems
 from rl_algos.supervised.config import validation_metrics as of_text
+from rl_algos.supervised.plugin import supervised_algorithm
 from rl_core.config import Problem, is_changed
 from rl_core.model import ModelSpec
-from rl_core.plugins import AlgorithmPlugin, ModelNeed
+from rl_core.plugins import ModelNeed
 
 _WEIGHTS = {"mixed_kl_weight": "mixed", "jensen_shannon_beta": "jensen_shannon"}
 """Keys of `loss_fn` to the divergence that they are for."""
@@ -56,11 +54,10 @@ def check_rollouts(config: RolloutsRoot) -> Iterator[Problem]:
 
 
 def check_text(config: TextRoot) -> Iterator[Problem]:
-    """Problems of distillation on given text."""
+    """Problems of distillation on given text, beside those of all learning from given rows."""
     yield from _loss(config.loss_fn)
     if is_changed(config.loss_fn, "span_tau"):
         yield Problem("loss_fn.span_tau", f"has no effect with algorithm: {OFFLINE.name}; remove this key")
-    yield from supervised_problems("distillation", config.distillation, config.data, config.policy)
 
 
 def _cross_tokenizer(config: RolloutsRoot) -> Iterator[Problem]:
@@ -111,16 +108,13 @@ PLUGIN = replace(
     model_sections=model_sections,
     validation_metrics=rollout_validation_metrics,
 )
-OFFLINE = AlgorithmPlugin(
-    name="offline_distillation",
-    sections={"distillation": OfflineDistillationConfig, "loss_fn": DistillationLossConfig, "data": DataConfig},
-    load="rl_algos.data.examples:load",
+OFFLINE = supervised_algorithm(
+    "offline_distillation",
+    sections={"distillation": OfflineDistillationConfig, "loss_fn": DistillationLossConfig},
     prepare="rl_algos.distillation.data:prepare_text",
     run="rl_algos.distillation.setup:run_text",
-    generates=False,
     models=models,
     model_sections=model_sections,
-    requirements=(LOSSES,),
     validation_metrics=text_validation_metrics,
     checks=(check_text,),
 )

@@ -6,11 +6,8 @@ from typing import Protocol
 
 from pydantic import Field
 
-from rl_algos.data.config import DataRoot
-from rl_algos.preference.comparison import Pairing
-from rl_algos.supervised.config import SupervisedConfig
+from rl_algos.preference.config import PreferenceConfig, PreferenceRoot
 from rl_core.config import NamedConfig
-from rl_core.model_config import ModelConfig
 
 
 class PreferenceLossConfig(NamedConfig):
@@ -18,10 +15,11 @@ class PreferenceLossConfig(NamedConfig):
 
     name: str = "dpo"
     """On pairs: `dpo`, `robust-dpo`, `ipo`, `hinge`, and without a reference policy `simpo`, `cpo`, `orpo`. On single
-    responses with a label: `kto`, which takes the two of a pair as a good one and a bad one."""
+    responses with a label: `kto`, which takes the two of a pair as a good one and a bad one. Or a class of your own:
+    `package.module:Class` or `file.py:Class`."""
 
 
-class DPOConfig(SupervisedConfig):
+class DPOConfig(PreferenceConfig):
     """Preference optimisation: DPO, IPO, SimPO, ORPO, KTO and others."""
 
     loss: PreferenceLossConfig = PreferenceLossConfig()
@@ -38,23 +36,15 @@ class DPOConfig(SupervisedConfig):
     unset."""
     sft_average_log_probs: bool | None = None
     """Average that likelihood over the tokens of the response; as the preference term does if unset."""
-    pairing: Pairing = "best-worst"
-    """Which pairs several ranked responses to one prompt give: the best with the worst, or `all`, every two of which
-    one is better."""
     cache_reference_logprobs: bool = False
     """Keep the reference's logprobs of a row once they are read, so that later epochs and validations do not read them
     again; 4 bytes for each token of the data, in the driver's memory."""
 
 
-class DPORoot(DataRoot, Protocol):
+class DPORoot(PreferenceRoot, Protocol):
     """The resolved config of preference optimisation, as far as it reads it."""
 
     @property
     def dpo(self) -> DPOConfig:
         """Settings of loop and loss."""
-        ...
-
-    @property
-    def policy(self) -> ModelConfig:
-        """The model that is trained."""
         ...

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rl_algos.dpo.config import DPORoot
 from rl_algos.dpo.kto import with_reference_point
-from rl_algos.dpo.loss import KTO, loss_of, uses_reference
+from rl_algos.dpo.loss import learns_from_responses, loss_of, uses_reference
 from rl_algos.preference.reference import ReferenceLogprobs
 from rl_algos.preference.rows import judged_batch, pair_batch
 from rl_algos.supervised.loop import Objective, train
@@ -24,15 +25,16 @@ def run(config: DPORoot, components: Components, run: Run) -> None:
 
 def objective_of(config: DPORoot) -> Objective[Any]:
     """The objective: the configured loss, and the columns that it needs from a model."""
-    dpo, loss = config.dpo, loss_of(config.dpo)
-    if not uses_reference(dpo):
-        return Objective(loss, pair_batch)
-    reference = ReferenceLogprobs(cached=dpo.cache_reference_logprobs)
-    if dpo.loss.name != KTO:
-        return Objective(loss, pair_batch, reference)
+    loss = loss_of(config.dpo)
+    to_batch: Callable[[Sequence[Any]], Batch] = judged_batch if learns_from_responses(loss) else pair_batch
+    if not uses_reference(loss):
+        return Objective(loss, to_batch)
+    reference = ReferenceLogprobs(cached=config.dpo.cache_reference_logprobs)
+    if "kl" not in loss.columns:
+        return Objective(loss, to_batch, reference)
 
     def complete(batch: Batch, policy: Model) -> Batch:
         max_tokens = config.policy.max_total_sequence_length
         return with_reference_point(reference(batch, policy), policy, max_tokens=max_tokens)
 
-    return Objective(loss, judged_batch, complete)
+    return Objective(loss, to_batch, complete)

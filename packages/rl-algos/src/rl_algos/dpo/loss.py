@@ -1,40 +1,59 @@
-"""The loss that `dpo.loss` names."""
+"""The loss that `dpo.loss` names: one of a pair, KTO, or a class of the user's."""
 
 from __future__ import annotations
 
 from rl_algos.dpo.config import DPOConfig, PreferenceLossConfig
+from rl_algos.losses.custom import PATH, is_path, loss_class
 from rl_algos.losses.preference import PAIR_TERMS, KTOLoss, PairTerm, PreferenceLoss
+from rl_algos.preference.reference import REF_LOGPROBS
 from rl_core.config import Config, did_you_mean, section_of, settings_of
+from rl_core.microbatch import PAIR
+from rl_core.model import Loss
 
 KTO = "kto"
 
 LOSSES = (*PAIR_TERMS, KTO)
-"""Names of all losses."""
+"""Names of all losses that have one."""
+
+OF_BOTH = ("loss_mask", REF_LOGPROBS)
+"""Columns that every loss may read, beside `tokens`."""
+
+OF_PAIRS = (PAIR, "is_chosen", "margin")
+"""Columns of a loss of pairs besides."""
+
+OF_RESPONSES = ("verdict", "kl")
+"""Columns of a loss of single responses besides."""
 
 
 def loss_section(name: str | None) -> type[Config]:
     """The type of `dpo.loss`: the name of a loss and its settings.
 
     Raises:
-        ValueError: if there is no such loss.
+        ValueError: if there is no such loss, or its class is not a loss.
+        ModuleNotFoundError: if its package is not installed.
     """
     if name is None:
         name = PreferenceLossConfig().name
+    if is_path(name):
+        return section_of(loss_class(name), PreferenceLossConfig, derived=("implementation",))
     if name == KTO:
         return section_of(KTOLoss, PreferenceLossConfig, derived=("beta", "implementation"))
     if name not in PAIR_TERMS:
-        raise ValueError(f"got {name!r}{did_you_mean(name, LOSSES)}; allowed: {', '.join(LOSSES)}")
+        raise ValueError(f"got {name!r}{did_you_mean(name, LOSSES)}; allowed: {', '.join(LOSSES)}, or {PATH}")
     kind = PAIR_TERMS[name]
     # the weight of the KL divergence has a key of its own
     return section_of(kind, PreferenceLossConfig, derived=("beta",) if kind.uses_reference else ())
 
 
-def loss_of(dpo: DPOConfig) -> PreferenceLoss | KTOLoss:
+def loss_of(dpo: DPOConfig) -> Loss:
     """The loss of a run.
 
     Raises:
         ValueError: if a setting is out of its bounds.
     """
+    if is_path(dpo.loss.name):
+        loss: Loss = loss_class(dpo.loss.name)(**settings_of(dpo.loss))
+        return loss
     if dpo.loss.name == KTO:
         return KTOLoss(beta=dpo.reference_policy_kl_penalty, **settings_of(dpo.loss))
     term = term_of(dpo)
@@ -55,6 +74,11 @@ def term_of(dpo: DPOConfig) -> PairTerm:
     return kind(**beta, **settings_of(dpo.loss))
 
 
-def uses_reference(dpo: DPOConfig) -> bool:
-    """Whether the loss compares with the reference policy."""
-    return dpo.loss.name == KTO or PAIR_TERMS[dpo.loss.name].uses_reference
+def uses_reference(loss: Loss) -> bool:
+    """Whether the loss compares with the reference policy; KTO's reference point does as well."""
+    return REF_LOGPROBS in loss.columns or "kl" in loss.columns
+
+
+def learns_from_responses(loss: Loss) -> bool:
+    """Whether the loss learns from single responses with a verdict, in place of pairs."""
+    return any(column in OF_RESPONSES for column in loss.columns)

@@ -5,20 +5,36 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from rl_algos.data.config import DataConfig
 from rl_algos.dpo.config import DPOConfig, DPORoot
-from rl_algos.dpo.loss import KTO, loss_of, loss_section, uses_reference
-from rl_algos.losses.preference import KTOLoss
+from rl_algos.dpo.loss import (
+    KTO,
+    OF_BOTH,
+    OF_PAIRS,
+    OF_RESPONSES,
+    learns_from_responses,
+    loss_of,
+    loss_section,
+    uses_reference,
+)
+from rl_algos.losses.custom import is_path
+from rl_algos.losses.preference import PAIR_TERMS, PreferenceLoss
 from rl_algos.preference.checks import preference_data_problems
-from rl_algos.requirement import LOSSES
-from rl_algos.supervised.checks import supervised_problems
 from rl_algos.supervised.config import validation_metrics as metrics_of
+from rl_algos.supervised.plugin import supervised_algorithm
 from rl_core.config import Config, Problem, ProblemError, assemble, is_changed
-from rl_core.model import ModelSpec
-from rl_core.plugins import AlgorithmPlugin, ModelNeed
+from rl_core.model import Loss, ModelSpec
+from rl_core.plugins import ModelNeed
 
 _OF_PAIRS = ("accuracy", "loss", "margin", "num_pairs", "preference_loss", "reward_chosen", "reward_rejected")
 _OF_RESPONSES = ("accuracy", "kl", "loss", "num_responses", "reward_desirable", "reward_undesirable")
+
+_OF_REFERENCE = ("reference_policy_kl_penalty", "cache_reference_logprobs")
+_OF_PREFERENCE_LOSS = (
+    "preference_loss_weight",
+    "preference_average_log_probs",
+    "sft_loss_weight",
+    "sft_average_log_probs",
+)
 
 
 def dpo_section(written: Any) -> type[Config]:
@@ -28,43 +44,65 @@ def dpo_section(written: Any) -> type[Config]:
     try:
         # what is not text is refused by the type itself
         kind = loss_section(name if isinstance(name, str) else None)
-    except ValueError as error:
+    except (ValueError, ModuleNotFoundError) as error:
         raise ProblemError(Problem("loss.name", str(error))) from None
     return assemble("DPO", {"loss": kind}, base=DPOConfig)
 
 
 def check(config: DPORoot) -> Iterable[Problem]:
-    """Problems of the whole resolved config."""
-    yield from supervised_problems("dpo", config.dpo, config.data, config.policy)
+    """Problems of the whole resolved config, beside those of all learning from given rows."""
     yield from preference_data_problems("dpo", config.data)
-    yield from _loss(config)
-    yield from _pairs(config)
-
-
-def _loss(config: DPORoot) -> Iterator[Problem]:
-    dpo = config.dpo
-    name = dpo.loss.name
+    name = config.dpo.loss.name
     try:
-        loss = loss_of(dpo)
-    except ValueError as error:
+        loss = loss_of(config.dpo)
+        columns, temperature = tuple(loss.columns), loss.temperature
+    except (ValueError, TypeError) as error:
         yield Problem("dpo.loss", f"{name}: {error}")
         return
-    if not uses_reference(dpo):
-        for key in ("reference_policy_kl_penalty", "cache_reference_logprobs"):
-            if is_changed(dpo, key):
-                yield Problem(f"dpo.{key}", f"has no effect: {name} has no reference policy; remove this key")
-    if isinstance(loss, KTOLoss):
-        for key in (
-            "preference_loss_weight",
-            "preference_average_log_probs",
-            "sft_loss_weight",
-            "sft_average_log_probs",
-        ):
-            if is_changed(dpo, key):
-                yield Problem(
-                    f"dpo.{key}", "has no effect on kto, which has one term of summed logprobs; remove this key"
-                )
+    if is_path(name):
+        yield from _custom(name, columns, temperature)
+    yield from _unused(config.dpo, loss)
+    if name in PAIR_TERMS:
+        yield from _weights(config.dpo, loss)
+    if learns_from_responses(loss):
+        yield from _responses(config, loss)
+
+
+def _custom(name: str, columns: tuple[str, ...], temperature: float) -> Iterator[Problem]:
+    """Find what a batch does not have of what a loss of the user's reads."""
+    of_pairs, of_responses = ([column for column in columns if column in known] for known in (OF_PAIRS, OF_RESPONSES))
+    unknown = [column for column in columns if column not in (*OF_BOTH, *OF_PAIRS, *OF_RESPONSES)]
+    if unknown:
+        known = f"{', '.join(OF_BOTH)}, of pairs {', '.join(OF_PAIRS)}, of single responses {', '.join(OF_RESPONSES)}"
+        yield Problem("dpo.loss.name", f"{name} needs {', '.join(unknown)}; a batch has {known}")
+    if of_pairs and of_responses:
+        yield Problem(
+            "dpo.loss.name",
+            f"{name} needs {', '.join(of_pairs)} of pairs and {', '.join(of_responses)} of single responses; rows are "
+            "one or the other",
+        )
+    if temperature != 1:
+        yield Problem("dpo.loss.name", f"the temperature of {name} is {temperature}; preferences are learned at 1")
+
+
+def _unused(dpo: DPOConfig, loss: Loss) -> Iterator[Problem]:
+    """Keys that the loss does not read."""
+    name = dpo.loss.name
+    for key in _OF_REFERENCE:
+        if not uses_reference(loss) and is_changed(dpo, key):
+            yield Problem(f"dpo.{key}", f"has no effect: {name} has no reference policy; remove this key")
+    if uses_reference(loss) and is_path(name) and is_changed(dpo, "reference_policy_kl_penalty"):
+        yield Problem("dpo.reference_policy_kl_penalty", f"has no effect on {name}; give the class a field for it")
+    if name in PAIR_TERMS:
         return
+    for key in _OF_PREFERENCE_LOSS:
+        if is_changed(dpo, key):
+            because = ", which has one term of summed logprobs" if name == KTO else ""
+            yield Problem(f"dpo.{key}", f"has no effect on {name}{because}; remove this key")
+
+
+def _weights(dpo: DPOConfig, loss: Loss) -> Iterator[Problem]:
+    assert isinstance(loss, PreferenceLoss)
     if not (loss.weight or loss.sft_weight):
         yield Problem(
             "dpo.preference_loss_weight", "is 0, as is sft_loss_weight, so that nothing is learned; raise one"
@@ -75,38 +113,48 @@ def _loss(config: DPORoot) -> Iterator[Problem]:
         )
 
 
-def _pairs(config: DPORoot) -> Iterator[Problem]:
-    if config.dpo.loss.name != KTO:
-        return
+def _responses(config: DPORoot, loss: Loss) -> Iterator[Problem]:
+    name = config.dpo.loss.name
     if config.dpo.pairing == "all":
-        yield Problem("dpo.pairing", "has no effect on kto, which takes responses one by one; remove this key")
-    if config.policy.train_global_batch_size < 2:
+        yield Problem("dpo.pairing", f"has no effect on {name}, which takes responses one by one; remove this key")
+    if "kl" in loss.columns and config.policy.train_global_batch_size < 2:
         yield Problem(
             "policy.train_global_batch_size",
-            "kto estimates its reference point from responses to other prompts of the batch; set it to 2 at least",
+            f"{name} estimates its reference point from responses to other prompts of the batch; set it to 2 at least",
         )
 
 
-def validation_metrics(config: DPORoot) -> list[str]:
-    """Metrics that a validation records; none if there is no validation."""
-    return metrics_of(config.dpo, config.data, _OF_RESPONSES if config.dpo.loss.name == KTO else _OF_PAIRS)
+def _known_loss(dpo: DPOConfig) -> Loss | None:
+    """The loss of a run, None for one that cannot be made, which the checks report."""
+    try:
+        return loss_of(dpo)
+    except (ValueError, TypeError):
+        return None
+
+
+def validation_metrics(config: DPORoot) -> list[str] | None:
+    """Metrics that a validation records, none if there is no validation; None for a loss of the user's, whose metrics
+    are its own."""
+    name = config.dpo.loss.name
+    if is_path(name):
+        return None
+    return metrics_of(config.dpo, config.data, _OF_RESPONSES if name == KTO else _OF_PAIRS)
 
 
 def models(config: DPORoot) -> dict[str, ModelNeed]:
     """The policy trains, and keeps its reference if the loss compares with it."""
-    spec = ModelSpec(keeps_reference=uses_reference(config.dpo), seed=config.dpo.seed)
-    return {"policy": ModelNeed("policy", spec)}
+    loss = _known_loss(config.dpo)
+    keeps_reference = loss is not None and uses_reference(loss)
+    return {"policy": ModelNeed("policy", ModelSpec(keeps_reference=keeps_reference, seed=config.dpo.seed))}
 
 
-PLUGIN = AlgorithmPlugin(
-    name="dpo",
-    sections={"dpo": dpo_section, "data": DataConfig},
+PLUGIN = supervised_algorithm(
+    "dpo",
+    sections={"dpo": dpo_section},
     load="rl_algos.preference.data:load",
     prepare="rl_algos.dpo.data:prepare",
     run="rl_algos.dpo.loop:run",
-    generates=False,
     models=models,
-    requirements=(LOSSES,),
     validation_metrics=validation_metrics,
     checks=(check,),
 )

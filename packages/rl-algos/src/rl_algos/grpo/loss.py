@@ -12,6 +12,7 @@ from rl_algos.grpo.loss_config import CustomLossConfig, LossConfig, RejectionCon
 from rl_algos.grpo.objective import Objective, RewardKL
 from rl_algos.grpo.step_statistics import Statistic, high_covariance, high_entropy, positive_examples
 from rl_algos.losses.aggregation import Aggregation
+from rl_algos.losses.custom import PATH, is_path, loss_class
 from rl_algos.losses.importance import ImportanceCorrection, Rejection
 from rl_algos.losses.kl import KLPenalty
 from rl_algos.losses.policy import PolicyLoss
@@ -19,7 +20,6 @@ from rl_algos.losses.surrogates import SURROGATES, ClipCov, KLCov, Surrogate
 from rl_algos.rollouts.config import PolicyGradientConfig
 from rl_core.config import Config, did_you_mean, section_of, settings_of
 from rl_core.model import Loss
-from rl_core.plugins import resolve
 
 COLUMNS = ("loss_mask", "advantages", "generation_logprobs", "prev_logprobs", "ref_logprobs")
 """Columns of a batch that a loss may read, beside `tokens`."""
@@ -31,7 +31,6 @@ SWITCHES = {"sequence_level_importance_ratios": "gspo", "use_cispo": "cispo", "d
 """Keys of `loss_fn` that choose a surrogate, and which."""
 
 _DERIVED = ("temperature", "token_filter", "implementation")
-_MEMBERS = ("columns", "reads", "temperature", "implementation", "totals")
 
 
 def loss_section(name: str | None) -> type[Config]:
@@ -43,7 +42,9 @@ def loss_section(name: str | None) -> type[Config]:
     """
     if name in (None, LossConfig().name):
         return LossConfig
-    return section_of(_loss_class(str(name)), CustomLossConfig, derived=_DERIVED)
+    if not is_path(str(name)):
+        raise ValueError(f"got {name!r}; allowed: {LossConfig().name}, or {PATH}")
+    return section_of(loss_class(str(name)), CustomLossConfig, derived=_DERIVED)
 
 
 def surrogate_section(name: str | None) -> type[Config]:
@@ -81,7 +82,7 @@ def loss_of(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> Loss:
     """
     if isinstance(config.loss_fn, LossConfig):
         return policy_loss(config, algorithm, config.loss_fn)
-    kind = _loss_class(config.loss_fn.name)
+    kind = loss_class(config.loss_fn.name)
     fields = {field.name for field in dataclasses.fields(kind)}
     generation = config.policy.generation
     derived: Mapping[str, Any] = {"temperature": generation.temperature, "token_filter": generation.token_filter}
@@ -207,18 +208,3 @@ def _rejection(rejection: RejectionConfig) -> Rejection | None:
     if rejection.high is None and rejection.low is None:
         return None
     return Rejection(rejection.statistic, rejection.estimator, high=rejection.high, low=rejection.low)
-
-
-def _loss_class(name: str) -> Any:
-    if ":" not in name:
-        raise ValueError(
-            f"got {name!r}; allowed: {LossConfig().name}, or a class of yours as package.module:Class or file.py:Class"
-        )
-    kind = resolve(name)
-    if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
-        raise ValueError(f"{name} is not a dataclass, as a loss is (rl_core.model.Loss)")
-    fields = {field.name for field in dataclasses.fields(kind)}
-    missing = [member for member in _MEMBERS if member not in fields and not hasattr(kind, member)]
-    if missing:
-        raise ValueError(f"{name} lacks {', '.join(missing)}, which a loss has (rl_core.model.Loss)")
-    return kind

@@ -1,11 +1,11 @@
-"""Preference data of a run: read, tokenised and paired."""
+"""Preference data of a run: read, tokenised, and paired or judged."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from rl_algos.data.config import DataConfig, DataRoot
 from rl_algos.data.example import Example
@@ -13,19 +13,63 @@ from rl_algos.data.examples import Dataset, Datasets
 from rl_algos.data.examples import load as load_with
 from rl_algos.data.preference import preference
 from rl_algos.preference.comparison import Comparison, Pairing, Verdict, comparisons, verdicts
+from rl_algos.preference.config import PreferenceConfig, PreferenceRoot
 from rl_algos.preference.encoding import EncodedResponse, encode_response
 from rl_algos.preference.rows import JudgedRow, PairRow
+from rl_algos.supervised.data import SupervisedData, longest_row, supervised_data
+from rl_algos.tokenizer import require_chat_template
 from rl_core.errors import DataError
 
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+PreferenceData: TypeAlias = SupervisedData[PairRow] | SupervisedData[JudgedRow]
+"""Rows to train and validate on: pairs, or single responses with a verdict."""
+
 
 def load(config: DataRoot) -> Datasets:
     """All data that the `data` section names, by the processor `preference` if a dataset names none; raises as
     `rl_algos.data.examples.load`."""
     return load_with(config, default=preference)
+
+
+def preference_data(
+    config: PreferenceRoot,
+    section: PreferenceConfig,
+    tokenizer: Any,
+    datasets: Datasets,
+    *,
+    by: Verdict | None,
+    needs_margin: bool,
+) -> PreferenceData:
+    """Tokenise the data of an algorithm; called on the driver before anything is started.
+
+    Args:
+        section: the algorithm's own, of the config.
+        tokenizer: as `rl_algos.tokenizer.load_tokenizer` returns it.
+        datasets: as `load` returns them.
+        by: verdict on single responses; None for pairs.
+        needs_margin: refuse pairs without a margin.
+
+    Raises:
+        DataError: naming dataset and row, and the remedy.
+        ConfigError: if the tokenizer has no chat template.
+    """
+    require_chat_template(tokenizer)
+    data, policy = config.data, config.policy
+    limit = longest_row(data, policy)
+
+    def judged(dataset: Dataset) -> list[JudgedRow]:
+        assert by is not None
+        return judged_rows(dataset, data, tokenizer, limit, by=by)
+
+    def paired(dataset: Dataset) -> list[PairRow]:
+        return pair_rows(dataset, data, tokenizer, limit, pairing=section.pairing, needs_margin=needs_margin)
+
+    if by is None:
+        return supervised_data(section, data, policy, datasets, paired)
+    return supervised_data(section, data, policy, datasets, judged)
 
 
 def pair_rows(
@@ -79,8 +123,8 @@ class _EncodePairs:
     def _pair(self, example: Example, found: Comparison) -> tuple[EncodedResponse, EncodedResponse, float | None]:
         if self.needs_margin and found.margin is None:
             raise DataError(
-                "the pair has no margin; give a column `margin`, or the scores of both responses, or set rm.margin to "
-                "ignore"
+                "the pair has no margin; give a column `margin`, or the scores of both responses, or choose a loss "
+                "without margins, such as that of rm.margin=ignore"
             )
         better, worse = (
             encode_response(self.tokenizer, example.messages, response.messages)

@@ -6,14 +6,11 @@ from typing import Literal, Protocol
 
 from pydantic import Field
 
-from rl_algos.data.config import DataRoot
 from rl_algos.losses.reward import MarginUse
-from rl_algos.preference.comparison import Pairing
-from rl_algos.supervised.config import SupervisedConfig
-from rl_core.model_config import ModelConfig
+from rl_algos.preference.config import PreferenceConfig, PreferenceRoot
 
 
-class RewardModelConfig(SupervisedConfig):
+class RewardModelConfig(PreferenceConfig):
     """A reward model: the policy's architecture with a head of one score in place of the language-model head."""
 
     loss: Literal["bradley-terry", "regression"] = "bradley-terry"
@@ -24,20 +21,12 @@ class RewardModelConfig(SupervisedConfig):
     The data must then have a `margin`, or scores."""
     center_rewards_coefficient: float = Field(default=0.0, ge=0)
     """Weight of the squared sum of the two scores of a pair, which holds scores near 0; 0.01 is usual."""
-    pairing: Pairing = "best-worst"
-    """Which pairs several ranked responses to one prompt give: the best with the worst, or `all`, every two of which
-    one is better."""
 
 
-class RewardModelRoot(DataRoot, Protocol):
+class RewardModelRoot(PreferenceRoot, Protocol):
     """The resolved config of a reward model, as far as its training reads it."""
 
     @property
     def rm(self) -> RewardModelConfig:
         """Settings of loop and loss."""
-        ...
-
-    @property
-    def policy(self) -> ModelConfig:
-        """The model that is trained."""
         ...

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from rl_algos.data.config import DataConfig
 from rl_algos.preference.checks import preference_data_problems
-from rl_algos.requirement import LOSSES
 from rl_algos.reward_model.config import RewardModelConfig, RewardModelRoot
-from rl_algos.supervised.checks import supervised_problems
 from rl_algos.supervised.config import validation_metrics as metrics_of
+from rl_algos.supervised.plugin import supervised_algorithm
 from rl_core.config import Problem
 from rl_core.model import ModelSpec
-from rl_core.plugins import AlgorithmPlugin, ModelNeed
+from rl_core.plugins import ModelNeed
 
 _OF_PAIRS = ("accuracy", "loss", "margin", "num_pairs", "reward_chosen", "reward_rejected")
 _OF_RESPONSES = ("loss", "num_responses", "score", "target")
 
 
 def check(config: RewardModelRoot) -> Iterable[Problem]:
-    """Problems of the whole resolved config."""
-    yield from supervised_problems("rm", config.rm, config.data, config.policy)
+    """Problems of the whole resolved config, beside those of all learning from given rows."""
     yield from preference_data_problems("rm", config.data)
     yield from _regression(config.rm)
 
@@ -45,15 +42,13 @@ def models(config: RewardModelRoot) -> dict[str, ModelNeed]:
     return {"policy": ModelNeed("policy", ModelSpec(role="reward_model", seed=config.rm.seed))}
 
 
-PLUGIN = AlgorithmPlugin(
-    name="rm",
-    sections={"rm": RewardModelConfig, "data": DataConfig},
+PLUGIN = supervised_algorithm(
+    "rm",
+    sections={"rm": RewardModelConfig},
     load="rl_algos.preference.data:load",
     prepare="rl_algos.reward_model.data:prepare",
     run="rl_algos.reward_model.loop:run",
-    generates=False,
     models=models,
-    requirements=(LOSSES,),
     validation_metrics=validation_metrics,
     checks=(check,),
 )

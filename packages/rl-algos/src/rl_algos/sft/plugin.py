@@ -4,23 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rl_algos.data.config import DataConfig
-from rl_algos.requirement import LOSSES
 from rl_algos.sft.config import SFTConfig, SFTRoot
-from rl_algos.supervised.checks import supervised_problems
 from rl_algos.supervised.config import validation_metrics as metrics_of
+from rl_algos.supervised.plugin import supervised_algorithm
 from rl_core.config import Problem
 from rl_core.model import ModelSpec
-from rl_core.plugins import AlgorithmPlugin, ModelNeed
+from rl_core.plugins import ModelNeed
 
 
 def check(config: SFTRoot) -> Iterator[Problem]:
-    """Problems of the whole resolved config."""
-    yield from supervised_problems("sft", config.sft, config.data, config.policy)
-    yield from _mixture(config)
-
-
-def _mixture(config: SFTRoot) -> Iterator[Problem]:
     """Find a unit of weights without weights."""
     weights = [dataset.weight for dataset in config.data.train_datasets]
     if config.sft.mix_by != "rows" and (None in weights or len(weights) == 1):
@@ -39,15 +31,12 @@ def models(config: SFTRoot) -> dict[str, ModelNeed]:
     return {"policy": ModelNeed("policy", ModelSpec(seed=config.sft.seed))}
 
 
-PLUGIN = AlgorithmPlugin(
-    name="sft",
-    sections={"sft": SFTConfig, "data": DataConfig},
-    load="rl_algos.data.examples:load",
+PLUGIN = supervised_algorithm(
+    "sft",
+    sections={"sft": SFTConfig},
     prepare="rl_algos.sft.data:prepare",
     run="rl_algos.sft.loop:run",
-    generates=False,
     models=models,
-    requirements=(LOSSES,),
     validation_metrics=validation_metrics,
     checks=(check,),
 )

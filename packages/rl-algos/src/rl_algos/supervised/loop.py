@@ -89,7 +89,13 @@ def _evaluated(objective: Objective[T], policy: Model, batch: Batch) -> dict[str
     """The loss's metrics on one batch, as parts of those of all batches."""
     if objective.complete is not None:
         batch = objective.complete(batch, policy)
-    [(unit, total)] = objective.loss.totals(batch).items()
+    totals = objective.loss.totals(batch)
+    if len(totals) != 1:
+        raise ValueError(
+            f"{type(objective.loss).__name__}.totals names {', '.join(totals) or 'nothing'}; a validation's mean is "
+            "taken over one total, such as the pairs or tokens of the batch"
+        )
+    [(unit, total)] = totals.items()
     metrics = dict(policy.evaluate(batch, objective.loss))
     del metrics["num_tokens"]  # of whole rows, prompts included
     mean = Metric(metrics["loss"].result() * total, total)

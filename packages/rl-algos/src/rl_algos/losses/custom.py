@@ -1,0 +1,38 @@
+"""Losses of a user's own, chosen by the path of their class."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from rl_core.plugins import resolve
+
+PATH = "a class of yours as package.module:Class or file.py:Class"
+"""How messages describe such a path."""
+
+_MEMBERS = ("columns", "reads", "temperature", "implementation", "totals")
+
+
+def is_path(name: str) -> bool:
+    """Whether the name of a loss is the path of a class."""
+    return ":" in name
+
+
+def loss_class(path: str) -> Any:
+    """The class of a loss, a dataclass with the members of `rl_core.model.Loss`.
+
+    Args:
+        path: `package.module:Class` or `file.py:Class`.
+
+    Raises:
+        ValueError: if there is no such class, or it is not a loss.
+        ModuleNotFoundError: if its package is not installed.
+    """
+    kind = resolve(path)
+    if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
+        raise ValueError(f"{path} is not a dataclass, as a loss is (rl_core.model.Loss)")
+    fields = {field.name for field in dataclasses.fields(kind)}
+    missing = [member for member in _MEMBERS if member not in fields and not hasattr(kind, member)]
+    if missing:
+        raise ValueError(f"{path} lacks {', '.join(missing)}, which a loss has (rl_core.model.Loss)")
+    return kind

@@ -1,0 +1,52 @@
+"""The plugin of an algorithm that learns from given rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import attrgetter
+from typing import Any
+
+from rl_algos.data.config import DataConfig
+from rl_algos.requirement import LOSSES
+from rl_algos.supervised.checks import supervised_problems
+from rl_core.config import Config, Problem
+from rl_core.plugins import AlgorithmPlugin, ModelNeed, SectionNames
+
+
+def supervised_algorithm(
+    name: str,
+    *,
+    sections: Mapping[str, type[Config] | Callable[[Any], type[Config]]],
+    prepare: str,
+    run: str,
+    models: Callable[[Any], Mapping[str, ModelNeed]],
+    validation_metrics: Callable[[Any], Iterable[str] | None],
+    load: str = "rl_algos.data.examples:load",
+    model_sections: tuple[str, ...] | Callable[[SectionNames], tuple[str, ...]] = ("policy",),
+    checks: tuple[Callable[[Any], Iterable[Problem]], ...] = (),
+) -> AlgorithmPlugin:
+    """A plugin that trains a model on given rows, without rollouts.
+
+    Args:
+        sections: of the config, beside `data`; the first extends `rl_algos.supervised.config.SupervisedConfig`.
+        prepare, run, models, validation_metrics, load, model_sections: as of `AlgorithmPlugin`.
+        checks: beside those of validation, environments and lengths.
+    """
+    key = next(iter(sections))
+
+    def check(config: Any) -> Iterator[Problem]:
+        yield from supervised_problems(key, attrgetter(key)(config), config.data, config.policy)
+
+    return AlgorithmPlugin(
+        name=name,
+        sections={**sections, "data": DataConfig},
+        load=load,
+        prepare=prepare,
+        run=run,
+        generates=False,
+        models=models,
+        model_sections=model_sections,
+        requirements=(LOSSES,),
+        validation_metrics=validation_metrics,
+        checks=(check, *checks),
+    )
