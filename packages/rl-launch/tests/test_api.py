@@ -54,6 +54,14 @@ def test_a_wrong_key_is_a_config_error(started):
     assert not started
 
 
+def test_the_traceback_of_a_mistake_ends_at_the_call(started):
+    with pytest.raises(ConfigError) as caught:
+        rl_launch.train({"defaults": "grpo-arithmetic", "grpo": {"sede": 1}})
+    inner = [entry.name for entry in caught.traceback][1:]
+    assert inner == ["call"]
+    assert caught.value.__suppress_context__
+
+
 def test_the_result_names_the_best_checkpoint(tmp_path):
     config = "algorithm: sft\ncheckpointing: {metric_name: 'val:loss', higher_is_better: false}\n"
     (tmp_path / "config.yaml").write_text(config)

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from rl_core.errors import ConfigError
+from rl_core.errors import ConfigError, DataError, RunDirectoryError
 from rl_core.rollout import RolloutGroup
 from rl_launch.commands.start import GivenRun, run_of
 from rl_launch.named_objects import with_names
 from rl_launch.session import ADAPTER, EXPORT, show_logs
 from rl_launch.session.run_folder import RunFolder
 from rl_launch.session.run_state import HEADLINES
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 Source = str | Path | Mapping[str, Any]
 """A recipe's name, a YAML file, a run directory, or nested values with functions and classes where YAML has names."""
@@ -88,6 +92,20 @@ class EvaluationResult:
         )
 
 
+def _told_plainly(function: Callable[P, T]) -> Callable[P, T]:
+    """Raise mistakes in what the user wrote from the user's call, without the calls that found them."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except (ConfigError, DataError, RunDirectoryError) as error:
+            raise error.with_traceback(None) from None
+
+    return call
+
+
+@_told_plainly
 def train(
     config: Source, overrides: Overrides = (), *, fresh: bool = False, branch_from: str = "", verbose: bool = False
 ) -> TrainResult:
@@ -117,6 +135,7 @@ def train(
     return result_of(given.run_dir)
 
 
+@_told_plainly
 def evaluate(config: Source, overrides: Overrides = (), *, verbose: bool = False) -> EvaluationResult:
     """Roll out the validation prompts of a config with the weights at `policy.model_name`, and score them.
 

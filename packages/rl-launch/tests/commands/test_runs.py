@@ -52,6 +52,16 @@ def test_a_listing_fits_eighty_columns(folder):
     assert any("broken failed (no space left)" in line for line in lines)
 
 
+def test_the_name_of_a_run_stays_whole(folder):
+    name = "an-ablation-of-the-learning-rate"
+    (folder / "done").rename(folder / name)
+    text = io.StringIO()
+    show(list_runs(folder), folder, Console(file=text, width=80), now=datetime.fromtimestamp(7200, UTC))
+    lines = text.getvalue().splitlines()
+    assert any(line.startswith(f"{name} ") for line in lines)
+    assert max(map(len, lines)) <= 80
+
+
 def test_the_command_lists_as_json(folder):
     answer = CliRunner().invoke(app, ["runs", "--json"])
     assert answer.exit_code == 0

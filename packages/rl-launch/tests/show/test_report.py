@@ -103,8 +103,9 @@ def test_a_report_says_what_people_look_for(record):
     text = printed(report_of(record(rows(), {12: ROLLOUTS})))
     assert "step 12" in text
     assert "reward/mean" in text
-    assert "train/lr" not in text, "it never changes"
     words = " ".join(text.split())
+    assert "constant: train/lr 0.0001" in words
+    assert text.count("train/lr") == 1
     assert "generation 1:36 80%" in words
     assert "the rest 12 s 10%" in words
     assert "highest reward 1, 1 tokens, stop" in text

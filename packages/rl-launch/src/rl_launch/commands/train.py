@@ -6,6 +6,7 @@ import logging
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -143,21 +144,17 @@ def _run(
         prove_family(section_of(config, model.section), model.section, model.plugin, envs.interpreters[role])
     _log.info("starting Ray and the workers")
     # the run directory is taken after all checks, so that it stays free for another config after a refusal
-    with (
-        session,
-        VirtualCluster.of(config.cluster, device, after_a_loss=restoration.follows_a_loss) as cluster,
-        Runtime(config, backends, envs, cluster, session.directory.logs) as runtime,
-    ):
-        try:
-            with session.phase("starting"):
-                components = runtime.components(data, needs, vocabulary=len(tokenizer))
-            if runtime.rollout_pool is not None:
-                session.write_rollouts_by(runtime.rollout_pool.write_rollouts)
-            with session.with_models():
-                resolve(algorithm.run)(config, components, session)
-        except RLError as error:
-            restoration.judge(error, session, runtime.lost_nodes)
-            raise
+    with session, ExitStack() as held:
+        with session.phase("starting"):
+            after_a_loss = restoration.follows_a_loss
+            cluster = held.enter_context(VirtualCluster.of(config.cluster, device, after_a_loss=after_a_loss))
+            runtime = held.enter_context(Runtime(config, backends, envs, cluster, session.directory.logs))
+            held.enter_context(restoration.judging(session, runtime.lost_nodes))
+            components = runtime.components(data, needs, vocabulary=len(tokenizer))
+        if runtime.rollout_pool is not None:
+            session.write_rollouts_by(runtime.rollout_pool.write_rollouts)
+        with session.with_models():
+            resolve(algorithm.run)(config, components, session)
     return Outcome(session.last_metrics, session.stop_signal)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 from rl_core.errors import ConfigError, DataError, RLError, WorkerDied
@@ -50,6 +51,15 @@ class Restoration:
     def follows_a_loss(self) -> bool:
         """Whether the run has been started again."""
         return bool(self._cause)
+
+    @contextmanager
+    def judging(self, session: Session, lost_nodes: Callable[[], Sequence[str]]) -> Iterator[None]:
+        """Judge an error that ends the block, which is raised all the same; arguments as for `judge`."""
+        try:
+            yield
+        except RLError as error:
+            self.judge(error, session, lost_nodes)
+            raise
 
     def judge(self, error: RLError, session: Session, lost_nodes: Callable[[], Sequence[str]]) -> None:
         """Set `goes_on` if a process died that nothing else replaces, after the first start of the run and not always

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from rl_launch.session.progress import duration
 from rl_launch.show.chart import beside, chart
-from rl_launch.show.report import Report, Rollouts, Sample
+from rl_launch.show.report import Report, Rollouts, Sample, Summary
 
 PLOTTED = (
     "reward/mean",
@@ -45,6 +45,8 @@ def show(report: Report, console: Console) -> None:
         console.print(line.rstrip(), style="green", highlight=False, markup=False, no_wrap=True, overflow="crop")
     console.print()
     console.print(_metrics(report), width=width)
+    if constant := _constant(report):
+        console.print(_indented(Text(f"constant: {constant}", style="dim"), 0), width=width)
     console.print()
     console.print(_times(report), width=width)
     if report.rollouts is not None:
@@ -83,11 +85,19 @@ def _charts(report: Report, width: int) -> Iterator[str]:
 def _metrics(report: Report) -> Table:
     table = _table("metric", "first", "best", "at step", "last")
     for each in report.summaries:
-        if any(value != each.first for _, value in report.series[each.name]):
+        if not _is_constant(report, each):
             best = "" if each.best is None else f"{each.best:.4g}"
             step = "" if each.best_step is None else str(each.best_step)
             table.add_row(each.name, f"{each.first:.4g}", best, step, f"{each.last:.4g}")
     return table
+
+
+def _constant(report: Report) -> str:
+    return ", ".join(f"{each.name} {each.first:.4g}" for each in report.summaries if _is_constant(report, each))
+
+
+def _is_constant(report: Report, summary: Summary) -> bool:
+    return all(value == summary.first for _, value in report.series[summary.name])
 
 
 def _times(report: Report) -> Table:
