@@ -104,8 +104,7 @@ def test_a_report_says_what_people_look_for(record):
     assert "step 12" in text
     assert "reward/mean" in text
     words = " ".join(text.split())
-    assert "constant: train/lr 0.0001" in words
-    assert text.count("train/lr") == 1
+    assert "constant: reward/std 0.3, train/lr 0.0001, policy/nll 1 phase" in words
     assert "generation 1:36 80%" in words
     assert "the rest 12 s 10%" in words
     assert "highest reward 1, 1 tokens, stop" in text
