@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from itertools import islice
+from collections.abc import Sequence
 
+from rl_algos.evaluation.reasons import cause_of, listed, reason_counts
 from rl_core.errors import RolloutsFailed
 from rl_core.rollout import RolloutGroup
 
 _log = logging.getLogger(__name__)
 
-MOST_REASONS = 5
-"""Reasons listed in a message, the commonest first."""
-
 TOLD_EVERY = 10
 """Calls after which a cause of failures that persists is reported again."""
-
-_REASON_LENGTH = 160
-_VARIES = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
 
 
 class FailureWatch:
@@ -54,9 +47,9 @@ class FailureWatch:
         if not failed:
             return
         share = f"{len(failed)} of {num_rollouts} rollouts failed"
-        counts = Counter(_cause(rollout.failure) for _, rollout in failed)
-        examples = {_cause(rollout.failure): (prompt, rollout) for prompt, rollout in reversed(failed)}
-        reasons = _listed({_reason(examples[cause][1].failure): count for cause, count in counts.most_common()})
+        counts = Counter(cause_of(rollout.failure) for _, rollout in failed)
+        examples = {cause_of(rollout.failure): (prompt, rollout) for prompt, rollout in reversed(failed)}
+        reasons = listed(reason_counts([rollout.failure for _, rollout in failed]))
         if len(failed) == num_rollouts or len(failed) > self._max_failed_share * num_rollouts:
             allowed = f", more than {self._key}={self._max_failed_share:g} allows"
             prompt, rollout = examples[counts.most_common(1)[0][0]]
@@ -73,18 +66,3 @@ class FailureWatch:
         if is_news:
             self._told[cause] = self._num_calls
         return is_news
-
-
-def _reason(failure: str) -> str:
-    return failure.splitlines()[0][:_REASON_LENGTH] if failure else ""
-
-
-def _cause(failure: str) -> str:
-    """The reason without the values in it: failures that differ in these alone have one cause."""
-    return _VARIES.sub("", _reason(failure))
-
-
-def _listed(counts: Mapping[str, int]) -> str:
-    listed = "; ".join(f"{count} x {reason}" for reason, count in islice(counts.items(), MOST_REASONS))
-    others = f"; and {len(counts) - MOST_REASONS} other reasons" if len(counts) > MOST_REASONS else ""
-    return f"{listed}{others}"

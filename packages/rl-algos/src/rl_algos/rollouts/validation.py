@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-import numpy as np
-
+from rl_algos.evaluation.scores import PromptScore
+from rl_algos.evaluation.summary import mean_length, means, means_by_dataset
 from rl_algos.rollouts.config import RolloutConfig
 from rl_core.generation import Evaluation, RolloutSource, SamplingParams
 from rl_core.rollout import Prompt
@@ -49,12 +49,7 @@ class Validation:
 
 
 def validation_metrics(evaluation: Evaluation) -> dict[str, float]:
-    """`val/accuracy` (mean reward) over all prompts, and by dataset where there are several."""
-    rewards = evaluation.rewards
-    lengths = [length for group in evaluation.groups for length in group.rollouts.num_sampled]
-    metrics = {"val/accuracy": float(rewards.mean()), "val/mean_length": float(np.mean(lengths))}
-    datasets = np.array([group.prompt.dataset for group in evaluation.groups])
-    names = np.unique(datasets)
-    if len(names) > 1:
-        metrics |= {f"val/{name}/accuracy": float(rewards[datasets == name].mean()) for name in names}
-    return metrics
+    """`val/accuracy` (mean reward) over all prompts, and by dataset if there are several."""
+    scores = [PromptScore.of_group(group) for group in evaluation.groups]
+    by_dataset = {f"val/{name}/accuracy": mean for name, mean in means_by_dataset(scores).items()}
+    return {"val/accuracy": float(means(scores).mean()), "val/mean_length": mean_length(scores), **by_dataset}
