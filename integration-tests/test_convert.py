@@ -2,7 +2,8 @@
 
 import json
 
-from safetensors.numpy import load_file
+import numpy as np
+from safetensors.numpy import load_file, save_file
 
 
 def test_a_runs_checkpoint_becomes_the_files_that_the_run_exported(rl, quickstart, warm_model, tmp_path):
@@ -13,15 +14,48 @@ def test_a_runs_checkpoint_becomes_the_files_that_the_run_exported(rl, quickstar
     assert sorted(path.name for path in target.iterdir()) == sorted(path.name for path in warm_model.iterdir())
 
 
-def test_a_model_becomes_a_megatron_checkpoint_and_a_model_again(rl, warm_model, tmp_path):
+def test_a_run_becomes_a_checkpoint_of_the_other_backend_and_a_model_again(rl, quickstart, warm_model, tmp_path):
     checkpoint, target = tmp_path / "checkpoint", tmp_path / "hf"
     two_ranks = ("cluster.cpu_ranks_per_node=2", "policy.megatron_cfg.tensor_model_parallel_size=2")
-    result = rl("convert", str(warm_model), str(checkpoint), "--to", "megatron", *two_ranks)
+    result = rl("convert", str(quickstart / "sft"), str(checkpoint), "--to", "megatron", *two_ranks)
     assert result.code == 0, result.output
+    assert "logprobs of the checkpoint" in result.output
     one_rank = ("cluster.cpu_ranks_per_node=1", "policy.megatron_cfg.tensor_model_parallel_size=1")
-    result = rl("convert", str(checkpoint), str(target), *one_rank)
+    result = rl("convert", str(checkpoint), str(target), "--verify-with", "dtensor", *one_rank)
     assert result.code == 0, result.output
+    assert "starting dtensor on 1 ranks" in result.output
     assert_same_model(target, warm_model)
+
+
+def test_an_adapter_stays_apart_through_a_checkpoint_and_is_merged_in_the_end(rl, warm_model, tmp_path):
+    adapter, checkpoint, target = (tmp_path / name for name in ("adapter", "checkpoint", "hf"))
+    expected = write_adapter(adapter, warm_model)
+    result = rl("convert", str(adapter), str(checkpoint), "--to", "megatron", "--adapter")
+    assert result.code == 0, result.output
+    result = rl("convert", str(checkpoint), str(target))
+    assert result.code == 0, result.output
+    merged = load_file(target / "model.safetensors")
+    assert merged.keys() == expected.keys()
+    for name, weight in expected.items():
+        np.testing.assert_allclose(merged[name], weight, atol=1e-6, err_msg=name)
+
+
+def write_adapter(folder, base, dim=4, alpha=8):
+    """Random factors for the projections of a model; its weights with their products."""
+    rng = np.random.default_rng(0)
+    weights, factors = load_file(base / "model.safetensors"), {}
+    for name, weight in weights.items():
+        if name.endswith("_proj.weight"):
+            down = rng.normal(0, 0.1, (dim, weight.shape[1])).astype(np.float32)
+            up = rng.normal(0, 0.1, (weight.shape[0], dim)).astype(np.float32)
+            layer = f"base_model.model.{name.removesuffix('.weight')}"
+            factors |= {f"{layer}.lora_A.weight": down, f"{layer}.lora_B.weight": up}
+            weights[name] = weight + alpha / dim * up @ down
+    folder.mkdir()
+    config = {"peft_type": "LORA", "base_model_name_or_path": str(base), "r": dim, "lora_alpha": alpha}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file(factors, folder / "adapter_model.safetensors")
+    return weights
 
 
 def assert_same_model(found, expected):

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from safetensors_files import write_weights
 
 from rl_launch.backends import model_sections, section_of
 from rl_launch.local_models import MADE_HERE
@@ -33,8 +34,8 @@ def folder_of(name, folder):
     """A folder that passes for the model's, as far as checks without an engine look."""
     path = folder / name
     path.mkdir(parents=True, exist_ok=True)
-    for file in ("model.safetensors", "tokenizer.json"):
-        (path / file).touch()
+    write_weights(path / "model.safetensors")
+    (path / "tokenizer.json").touch()
     (path / "config.json").write_text(json.dumps(dict(zip(FIELDS, SHAPES[name], strict=True))))
     return path
 

@@ -2,6 +2,7 @@ import json
 import pickle
 
 import pytest
+from safetensors_files import write_weights
 
 from rl_core.config import resolve, to_yaml
 from rl_core.errors import ConfigError
@@ -114,8 +115,8 @@ def test_an_algorithm_that_generates_nothing_has_no_settings_for_it():
 
 def folder_with(tmp_path, **fields):
     """A folder that passes for a model's, as far as the config looks."""
-    for name in ("model.safetensors", "tokenizer.json"):
-        (tmp_path / name).touch()
+    write_weights(tmp_path / "model.safetensors")
+    (tmp_path / "tokenizer.json").touch()
     (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 4, **fields}))
     return f"policy.model_name={tmp_path}"
 

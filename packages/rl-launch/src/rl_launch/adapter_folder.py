@@ -11,9 +11,12 @@ from typing import Any
 from rl_core.config import Problem
 from rl_core.errors import ConfigError
 from rl_core.model_config import LoraConfig
+from rl_launch.foreign_folders import foreign_kind
 from rl_launch.model_folder import layer_names
+from rl_launch.weight_files import Header
 
 ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 _PREFIX, _DOWN = "base_model.model.", ".lora_A"
 
@@ -51,10 +54,11 @@ class AdapterFolder:
         odd = [name for name in ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save") if said.get(name)]
         if odd:
             raise ConfigError(f"{path} is an adapter with {', '.join(odd)}, which is not supported; merge it with peft")
+        _check_weights(path)
         names = (name.removeprefix(_PREFIX) for name in layer_names(str(path)) if name.endswith(_DOWN))
         layers = tuple(name.removesuffix(_DOWN) for name in names)
         if not layers:
-            raise ConfigError(f"{path} has no factors of layers in adapter_model.safetensors; save the adapter again")
+            raise ConfigError(f"{path} has no factors of layers in {ADAPTER_WEIGHTS}; save the adapter again")
         base = str(said.get("base_model_name_or_path") or "")
         return cls(path, base, dim, alpha, bool(said.get("use_rslora")), layers)
 
@@ -69,6 +73,21 @@ class AdapterFolder:
             "use_rslora": self.use_rslora,
             "adapter": str(self.path.absolute()),
         }
+
+
+def _check_weights(folder: Path) -> None:
+    """Refuse factors that are missing or damaged.
+
+    Raises:
+        ConfigError: naming the file.
+    """
+    if not (folder / ADAPTER_WEIGHTS).is_file():
+        advice = foreign_kind(folder) or "save the adapter again"
+        raise ConfigError(f"{folder} has no {ADAPTER_WEIGHTS}; {advice}")
+    try:
+        Header.checked(folder / ADAPTER_WEIGHTS)
+    except ValueError as error:
+        raise ConfigError(f"{folder} is damaged: {error}") from None
 
 
 def initial_adapter_problems(key: str, config: LoraConfig) -> Iterator[Problem]:

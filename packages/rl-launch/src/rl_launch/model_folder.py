@@ -6,10 +6,13 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rl_algos import hub
 from rl_core.config import Problem, did_you_mean
 from rl_core.errors import ConfigError
+from rl_launch.foreign_folders import foreign_kind
+from rl_launch.weight_files import INDEX, SINGLE, Header, weight_file_problems
 
 Needed = tuple[tuple[str, ...], str]
 """Alternative files, one of which must exist, and the remedy if none does."""
@@ -17,7 +20,7 @@ Needed = tuple[tuple[str, ...], str]
 MODEL_FILES: Sequence[Needed] = (
     (("config.json",), "save the model there with `save_pretrained`"),
     (
-        ("model.safetensors", "model.safetensors.index.json"),
+        (SINGLE, INDEX),
         "save the model there with `save_pretrained`, which writes safetensors",
     ),
 )
@@ -29,12 +32,11 @@ TOKENIZER_FILES: Needed = (
 
 
 _WEIGHT = ".weight"
-_LONGEST_HEADER = 100_000_000
 _HUB_NAME = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
 
 
 def folder_problems(key: str, name: str, needed: Sequence[Needed]) -> Iterator[Problem]:
-    """Files that a folder lacks; none if the name is one on the hub.
+    """Files that a folder lacks, and those that are damaged; none if the name is one on the hub.
 
     Args:
         key: that names the folder.
@@ -49,9 +51,22 @@ def folder_problems(key: str, name: str, needed: Sequence[Needed]) -> Iterator[P
     held = sorted(entry.name for entry in folder.iterdir())
     for files, remedy in needed:
         if not set(files) & set(held):
-            yield Problem(key, f"the folder {name!r} has no {' or '.join(files)} (it holds {_listed(held)}); {remedy}")
+            advice = foreign_kind(folder) or remedy
+            yield Problem(key, f"the folder {name!r} has no {' or '.join(files)} (it holds {_listed(held)}); {advice}")
+        elif SINGLE in files:
+            for damage in weight_file_problems(folder):
+                yield Problem(key, f"the folder {name!r} is damaged: {damage}")
     if any("config.json" in files for files, _ in needed) and "config.json" in held:
         yield from _unreadable(key, folder / "config.json")
+
+
+def hf_config_fields(name: str) -> dict[str, Any]:
+    """Fields of a model's Hugging Face config, from its folder or from the hub."""
+    # the driver has transformers for tokenizers, without torch; it takes a second to import
+    from transformers import PreTrainedConfig
+
+    fields, _ = PreTrainedConfig.get_config_dict(name)
+    return fields
 
 
 def layer_names(name: str) -> list[str]:
@@ -61,17 +76,14 @@ def layer_names(name: str) -> list[str]:
     found: set[str] = set()
     for file in sorted(Path(name).expanduser().glob("*.safetensors")):
         try:
-            with file.open("rb") as opened:
-                # the length of the header comes first, in eight bytes
-                length = int.from_bytes(opened.read(8), "little")
-                header = json.loads(opened.read(length)) if length <= _LONGEST_HEADER else None
-        except (OSError, ValueError):
+            shapes = Header.read(file).shapes
+        except ValueError:
             return []
-        if not isinstance(header, dict):
-            return []
-        for tensor, entry in header.items():
-            if tensor.endswith(_WEIGHT) and len(entry.get("shape", ())) == 2:
-                found.add(tensor.removesuffix(_WEIGHT))
+        found.update(
+            tensor.removesuffix(_WEIGHT)
+            for tensor, shape in shapes.items()
+            if tensor.endswith(_WEIGHT) and len(shape) == 2
+        )
     return sorted(found)
 
 

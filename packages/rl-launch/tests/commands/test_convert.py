@@ -1,16 +1,25 @@
-"""What `rl convert` reads, and what it refuses before anything starts; conversions are in the integration tests."""
+"""Sources, refusals and the order of a conversion, on models of one number; real ones are in the integration tests."""
 
 import hashlib
 import json
+from contextlib import contextmanager
+from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors_files import write_weights
 from typer.testing import CliRunner
 
+from rl_core.batch import Batch
 from rl_core.config import to_yaml
-from rl_core.errors import ConfigError
-from rl_core.model import SavedFile
+from rl_core.errors import ConfigError, RLError
+from rl_core.model import LOGPROBS, SCORES, SavedFile
+from rl_core.ragged import Ragged
 from rl_launch.cli import app
-from rl_launch.commands.convert import _made, checkpoint_of
+from rl_launch.commands import convert
+from rl_launch.commands.conversion_check import Probe
+from rl_launch.commands.conversion_source import checkpoint_of
+from rl_launch.commands.convert import Verification, _made, to_checkpoint, to_hugging_face
 from rl_launch.root import read_config, read_model_config
 from rl_launch.session.manifest import Manifest
 
@@ -26,9 +35,15 @@ def _surroundings(tmp_path, monkeypatch):
 def model(tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
-    config = {"model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
-    (folder / "config.json").write_text(json.dumps({**config, "dtype": "float32"}))
-    (folder / "model.safetensors").touch()
+    config = {
+        "model_type": "qwen3",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+        "vocab_size": 32,
+    }
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 32, "dtype": "float32"}))
+    write_weights(folder / "model.safetensors", {"model.layers.0.mlp.up_proj.weight": (4, 4)})
     return folder
 
 
@@ -57,7 +72,11 @@ def run_dir(tmp_path, model):
         (["run/checkpoints", "out"], "neither a checkpoint"),
         (["model", "out", "--to", "dtensr"], "did you mean dtensor?"),
         (["./elsewhere", "out", "--to", "dtensor"], "there is no folder './elsewhere'"),
-        (["run", "out", "--to", "dtensor"], "the folder 'run' has no config.json"),
+        (["run", "out", "--to", "dtensor", "--adapter"], "run trained no adapters"),
+        (["run/checkpoints/step_3/policy", "out"], "is a part of the checkpoint"),
+        (["run/checkpoints/step_3/policy", "out", "--to", "dtensor"], "is a part of the checkpoint"),
+        (["model", "out", "--to", "dtensor", "--verify-with", "nonesuch"], "nonesuch"),
+        (["model", "out", "--to", "dtensor", "--verify-with", "megatron", "--no-verify"], "choose one"),
         (["model", "out", "policy.precission=float32", "--to", "dtensor"], "did you mean policy.precision?"),
         (["model", "out", "--to", "dtensor", "policy.megatron_cfg.enabled=true"], "are both true"),
         (
@@ -66,7 +85,7 @@ def run_dir(tmp_path, model):
         ),
         (["run", "out", "sft.sede=1"], "did you mean sft.seed?"),
         (["run", "out", "--adapter"], "run trained no adapters"),
-        (["model", "out", "--to", "dtensor", "--adapter"], "--adapter writes what a run has trained"),
+        (["model", "out", "--to", "dtensor", "--adapter"], "a model has none"),
     ],
 )
 def test_wrong_use_is_one_message_and_leaves_nothing(arguments, message, run_dir, model, tmp_path):
@@ -85,6 +104,30 @@ def test_a_damaged_checkpoint_is_refused_by_name(run_dir):
         assert answer.exit_code == 2
         assert "step_3" in answer.stderr
         assert "trainer.pt has 4 of 5 bytes" in answer.stderr
+
+
+def test_a_checkpoint_that_was_not_finished_is_refused_by_name(run_dir):
+    (run_dir / "checkpoints" / "step_3" / "manifest.json").unlink()
+    answer = CliRunner().invoke(app, ["convert", "run/checkpoints/step_3", "out"])
+    assert answer.exit_code == 2
+    assert "step_3 is damaged: it has no manifest.json, which is written last" in " ".join(answer.stderr.split())
+
+
+def test_damaged_and_foreign_models_are_refused_by_name(model):
+    arguments = ["convert", "model", "out", "--to", "dtensor"]
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4])
+    answer = CliRunner().invoke(app, arguments)
+    assert answer.exit_code == 2
+    assert "the folder 'model' is damaged: model.safetensors is truncated" in " ".join(answer.stderr.split())
+    weights.rename(model / "pytorch_model.bin")
+    answer = CliRunner().invoke(app, arguments)
+    assert answer.exit_code == 2
+    assert "it is a model with pickled weights" in " ".join(answer.stderr.split())
+    (model / "config.json").unlink()
+    answer = CliRunner().invoke(app, ["convert", "model", "out"])
+    assert answer.exit_code == 2
+    assert "it is a model with pickled weights" in " ".join(answer.stderr.split())
 
 
 def test_a_run_directory_stands_for_its_newest_checkpoint(run_dir):
@@ -116,3 +159,166 @@ def _fail_half_way(target, error):
     with _made(target) as folder:
         (folder / "half").write_text("half")
         raise error
+
+
+class NumberModel:
+    """A model that is one number, which its files hold; it computes that number for every token.
+
+    Args:
+        spoils: whether its exports hold another number.
+    """
+
+    def __init__(self, source, *, spoils=False):
+        file = Path(source.policy.model_name) / "number"
+        if source.checkpoint is not None:
+            file = source.checkpoint / "policy" / "trainer.pt"
+        self._number = float(file.read_text()) + _adapter(source)
+        self._spoils = spoils
+
+    def infer(self, batch, reads):
+        (read,) = reads
+        tokens = batch.ragged("tokens")
+        return Batch({read.name: tokens.like(np.full(len(tokens.values), self._number, np.float32))})
+
+    def export(self, path):
+        number = self._number + 1 if self._spoils else self._number
+        (Path(path) / "number").write_text(str(number))
+        (Path(path) / "config.json").write_text('{"model_type": "qwen3", "vocab_size": 32}')
+
+    def save(self, path):
+        self._saved = f"{self._number}".encode()
+        (Path(path) / "trainer.pt").write_bytes(self._saved)
+
+    def finish_save(self):
+        return [SavedFile("trainer.pt", len(self._saved), hashlib.sha256(self._saved).hexdigest(), rank=0)]
+
+
+def _adapter(source):
+    adapter = source.policy.lora_cfg.adapter
+    return 0.0 if adapter is None else float((Path(adapter) / "number").read_text())
+
+
+class Started:
+    """The sources whose models are started, in order; those at the positions in `spoiled` export another number."""
+
+    def __init__(self):
+        self.sources = []
+        self.spoiled = set()
+
+    @contextmanager
+    def cluster(self, target, sources):
+        yield self._start
+
+    @contextmanager
+    def _start(self, source):
+        self.sources.append(source)
+        yield NumberModel(source, spoils=len(self.sources) - 1 in self.spoiled)
+
+
+@pytest.fixture
+def started(monkeypatch):
+    made = Started()
+    monkeypatch.setattr(convert, "_cluster", made.cluster)
+    return made
+
+
+def names_of(started):
+    return [source.backend.name for source in started.sources]
+
+
+@pytest.fixture
+def number_run(run_dir, model):
+    """A run whose checkpoint holds a number."""
+    checkpoint = run_dir / "checkpoints" / "step_3"
+    (checkpoint / "policy" / "trainer.pt").write_text("7.5")
+    written = [SavedFile("trainer.pt", 3, hashlib.sha256(b"7.5").hexdigest(), rank=0)]
+    Manifest.of(checkpoint, 3, {}, written={"policy": written}).write(checkpoint)
+    (model / "number").write_text("2.5")
+    return run_dir
+
+
+def test_files_are_loaded_again_and_compared(number_run, started, tmp_path):
+    to_hugging_face(number_run, tmp_path / "out")
+    assert (tmp_path / "out" / "number").read_text() == "7.5"
+    first, second = started.sources
+    assert first.checkpoint == number_run / "checkpoints" / "step_3"
+    assert second.checkpoint is None
+    assert Path(second.policy.model_name).parent == tmp_path
+    assert names_of(started) == ["dtensor", "dtensor"]
+
+
+def test_files_that_compute_something_else_are_not_kept(number_run, started, tmp_path):
+    before = sorted(tmp_path.rglob("*"))
+    started.spoiled.add(0)
+    with pytest.raises(RLError, match=r"compute other logprobs than the source: the largest difference is 0\.13"):
+        to_hugging_face(number_run, tmp_path / "out")
+    assert sorted(tmp_path.rglob("*")) == before
+    to_hugging_face(number_run, tmp_path / "unverified", verification=Verification(enabled=False))
+    assert len(started.sources) == 3
+
+
+def test_another_backend_reads_the_files(number_run, started, tmp_path):
+    to_hugging_face(number_run, tmp_path / "out", verification=Verification(backend="megatron"))
+    assert names_of(started) == ["dtensor", "megatron"]
+    to_checkpoint(str(tmp_path / "model"), tmp_path / "new", "megatron", verification=Verification(backend="dtensor"))
+    assert names_of(started)[2:] == ["megatron", "dtensor", "megatron"]
+    assert started.sources[3].checkpoint is None
+    assert started.sources[4].checkpoint is not None
+
+
+def test_a_checkpoint_becomes_one_of_another_backend(number_run, started, tmp_path):
+    mesh = ["cluster.cpu_ranks_per_node=2", "policy.megatron_cfg.tensor_model_parallel_size=2"]
+    to_checkpoint(str(number_run), tmp_path / "new", "megatron", [*mesh, "policy.dtensor_cfg.tensor_parallel_size=2"])
+    assert names_of(started) == ["dtensor", "megatron", "megatron"]
+    assert started.sources[0].policy.dtensor_cfg.tensor_parallel_size == 2
+    assert started.sources[1].policy.megatron_cfg.tensor_model_parallel_size == 2
+    assert (tmp_path / "new" / "policy" / "trainer.pt").read_text() == "7.5"
+    # the config names the model that the run names, as the files in between are gone
+    assert f"model_name: {tmp_path / 'model'}" in (tmp_path / "new" / "config.yaml").read_text()
+    assert not list(tmp_path.glob(".new*"))
+    to_hugging_face(tmp_path / "new", tmp_path / "back")
+    assert (tmp_path / "back" / "number").read_text() == "7.5"
+    assert names_of(started)[3:] == ["megatron", "megatron"]
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_an_adapter_becomes_a_checkpoint_merged_or_apart(number_run, started, tmp_path, adapter, monkeypatch):
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    config = {"base_model_name_or_path": str(tmp_path / "model"), "r": 2, "lora_alpha": 4}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    shapes = {f"base_model.model.model.layers.0.mlp.up_proj.lora_{each}.weight": (2, 4) for each in "AB"}
+    write_weights(folder / "adapter_model.safetensors", shapes)
+    (folder / "number").write_text("0.25")
+
+    def export_adapter(model, path):
+        for file in folder.iterdir():
+            (Path(path) / file.name).write_bytes(file.read_bytes())
+
+    monkeypatch.setattr(NumberModel, "export_adapter", export_adapter, raising=False)
+    # the number of a checkpoint of adapters has theirs in it
+    to_checkpoint(str(folder), tmp_path / "new", "megatron", adapter=adapter)
+    assert names_of(started) == ["megatron"] * 3
+    assert [source.policy.lora_cfg.enabled for source in started.sources] == [True, adapter, adapter]
+    assert (tmp_path / "new" / "policy" / "trainer.pt").read_text() == "2.75"
+    written = read_model_config(tmp_path / "new" / "config.yaml").policy
+    assert (written.model_name, written.lora_cfg.adapter) == (str(tmp_path / "model"), None)
+    assert (written.lora_cfg.enabled, written.lora_cfg.dim == 2) == (adapter, adapter)
+
+
+def test_a_probe_reads_scores_of_a_model_without_a_language_head():
+    fields = {"text_config": {"vocab_size": 5, "max_position_embeddings": 8}}
+    probe = Probe.of(fields, role="reward_model", precision="float32")
+    assert probe.read == SCORES
+    assert probe.batch.ragged("tokens").values.max() < 5
+    assert probe.batch.lengths.tolist() == [8] * 4
+    assert Probe.of(fields, role="policy", precision="float32").read == LOGPROBS
+
+
+@pytest.mark.parametrize("after", [[-8.0, -1.0, np.nan], [-8.0, -1.0, -1.0001], [-8.0, -1.0]])
+def test_a_probe_refuses_what_differs(after):
+    probe = Probe(Batch({"tokens": Ragged.from_rows([np.arange(3, dtype=np.int32)])}), LOGPROBS, 1e-5)
+    before = np.array([-8.0, -1.0, -1.0], np.float32)
+    with pytest.raises(RLError, match="the files compute other logprobs"):
+        probe.compare(before, np.array(after, np.float32), "the files")
+    assert "agree" in probe.compare(before, before - np.float32([5e-5, 5e-6, 0]), "the files")

@@ -195,7 +195,8 @@ def show(
 @app.command()
 def convert(
     source: Annotated[
-        str, typer.Argument(metavar="SOURCE", help="A checkpoint, a run (for its newest checkpoint), or a model.")
+        str,
+        typer.Argument(metavar="SOURCE", help="A checkpoint, a run (for its newest one), an adapter, or a model."),
     ],
     target: Annotated[Path, typer.Argument(metavar="TARGET", help="A new folder.")],
     overrides: Annotated[
@@ -203,25 +204,38 @@ def convert(
         typer.Argument(metavar="[KEY=VALUE]...", help="Config keys to set, such as cluster.cpu_ranks_per_node=2."),
     ] = None,
     to: Annotated[
-        str | None, typer.Option("--to", metavar="BACKEND", help="Make a checkpoint for this backend from a model.")
+        str | None, typer.Option("--to", metavar="BACKEND", help="Make a checkpoint for this training backend.")
     ] = None,
-    adapter: Annotated[bool, typer.Option("--adapter", help="Write the adapters alone, for peft and vLLM.")] = False,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Write the adapters alone, or with --to keep them apart.")
+    ] = False,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify/--no-verify", help="Load the result again and compare its logprobs with the source's."),
+    ] = True,
+    verify_with: Annotated[
+        str | None,
+        typer.Option("--verify-with", metavar="BACKEND", help="Read the Hugging Face files with this backend for it."),
+    ] = None,
 ) -> None:
-    """Write a checkpoint's weights as Hugging Face files; or, with --to, a Hugging Face model as a checkpoint."""
+    """Convert between checkpoints of training backends, adapters and Hugging Face files, and verify the result.
+
+    Writes Hugging Face files, or with --to a checkpoint of a training backend.
+    """
     with reported():
         from rl_core.errors import ConfigError
-        from rl_launch.commands.convert import to_checkpoint, to_hugging_face
+        from rl_launch.commands.convert import Verification, to_checkpoint, to_hugging_face
         from rl_launch.session import show_logs
 
+        if verify_with is not None and not verify:
+            raise ConfigError("--verify-with names a backend that verifies, and --no-verify says not to; choose one")
         show_logs()
+        how = Verification(verify, verify_with)
         if to is None:
-            to_hugging_face(Path(source).expanduser(), target.expanduser(), overrides or (), adapter=adapter)
-        elif adapter:
-            raise ConfigError(
-                "--adapter writes what a run has trained; a model that is given with --to has no adapters"
-            )
+            found = Path(source).expanduser()
+            to_hugging_face(found, target.expanduser(), overrides or (), adapter=adapter, verification=how)
         else:
-            to_checkpoint(source, target.expanduser(), to, overrides or ())
+            to_checkpoint(source, target.expanduser(), to, overrides or (), adapter=adapter, verification=how)
         sys.stdout.write(f"{target}\n")
 
 

@@ -1,40 +1,76 @@
-"""`rl convert`: conversion between the checkpoints of training backends and Hugging Face files."""
+"""`rl convert`: conversion between the checkpoints of training backends, adapters and Hugging Face files."""
 
 from __future__ import annotations
 
 import logging
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from rl_algos import hub
+import numpy as np
+
 from rl_core.config import to_yaml
-from rl_core.errors import ConfigError, RunDirectoryError
-from rl_core.model_config import ModelConfig, local_hf_config
-from rl_core.plugins import POLICIES, BackendPlugin, plugin
-from rl_launch.adapter_folder import ADAPTER_CONFIG, AdapterFolder
-from rl_launch.backends import POLICY, backends_of
+from rl_core.errors import ConfigError
+from rl_core.model_config import LoraConfig
+from rl_core.plugins import POLICIES, plugin
+from rl_launch.adapter_folder import AdapterFolder
+from rl_launch.backends import POLICY, Backends, backends_of
 from rl_launch.cluster.device import check_devices, resolve_device
+from rl_launch.commands.conversion_check import Probe
+from rl_launch.commands.conversion_source import (
+    CONFIG,
+    Source,
+    adapter_source,
+    checkpoint_source,
+    is_adapter,
+    is_checkpoint,
+    model_source,
+    recast_source,
+    without_adapters,
+)
 from rl_launch.commands.train import with_local_models
-from rl_launch.local_models import MADE_HERE
-from rl_launch.model_folder import MODEL_FILES, folder_problems
-from rl_launch.root import check_placement, read_model_config
-from rl_launch.session.checkpoints import newest_checkpoint
+from rl_launch.model_folder import hf_config_fields
+from rl_launch.root import check_placement
 from rl_launch.session.manifest import Manifest, sync_folder
 
 if TYPE_CHECKING:
     from rl_core.ray.model import RemoteModel
 
-CONFIG = "config.yaml"
+Start = Callable[[Source], AbstractContextManager["RemoteModel"]]
+"""Builds a source's model in processes of its own, which end with the context."""
 
 _log = logging.getLogger(__name__)
 
 
-def to_hugging_face(source: Path, target: Path, overrides: Sequence[str] = (), *, adapter: bool = False) -> None:
+@dataclass(frozen=True)
+class Verification:
+    """How a conversion proves itself.
+
+    Args:
+        enabled: load what was written into other processes, and compare what the models compute.
+        backend: training backend that loads the Hugging Face files for it, so that both backends must read the same
+            files alike; the one that converts if None.
+    """
+
+    enabled: bool = True
+    backend: str | None = None
+
+
+VERIFIED = Verification()
+
+
+def to_hugging_face(
+    source: Path,
+    target: Path,
+    overrides: Sequence[str] = (),
+    *,
+    adapter: bool = False,
+    verification: Verification = VERIFIED,
+) -> None:
     """Write the weights of a checkpoint as files that `transformers` and vLLM load, with the backend of its own config;
     or an adapter in the format of `peft`, merged into the model that it sits on.
 
@@ -47,124 +83,183 @@ def to_hugging_face(source: Path, target: Path, overrides: Sequence[str] = (), *
         target: a new folder.
         overrides: keys of the config to set, such as the parallel sizes of the mesh to read it on.
         adapter: write the adapters alone, in the format of `peft`; otherwise they are merged into the weights.
+        verification: how the files are compared with the source.
 
     Raises:
         ConfigError, RunDirectoryError, WorkerEnvironmentError: before anything is started.
-        RLError: if it fails; nothing is left at `target` then.
+        RLError: if it fails, or the files compute something else; nothing is left at `target` then.
     """
     _check_target(target)
-    if (source / ADAPTER_CONFIG).is_file():
-        _merge_adapter(source, target, overrides)
-        return
-    checkpoint = checkpoint_of(source)
-    config = read_model_config(_config_file(checkpoint), overrides)
-    if adapter and not config.policy.lora_cfg.enabled:
-        raise ConfigError(
-            f"--adapter: {source} trained no adapters (policy.lora_cfg.enabled is false); leave --adapter out to write "
-            "the whole model"
-        )
-    damage = _damage(checkpoint)
-    if damage:
-        raise RunDirectoryError(f"checkpoint {checkpoint} is damaged: {damage}; choose another one")
-    with _policy(config, target) as model, _made(target) as folder:
-        _log.info("reading %s", checkpoint)
-        files = Manifest.read(checkpoint).files_of(POLICY)
-        model.load(str((checkpoint / POLICY).absolute()), files=files)
-        _log.info("writing %s", target)
+    if is_adapter(source):
         if adapter:
-            model.export_adapter(str(folder))
-        else:
-            model.export(str(folder))
+            raise ConfigError(f"--adapter: {source} is an adapter already; leave --adapter out to merge it")
+        found = adapter_source(source, overrides)
+    else:
+        found = checkpoint_source(source, overrides)
+    if adapter:
+        _check_adapted(found, source)
+    with _Conversion.of(target, verification, found) as conversion, _made(target) as folder:
+        conversion.write_files(found, folder, adapter=adapter)
+        conversion.check_files(_at(folder, found, adapter=adapter), f"the files in {target}")
 
 
-def _merge_adapter(source: Path, target: Path, overrides: Sequence[str]) -> None:
-    found = AdapterFolder.read(source)
-    if not found.base and not any(each.startswith("policy.model_name=") for each in overrides):
-        raise ConfigError(f"{source} does not name the model that it sits on; add policy.model_name=MODEL")
-    values = {"model_name": found.base, "precision": _precision(found.base), "lora_cfg": found.settings()}
-    config = read_model_config({POLICY: values}, overrides)
-    with _policy(config, target) as model, _made(target) as folder:
-        _log.info("writing %s", target)
-        model.export(str(folder))
-
-
-def to_checkpoint(source: str, target: Path, backend: str, overrides: Sequence[str] = ()) -> None:
-    """Write the weights of a Hugging Face model as a checkpoint of a training backend, with the config to read it by.
+def to_checkpoint(
+    source: str,
+    target: Path,
+    backend: str,
+    overrides: Sequence[str] = (),
+    *,
+    adapter: bool = False,
+    verification: Verification = VERIFIED,
+) -> None:
+    """Write a model as a checkpoint of a training backend, with the config to read it by.
 
     Args:
-        source: a folder with Hugging Face files, or a hub name.
+        source: a folder with Hugging Face files, a hub name, the folder of an adapter, a checkpoint of any backend, or
+            a run directory for its newest one.
         target: a new folder.
         backend: name of a training backend.
-        overrides: keys of `policy` and `cluster` to set. `policy.precision` follows the model's files.
+        overrides: keys of `policy` and `cluster` to set. `policy.precision` follows the model's files. Keys of another
+            backend, which a checkpoint is of, are those of the mesh to read it on.
+        adapter: keep the adapters apart from the weights; otherwise they are merged into them.
+        verification: how the checkpoint is compared with the source.
 
     Raises:
         As `to_hugging_face`.
     """
     _check_target(target)
-    found: BackendPlugin = plugin(POLICIES, backend)
-    problems = [problem.message for problem in folder_problems("SOURCE", source, MODEL_FILES)]
-    if problems:
-        raise ConfigError("\n".join(problems))
-    if source not in MADE_HERE and not Path(source).expanduser().is_dir():
-        if "/" not in source:
-            raise ConfigError(_not_there(source))
-        if problem := hub.problem("model", source):
-            raise ConfigError(f"SOURCE: {source!r} is {problem}")
+    plugin(POLICIES, backend)
     folder = Path(source).expanduser()
-    name = str(folder.absolute()) if folder.is_dir() else source
-    values = {"model_name": name, "precision": _precision(name), found.key: {"enabled": True}}
-    config = read_model_config({POLICY: values}, overrides)
-    chosen = backends_of(config).models[POLICY].plugin.name
-    if chosen != backend:
-        raise ConfigError(f"--to {backend}, but the overrides enable {chosen}; name one backend")
-    with _policy(config, target) as model, _made(target) as written:
-        _log.info("writing %s", target)
-        (written / POLICY).mkdir()
-        model.save(str(written / POLICY))
-        (written / CONFIG).write_text(to_yaml(config), encoding="utf-8")
-        Manifest.of(written, 0, {}, written={POLICY: model.finish_save() or ()}, own=[CONFIG]).write(written)
+    if is_adapter(folder):
+        found = adapter_source(folder, overrides, backend=backend)
+        _through_files(found, found, target, adapter=adapter, verification=verification)
+    elif is_checkpoint(folder):
+        found, other = _recast(folder, backend, overrides)
+        if adapter:
+            _check_adapted(found, folder)
+        _through_files(found, other, target, adapter=adapter, verification=verification)
+    elif adapter:
+        raise ConfigError("--adapter keeps the adapters of a checkpoint or of an adapter apart; a model has none")
+    else:
+        found = model_source(source, overrides, backend=backend)
+        with _Conversion.of(target, verification, found) as conversion, _made(target) as made:
+            written = conversion.write_checkpoint(found, made)
+            if verification.backend is not None:
+                conversion.check_files(found, source)
+            conversion.check(written, f"the checkpoint {target}")
 
 
-def checkpoint_of(source: Path) -> Path:
-    """The checkpoint that a source names.
+def _recast(folder: Path, backend: str, overrides: Sequence[str]) -> tuple[Source, Source]:
+    """A checkpoint, and its model on another backend; each has the overrides that are about it."""
+    of_cluster = [each for each in overrides if each.startswith("cluster.")]
+    own = f"policy.{checkpoint_source(folder, of_cluster).backend.key}."
+    found = checkpoint_source(folder, [each for each in overrides if each.startswith(("cluster.", own))])
+    is_other = found.backend.name != backend
+    others = [each for each in overrides if not (is_other and each.startswith(own))]
+    return found, recast_source(found, others, backend=backend)
 
-    Raises:
-        ConfigError: if there is none; the message lists the kinds of sources.
-        RunDirectoryError: if a run directory has no complete checkpoint.
+
+def _through_files(found: Source, other: Source, target: Path, *, adapter: bool, verification: Verification) -> None:
+    """Write the model of one source as a checkpoint of another, through Hugging Face files that are removed again."""
+    with (
+        _Conversion.of(target, verification, found, other) as conversion,
+        _made(target) as made,
+        _folder_beside(target, "files") as files,
+    ):
+        conversion.write_files(found, files, adapter=adapter)
+        built = _at(files, other, adapter=adapter)
+        if verification.backend is not None:
+            conversion.check_files(
+                built, f"the files between {found.checkpoint or found.policy.model_name} and {target}"
+            )
+        lora = built.policy.lora_cfg.model_copy(update={"adapter": None})
+        written = conversion.write_checkpoint(built, made, as_source=other.with_policy(lora_cfg=lora))
+        conversion.check(written, f"the checkpoint {target}")
+
+
+class _Conversion:
+    """Models that are started one after another on one cluster, of which the first says what all must compute.
+
+    Args:
+        start: builds models.
+        verification: whether and how they are compared.
     """
-    if not source.is_dir():
-        raise ConfigError(_not_there(str(source)))
-    if (source / POLICY).is_dir():
-        return source
-    if (source / "checkpoints").is_dir():
-        return newest_checkpoint(source)
-    if (source / MODEL_FILES[0][0][0]).is_file():
-        raise ConfigError(
-            f"{source} holds Hugging Face files; name the backend to convert them for, such as --to dtensor"
-        )
-    held = ", ".join(sorted(entry.name for entry in source.iterdir())[:8]) or "nothing"
-    raise ConfigError(
-        f"{source} holds {held}, which is neither a checkpoint (with a folder {POLICY}), nor a run directory (with a "
-        "folder checkpoints), nor a model's folder (with config.json), "
-        f"nor an adapter (with {ADAPTER_CONFIG})"
-    )
+
+    def __init__(self, start: Start, verification: Verification) -> None:
+        self._start = start
+        self._verification = verification
+        self._probe: Probe | None = None
+        self._expected = np.empty(0, np.float32)
+
+    @classmethod
+    @contextmanager
+    def of(cls, target: Path, verification: Verification, *sources: Source) -> Iterator[_Conversion]:
+        """A cluster for the models of these sources, and of the backend that verifies.
+
+        Raises:
+            ConfigError, WorkerEnvironmentError: if one of them cannot be started.
+        """
+        readers = () if verification.backend is None else (sources[-1].on_backend(verification.backend),)
+        with _cluster(target, (*sources, *readers)) as start:
+            yield cls(start, verification)
+
+    def write_files(self, source: Source, folder: Path, *, adapter: bool) -> None:
+        """Write a model as Hugging Face files, or its adapters alone."""
+        with self._started(source) as model:
+            _log.info("writing Hugging Face files")
+            if adapter:
+                model.export_adapter(str(folder))
+            else:
+                model.export(str(folder))
+
+    def write_checkpoint(self, source: Source, folder: Path, *, as_source: Source | None = None) -> Source:
+        """Write a model as a checkpoint, and the config to read it by; returns the checkpoint as a source.
+
+        Args:
+            as_source: has the config to write; the source's own if None.
+        """
+        stated = as_source or source
+        with self._started(source) as model:
+            _log.info("writing a checkpoint of %s", source.backend.name)
+            (folder / POLICY).mkdir()
+            model.save(str(folder / POLICY))
+            written = model.finish_save() or ()
+        (folder / CONFIG).write_text(to_yaml(stated.config), encoding="utf-8")
+        Manifest.of(folder, 0, {}, written={POLICY: written}, own=[CONFIG]).write(folder)
+        return replace(stated, checkpoint=folder)
+
+    def check_files(self, source: Source, subject: str) -> None:
+        """Compare Hugging Face files with the first model, with the backend that verifies."""
+        backend = self._verification.backend
+        self.check(source if backend is None else source.on_backend(backend), subject)
+
+    def check(self, source: Source, subject: str) -> None:
+        """Compare what a source computes with the first model.
+
+        Raises:
+            RLError: if it computes something else.
+        """
+        if self._verification.enabled:
+            assert self._probe is not None, "nothing was written before"
+            with self._start(source) as model:
+                _log.info("%s", self._probe.compare(self._expected, self._probe.results(model), subject))
+
+    @contextmanager
+    def _started(self, source: Source) -> Iterator[RemoteModel]:
+        with self._start(source) as model:
+            if self._verification.enabled and self._probe is None:
+                model_name, overrides = source.policy.model_name, source.policy.hf_config_overrides
+                fields = {**hf_config_fields(model_name), **overrides}
+                self._probe = Probe.of(fields, role=source.role, precision=source.policy.precision)
+                self._expected = self._probe.results(model)
+            yield model
 
 
-def _not_there(source: str) -> str:
-    return (
-        f"there is no folder {source!r} in {Path.cwd()}. SOURCE is a run directory, a checkpoint of one "
-        "(RUN/checkpoints/step_N), or a folder that rl convert --to wrote; with --to BACKEND, a folder with Hugging "
-        "Face files or a name on the hub (OWNER/NAME)"
-    )
-
-
-def _config_file(checkpoint: Path) -> Path:
-    """The config of a checkpoint: beside it if it stands alone, else its run's."""
-    places = [checkpoint / CONFIG, checkpoint.absolute().parent.parent / CONFIG]
-    found = next((place for place in places if place.is_file()), None)
-    if found is None:
-        raise ConfigError(f"neither {places[0]} nor {places[1]} exists; put the run's {CONFIG} in one of these places")
-    return found
+def _at(folder: Path, source: Source, *, adapter: bool) -> Source:
+    """A source with the files of a folder in the place of its weights, or of its adapters."""
+    if adapter:
+        return source.with_policy(lora_cfg=LoraConfig(**AdapterFolder.read(folder).settings()))
+    return without_adapters(source.with_policy(model_name=str(folder.absolute()), hf_config_overrides={}))
 
 
 def _check_target(target: Path) -> None:
@@ -172,46 +267,72 @@ def _check_target(target: Path) -> None:
         raise ConfigError(f"{target} exists already; choose another TARGET")
 
 
-def _damage(checkpoint: Path) -> str:
-    try:
-        return Manifest.read(checkpoint).damage(checkpoint)
-    except ValueError as error:
-        return str(error)
-
-
-def _precision(name: str) -> str:
-    """The precision of the files, so that nothing is rounded; the default if the files do not state it."""
-    fields = local_hf_config(ModelConfig(model_name=name))
-    return "float32" if "float32" in (fields.get("dtype"), fields.get("torch_dtype")) else "bfloat16"
+def _check_adapted(found: Source, source: Path) -> None:
+    if not found.policy.lora_cfg.enabled:
+        raise ConfigError(
+            f"--adapter: {source} trained no adapters (policy.lora_cfg.enabled is false); leave --adapter out to write "
+            "the whole model"
+        )
 
 
 @contextmanager
-def _policy(config: Any, target: Path) -> Iterator[RemoteModel]:
-    """The model of a config, alone on its cluster; its ranks' logs are written beside the target, a shared folder."""
-    check_devices(config.cluster)
-    config = with_local_models(config)
+def _cluster(target: Path, sources: Sequence[Source]) -> Iterator[Start]:
+    """A cluster on which the models of these sources are started, each alone; their ranks' logs are written beside the
+    target, a shared folder.
+
+    Raises:
+        ConfigError, WorkerEnvironmentError: if one of them cannot be started; nothing is started then.
+    """
+    cluster_config = sources[0].config.cluster
+    check_devices(cluster_config)
+    sources = [replace(source, config=with_local_models(source.config)) for source in sources]
 
     # Ray takes a second to import, which checks that fail should not wait for
     from rl_launch.cluster.virtual_cluster import VirtualCluster
     from rl_launch.runtime.runtime import Runtime, check_engines, provision_workers
 
-    backends = backends_of(config)
+    device = resolve_device(cluster_config)
+    envs = {}
+    for source in sources:
+        backends = _alone(source)
+        check_placement(source.config.cluster, backends, device)
+        envs[source.backend.name] = found = provision_workers(source.config, backends, None, device)
+        check_engines(source.config, backends, found)
+
+    @contextmanager
+    def start(source: Source) -> Iterator[RemoteModel]:
+        config = with_local_models(source.config)
+        with Runtime(config, _alone(source), envs[source.backend.name], cluster, logs) as runtime:
+            num_ranks = cluster.num_nodes * cluster.ranks_per_node
+            _log.info("starting %s on %d ranks", source.backend.name, num_ranks)
+            model = runtime.models()[POLICY]
+            if source.checkpoint is not None:
+                _log.info("reading %s", source.checkpoint)
+                files = Manifest.read(source.checkpoint).files_of(POLICY)
+                model.load(str((source.checkpoint / POLICY).absolute()), files=files)
+            yield model
+
+    with _folder_beside(target, "logs") as logs, VirtualCluster.of(cluster_config, device) as cluster:
+        yield start
+
+
+def _alone(source: Source) -> Backends:
+    """The backend of the source's model and of no other, without a reference, and with an optimizer only if a
+    checkpoint may hold one."""
+    backends = backends_of(source.config)
     chosen = backends.models[POLICY]
-    alone = replace(chosen, spec=replace(chosen.spec, keeps_reference=False))
-    backends = replace(backends, models={POLICY: alone}, generation=None)
-    device = resolve_device(config.cluster)
-    check_placement(config.cluster, backends, device)
-    envs = provision_workers(config, backends, None, device)
-    check_engines(config, backends, envs)
+    trains = chosen.spec.trains and source.checkpoint is not None
+    alone = replace(chosen, spec=replace(chosen.spec, keeps_reference=False, trains=trains))
+    return replace(backends, models={POLICY: alone}, generation=None)
+
+
+@contextmanager
+def _folder_beside(target: Path, purpose: str) -> Iterator[Path]:
+    """A folder beside the target that is removed at the end."""
     beside = target.absolute().parent
     beside.mkdir(parents=True, exist_ok=True)
-    with (
-        tempfile.TemporaryDirectory(prefix=f".{target.name}.logs-", dir=beside) as logs,
-        VirtualCluster.of(config.cluster, device) as cluster,
-        Runtime(config, backends, envs, cluster, Path(logs)) as runtime,
-    ):
-        _log.info("starting %s on %d ranks", chosen.plugin.name, cluster.num_nodes * cluster.ranks_per_node)
-        yield runtime.models()[POLICY]
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.{purpose}-", dir=beside) as folder:
+        yield Path(folder)
 
 
 @contextmanager

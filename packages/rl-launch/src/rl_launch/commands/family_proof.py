@@ -22,6 +22,7 @@ from rl_core.errors import ConfigError, RLError
 from rl_core.plugins import BackendPlugin
 from rl_core.selfcheck import FamilyCase, MeshCase
 from rl_launch.doctor.family import cases, described
+from rl_launch.model_folder import hf_config_fields
 from rl_launch.worker_envs.node_build import default_root
 from rl_launch.worker_envs.variables import worker_process_environment
 
@@ -48,7 +49,7 @@ def prove_family(section: Any, key: str, plugin: BackendPlugin, python: str) -> 
     if not plugin.selfcheck or plugin.mesh_case is None:
         return
     model, switch = section.model_name, f"{key}.family_check"
-    fields = _fields_of(model)
+    fields = hf_config_fields(model)
     family = str(fields.get("model_type", ""))
     if family in plugin.held_families:
         return
@@ -63,14 +64,6 @@ def prove_family(section: Any, key: str, plugin: BackendPlugin, python: str) -> 
             f"mesh: {' '.join(described(found).split())}. Choose another mesh or backend (rl doctor model {model} "
             f"--backend {plugin.name} tries all of them), or set {switch}=off to train all the same"
         )
-
-
-def _fields_of(model: str) -> Mapping[str, Any]:
-    # the driver has transformers for tokenizers, without torch
-    from transformers import PreTrainedConfig
-
-    fields, _ = PreTrainedConfig.get_config_dict(model)
-    return fields
 
 
 def _path(plugin: BackendPlugin, family: str, fields: Mapping[str, Any], case: MeshCase, python: str) -> Path:

@@ -1,0 +1,234 @@
+"""The sources of a conversion: found and refused before anything is started."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rl_algos import hub
+from rl_core.config import as_written
+from rl_core.errors import ConfigError, RunDirectoryError
+from rl_core.model import HEADLESS_ROLES, Role
+from rl_core.model_config import LoraConfig, ModelConfig, local_hf_config
+from rl_core.plugins import POLICIES, BackendPlugin, plugin
+from rl_launch.adapter_folder import ADAPTER_CONFIG, AdapterFolder
+from rl_launch.backends import POLICY, backends_of, with_section
+from rl_launch.foreign_folders import foreign_kind
+from rl_launch.local_models import MADE_HERE
+from rl_launch.model_folder import MODEL_FILES, folder_problems
+from rl_launch.root import read_model_config
+from rl_launch.session.checkpoints import newest_checkpoint
+from rl_launch.session.manifest import FILE_NAME, Manifest
+
+CONFIG = "config.yaml"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model that can be built.
+
+    Args:
+        config: resolved root of a run or of a single model; its `policy` is the model.
+        checkpoint: loaded into it once it is built; None for the weights at `policy.model_name`.
+    """
+
+    config: Any
+    checkpoint: Path | None = None
+
+    @property
+    def policy(self) -> ModelConfig:
+        """The section of the model."""
+        return self.config.policy
+
+    @property
+    def role(self) -> Role:
+        """Its purpose, which decides its head."""
+        return backends_of(self.config).models[POLICY].spec.role
+
+    @property
+    def backend(self) -> BackendPlugin:
+        """Its training backend."""
+        return backends_of(self.config).models[POLICY].plugin
+
+    def with_policy(self, **changes: Any) -> Source:
+        """The same config with other settings of the model, and without a checkpoint."""
+        return Source(with_section(self.config, POLICY, self.policy.model_copy(update=changes)))
+
+    def on_backend(self, name: str) -> Source:
+        """The same model on a training backend in its default settings; as it is if that is its backend."""
+        mine, other = self.backend, plugin(POLICIES, name)
+        if mine.name == other.name:
+            return self
+        off = getattr(self.policy, mine.key).model_copy(update={"enabled": False})
+        changed = self.with_policy(**{mine.key: off, other.key: other.config(enabled=True)})
+        return replace(changed, checkpoint=self.checkpoint)
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder holds an adapter in the format of `peft`."""
+    return (folder / ADAPTER_CONFIG).is_file()
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder is a checkpoint or a run directory, whole or not."""
+    return (folder / POLICY).is_dir() or (folder / "checkpoints").is_dir()
+
+
+def checkpoint_source(folder: Path, overrides: Sequence[str]) -> Source:
+    """A checkpoint, or the newest one of a run directory.
+
+    Raises:
+        ConfigError: if there is none.
+        RunDirectoryError: if it is damaged.
+    """
+    checkpoint = checkpoint_of(folder)
+    source = Source(read_model_config(_config_file(checkpoint), overrides), checkpoint)
+    if damage := _damage(checkpoint):
+        raise RunDirectoryError(f"checkpoint {checkpoint} is damaged: {damage}; choose another one")
+    return source
+
+
+def adapter_source(folder: Path, overrides: Sequence[str], *, backend: str | None = None) -> Source:
+    """An adapter on the model that it sits on.
+
+    Args:
+        backend: that builds it; by default the one that the overrides enable.
+    """
+    found = AdapterFolder.read(folder)
+    if not found.base and not any(each.startswith("policy.model_name=") for each in overrides):
+        raise ConfigError(f"{folder} does not name the model that it sits on; add policy.model_name=MODEL")
+    values = {"model_name": found.base, "precision": _precision(found.base), "lora_cfg": found.settings()}
+    return _single({**values, **_enabling(backend)}, overrides, backend)
+
+
+def model_source(name: str, overrides: Sequence[str], *, backend: str) -> Source:
+    """A folder with Hugging Face files, or a name on the hub.
+
+    Args:
+        backend: that builds it.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir() and (folder.parent / FILE_NAME).is_file() and not (folder / MODEL_FILES[0][0][0]).is_file():
+        raise ConfigError(f"{name} is a part of the checkpoint {folder.parent}; name that folder")
+    problems = [problem.message for problem in folder_problems("SOURCE", name, MODEL_FILES)]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    if name not in MADE_HERE and not folder.is_dir():
+        if "/" not in name:
+            raise ConfigError(_not_there(name))
+        if problem := hub.problem("model", name):
+            raise ConfigError(f"SOURCE: {name!r} is {problem}")
+    found = str(folder.absolute()) if folder.is_dir() else name
+    return _single({"model_name": found, "precision": _precision(found), **_enabling(backend)}, overrides, backend)
+
+
+def recast_source(source: Source, overrides: Sequence[str], *, backend: str) -> Source:
+    """The model of a checkpoint on another backend, not yet with its weights.
+
+    Args:
+        overrides: keys of its own, and of `cluster`.
+
+    Raises:
+        ConfigError: if the model has no language-model head, which the config of a single model cannot say.
+    """
+    if source.role in HEADLESS_ROLES:
+        raise ConfigError(
+            f"{source.checkpoint} holds a {source.role.replace('_', ' ')}, and --to makes checkpoints of language "
+            "models; leave --to out to write it as Hugging Face files"
+        )
+    kept = ("model_name", "precision", "tokenizer", "hf_config_overrides", "lora_cfg")
+    written = as_written(source.config)
+    values = {name: written[POLICY][name] for name in kept}
+    return _single({**values, **_enabling(backend)}, overrides, backend, written["cluster"])
+
+
+def without_adapters(source: Source) -> Source:
+    """The same model without adapters."""
+    return source.with_policy(lora_cfg=LoraConfig())
+
+
+def checkpoint_of(source: Path) -> Path:
+    """The checkpoint that a source names.
+
+    Raises:
+        ConfigError: if there is none; the message lists the kinds of sources.
+        RunDirectoryError: if a run directory has no complete checkpoint.
+    """
+    if not source.is_dir():
+        raise ConfigError(_not_there(str(source)))
+    if (source / POLICY).is_dir():
+        return source
+    if (source / "checkpoints").is_dir():
+        return newest_checkpoint(source)
+    if (source.absolute().parent / FILE_NAME).is_file():
+        raise ConfigError(f"{source} is a part of the checkpoint {source.absolute().parent}; name that folder")
+    if (source / MODEL_FILES[0][0][0]).is_file() and any((source / name).is_file() for name in MODEL_FILES[1][0]):
+        raise ConfigError(
+            f"{source} holds Hugging Face files; name the backend to convert them for, such as --to dtensor"
+        )
+    held = ", ".join(sorted(entry.name for entry in source.iterdir())[:8]) or "nothing"
+    if foreign := foreign_kind(source):
+        raise ConfigError(f"{source} (it holds {held}) is not a source: {foreign}")
+    raise ConfigError(
+        f"{source} holds {held}, which is neither a checkpoint (with a folder {POLICY}), nor a run directory (with a "
+        "folder checkpoints), nor a model's folder (with config.json and safetensors), "
+        f"nor an adapter (with {ADAPTER_CONFIG})"
+    )
+
+
+def _single(
+    values: Mapping[str, Any], overrides: Sequence[str], backend: str | None, cluster: Mapping[str, Any] | None = None
+) -> Source:
+    """A single model.
+
+    Args:
+        backend: that must be the one enabled; any if None.
+    """
+    sections = {POLICY: dict(values)} if cluster is None else {POLICY: dict(values), "cluster": dict(cluster)}
+    source = Source(read_model_config(sections, overrides))
+    chosen = source.backend.name
+    if backend is not None and chosen != backend:
+        raise ConfigError(f"--to {backend}, but the overrides enable {chosen}; name one backend")
+    return source
+
+
+def _enabling(backend: str | None) -> dict[str, Any]:
+    if backend is None:
+        return {}
+    found: BackendPlugin = plugin(POLICIES, backend)
+    return {found.key: {"enabled": True}}
+
+
+def _not_there(source: str) -> str:
+    return (
+        f"there is no folder {source!r} in {Path.cwd()}. SOURCE is a run directory, a checkpoint of one "
+        "(RUN/checkpoints/step_N), an adapter, or a folder that rl convert --to wrote; with --to BACKEND, also a "
+        "folder with Hugging Face files or a name on the hub (OWNER/NAME)"
+    )
+
+
+def _config_file(checkpoint: Path) -> Path:
+    """The config of a checkpoint: beside it if it stands alone, else its run's."""
+    places = [checkpoint / CONFIG, checkpoint.absolute().parent.parent / CONFIG]
+    found = next((place for place in places if place.is_file()), None)
+    if found is None:
+        raise ConfigError(f"neither {places[0]} nor {places[1]} exists; put the run's {CONFIG} in one of these places")
+    return found
+
+
+def _damage(checkpoint: Path) -> str:
+    if not (checkpoint / FILE_NAME).is_file():
+        return f"it has no {FILE_NAME}, which is written last, so it was not finished"
+    try:
+        manifest = Manifest.read(checkpoint)
+    except ValueError as error:
+        return str(error)
+    return manifest.damage(checkpoint) or ("" if manifest.files_of(POLICY) else f"it has no files of {POLICY}")
+
+
+def _precision(name: str) -> str:
+    """The precision of the files, so that nothing is rounded; the default if the files do not state it."""
+    fields = local_hf_config(ModelConfig(model_name=name))
+    return "float32" if "float32" in (fields.get("dtype"), fields.get("torch_dtype")) else "bfloat16"
