@@ -166,8 +166,10 @@ class _CopyRecorder(TorchDispatchMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        parameters = dict(model.named_parameters(remove_duplicate=False))
-        self._parameters = {_storage(parameter): name for name, parameter in parameters.items()}
+        self._parameters: dict[int, str] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            # a layer that has two names, such as shared experts that a runner holds too, goes by the first
+            self._parameters.setdefault(_storage(parameter), name)
         self._sources: dict[int, tuple[str, str]] = {}
         self._alive: list[Tensor] = []
         self._last = ""

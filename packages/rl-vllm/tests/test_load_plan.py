@@ -1,0 +1,64 @@
+"""Plans of loads, of small modules that load as the engine's models do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+from rl_core.weights import Manifest, TensorSpec
+from rl_vllm.load_plan import plan_load
+
+NAMES = ("mlp.shared_expert.weight", "mlp.gate.weight")
+
+
+class Runner(nn.Module):
+    """Holds a layer of another module under a name of its own, as vLLM's runner of experts does."""
+
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        self._layer = shared
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(4, 2, bias=False)
+        self.shared_expert = nn.Linear(4, 3, bias=False)
+        self.experts = Runner(self.shared_expert)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Mixture()
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        parameters = dict(self.named_parameters())
+        for name, tensor in weights:
+            parameters[name].data.copy_(tensor)
+
+
+def manifest(model: nn.Module, *names: str) -> Manifest:
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    return Manifest(version=1, tensors=tuple(TensorSpec(name, shapes[name], "float32") for name in names))
+
+
+def test_a_layer_with_two_names_is_filled_once_and_misses_nothing() -> None:
+    model = Model()
+    record_metadata_for_reloading(model)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    plan = plan_load(model, manifest(model, *NAMES))
+    assert plan.missing == []
+    assert plan.unknown == {}
+    assert plan.aliases == {"mlp.experts._layer.weight": "mlp.shared_expert.weight"}
+    assert {piece.name for piece in plan.pieces["mlp.shared_expert.weight"]} == {"mlp.shared_expert.weight"}
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+
+
+def test_what_a_manifest_lacks_is_missing_under_the_first_name() -> None:
+    model = Model()
+    record_metadata_for_reloading(model)
+    assert plan_load(model, manifest(model, "mlp.gate.weight")).missing == ["mlp.shared_expert.weight"]
