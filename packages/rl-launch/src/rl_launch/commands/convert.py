@@ -248,8 +248,8 @@ class _Conversion:
     def _started(self, source: Source) -> Iterator[RemoteModel]:
         with self._start(source) as model:
             if self._verification.enabled and self._probe is None:
-                model_name, overrides = source.policy.model_name, source.policy.hf_config_overrides
-                fields = {**hf_config_fields(model_name), **overrides}
+                policy = _local(source).policy
+                fields = {**hf_config_fields(policy.model_name), **policy.hf_config_overrides}
                 self._probe = Probe.of(fields, role=source.role, precision=source.policy.precision)
                 self._expected = self._probe.results(model)
             yield model
@@ -285,7 +285,6 @@ def _cluster(target: Path, sources: Sequence[Source]) -> Iterator[Start]:
     """
     cluster_config = sources[0].config.cluster
     check_devices(cluster_config)
-    sources = [replace(source, config=with_local_models(source.config)) for source in sources]
 
     # Ray takes a second to import, which checks that fail should not wait for
     from rl_launch.cluster.virtual_cluster import VirtualCluster
@@ -293,7 +292,7 @@ def _cluster(target: Path, sources: Sequence[Source]) -> Iterator[Start]:
 
     device = resolve_device(cluster_config)
     envs = {}
-    for source in sources:
+    for source in map(_local, sources):
         backends = _alone(source)
         check_placement(source.config.cluster, backends, device)
         envs[source.backend.name] = found = provision_workers(source.config, backends, None, device)
@@ -301,8 +300,8 @@ def _cluster(target: Path, sources: Sequence[Source]) -> Iterator[Start]:
 
     @contextmanager
     def start(source: Source) -> Iterator[RemoteModel]:
-        config = with_local_models(source.config)
-        with Runtime(config, _alone(source), envs[source.backend.name], cluster, logs) as runtime:
+        source = _local(source)
+        with Runtime(source.config, _alone(source), envs[source.backend.name], cluster, logs) as runtime:
             num_ranks = cluster.num_nodes * cluster.ranks_per_node
             _log.info("starting %s on %d ranks", source.backend.name, num_ranks)
             model = runtime.models()[POLICY]
@@ -314,6 +313,11 @@ def _cluster(target: Path, sources: Sequence[Source]) -> Iterator[Start]:
 
     with _folder_beside(target, "logs") as logs, VirtualCluster.of(cluster_config, device) as cluster:
         yield start
+
+
+def _local(source: Source) -> Source:
+    """The source with folders in the place of the names of models that are made on this machine."""
+    return replace(source, config=with_local_models(source.config))
 
 
 def _alone(source: Source) -> Backends:
