@@ -19,6 +19,10 @@ def engine(tmp_path, monkeypatch):
         "def check(config):\n"
         "    print('loading kernels')\n"
         "    return [] if config['optimizer'] == 'known' else [config['optimizer'] + ' is unknown']\n"
+        "def count(config):\n"
+        "    with open(config['optimizer'], 'a') as calls:\n"
+        "        calls.write('.')\n"
+        "    return [] if calls.name.endswith('known') else ['it is unknown']\n"
         "def crash(config):\n"
         "    raise RuntimeError('no driver')\n"
     )
@@ -28,6 +32,15 @@ def engine(tmp_path, monkeypatch):
 def test_problems_come_back_from_the_worker_environment():
     assert engine_problems(sys.executable, "some_engine:check", Root()) == ["torch.optim.Adm is unknown"]
     assert engine_problems(sys.executable, "some_engine:check", Root(optimizer="known")) == []
+
+
+@pytest.mark.parametrize(("name", "num_calls"), [("known", 1), ("missing", 2)])
+def test_only_a_check_that_found_a_problem_is_repeated_for_the_same_section(tmp_path, name, num_calls):
+    calls = tmp_path / name
+    section = Root(optimizer=str(calls))
+    first = engine_problems(sys.executable, "some_engine:count", section)
+    assert engine_problems(sys.executable, "some_engine:count", section) == first
+    assert len(calls.read_text()) == num_calls
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,15 @@ print("\\nproblems " + json.dumps(problems))
 """
 _TIMEOUT_S = 300.0
 
+_passed: set[tuple[str, str, str]] = set()
+"""Interpreter, check and section of the checks of this process that found no problem."""
+
 
 def engine_problems(python: str, check: str, section: Config) -> list[str]:
     """The problems that a backend's `preflight` finds in a model's section of a resolved config.
+
+    A check imports its engine, which takes seconds. One that has found no problem is not repeated for the same section
+    in this process, as further seeds of a run and a run that lost a worker would.
 
     Args:
         python: interpreter of the worker's environment.
@@ -29,10 +35,13 @@ def engine_problems(python: str, check: str, section: Config) -> list[str]:
     Raises:
         WorkerEnvironmentError: if the check itself fails.
     """
+    text = json.dumps(plain(section))
+    if (python, check, text) in _passed:
+        return []
     try:
         done = subprocess.run(
             [python, "-c", _CHECK, check],
-            input=json.dumps(plain(section)),
+            input=text,
             capture_output=True,
             text=True,
             env=worker_process_environment(python),
@@ -44,4 +53,7 @@ def engine_problems(python: str, check: str, section: Config) -> list[str]:
     answers = [line for line in done.stdout.splitlines() if line.startswith("problems ")]
     if done.returncode or not answers:
         raise WorkerEnvironmentError(f"{check} failed in {python}:\n{done.stderr.strip()}")
-    return list(json.loads(answers[-1].removeprefix("problems ")))
+    problems = list(json.loads(answers[-1].removeprefix("problems ")))
+    if not problems:
+        _passed.add((python, check, text))
+    return problems
