@@ -4,22 +4,20 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 import pytest
+from byte_tokenizer import TEXTS, byte_level
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rl_algos.distillation.span_teacher import SpanTeacher, Translator
 from rl_algos.distillation.spans import bytes_of, common_spans, whole_text
-from rl_algos.tiny_model import CHAT_TEMPLATE
 from rl_core.batch import Batch
 from rl_core.errors import ConfigError
 from rl_core.model import LOGPROBS
 from rl_core.ragged import Ragged
 from rl_core.rollout import Prompt, Rollout, RolloutGroup, Turn, WeightSpan
 from rl_core.testing.fakes import FakeModel
-
-TEXTS = ["twelve plus twelve makes twenty-four", "Grüße, 12+13=25; naïve café", "日本語のテキスト 🙂🙂 and more"]
 
 
 def cut(text, places):
@@ -38,23 +36,6 @@ def test_spans_begin_and_end_where_tokens_of_both_do(text, places, other_places)
     assert [number for span in spans for number in range(*span.teacher)] == list(range(len(theirs)))
     for span in spans:
         assert b"".join(ours[slice(*span.student)]) == b"".join(theirs[slice(*span.teacher)])
-
-
-def byte_level(vocab_size):
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, special_tokens=["<|end|>"])
-    tokenizer.train_from_iterator(TEXTS * 3, trainer)
-    roles = [f"<|{role}|>" for role in ("system", "user", "assistant", "tool")]
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="<|end|>",
-        additional_special_tokens=roles,
-        chat_template=CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=False,
-    )
 
 
 def with_byte_fallback():

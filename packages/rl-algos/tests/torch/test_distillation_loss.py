@@ -12,6 +12,7 @@ from rl_algos.losses.distillation import LEAST_TAIL, TEACHER_IDS, TEACHER_LOGPRO
 from rl_algos.torch.distillation import compute
 from rl_core.batch import Batch
 from rl_core.ragged import Ragged
+from rl_core.testing.torch.live_memory import LiveMemory
 from rl_core.torch.loss import Rows
 
 LENGTHS, VOCABULARY = [4, 1, 6, 3], 7
@@ -229,3 +230,46 @@ def test_a_rare_tail_is_told_from_none_down_to_its_bound():
 def test_weights_that_make_no_sense_are_refused(settings_, message):
     with pytest.raises(ValueError, match=message):
         Divergence(**settings_)
+
+
+@pytest.mark.parametrize("size", [4, 9, 1000])
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_chunks_of_tokens_add_up_to_the_whole(monkeypatch, name, size):
+    teacher, student, mask = logits_and_mask(5)
+    loss = DistillationLoss(DIVERGENCES[name], nll_weight=0.3)
+    found = []
+    for chunk in (size, 2**22):
+        monkeypatch.setattr("rl_algos.torch.distillation.CHUNK", chunk)
+        logits = torch.tensor(student, requires_grad=True)
+        value, sums = value_of(loss, logits, mask, *teacher_columns(teacher, 3))
+        (2 * value).backward()
+        found.append((value.detach(), logits.grad, {name: part.value for name, part in sums.metrics.items()}))
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-14)
+
+
+def test_an_evaluation_in_chunks_needs_no_gradient(monkeypatch):
+    monkeypatch.setattr("rl_algos.torch.distillation.CHUNK", 8)
+    teacher, student, mask = logits_and_mask(5)
+    with torch.no_grad():
+        value, _ = value_of(DistillationLoss(), torch.tensor(student), mask, *teacher_columns(teacher, 3))
+    assert value.item() == pytest.approx(oracle(Divergence("forward"), teacher, student, mask, 3), rel=1e-9)
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_many_tokens_of_the_teacher_take_the_memory_of_a_chunk_beside_their_gradient(monkeypatch, name):
+    """8192 of the teacher's tokens at each of 128 positions: as many as may travel."""
+    k, tokens = 8192, 128
+    monkeypatch.setattr("rl_algos.torch.distillation.CHUNK", 8 * (k + 1))
+    generator = torch.Generator().manual_seed(0)
+    at, by_teacher = (torch.randn(tokens, k + 9, generator=generator).log_softmax(1)[:, :k] for _ in range(2))
+    at = at.clone().requires_grad_()
+    ids, mask = torch.arange(k, dtype=torch.int32).expand(tokens, k), np.ones(tokens, np.uint8)
+    columns = {"loss_mask": torch.tensor(mask), TEACHER_IDS: ids, TEACHER_LOGPROBS: by_teacher}
+    with LiveMemory() as memory:
+        sums = compute(
+            DistillationLoss(DIVERGENCES[name]), {"logprobs_at": at}, Rows(torch.tensor([0, tokens]), columns)
+        )
+        sums.objective["tokens"].backward()
+    # the gradient and its product with that of the loss; what a chunk takes beside the gradient is less
+    assert memory.peak < 2.1 * tokens * k * 4
+    assert memory.largest <= tokens * k * 4

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from rl_algos.losses.distillation import (
-    FORWARD_KL,
     LEAST_TAIL,
+    METRICS,
     NLL,
-    REVERSE_KL,
-    STUDENT_TAIL,
     TEACHER_IDS,
     TEACHER_LOGPROBS,
-    TEACHER_TAIL,
     DistillationLoss,
     Divergence,
 )
 from rl_core.torch.loss import LossSums, MetricSum, Rows
+
+CHUNK = 2**22
+"""Masses of one chunk. A microbatch with more takes its tokens chunk by chunk, in both passes."""
 
 NOTHING = -1e4
 """Log of no mass: finite, so that 0 times it is 0, and its exponential is 0."""
@@ -35,22 +37,64 @@ def compute(loss: DistillationLoss, reads: Mapping[str, Tensor], rows: Rows) -> 
         rows: columns that `loss.columns` names.
     """
     mask = rows["loss_mask"] > 0
-    counts = mask[:, None] & (rows[TEACHER_IDS] >= 0)
-    student = log_masses(reads["logprobs_at"], counts)
-    teacher = log_masses(rows[TEACHER_LOGPROBS].to(student.dtype), counts)
-    objective = divergence(loss.divergence, teacher, student).sum()
-    with torch.no_grad():
-        metrics = {
-            FORWARD_KL: kl(teacher, student).sum(),
-            REVERSE_KL: kl(student, teacher).sum(),
-            TEACHER_TAIL: torch.where(mask, teacher[:, -1].exp(), 0.0).sum(),
-            STUDENT_TAIL: torch.where(mask, student[:, -1].exp(), 0.0).sum(),
-        }
+    student = reads["logprobs_at"]
+    sums = _sums if student.shape[0] * (student.shape[1] + 1) <= CHUNK else _SumsByChunk.apply
+    objective, measured = sums(student, rows[TEACHER_LOGPROBS], rows[TEACHER_IDS], mask, loss.divergence)
+    metrics = dict(zip(METRICS, measured.unbind(), strict=True))
     if loss.nll_weight:
         nll = -torch.where(mask, reads["logprobs"], 0.0).sum()
         metrics[NLL] = nll.detach()
         objective = objective + loss.nll_weight * nll
     return LossSums({"tokens": objective}, {name: MetricSum(value, "tokens") for name, value in metrics.items()})
+
+
+def _sums(student: Tensor, teacher: Tensor, ids: Tensor, mask: Tensor, kind: Divergence) -> tuple[Tensor, Tensor]:
+    """The sum of the divergences of all tokens, and those of the `METRICS`, without gradient.
+
+    Args:
+        student, teacher: logprobs `[tokens, k]` at the ids.
+        ids: `[tokens, k]`, -1 where there are fewer.
+        mask: bool `[tokens]`.
+    """
+    counts = mask[:, None] & (ids >= 0)
+    q = log_masses(student, counts)
+    p = log_masses(teacher.to(q.dtype), counts)
+    total = divergence(kind, p, q).sum()
+    with torch.no_grad():
+        tails = (torch.where(mask, each[:, -1].exp(), 0.0).sum() for each in (p, q))
+        measured = torch.stack([kl(p, q).sum(), kl(q, p).sum(), *tails])
+    return total, measured
+
+
+class _SumsByChunk(torch.autograd.Function):
+    """`_sums`, of some tokens at a time. The gradient is computed on the way: what a chunk needs for it is gone before
+    the next one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, student: Tensor, teacher: Tensor, ids: Tensor, mask: Tensor, kind: Divergence
+    ) -> tuple[Tensor, Tensor]:
+        size = max(1, CHUNK // (student.shape[1] + 1))
+        gradient = torch.empty_like(student) if ctx.needs_input_grad[0] else None
+        total, measured = student.new_zeros(()), student.new_zeros(len(METRICS))
+        for start in range(0, len(student), size):
+            chunk = slice(start, start + size)
+            with torch.set_grad_enabled(gradient is not None):
+                own = student[chunk].detach().requires_grad_(gradient is not None)
+                value, its_measured = _sums(own, teacher[chunk], ids[chunk], mask[chunk], kind)
+            if gradient is not None:
+                (gradient[chunk],) = torch.autograd.grad(value, [own])
+            total += value.detach()
+            measured += its_measured
+        ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(measured)
+        return total, measured
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, by_total: Tensor, _by_measured: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * by_total, None, None, None, None
 
 
 def log_masses(logprobs: Tensor, counts: Tensor) -> Tensor:

@@ -127,6 +127,7 @@ class _VocabParallelReads(torch.autograd.Function):
                 entropy[chunk] = found.entropy
             if head.collision:
                 collision[chunk] = found.collision
+            del logits, found  # before the next chunk's are made
         topk_logprobs -= log_sums[:, None]
         logprobs_at.sub_(log_sums[:, None]).masked_fill_(ids < 0, 0.0)
         ctx.options = options
@@ -158,6 +159,7 @@ class _VocabParallelReads(torch.autograd.Function):
                 is_here=is_here,
             )
             total.add_(chunk, grad)
+            del grad  # before the next chunk's are made
         if total.hidden is not None and ctx.options.sums_hidden_grad:
             dist.all_reduce(total.hidden, group=ctx.options.shard.group)
         return (*total.results(), None, None, None)
