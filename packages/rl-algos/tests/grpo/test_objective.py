@@ -46,6 +46,21 @@ def test_a_penalty_on_rewards_is_the_weighted_estimate_at_each_sampled_token(est
     assert reported == {"policy/kl": pytest.approx(sum(expected) / 0.5 / mask.sum())}
 
 
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_a_penalty_without_clamps_is_finite_in_float32_at_extreme_log_ratios(estimator):
+    batch = step_data().batch
+    mask = batch.ragged("loss_mask")
+    extreme = [0.0, -200.0, -200.0, 0.0, -1.0]
+    columns = {
+        name: mask.like(np.where(mask.values > 0, np.resize(values, len(mask.values)), np.nan).astype(np.float32))
+        for name, values in (("prev_logprobs", extreme), ("ref_logprobs", extreme[::-1]))
+    }
+    reward_kl = RewardKL(0.5, estimator, input_clamp=None, output_clamp=None)
+    found = reward_kl.estimates(batch.with_columns(columns)).values.astype(np.float32)
+    assert np.isfinite(found).all()
+    assert not found[mask.values == 0].any()
+
+
 def test_an_objective_without_parts_adds_nothing():
     objective, data = Objective(PolicyLoss()), step_data()
     assert objective.penalties(data.batch) is None

@@ -33,6 +33,30 @@ def test_the_loss_is_the_mean_of_the_tokens_under_the_mask():
     np.testing.assert_allclose(reads["logprobs"].grad.numpy(), mask * (-1.0 / mask.sum()))
 
 
+def test_the_gradient_is_that_of_finite_differences_and_extremes_leave_it_finite():
+    offsets, logprobs, mask = data(2)
+    rows = Rows(torch.tensor(offsets), {"loss_mask": torch.tensor(mask)})
+
+    def value(logprobs):
+        return resolve(NLLLoss().implementation)(NLLLoss(), {"logprobs": logprobs}, rows).loss({"tokens": mask.sum()})
+
+    read, step = torch.tensor(logprobs, requires_grad=True), 1e-6
+    value(read).backward()
+    for token in range(len(mask)):
+        nudge = np.zeros(len(mask))
+        nudge[token] = step
+        up, down = (value(torch.tensor(logprobs + sign * nudge)).item() for sign in (1, -1))
+        assert read.grad[token].item() == pytest.approx((up - down) / (2 * step), abs=1e-6)
+    for wild in (np.nan, np.inf, -np.inf):
+        extreme = np.where(mask > 0, np.resize([-200.0, 0.0], len(mask)), wild).astype(np.float32)
+        read = torch.tensor(extreme, requires_grad=True)
+        found = value(read)
+        found.backward()
+        assert found.item() == pytest.approx(-extreme[mask > 0].mean())
+        assert torch.isfinite(read.grad).all()
+        assert not read.grad[torch.tensor(mask) == 0].any()
+
+
 def test_shards_divided_by_the_global_total_add_up():
     offsets, logprobs, mask = data(1)
     loss, compute = NLLLoss(), resolve(NLLLoss().implementation)

@@ -69,6 +69,11 @@ LOSSES = {
     "k3 from generation": PolicyLoss(kl=KLPenalty(0.3, "k3", from_generation=True)),
     "k3 of DeepSeek-V3.2": PolicyLoss(kl=KLPenalty(0.3, "k3", unbiased=True, from_generation=True)),
     "kl clamps": PolicyLoss(kl=KLPenalty(0.3, "k3", input_clamp=0.2, output_clamp=0.01)),
+    "k2 without clamps": PolicyLoss(kl=KLPenalty(0.3, "k2", input_clamp=None, output_clamp=None)),
+    "k3 without clamps": PolicyLoss(kl=KLPenalty(0.3, "k3", input_clamp=None, output_clamp=None)),
+    "k3 unbiased without clamps": PolicyLoss(
+        kl=KLPenalty(0.3, "k3", input_clamp=None, output_clamp=None, unbiased=True)
+    ),
     "importance": _weighed(),
     "tis": _weighed(high=1.1),
     "tis with a lower bound": _weighed(low=0.95, high=1.1),

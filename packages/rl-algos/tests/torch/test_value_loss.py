@@ -96,6 +96,22 @@ def test_what_lies_off_the_mask_may_be_infinite_or_nan(clip):
         np.testing.assert_array_equal(found[1], clean[1])
 
 
+@pytest.mark.parametrize("clip", [None, 0.2])
+@pytest.mark.parametrize("seed", range(5))
+def test_extreme_values_and_returns_leave_everything_finite(clip, seed):
+    random, batch = np.random.default_rng(seed), make_batch(seed, dtype=np.float32)
+    on = batch.ragged("loss_mask").values > 0
+    columns = {}
+    for name in ("now", "values", "returns"):
+        values = random.choice([-200.0, -1.0, 0.0, 200.0], len(on))
+        values[~on] = random.choice([np.nan, np.inf, -np.inf], int((~on).sum()))
+        columns[name] = batch.ragged(name).like(values.astype(np.float32))
+    value, gradient = loss_and_gradient(ValueLoss(clip), batch.with_columns(columns), [[0, 1], [2, 3]])
+    assert np.isfinite(value)
+    assert np.isfinite(gradient).all()
+    assert not gradient[~on].any()
+
+
 def test_it_reports_its_error_and_the_share_of_clipped_tokens():
     batch, loss = make_batch(1), ValueLoss(0.2)
     columns = {name: torch.tensor(getattr(batch[name], "values", batch[name])) for name in batch}

@@ -11,6 +11,7 @@ import numpy as np
 
 from rl_algos.grpo.adaptive import AdaptiveWeight
 from rl_algos.grpo.step_statistics import Statistic, StepData
+from rl_algos.losses.importance import LOG_RATIO_BOUND
 from rl_algos.losses.kl import KLType
 from rl_algos.losses.policy import PolicyLoss
 from rl_core.batch import Batch
@@ -46,7 +47,8 @@ class RewardKL:
         is_sampled = mask.values > 0
         ref, prev = batch.ragged("ref_logprobs").values, batch.ragged("prev_logprobs").values
         d = _clamp(ref[is_sampled].astype(np.float64) - prev[is_sampled], self.input_clamp)
-        k = {"k1": lambda: -d, "k2": lambda: d**2 / 2, "k3": lambda: np.expm1(d) - d}[self.estimator]()
+        within = _clamp(d, LOG_RATIO_BOUND)
+        k = {"k1": lambda: -d, "k2": lambda: d**2 / 2, "k3": lambda: np.expm1(within) - within}[self.estimator]()
         values = np.zeros(len(is_sampled))
         values[is_sampled] = _clamp(k, self.output_clamp)
         return mask.like(values)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from rl_algos.losses.mask import loss_mask
+from rl_algos.losses.mask import num_masked
 from rl_core.batch import Batch
 from rl_core.model import LOGPROBS, Read, logprobs_at
 
@@ -103,4 +103,4 @@ class DistillationLoss:
 
     def totals(self, batch: Batch) -> Mapping[str, float]:
         """`tokens` under the mask."""
-        return {"tokens": float(loss_mask(batch).values.sum(dtype="int64"))}
+        return {"tokens": num_masked(batch)}

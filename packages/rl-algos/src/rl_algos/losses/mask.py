@@ -24,3 +24,8 @@ def loss_mask(batch: Batch) -> Ragged:
             "nothing predicts a first token: set its mask to 0"
         )
     return mask
+
+
+def num_masked(batch: Batch) -> float:
+    """Tokens under the mask; raises as `loss_mask`."""
+    return float(loss_mask(batch).values.sum(dtype=np.int64))

@@ -177,6 +177,8 @@ class PreferenceLoss:
         sft_average_logprobs: average it over the response's tokens; otherwise it is their sum.
     """
 
+    reads: ClassVar[tuple[Read, ...]] = (LOGPROBS,)
+    temperature: ClassVar[float] = 1.0
     term: PairTerm
     weight: float = 1.0
     average_logprobs: bool = False
@@ -190,16 +192,6 @@ class PreferenceLoss:
         reference = ("ref_logprobs",) if self.term.uses_reference else ()
         return (PAIR, "is_chosen", "loss_mask", *reference)
 
-    @property
-    def reads(self) -> tuple[Read, ...]:
-        """The policy's logprobs."""
-        return (LOGPROBS,)
-
-    @property
-    def temperature(self) -> float:
-        """1: what is learned is the distribution itself."""
-        return 1.0
-
     def totals(self, batch: Batch) -> Mapping[str, float]:
         """`pairs`, of which each shard has whole ones."""
         loss_mask(batch)
@@ -212,8 +204,8 @@ class KTOLoss:
     desirable response and the negative of it for an undesirable one.
 
     z is the reference point, an estimate of the KL divergence between policy and reference over the whole batch, which
-    no gradient goes through: it comes as a column and is computed before the step (`rl_algos.dpo.kto`). At the first
-    step the loss is half the mean weight.
+    no gradient goes through: it comes as the column `kl` `[rows]` and is computed before the step (`rl_algos.dpo.kto`).
+    The column `verdict` `[rows]` is 1 for a desirable response. At the first step the loss is half the mean weight.
 
     Args:
         beta: weight of the KL divergence.
@@ -221,6 +213,9 @@ class KTOLoss:
             responses, between 1 and 4/3.
     """
 
+    columns: ClassVar[tuple[str, ...]] = ("loss_mask", "ref_logprobs", "verdict", "kl")
+    reads: ClassVar[tuple[Read, ...]] = (LOGPROBS,)
+    temperature: ClassVar[float] = 1.0
     beta: float = 0.1
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
@@ -230,21 +225,6 @@ class KTOLoss:
         for name in ("beta", "desirable_weight", "undesirable_weight"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """`loss_mask` and `ref_logprobs` `[tokens]`, `verdict` and `kl` `[rows]`."""
-        return ("loss_mask", "ref_logprobs", "verdict", "kl")
-
-    @property
-    def reads(self) -> tuple[Read, ...]:
-        """The policy's logprobs."""
-        return (LOGPROBS,)
-
-    @property
-    def temperature(self) -> float:
-        """1: what is learned is the distribution itself."""
-        return 1.0
 
     def totals(self, batch: Batch) -> Mapping[str, float]:
         """`responses`."""

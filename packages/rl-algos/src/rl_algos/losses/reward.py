@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from rl_algos.losses.preference import num_pairs
 from rl_core.batch import Batch
@@ -29,6 +29,8 @@ class BradleyTerryLoss:
         center_weight: of `(s(c) + s(r))^2`, which holds scores near 0 (arXiv:2312.09244).
     """
 
+    reads: ClassVar[tuple[Read, ...]] = (SCORES,)
+    temperature: ClassVar[float] = 1.0
     margin: MarginUse = "ignore"
     center_weight: float = 0.0
     implementation: str = "rl_algos.torch.reward:compute_pairs"
@@ -38,16 +40,6 @@ class BradleyTerryLoss:
         """`pair`, `is_chosen` and, if it counts, `margin` `[rows]`."""
         return (PAIR, "is_chosen") if self.margin == "ignore" else (PAIR, "is_chosen", "margin")
 
-    @property
-    def reads(self) -> tuple[Read, ...]:
-        """The model's scores."""
-        return (SCORES,)
-
-    @property
-    def temperature(self) -> float:
-        """1: scores have none."""
-        return 1.0
-
     def totals(self, batch: Batch) -> Mapping[str, float]:
         """`pairs`, of which each shard has whole ones."""
         return {"pairs": num_pairs(batch)}
@@ -55,24 +47,12 @@ class BradleyTerryLoss:
 
 @dataclass(frozen=True)
 class RegressionLoss:
-    """Mean over responses of `(s(y) - target)^2`."""
+    """Mean over responses of `(s(y) - target)^2`, with the target in the column `verdict` `[rows]`."""
 
+    columns: ClassVar[tuple[str, ...]] = ("verdict",)
+    reads: ClassVar[tuple[Read, ...]] = (SCORES,)
+    temperature: ClassVar[float] = 1.0
     implementation: str = "rl_algos.torch.reward:compute_regression"
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """`verdict` `[rows]`, the target."""
-        return ("verdict",)
-
-    @property
-    def reads(self) -> tuple[Read, ...]:
-        """The model's scores."""
-        return (SCORES,)
-
-    @property
-    def temperature(self) -> float:
-        """1: scores have none."""
-        return 1.0
 
     def totals(self, batch: Batch) -> Mapping[str, float]:
         """`responses`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -35,19 +36,11 @@ class SpanLoss:
         temperature: divides the student's logits; that of the teacher's column must be the same.
     """
 
+    columns: ClassVar[tuple[str, ...]] = (SPANS, SPAN_LOGPROBS)
+    reads: ClassVar[tuple[Read, ...]] = (LOGPROBS,)
     tau: float = 100.0
     temperature: float = 1.0
     implementation: str = "rl_algos.torch.spans:compute"
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Spans, and their logprobs by the teacher."""
-        return (SPANS, SPAN_LOGPROBS)
-
-    @property
-    def reads(self) -> tuple[Read, ...]:
-        """The student's logprobs."""
-        return (LOGPROBS,)
 
     def totals(self, batch: Batch) -> Mapping[str, float]:
         """`spans` of the batch."""

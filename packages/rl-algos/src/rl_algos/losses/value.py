@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
-from rl_algos.losses.mask import loss_mask
+from rl_algos.losses.mask import num_masked
 from rl_core.batch import Batch
 from rl_core.model import VALUES, Read
 
@@ -22,6 +23,8 @@ class ValueLoss:
         clip: c; None takes `(V - R)^2 / 2`.
     """
 
+    reads: ClassVar[tuple[Read, ...]] = (VALUES,)
+    temperature: ClassVar[float] = 1.0
     clip: float | None = None
     implementation: str = "rl_algos.torch.value:compute"
 
@@ -30,16 +33,6 @@ class ValueLoss:
         """`loss_mask` uint8 and `returns` `[tokens]`, and `values` `[tokens]`, those before the step, to clip by."""
         return ("loss_mask", "returns") if self.clip is None else ("loss_mask", "returns", "values")
 
-    @property
-    def reads(self) -> tuple[Read, ...]:
-        """The critic's values."""
-        return (VALUES,)
-
-    @property
-    def temperature(self) -> float:
-        """1: a value has none."""
-        return 1.0
-
     def totals(self, batch: Batch) -> Mapping[str, float]:
         """`tokens` that were sampled."""
-        return {"tokens": float(loss_mask(batch).values.sum(dtype="int64"))}
+        return {"tokens": num_masked(batch)}

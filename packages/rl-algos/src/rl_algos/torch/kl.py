@@ -10,10 +10,13 @@ from rl_algos.torch.sampled import Sampled, bounded
 
 
 def estimate(estimator: KLType, d: Tensor) -> Tensor:
-    """k1, k2 or k3 of the log-ratios `d`."""
+    """k1, k2 or k3 of the log-ratios `d`; finite whatever they are."""
     if estimator == "k1":
         return -d
-    return 0.5 * d.square() if estimator == "k2" else torch.expm1(d) - d
+    if estimator == "k2":
+        return 0.5 * d.square()
+    within = bounded(d)
+    return torch.expm1(within) - within
 
 
 def reference_kl(kl: KLPenalty, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
