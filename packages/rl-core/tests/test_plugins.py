@@ -8,7 +8,18 @@ import pytest
 
 import rl_core.plugins
 from rl_core.errors import ConfigError
-from rl_core.plugins import DATASETS, ENVIRONMENTS, algorithm_named, names, plugin, plugins, resolve
+from rl_core.model import ModelSpec
+from rl_core.plugins import (
+    DATASETS,
+    ENVIRONMENTS,
+    ModelNeed,
+    algorithm_named,
+    export_suffixes,
+    names,
+    plugin,
+    plugins,
+    resolve,
+)
 
 INSTALLED = [
     EntryPoint("square", "test_plugins:INSTALLED", ENVIRONMENTS),
@@ -116,3 +127,9 @@ def test_what_is_not_an_algorithm_in_a_file_is_refused(name: str, says: str, tmp
     (tmp_path / "algorithm.py").write_text(ALGORITHM)
     with pytest.raises(ConfigError, match=says):
         algorithm_named(f"{tmp_path}/{name}")
+
+
+def test_the_policy_is_exported_and_other_roles_that_ask_for_it() -> None:
+    kept, exported = ModelNeed("value", ModelSpec(role="critic")), ModelNeed("rm", ModelSpec(), exported=True)
+    assert export_suffixes({"policy": exported, "critic": kept, "judge": exported}) == {"policy": "", "judge": "_judge"}
+    assert export_suffixes({}) == {"policy": ""}

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rl_launch.model_folder import adapter_problems, layer_names
+from rl_launch.model_folder import MODEL_FILES, adapter_problems, folder_problems, layer_names
 
 
 def write(path, tensors):
@@ -40,3 +40,18 @@ def test_targets_that_name_no_layer_are_refused_with_the_nearest(folder):
     assert "did you mean q_proj?; it has lm_head, q_proj" in problem.message
     (problem,) = adapter_problems("key", str(folder), ["q_proj", "self_attn.v_proj"])
     assert "got self_attn.v_proj, which matches no layer of" in problem.message
+
+
+def test_a_run_directory_in_the_place_of_a_model_names_those_that_it_holds(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (problem,) = folder_problems("value.model_name", str(tmp_path), MODEL_FILES)
+    assert "is a run directory; it has no checkpoint with a model yet" in problem.message
+    for name in ("step_9/hf", "step_10/hf", "step_10/hf_critic"):
+        model = tmp_path / "checkpoints" / name
+        model.mkdir(parents=True)
+        (model / "config.json").write_text("{}")
+        (model / "model.safetensors").write_text("")
+    (problem,) = folder_problems("value.model_name", str(tmp_path), MODEL_FILES)
+    newest = tmp_path / "checkpoints" / "step_10"
+    assert problem.message.endswith(f"name a model of it: {newest}/hf, {newest}/hf_critic")
+    assert list(folder_problems("value.model_name", str(newest / "hf_critic"), MODEL_FILES)) == []

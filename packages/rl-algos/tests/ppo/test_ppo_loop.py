@@ -25,6 +25,11 @@ class Recorder(FakeModel):
     def __init__(self) -> None:
         super().__init__()
         self.losses = []
+        self.references = []
+
+    def update_reference(self, share=1.0):
+        self.references.append((self.num_steps, share))
+        super().update_reference(share)
 
     def train_step(self, batch, loss):
         self.losses.append(loss)
@@ -86,6 +91,13 @@ def test_the_critic_warms_up_while_the_policy_stays():
         assert not [name for name in run.metrics[step] if name.startswith("train/")]
     assert {"train/loss", "train/lr", "train/num_tokens"} <= set(run.metrics[3])
     assert [run.metrics[step]["weight_version"] for step in (1, 2, 3)] == [2, 3, 4]
+
+
+def test_the_reference_follows_the_policy_after_every_period_of_its_training():
+    settings = {"reference_sync_period": 2, "reference_mixup_alpha": 0.5, "critic_warmup_steps": 2, "max_num_steps": 6}
+    policy, critic = run_loop(FakeRun(), objective=Objective(PolicyLoss(kl=KLPenalty(0.1))), **settings)
+    assert policy.references == [(4, 0.5), (8, 0.5)]  # after steps 4 and 6, two updates each; it stays in the warm-up
+    assert critic.references == []
 
 
 def test_a_step_reports_the_critic_beside_the_policy_and_the_rollouts():

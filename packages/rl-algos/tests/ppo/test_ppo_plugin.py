@@ -11,6 +11,7 @@ from rl_algos.grpo.loss_config import LossConfig
 from rl_algos.ppo.config import PPOConfig
 from rl_algos.ppo.plugin import PLUGIN
 from rl_core.model_config import GenerationConfig, ModelConfig
+from rl_core.plugins import export_suffixes
 
 
 def make_config(*, loss=None, policy_rows=8, value=None, **settings):
@@ -42,6 +43,23 @@ def test_policy_and_critic_train_and_the_policy_alone_keeps_a_reference():
     assert not needs["critic"].spec.keeps_reference
     without = PLUGIN.models(make_config(loss={"reference_policy_kl_penalty": 0.0}))
     assert not without["policy"].spec.keeps_reference
+
+
+def test_the_critic_is_exported_if_that_is_asked_for():
+    for wanted in (False, True):
+        needs = PLUGIN.models(make_config(export_critic=wanted))
+        assert needs["critic"].exported is wanted
+        assert export_suffixes(needs) == {"policy": "", **({"critic": "_critic"} if wanted else {})}
+
+
+def test_a_reference_may_follow_the_policy_if_the_loss_reads_it():
+    moves = {"reference_sync_period": 4, "reference_mixup_alpha": 0.6}
+    assert problems(make_config(**moves)) == []
+    assert PLUGIN.models(make_config(**moves))["policy"].spec.keeps_reference
+    ((key, message),) = problems(make_config(loss={"reference_policy_kl_penalty": 0.0}, **moves))
+    assert (key, "no reference policy" in message) == ("ppo.reference_sync_period", True)
+    ((key, _),) = problems(make_config(reference_mixup_alpha=0.6))
+    assert key == "ppo.reference_mixup_alpha"
 
 
 @pytest.mark.parametrize(("rows", "passes", "on_policy"), [(8, 1, True), (4, 1, False), (8, 2, False)])

@@ -172,10 +172,18 @@ class ModelNeed:
     Args:
         section: config section that holds it, one of `AlgorithmPlugin.model_sections`.
         spec: its head, and whether it trains.
+        exported: whether checkpoints hold its Hugging Face files. The role `policy` is always exported.
     """
 
     section: str
     spec: ModelSpec
+    exported: bool = False
+
+
+def export_suffixes(needs: Mapping[str, ModelNeed]) -> dict[str, str]:
+    """Roles whose Hugging Face files checkpoints hold, and the end of the names of their folders: those of the role
+    `policy` are `hf` and `adapter`, those of another role `hf_ROLE` and `adapter_ROLE`."""
+    return {"policy": "", **{role: f"_{role}" for role, need in needs.items() if need.exported and role != "policy"}}
 
 
 SectionNames = Callable[[str], tuple[str, ...]]
@@ -208,7 +216,7 @@ class AlgorithmPlugin:
         validation_metrics: from the resolved config to the names of the `val/` metrics that its run records, or to
             None if they are not known before the run, as None for all configs says.
         models: from the resolved config to the models that the run needs, by role. The role `policy` is the model whose
-            weights are published and exported.
+            weights are published and exported; others are exported if their need says so.
         model_sections: config sections that hold a model, as dotted keys from the root: `policy`, `value`,
             `teachers.math`. The root gets one of each. If users name some of them, a function to these keys from the
             names that are written in other sections.

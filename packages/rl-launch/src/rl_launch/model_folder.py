@@ -49,6 +49,9 @@ def folder_problems(key: str, name: str, needed: Sequence[Needed]) -> Iterator[P
             yield Problem(key, f"there is no folder {name!r}; give one with Hugging Face files, or a hub name")
         return
     held = sorted(entry.name for entry in folder.iterdir())
+    if "checkpoints" in held and "config.json" not in held:
+        yield Problem(key, f"{name!r} is a run directory; {_exported(folder)}")
+        return
     for files, remedy in needed:
         if not set(files) & set(held):
             advice = foreign_kind(folder) or remedy
@@ -120,6 +123,14 @@ def check_models(names: Mapping[str, str]) -> None:
         problems.extend(f"{key}: {each}" for each in found)
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def _exported(run_dir: Path) -> str:
+    """The models that a run directory holds, in words."""
+    found = [path.parent for path in run_dir.glob("checkpoints/step_*/hf*/config.json")]
+    newest = max((int(path.parent.name.removeprefix("step_")) for path in found), default=None)
+    of_newest = sorted(str(path) for path in found if path.parent.name == f"step_{newest}")
+    return f"name a model of it: {_listed(of_newest)}" if of_newest else "it has no checkpoint with a model yet"
 
 
 def _listed(names: Sequence[str], most: int = 8) -> str:

@@ -179,3 +179,13 @@ def test_a_checkpoint_of_another_kind_of_run_is_refused(tmp_path):
         checkpoints.restore(
             tmp_path / "step_1", models={"critic": counting.CountingModel()}, state={"draws": counting.Draws()}
         )
+
+
+def test_models_are_exported_by_role_each_into_folders_of_its_own(tmp_path):
+    models = {role: counting.CountingModel() for role in ("policy", "critic", "judge")}
+    Checkpoints(tmp_path, CheckpointingConfig(), exports={"policy": "", "critic": "_critic"}).save(
+        1, models=models, state={}, metrics={}
+    )
+    files = manifest.Manifest.read(tmp_path / "step_1").files
+    assert {name.partition("/")[0] for name in files} == {*models, "hf", "hf_critic"}
+    assert (tmp_path / "step_1" / "hf_critic" / "config.json").is_file()

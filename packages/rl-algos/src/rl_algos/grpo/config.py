@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import ClassVar, Protocol
 
-from pydantic import Field
-
 from rl_algos.grpo.loss_config import CustomLossConfig, LossConfig
 from rl_algos.rollouts.config import PolicyGradientConfig, RolloutRoot
 from rl_core.config import NamedConfig
@@ -29,12 +27,6 @@ class GRPOConfig(PolicyGradientConfig):
     use_leave_one_out_baseline: bool = False
     """Compare each reward with the mean of the others in its group instead of the mean of all."""
     adv_estimator: EstimatorConfig = EstimatorConfig()
-    reference_sync_period: int = Field(default=0, ge=0)
-    """Move the reference policy, which the KL penalty compares with, towards the policy after every this many steps; 0
-    keeps the initial weights."""
-    reference_mixup_alpha: float = Field(default=1.0, gt=0, le=1)
-    """Share of the way from the reference to the policy that such a move takes (arXiv:2404.09656): `reference + alpha
-    (policy - reference)`, weight by weight; 1 makes the reference the policy. With LoRA the adapters are mixed."""
 
 
 class ObjectiveRoot(RolloutRoot, Protocol):

@@ -11,6 +11,7 @@ from rl_algos.grpo.loss import (
     COLUMNS,
     SWITCHES,
     aggregation_of,
+    columns_of,
     has_one_update,
     loss_of,
     needs_prev,
@@ -25,12 +26,13 @@ from rl_core.config import Problem
 
 
 def loss_problems(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> Iterator[Problem]:
-    """Problems of `loss_fn` in a whole config.
+    """Problems of `loss_fn` in a whole config, and of the reference that it compares with.
 
     Args:
         algorithm: section of the algorithm.
     """
     loss = config.loss_fn
+    yield from _reference(config, algorithm)
     if not isinstance(loss, LossConfig):
         yield from _custom_loss_problems(config, algorithm)
         return
@@ -39,6 +41,20 @@ def loss_problems(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> Ite
         remedy = f"set policy.train_global_batch_size to {rows}" if algorithm.passes_per_step == 1 else "remove it"
         yield _problem("force_on_policy_ratio", f"needs one minibatch and one pass over it a step: {remedy}")
     yield from policy_loss_problems(loss)
+
+
+def _reference(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> Iterator[Problem]:
+    """Find moves of a reference that nothing reads, or that never take place."""
+    if algorithm.reference_sync_period and "ref_logprobs" not in columns_of(config, algorithm):
+        yield Problem(
+            f"{algorithm.section}.reference_sync_period",
+            "has no effect: the loss compares with no reference policy; set loss_fn.reference_policy_kl_penalty above "
+            "0, or remove this key",
+        )
+    if algorithm.reference_mixup_alpha != 1 and not algorithm.reference_sync_period:
+        yield Problem(
+            f"{algorithm.section}.reference_mixup_alpha", "has no effect without reference_sync_period; set it above 0"
+        )
 
 
 def _custom_loss_problems(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> Iterator[Problem]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from rl_algos.grpo.config import GRPOConfig, GRPORoot
+from rl_algos.grpo.config import GRPOConfig, GRPORoot, ObjectiveRoot
 from rl_algos.grpo.estimators import chosen, estimator_section, reads
 from rl_algos.grpo.loss import columns_of, loss_section, surrogate_section
 from rl_algos.grpo.loss_checks import loss_problems
 from rl_algos.grpo.loss_config import LossConfig
 from rl_algos.rollouts.checks import reward_problems
+from rl_algos.rollouts.config import PolicyGradientConfig
 from rl_algos.rollouts.plugin import rollout_algorithm
 from rl_core.config import Config, Problem, ProblemError, assemble, settings_of
 from rl_core.model import ModelSpec
@@ -43,10 +44,20 @@ def _chosen_type(key: str, written: Any, section: Callable[[str | None], type[Co
         raise ProblemError(Problem(key, str(error))) from None
 
 
+def policy_need(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> ModelNeed:
+    """The policy of an algorithm whose policy minimises `loss_fn`: it trains, and keeps its reference if the loss
+    compares with it.
+
+    Args:
+        algorithm: section of the algorithm.
+    """
+    compares = "ref_logprobs" in columns_of(config, algorithm)
+    return ModelNeed("policy", ModelSpec(keeps_reference=compares, seed=algorithm.seed))
+
+
 def models(config: GRPORoot) -> dict[str, ModelNeed]:
-    """The policy trains, and keeps its reference if the loss compares with it."""
-    compares = "ref_logprobs" in columns_of(config, config.grpo)
-    return {"policy": ModelNeed("policy", ModelSpec(keeps_reference=compares, seed=config.grpo.seed))}
+    """The policy alone."""
+    return {"policy": policy_need(config, config.grpo)}
 
 
 def check(config: GRPORoot) -> Iterable[Problem]:
@@ -54,7 +65,6 @@ def check(config: GRPORoot) -> Iterable[Problem]:
     yield from reward_problems(config.grpo)
     yield from loss_problems(config, config.grpo)
     yield from _estimator(config)
-    yield from _reference(config)
 
 
 def _estimator(config: GRPORoot) -> Iterator[Problem]:
@@ -83,18 +93,6 @@ def _estimator(config: GRPORoot) -> Iterator[Problem]:
             "grpo.adv_estimator.k",
             f"{settings['k']} must be from 1 to grpo.num_generations_per_prompt, {grpo.num_generations_per_prompt}",
         )
-
-
-def _reference(config: GRPORoot) -> Iterator[Problem]:
-    grpo = config.grpo
-    if grpo.reference_sync_period and "ref_logprobs" not in columns_of(config, grpo):
-        yield Problem(
-            "grpo.reference_sync_period",
-            "has no effect: the loss compares with no reference policy; set loss_fn.reference_policy_kl_penalty above "
-            "0, or remove this key",
-        )
-    if grpo.reference_mixup_alpha != 1 and not grpo.reference_sync_period:
-        yield Problem("grpo.reference_mixup_alpha", "has no effect without reference_sync_period; set it above 0")
 
 
 PLUGIN = rollout_algorithm(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol
+from typing import Annotated, ClassVar, Protocol
 
 from pydantic import Field
 
 from rl_algos.grpo.config import ObjectiveRoot
 from rl_algos.rollouts.config import PolicyGradientConfig
+from rl_core.config import WhenChanged
 from rl_core.model_config import ModelConfig
 
 
@@ -23,6 +24,9 @@ class PPOConfig(PolicyGradientConfig):
     from the seed."""
     critic_warmup_steps: int = Field(default=0, ge=0)
     """First steps in which the critic alone trains, until its values are of use to the policy."""
+    export_critic: Annotated[bool, WhenChanged.RESUME] = False
+    """Write the critic's Hugging Face files into each checkpoint, in `hf_critic`: to start the critic of another run
+    from (`value.model_name`), or to score responses with, as a reward model does."""
     gamma: float = Field(default=1.0, gt=0, le=1)
     """Discount of the reward by sampled token."""
     gae_lambda: float = Field(default=0.95, ge=0, le=1)

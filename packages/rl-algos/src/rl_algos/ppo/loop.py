@@ -53,6 +53,8 @@ def train(
             with run.phase("training"):
                 minibatches = shuffled_minibatches(batch, policy_rows, passes=passes, seed=seed)
                 of_policy = [policy.train_step(minibatch, loss) for minibatch in minibatches]
+                if run.due(config.reference_sync_period, step):
+                    policy.update_reference(config.reference_mixup_alpha)
             metrics = training_metrics(of_policy)
             run.record(step, {**metrics, **objective.observe(metrics)})
         steps.sync(step)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from rl_algos.grpo.loss import columns_of
 from rl_algos.grpo.loss_checks import loss_problems
-from rl_algos.grpo.plugin import loss_fn_section
+from rl_algos.grpo.plugin import loss_fn_section, policy_need
 from rl_algos.ppo.config import PPOConfig, PPORoot
 from rl_algos.rollouts.checks import minibatch_problem, reward_problems
 from rl_algos.rollouts.plugin import rollout_algorithm
@@ -16,11 +15,11 @@ from rl_core.plugins import ModelNeed
 
 
 def models(config: PPORoot) -> dict[str, ModelNeed]:
-    """Policy and critic train; the policy keeps its reference if the loss compares with it."""
-    compares = "ref_logprobs" in columns_of(config, config.ppo)
+    """Policy and critic, which both train."""
+    critic = ModelSpec(role="critic", seed=config.ppo.seed)
     return {
-        "policy": ModelNeed("policy", ModelSpec(keeps_reference=compares, seed=config.ppo.seed)),
-        "critic": ModelNeed("value", ModelSpec(role="critic", seed=config.ppo.seed)),
+        "policy": policy_need(config, config.ppo),
+        "critic": ModelNeed("value", critic, exported=config.ppo.export_critic),
     }
 
 

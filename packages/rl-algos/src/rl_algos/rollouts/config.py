@@ -124,6 +124,12 @@ class PolicyGradientConfig(RolloutConfig):
     seq_logprob_error_threshold: float | None = Field(default=None, gt=1)
     """Leave rollouts whose mean `exp|prev - generation|` logprob is above this out of all terms of the loss; the tokens
     and sequences that it is divided by still count them."""
+    reference_sync_period: int = Field(default=0, ge=0)
+    """Move the reference policy, which the KL penalty compares with, towards the policy after every this many steps; 0
+    keeps the initial weights."""
+    reference_mixup_alpha: float = Field(default=1.0, gt=0, le=1)
+    """Share of the way from the reference to the policy that such a move takes (arXiv:2404.09656): `reference + alpha
+    (policy - reference)`, weight by weight; 1 makes the reference the policy. With LoRA the adapters are mixed."""
     reward_scaling: RewardScalingConfig = RewardScalingConfig()
     reward_shaping: RewardShapingConfig = RewardShapingConfig()
 

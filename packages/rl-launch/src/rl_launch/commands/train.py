@@ -14,7 +14,7 @@ from typing import Any
 
 from rl_core.environments.trial import Trial
 from rl_core.errors import ConfigError, RLError, RunDirectoryError
-from rl_core.plugins import algorithm_named, resolve
+from rl_core.plugins import algorithm_named, export_suffixes, resolve
 from rl_launch.backends import backends_of, model_sections, section_of, with_section
 from rl_launch.cluster.device import check_devices, resolve_device
 from rl_launch.cluster.ray_address import check_ray_address
@@ -95,7 +95,8 @@ def train(
     loaded = resolve(algorithm.load)(config)
     untried = try_here(trials_of(config, algorithm, loaded), config.cluster.worker_envs)
     restoration = Restoration(saves=config.checkpointing.enabled)
-    sessions = partial(RunSession, run_dir, config, title=title, since=started)
+    exports = export_suffixes(algorithm.models(config))
+    sessions = partial(RunSession, run_dir, config, title=title, since=started, exports=exports)
     start = partial(sessions, fresh=fresh, branch=branch)
     while True:
         try:

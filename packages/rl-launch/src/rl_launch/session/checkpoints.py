@@ -14,18 +14,19 @@ from pathlib import Path
 
 from rl_core.errors import RunDirectoryError, WorkerDied
 from rl_core.model import Model, SavedFile
+from rl_core.plugins import export_suffixes
 from rl_core.run import Checkpointable
 from rl_launch.session.config import CheckpointingConfig
 from rl_launch.session.manifest import FILE_NAME, Manifest, sync_folder
 from rl_launch.session.state_file import read_state, write_state
 
 EXPORT = "hf"
-"""Folder within a checkpoint that `transformers` and vLLM load."""
+"""Folder within a checkpoint that `transformers` and vLLM load; other models than the policy have a suffix."""
 
 ADAPTER = "adapter"
-"""Folder of a checkpoint that `peft` loads, if adapters train."""
+"""Folder of a checkpoint that `peft` loads, if adapters train; likewise."""
 
-_EXPORTED = "policy"
+_OF_POLICY = export_suffixes({})
 _STATE = "state"
 _NAME = re.compile(r"step_(\d+)")
 
@@ -59,11 +60,13 @@ class Checkpoints:
     Args:
         folder: the folder.
         config: how many to keep, and which.
+        exports: roles of the models whose Hugging Face files are saved, and the suffixes of their folders.
     """
 
-    def __init__(self, folder: Path, config: CheckpointingConfig) -> None:
+    def __init__(self, folder: Path, config: CheckpointingConfig, *, exports: Mapping[str, str] = _OF_POLICY) -> None:
         self._folder = folder
         self._config = config
+        self._exports = exports
         self._open: Save | None = None
 
     def save(
@@ -76,8 +79,8 @@ class Checkpoints:
     ) -> Path:
         """Save the state after a step, and remove checkpoints that need not be kept.
 
-        Each model is under its name, the policy's Hugging Face files under `hf` and its adapters, if it has some, under
-        `adapter`, loop state under `state`.
+        Each model is under its name, Hugging Face files of those that are exported under `hf` and their adapters, if
+        they have some, under `adapter`, loop state under `state`.
         """
         self.begin(step, models=models, state=state, metrics=metrics, wait=True)
         path = self.finish()
@@ -206,12 +209,14 @@ class Checkpoints:
         """Write everything except the manifest and the files that the models write later."""
         save.folder.mkdir(parents=True)
         # first, so that it does not compete with what is written behind the steps
-        if _EXPORTED in save.models:
-            (save.folder / EXPORT).mkdir()
-            exported = save.models[_EXPORTED]
-            files = exported.export(str(save.folder / EXPORT))
-            adapter = exported.export_adapter(str(save.folder / ADAPTER))
-            self._open = replace(save, exported={EXPORT: files, ADAPTER: adapter})
+        exported: dict[str, tuple[SavedFile, ...]] = {}
+        for role, model in save.models.items():
+            if role in self._exports:
+                whole, adapter = (f"{folder}{self._exports[role]}" for folder in (EXPORT, ADAPTER))
+                (save.folder / whole).mkdir()
+                exported[whole] = model.export(str(save.folder / whole))
+                exported[adapter] = model.export_adapter(str(save.folder / adapter))
+        self._open = replace(save, exported=exported)
         for name, model in save.models.items():
             (save.folder / name).mkdir()
             model.save(str(save.folder / name), wait=wait)

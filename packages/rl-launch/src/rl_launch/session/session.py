@@ -18,6 +18,7 @@ from rl_core.config import WhenChanged, keys_when_changed
 from rl_core.errors import CheckpointDamaged, RLError, RunDirectoryError, WorkerDied, WorkerError
 from rl_core.metrics import Metric, results
 from rl_core.model import Model
+from rl_core.plugins import export_suffixes
 from rl_core.rollout import RolloutGroup
 from rl_core.run import Checkpointable
 from rl_launch.session.branch import Branch
@@ -76,6 +77,7 @@ class RunSession:
         console: shows the progress.
         recording: decides which part of the config the run directory keeps.
         branch: the start of a new run that is a branch of another.
+        exports: as of `Checkpoints`; the policy's if not given.
     """
 
     def __init__(
@@ -89,13 +91,15 @@ class RunSession:
         console: Console | None = None,
         recording: Recording | None = None,
         branch: Branch | None = None,
+        exports: Mapping[str, str] | None = None,
     ) -> None:
         self.directory = RunDirectory(run_dir, recording)
         self._branch = branch
         self._config = config
         self._fresh = fresh
         self._checkpointing: CheckpointingConfig = config.checkpointing
-        self._checkpoints = Checkpoints(self.directory.checkpoints, self._checkpointing)
+        exports = export_suffixes({}) if exports is None else exports
+        self._checkpoints = Checkpoints(self.directory.checkpoints, self._checkpointing, exports=exports)
         self._metrics = MetricsFile(self.directory.metrics)
         self._rollouts = RolloutFiles(self.directory.rollouts)
         self._progress = Progress(title or self.directory.path.name, console or shared_console())
