@@ -1,0 +1,481 @@
+"""Programs that abuse their sandbox, each by one way: `python -m rl_envs.sandbox.abuses` tells which are contained.
+
+Each program is bounded by itself as well, so that none harms a machine that does not contain it: a fork bomb ends after
+a hundred processes, and signals are only tried.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from rl_core.errors import RLError
+from rl_envs.sandbox.program import Ending, Isolation, Limits, Outcome, Program
+from rl_envs.sandbox.sandbox import Sandbox
+
+LIMITS = Limits(cpu_s=10.0, wall_s=60.0, memory_mib=256, scratch_mib=8, processes=8, output_kib=64)
+"""Limits of a program whose abuse is not about time."""
+BRIEF = Limits(cpu_s=1.0, wall_s=4.0, memory_mib=256, scratch_mib=8, processes=8, output_kib=64)
+"""Limits of a program that would never end."""
+
+SECRET = "a secret of the machine"
+
+_PRELUDE = f"""
+import ctypes, errno, json, os, resource, signal, socket, struct, sys, threading, time
+bait = json.load(sys.stdin)
+SECRET = {SECRET!r}
+libc = ctypes.CDLL(None, use_errno=True)
+
+def breach(how):
+    print("BREACH", how, flush=True)
+
+def refused(function, *arguments):
+    try:
+        result = function(*arguments)
+    except (OSError, ValueError, ImportError, MemoryError, RuntimeError):
+        return True
+    return isinstance(result, int) and result < 0
+
+def call(*numbers):
+    # by machine: x86_64, aarch64
+    number = numbers[0][os.uname().machine == "aarch64"]
+    return libc.syscall(ctypes.c_long(number), *numbers[1:])
+
+def must_fail(function, *arguments):
+    if not refused(function, *arguments):
+        breach(getattr(function, "__name__", "call"))
+"""
+
+_TRIED = "tried everything"
+
+
+@dataclass(frozen=True)
+class Abuse:
+    """A program that tries to leave its sandbox, or to take more than its share.
+
+    Args:
+        name: the way, in words.
+        source: the program, after a prelude that offers `breach`, `must_fail`, `call` and `bait`.
+        limits: to run it with.
+        endings: how it may end if it is contained; it must have come to its end if that is `exit`.
+    """
+
+    name: str
+    source: str
+    limits: Limits = LIMITS
+    endings: tuple[Ending, ...] = ("exit",)
+
+    def program(self, given: Mapping[str, Any]) -> Program:
+        """The program, with the bait of this machine."""
+        source = f"{_PRELUDE}\n{self.source.strip()}\nprint({_TRIED!r}, flush=True)\n"
+        return Program(source, stdin=json.dumps(given).encode())
+
+    def breaches(self, outcome: Outcome) -> str:
+        """By which ways it got out, or why its end shows nothing; empty if it is contained."""
+        lines = outcome.stdout.decode(errors="replace").splitlines()
+        found = [line.removeprefix("BREACH ") for line in lines if line.startswith("BREACH ")]
+        if found:
+            return "; ".join(found)
+        if outcome.ending not in self.endings:
+            return f"it came to the ending {outcome.ending}: {outcome.last_words}"
+        if outcome.ending == "exit" and _TRIED not in lines:
+            return f"it did not try everything: {outcome.last_words}"
+        return ""
+
+
+ABUSES = (
+    # network
+    Abuse("connect to a TCP port", 'must_fail(socket.create_connection, ("127.0.0.1", bait["tcp"]), 5)'),
+    Abuse(
+        "send a UDP packet",
+        """
+def send():
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
+        udp.sendto(b"x", ("127.0.0.1", bait["udp"]))
+must_fail(send)""",
+    ),
+    Abuse("listen on a port", 'must_fail(socket.create_server, ("127.0.0.1", 0))'),
+    Abuse("connect over IPv6", 'must_fail(socket.create_connection, ("::1", bait["tcp"]), 5)'),
+    Abuse("resolve a name", 'must_fail(socket.create_connection, ("localhost", bait["tcp"]), 5)'),
+    Abuse("open a raw or a packet socket", "must_fail(socket.socket, socket.AF_PACKET, socket.SOCK_RAW)"),
+    Abuse("talk to the kernel by netlink", "must_fail(socket.socket, socket.AF_NETLINK, socket.SOCK_RAW)"),
+    Abuse(
+        "connect to a Unix socket by its path",
+        """
+def connect():
+    with socket.socket(socket.AF_UNIX) as unix:
+        unix.connect(bait["unix"])
+must_fail(connect)""",
+    ),
+    Abuse(
+        "connect to an abstract Unix socket",
+        """
+def connect():
+    with socket.socket(socket.AF_UNIX) as unix:
+        unix.connect(chr(0) + bait["abstract"])
+must_fail(connect)""",
+    ),
+    Abuse(
+        "point a pair of datagram sockets elsewhere",
+        """
+def redirect():
+    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    near.connect(bait["datagrams"])
+must_fail(redirect)""",
+    ),
+    # files
+    Abuse("read a file that everybody may read", 'must_fail(open, bait["file"])'),
+    Abuse("read the users of the machine", 'must_fail(open, "/etc/passwd")'),
+    Abuse("read the passwords of the machine", 'must_fail(open, "/etc/shadow")'),
+    Abuse("list a folder outside", 'must_fail(os.listdir, os.path.dirname(bait["file"]))'),
+    Abuse("read the file of another run", 'must_fail(open, bait["other_run"])'),
+    Abuse("write beside a file outside", 'must_fail(open, bait["file"] + ".new", "w")'),
+    Abuse("change a file outside", 'must_fail(open, bait["file"], "a")'),
+    Abuse(
+        "leave by a symbolic link",
+        """
+os.symlink(bait["file"], "link")
+must_fail(open, "link", "a")
+os.symlink(os.path.dirname(bait["file"]), "folder")
+must_fail(open, "folder/through-a-link", "w")""",
+    ),
+    Abuse("leave by a hard link", 'must_fail(os.link, bait["file"], "link")'),
+    Abuse("leave by parent folders", 'must_fail(open, "../" * 20 + bait["file"].lstrip("/"))'),
+    Abuse("remove or rename a file outside", 'must_fail(os.unlink, bait["spare"])'),
+    Abuse("change the mode of a file outside", 'must_fail(os.chmod, bait["file"], 0o666)'),
+    Abuse("change Python's library", 'must_fail(open, os.path.join(os.path.dirname(os.__file__), "bait.py"), "w")'),
+    Abuse(
+        "open the machine's devices",
+        """
+for device in ("/dev/mem", "/dev/kmsg", "/dev/kvm", "/dev/fuse", "/dev/tty", "/dev/sda", "/dev/vda", "/dev/nvidia0"):
+    must_fail(open, device, "rb")""",
+    ),
+    Abuse("make a device", 'must_fail(os.mknod, "device", 0o020666, os.makedev(1, 3))'),
+    # secrets
+    Abuse(
+        "read secrets in environment variables",
+        'SECRET in " ".join(os.environ.values()) and breach("its own environment has a secret")',
+    ),
+    Abuse(
+        "read the environment of other processes",
+        """
+for pid in ("self", "1", os.getppid(), bait["pid"]):
+    try:
+        if SECRET.encode() in open(f"/proc/{pid}/environ", "rb").read():
+            breach(f"the environment of process {pid}")
+    except OSError:
+        pass""",
+    ),
+    Abuse("read the memory of other processes", 'must_fail(open, f"/proc/{bait[\'pid\']}/mem", "rb")'),
+    Abuse(
+        "use inherited descriptors",
+        """
+for descriptor in range(3, 64):
+    if not refused(os.fstat, descriptor):
+        breach(f"descriptor {descriptor} is open")""",
+    ),
+    # processes of others
+    Abuse("send a signal to a process", 'must_fail(os.kill, bait["pid"], 0)'),
+    Abuse("send a signal to its parents", "os.getppid() > 1 and must_fail(os.kill, os.getppid(), 0)"),
+    Abuse(
+        "trace another process",
+        'must_fail(lambda: libc.ptrace(ctypes.c_long(0x4206), ctypes.c_long(bait["pid"]), None, None))',
+    ),
+    Abuse(
+        "read another process's memory by a system call",
+        """
+buffer = ctypes.create_string_buffer(8)
+vector = (ctypes.c_size_t * 2)(ctypes.addressof(buffer), 8)
+remote = (ctypes.c_size_t * 2)(bait["address"], 8)
+must_fail(lambda: libc.process_vm_readv(bait["pid"], vector, 1, remote, 1, 0))""",
+    ),
+    Abuse("limit another process", 'must_fail(resource.prlimit, bait["pid"], resource.RLIMIT_CORE, (0, 0))'),
+    Abuse("slow another process down", 'must_fail(os.setpriority, os.PRIO_PROCESS, bait["pid"], 19)'),
+    # privileges
+    Abuse("become root", "os.getuid() and must_fail(os.setuid, 0)"),
+    Abuse("make a user namespace", "must_fail(lambda: libc.unshare(0x10000000))"),
+    Abuse("make a namespace by clone", "must_fail(lambda: call((56, 220), ctypes.c_long(0x10000011), 0, 0, 0, 0))"),
+    Abuse("mount a filesystem", 'must_fail(lambda: libc.mount(b"x", os.getcwd().encode(), b"tmpfs", 0, None))'),
+    Abuse("change the root", "must_fail(os.chroot, '.')"),
+    Abuse("change the kernel's handler of core files", 'must_fail(open, "/proc/sys/kernel/core_pattern", "a")'),
+    Abuse("execute another program", 'must_fail(os.posix_spawn, "/bin/sh", ["sh", "-c", "exit 0"], {})'),
+    Abuse(
+        "reach seldom-tested parts of the kernel",
+        """
+must_fail(lambda: call((425, 425), 1, ctypes.create_string_buffer(256)))  # io_uring
+must_fail(lambda: call((250, 219), 0, -3, 1))                              # keyctl
+must_fail(lambda: call((321, 280), 0, ctypes.create_string_buffer(128), 128))  # bpf
+must_fail(lambda: call((298, 241), ctypes.create_string_buffer(128), 0, -1, -1, 0))  # perf
+must_fail(lambda: call((323, 282), 1))                                     # userfaultfd""",
+    ),
+    Abuse("change the clock or the name of the machine", 'must_fail(socket.sethostname, socket.gethostname() or "x")'),
+    # exhaustion
+    Abuse(
+        "a fork bomb",
+        """
+children = []
+while len(children) < 100:
+    try:
+        pid = os.fork()
+    except OSError:
+        break
+    if pid == 0:
+        signal.pause()
+    children.append(pid)
+if len(children) > 16:
+    breach(f"it started {len(children)} processes")
+for pid in children:
+    os.kill(pid, signal.SIGKILL)""",
+    ),
+    Abuse(
+        "a bomb of threads",
+        """
+threading.stack_size(2**20)
+over, started = threading.Event(), 0
+try:
+    while started < 300:
+        threading.Thread(target=over.wait, daemon=True).start()
+        started += 1
+except RuntimeError:
+    pass
+over.set()
+if started >= 300:
+    breach("it started 300 threads")""",
+        BRIEF,
+        ("exit", "cpu", "deadline"),
+    ),
+    Abuse(
+        "a memory bomb",
+        """
+kept = []
+try:
+    while len(kept) < 64:
+        kept.append(bytearray(2**24))
+except MemoryError:
+    pass
+if len(kept) > 16:
+    breach(f"it has {len(kept) * 16} MiB")""",
+        endings=("exit", "memory"),
+    ),
+    Abuse(
+        "the memory of many processes",
+        """
+ready = 0
+for _ in range(5):
+    try:
+        pid = os.fork()
+    except OSError:
+        break
+    if pid == 0:
+        kept = bytearray(b"x") * (150 * 2**20)
+        signal.pause()
+    ready += 1
+if ready:
+    time.sleep(10)
+    breach(f"{ready} processes have 150 MiB each")""",
+        endings=("exit", "memory"),
+    ),
+    Abuse(
+        "memory that belongs to no process",
+        """
+must_fail(lambda: os.memfd_create("m"))
+must_fail(lambda: call((29, 194), 0, 2**20, 0o1600))
+must_fail(open, "/dev/shm/m", "w")""",
+    ),
+    Abuse(
+        "fill the disk by one file",
+        """
+try:
+    with open("big", "wb") as file:
+        for _ in range(64):
+            file.write(bytes(2**20))
+    breach("it wrote 64 MiB")
+except OSError:
+    pass""",
+    ),
+    Abuse(
+        "fill the disk by many files",
+        """
+try:
+    for number in range(64):
+        with open(f"file{number}", "wb") as file:
+            file.write(bytes(2**20))
+    breach("it wrote 64 MiB")
+except OSError:
+    pass""",
+    ),
+    Abuse(
+        "make files without end",
+        """
+try:
+    for number in range(5000):
+        open(f"file{number}", "w").close()
+    breach("it made 5000 files")
+except OSError:
+    pass""",
+    ),
+    Abuse("flood stdout", 'while True: os.write(1, b"x" * 65536)', endings=("output",)),
+    Abuse("flood stderr", 'while True: os.write(2, b"x" * 65536)', endings=("output",)),
+    Abuse(
+        "open descriptors without end",
+        """
+pipes = []
+try:
+    while len(pipes) < 1000:
+        pipes.append(os.pipe())
+    breach("it opened 2000 descriptors")
+except OSError:
+    pass""",
+    ),
+    Abuse("an endless loop", "while True: pass", BRIEF, ("cpu", "deadline")),
+    Abuse("sleep without end", "time.sleep(10**6)", BRIEF, ("deadline",)),
+    Abuse(
+        "ignore every signal, in an endless loop",
+        """
+for number in range(1, 65):
+    try:
+        signal.signal(number, signal.SIG_IGN)
+    except (OSError, ValueError):
+        pass
+while True: pass""",
+        BRIEF,
+        ("signal", "deadline"),
+    ),
+    Abuse(
+        "crash the interpreter",
+        "ctypes.string_at(0)",
+        endings=("signal",),
+    ),
+    Abuse(
+        "raise its own limits",
+        """
+for limit in (resource.RLIMIT_AS, resource.RLIMIT_CPU, resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE):
+    must_fail(resource.setrlimit, limit, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))""",
+    ),
+    # leftovers
+    Abuse(
+        "leave a process behind",
+        """
+try:
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, signal.SIG_IGN)
+            time.sleep(60)
+        os._exit(0)
+    os.wait()
+except OSError:
+    pass""",
+    ),
+    Abuse(
+        "hold its output open after its end",
+        """
+try:
+    if os.fork() == 0:
+        os.setsid()
+        time.sleep(60)
+        os._exit(0)
+except OSError:
+    pass""",
+    ),
+)
+"""One program for each way."""
+
+
+@contextlib.contextmanager
+def bait() -> Iterator[dict[str, Any]]:
+    """What the programs try to reach: files, sockets and a process with a secret, as long as the context lasts."""
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rl-sandbox-bait-")))
+        folder.chmod(0o777)
+        other = folder / "other-run"
+        other.mkdir(mode=0o755)
+        for file in (folder / "bait", folder / "spare", other / "answer"):
+            file.write_text(SECRET)
+            file.chmod(0o666)
+        tcp = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        udp = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+        udp.bind(("127.0.0.1", 0))
+        unix, abstract, datagrams = (
+            stack.enter_context(socket.socket(socket.AF_UNIX, kind))
+            for kind in (socket.SOCK_STREAM, socket.SOCK_STREAM, socket.SOCK_DGRAM)
+        )
+        name = f"rl-sandbox-{os.getpid()}"
+        for sock, address in (
+            (unix, str(folder / "unix")),
+            (abstract, f"\0{name}"),
+            (datagrams, str(folder / "dgram")),
+        ):
+            sock.bind(address)
+        for path in (folder / "unix", folder / "dgram"):
+            path.chmod(0o777)
+        unix.listen()
+        abstract.listen()
+        victim = stack.enter_context(
+            subprocess.Popen(
+                [sys.executable, "-S", "-c", "import sys; print(id(sys), flush=True); sys.stdin.read()"],
+                env={"SECRET": SECRET},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
+        )
+        assert victim.stdout is not None
+        yield {
+            "file": str(folder / "bait"),
+            "spare": str(folder / "spare"),
+            "other_run": str(other / "answer"),
+            "unix": str(folder / "unix"),
+            "datagrams": str(folder / "dgram"),
+            "abstract": name,
+            "tcp": tcp.getsockname()[1],
+            "udp": udp.getsockname()[1],
+            "pid": victim.pid,
+            "address": int(victim.stdout.readline()),
+        }
+
+
+def table(isolations: tuple[Isolation, ...]) -> Iterator[tuple[str, list[str]]]:
+    """For each abuse its name and, by isolation, how it got out; empty if it is contained."""
+    with bait() as given, contextlib.ExitStack() as stack:
+        sandboxes: list[Sandbox | str] = []
+        for isolation in isolations:
+            try:
+                sandboxes.append(stack.enter_context(Sandbox(isolation)))
+            except RLError as error:
+                sandboxes.append(str(error))
+        for abuse in ABUSES:
+            yield abuse.name, [_attempt(abuse, sandbox, given) for sandbox in sandboxes]
+
+
+def _attempt(abuse: Abuse, sandbox: Sandbox | str, given: Mapping[str, Any]) -> str:
+    if isinstance(sandbox, str):
+        return "not offered here"
+    return abuse.breaches(sandbox.run(abuse.program(given), abuse.limits))
+
+
+def main() -> None:
+    """Print the table of all levels, or of those named."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("isolations", nargs="*", default=get_args(Isolation), help="namespaces, landlock, limits")
+    isolations = tuple(parser.parse_args().isolations)
+    num_contained = [0] * len(isolations)
+    print(f"{'abuse':52}", *(f"{isolation:12}" for isolation in isolations))  # noqa: T201  # the table is the output
+    for name, found in table(isolations):
+        print(f"{name:52}", *(f"{'-' if how else 'contained':12}" for how in found), flush=True)  # noqa: T201
+        num_contained = [count + (not how) for count, how in zip(num_contained, found, strict=True)]
+    print(f"{f'contained of {len(ABUSES)}':52}", *(f"{count:<12}" for count in num_contained))  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

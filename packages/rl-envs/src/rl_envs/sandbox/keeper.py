@@ -1,0 +1,308 @@
+"""The keeper of one program: a process outside its sandbox that starts it, feeds it, limits it and ends it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import socket
+import struct
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from rl_envs.sandbox import frames, interpreter, syscalls
+from rl_envs.sandbox.confinement import Confinement, confine
+from rl_envs.sandbox.filesystem import SCRATCH, enter_namespaces, map_user, mount_scratch
+from rl_envs.sandbox.processes import ProcessTable
+from rl_envs.sandbox.program import Ending, Limits, Program, program_of
+
+_STATUS = struct.Struct("=i")
+_UNCONFINED = -1
+_CHUNK = 2**16
+_NAMESPACES = (
+    syscalls.CLONE_NEWNS
+    | syscalls.CLONE_NEWPID
+    | syscalls.CLONE_NEWNET
+    | syscalls.CLONE_NEWIPC
+    | syscalls.CLONE_NEWUTS
+    | syscalls.CLONE_NEWCGROUP
+)
+_FIRST_LOOK_S, _LOOK_S = 0.03, 0.02
+
+
+class UnconfinedError(Exception):
+    """Raised if a program could not be confined, and was not run."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """The place in which keepers start programs.
+
+    Args:
+        confinement: of the programs.
+        table: the processes of the machine.
+        python_path: folders that programs import from.
+    """
+
+    confinement: Confinement
+    table: ProcessTable
+    python_path: tuple[str, ...]
+
+
+@dataclass
+class Output:
+    """A stream of a program as far as it was read."""
+
+    descriptor: int
+    limit: int
+    data: bytearray = field(default_factory=bytearray)
+    is_over: bool = False
+
+    def read(self) -> bytes:
+        """Take what is there; marks the end, and what is beyond the limit."""
+        chunk = os.read(self.descriptor, _CHUNK)
+        self.data += chunk
+        if not chunk or len(self.data) > self.limit:
+            self.is_over = True
+        return chunk
+
+    @property
+    def overflows(self) -> bool:
+        """Whether there is more than the limit."""
+        return len(self.data) > self.limit
+
+
+def keep(connection: socket.socket, site: Site, slot: int) -> None:
+    """Read one program from a connection, run it, and answer with its outcome."""
+    header, parts = frames.read(connection)
+    started = time.monotonic()
+    program, limits = program_of(header, parts)
+    uid = site.confinement.uid(slot)
+    with _scratch(site.confinement, site.table, limits, uid) as scratch:
+        _write_files(program, scratch, uid)
+        syscalls.adopt_orphans()
+        keeper = _Keeper(connection, program, limits, site.table)
+        keeper.start(site, uid, scratch)
+        try:
+            ending, status = keeper.watch(started + limits.wall_s)
+        finally:
+            site.table.end_descendants()
+    ending, code, number = _told(ending, status)
+    answer = {"ending": ending, "exit_code": code, "signal": number, "seconds": time.monotonic() - started}
+    outputs = [bytes(output.data[: output.limit]) for output in (keeper.stdout, keeper.stderr)]
+    connection.setblocking(True)
+    with contextlib.suppress(ConnectionError):
+        frames.write(connection, answer, [b"", b""] if program.interactive else outputs)
+
+
+class _Keeper:
+    """A running program and its streams."""
+
+    def __init__(self, connection: socket.socket, program: Program, limits: Limits, table: ProcessTable) -> None:
+        self._connection = connection
+        self._program = program
+        self._limits = limits
+        self._table = table
+        self._unwritten = memoryview(program.stdin)
+        self._is_closed = False
+
+    def start(self, site: Site, uid: int, scratch: str) -> None:
+        """Start the program's first process, which starts the program itself."""
+        stdin, self._stdin = os.pipe()
+        stdout, out = os.pipe()
+        stderr, err = os.pipe()
+        self._status, status = os.pipe()
+        self._init = os.fork()
+        if self._init == 0:
+            _be_init(site, self._program, self._limits, uid, scratch, (stdin, out, err), status)
+        for descriptor in (stdin, out, err, status):
+            os.close(descriptor)
+        most = self._limits.output_kib * 1024
+        self.stdout, self.stderr = Output(stdout, most), Output(stderr, most)
+        os.set_blocking(self._stdin, False)
+        if not self._unwritten and not self._program.interactive:
+            self._close_stdin()
+
+    def watch(self, deadline: float) -> tuple[Ending, int | None]:
+        """Serve its streams until it ends or is at a limit; returns the status of `waitpid` if it ended by itself."""
+        poll = select.poll()
+        ends = {self._status: self._status, self._connection.fileno(): self._connection.fileno()}
+        for descriptor in (self.stdout.descriptor, self.stderr.descriptor, *ends):
+            poll.register(descriptor, select.POLLIN)
+        if not self._is_closed and self._unwritten:
+            poll.register(self._stdin, select.POLLOUT)
+        look = time.monotonic() + _FIRST_LOOK_S
+        while True:
+            if (now := time.monotonic()) >= deadline:
+                return "deadline", None
+            if now >= look:
+                if self._table.memory_of_descendants() > self._limits.memory_mib * 2**20:
+                    return "memory", None
+                look = now + _LOOK_S
+            for descriptor, _ in poll.poll(max(1, 1000 * (min(deadline, look) - now))):
+                if descriptor == self._status:
+                    return self._ended()
+                if descriptor == self._stdin:
+                    self._feed(poll)
+                elif descriptor == self._connection.fileno():
+                    if not self._take_input(poll):
+                        return "deadline", None  # nobody waits for it
+                elif self._take_output(poll, descriptor):
+                    return "output", None
+
+    def _ended(self) -> tuple[Ending, int | None]:
+        """The status of the program, whose last output may still be in the pipes."""
+        data = os.read(self._status, 2**12)
+        for output in (self.stdout, self.stderr):
+            os.set_blocking(output.descriptor, False)
+            with contextlib.suppress(BlockingIOError):
+                while not output.is_over:
+                    self._pass_on(output, output.read())
+            if output.overflows:
+                return "output", None
+        if len(data) < _STATUS.size:
+            return "signal", signal.SIGKILL
+        (status,) = _STATUS.unpack_from(data)
+        if status == _UNCONFINED:
+            raise UnconfinedError(data[_STATUS.size :].decode(errors="replace"))
+        return "exit", status
+
+    def _take_output(self, poll: select.poll, descriptor: int) -> bool:
+        """Read a stream; returns whether it is beyond its limit."""
+        output = self.stdout if descriptor == self.stdout.descriptor else self.stderr
+        self._pass_on(output, output.read())
+        if output.is_over:
+            poll.unregister(descriptor)
+        return output.overflows
+
+    def _pass_on(self, output: Output, chunk: bytes) -> None:
+        """Of an interactive program, send stdout on at once; its limit holds for each answer."""
+        if self._program.interactive and output is self.stdout and chunk:
+            with contextlib.suppress(ConnectionError):
+                frames.write(self._connection, {"output": True}, [chunk])
+
+    def _take_input(self, poll: select.poll) -> bool:
+        """Take more input for an interactive program; returns False if the other side closed the connection."""
+        try:
+            _, parts = frames.read(self._connection)
+        except ConnectionError:
+            return False
+        if not self._is_closed:
+            self.stdout.data.clear()
+            self._unwritten = memoryview(bytes(self._unwritten) + b"".join(parts))
+            poll.register(self._stdin, select.POLLOUT)
+        return True
+
+    def _feed(self, poll: select.poll) -> None:
+        try:
+            written = os.write(self._stdin, self._unwritten[:_CHUNK])
+        except BlockingIOError:
+            return
+        except BrokenPipeError:  # it does not read its input
+            self._unwritten = memoryview(b"")
+        else:
+            self._unwritten = self._unwritten[written:]
+        if not self._unwritten:
+            poll.unregister(self._stdin)
+            if not self._program.interactive:
+                self._close_stdin()
+
+    def _close_stdin(self) -> None:
+        os.close(self._stdin)
+        self._is_closed = True
+
+
+def _be_init(
+    site: Site,
+    program: Program,
+    limits: Limits,
+    uid: int,
+    scratch: str,
+    streams: Sequence[int],
+    status: int,
+) -> NoReturn:
+    """Be the first process of the program's namespace: start it, wait for it, report its status."""
+    try:
+        syscalls.die_with_parent()
+        syscalls.adopt_orphans()
+        child = os.fork()
+        if child == 0:
+            _be_program(site, program, limits, uid, scratch, streams, status)
+        os.dup2(status, 3)
+        os.closerange(4, 2**16)
+        for descriptor in range(3):
+            os.close(descriptor)
+        if site.confinement.isolation == "namespaces":
+            syscalls.drop_capabilities()
+        syscalls.hide_from_tracers()
+        while True:
+            pid, code = os.wait()
+            if pid == child:
+                os.write(3, _STATUS.pack(code))
+                break
+    finally:
+        os._exit(0)
+
+
+def _be_program(
+    site: Site, program: Program, limits: Limits, uid: int, scratch: str, streams: Sequence[int], status: int
+) -> NoReturn:
+    try:
+        os.setsid()
+        for number, descriptor in enumerate((*streams, status)):
+            os.dup2(descriptor, number)
+        os.closerange(4, 2**16)
+        confine(site.confinement, limits, uid, scratch)
+    except BaseException as error:  # noqa: BLE001  # whatever it is, the program must not run
+        os.write(3, _STATUS.pack(_UNCONFINED) + f"{type(error).__name__}: {error}".encode())
+        os._exit(1)
+    os.close(3)
+    interpreter.run(program.source, path=site.python_path, folder=scratch)
+
+
+@contextlib.contextmanager
+def _scratch(confinement: Confinement, table: ProcessTable, limits: Limits, uid: int) -> Iterator[str]:
+    """The scratch folder of one program: a filesystem of its own, or a folder that is removed."""
+    if confinement.isolation == "namespaces":
+        _enter_program_namespaces(confinement, table)
+        mount_scratch(limits.scratch_mib, uid, uid)
+        yield SCRATCH
+        return
+    folder = tempfile.mkdtemp(prefix="rl-sandbox-")
+    try:
+        os.chown(folder, uid, -1)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _enter_program_namespaces(confinement: Confinement, table: ProcessTable) -> None:
+    flags = _NAMESPACES
+    uid, gid = os.getuid(), os.getgid()
+    if confinement.user_namespace:
+        flags |= syscalls.CLONE_NEWUSER  # whose processes are counted apart
+    enter_namespaces(flags)
+    if confinement.user_namespace:
+        map_user(table, uid, gid)
+
+
+def _write_files(program: Program, scratch: str, uid: int) -> None:
+    for name, content in program.files.items():
+        with open(os.path.join(scratch, name), "xb") as file:
+            file.write(content)
+            os.fchown(file.fileno(), uid, -1)
+
+
+def _told(ending: Ending, status: int | None) -> tuple[Ending, int | None, int | None]:
+    """Ending, exit code and signal of a status of `waitpid`."""
+    if ending != "exit" or status is None:
+        return ending, None, status if ending == "signal" else None
+    if not os.WIFSIGNALED(status):
+        return "exit", os.WEXITSTATUS(status), None
+    number = os.WTERMSIG(status)
+    return ("cpu" if number == signal.SIGXCPU else "signal"), None, number

@@ -1,0 +1,126 @@
+"""Programs, their limits, and how they ended."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+Isolation = Literal["namespaces", "landlock", "limits"]
+"""Levels of isolation, strongest first."""
+
+Ending = Literal["exit", "signal", "deadline", "cpu", "memory", "output"]
+"""Why a program ended: by itself, by a signal, or at a limit."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of one program, set before its first line runs.
+
+    Args:
+        cpu_s: most seconds of CPU of each of its processes, rounded up to whole seconds.
+        wall_s: most seconds until it is killed.
+        memory_mib: most address space of each process, and most memory of all of them together.
+        scratch_mib: size of its scratch folder.
+        processes: most processes and threads at one time.
+        open_files: most descriptors of each process.
+        output_kib: most output on stdout, and on stderr; it is killed when it writes more.
+    """
+
+    cpu_s: float = 10.0
+    wall_s: float = 20.0
+    memory_mib: int = 1024
+    scratch_mib: int = 64
+    processes: int = 16
+    open_files: int = 64
+    output_kib: int = 1024
+
+
+@dataclass(frozen=True)
+class Program:
+    """A Python program.
+
+    Args:
+        source: text of the program, run as `__main__`.
+        stdin: all that it can read.
+        files: contents of files in its scratch folder, its current one, by name; names have no slashes.
+        interactive: whether more is written to its stdin, and its output passed on, while it runs.
+    """
+
+    source: str
+    stdin: bytes = b""
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    interactive: bool = False
+
+    def __post_init__(self) -> None:
+        for name in self.files:
+            if "/" in name or name in ("", ".", ".."):
+                raise ValueError(f"a file of a program needs a plain name without slashes, got {name!r}")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A program's end and its output.
+
+    Args:
+        ending: why it ended.
+        exit_code: 0 to 255 if it ended by itself; None otherwise.
+        signal: number of the signal that ended it; None otherwise.
+        stdout, stderr: its output, cut at the limit.
+        seconds: from the request to the end.
+    """
+
+    ending: Ending
+    exit_code: int | None = None
+    signal: int | None = None
+    stdout: bytes = b""
+    stderr: bytes = b""
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Whether it ended by itself with exit code 0."""
+        return self.ending == "exit" and self.exit_code == 0
+
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether it was killed for its memory, or Python could not allocate more."""
+        return self.ending == "memory" or self.last_words.startswith("MemoryError")
+
+    @property
+    def last_words(self) -> str:
+        """Last line of its stderr that is not empty."""
+        lines = self.stderr[-2000:].decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else ""
+
+    def describe(self, limits: Limits) -> str:
+        """How it ended, in words."""
+        match self.ending:
+            case "exit" if self.exit_code == 0:
+                return "it ended"
+            case "exit":
+                said = f": {self.last_words[:300]}" if self.last_words else ""
+                return f"it ended with exit code {self.exit_code}{said}"
+            case "signal":
+                return f"it was ended by signal {self.signal}"
+            case "deadline":
+                return f"it ran for longer than {limits.wall_s:g} s"
+            case "cpu":
+                return f"it used more than {limits.cpu_s:g} s of CPU"
+            case "memory":
+                return f"it used more than {limits.memory_mib} MiB of memory"
+            case "output":
+                return f"it wrote more than {limits.output_kib} KiB"
+
+
+def request_of(program: Program, limits: Limits) -> tuple[dict[str, Any], list[bytes]]:
+    """A program as a plain header and the bytes that follow it, as `program_of` reads them."""
+    header = {"limits": asdict(limits), "files": list(program.files), "interactive": program.interactive}
+    return header, [program.source.encode(errors="replace"), program.stdin, *program.files.values()]
+
+
+def program_of(header: Mapping[str, Any], parts: list[bytes]) -> tuple[Program, Limits]:
+    """Inverse of `request_of`."""
+    source, stdin, *contents = parts
+    files = dict(zip(header["files"], contents, strict=True))
+    return Program(source.decode(), stdin, files, header["interactive"]), Limits(**header["limits"])

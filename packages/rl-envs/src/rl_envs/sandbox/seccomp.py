@@ -1,0 +1,187 @@
+"""A filter on system calls: the calls by which a program could leave its sandbox, or reach seldom-tested parts of the
+kernel, fail with EPERM.
+
+The filter knows the calls of Linux up to `NEWEST`; later ones fail with ENOSYS, as on an older kernel.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import struct
+
+from rl_envs.sandbox import syscalls
+
+NEWEST = 462
+"""Largest number of a system call that programs may make (mseal, Linux 6.10)."""
+
+# number on x86_64 and on aarch64, None if the machine has no such call; names as in the kernel's tables
+DENIED: dict[str, tuple[int | None, int | None]] = {
+    # network, and sockets of other processes by path
+    "socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201), "accept": (43, 202),
+    "accept4": (288, 242),
+    # other programs, tracing and memory of other processes
+    "execve": (59, 221), "execveat": (322, 281), "ptrace": (101, 117), "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271), "process_madvise": (440, 440), "pidfd_getfd": (438, 438), "kcmp": (312, 272),
+    "process_mrelease": (448, 448),
+    # namespaces and mounts
+    "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41),
+    "chroot": (161, 51), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430),
+    "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433), "mount_setattr": (442, 442),
+    "statmount": (457, 457), "listmount": (458, 458),
+    # memory that no limit of a process counts
+    "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "shmat": (30, 196),
+    "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180), "mlock": (149, 228), "mlock2": (325, 284),
+    "mlockall": (151, 230), "move_pages": (279, 239), "migrate_pages": (256, 238), "userfaultfd": (323, 282),
+    "splice": (275, 76), "tee": (276, 77), "vmsplice": (278, 75),
+    # parts of the kernel that programs do not need
+    "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "bpf": (321, 280),
+    "perf_event_open": (298, 241), "keyctl": (250, 219), "add_key": (248, 217), "request_key": (249, 218),
+    "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265), "fanotify_init": (300, 262),
+    "fanotify_mark": (301, 263), "inotify_add_watch": (254, 27), "quotactl": (179, 60), "quotactl_fd": (443, 443),
+    "lookup_dcookie": (212, 18), "personality": (135, 92), "modify_ldt": (154, None), "uselib": (134, None),
+    "seccomp": (317, 277), "lsm_set_self_attr": (460, 460),
+    # the machine
+    "init_module": (175, 105), "finit_module": (313, 273), "delete_module": (176, 106), "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294), "reboot": (169, 142), "swapon": (167, 224), "swapoff": (168, 225),
+    "acct": (163, 89), "syslog": (103, 116), "sethostname": (170, 161), "setdomainname": (171, 162),
+    "settimeofday": (164, 170), "clock_settime": (227, 112), "adjtimex": (159, 171), "clock_adjtime": (305, 266),
+    "iopl": (172, None), "ioperm": (173, None), "vhangup": (153, 58), "mknod": (133, None), "mknodat": (259, 33),
+}  # fmt: skip
+"""Calls that always fail, with their numbers on x86_64 and aarch64."""
+
+# names as in the kernel's tables
+METADATA: dict[str, tuple[int | None, int | None]] = {
+    "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, None),
+    "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54), "setxattr": (188, 5), "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7), "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
+    "utime": (132, None), "utimes": (235, None), "futimesat": (261, None), "utimensat": (280, 88),
+}  # fmt: skip
+"""Calls that change mode, owner, attributes and times of files, which Landlock does not cover."""
+
+_SPECIAL = {
+    "clone": (56, 220),
+    "clone3": (435, 435),
+    "socketpair": (53, 199),
+    "prlimit64": (302, 261),
+    "ioctl": (16, 29),
+    "fork": (57, None),
+    "vfork": (58, None),
+}
+
+_AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+_X32 = 0x40000000
+_CLONE_THREAD = 0x00010000
+_NEW_NAMESPACES = (
+    syscalls.CLONE_NEWNS
+    | syscalls.CLONE_NEWCGROUP
+    | syscalls.CLONE_NEWUTS
+    | syscalls.CLONE_NEWIPC
+    | syscalls.CLONE_NEWUSER
+    | syscalls.CLONE_NEWPID
+    | syscalls.CLONE_NEWNET
+)
+_TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
+_AF_UNIX, _SOCK_STREAM, _SOCK_TYPE_MASK = 1, 1, 0xF
+
+_LOAD, _EQUAL, _GREATER, _AND, _BITS, _RETURN = 0x20, 0x15, 0x25, 0x54, 0x45, 0x06
+_ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+_NUMBER, _ARCH = 0, 4
+
+_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 22, 2
+
+
+def filter_of(machine: str, *, may_fork: bool, has_own_root: bool) -> bytes:
+    """The filter as an array of `struct sock_filter`.
+
+    Args:
+        machine: `x86_64` or `aarch64`.
+        may_fork: whether programs may start processes; they may start threads in any case.
+        has_own_root: whether the program sees no files of the machine that it could change the mode of.
+    """
+    column = syscalls.MACHINES.index(machine)
+    special = {name: numbers[column] for name, numbers in _SPECIAL.items()}
+    code = [
+        _instruction(_LOAD, _ARCH),
+        *_unless(_EQUAL, _AUDIT_ARCH[machine], _KILL),
+        _instruction(_LOAD, _NUMBER),
+        # also refuses the x32 calls of x86_64, whose numbers begin at 2**30
+        *_if(_GREATER, NEWEST, _error(errno.ENOSYS)),
+    ]
+    assert NEWEST < _X32
+    for numbers in (DENIED if has_own_root else DENIED | METADATA).values():
+        if (number := numbers[column]) is not None:
+            code += _if(_EQUAL, number, _error(errno.EPERM))
+    # its flags are in memory, which a filter cannot read; libc falls back to clone
+    code += _if(_EQUAL, special["clone3"], _error(errno.ENOSYS))
+    if not may_fork:
+        for name in ("fork", "vfork"):
+            if special[name] is not None:
+                code += _if(_EQUAL, special[name], _error(errno.EPERM))
+    code += _call(special["clone"], _clone_rule(may_fork))
+    code += _call(special["socketpair"], _socketpair_rule())
+    code += _call(special["prlimit64"], [_argument(0), *_unless(_EQUAL, 0, _error(errno.EPERM))])
+    terminal = [*_if(_EQUAL, _TIOCSTI, _error(errno.EPERM)), *_if(_EQUAL, _TIOCLINUX, _error(errno.EPERM))]
+    code += _call(special["ioctl"], [_argument(1), *terminal])
+    code.append(_instruction(_RETURN, _ALLOW))
+    return b"".join(code)
+
+
+def apply(*, may_fork: bool, has_own_root: bool) -> None:
+    """Filter the calls of this process and of all that it starts, for good; needs `no_new_privs`.
+
+    Raises:
+        OSError: if the kernel has no filters, or the machine is not known here.
+    """
+    machine = syscalls.machine()
+    if machine not in syscalls.MACHINES:
+        raise OSError(errno.ENOSYS, f"the system calls of {machine} are not known")
+    code = ctypes.create_string_buffer(filter_of(machine, may_fork=may_fork, has_own_root=has_own_root))
+    count = (len(code) - 1) // 8
+    program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", count, ctypes.addressof(code)))
+    syscalls.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(program))
+
+
+def _clone_rule(may_fork: bool) -> list[bytes]:
+    rule = [_argument(0), *_if(_BITS, _NEW_NAMESPACES, _error(errno.EPERM))]
+    return rule if may_fork else [*rule, *_unless(_BITS, _CLONE_THREAD, _error(errno.EPERM))]
+
+
+def _socketpair_rule() -> list[bytes]:
+    """Connected streams only: a socket for datagrams could be pointed at any other."""
+    return [
+        _argument(0),
+        *_unless(_EQUAL, _AF_UNIX, _error(errno.EPERM)),
+        _argument(1),
+        _instruction(_AND, _SOCK_TYPE_MASK),
+        *_unless(_EQUAL, _SOCK_STREAM, _error(errno.EPERM)),
+    ]
+
+
+def _call(number: int | None, rule: list[bytes]) -> list[bytes]:
+    """A rule for one call only, after which the call is allowed."""
+    assert number is not None
+    body = [*rule, _instruction(_RETURN, _ALLOW)]
+    return [_instruction(_EQUAL, number, 0, len(body)), *body]
+
+
+def _argument(index: int) -> bytes:
+    """Load the lower half of a call's argument; both machines are little-endian."""
+    return _instruction(_LOAD, 16 + 8 * index)
+
+
+def _error(number: int) -> int:
+    return _ERRNO | number
+
+
+def _if(test: int, value: int | None, result: int) -> list[bytes]:
+    assert value is not None
+    return [_instruction(test, value, 0, 1), _instruction(_RETURN, result)]
+
+
+def _unless(test: int, value: int, result: int) -> list[bytes]:
+    return [_instruction(test, value, 1, 0), _instruction(_RETURN, result)]
+
+
+def _instruction(code: int, value: int, then: int = 0, otherwise: int = 0) -> bytes:
+    return struct.pack("HBBI", code, then, otherwise, value)

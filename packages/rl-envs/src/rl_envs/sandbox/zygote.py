@@ -1,0 +1,145 @@
+"""The zygote: a small, clean Python process that is forked for each program, so that none waits for an interpreter.
+
+It runs on the standard library alone, has one thread, no environment variables and no descriptors but its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import select
+import socket
+import struct
+import sys
+
+from rl_envs.sandbox import frames, landlock, syscalls
+from rl_envs.sandbox.confinement import MAX_SLOTS, Confinement, first_user_id, mapped_ids
+from rl_envs.sandbox.filesystem import enter_namespaces, enter_root, map_user, readable_paths
+from rl_envs.sandbox.interpreter import PRELOADED
+from rl_envs.sandbox.keeper import Site, keep
+from rl_envs.sandbox.processes import ProcessTable
+from rl_envs.sandbox.program import Isolation
+
+_DESCRIPTOR = struct.Struct("=i")
+
+
+def main(control: int, isolation: Isolation, python_path: tuple[str, ...]) -> None:
+    """Entry point of the process: descriptor of its socket, the level, and folders that programs import from.
+
+    Each message on the socket carries the connection of one program; its keeper takes it from there.
+    """
+    with socket.socket(fileno=control) as stream:
+        try:
+            site = _site(isolation, python_path)
+        except OSError as error:
+            frames.write(stream, {"problem": str(error)})
+            return
+        gc.collect()
+        gc.freeze()
+        frames.write(stream, {"problem": ""})
+        _serve(stream, site)
+
+
+def _site(isolation: Isolation, python_path: tuple[str, ...]) -> Site:
+    library = tuple(os.path.realpath(path) for path in sys.path if path and _is_library(path))
+    for name in PRELOADED:
+        importlib.import_module(name)
+    table = ProcessTable()
+    machines_mounts = os.readlink("/proc/self/ns/mnt")
+    readable = tuple(readable_paths(python_path))
+    confinement = _confinement(isolation, readable, table)
+    if isolation == "namespaces":
+        _assert_own_mounts(machines_mounts)
+        enter_root(readable)
+    return Site(confinement, table, (*library, *python_path))
+
+
+def _assert_own_mounts(machines_mounts: str) -> None:
+    """Raise `OSError` if a mount here would be one in the machine's own namespace."""
+    if os.readlink("/proc/self/ns/mnt") == machines_mounts:
+        raise OSError("it did not get a namespace of mounts of its own")
+
+
+def _is_library(path: str) -> bool:
+    return os.path.exists(os.path.join(path, "os.py")) or path.endswith(("lib-dynload", ".zip"))
+
+
+def _confinement(isolation: Isolation, readable: tuple[str, ...], table: ProcessTable) -> Confinement:
+    """Enter the namespaces that the level wants, and say how programs are confined in them.
+
+    Raises:
+        OSError: if the machine does not offer the level.
+    """
+    is_root = os.getuid() == 0
+    first = first_user_id(os.getpid(), mapped_ids()) if is_root else None
+    if isolation == "namespaces":
+        try:
+            enter_namespaces(syscalls.CLONE_NEWNS)
+        except PermissionError:
+            uid, gid = os.getuid(), os.getgid()
+            enter_namespaces(syscalls.CLONE_NEWNS | syscalls.CLONE_NEWUSER)
+            map_user(table, uid, gid)
+            return Confinement(isolation, True, None, readable)
+        return Confinement(isolation, False, first, readable)
+    if isolation == "landlock" and (known := landlock.version()) < landlock.COMPLETE:
+        raise OSError(f"Landlock {landlock.COMPLETE} (Linux 6.12) is needed, and the kernel has {known or 'none'}")
+    if is_root and not all(_is_open_to_all(path) for path in readable):
+        first = None  # another user could not read Python's library
+    return Confinement(isolation, False, first, readable)
+
+
+def _is_open_to_all(path: str) -> bool:
+    while path != "/":
+        if os.path.isdir(path) and not os.stat(path).st_mode & 0o001:
+            return False
+        path = os.path.dirname(path)
+    return True
+
+
+def _serve(stream: socket.socket, site: Site) -> None:
+    keepers: dict[int, int] = {}
+    poll = select.poll()
+    poll.register(stream, select.POLLIN)
+    while True:
+        # the ends of keepers need no haste: they answer by themselves
+        ready = poll.poll(100 if keepers else None)
+        _reap(keepers)
+        if not ready:
+            continue
+        message, descriptors, _, _ = socket.recv_fds(stream, 1, 1)
+        if not message:
+            return
+        slot = next((slot for slot in range(MAX_SLOTS) if slot not in keepers.values()), None)
+        with socket.socket(fileno=descriptors[0]) as connection:
+            if slot is None:
+                frames.write(connection, {"problem": f"it runs {MAX_SLOTS} programs already"}, [b"", b""])
+                continue
+            pid = os.fork()
+            if pid == 0:
+                stream.close()
+                _be_keeper(connection, site, slot)
+        keepers[pid] = slot
+
+
+def _be_keeper(connection: socket.socket, site: Site, slot: int) -> None:
+    problem = ""
+    try:
+        keep(connection, site, slot)
+    except ConnectionError:
+        pass
+    except BaseException as error:  # noqa: BLE001  # a failure becomes a report
+        problem = f"{type(error).__name__}: {error}"
+    if problem:
+        with contextlib.suppress(OSError):
+            frames.write(connection, {"problem": problem}, [b"", b""])
+    os._exit(0)
+
+
+def _reap(keepers: dict[int, int]) -> None:
+    while keepers:
+        pid, _ = os.waitpid(-1, os.WNOHANG)
+        if not pid:
+            return
+        del keepers[pid]
