@@ -8,7 +8,7 @@ from pydantic import Field
 
 from rl_core.environments.config import EnvironmentConfig
 
-AnswerFormat = Literal["auto", "boxed", "plain", "numeric", "choice"]
+AnswerFormat = Literal["auto", "boxed", "plain", "numeric", "choice", "dapo"]
 
 
 class MathConfig(EnvironmentConfig):
@@ -18,7 +18,8 @@ class MathConfig(EnvironmentConfig):
     """The place of the answer, and the comparison: `boxed` is the last `\\boxed{}`; `plain` follows the last
     "answer is", "Answer:", "Final:" or `####`, or is the last line; `auto` is boxed if there is a box and plain
     otherwise, and a letter if the known answer is one; `numeric` is as auto, numbers only, compared exactly; `choice`
-    is the letter of an option."""
+    is the letter of an option; `dapo` follows the last "Answer:" near the end, and must equal the known answer as text
+    once both are normalised, as DAPO's verifier has it."""
     correct_reward: float = Field(default=1.0, allow_inf_nan=False)
     """Reward for a right answer."""
     wrong_reward: float = Field(default=0.0, allow_inf_nan=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from rl_envs.math import dapo
 from rl_envs.math.config import AnswerFormat
 from rl_envs.math.number import read_number
 
@@ -39,6 +40,9 @@ class Found:
 
 def extract(completion: str, answer_format: AnswerFormat) -> Found | None:
     """The final answer in the requested format; None if there is none."""
+    if answer_format == "dapo":
+        answer = dapo.answer_in(completion)
+        return Found(answer, in_box=False) if answer else None
     boxed = last_box(completion)
     if answer_format == "boxed" or (boxed is not None and answer_format != "plain"):
         text = _tidy(boxed) if boxed is not None else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from rl_envs.math.config import AnswerFormat
+from rl_envs.math.dapo import normalised
 from rl_envs.math.number import read_number
 
 _WORDS = re.compile(r"(?=.*[A-Za-z]{3})[A-Za-z]+(?:[ '-][A-Za-z]+)*")
@@ -18,6 +19,8 @@ def is_correct(found: str, known: str, answer_format: AnswerFormat) -> bool:
     Equal texts are equal; two numbers are compared exactly and by nothing else; words are compared as words; what is
     left is parsed as mathematics and compared symbolically.
     """
+    if answer_format == "dapo":
+        return normalised(found) == normalised(known)
     if answer_format == "choice" or _bare(found) == _bare(known):
         return _bare(found) == _bare(known)
     number, known_number = read_number(found), read_number(known)
