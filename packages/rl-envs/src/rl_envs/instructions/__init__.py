@@ -1,0 +1,1 @@
+"""Instructions whose fulfilment a program can check."""

@@ -1,0 +1,14 @@
+"""Settings of the environment `instructions`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from rl_core.environments.config import EnvironmentConfig
+
+
+class InstructionsConfig(EnvironmentConfig):
+    """Check a response against the row's instructions, `instruction_id_list` and `kwargs` as in IFEval."""
+
+    reward: Literal["all", "share"] = "all"
+    """`all` is 1 if every instruction is followed; `share` is the share that is."""

@@ -1,0 +1,11 @@
+"""The `match` environment, found by its entry point."""
+
+from rl_core.plugins import EnvironmentPlugin, Requirement
+from rl_envs.match.config import MatchConfig
+
+PLUGIN = EnvironmentPlugin(
+    name="match",
+    config=MatchConfig,
+    environment="rl_envs.match.environment:MatchEnvironment",
+    requirement=Requirement("rl-envs"),
+)

@@ -1,0 +1,1 @@
+"""Multiple choice: the letter of an option in a response."""

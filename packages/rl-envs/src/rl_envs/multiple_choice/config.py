@@ -1,0 +1,16 @@
+"""Settings of the environment `multiple_choice`."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from rl_core.environments.config import EnvironmentConfig
+
+
+class MultipleChoiceConfig(EnvironmentConfig):
+    """Compare the letter that a response chooses with the right one, `answer` of the row: a letter, or several."""
+
+    num_choices: int = Field(default=26, ge=2, le=26)
+    """Number of options; a letter beyond them is not an answer."""
+    format_reward: float = Field(default=0.0, allow_inf_nan=False)
+    """Added if the response chooses an option, right or wrong."""

@@ -1,0 +1,11 @@
+"""The `multiple_choice` environment, found by its entry point."""
+
+from rl_core.plugins import EnvironmentPlugin, Requirement
+from rl_envs.multiple_choice.config import MultipleChoiceConfig
+
+PLUGIN = EnvironmentPlugin(
+    name="multiple_choice",
+    config=MultipleChoiceConfig,
+    environment="rl_envs.multiple_choice.environment:MultipleChoiceEnvironment",
+    requirement=Requirement("rl-envs"),
+)
