@@ -1,0 +1,1 @@
+"""Games of several turns, with generated starts: a sliding puzzle, and guessing of a number."""

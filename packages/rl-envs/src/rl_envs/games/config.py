@@ -1,0 +1,58 @@
+"""Settings of the games and of their datasets."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from rl_core.config import Config
+from rl_core.environments.config import EnvironmentConfig
+
+
+class SlidingPuzzleConfig(EnvironmentConfig):
+    """Slide tiles into the gap until they are in order, one move a turn."""
+
+    max_moves: int = Field(default=20, ge=1)
+    """Most moves of a game; grpo.max_rollout_turns must allow as many."""
+    solved_reward: float = Field(default=1.0, allow_inf_nan=False)
+    """Reward for a solved puzzle, at the move that solves it."""
+    invalid_reward: float = Field(default=0.0, le=0, allow_inf_nan=False)
+    """Reward for a turn without a possible move, which counts as a move and leaves the tiles as they are."""
+
+
+class SlidingPuzzleSettings(Config):
+    """Generated puzzles, each some random moves away from the solved one."""
+
+    rows: int = Field(default=2, ge=2, le=5)
+    """Rows of the board."""
+    columns: int = Field(default=2, ge=2, le=5)
+    """Columns of the board."""
+    min_moves: int = Field(default=1, ge=1)
+    """Fewest random moves from the solved board; none undoes the one before it."""
+    max_moves: int = Field(default=4, ge=1, le=1000)
+    """Most random moves."""
+    size: int = Field(default=1000, gt=0, le=10**6)
+    """Rows of the split. Small boards have few starts, which then repeat."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of the boards."""
+
+
+class GuessNumberConfig(EnvironmentConfig):
+    """Guess a number; each wrong guess is answered with higher or lower."""
+
+    max_guesses: int = Field(default=8, ge=1)
+    """Most guesses of a game; grpo.max_rollout_turns must allow as many."""
+    discount: float = Field(default=1.0, gt=0, le=1)
+    """Factor of the reward for each guess before the right one."""
+
+
+class GuessNumberSettings(Config):
+    """Generated numbers to guess."""
+
+    low: int = 1
+    """Smallest number."""
+    high: int = 100
+    """Largest number."""
+    size: int = Field(default=1000, gt=0, le=10**6)
+    """Rows of the split."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of the numbers."""

@@ -1,0 +1,86 @@
+"""Generated starts of the games, equal on every machine."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rl_core.errors import ConfigError, DataError
+from rl_envs.games.board import MOVES, Board
+from rl_envs.games.config import GuessNumberSettings, SlidingPuzzleSettings
+
+_OPPOSITE = {"up": "down", "down": "up", "left": "right", "right": "left"}
+
+
+def sliding_puzzles(settings: Mapping[str, Any], split: str) -> list[dict[str, Any]]:
+    """Rows with `messages`, `info` (the `board`) and `environment`; the splits draw with different seeds.
+
+    Raises:
+        DataError: if the split is unknown.
+        ConfigError: if the settings contradict one another.
+    """
+    config = SlidingPuzzleSettings.model_validate(dict(settings))
+    if config.min_moves > config.max_moves:
+        raise ConfigError(f"min_moves {config.min_moves} is larger than max_moves {config.max_moves}")
+    return [_puzzle(config, f"{config.seed}/{_known(split)}/{index}") for index in range(config.size)]
+
+
+def numbers(settings: Mapping[str, Any], split: str) -> list[dict[str, Any]]:
+    """Rows with `messages`, `answer` and `environment`; the splits draw with different seeds.
+
+    Raises:
+        DataError: if the split is unknown.
+        ConfigError: if the settings contradict one another.
+    """
+    config = GuessNumberSettings.model_validate(dict(settings))
+    if config.low >= config.high:
+        raise ConfigError(f"low {config.low} must be smaller than high {config.high}")
+    asked = f"Guess my number between {config.low} and {config.high}. I say whether it is higher or lower."
+    rows = []
+    for index in range(config.size):
+        draw = next(_draws(f"{config.seed}/{_known(split)}/{index}"))
+        rows.append(
+            {
+                "messages": [{"role": "user", "content": asked}],
+                "answer": config.low + draw % (config.high - config.low + 1),
+                "environment": "guess_number",
+            }
+        )
+    return rows
+
+
+def _puzzle(config: SlidingPuzzleSettings, text: str) -> dict[str, Any]:
+    draws = _draws(text)
+    num_moves = config.min_moves + next(draws) % (config.max_moves - config.min_moves + 1)
+    board, last = Board.solved_of(config.rows, config.columns), ""
+    solved = str(board)
+    while num_moves > 0 or board.is_solved:  # a cycle of moves may have come back to the start
+        directions = [name for name in MOVES if name != _OPPOSITE.get(last) and board.moved(name) is not None]
+        last = directions[next(draws) % len(directions)]
+        moved = board.moved(last)
+        assert moved is not None
+        board, num_moves = moved, num_moves - 1
+    asked = (
+        f"Slide the tiles until the board is\n{solved}\n"
+        f"Each turn, write the direction in which a tile moves into the gap: up, down, left or right.\n{board}"
+    )
+    return {
+        "messages": [{"role": "user", "content": asked}],
+        "info": {"board": board.rows},
+        "environment": "sliding_puzzle",
+    }
+
+
+def _draws(text: str) -> Iterator[int]:
+    """Numbers that follow from a text alone."""
+    count = 0
+    while True:
+        yield int.from_bytes(hashlib.blake2b(f"{text}/{count}".encode(), digest_size=8).digest())
+        count += 1
+
+
+def _known(split: str) -> str:
+    if split not in ("train", "validation"):
+        raise DataError(f"the games have the splits train and validation, got {split!r}")
+    return split

@@ -1,0 +1,146 @@
+"""The games `sliding_puzzle` and `guess_number`, and their datasets."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import pytest
+
+from rl_core.environment import Conversation, StepResult, UnusableAnswer
+from rl_core.errors import ConfigError, DataError
+from rl_core.testing.environment import EnvironmentSuite
+from rl_envs.games.board import MOVES, Board
+from rl_envs.games.config import GuessNumberConfig, SlidingPuzzleConfig
+from rl_envs.games.dataset import numbers, sliding_puzzles
+from rl_envs.games.guess_number import GuessNumber
+from rl_envs.games.sliding_puzzle import SlidingPuzzle
+
+
+def _turn(completion: str, info: dict[str, Any], id: str = "0") -> Conversation:
+    return Conversation(id=id, messages=(), info=info, completion=completion)
+
+
+def _play(game: Any, info: dict[str, Any], completions: list[str]) -> list[StepResult]:
+    results: list[StepResult] = []
+    for completion in completions:
+        state = results[-1].state if results else None
+        results += game.step([_turn(completion, info)], [state])
+    return results
+
+
+def _shortest(start: Board) -> list[str]:
+    """Moves to the solved board, by breadth-first search."""
+    seen, waiting = {start}, deque([(start, list[str]())])
+    while waiting:
+        board, moves = waiting.popleft()
+        if board.is_solved:
+            return moves
+        for name in MOVES:
+            after = board.moved(name)
+            if after is not None and after not in seen:
+                seen.add(after)
+                waiting.append((after, [*moves, name]))
+    raise AssertionError("the board cannot be solved")
+
+
+class TestSlidingPuzzleConformance(EnvironmentSuite):
+    def environment(self) -> SlidingPuzzle:
+        return SlidingPuzzle(SlidingPuzzleConfig())
+
+    def conversations(self) -> list[Conversation]:
+        info = {"board": [[1, 2], [0, 3]]}
+        return [_turn(text, info, text) for text in ("left", "down", "nothing")]
+
+
+class TestGuessNumberConformance(EnvironmentSuite):
+    def environment(self) -> GuessNumber:
+        return GuessNumber(GuessNumberConfig())
+
+    def conversations(self) -> list[Conversation]:
+        return [_turn(text, {"answer": 7}, text) for text in ("7", "5", "I say 9")]
+
+
+def test_every_generated_puzzle_is_solved_by_its_shortest_moves() -> None:
+    settings = {"size": 30, "rows": 2, "columns": 3, "min_moves": 2, "max_moves": 6}
+    for row in sliding_puzzles(settings, "train"):
+        moves = _shortest(Board.read(row["info"]["board"]))
+        assert 1 <= len(moves) <= 7
+        results = _play(SlidingPuzzle(SlidingPuzzleConfig()), row["info"], [f"I move {move}." for move in moves])
+        assert [result.done for result in results] == [False] * (len(moves) - 1) + [True]
+        assert results[-1].rewards()["reward"] == 1.0
+        assert sum(result.rewards()["reward"] for result in results) == 1.0
+
+
+def test_the_policy_sees_the_board_after_its_move() -> None:
+    [result] = _play(SlidingPuzzle(SlidingPuzzleConfig()), {"board": [[1, 2], [0, 3]]}, ["down"])
+    assert result.observation == ({"role": "user", "content": "_ 2\n1 3"},)
+
+
+def test_an_impossible_move_leaves_the_board_and_costs() -> None:
+    config = SlidingPuzzleConfig(invalid_reward=-0.1, max_moves=2)
+    first, second = _play(SlidingPuzzle(config), {"board": [[1, 2], [0, 3]]}, ["up", "hm"])
+    assert (first.rewards()["reward"], first.done) == (-0.1, False)
+    assert first.observation[0]["content"].endswith("1 2\n_ 3")
+    assert (second.rewards()["reward"], second.done, second.state) == (-0.1, True, None)
+
+
+def test_moves_undo_one_another() -> None:
+    board = Board.read([[1, 2, 3], [4, 0, 5], [6, 7, 8]])
+    for name, opposite in (("up", "down"), ("left", "right")):
+        for first, second in ((name, opposite), (opposite, name)):
+            after = board.moved(first)
+            assert after is not None
+            assert after.moved(second) == board
+
+
+@pytest.mark.parametrize("board", [[[1, 2], [3]], [[1, 1], [0, 2]], [[0, 1]], "12", [[1, 2], [3, 4]]])
+def test_what_is_not_a_board_is_refused(board: Any) -> None:
+    with pytest.raises(UnusableAnswer):
+        _play(SlidingPuzzle(SlidingPuzzleConfig()), {"board": board}, ["up"])
+
+
+def test_a_number_is_found_by_halving() -> None:
+    for number in range(1, 101):
+        low, high, state, done = 1, 100, None, False
+        game, num_guesses = GuessNumber(GuessNumberConfig(discount=0.5)), 0
+        while not done:
+            guess = (low + high) // 2
+            [result] = game.step([_turn(f"my guess: {guess}", {"answer": number})], [state])
+            state, done, num_guesses = result.state, result.done, num_guesses + 1
+            if not done:
+                low, high = (guess + 1, high) if result.observation[0]["content"] == "higher" else (low, guess - 1)
+        assert num_guesses <= 7
+        assert result.rewards()["reward"] == 0.5 ** (num_guesses - 1)
+
+
+def test_guesses_come_to_an_end() -> None:
+    results = _play(GuessNumber(GuessNumberConfig(max_guesses=2)), {"answer": "7"}, ["no number", "3.5 or 6"])
+    assert [result.done for result in results] == [False, True]
+    assert results[0].observation[0]["content"] == "Write a whole number."
+    assert results[1].rewards()["reward"] == 0.0
+    with pytest.raises(UnusableAnswer, match="whole number"):
+        _play(GuessNumber(GuessNumberConfig()), {}, ["3"])
+
+
+@pytest.mark.parametrize("load", [sliding_puzzles, numbers])
+def test_rows_follow_from_the_seed_and_the_split(load: Any) -> None:
+    rows = load({"size": 20}, "train")
+    assert rows == load({"size": 20}, "train")
+    assert rows[:5] == load({"size": 5}, "train")
+    assert rows != load({"size": 20, "seed": 1}, "train")
+    assert rows != load({"size": 20}, "validation")
+    assert {row["environment"] for row in rows} == {"sliding_puzzle" if load is sliding_puzzles else "guess_number"}
+    with pytest.raises(DataError, match="train and validation"):
+        load({"size": 1}, "test")
+
+
+def test_settings_that_contradict_one_another_are_refused() -> None:
+    with pytest.raises(ConfigError, match="min_moves"):
+        sliding_puzzles({"min_moves": 5, "max_moves": 4}, "train")
+    with pytest.raises(ConfigError, match="low"):
+        numbers({"low": 5, "high": 5}, "train")
+
+
+def test_numbers_lie_between_their_bounds() -> None:
+    assert {row["answer"] for row in numbers({"low": -1, "high": 1, "size": 100}, "train")} == {-1, 0, 1}
