@@ -30,7 +30,7 @@ class SandboxConfig(Config):
     """Most processes and threads of a program."""
     output_kib: int = Field(default=Limits.output_kib, ge=1, le=2**17)
     """Most output of a program on stdout, and on stderr; it is killed when it writes more."""
-    python_path: tuple[PathText, ...] = ()
+    python_path: list[PathText] = []
     """Folders with packages that programs may import besides Python's own library."""
 
     @property

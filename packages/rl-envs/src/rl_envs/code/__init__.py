@@ -1,0 +1,1 @@
+"""Programs: a response is run in a sandbox and scored by its tests."""

@@ -1,0 +1,83 @@
+"""The tests of a row."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rl_core.environment import UnusableAnswer
+
+
+@dataclass(frozen=True)
+class InputOutput:
+    """Programs that read `stdin` and must write `stdout`, test by test."""
+
+    pairs: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Calls of a function, or of the method of a class `Solution`.
+
+    Args:
+        function: its name.
+        arguments: of each call.
+        results: of each call, those that are right.
+    """
+
+    function: str
+    arguments: tuple[Sequence[Any], ...]
+    results: tuple[Sequence[Any], ...]
+
+
+@dataclass(frozen=True)
+class Assertions:
+    """Python code that raises if the program is wrong; each text is a test."""
+
+    texts: tuple[str, ...]
+
+
+Tests = InputOutput | Calls | Assertions
+
+
+def tests_of(info: Mapping[str, Any], most: int | None) -> Tests:
+    """The tests in a prompt's info, which has either of these fields:
+
+    - `tests`: a list of `{"input": text, "output": text}`; with a field `function`, of `{"arguments": [...],
+      "result": value}`, or `"results"` with all values that are right. The list may be written as JSON.
+    - `test_code`: Python text, or a list of such texts.
+
+    Raises:
+        UnusableAnswer: if it has neither, or one of another form.
+    """
+    if "test_code" in info:
+        given = info["test_code"]
+        texts = (given,) if isinstance(given, str) else tuple(given)
+        if not texts or not all(isinstance(text, str) and text.strip() for text in texts):
+            raise UnusableAnswer(f"`test_code` must be Python text or a list of it, got {given!r:.80}")
+        return Assertions(texts[:most])
+    if "tests" not in info:
+        fields = ", ".join(sorted(map(str, info))) or "none"
+        raise UnusableAnswer(f"the row needs the field `tests` or `test_code`; its fields are {fields}")
+    tests = _list(info["tests"])[:most]
+    try:
+        if function := info.get("function"):
+            results = tuple(test["results"] if "results" in test else [test["result"]] for test in tests)
+            return Calls(str(function), tuple(test["arguments"] for test in tests), results)
+        return InputOutput(tuple((str(test["input"]), str(test["output"])) for test in tests))
+    except (KeyError, TypeError):
+        wanted = "arguments and result" if info.get("function") else "input and output"
+        raise UnusableAnswer(f"each of `tests` must be an object with {wanted}, got {tests!r:.80}") from None
+
+
+def _list(tests: Any) -> list[Any]:
+    if isinstance(tests, str):
+        try:
+            tests = json.loads(tests)
+        except ValueError as error:
+            raise UnusableAnswer(f"`tests` is text that is not JSON: {error}") from None
+    if not isinstance(tests, list | tuple) or not tests:
+        raise UnusableAnswer(f"`tests` must be a list with at least one test, got {tests!r:.80}")
+    return list(tests)

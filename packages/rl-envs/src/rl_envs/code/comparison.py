@@ -1,0 +1,69 @@
+"""Comparison of a program's output with the right one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+_MAX_NUMBER = 400
+"""Longest text that is compared as a number."""
+
+
+def same_text(output: str, expected: str, tolerance: float) -> bool:
+    """Whether two outputs agree line by line, without regard to space at the end of lines and of the text; or, where
+    they differ, word by word as numbers.
+    """
+    lines, others = _lines(output), _lines(expected)
+    if lines == others:
+        return True
+    if len(lines) != len(others):
+        return False
+    return all(a == b or _same_words(a.split(), b.split(), tolerance) for a, b in zip(lines, others, strict=True))
+
+
+def same_value(value: Any, expected: Any, tolerance: float) -> bool:
+    """Whether two values from JSON are equal; floats may differ by the tolerance."""
+    if isinstance(value, bool) or isinstance(expected, bool):
+        return value is expected
+    if isinstance(expected, float) or isinstance(value, float):
+        is_number = isinstance(value, int | float) and isinstance(expected, int | float)
+        return is_number and (value == expected or math.isclose(value, expected, rel_tol=tolerance, abs_tol=tolerance))
+    if isinstance(expected, list) and isinstance(value, list):
+        return len(value) == len(expected) and all(
+            same_value(a, b, tolerance) for a, b in zip(value, expected, strict=True)
+        )
+    if isinstance(expected, Mapping) and isinstance(value, Mapping):
+        return value.keys() == expected.keys() and all(same_value(value[k], expected[k], tolerance) for k in expected)
+    return type(value) is type(expected) and bool(value == expected)
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+def _same_words(words: list[str], others: list[str], tolerance: float) -> bool:
+    return len(words) == len(others) and all(
+        word == other or _same_number(word, other, tolerance) for word, other in zip(words, others, strict=True)
+    )
+
+
+def _same_number(word: str, expected: str, tolerance: float) -> bool:
+    number, known = _number(word), _number(expected)
+    if number is None or known is None:
+        return False
+    if number == known:
+        return True
+    has_point = "." in expected or "e" in expected.lower()
+    return has_point and math.isclose(float(number), float(known), rel_tol=tolerance, abs_tol=tolerance)
+
+
+def _number(word: str) -> Decimal | None:
+    if len(word) > _MAX_NUMBER:
+        return None
+    try:
+        number = Decimal(word)
+    except InvalidOperation:
+        return None
+    return number if number.is_finite() and number.adjusted() < 300 else None

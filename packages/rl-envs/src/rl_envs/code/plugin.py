@@ -1,0 +1,18 @@
+"""The `code` environment and its dataset, found by their entry points."""
+
+from rl_core.plugins import DatasetPlugin, EnvironmentPlugin, Requirement
+from rl_envs.code.config import CodeConfig, CodeProblemsSettings
+
+PLUGIN = EnvironmentPlugin(
+    name="code",
+    config=CodeConfig,
+    environment="rl_envs.code.environment:CodeEnvironment",
+    requirement=Requirement("rl-envs"),
+)
+
+DATASET = DatasetPlugin(
+    name="code_problems",
+    load="rl_envs.code.dataset:load",
+    requirement=Requirement("rl-envs"),
+    settings=CodeProblemsSettings,
+)

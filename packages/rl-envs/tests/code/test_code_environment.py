@@ -1,0 +1,348 @@
+"""The environment `code`: programs in responses are scored by their tests."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import pickle
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_core.environment import Conversation, UnusableAnswer
+from rl_core.errors import DataError
+from rl_core.testing.environment import EnvironmentSuite
+from rl_envs.code.cases import Assertions, Calls, InputOutput, tests_of
+from rl_envs.code.comparison import same_text, same_value
+from rl_envs.code.config import CodeConfig
+from rl_envs.code.dataset import load
+from rl_envs.code.environment import CodeEnvironment
+from rl_envs.code.extraction import program_in
+from rl_envs.code.schemas import row_of
+from rl_envs.sandbox.config import SandboxConfig
+from rl_envs.sandbox.sandbox import Sandbox, SandboxUnavailable
+
+DOUBLE = {"tests": [{"input": "2\n", "output": "4\n"}, {"input": "5\n", "output": "10"}]}
+ADD = {"function": "add", "tests": [{"arguments": [1, 2], "result": 3}, {"arguments": [[1], [2]], "result": [1, 2]}]}
+ASSERT = {"test_code": ["assert add(1, 2) == 3", "assert add(2, 2) == 4"]}
+
+
+@pytest.fixture(scope="module")
+def isolation() -> str:
+    for level in ("namespaces", "landlock"):
+        try:
+            Sandbox(level).close()
+        except SandboxUnavailable:
+            continue
+        return level
+    pytest.skip("this machine offers no sandbox")
+
+
+@pytest.fixture(scope="module")
+def share(isolation: str) -> CodeEnvironment:
+    return CodeEnvironment(_config(isolation, reward="share"))
+
+
+@pytest.fixture(scope="module")
+def strict(isolation: str) -> Iterator[CodeEnvironment]:
+    return CodeEnvironment(_config(isolation))
+
+
+def _config(isolation: str, **settings: Any) -> CodeConfig:
+    sandbox = SandboxConfig.model_validate({"isolation": isolation, "cpu_s": 20.0, "wall_s": 120.0})
+    return CodeConfig(sandbox=sandbox, **settings)
+
+
+def _turn(code: str, info: dict[str, Any], id: str = "0") -> Conversation:
+    return Conversation(id=id, messages=(), info=info, completion=f"Thus:\n```python\n{code}\n```\nDone.")
+
+
+@pytest.mark.parametrize(
+    ("code", "info", "passes"),
+    [
+        ("print(2 * int(input()))", DOUBLE, 1.0),
+        ("print(4)", DOUBLE, 0.5),
+        ("print(1 / 0)", DOUBLE, 0.0),
+        ("def add(a, b):\n    return a + b", ADD, 1.0),
+        ("class Solution:\n    def add(self, a, b):\n        return a + b", ADD, 1.0),
+        ("def add(a, b):\n    return 3", ADD, 0.5),
+        ("def add(a: List[int], b) -> Optional[int]:\n    print('noise')\n    return a + b", ADD, 1.0),
+        ("def other():\n    pass", ADD, 0.0),
+        ("def add(a, b):\n    return a + b", ASSERT, 1.0),
+        ("def add(a, b):\n    return 3", ASSERT, 0.5),
+        ("import sys\nsys.exit(0)", ASSERT, 0.0),
+        ("import os\nos._exit(0)", ASSERT, 0.0),
+        ("def add(a, b):\n    import os; os._exit(0)", ADD, 0.0),
+        ("def add(a, b):\n    return {1, 2}.union", ADD, 0.0),
+        ("print('unfinished", ADD, 0.0),
+    ],
+)
+def test_a_program_is_scored_by_the_share_of_its_tests_and_by_all(
+    share: CodeEnvironment, strict: CodeEnvironment, code: str, info: dict[str, Any], passes: float
+) -> None:
+    [result] = share.step([_turn(code, info)], [None])
+    assert result.rewards()["reward"] == passes, result.info
+    [result] = strict.step([_turn(code, info)], [None])
+    assert result.rewards()["reward"] == float(passes == 1.0), result.info
+    assert bool(result.info["problem"]) == (passes < 1.0)
+
+
+def test_the_problem_names_the_test_and_the_error(share: CodeEnvironment) -> None:
+    [result] = share.step([_turn("def add(a, b):\n    return a / 0", ADD)], [None])
+    assert result.info["problem"] == "test 1: ZeroDivisionError: division by zero"
+    [result] = share.step([_turn("print(1)", DOUBLE)], [None])
+    assert result.info["problem"] == "test 1: another output"
+
+
+def test_a_response_without_a_program_earns_nothing(strict: CodeEnvironment) -> None:
+    [result] = strict.step([Conversation("0", (), DOUBLE, "I do not know.")], [None])
+    assert result.rewards()["reward"] == 0.0
+    assert result.info["has_code"] == 0.0
+
+
+def test_expected_results_are_not_where_the_program_is(share: CodeEnvironment) -> None:
+    code = """
+import gc
+def add(a, b):
+    known = [each for each in gc.get_objects() if isinstance(each, dict) and each.get("result") == 3]
+    return 3 if known else None
+"""
+    [result] = share.step([_turn(code, ADD)], [None])
+    assert result.rewards()["reward"] == 0.0
+
+
+class TestConformance(EnvironmentSuite):
+    @pytest.fixture(autouse=True)
+    def _level(self, isolation: str) -> None:
+        self.isolation = isolation
+
+    def environment(self) -> CodeEnvironment:
+        return CodeEnvironment(_config(self.isolation))
+
+    def conversations(self) -> list[Conversation]:
+        codes = ["print(2 * int(input()))", "print(4)", "raise ValueError"]
+        return [_turn(code, DOUBLE, id=str(index)) for index, code in enumerate(codes)]
+
+
+@pytest.mark.parametrize(
+    ("response", "program"),
+    [
+        ("```python\na\n```", "a\n"),
+        ("```python\na\n```\n```py\nb\n```", "b\n"),
+        ("```python\na\n```\n```\noutput\n```", "a\n"),
+        ("```\na\n```", "a\n"),
+        ("```cpp\nint x;\n```", None),
+        ("print(1)", None),
+        ("```python\nunfinished", None),
+        ("```python\n\n```", None),
+        ("```Python3 title\na\n```", "a\n"),
+    ],
+)
+def test_the_last_block_of_python_counts(response: str, program: str | None) -> None:
+    assert program_in(response) == program
+
+
+@pytest.mark.parametrize(
+    ("output", "expected", "same"),
+    [
+        ("1 2\n", "1 2", True),
+        ("1 2  \n3\n\n", "1 2\n3", True),
+        ("1  2", "1 2", True),
+        ("1 2", "1\n2", False),
+        ("1.0", "1", True),
+        ("0.3333333", "0.33333333", True),
+        ("0.334", "0.333", False),
+        ("1000000", "1000001", False),
+        ("YES", "Yes", False),
+        ("nan", "1.5", False),
+        ("", "1", False),
+        ("1e999999999", "1.0", False),
+    ],
+)
+def test_outputs_are_compared_line_by_line_and_then_as_numbers(output: str, expected: str, same: bool) -> None:
+    assert same_text(output, expected, 1e-6) == same
+
+
+@pytest.mark.parametrize(
+    ("value", "expected", "same"),
+    [
+        (3, 3, True),
+        (3.0, 3, True),
+        (True, 1, False),
+        ([1, [2.0000000001]], [1, [2.0]], True),
+        ([1], [1, 2], False),
+        ({"a": 1}, {"a": 1}, True),
+        ("3", 3, False),
+        (None, None, True),
+        (None, [], False),
+    ],
+)
+def test_values_are_compared_by_type(value: Any, expected: Any, same: bool) -> None:
+    assert same_value(value, expected, 1e-6) == same
+
+
+def test_tests_have_three_forms() -> None:
+    assert tests_of(DOUBLE, None) == InputOutput((("2\n", "4\n"), ("5\n", "10")))
+    assert tests_of({"tests": json.dumps(DOUBLE["tests"])}, 1) == InputOutput((("2\n", "4\n"),))
+    assert tests_of(ADD, None) == Calls("add", ([1, 2], [[1], [2]]), ([3], [[1, 2]]))
+    assert tests_of({"test_code": "assert x"}, None) == Assertions(("assert x",))
+
+
+@pytest.mark.parametrize(
+    ("info", "says"),
+    [
+        ({"answer": "1"}, "its fields are answer"),
+        ({"tests": []}, "at least one test"),
+        ({"tests": "["}, "not JSON"),
+        ({"tests": [{"in": 1}]}, "input and output"),
+        ({"tests": [{"input": 1}], "function": "f"}, "arguments and result"),
+        ({"test_code": []}, "test_code"),
+    ],
+)
+def test_a_row_without_usable_tests_is_refused(info: dict[str, Any], says: str) -> None:
+    with pytest.raises(UnusableAnswer, match=says):
+        tests_of(info, None)
+
+
+STDIN = [{"input": "2\n", "output": "4\n", "testtype": "stdin"}]
+FUNCTIONAL = [{"input": "[1, 2]\n3", "output": "6", "testtype": "functional"}]
+
+
+def _hidden(tests: Any) -> str:
+    return base64.b64encode(zlib.compress(pickle.dumps(json.dumps(tests)))).decode()
+
+
+def _livecodebench(tests: Any, **more: Any) -> dict[str, Any]:
+    base = {
+        "question_title": "t", "question_content": "Do it.", "platform": "atcoder", "question_id": "1",
+        "contest_id": "1", "contest_date": "2024-01-01", "starter_code": "", "difficulty": "easy",
+        "public_test_cases": json.dumps(tests), "private_test_cases": _hidden(tests), "metadata": "{}",
+    }  # fmt: skip
+    return base | more
+
+
+APPS = {
+    "problem_id": 1, "question": "Do it.", "solutions": "[]", "difficulty": "easy", "url": "", "starter_code": "",
+    "input_output": json.dumps({"inputs": ["2\n", ["5", "1"]], "outputs": ["4\n", ["10"]]}),
+}  # fmt: skip
+APPS_FUNCTION = APPS | {
+    "input_output": json.dumps({"fn_name": "f", "inputs": [[1, 2]], "outputs": [[3]]}),
+    "starter_code": "def f(a, b):",
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "info"),
+    [
+        ("livecodebench", _livecodebench(STDIN), {"tests": [{"input": "2\n", "output": "4\n"}] * 2}),
+        (
+            "livecodebench",
+            _livecodebench(FUNCTIONAL, metadata='{"func_name": "f"}', starter_code="class Solution:"),
+            {"function": "f", "tests": [{"arguments": [[1, 2], 3], "result": 6}] * 2},
+        ),
+        (
+            "livecodebench",
+            _livecodebench(STDIN, private_test_cases=json.dumps(STDIN)),
+            {"tests": [{"input": "2\n", "output": "4\n"}] * 2},
+        ),
+        ("apps", APPS, {"tests": [{"input": "2\n", "output": "4\n"}, {"input": "5\n1", "output": "10"}]}),
+        ("taco", APPS_FUNCTION, {"function": "f", "tests": [{"arguments": [1, 2], "results": [[3], 3]}]}),
+        (
+            "eurus",
+            {
+                "data_source": "apps", "prompt": [{"role": "user", "content": "Do it."}], "ability": "code",
+                "reward_model": {"style": "rule", "ground_truth": APPS["input_output"]},
+            },
+            {"tests": [{"input": "2\n", "output": "4\n"}, {"input": "5\n1", "output": "10"}]},
+        ),
+        (
+            "humanevalplus",
+            {
+                "task_id": "HumanEval/0", "prompt": "def f(a):\n    '''Twice.'''\n", "entry_point": "f",
+                "canonical_solution": "    return 2 * a", "test": "def check(c):\n    assert c(2) == 4",
+            },
+            {"test_code": ["def check(c):\n    assert c(2) == 4\n\ncheck(f)\n"]},
+        ),
+        (
+            "mbppplus",
+            {
+                "task_id": 2, "code": "", "prompt": "Twice.", "source_file": "", "test_imports": ["import math"],
+                "test_list": ["assert f(2) == 4"], "test": "assert f(3) == 6",
+            },
+            {"test_code": ["import math\nassert f(3) == 6"]},
+        ),
+    ],
+)  # fmt: skip
+def test_rows_of_the_hub_become_problems(kind: Any, row: dict[str, Any], info: dict[str, Any]) -> None:
+    made = row_of(row, kind)
+    assert made["info"] == info
+    assert made["environment"] == "code"
+    assert made["messages"][-1]["role"] == "user"
+    tests_of(made["info"], None)
+
+
+@pytest.mark.parametrize("kind", ["humanevalplus", "mbppplus", "taco", "livecodebench"])
+def test_a_right_program_passes_the_tests_of_its_row(strict: CodeEnvironment, kind: Any) -> None:
+    rows = {
+        "humanevalplus": {"prompt": "", "entry_point": "f", "test": "def check(c):\n    assert c(2) == 4"},
+        "mbppplus": {"prompt": "", "test_imports": [], "test_list": ["assert f(2) == 4"], "test": ""},
+        "taco": APPS | {"input_output": {"fn_name": "f", "inputs": [[2]], "outputs": [[4]]}},
+        "livecodebench": _livecodebench(
+            [{"input": "2", "output": "4", "testtype": "functional"}], metadata='{"func_name": "f"}'
+        ),
+    }
+    info = row_of(rows[kind], kind)["info"]
+    results = strict.step([_turn(f"def f(a):\n    return {n} * a", info, str(n)) for n in (2, 3)], [None, None])
+    assert [result.rewards()["reward"] for result in results] == [1.0, 0.0]
+
+
+class _Danger:
+    def __reduce__(self) -> Any:
+        return (print, ("unpickled",))
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "says"),
+    [
+        ("apps", {"question": "x"}, "no column 'input_output'; the columns are question"),
+        ("apps", APPS | {"input_output": "{"}, "not a row of apps"),
+        ("apps", APPS | {"input_output": '{"inputs": ["1"], "outputs": []}'}, "1 inputs and 0 outputs"),
+        ("livecodebench", _livecodebench(FUNCTIONAL), "metadata"),
+        (
+            "livecodebench",
+            _livecodebench(STDIN, private_test_cases=base64.b64encode(zlib.compress(pickle.dumps(_Danger()))).decode()),
+            "may hold text only",
+        ),
+    ],
+)
+def test_a_row_of_another_form_is_refused(
+    kind: Any, row: dict[str, Any], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(DataError, match=says):
+        row_of(row, kind)
+    assert "unpickled" not in capsys.readouterr().out
+
+
+def test_problems_are_read_from_a_file(tmp_path: Path) -> None:
+    plain, packed = tmp_path / "apps.jsonl", tmp_path / "apps.jsonl.gz"
+    lines = json.dumps(APPS) + "\n\n" + json.dumps(APPS_FUNCTION) + "\n"
+    plain.write_text(lines)
+    packed.write_bytes(gzip.compress(lines.encode()))
+    rows = load({"path": str(plain), "format": "apps"}, "train")
+    assert [sorted(row) for row in rows] == [["environment", "info", "messages"]] * 2
+    assert load({"path": str(packed), "format": "apps"}, "train") == rows
+    assert load({"path": str(plain), "format": "apps", "max_rows": 1}, "train") == rows[:1]
+
+
+def test_a_line_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "apps.jsonl"
+    for line, says in (("{", "apps.jsonl:2"), ("[]", "must be an object"), ("{}", "no column")):
+        file.write_text(f"{json.dumps(APPS)}\n{line}\n")
+        with pytest.raises(DataError, match=says):
+            load({"path": str(file), "format": "apps"}, "train")
+    with pytest.raises(DataError, match="cannot be read"):
+        load({"path": str(tmp_path / "none.jsonl"), "format": "apps"}, "train")
