@@ -1,0 +1,110 @@
+"""The `text_tools` environment."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rl_core.environment import Conversation, StepResult
+from rl_envs.math.extraction import extract
+from rl_envs.math.known_answer import known_answers
+from rl_envs.math.verdict import is_correct
+from rl_envs.sandbox.sandbox import Sandbox
+from rl_envs.sandbox.session import Session
+from rl_envs.text_tools.calculator import calculate
+from rl_envs.text_tools.config import TextToolsConfig
+from rl_envs.text_tools.corpus import Corpus
+
+_LIFETIME_S = 3600.0
+"""Most seconds of a Python session; those of a call are in the settings."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A conversation under way.
+
+    Args:
+        num_calls: calls so far.
+        session: its Python; None before the first call.
+    """
+
+    num_calls: int = 0
+    session: Session | None = None
+
+
+class TextToolsEnvironment:
+    """Answers the first call of a turn with the tool's output, and scores a turn without one.
+
+    Raises:
+        SandboxUnavailable: if Python is a tool and the machine does not offer its sandbox.
+        DataError: if the corpus cannot be read.
+    """
+
+    def __init__(self, config: TextToolsConfig) -> None:
+        self._config = config
+        self._call = re.compile(rf"<({'|'.join(config.tools)})>(.*?)(?:</\1>|$)", re.DOTALL)
+        limits = replace(config.sandbox.limits, wall_s=_LIFETIME_S)
+        isolation, path = config.sandbox.isolation, config.sandbox.python_path
+        self._sandbox = Sandbox(isolation, limits=limits, python_path=path) if "python" in config.tools else None
+        self._corpus = Corpus(config.corpus) if "search" in config.tools and config.corpus else None
+
+    def step(self, conversations: Sequence[Conversation], states: Sequence[Any]) -> list[StepResult]:
+        return [self._turn(turn, state or Progress()) for turn, state in zip(conversations, states, strict=True)]
+
+    def close(self, states: Sequence[Any]) -> None:
+        for state in states:
+            if state.session is not None:
+                state.session.close()
+
+    def _turn(self, turn: Conversation, progress: Progress) -> StepResult:
+        known = known_answers(turn.info, self._config.answer_format)
+        call = self._call.search(turn.completion)
+        if call is None or progress.num_calls == self._config.max_calls:
+            self.close([progress])
+            found = extract(turn.completion, known.answer_format) if call is None else None
+            correct = found is not None and any(
+                is_correct(found.text, answer, known.answer_format) for answer in known.answers
+            )
+            return StepResult(reward=float(correct), info={"accuracy": float(correct), "calls": progress.num_calls})
+        session = progress.session
+        if call[1] == "python" and session is None:
+            assert self._sandbox is not None
+            session = Session(self._sandbox)
+        output = self._shortened(self._tools(session)[call[1]](call[2].strip()))
+        return StepResult(
+            done=False,
+            observation=({"role": "user", "content": f"<result>\n{output}\n</result>"},),
+            state=Progress(progress.num_calls + 1, session),
+            stop_strings=self.stop_strings,
+            info={"calls": progress.num_calls + 1},
+        )
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """Ends of calls, at which a turn is over."""
+        return tuple(f"</{tool}>" for tool in self._config.tools)
+
+    def _tools(self, session: Session | None) -> Mapping[str, Callable[[str], str]]:
+        return {
+            "calculator": calculate,
+            "python": lambda code: _python(session, code, self._config.sandbox.wall_s),
+            "search": self._search,
+        }
+
+    def _search(self, query: str) -> str:
+        assert self._corpus is not None
+        found = self._corpus.search(query, self._config.num_results)
+        return "\n\n".join(f"{title}\n{text}".strip() for title, text in found) or "nothing was found"
+
+    def _shortened(self, output: str) -> str:
+        most = self._config.max_output
+        if len(output) <= most:
+            return output
+        return f"{output[: most // 2]}\n[{len(output) - most} characters left out]\n{output[len(output) - most // 2 :]}"
+
+
+def _python(session: Session | None, code: str, timeout_s: float) -> str:
+    assert session is not None
+    return session.execute(code, timeout_s=timeout_s).rstrip() or "(no output)"

@@ -1,0 +1,11 @@
+"""The `text_tools` environment, found by its entry point."""
+
+from rl_core.plugins import EnvironmentPlugin, Requirement
+from rl_envs.text_tools.config import TextToolsConfig
+
+PLUGIN = EnvironmentPlugin(
+    name="text_tools",
+    config=TextToolsConfig,
+    environment="rl_envs.text_tools.environment:TextToolsEnvironment",
+    requirement=Requirement("rl-envs"),
+)

@@ -1,0 +1,198 @@
+"""The environment `text_tools`: a calculator, Python and a search, called by tags."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from rl_core.environment import Conversation, StepResult
+from rl_core.errors import DataError
+from rl_core.testing.environment import EnvironmentSuite
+from rl_envs.sandbox.program import Limits
+from rl_envs.sandbox.sandbox import Sandbox, SandboxUnavailable
+from rl_envs.sandbox.session import Session
+from rl_envs.text_tools.calculator import calculate
+from rl_envs.text_tools.config import TextToolsConfig
+from rl_envs.text_tools.corpus import Corpus
+from rl_envs.text_tools.environment import TextToolsEnvironment
+
+LONG_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> Iterator[Sandbox]:
+    for isolation in ("namespaces", "landlock"):
+        try:
+            with Sandbox(isolation, limits=Limits(cpu_s=30.0, wall_s=600.0)) as opened:
+                yield opened
+            return
+        except SandboxUnavailable:
+            continue
+    pytest.skip("this machine offers no sandbox")
+
+
+def _turn(completion: str, answer: Any = "84", id: str = "0") -> Conversation:
+    return Conversation(id=id, messages=(), info={"answer": answer}, completion=completion)
+
+
+def _play(environment: TextToolsEnvironment, completions: list[str]) -> list[StepResult]:
+    results: list[StepResult] = []
+    for completion in completions:
+        results += environment.step([_turn(completion)], [results[-1].state if results else None])
+    return results
+
+
+def _said(result: StepResult) -> str:
+    return str(result.observation[0]["content"])
+
+
+class TestConformance(EnvironmentSuite):
+    def environment(self) -> TextToolsEnvironment:
+        return TextToolsEnvironment(TextToolsConfig())
+
+    def conversations(self) -> list[Conversation]:
+        return [_turn(text, id=text) for text in ("<calculator>12*7</calculator>", "84", "<calculator>1/0")]
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("12 * 7", "84"),
+        ("7 / 2", "3.5"),
+        ("6 / 2", "3"),
+        ("2 ^ 10", "1024"),
+        ("2 ** 0.5", "1.4142135623730951"),
+        ("-(3 - 5) % 3", "2"),
+        ("gcd(12, 18) + sqrt(16)", "10"),
+        ("round(10 / 3, 2)", "3.33"),
+        ("10 ** 30", "1" + "0" * 30),
+        ("1 / 0", "error: division by zero"),
+        ("9 ** 9 ** 9", "error: the number is too large"),
+        ("(-1) ** 0.5", "error: the result is not a real number"),
+        ("1 +", "error: invalid syntax"),
+    ],
+)
+def test_arithmetic_is_computed(expression: str, value: str) -> None:
+    assert calculate(expression) == value
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["__import__('os')", "open('/etc/passwd')", "(1).real", "[1]", "'a' * 9", "x", "True", "sqrt", "f(1)", "1" * 3000],
+)
+def test_what_is_not_arithmetic_is_refused(expression: str) -> None:
+    assert calculate(expression).startswith("error:")
+
+
+def test_a_call_is_answered_and_the_final_answer_scored() -> None:
+    first, second = _play(TextToolsEnvironment(TextToolsConfig()), ["I use <calculator>12*7", "The answer is 84"])
+    assert _said(first) == "<result>\n84\n</result>"
+    assert first.stop_strings == ("</calculator>",)
+    assert (first.done, second.done) == (False, True)
+    assert second.rewards()["reward"] == 1.0
+    assert second.info == {"accuracy": 1.0, "calls": 1}
+
+
+def test_calls_come_to_an_end() -> None:
+    environment = TextToolsEnvironment(TextToolsConfig(max_calls=1))
+    results = _play(environment, ["<calculator>84</calculator>"] * 2)
+    assert [result.done for result in results] == [False, True]
+    assert results[-1].rewards()["reward"] == 0.0
+
+
+def test_long_output_is_shortened_in_its_middle(tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text(json.dumps({"text": "word " * 1000}))
+    config = TextToolsConfig(tools=["search"], corpus=str(corpus), max_output=100)
+    [result] = _play(TextToolsEnvironment(config), ["<search>word</search>"])
+    assert "characters left out" in _said(result)
+    assert len(_said(result)) < 200
+
+
+def test_the_best_documents_are_found_first(tmp_path: Path) -> None:
+    file = tmp_path / "corpus.jsonl"
+    documents = [
+        {"title": "Paris", "text": "The capital of France lies on the Seine."},
+        {"title": "Rome", "text": "The capital of Italy."},
+        {"text": "Bread is baked."},
+    ]
+    file.write_text("\n".join(map(json.dumps, documents)) + "\n\n")
+    corpus = Corpus(file)
+    assert corpus.num_documents == 3
+    assert [title for title, _ in corpus.search('which "city" is the capital of France?', 2)] == ["Paris", "Rome"]
+    assert corpus.search("baking OR NOT (", 3)[0][1] == "Bread is baked."
+    assert corpus.search("?", 3) == []
+    assert corpus.search("zebra", 3) == []
+
+
+@pytest.mark.parametrize(("text", "says"), [("{}", ":1: a document"), ("[", ":1:"), ("", "no documents")])
+def test_a_corpus_that_cannot_be_read_is_an_error(tmp_path: Path, text: str, says: str) -> None:
+    file = tmp_path / "corpus.jsonl"
+    file.write_text(text)
+    with pytest.raises(DataError, match=says):
+        Corpus(file)
+    with pytest.raises(DataError, match="cannot be read"):
+        Corpus(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"tools": ["search"]}, "corpus"),
+        ({"tools": []}, "at least one"),
+        ({"tools": ["python"], "sandbox": {"url": "http://x"}}, "sandbox.url"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValidationError, match=says):
+        TextToolsConfig.model_validate(settings)
+
+
+def test_variables_of_a_session_live_from_call_to_call(sandbox: Sandbox) -> None:
+    with Session(sandbox) as session, Session(sandbox) as other:
+        assert session.execute("x = 20\nx + 1", timeout_s=LONG_S) == "21\n"
+        assert session.execute("print('x is', x)", timeout_s=LONG_S) == "x is 20\n"
+        assert "NameError" in other.execute("x", timeout_s=LONG_S)
+        assert session.execute("def f(:", timeout_s=LONG_S).rstrip().endswith("SyntaxError: invalid syntax")
+        assert "EOFError" in session.execute("input()", timeout_s=LONG_S)
+        assert session.execute("x * 2", timeout_s=LONG_S) == "40\n"
+
+
+def test_a_call_that_takes_too_long_ends_its_session(sandbox: Sandbox) -> None:
+    with Session(sandbox) as session:
+        assert session.execute("1", timeout_s=LONG_S) == "1\n"
+        assert "took longer than 0.5 s" in session.execute("while True: pass", timeout_s=0.5)
+        assert "took longer" in session.execute("1", timeout_s=LONG_S)
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("import os; os._exit(3)", "exit code 3"),
+        ("x = 'a' * 5_000_000\nx", "wrote more than"),
+    ],
+)
+def test_a_session_tells_how_it_ended(sandbox: Sandbox, code: str, says: str) -> None:
+    with Session(sandbox) as session:
+        assert says in session.execute(code, timeout_s=LONG_S)
+
+
+def test_python_is_a_tool(sandbox: Sandbox) -> None:
+    config = TextToolsConfig.model_validate(
+        {"tools": ["python", "calculator"], "sandbox": {"isolation": sandbox.isolation, "wall_s": LONG_S}}
+    )
+    environment = TextToolsEnvironment(config)
+    completions = ["<python>\nx = 12\n</python>", "<python>x * 7</python>", "<calculator>1+1", r"\boxed{84}"]
+    results = _play(environment, completions)
+    assert [_said(result) for result in results[:3]] == [
+        f"<result>\n{text}\n</result>" for text in ("(no output)", "84", "2")
+    ]
+    assert results[-1].rewards()["reward"] == 1.0
+    unfinished = _play(environment, ["<python>1</python>"])
+    environment.close([unfinished[-1].state])
+    environment.close([unfinished[-1].state])
