@@ -49,6 +49,7 @@ def test_versions_of_all_packages_and_of_python():
 def test_environments_are_listed_with_their_settings():
     answer = rl("env", "list")
     assert "env.math.answer_format" in answer
+    assert "env.code.sandbox.isolation" in answer
     assert "env.reasoning_gym.format_reward" in answer
     assert "one of: auto, boxed" in answer
     assert answer.count("deadline_s") == 1

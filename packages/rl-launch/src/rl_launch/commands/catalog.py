@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -10,7 +10,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from rl_core.config import Explanation, assemble, did_you_mean, explain, nearest
+from rl_core.config import Config, Explanation, assemble, did_you_mean, explain, nearest
 from rl_core.environments.config import EnvironmentConfig
 from rl_core.errors import ConfigError
 from rl_core.plugins import DATASETS, ENVIRONMENTS, DatasetTask, Requirement, resolve
@@ -74,8 +74,17 @@ def environments() -> dict[str, Choice]:
     for name, plugin in installed(ENVIRONMENTS).items():
         root = assemble("Root", {"env": assemble("Environments", {name: plugin.config})})
         explained = explain(root, f"env.{name}")
-        found[name] = Choice(name, explained.doc, explained.children, _missing(plugin.requirement))
+        settings = tuple(_with_those_within(root, explained.children))
+        found[name] = Choice(name, explained.doc, settings, _missing(plugin.requirement))
     return found
+
+
+def _with_those_within(root: type[Config], settings: Iterable[Explanation]) -> Iterator[Explanation]:
+    """Settings, each section among them followed by its own."""
+    for setting in settings:
+        yield setting
+        if isinstance(setting.default, Mapping):
+            yield from _with_those_within(root, explain(root, setting.key).children)
 
 
 def datasets() -> dict[str, Choice]:
