@@ -16,7 +16,7 @@ import pytest
 from rl_core.environment import Conversation, UnusableAnswer
 from rl_core.errors import DataError
 from rl_core.testing.environment import EnvironmentSuite
-from rl_envs.code.cases import Assertions, Calls, InputOutput, tests_of
+from rl_envs.code.cases import Assertions, Calls, InputOutput, read_tests
 from rl_envs.code.comparison import same_text, same_value
 from rl_envs.code.config import CodeConfig
 from rl_envs.code.dataset import load
@@ -186,10 +186,10 @@ def test_values_are_compared_by_type(value: Any, expected: Any, same: bool) -> N
 
 
 def test_tests_have_three_forms() -> None:
-    assert tests_of(DOUBLE, None) == InputOutput((("2\n", "4\n"), ("5\n", "10")))
-    assert tests_of({"tests": json.dumps(DOUBLE["tests"])}, 1) == InputOutput((("2\n", "4\n"),))
-    assert tests_of(ADD, None) == Calls("add", ([1, 2], [[1], [2]]), ([3], [[1, 2]]))
-    assert tests_of({"test_code": "assert x"}, None) == Assertions(("assert x",))
+    assert read_tests(DOUBLE, None) == InputOutput((("2\n", "4\n"), ("5\n", "10")))
+    assert read_tests({"tests": json.dumps(DOUBLE["tests"])}, 1) == InputOutput((("2\n", "4\n"),))
+    assert read_tests(ADD, None) == Calls("add", ([1, 2], [[1], [2]]), ([3], [[1, 2]]))
+    assert read_tests({"test_code": "assert x"}, None) == Assertions(("assert x",))
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_tests_have_three_forms() -> None:
 )
 def test_a_row_without_usable_tests_is_refused(info: dict[str, Any], says: str) -> None:
     with pytest.raises(UnusableAnswer, match=says):
-        tests_of(info, None)
+        read_tests(info, None)
 
 
 STDIN = [{"input": "2\n", "output": "4\n", "testtype": "stdin"}]
@@ -282,7 +282,7 @@ def test_rows_of_the_hub_become_problems(kind: Any, row: dict[str, Any], info: d
     assert made["info"] == info
     assert made["environment"] == "code"
     assert made["messages"][-1]["role"] == "user"
-    tests_of(made["info"], None)
+    read_tests(made["info"], None)
 
 
 @pytest.mark.parametrize("kind", ["humanevalplus", "mbppplus", "taco", "livecodebench"])

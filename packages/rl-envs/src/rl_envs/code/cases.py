@@ -42,7 +42,7 @@ class Assertions:
 Tests = InputOutput | Calls | Assertions
 
 
-def tests_of(info: Mapping[str, Any], most: int | None) -> Tests:
+def read_tests(info: Mapping[str, Any], most: int | None) -> Tests:
     """The tests in a prompt's info, which has either of these fields:
 
     - `tests`: a list of `{"input": text, "output": text}`; with a field `function`, of `{"arguments": [...],

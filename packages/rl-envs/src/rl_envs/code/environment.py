@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rl_core.environment import Conversation, StepResult
-from rl_envs.code.cases import tests_of
+from rl_envs.code.cases import read_tests
 from rl_envs.code.config import CodeConfig
 from rl_envs.code.extraction import program_in
 from rl_envs.code.grading import Verdict, grade
@@ -17,7 +17,7 @@ SHOWN = 300
 
 
 class CodeEnvironment:
-    """Scores a single turn by the tests of its row, which `rl_envs.code.cases.tests_of` describes.
+    """Scores a single turn by the tests of its row, which `rl_envs.code.cases.read_tests` describes.
 
     Raises:
         SandboxUnavailable: if the machine does not offer the sandbox that the settings ask for.
@@ -35,7 +35,7 @@ class CodeEnvironment:
 
     def _score(self, conversation: Conversation) -> StepResult:
         config = self._config
-        tests = tests_of(conversation.info, config.max_tests)
+        tests = read_tests(conversation.info, config.max_tests)
         solution = program_in(conversation.completion)
         if solution is None:
             return StepResult(reward=0.0, info={"accuracy": 0.0, "has_code": 0.0, "problem": "no block of Python"})
