@@ -95,6 +95,8 @@ class BackendPlugin:
             that tokens were sent to (`Placement.reports_routing`); empty if they can.
         held_families: model types (as in `config.json`) whose every mesh the backend's own tests hold; a run of another
             family checks its case first.
+        family_table: `"package:file"` with results of the self-check, which a run reads instead of checking again; as
+            `rl_launch.doctor.family_table.FamilyTable` reads it. Empty if there are none.
     """
 
     name: str
@@ -111,6 +113,7 @@ class BackendPlugin:
     replay_key: str = ""
     routing_problem: Callable[[Any, Device], str] = reports_no_routing
     held_families: frozenset[str] = frozenset()
+    family_table: str = ""
 
 
 @dataclass(frozen=True)

@@ -279,6 +279,10 @@ def test_a_checkpoint_becomes_one_of_another_backend(number_run, started, tmp_pa
     to_hugging_face(tmp_path / "new", tmp_path / "back")
     assert (tmp_path / "back" / "number").read_text() == "7.5"
     assert names_of(started)[3:] == ["megatron", "megatron"]
+    # its mesh need not fit this machine
+    one_rank = ["cluster.cpu_ranks_per_node=1", "policy.megatron_cfg.tensor_model_parallel_size=1"]
+    to_checkpoint(str(tmp_path / "new"), tmp_path / "other", "dtensor", one_rank)
+    assert names_of(started)[5:] == ["megatron", "dtensor", "dtensor"]
 
 
 def test_a_model_that_is_made_here_is_found_for_its_probe(started, model, tmp_path, monkeypatch):

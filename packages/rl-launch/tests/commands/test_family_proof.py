@@ -102,3 +102,66 @@ def test_families_of_the_suites_and_those_told_to_go_unproven_are_not_checked(mo
     assert "strange has not been checked on tp2" in caplog.text
     prove(model, replace(backend(), selfcheck=""))
     assert num_checks(model) == 0
+
+
+@pytest.fixture
+def table(tmp_path, monkeypatch):
+    """A package with a table, in which the family of `model` is exact on tp2 and off with adapters."""
+
+    def write(version="1.0", **kind):
+        package = tmp_path / "some_tables"
+        package.mkdir(exist_ok=True)
+        (package / "__init__.py").touch()
+        case = {"num_ranks": 2, "settings": {"split": 2}, "is_packed": True, "has_adapters": False, "reason": ""}
+        cases = [case | {"verdict": "exact"}, case | {"verdict": "off", "has_adapters": True, "reason": "it differs"}]
+        held = {"kind": {"layer_types": [], "has_bias": True, "is_new": False, **kind}, "cases": cases}
+        content = {"versions": {"some-engine": "1.0"}, "families": {"strange": held}}
+        (package / "families.json").write_text(json.dumps(content))
+        installed = {"some-engine": version}
+        monkeypatch.setattr("rl_launch.commands.family_proof._versions", lambda python: installed)
+        monkeypatch.syspath_prepend(str(tmp_path))
+        monkeypatch.delitem(sys.modules, "some_tables", raising=False)
+        return replace(backend(), config=Settings, family_table="some_tables:families.json")
+
+    return write
+
+
+class Settings(Config):
+    split: int = 1
+    is_quick: bool = False
+
+
+def test_a_family_in_the_backends_table_is_not_checked_again(model, table):
+    prove(model, table())
+    prove(model, table(version="1.0+cpu"))
+    assert num_checks(model) == 0
+
+
+def test_a_case_that_is_off_in_the_table_is_refused_at_once(model, table):
+    case = MeshCase("tp2", 2, {"split": 2, "is_quick": False}, is_packed=True, has_adapters=True)
+    plugin = replace(table(), mesh_case=lambda section: case)
+    with pytest.raises(ConfigError, match=r"does not train correctly .* it differs"):
+        prove(model, plugin)
+    assert num_checks(model) == 0
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"version": "1.1"},
+        {"has_bias": False},
+        {"layer_types": ["full"]},
+        {"mesh": {"split": 4}},
+        {"mesh": {"split": 2, "is_quick": True}},
+    ],
+    ids=str,
+)
+def test_another_version_kind_or_mesh_than_in_the_table_is_checked(model, table, other):
+    mesh = other.pop("mesh", {"split": 2})
+    if "layer_types" in other:
+        fields = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps({**fields, **other, "is_strange": True}))
+        other = {}
+    case = MeshCase("tp2", 2, mesh, is_packed=True, has_adapters=False)
+    prove(model, replace(table(**other), mesh_case=lambda section: case))
+    assert num_checks(model) == 1

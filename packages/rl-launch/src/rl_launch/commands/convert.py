@@ -18,7 +18,7 @@ from rl_core.errors import ConfigError
 from rl_core.model_config import LoraConfig
 from rl_core.plugins import POLICIES, plugin
 from rl_launch.adapter_folder import AdapterFolder
-from rl_launch.backends import POLICY, Backends, backends_of
+from rl_launch.backends import POLICY, Backends, backends_of, installed
 from rl_launch.cluster.device import check_devices, resolve_device
 from rl_launch.commands.conversion_check import Probe
 from rl_launch.commands.conversion_source import (
@@ -151,9 +151,9 @@ def to_checkpoint(
 
 def _recast(folder: Path, backend: str, overrides: Sequence[str]) -> tuple[Source, Source]:
     """A checkpoint, and its model on another backend; each has the overrides that are about it."""
-    of_cluster = [each for each in overrides if each.startswith("cluster.")]
-    own = f"policy.{checkpoint_source(folder, of_cluster).backend.key}."
-    found = checkpoint_source(folder, [each for each in overrides if each.startswith(("cluster.", own))])
+    meshes = tuple(f"policy.{each.key}." for each in installed(POLICIES).values())
+    found = checkpoint_source(folder, [each for each in overrides if each.startswith(("cluster.", *meshes))])
+    own = f"policy.{found.backend.key}."
     is_other = found.backend.name != backend
     others = [each for each in overrides if not (is_other and each.startswith(own))]
     return found, recast_source(found, others, backend=backend)

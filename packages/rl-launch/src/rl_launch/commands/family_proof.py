@@ -2,7 +2,8 @@
 
 A mesh that computes slightly wrong results trains all the same, unnoticed. The check trains a tiny random model of the
 family on the run's own axes, two ranks on each, and compares it with one process. It takes seconds to a minute and is
-kept under `RL_HOME`, by family, mesh and the versions installed in the trainer's environment.
+kept under `RL_HOME`, by family, mesh and the versions installed in the trainer's environment. Families that the backend
+ships results for, in its table, are not checked again.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from rl_core.errors import ConfigError, RLError
 from rl_core.plugins import BackendPlugin
 from rl_core.selfcheck import FamilyCase, MeshCase
 from rl_launch.doctor.family import cases, described
+from rl_launch.doctor.family_table import FamilyTable, kind_of
 from rl_launch.model_folder import hf_config_fields
 from rl_launch.worker_envs.node_build import default_root
 from rl_launch.worker_envs.variables import worker_process_environment
@@ -57,7 +59,10 @@ def prove_family(section: Any, key: str, plugin: BackendPlugin, python: str) -> 
     if section.family_check == "off":
         _log.warning("%s has not been checked on %s, because %s is off", family, case, switch)
         return
-    found = _proof(_path(plugin, family, fields, case, python), plugin, model, case, python, switch)
+    installed = _versions(python)
+    found = FamilyTable.of(plugin).find(fields, case, plugin.config, installed)
+    if found is None:
+        found = _proof(_path(plugin, family, fields, case, installed), plugin, model, case, python, switch)
     if found.verdict != "exact":
         raise ConfigError(
             f"a tiny model of the family {family} does not train correctly with the {plugin.name} backend on this "
@@ -66,15 +71,16 @@ def prove_family(section: Any, key: str, plugin: BackendPlugin, python: str) -> 
         )
 
 
-def _path(plugin: BackendPlugin, family: str, fields: Mapping[str, Any], case: MeshCase, python: str) -> Path:
+def _path(
+    plugin: BackendPlugin, family: str, fields: Mapping[str, Any], case: MeshCase, installed: Mapping[str, str]
+) -> Path:
     """The file of the result. It depends on the model's kinds of layers, and not on their sizes."""
-    made_of: dict[str, Any] = {name: value for name, value in fields.items() if isinstance(value, bool | str | None)}
-    made_of["layer_types"] = sorted(set(fields.get("layer_types") or ()))
-    text = json.dumps([plugin.name, made_of, asdict(case), _versions(python)], sort_keys=True)
+    text = json.dumps([plugin.name, kind_of(fields), asdict(case), installed], sort_keys=True)
     return default_root().parent / "proofs" / f"{family}-{hashlib.sha256(text.encode()).hexdigest()[:20]}.json"
 
 
-def _versions(python: str) -> str:
+def _versions(python: str) -> dict[str, str]:
+    """Version of each package in an environment."""
     done = subprocess.run(
         [python, "-c", _VERSIONS],
         env=worker_process_environment(python),
@@ -85,7 +91,7 @@ def _versions(python: str) -> str:
     )
     if done.returncode:
         raise RLError(f"{python} does not list its packages: {done.stderr.strip()}")
-    return done.stdout
+    return dict(line.split("==", 1) for line in done.stdout.splitlines())
 
 
 def _proof(path: Path, plugin: BackendPlugin, model: str, case: MeshCase, python: str, switch: str) -> FamilyCase:
