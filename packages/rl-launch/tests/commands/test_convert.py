@@ -324,6 +324,7 @@ def test_a_probe_reads_scores_of_a_model_without_a_language_head():
     assert probe.read == SCORES
     assert probe.batch.ragged("tokens").values.max() < 5
     assert probe.batch.lengths.tolist() == [8] * 4
+    assert Probe.of(fields, role="critic", precision="float32", max_length=6).batch.lengths.tolist() == [6] * 4
     assert Probe.of(fields, role="policy", precision="float32").read == LOGPROBS
 
 

@@ -36,16 +36,17 @@ class Probe:
     tolerance: float
 
     @classmethod
-    def of(cls, hf_config: Mapping[str, Any], *, role: Role, precision: str) -> Probe:
+    def of(cls, hf_config: Mapping[str, Any], *, role: Role, precision: str, max_length: int = _LENGTH) -> Probe:
         """Rows that involve every part of a model.
 
         Args:
             hf_config: fields of its Hugging Face config.
             role: of the model.
             precision: that it computes in.
+            max_length: most tokens of a row that it is configured for.
         """
         text = {**hf_config, **(hf_config.get("text_config") or {})}
-        length = min(_LENGTH, int(text.get("max_position_embeddings") or _LENGTH))
+        length = min(_LENGTH, max_length, int(text.get("max_position_embeddings") or _LENGTH))
         draws = np.random.default_rng(0).integers(0, int(text["vocab_size"]), (_NUM_ROWS, length), dtype=np.int32)
         read = SCORES if role in HEADLESS_ROLES else LOGPROBS
         return cls(Batch({"tokens": Ragged.from_rows(draws)}), read, _TOLERANCES.get(precision, _HALF_TOLERANCE))
