@@ -63,3 +63,19 @@ def test_weights_are_loaded_if_some_of_them_come_from_the_files_alone(folder: Pa
     assert started_with(folder, awaiting).load_format == "auto"
     (folder / "config.json").unlink()
     assert started_with(folder, awaiting).load_format == "auto"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "device", "caches"),
+    [
+        ("JambaForCausalLM", "cpu", False),
+        ("JambaForCausalLM", "cuda", None),
+        ("Qwen3ForCausalLM", "cpu", None),
+        ("NonesuchForCausalLM", "cpu", None),
+    ],
+)
+def test_prefixes_of_states_are_not_cached_on_cpu(
+    folder: Path, architecture: str, device: str, caches: bool | None
+) -> None:
+    (folder / "config.json").write_text(json.dumps({"model_type": "any", "architectures": [architecture]}))
+    assert started_with(folder, Placement(device)).enable_prefix_caching is caches

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from vllm import AsyncEngineArgs
 from vllm import SamplingParams as VllmSamplingParams
+from vllm.model_executor.models import ModelRegistry
 from vllm.sampling_params import RequestOutputKind
 
 from rl_core.errors import RequestRefused
@@ -49,6 +50,8 @@ def engine_arguments(
         # vLLM 0.32 dies on CPU when the prompt of a request with a seed is read in parts: it takes back
         # the token drawn too early by rewinding the request's generator, which CPU generators cannot
         enable_chunked_prefill=not on_cpu,
+        # prefixes of states are cached only where prompts are read in parts; None is vLLM's own choice
+        enable_prefix_caching=False if on_cpu and _has_states(model) else None,
         max_num_batched_tokens=backend.max_num_batched_tokens or smallest_batch,
         generation_config="vllm",
         seed=0,
@@ -65,6 +68,13 @@ def _starts_empty(backend: VllmConfig, model: ModelConfig, placement: Placement)
     config = local_hf_config(model)
     quantises = backend.kv_cache_dtype != "auto" or any("quantization" in name for name in backend.vllm_kwargs)
     return placement.awaits_weights and not quantises and bool(config) and "quantization_config" not in config
+
+
+def _has_states(model: ModelConfig) -> bool:
+    """Whether vLLM keeps a state of each sequence for layers of this model, as for Mamba and linear attention, beside
+    or instead of keys and values. Known of models whose config is on this machine."""
+    found = [ModelRegistry.models.get(name) for name in local_hf_config(model).get("architectures") or ()]
+    return any(each is not None and each.inspect_model_cls().has_inner_state for each in found)
 
 
 def sampling_params(request: GenerationRequest, *, max_tokens: int) -> VllmSamplingParams:
