@@ -148,3 +148,12 @@ def assert_like_transformers(ranks, folder, is_packed):
         expected = oracle.train_step(batch, TokenLoss(), SGD, 1.0)
         metrics = model.train_step(batch, TokenLoss())
     assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("family", ["olmo2", "phi3", "glm4", "cohere"])
+def test_plans_of_transformers_hold_on_tensor_parallel_meshes(ranks, tmp_path, family):
+    folder = write_tiny(AutoConfig.for_model(family), tmp_path)
+    ways = (("tp2", False), ("tp2+sp", False), ("tp2+sp", True))
+    cases = [case_on(MESHES, mesh, is_packed=True, has_adapters=adapters) for mesh, adapters in ways]
+    found = list(CHECK.check_family(ranks, folder, cases))
+    assert [case.verdict for case in found] == ["exact"] * 3, found

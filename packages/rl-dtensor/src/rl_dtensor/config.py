@@ -9,7 +9,16 @@ from pydantic import Field
 from rl_core.config import WhenChanged
 from rl_core.model_config import BackendConfig
 
-Style = Literal["colwise", "rowwise", "replicated", "embedding", "head", "experts"]
+Style = Literal[
+    "colwise",
+    "rowwise",
+    "colwise_gather_output",
+    "rowwise_split_input",
+    "replicated",
+    "embedding",
+    "head",
+    "experts",
+]
 """How a module's parameters are split over tensor-parallel ranks; see `rl_dtensor.parallel.plan`."""
 
 AttentionBackend = Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex"]

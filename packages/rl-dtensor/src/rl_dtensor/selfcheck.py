@@ -143,36 +143,39 @@ def streamed(model: PooledModel) -> dict[str, Tensor]:
 CHECK = SelfCheck("rl_dtensor.selfcheck:build", streamed)
 
 
-def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
+def shrink(config: PreTrainedConfig, sizes: Mapping[str, Any] = SMALL) -> PreTrainedConfig:
     """The family's config at a tiny size, without dropout, with one layer of each kind and two at least.
+
+    Args:
+        sizes: as `SMALL`.
 
     Raises:
         ConfigError: if the family's own code refuses a config of such sizes.
     """
     text = config.get_text_config()
     fields = text.to_dict()
-    called = {name: text.attribute_map.get(name, name) for name in ("num_hidden_layers", *SMALL)}
+    called = {name: text.attribute_map.get(name, name) for name in ("num_hidden_layers", *sizes)}
     small = {
         called[name]: value
-        for name, value in SMALL.items()
+        for name, value in sizes.items()
         if called[name] in fields
         and (isinstance(fields[called[name]], int | float) or name in DERIVED or isinstance(value, list))
     }
     heads, kv_heads = called["num_attention_heads"], called["num_key_value_heads"]
     if kv_heads in small and fields[kv_heads] in (fields.get(heads), None):
-        small[kv_heads] = SMALL["num_attention_heads"]
+        small[kv_heads] = sizes["num_attention_heads"]
     if "qk_rope_head_dim" in small and fields.get("head_dim") == fields["qk_rope_head_dim"]:
         small["head_dim"] = small["qk_rope_head_dim"]
     small |= {name: 0.0 for name, value in fields.items() if _is_dropout(name) and isinstance(value, float)}
     small |= {name: _token(value, place) for place, (name, value) in enumerate(_tokens(fields))}
-    small |= _shorter(fields, called["num_hidden_layers"])
+    small |= _shorter(fields, called["num_hidden_layers"], sizes)
     if "max_window_layers" in fields:
         small["max_window_layers"] = 1
     with _made_tiny(text.model_type):
         return type(text).from_dict({**fields, **small})
 
 
-def _shorter(fields: Mapping[str, Any], num_layers: str) -> dict[str, Any]:
+def _shorter(fields: Mapping[str, Any], num_layers: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
     """Number of layers, and what is said layer by layer, for one layer of each kind and two at least.
 
     Args:
@@ -189,9 +192,9 @@ def _shorter(fields: Mapping[str, Any], num_layers: str) -> dict[str, Any]:
     kept = first if len(first) > 1 else [0, 0]
     return {
         num_layers: len(kept),
-        **{name: [SMALL.get(name, value[index]) for index in kept] for name, value in stated.items()},
+        **{name: [sizes.get(name, value[index]) for index in kept] for name, value in stated.items()},
         **{
-            name: {place: _smaller(value[index]) for place, index in enumerate(kept) if index in value}
+            name: {place: _smaller(value[index], sizes) for place, index in enumerate(kept) if index in value}
             for name, value in sparse.items()
         },
     }
@@ -205,8 +208,8 @@ def _by_layer(value: Any) -> dict[int, Mapping[str, Any]]:
     return {int(key): said for key, said in value.items()} if all(str(key).isdigit() for key in value) else {}
 
 
-def _smaller(said: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: SMALL.get(name, value) for name, value in said.items()}
+def _smaller(said: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: sizes.get(name, value) for name, value in said.items()}
 
 
 def _is_dropout(name: str) -> bool:
@@ -222,9 +225,9 @@ def _token(value: Any, place: int) -> Any:
     return [place] if isinstance(value, list) else place
 
 
-def write_tiny(config: PreTrainedConfig, folder: Path, seed: int = 0) -> Path:
+def write_tiny(config: PreTrainedConfig, folder: Path, seed: int = 0, sizes: Mapping[str, Any] = SMALL) -> Path:
     """A random model of the family at a tiny size as Hugging Face files."""
-    small = shrink(config)
+    small = shrink(config, sizes)
     with _made_tiny(small.model_type):
         return write_random(small, folder, seed)
 

@@ -38,6 +38,12 @@ def scatter_sum(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     return out
 
 
+def split(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """This rank's part along a dim of a tensor that all ranks have, as they have its gradient."""
+    out: Tensor = _Split.apply(x, dim, group)
+    return out
+
+
 def exchange(x: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
     """Consecutive rows to each rank of the group, and theirs for this one in the order of ranks.
 
@@ -114,6 +120,17 @@ class _ScatterSum(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
         ctx.dim, ctx.group = dim, group
         return _scattered(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _gathered(grad, ctx.dim, ctx.group), None, None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return x.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)].contiguous()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -6,6 +6,9 @@ A plan says so by module name, with `*` for the number of a layer:
   the block is whole on every rank, and everything inside works on a part of it.
 - `rowwise`: a linear layer whose inputs are split (output, down); its results are summed over the ranks and leave the
   block.
+- `colwise_gather_output`, `rowwise_split_input`: as the two above, but whole tensors go in and come out of each. What
+  lies between them is not split: it cuts fused projections apart, or norms all heads at once. Their parent is a *whole
+  block*, which every rank computes alike but for these products.
 - `replicated`: a module inside a block that every rank has whole (the norms of queries and keys).
 - `experts`: a module of stacked experts, split by expert. Every rank passes all tokens through its own; the router and
   shared experts beside it are outside.
@@ -53,13 +56,18 @@ PLANS: Mapping[str, Mapping[str, Style]] = {
 STYLES_OF_TRANSFORMERS: Mapping[str, Style] = {
     "colwise": "colwise",
     "rowwise": "rowwise",
+    "colwise_gather_output": "colwise_gather_output",
+    "rowwise_split_input": "rowwise_split_input",
     "replicated_with_grad_allreduce": "replicated",
+    "mla_kv_a_proj": "replicated",
     "moe_tp_experts": "experts",
 }
 """Words of the plans in `transformers` that mean the same. Parameters of stacked experts are named there too; here they
 follow from `experts`."""
 
 EXPERT_PARAMETERS = ("packed_colwise", "grouped_gemm")
+VOCABULARY = "embedding_rowwise"
+"""Word for the embedding, which is split by vocabulary here whatever a plan says."""
 
 
 def plan_of(hf: PreTrainedModel, custom: Mapping[str, Style] | None) -> dict[str, Style]:
@@ -80,7 +88,7 @@ def plan_of(hf: PreTrainedModel, custom: Mapping[str, Style] | None) -> dict[str
                 f"{type(hf).__name__}; modules look like {_example(modules)}"
             )
         plan.update(dict.fromkeys(names, style))
-    if "colwise" not in plan.values():
+    if not {"colwise", "colwise_gather_output"} & set(plan.values()):
         raise ValueError(
             f"the plan of {hf.config.model_type} models splits no linear layer; see dtensor_cfg.custom_parallel_plan"
         )
@@ -90,7 +98,16 @@ def plan_of(hf: PreTrainedModel, custom: Mapping[str, Style] | None) -> dict[str
 
 def blocks_of(plan: Mapping[str, Style]) -> set[str]:
     """Names of the modules inside which ranks work on parts."""
-    return {name.rpartition(".")[0] for name, style in plan.items() if style == "colwise"}
+    return _parents(plan, "colwise")
+
+
+def whole_blocks_of(plan: Mapping[str, Style]) -> set[str]:
+    """Names of the modules inside which only single products are split."""
+    return _parents(plan, "colwise_gather_output")
+
+
+def _parents(plan: Mapping[str, Style], style: Style) -> set[str]:
+    return {name.rpartition(".")[0] for name, found in plan.items() if found == style}
 
 
 def check_token_split(hf: PreTrainedModel, plan: Mapping[str, Style], layers: Iterable[nn.Module]) -> None:
@@ -117,8 +134,17 @@ def check_token_split(hf: PreTrainedModel, plan: Mapping[str, Style], layers: It
 
 
 def _check_blocks(hf: PreTrainedModel, plan: Mapping[str, Style]) -> None:
-    """Refuse a block inside another: its gradients would be summed where it starts and again where the other does."""
-    blocks = blocks_of(plan)
+    """Refuse a block inside another: its gradients would be summed where it starts and again where the other does.
+    Refuse one that is split and whole as well.
+    """
+    both = sorted(blocks_of(plan) & whole_blocks_of(plan))
+    if both:
+        raise ValueError(
+            f"the plan of {hf.config.model_type} models splits some layers of {both[0]} as colwise and some as "
+            "colwise_gather_output, which is not supported here; set dtensor_cfg.custom_parallel_plan, or "
+            "tensor_parallel_size=1"
+        )
+    blocks = blocks_of(plan) | whole_blocks_of(plan)
     for block in sorted(blocks):
         outer = next((name for name in blocks if block.startswith(f"{name}.")), None)
         if outer is not None:
@@ -137,7 +163,7 @@ def _layers_plan(hf: PreTrainedModel) -> dict[str, Style]:
     experts = {pattern for pattern, word in stated.items() if word == "moe_tp_experts"}
     plan: dict[str, Style] = {}
     for pattern, word in stated.items():
-        if pattern.rpartition(".")[0] in experts or word in EXPERT_PARAMETERS:
+        if pattern.rpartition(".")[0] in experts or word in (*EXPERT_PARAMETERS, VOCABULARY):
             continue
         if word not in STYLES_OF_TRANSFORMERS:
             raise ValueError(

@@ -17,10 +17,10 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from transformers import PreTrainedModel
 
 from rl_dtensor.config import Style
-from rl_dtensor.parallel.collectives import enter, gather, leave, scatter_sum
+from rl_dtensor.parallel.collectives import enter, gather, leave, scatter_sum, split
 from rl_dtensor.parallel.experts import check_stacked, mask_foreign_experts
 from rl_dtensor.parallel.local_parameters import distribute, localize
-from rl_dtensor.parallel.plan import blocks_of
+from rl_dtensor.parallel.plan import blocks_of, whole_blocks_of
 
 SEQUENCE = -2
 """The dim of tokens in hidden states, `[batch, seq, hidden]` or `[tokens, hidden]`."""
@@ -66,6 +66,7 @@ class _Splitter:
         self._group = mesh.get_group()
         self._tokens_are_split = sequence_parallel
         self._blocks = blocks_of(plan)
+        self._whole_blocks = whole_blocks_of(plan)
         self._between: Placement = Partial() if sequence_parallel else Replicate()
 
     def split_parameters(self) -> None:
@@ -78,6 +79,9 @@ class _Splitter:
             plain = name.replace(".base_layer", "")
             if plain in self._blocks:
                 module.register_forward_pre_hook(self._open, with_kwargs=True)
+            if plain in self._whole_blocks and self._tokens_are_split:
+                module.register_forward_pre_hook(self._make_whole, with_kwargs=True)
+                module.register_forward_hook(self._split_again)
             if any(parameter is not None for parameter in module._parameters.values()):
                 self._split(name, plain, module)
         if is_tied:
@@ -97,6 +101,10 @@ class _Splitter:
             return self._shard(module, 0)
         if style == "rowwise":
             return self._row(module)
+        if style == "colwise_gather_output" and not (is_a or is_b):
+            return self._gathered_column(plain, module)
+        if style == "rowwise_split_input" and not (is_a or is_b):
+            return self._whole_row(plain, module)
         if style == "embedding" and isinstance(module, nn.Embedding):
             return self._embedding(module)
         if style == "experts":
@@ -108,6 +116,8 @@ class _Splitter:
         """Placement of the gradients of a module that every rank has whole."""
         if any(plain.startswith(f"{block}.") for block in self._blocks):
             return Partial()
+        if any(plain.startswith(f"{block}.") for block in self._whole_blocks):
+            return Replicate()
         is_after_gathering = plain == "score"
         return Replicate() if is_after_gathering else self._between
 
@@ -130,6 +140,39 @@ class _Splitter:
 
         module.forward = forward
         localize(module, {"weight": Shard(1), "bias": self._between})
+
+    def _gathered_column(self, name: str, module: nn.Module) -> None:
+        """Each rank multiplies with its rows, and all get all products."""
+        assert isinstance(module, nn.Linear)
+        self._check_even(name, module.out_features)
+        self._distribute(module, dict.fromkeys(module._parameters, Shard(0)))
+
+        def forward(x: Tensor) -> Tensor:
+            products = F.linear(enter(x, self._group), module.weight, module.bias)
+            return gather(products, -1, self._group, sums_grad=False)
+
+        module.forward = forward
+        localize(module, {"weight": Shard(0), "bias": Shard(0)})
+
+    def _whole_row(self, name: str, module: nn.Module) -> None:
+        """Each rank multiplies its part of whole inputs, and all get the sum, before the bias."""
+        assert isinstance(module, nn.Linear)
+        self._check_even(name, module.in_features)
+        self._distribute(module, {"weight": Shard(1), "bias": Replicate()})
+
+        def forward(x: Tensor) -> Tensor:
+            out = leave(F.linear(split(x, -1, self._group), module.weight), self._group)
+            return out if module.bias is None else out + module.bias
+
+        module.forward = forward
+        localize(module, {"weight": Shard(1), "bias": Replicate()})
+
+    def _check_even(self, name: str, width: int) -> None:
+        if width % self._mesh.size():
+            raise ValueError(
+                f"tensor_parallel_size={self._mesh.size()} does not divide the {width} features of {name}; choose a "
+                "size that does"
+            )
 
     def _embedding(self, module: nn.Embedding) -> None:
         vocab, padding = module.num_embeddings, module.padding_idx
@@ -173,20 +216,32 @@ class _Splitter:
 
     def _open(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Whole tokens for a block; its ranks' gradients by them are parts."""
-        through: Callable[[Tensor], Tensor]
         if self._tokens_are_split:
-            through = partial(gather, dim=SEQUENCE, group=self._group)
-        else:
-            through = partial(enter, group=self._group)
-        if args:
-            return (through(args[0]), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": through(kwargs["hidden_states"])}
+            return _through(partial(gather, dim=SEQUENCE, group=self._group), args, kwargs)
+        return _through(partial(enter, group=self._group), args, kwargs)
+
+    def _make_whole(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Whole tokens for a block whose ranks all have the gradients by all of them."""
+        return _through(partial(gather, dim=SEQUENCE, group=self._group, sums_grad=False), args, kwargs)
+
+    def _split_again(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """This rank's tokens of what a whole block returns, alone or first."""
+        if isinstance(output, tuple):
+            return (split(output[0], SEQUENCE, self._group), *output[1:])
+        return split(output, SEQUENCE, self._group)
 
     def _close(self, products: Tensor) -> Tensor:
         """The sum over the ranks: of all tokens, or of this rank's."""
         if self._tokens_are_split:
             return scatter_sum(products, SEQUENCE, self._group)
         return leave(products, self._group)
+
+
+def _through(change: Callable[[Tensor], Tensor], args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Arguments of a block with its hidden states changed."""
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
 
 
 def part_of(extent: int, size: int, rank: int) -> tuple[int, int]:
