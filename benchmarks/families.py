@@ -1,0 +1,420 @@
+"""Table of model families: how a tiny random model of each trains on every mesh, and what vLLM serves after a sync.
+
+    python benchmarks/families.py [--only FAMILY ...] [--meshes fsdp2 tp2 ...] [--layouts packed padded adapters]
+    python benchmarks/families.py [--only FAMILY ...] --sync
+    python benchmarks/families.py --table
+
+Families are those of which the installed transformers has a causal language model. Each case is that of `rl doctor
+model`: three steps in float32 against transformers in float64. With `--sync`, vLLM's CPU build starts with one tiny
+model, receives the weights of another, and must compute the logprobs that transformers computes with these.
+
+Results are kept in `--results` as they come. A case that is there already is not run again, so the table can be made in
+parts; results of other versions of torch, transformers or vLLM are dropped. A case that does not end within
+`--deadline` is recorded as such, and its processes are ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "packages" / "rl-dtensor" / "src" / "rl_dtensor" / "families.json"
+PAGE = ROOT / "benchmarks" / "results" / "families.md"
+PACKAGES = ("torch", "transformers")
+LAYOUTS = {"packed": (True, False), "padded": (False, False), "adapters": (True, True)}
+"""Name of a layout to whether rows are packed and whether adapters train."""
+
+SYNC = "vLLM"
+MADE = "made"
+"""Names of what is no mesh: the weight sync, and making the tiny model, which is kept only if it fails."""
+
+SYNC_SIZES = {
+    "vocab_size": 320,
+    "vocab_size_per_layer_input": 320,
+    "hidden_size": 64,
+    "word_embed_proj_dim": 64,
+    "intermediate_size": 96,
+    "head_dim": 32,
+    "rotary_dim": 16,
+    "query_pre_attn_scalar": 32,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 32,
+}
+"""Sizes of a tiny model that vLLM's kernels on CPU take, over those of the self-check."""
+
+PAGE_HEAD = """\
+# Model families
+
+Every causal language model of transformers, as far as a tiny random model of it can be made; `benchmarks/families.py`
+makes this page. Each case trains three steps in float32 and is compared with transformers in float64, in one process.
+The last column starts vLLM's CPU build with one model, syncs the weights of another, and compares logprobs.
+
+- *exact*: equal to rounding.
+- *refused*: it stops with the reason before anything trains.
+- *off*: numbers differ, or the case fails; a run with that family and mesh is refused.
+- *late*: no answer in time. *unmade*: no tiny model of the family could be made.
+- An empty cell has not been tried. A run on such a mesh makes the same check before it starts (`family_check`).
+
+{made} of {tried} families; {versions}.
+
+"""
+
+MOST_OFF = 1e-3
+PROMPTS = (5, 40, 130)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one case.
+
+    Args:
+        verdict: `exact`, `off`, `refused`, `late` (not within the deadline) or `unmade` (no tiny model of the family).
+        reason: in words; empty if exact.
+    """
+
+    verdict: str
+    reason: str = ""
+
+
+class Results:
+    """Outcomes by family and case, in the file of which `rl_launch.doctor.family_table` reads those of meshes.
+
+    Args:
+        path: of the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.versions = {package: version(package) for package in PACKAGES}
+        held = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        self.families: dict[str, dict[str, Outcome]] = {}
+        for family, entry in held["families"].items() if held.get("versions") == self.versions else ():
+            cases = {_name_of(case): Outcome(case["verdict"], case["reason"]) for case in entry["cases"]}
+            others = {name: Outcome(**fields) for name, fields in entry["others"].items()}
+            self.families[family] = {**cases, **others}
+
+    def lacks(self, family: str, case: str) -> bool:
+        """Whether a case is yet to be run."""
+        held = self.families.get(family, {})
+        return case not in held and MADE not in held
+
+    def put(self, family: str, case: str, outcome: Outcome) -> None:
+        """Keep an outcome, at once."""
+        self.families.setdefault(family, {})[MADE if outcome.verdict == "unmade" else case] = outcome
+        families = {name: _entry(name, outcomes) for name, outcomes in sorted(self.families.items())}
+        aside = self._path.with_suffix(f".{os.getpid()}")
+        aside.parent.mkdir(parents=True, exist_ok=True)
+        aside.write_text(
+            json.dumps({"versions": self.versions, "families": families}, indent=1) + "\n", encoding="utf-8"
+        )
+        aside.rename(self._path)
+
+
+def _entry(family: str, outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
+    """A family in the file."""
+    meshes = {case: _mesh_case(case) for case in sorted(outcomes) if case not in (SYNC, MADE)}
+    return {
+        "kind": _kind(family),
+        "cases": [{**asdict(case), **asdict(outcomes[name])} for name, case in meshes.items()],
+        "others": {name: asdict(outcomes[name]) for name in (SYNC, MADE) if name in outcomes},
+    }
+
+
+@cache
+def _kind(family: str) -> dict[str, Any]:
+    """Kinds of layers of the family's model by default, which the tiny one has too."""
+    from transformers import AutoConfig
+
+    from rl_launch.doctor.family_table import kind_of
+
+    return kind_of(AutoConfig.for_model(family).get_text_config().to_dict())
+
+
+def _name_of(case: Mapping[str, Any]) -> str:
+    layout = next(name for name, kind in LAYOUTS.items() if kind == (case["is_packed"], case["has_adapters"]))
+    return f"{case['mesh']}, {layout}"
+
+
+def all_families() -> list[str]:
+    """Model types of all language models, of composite models those of their text alone."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    found = set()
+    for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        try:
+            text = AutoConfig.for_model(name).get_text_config()
+        except Exception:  # noqa: BLE001  # any kind, from a family's own code: its config needs what only files state
+            found.add(name)
+            continue
+        if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING:
+            found.add(text.model_type)
+    return sorted(found)
+
+
+def run_cases(todo: Mapping[str, Sequence[str]], results: Results, deadline_s: float) -> None:
+    """Run cases in child processes; one that fails to answer in time is ended, and another one goes on after it."""
+    left = {family: list(cases) for family, cases in todo.items() if cases}
+    while left:
+        child = _Child(left)
+        try:
+            for family, case, outcome in child.answers(deadline_s):
+                results.put(family, case, outcome)
+                print(f"{family:<28} {case:<28} {outcome.verdict:<8} {outcome.reason[:100]}", flush=True)
+                left[family].remove(case)
+                if outcome.verdict == "unmade":
+                    left[family].clear()
+                if not left[family]:
+                    del left[family]
+        finally:
+            child.end()
+        if left:
+            family, cases = next(iter(left.items()))
+            outcome = Outcome("late", f"{child.reason or f'no answer within {deadline_s:.0f} s'}")
+            results.put(family, cases[0], outcome)
+            print(f"{family:<28} {cases[0]:<28} {outcome.verdict:<8} {outcome.reason}", flush=True)
+            left[family] = cases[1:]
+            if not left[family]:
+                del left[family]
+
+
+class _Child:
+    """A process that works through cases in order.
+
+    Args:
+        todo: cases by family.
+    """
+
+    def __init__(self, todo: Mapping[str, Sequence[str]]) -> None:
+        self.reason = ""
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # `end` closes it
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, "--work", json.dumps(todo)],
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        )
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def answers(self, deadline_s: float) -> Iterator[tuple[str, str, Outcome]]:
+        """Family, case and outcome, until all are there, the deadline of one passes, or the process ends."""
+        while True:
+            try:
+                line = self._lines.get(timeout=deadline_s)
+            except queue.Empty:
+                return
+            if line is None:
+                if self._process.wait():
+                    self._log.seek(0)
+                    said = self._log.read().strip().splitlines()[-1:]
+                    self.reason = f"the process ended with exit code {self._process.returncode}: {''.join(said)}"
+                return
+            if line.startswith("answer "):
+                family, case, fields = json.loads(line.removeprefix("answer "))
+                yield family, case, Outcome(**fields)
+
+    def end(self) -> None:
+        """End the process, and those that it has started."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._log.close()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.put(line)
+        self._lines.put(None)
+
+
+def work(todo: Mapping[str, Sequence[str]]) -> None:
+    """Run cases in this process, and print an answer for each."""
+    with tempfile.TemporaryDirectory() as workspace:
+        for family, cases in todo.items():
+            folder = Path(workspace, family)
+            for case, outcome in _outcomes(family, cases, folder):
+                print("answer " + json.dumps([family, case, asdict(outcome)]), flush=True)
+
+
+def _outcomes(family: str, cases: Sequence[str], folder: Path) -> Iterator[tuple[str, Outcome]]:
+    from transformers import AutoConfig
+
+    from rl_core.errors import ConfigError
+    from rl_core.testing.rank_pool import RankPool, preload
+    from rl_dtensor.selfcheck import CHECK, write_tiny
+
+    preload("rl_dtensor.worker", "rl_core.testing.torch.selfcheck")
+    meshes = [case for case in cases if case != SYNC]
+    try:
+        config = AutoConfig.for_model(family)
+        if meshes:
+            write_tiny(config, folder)
+    except (ConfigError, ValueError, TypeError, AttributeError) as error:
+        yield cases[0], Outcome("unmade", str(error))
+        return
+    wanted = [_mesh_case(case) for case in meshes]
+    if wanted:
+        with RankPool(max(case.num_ranks for case in wanted)) as pool:
+            for case, found in zip(meshes, CHECK.check_family(pool, folder, wanted), strict=True):
+                wrong = f"the weight stream gets wrong: {', '.join(found.names)}" if found.names else ""
+                differs = "" if found.verdict == "exact" else _differences(found.differences)
+                yield case, Outcome(found.verdict, _one_line(found.reason) or wrong or differs)
+    if SYNC in cases:
+        yield SYNC, _synced(config, folder)
+
+
+def _mesh_case(case: str) -> Any:
+    from rl_core.testing.torch.selfcheck import case_on
+    from rl_dtensor.selfcheck import MESHES
+
+    mesh, _, layout = case.rpartition(", ")
+    is_packed, has_adapters = LAYOUTS[layout]
+    return case_on(MESHES, mesh, is_packed=is_packed, has_adapters=has_adapters)
+
+
+def _synced(config: Any, folder: Path) -> Outcome:
+    """Whether vLLM serves the weights that it is sent."""
+    import numpy as np
+
+    from rl_core.errors import ConfigError, RLError
+    from rl_core.generation import Placement
+    from rl_core.model_config import GenerationConfig
+    from rl_core.testing.torch.reference_model import write_reference_model
+    from rl_core.testing.torch.weight_sender import SenderProcess
+    from rl_core.testing.weights import Bench, model_config, prompt
+    from rl_dtensor.selfcheck import SMALL, write_tiny
+    from rl_vllm import VllmConfig, VllmGenerator
+
+    sizes = {**SMALL, **{name: value for name, value in SYNC_SIZES.items() if name in SMALL}}
+    folders = []
+    for seed in (1, 2):
+        # for its tokenizer
+        place = write_reference_model(folder / f"model-{seed}", seed=seed)
+        try:
+            folders.append(write_tiny(config, place, seed, sizes))
+        except ConfigError as error:
+            return Outcome("unmade", str(error))
+    first, second = folders
+    sender = SenderProcess()
+    generator = VllmGenerator(GenerationConfig(), VllmConfig(kv_cache_gib=0.25), model_config(first), Placement("cpu"))
+    try:
+        bench = Bench(generator, first, second, sender)
+        try:
+            bench.runner.run(bench.sync(second))
+            rows = [prompt(length) for length in PROMPTS]
+            found = [bench.runner.run(generator.score(row)) for row in rows]
+            expected = [bench.references[second].score(row) for row in rows]
+        finally:
+            bench.runner.run(generator.close())
+    except (RLError, RuntimeError, ValueError, AssertionError) as error:
+        return Outcome("refused", _one_line(str(error)))
+    finally:
+        sender.close()
+    difference = max(float(np.abs(one - other).max()) for one, other in zip(found, expected, strict=True))
+    if difference <= MOST_OFF:
+        return Outcome("exact")
+    return Outcome("off", f"logprobs differ from those of transformers by {difference:.1g}")
+
+
+def _one_line(text: str, most: int = 400) -> str:
+    """The end of a message, which names the cause, on one line."""
+    line = " ".join(text.split())
+    return line if len(line) <= most else "... " + line[-most:]
+
+
+def main() -> None:
+    """Run the cases that are asked for and not yet there, or write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="FAMILY", help="families; all if unset")
+    parser.add_argument(
+        "--meshes", nargs="+", default=["fsdp2"], metavar="MESH", help="meshes of the self-check, or all"
+    )
+    parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=LAYOUTS)
+    parser.add_argument("--sync", action="store_true", help="sync weights to vLLM, and nothing else")
+    parser.add_argument("--deadline", type=float, default=600.0, metavar="S", help="seconds of one case")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--table", action="store_true", help="write the page of the results, and run nothing")
+    parser.add_argument("--work", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.work:
+        work(json.loads(options.work))
+        return
+    results = Results(options.results)
+    if options.table:
+        PAGE.write_text(page(results), encoding="utf-8")
+        return
+    cases = [SYNC] if options.sync else list(_cases(options.meshes, options.layouts))
+    todo = {
+        family: [case for case in cases if results.lacks(family, case)] for family in options.only or all_families()
+    }
+    # an engine is not started twice in one process
+    for each in [{family: left} for family, left in todo.items()] if options.sync else [todo]:
+        run_cases(each, results, options.deadline)
+
+
+def _cases(meshes: Iterable[str], layouts: Iterable[str]) -> Iterator[str]:
+    from rl_dtensor.selfcheck import MESHES
+
+    chosen = MESHES if list(meshes) == ["all"] else meshes
+    for mesh in chosen:
+        if mesh not in MESHES:
+            raise SystemExit(f"got {mesh!r}; meshes of the self-check: {', '.join(MESHES)}, or all")
+        yield from (f"{mesh}, {layout}" for layout in layouts)
+
+
+def page(results: Results) -> str:
+    """The results as a page of the docs."""
+    columns = sorted({case for cases in results.families.values() for case in cases} - {MADE}, key=_place)
+    reasons: dict[str, int] = {}
+    rows = []
+    for family, cases in sorted(results.families.items()):
+        cells = [_cell(cases.get(MADE) or cases.get(case), reasons) for case in columns]
+        rows.append(f"| `{family}` | " + " | ".join(cells) + " |")
+    made = [cases for cases in results.families.values() if MADE not in cases]
+    versions = ", ".join(f"{name} {number}" for name, number in results.versions.items())
+    head = PAGE_HEAD.format(made=len(made), tried=len(results.families), versions=versions)
+    table = "\n".join(
+        ["| family | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|", *rows, "", "## Reasons", ""]
+    )
+    listed = "\n".join(f"{number}. {reason}" for reason, number in reasons.items())
+    return head + table + listed + "\n"
+
+
+def _place(case: str) -> tuple[int, str, int]:
+    mesh, _, layout = case.rpartition(", ")
+    return int(case == SYNC), mesh, list(LAYOUTS).index(layout) if layout in LAYOUTS else 0
+
+
+def _cell(outcome: Outcome | None, reasons: dict[str, int]) -> str:
+    if outcome is None:
+        return ""
+    if outcome.verdict == "exact":
+        return "exact"
+    reason = outcome.reason.replace("|", "\\|").replace("<", "&lt;")
+    return f"{outcome.verdict} ({reasons.setdefault(reason, len(reasons) + 1)})"
+
+
+def _differences(found: Mapping[str, float]) -> str:
+    return "differs: " + ", ".join(f"{name.replace('_', ' ')} {value:.1e}" for name, value in found.items())
+
+
+if __name__ == "__main__":
+    main()
