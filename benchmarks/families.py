@@ -45,8 +45,8 @@ MADE = "made"
 SYNC_SIZES = {
     "vocab_size": 320,
     "vocab_size_per_layer_input": 320,
-    "hidden_size": 64,
-    "word_embed_proj_dim": 64,
+    "hidden_size": 128,
+    "word_embed_proj_dim": 128,
     "intermediate_size": 96,
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
