@@ -7,7 +7,6 @@ import gzip
 import json
 import pickle
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,7 @@ def share(isolation: str) -> CodeEnvironment:
 
 
 @pytest.fixture(scope="module")
-def strict(isolation: str) -> Iterator[CodeEnvironment]:
+def strict(isolation: str) -> CodeEnvironment:
     return CodeEnvironment(_config(isolation))
 
 
