@@ -44,3 +44,13 @@ def test_bytes_are_elements_times_their_size(tensors: list[TensorSpec]) -> None:
 
 def test_a_manifest_crosses_processes() -> None:
     assert pickle.loads(pickle.dumps(MANIFEST)) == MANIFEST
+
+
+def test_a_manifest_tells_its_form_by_its_factors() -> None:
+    weights, factors = MANIFEST.tensors, (TensorSpec("a.lora_A.weight", (3, 5), "bfloat16"),)
+    both = Manifest(4, (*weights, *factors), MANIFEST.tied, num_factors=1)
+    alone = Manifest(4, factors, num_factors=1)
+    assert [each.form for each in (MANIFEST, both, alone)] == ["merged", "factored", "adapter"]
+    assert (MANIFEST.factors, both.factors, alone.factors) == ((), factors, factors)
+    assert both.without_factors() == MANIFEST
+    assert [each.num_bytes for each in (MANIFEST, both, alone)] == [24, 54, 30]

@@ -5,7 +5,7 @@ import pytest
 from rl_core.model import ModelSpec
 from rl_core.model_config import ModelConfig
 from rl_core.testing.pooled_model import PooledModel
-from rl_core.testing.publishing import PublishingSuite
+from rl_core.testing.publishing import AdapterPublishingSuite, PublishingSuite
 from rl_core.testing.torch.received import ranks_apart, receive, receiving_threads, sent_by_every_rank
 from rl_core.testing.torch.tiny_model import read_weights, write_tiny_model
 
@@ -43,3 +43,17 @@ class TestPublishing(PublishingSuite):
 
     def open(self, ranks, folder):
         return open_model(ranks, folder)
+
+
+@pytest.mark.parametrize("split", ["tensor_parallel_size", "pipeline_parallel_size"])
+class TestAdapterPublishing(AdapterPublishingSuite):
+    @pytest.fixture(autouse=True)
+    def chosen(self, split):
+        self.split = split
+
+    def write(self, folder):
+        return write_tiny_model(folder)
+
+    def open(self, ranks, folder, lora):
+        config = ModelConfig(model_name=str(folder), precision="float32", lora_cfg=lora)
+        return PooledModel(ranks, FACTORY, config, ModelSpec(), 2, **{self.split: 2})

@@ -148,6 +148,23 @@ def test_a_replay_of_routing_that_there_is_not_is_refused(recipe, overrides, mes
         read_config(recipe, [*ON_CPU, *given])
 
 
+ADAPTERS = ["policy.lora_cfg.enabled=true", "policy.generation.lora_sync=adapter"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["policy.generation.lora_sync=adapter"], "lora_sync .*policy.lora_cfg, which is not enabled"),
+        ([*ADAPTERS, HF], "lora_sync .*got adapter, but generation.backend is hf: it applies no adapters"),
+        ([*ADAPTERS, "policy.lora_cfg.dim=600"], "lora_sync .*dim 512 at most, got lora_cfg.dim=600"),
+    ],
+)
+def test_adapters_that_the_generator_does_not_apply_are_refused(overrides, message):
+    assert read_config("grpo-arithmetic", [*ON_CPU, *ADAPTERS]).config.policy.generation.lora_sync == "adapter"
+    with pytest.raises(ConfigError, match=message):
+        read_config("grpo-arithmetic", [*ON_CPU, *overrides])
+
+
 @pytest.mark.parametrize("generator", [HF, MEGATRON])
 def test_the_generator_reports_the_routing_that_is_replayed(generator, tmp_path):
     experts = folder_with(tmp_path, num_experts=8)

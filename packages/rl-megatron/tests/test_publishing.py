@@ -9,7 +9,7 @@ from rl_core.model_config import LoraConfig, ModelConfig
 from rl_core.testing.losses import TokenLoss
 from rl_core.testing.model_worker import make_batch
 from rl_core.testing.pooled_model import PooledModel
-from rl_core.testing.publishing import PublishingSuite
+from rl_core.testing.publishing import AdapterPublishingSuite, PublishingSuite
 from rl_core.testing.torch.received import ranks_apart, receive, receiving_threads, sent_by_every_rank
 
 ALL = LAYOUTS | EXPERT_LAYOUTS
@@ -82,3 +82,16 @@ class TestPublishing(PublishingSuite):
 
     def open(self, ranks, folder):
         return open_model(ranks, folder, self.layout)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+class TestAdapterPublishing(AdapterPublishingSuite):
+    @pytest.fixture(autouse=True)
+    def chosen(self, layout):
+        self.layout = layout
+
+    def write(self, folder):
+        return write_family(folder, "llama")
+
+    def open(self, ranks, folder, lora):
+        return open_model(ranks, folder, self.layout, lora_cfg=lora)

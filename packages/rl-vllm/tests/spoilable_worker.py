@@ -16,6 +16,7 @@ class SpoilableWorker(EngineWorker):
 
     _packed_head: Any = None
     _reloads = False
+    _spoiled_layer = ""
 
     def make_receiver(self, manifest: Manifest) -> WeightReceiver:
         self._packed_head = self.get_model().lm_head.cpu_linear
@@ -51,6 +52,17 @@ class SpoilableWorker(EngineWorker):
             return out
 
         layer.cpu_linear = spoiled
+
+    def spoil_factor_on_arrival(self, path: str) -> None:
+        """Have a layer keep another second factor than arrives, from now on; none if the path is empty."""
+        self._spoiled_layer = path
+
+    def _receive(self, *args: Any) -> str:
+        digest = super()._receive(*args)
+        if self._spoiled_layer:
+            layer = self._adapter_manager().modules[self._spoiled_layer]
+            layer.lora_b_stacked[0][:, 0, 1, 0] += 1e-3
+        return digest
 
     def break_forward(self) -> None:
         """Make the next forward pass fail."""

@@ -9,13 +9,20 @@ import pytest
 from vllm import AsyncEngineArgs
 
 from rl_core.generation import Placement
-from rl_core.model_config import ModelConfig
+from rl_core.model_config import LoraConfig, ModelConfig
+from rl_core.testing.torch.reference_model import write_reference_model
 from rl_vllm import VllmConfig
 from rl_vllm.arguments import engine_arguments
 
 
-def started_with(folder: Path, placement: Placement, **settings: object) -> AsyncEngineArgs:
-    backend, model = VllmConfig(**settings), ModelConfig(model_name=str(folder))
+def started_with(
+    folder: Path, placement: Placement, *, lora: LoraConfig | None = None, **settings: object
+) -> AsyncEngineArgs:
+    backend, model = VllmConfig(**settings), ModelConfig(model_name=str(folder), lora_cfg=lora or LoraConfig())
+    if lora is not None:
+        return engine_arguments(
+            backend, model, placement, max_len=16, eager=True, extension="module.Extension", applies_adapters=True
+        )
     return engine_arguments(backend, model, placement, max_len=16, eager=True, extension="module.Extension")
 
 
@@ -79,3 +86,17 @@ def test_prefixes_of_states_are_not_cached_on_cpu(
 ) -> None:
     (folder / "config.json").write_text(json.dumps({"model_type": "any", "architectures": [architecture]}))
     assert started_with(folder, Placement(device)).enable_prefix_caching is caches
+
+
+def test_an_engine_that_applies_adapters_has_room_for_those_of_one_version(tmp_path: Path) -> None:
+    folder = write_reference_model(tmp_path, seed=1)
+    found = started_with(
+        folder, Placement("cuda"), lora=LoraConfig(enabled=True, dim=9, exclude_modules=["mlp.up_proj"])
+    )
+    assert (found.enable_lora, found.max_loras, found.max_cpu_loras, found.max_lora_rank) == (True, 1, 1, 16)
+    layers = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "v_proj"]
+    assert found.lora_target_modules == layers, "neither embeddings nor the head"
+    some = LoraConfig(enabled=True, dim=8, match_all_linear=False, target_modules=["q_proj", "self_attn.o_proj"])
+    found = started_with(folder, Placement("cuda"), lora=some)
+    assert (found.max_lora_rank, found.lora_target_modules) == (8, ["o_proj", "q_proj"])
+    assert not started_with(folder, Placement("cuda")).enable_lora

@@ -14,16 +14,17 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from adapter_suite import ALL_LINEAR, SOME, AdapterSuite
 
 from rl_core.devices import REHEARSAL
 from rl_core.errors import GeneratorError, RequestRefused, WeightSyncError
 from rl_core.generation import GenerationRequest, Generator, Placement, SamplingParams
-from rl_core.model_config import GenerationConfig
+from rl_core.model_config import GenerationConfig, LoraConfig
 from rl_core.rollout import Completion
 from rl_core.testing.generator import GeneratorSuite
 from rl_core.testing.torch.reference_model import EOS_TOKEN_ID, ReferenceModel, write_reference_model
 from rl_core.testing.torch.weight_sender import Fault, SenderProcess, digest_of, manifest_of
-from rl_core.testing.weights import SYNC_TIMEOUT_S, Bench, WeightSinkSuite, _address, model_config, prompt
+from rl_core.testing.weights import SYNC_TIMEOUT_S, Bench, _address, model_config, prompt
 from rl_core.weights import Transport
 from rl_vllm import VllmConfig, VllmGenerator
 
@@ -38,9 +39,14 @@ class SpoilableGenerator(VllmGenerator):
 CPU_PLACEMENT = Placement("cpu")
 
 
-def make_generator(model_dir: Path, placement: Placement = CPU_PLACEMENT, **settings: object) -> SpoilableGenerator:
+def make_generator(
+    model_dir: Path, placement: Placement = CPU_PLACEMENT, *, lora: LoraConfig | None = None, **settings: object
+) -> SpoilableGenerator:
     backend = VllmConfig(kv_cache_gib=0.25, **settings)
-    return SpoilableGenerator(GenerationConfig(), backend, model_config(model_dir), placement)
+    if lora is None:
+        return SpoilableGenerator(GenerationConfig(), backend, model_config(model_dir), placement)
+    model = model_config(model_dir).model_copy(update={"lora_cfg": lora})
+    return SpoilableGenerator(GenerationConfig(lora_sync="adapter"), backend, model, placement)
 
 
 class VllmSuite(GeneratorSuite):
@@ -222,12 +228,27 @@ class TestEngineInItsOwnProcess(VllmSuite):
                 bench.runner.run(call)
 
 
-class TestTensorParallelWeights(WeightSinkSuite):
-    """Each of two ranks receives everything and keeps its shards."""
+class TestAdaptersInThisProcess(AdapterSuite):
+    """Weights and adapters of an engine that applies adapters itself, on some of its layers."""
+
+    lora = SOME
 
     @classmethod
     def make_generator(cls, model_dir: Path) -> Generator:
-        return make_generator(model_dir, tensor_parallel_size=2)
+        return make_generator(model_dir, lora=SOME)
+
+    @classmethod
+    async def make_head_stale(cls, generator: Generator) -> None:
+        assert isinstance(generator, SpoilableGenerator)
+        await generator.spoil("restore_packed_head")
+
+
+class TestTensorParallelWeights(AdapterSuite):
+    """Each of two ranks receives everything and keeps its shards, those of adapters as well."""
+
+    @classmethod
+    def make_generator(cls, model_dir: Path) -> Generator:
+        return make_generator(model_dir, lora=ALL_LINEAR, tensor_parallel_size=2)
 
     @classmethod
     async def make_head_stale(cls, generator: Generator) -> None:

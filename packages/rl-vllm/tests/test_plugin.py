@@ -2,17 +2,20 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 from rl_core.config import assemble
-from rl_core.devices import CPU, CUDA, REHEARSAL
+from rl_core.devices import CPU, CUDA, REHEARSAL, Device
 from rl_core.generation import Placement
-from rl_core.model_config import GenerationConfig, ModelConfig
+from rl_core.model_config import GenerationConfig, LoraConfig, ModelConfig
 from rl_core.plugins import GENERATORS, plugin, resolve
 from rl_vllm import PLUGIN, VllmConfig, preflight
 from rl_vllm.config import OWNED_ARGUMENTS
+
+DEFAULTS = VllmConfig()
 
 
 def problems(model_name: str = "model", **settings: object) -> dict[str, str]:
@@ -69,6 +72,23 @@ def test_routing_is_reported_on_gpus_and_by_one_pipeline_rank() -> None:
         assert "generation.backend=hf or megatron" in found
     split = VllmConfig(pipeline_parallel_size=2)
     assert "pipeline_parallel_size=1" in PLUGIN.routing_problem(split, CUDA)
+
+
+def test_adapters_that_the_engine_cannot_apply_are_named(tmp_path: Path) -> None:
+    def problem(backend: VllmConfig = DEFAULTS, device: Device = CUDA, precision: str = "bfloat16", **lora: Any) -> str:
+        adapters = LoraConfig(enabled=True, **lora)
+        model = ModelConfig(model_name=str(tmp_path), precision=precision, lora_cfg=adapters)
+        return PLUGIN.adapter_problem(backend, model, device)
+
+    assert problem(dim=512) == problem(precision="float32", device=CPU) == ""
+    assert "dim 512 at most, got lora_cfg.dim=513" in problem(dim=513)
+    assert "sleep_level=2 drops them" in problem(VllmConfig(sleep_level=2))
+    assert "policy.precision=bfloat16" in problem(precision="float32")
+    (tmp_path / "config.json").write_text('{"kv_lora_rank": 8}')
+    some = {"match_all_linear": False, "target_modules": ["q_a_proj", "self_attn.o_proj"]}
+    assert problem(**some) == problem(exclude_modules=["kv_b_proj"]) == ""
+    assert "vLLM folds kv_b_proj into attention" in problem()
+    assert "vLLM folds kv_b_proj into attention" in problem(match_all_linear=False, target_modules=["attn.kv_b_proj"])
 
 
 def test_unknown_keys_and_wrong_types_are_refused() -> None:

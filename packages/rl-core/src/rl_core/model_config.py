@@ -344,6 +344,11 @@ class GenerationConfig(Config):
     share. `collective`: NCCL, or gloo on CPU. `disk`: through files under `weights/` in the run directory, one version
     at a time, for generators that share only a file system with the policy. `auto`: `ipc` if memory is shared, else
     `collective`."""
+    lora_sync: Annotated[Literal["merged", "adapter"], WhenChanged.RESUME] = "merged"
+    """Form in which weights with low-rank adapters (`policy.lora_cfg`) travel to the generators. `merged`: all weights
+    at every step, the adapters merged into them. `adapter`: the weights once, and from then on the adapters alone,
+    which the engine (vLLM) applies itself, as the policy does; on shared GPUs the engine then keeps the weights in host
+    memory while the policy trains."""
     colocated: ColocatedConfig = ColocatedConfig()
     env_vars: Annotated[EnvVars, WhenChanged.RESUME] = {}
     """Environment variables of the engine's workers, over those of `cluster.env_vars`."""

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rl_core.config import Config, Problem
     from rl_core.devices import Device
     from rl_core.model import ModelSpec
+    from rl_core.model_config import ModelConfig
     from rl_core.selfcheck import MeshCase
 
 POLICIES = "rl.policies"
@@ -65,6 +66,11 @@ def reports_no_routing(config: Any, device: Device) -> str:
     return "it has no such output; choose another generation.backend"
 
 
+def applies_no_adapters(config: Any, model: ModelConfig, device: Device) -> str:
+    """For a generator that serves whole weights alone."""
+    return "it applies no adapters; set lora_sync=merged, or choose generation.backend=vllm"
+
+
 @dataclass(frozen=True)
 class BackendPlugin:
     """A training backend or a generation engine: its light half.
@@ -93,6 +99,8 @@ class BackendPlugin:
             generator chose; empty if it has none. The generator then reports them.
         routing_problem: of a generator, from its config and the device to why its completions cannot carry the experts
             that tokens were sent to (`Placement.reports_routing`); empty if they can.
+        adapter_problem: of a generator, from its config, the model and the device to why it cannot apply the low-rank
+            adapters of the policy itself (`GenerationConfig.lora_sync`); empty if it can.
         held_families: model types (as in `config.json`) whose every mesh the backend's own tests hold; a run of another
             family checks its case first.
         family_table: `"package:file"` with results of the self-check, which a run reads instead of checking again; as
@@ -112,6 +120,7 @@ class BackendPlugin:
     mesh_case: Callable[[Any], MeshCase] | None = None
     replay_key: str = ""
     routing_problem: Callable[[Any, Device], str] = reports_no_routing
+    adapter_problem: Callable[[Any, ModelConfig, Device], str] = applies_no_adapters
     held_families: frozenset[str] = frozenset()
     family_table: str = ""
 

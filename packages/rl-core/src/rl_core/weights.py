@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from rl_core.devices import CUDA
@@ -11,6 +11,9 @@ from rl_core.devices import CUDA
 TransportKind = Literal["ipc", "collective", "disk"]
 WeightSyncChoice = Literal["auto", "ipc", "collective", "disk"]
 """A kind of transport, or the one that fits the places of policy and generators."""
+WeightForm = Literal["merged", "factored", "adapter"]
+"""Form in which the weights of a model with low-rank adapters travel: the adapters merged into the weights, the weights
+as they are followed by the factors of the adapters, or these factors alone. Without adapters there is only `merged`."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +33,37 @@ class Manifest:
         version: the weight version they make up.
         tensors: the tensors to send. A tied head is sent once, under the embedding's name, and named in `tied`.
         tied: name of each tensor that is not sent to the name of the one it equals.
+        num_factors: how many of the tensors, the last ones, are factors of low-rank adapters, which the receiver
+            applies itself: `LAYER.lora_A.weight` `[dim, inputs]` and `LAYER.lora_B.weight` `[outputs, dim]`. If all
+            are, the receiver keeps the weights that it has. 0 if adapters are merged into the weights.
     """
 
     version: int
     tensors: tuple[TensorSpec, ...]
     tied: Mapping[str, str] = field(default_factory=dict)
+    num_factors: int = 0
+
+    @property
+    def factors(self) -> tuple[TensorSpec, ...]:
+        """Factors of low-rank adapters."""
+        return self.tensors[len(self.tensors) - self.num_factors :]
+
+    @property
+    def form(self) -> WeightForm:
+        """Form in which the weights travel."""
+        if not self.num_factors:
+            return "merged"
+        return "adapter" if self.num_factors == len(self.tensors) else "factored"
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors on the wire."""
+        return sum(num_bytes(spec) for spec in self.tensors)
+
+    def without_factors(self) -> Manifest:
+        """The manifest of the weights alone."""
+        weights = self.tensors[: len(self.tensors) - self.num_factors]
+        return replace(self, tensors=weights, num_factors=0)
 
 
 @dataclass(frozen=True)
@@ -70,8 +99,12 @@ class Transport:
 class WeightSource(Protocol):
     """One rank of the policy, as the sender of its weights. `manifest` and `send` are collective over its ranks."""
 
-    def manifest(self, version: int) -> Manifest | None:
-        """Return the manifest that `send` will follow, on rank 0; None on the others."""
+    def manifest(self, version: int, form: WeightForm = "merged") -> Manifest | None:
+        """Return the manifest that `send` will follow, on rank 0; None on the others.
+
+        Raises:
+            ValueError: for another form than `merged` if the model has no adapters.
+        """
         ...
 
     def send(self, manifest: Manifest, transport: Transport) -> str:

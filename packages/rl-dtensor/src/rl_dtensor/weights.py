@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -66,6 +65,29 @@ class Catalog:
         ]
         ignored = (*(hf._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$")
         return cls(tuple(entries), tied_names(hf), ignored, type(hf).__name__)
+
+
+@dataclass(frozen=True)
+class PlacedAdapter:
+    """An adapter of the whole model.
+
+    Args:
+        weight: name of the weight that it sits on.
+        down: shape of its first factor.
+        up: shape of its second factor.
+        stage: the pipeline stage that holds it.
+    """
+
+    weight: str
+    down: tuple[int, ...]
+    up: tuple[int, ...]
+    stage: int
+
+    @property
+    def factors(self) -> tuple[tuple[str, tuple[int, ...]], tuple[str, tuple[int, ...]]]:
+        """Name and shape of each factor."""
+        layer = self.weight.removesuffix(WEIGHT)
+        return (layer + LORA_A, self.down), (layer + LORA_B, self.up)
 
 
 class Weights:
@@ -137,38 +159,56 @@ class Weights:
         return self._mesh.world_size
 
     def stream(
-        self, dtype: str, *, everywhere: bool = True, bucket_bytes: int = 0
+        self, dtype: str, *, everywhere: bool = True, bucket_bytes: int = 0, merges_adapters: bool = True
     ) -> Iterator[Sequence[tuple[str, Tensor]]]:
-        """Parameter by parameter its whole tensors, adapters merged, in the order of `specs`; collective. They are
-        gathered one at a time and reach all ranks, whatever is asked for."""
+        """Parameter by parameter its whole tensors, in the order of `specs`; collective. They are gathered one at a
+        time and reach all ranks, whatever is asked for.
+
+        Args:
+            merges_adapters: whether adapters are added to the weights that they sit on.
+        """
         for entry in self.catalog.entries:
-            tensor = self._whole(entry, getattr(torch, _dtype_of(entry, dtype)))
+            tensor = self._whole(entry, getattr(torch, _dtype_of(entry, dtype)), merges_adapters=merges_adapters)
             yield [(piece.name, tensor[piece.region] if piece.region else tensor) for piece in entry.pieces]
 
+    def adapter_specs(self, dtype: str) -> list[TensorSpec]:
+        """The tensors of `adapters` in their order; collective."""
+        factors = [
+            TensorSpec(name, shape, dtype) for placed in self._placed_adapters() for name, shape in placed.factors
+        ]
+        return factors + [TensorSpec(SCORE, each.shape, dtype) for each in self.catalog.entries if each.name == SCORE]
+
     @torch.no_grad()
-    def adapters(self) -> Iterator[tuple[str, Tensor]]:
-        """The factors of every adapter, and a score head, in float32 and whole on every rank; collective."""
-        here = [(name, tuple(each.down.shape), tuple(each.up.shape)) for name, each in self._adapters.items()]
-        everyone: list[Any] = [None] * self._mesh.world_size
-        dist.all_gather_object(everyone, (self._mesh.on("pp"), here), group=self._mesh.control)
-        stage_of = {adapter: stage for stage, adapters in everyone for adapter in adapters}
-        for (name, *shapes), stage in stage_of.items():
-            own = self._adapters.get(name)
-            layer = name.removesuffix(WEIGHT)
-            factors = (None, None) if own is None else (whole(own.down, torch.float32), whole(own.up, torch.float32))
-            for ending, shape, factor in zip((LORA_A, LORA_B), shapes, factors, strict=True):
-                yield layer + ending, self._from_stage(factor, shape, torch.float32, stage)
+    def adapters(self, dtype: str = "float32", *, everywhere: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """The factors of every adapter, and a score head, whole on every rank, whatever is asked for; collective."""
+        kind = getattr(torch, dtype)
+        for placed in self._placed_adapters():
+            own = self._adapters.get(placed.weight)
+            factors = (None, None) if own is None else (whole(own.down, kind), whole(own.up, kind))
+            for (name, shape), factor in zip(placed.factors, factors, strict=True):
+                yield name, self._from_stage(factor, shape, kind, placed.stage)
         for entry in self.catalog.entries:
             if entry.name == SCORE:
-                yield SCORE, self._whole(entry, torch.float32)
+                yield SCORE, self._whole(entry, kind)
 
-    def _whole(self, entry: Entry, dtype: torch.dtype) -> Tensor:
+    def _placed_adapters(self) -> list[PlacedAdapter]:
+        """The adapters of all pipeline stages, in the same order on every rank; collective."""
+        stage = self._mesh.on("pp")
+        here = [
+            PlacedAdapter(name, tuple(each.down.shape), tuple(each.up.shape), stage)
+            for name, each in self._adapters.items()
+        ]
+        everyone: list[list[PlacedAdapter]] = [[]] * self._mesh.world_size
+        dist.all_gather_object(everyone, here, group=self._mesh.control)
+        return list(dict.fromkeys(placed for several in everyone for placed in several))
+
+    def _whole(self, entry: Entry, dtype: torch.dtype, *, merges_adapters: bool = True) -> Tensor:
         """A whole tensor, on the ranks of every stage."""
         stage = entry.stage % self._mesh.sizes.pp
         gathered = None
         if self._mesh.on("pp") == stage:
             tensor = self._tensors[entry.name]
-            adapter = self._adapters.get(entry.name)
+            adapter = self._adapters.get(entry.name) if merges_adapters else None
             gathered = whole(tensor, dtype) if adapter is None else adapter.merged(tensor, dtype)
         return self._from_stage(gathered, entry.shape, dtype, stage)
 

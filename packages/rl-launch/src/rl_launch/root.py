@@ -122,6 +122,7 @@ def read_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
             _checkpointing_checks,
             _backend_checks,
             _replay_checks,
+            _lora_sync_checks,
             _topology_checks,
         ),
     )
@@ -324,6 +325,29 @@ def _replay_checks(config: Any) -> Iterator[Problem]:
             if problem:
                 key = f"{model.section}.{model.plugin.key}.{model.plugin.replay_key}"
                 yield Problem(key, f"{problem}; or set {model.plugin.replay_key}=false")
+
+
+def _lora_sync_checks(config: Any) -> Iterator[Problem]:
+    """Find adapters that are to be sent by themselves, and do not exist or that the generator does not apply."""
+    try:
+        generation = backends_of(config).generation
+    except ProblemError:
+        return
+    if generation is None or generation.config.lora_sync != "adapter":
+        return
+    key = f"{POLICY}.generation.lora_sync"
+    if not generation.model.lora_cfg.enabled:
+        yield Problem(
+            key,
+            "adapter sends the adapters of policy.lora_cfg, which is not enabled; set policy.lora_cfg.enabled=true, or "
+            "lora_sync=merged",
+        )
+    elif config.cluster.device != AUTO or not os.environ.get("RAY_ADDRESS"):
+        # on another machine's cluster the generator checks it when it starts
+        device = resolve_device(config.cluster)
+        problem = generation.plugin.adapter_problem(generation.backend, generation.model, device)
+        if problem:
+            yield Problem(key, f"got adapter, but generation.backend is {generation.plugin.name}: {problem}")
 
 
 def _replay_problem(model: ModelBackend, generation: GenerationBackend | None, cluster: Any) -> str:

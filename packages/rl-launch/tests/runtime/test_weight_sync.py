@@ -23,6 +23,7 @@ from rl_launch.runtime import weight_sync
 from rl_launch.runtime.weight_sync import Canary, WeightSync, joined
 
 MANIFEST = (TensorSpec("embed", (2,), "float32"), TensorSpec("norm", (1,), "float32"))
+FACTORS = (TensorSpec("q.lora_A.weight", (1, 2), "float32"), TensorSpec("q.lora_B.weight", (2, 1), "float32"))
 
 
 class Policy:
@@ -30,6 +31,7 @@ class Policy:
         self.events, self.digests, self.revision = events, ["all", ""], 0
         self.failure = None
         self.transports = []
+        self.forms = []
 
     def start_infer(self, batch, reads):
         self.begun_after = list(self.events)
@@ -41,12 +43,15 @@ class Policy:
 
         return finish
 
-    def manifest(self, version):
+    def manifest(self, version, form):
         self.events.append("manifest")
-        return Manifest(version, MANIFEST)
+        if form == "merged":
+            return Manifest(version, MANIFEST)
+        return Manifest(version, FACTORS if form == "adapter" else (*MANIFEST, *FACTORS), num_factors=len(FACTORS))
 
     def start_send(self, manifest, transport):
         self.events.append(f"send {manifest.version} to {transport.num_receivers}")
+        self.forms.append(manifest.form)
         self.transports.append(transport)
         return [self.failure or self.digests[0], self.digests[1]], [
             Origin("policy", rank, "here", "send") for rank in (0, 1)
@@ -110,7 +115,7 @@ def events(monkeypatch):
     return []
 
 
-def make_sync(events, residency=None, kind="ipc"):
+def make_sync(events, residency=None, kind="ipc", **settings):
     addresses = itertools.count(1)
     return WeightSync(
         Policy(events),
@@ -119,6 +124,7 @@ def make_sync(events, residency=None, kind="ipc"):
         canary=Canary.of(50, precision="float32"),
         residency=residency,
         bucket_bytes=2**20,
+        **settings,
     )
 
 
@@ -209,6 +215,30 @@ def test_all_transfers_share_a_connection_and_the_manifest_until_a_replica_is_st
     sync.publish().send([replica])
     sync.publish().send([replica])
     assert len(set(sync._policy.transports)) == 2
+
+
+def test_adapters_travel_alone_once_a_replica_has_the_weights_that_they_sit_on(events):
+    sync, replica = make_sync(events, sends_adapters=True), Replica(events)
+    for _ in range(3):
+        sync.publish().send([replica])
+    assert sync._policy.forms == ["factored", "adapter", "adapter"]
+    assert events.count("manifest") == 2
+    replica.num_starts += 1
+    for _ in range(2):
+        sync.publish().send([replica])
+    assert sync._policy.forms[3:] == ["factored", "adapter"]
+
+
+@pytest.mark.parametrize("failing", [{"received": "other"}, {"score": -2.0}], ids=["transfer", "canary"])
+def test_after_a_failure_the_weights_are_sent_again_with_their_adapters(events, failing):
+    sync, replica = make_sync(events, sends_adapters=True), Replica(events)
+    sync.publish().send([replica])
+    vars(replica).update(failing)
+    with pytest.raises(WeightSyncError):
+        sync.publish().send([replica])
+    vars(replica).update(received="all", score=-1.0)
+    sync.publish().send([replica])
+    assert sync._policy.forms == ["factored", "adapter", "factored", "factored"]
 
 
 def test_weights_on_disk_are_written_before_a_replica_is_paused(events, monkeypatch):

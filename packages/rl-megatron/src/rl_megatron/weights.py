@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -18,7 +18,7 @@ from rl_core.torch.training.lora import InitialFactors
 from rl_core.weights import TensorSpec, buckets, num_bytes
 from rl_megatron.conversion.names import held_weights
 from rl_megatron.conversion.splits import Vocabulary, Whole
-from rl_megatron.conversion.weight_map import HFTensor, WeightMap
+from rl_megatron.conversion.weight_map import AdapterMap, HFTensor, WeightMap
 from rl_megatron.families.catalog import family_of
 from rl_megatron.gathering import Gathering, Holding
 from rl_megatron.model import ReadingModel
@@ -132,16 +132,22 @@ class Weights:
         self._start_adapters(initial)
 
     def stream(
-        self, dtype: str, *, everywhere: bool = False, bucket_bytes: int = BUCKET_BYTES
+        self,
+        dtype: str,
+        *,
+        everywhere: bool = False,
+        bucket_bytes: int = BUCKET_BYTES,
+        merges_adapters: bool = True,
     ) -> Iterator[list[tuple[str, Tensor | None]]]:
-        """Parameter by parameter its tensors by Hugging Face name, adapters merged, in the order of `specs`;
-        collective.
+        """Parameter by parameter its tensors by Hugging Face name, in the order of `specs`; collective.
 
         Args:
             everywhere: whether every rank gets them whole; otherwise rank 0 does, and others get None.
             bucket_bytes: of the parameters that are brought together at one time, the last of them excepted. No rank
                 holds more beside its own.
+            merges_adapters: whether adapters are added to the weights that they sit on.
         """
+        adapters = self._model.adapters if merges_adapters else {}
         bucket: list[tuple[WeightMap, torch.dtype]] = []
         size = 0
         for entry in self._sent:
@@ -149,21 +155,26 @@ class Weights:
             bucket.append(wanted)
             size += sum(num_bytes(spec) for spec in _specs_of(entry, dtype))
             if size >= bucket_bytes:
-                yield from self._merged(bucket, everywhere=everywhere)
+                yield from self._merged(bucket, adapters, everywhere=everywhere)
                 bucket, size = [], 0
-        yield from self._merged(bucket, everywhere=everywhere)
+        yield from self._merged(bucket, adapters, everywhere=everywhere)
 
-    def adapters(self) -> Iterator[tuple[str, Tensor | None]]:
-        """The factors of every adapter, and a score head, in float32 and whole on rank 0; collective."""
-        halves = [half for adapter in self._model.adapters.values() for half in (adapter.down, adapter.up)]
-        heads = [entry for entry in self._own_maps if entry.target == SCORE]
-        wanted = {entry.target: entry for entry in (*halves, *heads)}
-        specs = [TensorSpec(name, entry.sources[0].shape, "float32") for name, entry in wanted.items()]
-        for bucket in buckets(specs, BUCKET_BYTES):
-            entries = [wanted[spec.name] for spec in bucket]
-            joined = self._gathering.join([(entry, torch.float32) for entry in entries], everywhere=False)
-            for entry, tensors in zip(entries, joined, strict=True):
-                yield entry.sources[0].name, None if tensors is None else tensors[0]
+    def adapter_specs(self, dtype: str) -> list[TensorSpec]:
+        """The tensors of `adapters` in their order."""
+        return [TensorSpec(name, entry.sources[0].shape, dtype) for name, entry in self._adapter_maps.items()]
+
+    def adapters(self, dtype: str = "float32", *, everywhere: bool = False) -> Iterator[tuple[str, Tensor | None]]:
+        """The factors of every adapter, and a score head; collective.
+
+        Args:
+            everywhere: whether every rank gets them whole; otherwise rank 0 does, and others get None.
+        """
+        wanted = self._adapter_maps
+        for bucket in buckets(self.adapter_specs(dtype), BUCKET_BYTES):
+            entries = [(wanted[spec.name], getattr(torch, dtype)) for spec in bucket]
+            joined = self._gathering.join(entries, everywhere=everywhere)
+            for spec, tensors in zip(bucket, joined, strict=True):
+                yield spec.name, None if tensors is None else tensors[0]
 
     def share(self, entry: WeightMap) -> tuple[int, int]:
         """This rank's share of a parameter, and the number of shares."""
@@ -187,6 +198,13 @@ class Weights:
     def _sent(self) -> list[WeightMap]:
         return [entry for entry in self._own_maps if entry.copy_of is None]
 
+    @property
+    def _adapter_maps(self) -> dict[str, WeightMap]:
+        """The factors of every adapter, and a score head, by Hugging Face name."""
+        halves = [half for adapter in self._model.adapters.values() for half in (adapter.down, adapter.up)]
+        heads = [entry for entry in self._own_maps if entry.target == SCORE]
+        return {entry.sources[0].name: entry for entry in (*halves, *heads)}
+
     @torch.no_grad()
     def _start_adapters(self, initial: InitialFactors) -> None:
         initial.check(self._model.adapters)
@@ -199,12 +217,16 @@ class Weights:
                 target.copy_(half.split.part(partial(_part_of, whole), *self._place.of(half)))
 
     def _merged(
-        self, bucket: Sequence[tuple[WeightMap, torch.dtype]], *, everywhere: bool
+        self,
+        bucket: Sequence[tuple[WeightMap, torch.dtype]],
+        merged_in: Mapping[str, AdapterMap],
+        *,
+        everywhere: bool,
     ) -> Iterator[list[tuple[str, Tensor | None]]]:
-        """The tensors of each parameter by name, with what adapters add in float32."""
+        """The tensors of each parameter by name, with what these adapters add in float32."""
         held = self._model.config.params_dtype
         names = [[source.name for source in entry.sources] for entry, _ in bucket]
-        adapters = {name: self._model.adapters[name] for name in chain(*names) if name in self._model.adapters}
+        adapters = {name: merged_in[name] for name in chain(*names) if name in merged_in}
         wanted = [
             (entry, dtype if adapters.keys().isdisjoint(own) else held)
             for (entry, dtype), own in zip(bucket, names, strict=True)

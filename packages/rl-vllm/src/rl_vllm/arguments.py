@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+from typing import Any, get_args
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
 from vllm import AsyncEngineArgs
 from vllm import SamplingParams as VllmSamplingParams
+from vllm.config.lora import MaxLoRARanks
 from vllm.model_executor.models import ModelRegistry
 from vllm.sampling_params import RequestOutputKind
 
 from rl_core.errors import RequestRefused
 from rl_core.generation import GenerationRequest, Placement
 from rl_core.model_config import ModelConfig, local_hf_config
+from rl_core.torch.training.lora import is_adapted
 from rl_vllm.config import MAX_TEMPERATURE, MIN_TEMPERATURE, VllmConfig
 
+LINEAR = (nn.Linear, Conv1D)
 GIB = 2**30
 CPU_BATCH_TOKENS = 4096
 
 
 def engine_arguments(
-    backend: VllmConfig, model: ModelConfig, placement: Placement, *, max_len: int, eager: bool, extension: str
+    backend: VllmConfig,
+    model: ModelConfig,
+    placement: Placement,
+    *,
+    max_len: int,
+    eager: bool,
+    extension: str,
+    applies_adapters: bool = False,
 ) -> AsyncEngineArgs:
     """Return the arguments that vLLM is started with.
 
@@ -56,8 +72,35 @@ def engine_arguments(
         generation_config="vllm",
         seed=0,
         disable_log_stats=True,
+        **(_adapter_arguments(model) if applies_adapters else {}),
         **{"load_format": "dummy" if _starts_empty(backend, model, placement) else "auto", **backend.vllm_kwargs},
     )
+
+
+def _adapter_arguments(model: ModelConfig) -> dict[str, Any]:
+    """Arguments with which the engine has room for the adapters of one weight version."""
+    dim = model.lora_cfg.dim
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_cpu_loras": 1,
+        "max_lora_rank": min(rank for rank in get_args(MaxLoRARanks) if rank >= dim),
+        "lora_target_modules": adapted_layers(model),
+    }
+
+
+def adapted_layers(model: ModelConfig) -> list[str]:
+    """Last parts of the names of the layers that the policy puts adapters on; the engine's other layers get no place
+    for any."""
+    lora = model.lora_cfg
+    if not lora.match_all_linear:
+        return sorted({target.rpartition(".")[2] for target in lora.target_modules})
+    config = AutoConfig.from_pretrained(model.model_name, **model.hf_config_overrides)
+    with torch.device("meta"):
+        hf = AutoModelForCausalLM.from_config(config)
+    heads = {id(hf.get_output_embeddings())}
+    linear = [name for name, module in hf.named_modules() if isinstance(module, LINEAR) and id(module) not in heads]
+    return sorted({name.rpartition(".")[2] for name in linear if is_adapted(name, lora)})
 
 
 def _starts_empty(backend: VllmConfig, model: ModelConfig, placement: Placement) -> bool:

@@ -16,6 +16,7 @@ _PLACED = "the runtime places replicas and their ranks; give generation more dev
 _DRAFT = "a draft model would keep its old weights after a weight sync"
 _SAMPLING = "sampling parameters come from `policy.generation` alone"
 _TASK = "the engine only generates"
+_ADAPTERS = "the adapters of the policy are applied as `policy.generation.lora_sync` says"
 
 OWNED_ARGUMENTS = {
     "convert": _TASK,
@@ -34,18 +35,24 @@ OWNED_ARGUMENTS = {
     "distributed_executor_backend": "a replica's ranks are processes of its own",
     "dtype": "write `policy.precision`",
     "enable_chunked_prefill": "the generator chooses it for the device",
-    "enable_lora": "adapters are merged into the weights that are sent",
+    "enable_lora": _ADAPTERS,
     "enable_return_routed_experts": "write `moe_router_replay` in the section of the policy's training backend",
     "enable_sleep_mode": "the generator sleeps if it shares its device",
     "enforce_eager": "write `vllm_cfg.enforce_eager`",
+    "fully_sharded_loras": _ADAPTERS,
     "generation_config": _SAMPLING,
     "gpu_memory_utilization": "write `vllm_cfg.gpu_memory_utilization`",
     "hf_overrides": "write `policy.hf_config_overrides`",
     "kv_cache_dtype": "write `vllm_cfg.kv_cache_dtype`",
     "kv_cache_memory_bytes": "write `vllm_cfg.kv_cache_gib`",
+    "lora_dtype": _ADAPTERS,
+    "lora_target_modules": _ADAPTERS,
     "logprobs_mode": "training needs processed logprobs",
     "master_addr": _PLACED,
     "master_port": _PLACED,
+    "max_cpu_loras": _ADAPTERS,
+    "max_lora_rank": _ADAPTERS,
+    "max_loras": _ADAPTERS,
     "max_model_len": "write `vllm_cfg.max_model_len`",
     "max_num_batched_tokens": "write `vllm_cfg.max_num_batched_tokens`",
     "max_num_seqs": "write `vllm_cfg.max_num_seqs`",

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from vllm import SamplingParams as VllmSamplingParams
 from vllm.exceptions import GracefulHTTPError, VLLMClientError
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.engine.output_processor import OutputProcessor
@@ -24,9 +25,13 @@ class Engine(ABC):
 
     Args:
         processor: vLLM's, which the tokens of every step pass through.
+
+    Attributes:
+        adapter: that requests are computed with; set by `use_adapter`.
     """
 
     def __init__(self, processor: OutputProcessor) -> None:
+        self.adapter: LoRARequest | None = None
         self._num_sampled = 0
         process = processor.process_outputs
 
@@ -41,6 +46,12 @@ class Engine(ABC):
     def num_sampled(self) -> int:
         """Tokens sampled so far, those of requests in flight included."""
         return self._num_sampled
+
+    def use_adapter(self, version: int | None) -> None:
+        """Have later requests computed with the adapters that were received with a weight version, or with none."""
+        # nothing is read from the path: the worker extension has handed the adapters to every rank
+        name = f"version-{version}"
+        self.adapter = None if version is None else LoRARequest(name, version, lora_path=name)
 
     async def generate(self, request: GenerationRequest, *, max_tokens: int) -> Any:
         """vLLM's `CompletionOutput` of one request; concurrent ones are decoded together."""
@@ -58,7 +69,8 @@ class Engine(ABC):
 
     @abstractmethod
     async def run(self, token_ids: np.ndarray, params: VllmSamplingParams) -> Any:
-        """vLLM's `RequestOutput` of one request; cancelling the call takes it out of the engine."""
+        """vLLM's `RequestOutput` of one request, computed with `adapter`; cancelling the call takes it out of the
+        engine."""
 
     @abstractmethod
     async def call(self, method: str, *args: Any) -> list[Any]:

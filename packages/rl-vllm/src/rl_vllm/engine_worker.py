@@ -7,15 +7,19 @@ import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
 from vllm.config import set_current_vllm_config
+from vllm.lora.model_manager import LoRAModelManager
 
 from rl_core.devices import Device
 from rl_core.errors import WeightSyncError
 from rl_core.torch.transport import ReceivingEnd
 from rl_core.weights import Manifest, Transport
+from rl_vllm.adapter_receiver import AdapterReceiver
+from rl_vllm.bare_model import without_adapters
 from rl_vllm.load_plan import LoadPlan, plan_load
 from rl_vllm.parent_watch import end_with, forget_cpu_groups, forget_semaphores
 from rl_vllm.planned_load import PlannedLoad
@@ -33,9 +37,12 @@ class EngineWorker:
     local_rank: int
     device: torch.device
     vllm_config: Any
+    model_runner: Any
     get_model: Callable[[], torch.nn.Module]
 
+    _manifest: Manifest | None = None
     _receiver: WeightReceiver | None = None
+    _adapters: AdapterReceiver | None = None
     _planned: tuple[Manifest, LoadPlan, PlannedLoad | None] | None = None
     _receiving: ReceivingEnd | None = None
 
@@ -45,9 +52,13 @@ class EngineWorker:
         forget_cpu_groups()
         return self._reported(end_with, pid)
 
-    def begin_receiving(self, manifest: bytes) -> Report:
-        """Plan the load of a manifest: `unknown` tensors to the reason, and `missing` ones."""
-        return self._reported(self._begin, pickle.loads(manifest))
+    def begin_receiving(self, manifest: bytes, scale: float) -> Report:
+        """Plan the load of a manifest: `unknown` tensors to the reason, and `missing` ones.
+
+        Args:
+            scale: factor of an adapter's product, for the factors of adapters among the tensors.
+        """
+        return self._reported(self._begin, pickle.loads(manifest), scale)
 
     def receive_weights(self, order: bytes, first_rank: int) -> Report:
         """Receive the announced tensors; returns the digest of all of them.
@@ -64,7 +75,7 @@ class EngineWorker:
         return self._reported(self._check)
 
     def make_receiver(self, manifest: Manifest) -> WeightReceiver:
-        """Return the receiver of this manifest for this rank's model."""
+        """Return the receiver of a manifest without factors of adapters, for this rank's model."""
         plan, planned = self._plan(manifest)
         return WeightReceiver(self.get_model(), self.vllm_config.model_config, manifest, plan, planned)
 
@@ -76,26 +87,55 @@ class EngineWorker:
             self._planned = manifest, plan, PlannedLoad.of(model, plan, self.vllm_config.model_config.dtype)
         return self._planned[1:]
 
-    def _begin(self, manifest: Manifest) -> dict[str, Any]:
-        self._receiver = None
-        self._receiver = self.make_receiver(manifest)
-        return {"unknown": self._receiver.plan.unknown, "missing": self._receiver.plan.missing}
+    def _begin(self, manifest: Manifest, scale: float) -> dict[str, Any]:
+        self._manifest = self._receiver = self._adapters = None
+        unknown: dict[str, str] = {}
+        missing: list[str] = []
+        if manifest.form != "adapter":
+            self._receiver = self.make_receiver(manifest.without_factors())
+            unknown, missing = dict(self._receiver.plan.unknown), list(self._receiver.plan.missing)
+        if manifest.num_factors:
+            self._adapters = AdapterReceiver(self._adapter_manager(), manifest, scale)
+            unknown |= self._adapters.unknown
+            missing += self._adapters.missing
+        self._manifest = manifest
+        return {"unknown": unknown, "missing": missing}
 
     def _receive(self, transport: Transport, device: Device, rank: int) -> str:
+        manifest = self._announced()
         if self._receiving is None:
             # it ends with this process
             self._receiving = ReceivingEnd(device)
-        return self._announced().receive(self._receiving, transport, rank)
+        with self._receiving.transfer(manifest, transport, rank) as tensors:
+            arriving = iter(tensors)
+            if self._receiver is not None:
+                self._receiver.load(islice(arriving, len(manifest.tensors) - manifest.num_factors))
+            for name, tensor in arriving:
+                if self._adapters is None:
+                    raise WeightSyncError(f"the engine's loaders left out {name} and what follows it", (name,))
+                self._adapters.take(name, tensor)
+            if self._adapters is not None:
+                self._adapters.apply()
+        return tensors.digest
 
     def _check(self) -> list[str]:
-        stale = self._announced().stale()
-        self._receiver = None
+        self._announced()
+        stale = [] if self._receiver is None else self._receiver.stale()
+        if self._adapters is not None:
+            stale += self._adapters.stale()
+        self._manifest = self._receiver = self._adapters = None
         return stale
 
-    def _announced(self) -> WeightReceiver:
-        if self._receiver is None:
+    def _announced(self) -> Manifest:
+        if self._manifest is None:
             raise WeightSyncError("no weight version was announced: call `begin` first")
-        return self._receiver
+        return self._manifest
+
+    def _adapter_manager(self) -> LoRAModelManager:
+        if self.vllm_config.lora_config is None:
+            raise WeightSyncError("the engine was started without adapters; set policy.generation.lora_sync=adapter")
+        manager: LoRAModelManager = self.model_runner.lora_manager._adapter_manager
+        return manager
 
     def _default_device(self) -> AbstractContextManager[Any]:
         """Loaders make tensors on the default device. On CPU no context is needed, and one slows every torch call."""
@@ -103,7 +143,12 @@ class EngineWorker:
 
     def _reported(self, act: Callable[..., Any], *args: Any) -> Report:
         try:
-            with torch.no_grad(), set_current_vllm_config(self.vllm_config), self._default_device():
+            with (
+                torch.no_grad(),
+                set_current_vllm_config(self.vllm_config),
+                self._default_device(),
+                without_adapters(self.get_model()),
+            ):
                 return {"value": act(*args)}
         except WeightSyncError as error:
             return {"error": str(error), "tensors": list(error.tensors)}

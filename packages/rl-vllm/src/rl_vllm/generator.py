@@ -18,7 +18,7 @@ from rl_vllm import process_env
 from rl_vllm.admission import Admission
 from rl_vllm.config import VllmConfig
 from rl_vllm.parent_watch import forget_semaphores
-from rl_vllm.plugin import routing_problem
+from rl_vllm.plugin import adapter_problem, routing_problem
 
 if TYPE_CHECKING:
     from rl_vllm.engine import Engine
@@ -36,6 +36,9 @@ class VllmGenerator:
 
     On CPU sleeping frees nothing, for vLLM cannot; it is accepted and keeps requests waiting all the same. A rehearsal
     asks for the weights again as GPUs do.
+
+    If `lora_sync` is `adapter`, weights may arrive without their adapters, which follow by themselves: the engine then
+    applies those of the newest version to every request. It keeps the weights in sleep.
 
     Args:
         config: neutral settings of generation.
@@ -56,7 +59,10 @@ class VllmGenerator:
         self._engine: Engine | None = None
         self._admission = Admission("the engine has not been started")
         self._asleep: set[str] = set()
-        self._sleep_level = backend.sleep_level or (2 if placement.awaits_weights else 1)
+        self._applies_adapters = config.lora_sync == "adapter"
+        drops_weights = placement.awaits_weights and not self._applies_adapters
+        self._sleep_level = backend.sleep_level or (2 if drops_weights else 1)
+        self._has_weights = not placement.awaits_weights
         self._version = 0
         self._announced: Manifest | None = None
         self._num_completions = 0
@@ -76,6 +82,10 @@ class VllmGenerator:
             problem = routing_problem(self._backend, self._placement.kind)
             if problem:
                 raise GeneratorError(f"the routing of experts is not reported: {problem}")
+        if self._applies_adapters:
+            problem = adapter_problem(self._backend, self._model, self._placement.kind)
+            if problem:
+                raise GeneratorError(f"adapters cannot be sent by themselves: {problem}")
         eager = self._backend.enforce_eager
         eager = not self._placement.kind.runs_on_gpus if eager is None else eager
         own_process = self._backend.has_own_process(self._placement.kind)
@@ -92,6 +102,7 @@ class VllmGenerator:
             max_len=self._max_len,
             eager=eager,
             extension=self.worker_extension,
+            applies_adapters=self._applies_adapters,
         )
         if own_process:
             from rl_vllm.process_engine import ProcessEngine
@@ -169,6 +180,7 @@ class VllmGenerator:
             self._asleep = set(PARTS)
         if self._sleep_level == 1:
             return True
+        self._has_weights = False
         self._admission.refuse("its weights were dropped in sleep and have not been sent again")
         return False
 
@@ -190,14 +202,23 @@ class VllmGenerator:
         """Make ready; nothing is served from here until a `commit` succeeds.
 
         Raises:
-            WeightSyncError: naming tensors the engine does not know, or those that its parameters wait for.
+            WeightSyncError: naming tensors the engine does not know, or those that its parameters wait for; or if
+                adapters are to come without weights that it does not have.
             GeneratorError: if requests are in flight; pause first.
         """
         if self._admission.num_inside:
             raise GeneratorError(f"{self._admission.num_inside} requests are in flight: pause before a weight sync")
         self._announced = None
         self._admission.refuse(f"weight version {manifest.version} has not been taken over whole")
-        plans = await self._on_every_rank("begin_receiving", pickle.dumps(manifest))
+        if manifest.form != "adapter":
+            self._has_weights = False
+        elif not self._has_weights:
+            raise WeightSyncError(
+                f"weight version {manifest.version} has adapters alone, and the engine does not have the weights that "
+                "they sit on"
+            )
+        scale = self._model.lora_cfg.scale
+        plans = await self._on_every_rank("begin_receiving", pickle.dumps(manifest), scale)
         # with pipeline parallelism each rank knows its own layers only
         unknown = [name for name in plans[0]["unknown"] if all(name in plan["unknown"] for plan in plans)]
         missing = list(dict.fromkeys(name for plan in plans for name in plan["missing"]))
@@ -238,6 +259,8 @@ class VllmGenerator:
                 f"weight version {version}: the engine does not compute with {', '.join(names)}", names
             )
         await self._running().forget_prefixes()
+        self._running().use_adapter(version if self._announced.num_factors else None)
+        self._has_weights = True
         self._version = version
         self._announced = None
         self._admission.serve()

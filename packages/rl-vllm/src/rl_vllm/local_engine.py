@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 from vllm import AsyncEngineArgs
 from vllm import SamplingParams as VllmSamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from rl_core.errors import GeneratorError, RequestRefused
@@ -27,6 +28,7 @@ class Request:
 
     token_ids: list[int]
     params: VllmSamplingParams
+    adapter: LoRARequest | None
     output: Future[Any] = field(default_factory=Future)
 
 
@@ -62,7 +64,7 @@ class LocalEngine(Engine):
 
     async def run(self, token_ids: np.ndarray, params: VllmSamplingParams) -> Any:
         await self.check()
-        request = Request(token_ids.tolist(), params)
+        request = Request(token_ids.tolist(), params, self.adapter)
         if not self._submitted:
             # those of one turn of the event loop enter together, so that their batch does not depend on timing
             asyncio.get_running_loop().call_soon(self._flush)
@@ -121,7 +123,8 @@ class SteppedEngine:
         for request in requests:
             name = str(next(self._ids))
             try:
-                self._id_of[name] = self.vllm.add_request(name, {"prompt_token_ids": request.token_ids}, request.params)
+                prompt = {"prompt_token_ids": request.token_ids}
+                self._id_of[name] = self.vllm.add_request(name, prompt, request.params, lora_request=request.adapter)
             except Exception as error:  # noqa: BLE001 - becomes the failure of the request
                 _fail(request, RequestRefused(f"the engine refused a request: {error}"))
                 continue

@@ -7,9 +7,15 @@ from typing import Any
 
 from rl_core.config import Problem
 from rl_core.devices import Device
-from rl_core.model_config import local_hf_config
+from rl_core.model_config import LoraConfig, ModelConfig, local_hf_config
 from rl_core.plugins import BackendPlugin, Requirement
 from rl_vllm.config import MAX_TEMPERATURE, MIN_TEMPERATURE, VllmConfig
+
+MAX_ADAPTER_DIM = 512
+"""Largest dim that vLLM 0.32 has room for."""
+
+FOLDED = "kv_b_proj"
+"""The layer of multi-head latent attention that vLLM computes with only while it reads a prompt."""
 
 
 def _room_for_prompts(section: Any, config: Any) -> Iterable[Problem]:
@@ -61,6 +67,29 @@ def routing_problem(config: VllmConfig, device: Device) -> str:
     return ""
 
 
+def adapter_problem(config: VllmConfig, model: ModelConfig, device: Device) -> str:
+    """Why the engine cannot apply the adapters of this model by itself; empty if it can."""
+    lora = model.lora_cfg
+    if lora.dim > MAX_ADAPTER_DIM:
+        return f"vLLM applies adapters of dim {MAX_ADAPTER_DIM} at most, got lora_cfg.dim={lora.dim}"
+    if config.sleep_level == 2:
+        return "the engine must keep the weights that adapters sit on, but vllm_cfg.sleep_level=2 drops them in sleep"
+    if device.runs_on_gpus and model.precision == "float32":
+        return "on GPUs vLLM applies adapters in half precision alone; set policy.precision=bfloat16"
+    if "kv_lora_rank" in local_hf_config(model) and _targets(lora, FOLDED):
+        return (
+            f"vLLM folds {FOLDED} into attention, which then computes without its adapter; add it to "
+            "lora_cfg.exclude_modules"
+        )
+    return ""
+
+
+def _targets(lora: LoraConfig, layer: str) -> bool:
+    """Whether layers whose names end so may get an adapter."""
+    ends = [target.rpartition(".")[2] for target in lora.target_modules]
+    return (lora.match_all_linear or layer in ends) and layer not in lora.exclude_modules
+
+
 def _ranks(config: VllmConfig) -> int:
     return config.num_ranks
 
@@ -74,5 +103,6 @@ PLUGIN = BackendPlugin(
     ranks=_ranks,
     checks=(_room_for_prompts, _heads, _temperatures),
     routing_problem=routing_problem,
+    adapter_problem=adapter_problem,
     preflight="rl_vllm.preflight:problems",
 )

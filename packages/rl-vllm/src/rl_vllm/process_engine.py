@@ -66,7 +66,8 @@ class ProcessEngine(Engine):
     async def run(self, token_ids: np.ndarray, params: VllmSamplingParams) -> Any:
         prompt = {"type": "token", "prompt_token_ids": token_ids.tolist()}
         async with self._failures():
-            async for output in self._engine.generate(prompt, params, str(next(self._ids))):
+            name = str(next(self._ids))
+            async for output in self._engine.generate(prompt, params, name, lora_request=self.adapter):
                 if output.finished:
                     return output
         raise GeneratorError("the engine ended a request without an answer")

@@ -11,20 +11,19 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from rl_core.errors import WeightSyncError
-from rl_core.torch.transport import ReceivingEnd
-from rl_core.weights import Manifest, Transport
+from rl_core.weights import Manifest
 from rl_vllm.load_plan import LoadPlan, fed_names
 from rl_vllm.planned_load import PlannedLoad
 from rl_vllm.probe import WeightProbe
 
 
 class WeightReceiver:
-    """Takes in and checks the tensors of one manifest.
+    """Takes in and checks the weights of one manifest.
 
     Args:
         model: this rank's part of the engine's model.
         model_config: vLLM's.
-        manifest: what will arrive.
+        manifest: of weights alone, without factors of adapters.
         plan: of the load into this rank's model.
         planned: that load, if the plan is all it takes.
     """
@@ -44,22 +43,15 @@ class WeightReceiver:
         self._planned = planned
         self._probe: WeightProbe | None = None
 
-    def receive(self, end: ReceivingEnd, transport: Transport, rank: int) -> str:
-        """Receive all tensors as receiver `rank`; returns the digest of all of them, before the engine casts or packs
-        anything.
-
-        Args:
-            end: this rank's, used again by the next transfer.
-        """
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Load the weights as they arrive, under the names that they are sent under; each lasts until its turn is over."""
         self._probe = WeightProbe(self._model, self.plan, self._manifest.version)
-        with end.transfer(self._manifest, transport, rank) as tensors:
-            sampled = self._sampled(tensors)
-            if self._planned is None:
-                self._reload(sampled)
-            else:
-                self._planned.load(sampled)
-            self.repack_tied()
-        return tensors.digest
+        sampled = self._sampled(tensors)
+        if self._planned is None:
+            self._reload(sampled)
+        else:
+            self._planned.load(sampled)
+        self.repack_tied()
 
     def _reload(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Hand tensors, under their Hugging Face names, to the engine's loaders."""

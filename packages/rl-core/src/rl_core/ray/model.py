@@ -23,7 +23,7 @@ from rl_core.ray.calls import fetch, gather
 from rl_core.ray.rows import StoredRows
 from rl_core.ray.stacks import request_stacks
 from rl_core.shuffle import Shard, plan_shuffle
-from rl_core.weights import Manifest, Transport
+from rl_core.weights import Manifest, Transport, WeightForm
 
 _log = logging.getLogger(__name__)
 
@@ -191,9 +191,9 @@ class RemoteModel:
         """Bring these parts back."""
         self.call_all("onload", tuple(parts))
 
-    def manifest(self, version: int) -> Manifest:
+    def manifest(self, version: int, form: WeightForm = "merged") -> Manifest:
         """The manifest that `start_send` will follow for this version."""
-        return self.call_all("manifest", version)[0]
+        return self.call_all("manifest", version, form)[0]
 
     def start_send(
         self, manifest: Manifest | ray.ObjectRef, transport: Transport

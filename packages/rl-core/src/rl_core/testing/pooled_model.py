@@ -14,7 +14,7 @@ from rl_core.model import Loss, ModelSpec, Part, Read, SavedFile
 from rl_core.model_config import ModelConfig
 from rl_core.plugins import resolve
 from rl_core.testing.rank_pool import Rank, RankPool
-from rl_core.weights import Manifest, Transport
+from rl_core.weights import Manifest, Transport, WeightForm
 
 HELD = "model_worker"
 
@@ -108,9 +108,9 @@ class PooledModel:
         """As `Resident.onload`, on every rank."""
         self.call("onload", tuple(parts))
 
-    def manifest(self, version: int) -> Manifest:
+    def manifest(self, version: int, form: WeightForm = "merged") -> Manifest:
         """The manifest, which only rank 0 returns."""
-        first, *others = self.call("manifest", version)
+        first, *others = self.call("manifest", version, form)
         assert others == [None] * len(others), "only rank 0 answers with the manifest"
         return first
 

@@ -1,4 +1,4 @@
-"""Conformance suite of publishing weights, for a training backend of any layout."""
+"""Conformance suites of publishing weights, for a training backend of any layout."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import pytest
 
 from rl_core.errors import WeightSyncError, WorkerError
 from rl_core.model import LOGPROBS
+from rl_core.model_config import LoraConfig
+from rl_core.testing.losses import TokenLoss
 from rl_core.testing.model_worker import make_batch
 from rl_core.testing.pooled_model import PooledModel
 from rl_core.testing.rank_pool import RankPool, free_port
-from rl_core.testing.torch.received import ranks_apart, receive, receiving_threads, sent_by_every_rank
+from rl_core.testing.torch.received import Received, ranks_apart, receive, receiving_threads, sent_by_every_rank
 from rl_core.testing.torch.tiny_model import read_weights
-from rl_core.weights import Transport
+from rl_core.weights import Manifest, Transport, WeightForm
 
 
 class PublishingSuite(ABC):
@@ -78,3 +80,51 @@ class PublishingSuite(ABC):
         source = read_weights(folder)
         assert all(tensors[spec.name].equal(source[spec.name]) for spec in manifest.tensors)
         assert not weights.exists()
+
+
+class AdapterPublishingSuite(ABC):
+    """Subclass it in a module with a fixture `ranks`, a `RankPool`."""
+
+    @abstractmethod
+    def write(self, folder: Path) -> Path:
+        """Write the files of a tiny model; returns their folder."""
+
+    @abstractmethod
+    def open(self, ranks: RankPool, folder: Path, lora: LoraConfig) -> PooledModel:
+        """A float32 model of these files that is split over two ranks, with adapters as configured."""
+
+    def test_weights_and_adapters_travel_apart(self, ranks: RankPool, tmp_path: Path) -> None:
+        from safetensors.torch import load_file
+
+        source = read_weights(self.write(tmp_path))
+        with self.open(ranks, tmp_path, LoraConfig(enabled=True, dim=4)) as model:
+            model.train_step(make_batch(), TokenLoss())
+            model.export_adapter(str(tmp_path / "adapter"))
+            both, received_both = self._sent(ranks, model, "factored")
+            alone, received_alone = self._sent(ranks, model, "adapter")
+        exported = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+        factors = {name.removeprefix("base_model.model."): factor for name, factor in exported.items()}
+        assert (both.form, alone.form) == ("factored", "adapter")
+        assert both.without_factors().tensors + alone.tensors == both.tensors
+        assert {spec.name for spec in both.tensors} == {*source, *factors} - set(both.tied)
+        assert alone.num_bytes == sum(factor.nbytes for factor in factors.values())
+        assert any(factor.any() for name, factor in factors.items() if name.endswith("lora_B.weight"))
+        for received, wanted in ((received_both, {**source, **factors}), (received_alone, factors)):
+            assert len(received) == 2
+            for tensors, _ in received:
+                assert all(tensor.equal(wanted[name]) for name, tensor in tensors.items())
+
+    def test_a_model_without_adapters_sends_none(self, ranks: RankPool, tmp_path: Path) -> None:
+        with (
+            self.open(ranks, self.write(tmp_path), LoraConfig()) as model,
+            pytest.raises(WorkerError, match="has no adapters"),
+        ):
+            model.manifest(1, "adapter")
+
+    def _sent(self, ranks: RankPool, model: PooledModel, form: WeightForm) -> tuple[Manifest, list[Received]]:
+        """What the receivers of each of two ranks get."""
+        manifest, transport = model.manifest(1, form), sent_by_every_rank()
+        with ranks_apart(ranks), receiving_threads(2, lambda: receive(manifest, transport)) as received:
+            digests = model.call("send", manifest, transport)
+        assert [received[rank][1] for rank in range(2)] == digests
+        return manifest, list(received.values())

@@ -142,11 +142,15 @@ class Replicas:
 
     def _spec(self, placement: Placement) -> RolloutWorkerSpec:
         backend = self._backend
-        # an evaluation, whose replicas wait for no weights, trains nothing
-        placement = replace(placement, reports_routing=backend.reports_routing and placement.awaits_weights)
+        config = backend.config
+        if placement.awaits_weights:
+            placement = replace(placement, reports_routing=backend.reports_routing)
+        else:
+            # an evaluation, which trains nothing, serves whole weights from files
+            config = config.model_copy(update={"lora_sync": "merged"})
         return RolloutWorkerSpec(
             generator=backend.plugin.worker,
-            generator_args=(backend.config, backend.backend, backend.model, placement),
+            generator_args=(config, backend.backend, backend.model, placement),
             program=self._needs.program,
             program_args=self._needs.program_args,
             tokenizer=backend.model.tokenizer,

@@ -222,6 +222,7 @@ class Runtime:
             canary=canary,
             residency=residency,
             bucket_bytes=self.topology.device.bucket_bytes,
+            sends_adapters=self._backends.generation.config.lora_sync == "adapter",
         )
 
     def _pool(self, replicas: list[Replica], residency: Residency | None) -> RolloutPool:

@@ -18,7 +18,7 @@ from rl_core.model import LOGPROBS
 from rl_core.ragged import Ragged
 from rl_core.ray.calls import gather, settle
 from rl_core.ray.model import RemoteModel
-from rl_core.weights import Manifest, Transport, TransportKind
+from rl_core.weights import Manifest, Transport, TransportKind, WeightForm
 from rl_launch.backends import POLICY
 from rl_launch.placement.residency import Residency
 from rl_launch.placement.topology import GENERATION
@@ -116,6 +116,8 @@ class WeightSync:
         canary: what both sides must agree on.
         residency: of the devices that policy and replicas share; None if they share none.
         bucket_bytes: most bytes in flight at a time.
+        sends_adapters: whether the adapters of the policy travel by themselves: beside the weights that they sit on
+            to replicas that do not have these yet, and alone in every later transfer.
         timeout_s: bound of each phase.
     """
 
@@ -128,6 +130,7 @@ class WeightSync:
         canary: Canary,
         residency: Residency | None,
         bucket_bytes: int,
+        sends_adapters: bool = False,
         timeout_s: float = 600.0,
     ) -> None:
         self._policy = policy
@@ -136,11 +139,14 @@ class WeightSync:
         self._canary = canary
         self._residency = residency
         self._bucket_bytes = bucket_bytes
+        self._sends_adapters = sends_adapters
         self._timeout_s = timeout_s
         self._version = 0
-        self._manifest: Manifest | None = None
+        self._manifests: dict[WeightForm, Manifest] = {}
+        self._last_form: WeightForm = "merged"
         self._transport: Transport | None = None
         self._receivers: list[tuple[Receiver, int]] = []
+        self._served: list[tuple[Receiver, int]] = []
 
     def publish(self) -> PublishedWeights:
         """Give the policy's present weights the next version."""
@@ -178,11 +184,10 @@ class WeightSync:
                 # before the replicas take memory
                 early = self._start_canary()()
                 self._policy.offload(["optimizer"])
-            if self._manifest is None:
-                self._manifest = self._policy.manifest(update.version)
+            manifest = self._manifest(self._form(replicas), update.version)
+        self._served = []  # after a failure everything is sent again
         transport = self._connected(replicas)
         self._transport = None  # until this transfer has succeeded
-        manifest = replace(self._manifest, version=update.version)
         shared = ray.put(manifest)
         sending = self._policy.start_send(shared, transport)
         # the policy is done before the replicas are, which load what arrives and score the canary too
@@ -199,6 +204,24 @@ class WeightSync:
         self._check_canary(update, expected, replicas, scores)
         refs = [replica.generator("resume") for replica in replicas]
         gather(refs, [replica.origin("weight sync (resume)") for replica in replicas], self._timeout_s)
+        self._served = _started(replicas)
+
+    def _form(self, replicas: Sequence[Receiver]) -> WeightForm:
+        """Form in which the weights travel to these replicas."""
+        if not self._sends_adapters:
+            return "merged"
+        return "adapter" if _started(replicas) == self._served else "factored"
+
+    def _manifest(self, form: WeightForm, version: int) -> Manifest:
+        """Return the manifest of a form, which the policy has to make only once: versions differ in their values."""
+        if form not in self._manifests:
+            self._manifests[form] = self._policy.manifest(version, form)
+        manifest = replace(self._manifests[form], version=version)
+        if form != self._last_form:
+            self._last_form = form
+            sent = "the adapters alone" if form == "adapter" else "all weights and their adapters"
+            _log.info("weight version %d: sending %s, %d bytes", version, sent, manifest.num_bytes)
+        return manifest
 
     def _start_canary(self) -> Callable[[], Ragged]:
         """Start the policy's scoring of the canary; the returned function waits for its logprobs."""
@@ -265,7 +288,7 @@ class WeightSync:
         Memory of one GPU is reached from that GPU alone, so there every rank of the policy sends to the engine rank
         beside it.
         """
-        receivers = [(replica, replica.num_starts) for replica in replicas]
+        receivers = _started(replicas)
         if self._transport is not None and receivers == self._receivers:
             return self._transport
         self._receivers = receivers
@@ -300,6 +323,11 @@ class WeightSync:
     def _all(self, replicas: Sequence[Receiver], method: str, *args: Any) -> list[Any]:
         refs = [replica.call(method, *args) for replica in replicas]
         return gather(refs, [replica.origin(f"weight sync ({method})") for replica in replicas], self._timeout_s)
+
+
+def _started(replicas: Sequence[Receiver]) -> list[tuple[Receiver, int]]:
+    """Replicas with how often each was started, which tells its processes apart."""
+    return [(replica, replica.num_starts) for replica in replicas]
 
 
 def joined(failures: Sequence[RLError]) -> RLError:

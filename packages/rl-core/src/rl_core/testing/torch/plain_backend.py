@@ -246,13 +246,17 @@ class PlainWeights:
         return [TensorSpec(name, tuple(parameter.shape), dtype) for name, parameter in self._named.items()]
 
     def stream(
-        self, dtype: str, *, everywhere: bool = True, bucket_bytes: int = 0
+        self, dtype: str, *, everywhere: bool = True, bucket_bytes: int = 0, merges_adapters: bool = True
     ) -> Iterator[Sequence[tuple[str, Tensor]]]:
         """All parameters, one by one, on every rank."""
         for name, parameter in self._named.items():
             yield [(name, parameter.detach().to(getattr(torch, dtype)))]
 
-    def adapters(self) -> Iterator[tuple[str, Tensor | None]]:
+    def adapter_specs(self, dtype: str) -> list[TensorSpec]:
+        """None."""
+        return []
+
+    def adapters(self, dtype: str = "float32", *, everywhere: bool = True) -> Iterator[tuple[str, Tensor | None]]:
         """None."""
         return iter(())
 

@@ -225,20 +225,30 @@ class RankWeights(Protocol):
         ...
 
     def stream(
-        self, dtype: str, *, everywhere: bool = ..., bucket_bytes: int = ...
+        self, dtype: str, *, everywhere: bool = ..., bucket_bytes: int = ..., merges_adapters: bool = True
     ) -> Iterator[Sequence[tuple[str, Tensor | None]]]:
-        """Parameter by parameter its tensors by name, adapters merged; collective. Each is whole or, on a rank that
-        does not get it, None.
+        """Parameter by parameter its tensors by name; collective. Each is whole or, on a rank that does not get it,
+        None.
 
         Args:
             everywhere: whether every rank gets them whole.
             bucket_bytes: about how many bytes are brought together at one time.
+            merges_adapters: whether adapters are added to the weights that they sit on.
         """
         ...
 
-    def adapters(self) -> Iterator[tuple[str, Tensor | None]]:
-        """The factors of every adapter by name (`rl_core.torch.training.lora`), and a score head that trains with them,
-        in float32; collective. Each is whole on rank 0, and whole or None elsewhere."""
+    def adapter_specs(self, dtype: str) -> list[TensorSpec]:
+        """The tensors of `adapters` in their order, in a dtype; empty without adapters. Collective."""
+        ...
+
+    def adapters(self, dtype: str = ..., *, everywhere: bool = ...) -> Iterator[tuple[str, Tensor | None]]:
+        """The factors of every adapter by name (`rl_core.torch.training.lora`), and a score head that trains with them;
+        collective. Each is whole on rank 0, and whole or None elsewhere.
+
+        Args:
+            dtype: of the tensors; float32 if not given.
+            everywhere: whether every rank gets them whole.
+        """
         ...
 
 

@@ -11,12 +11,40 @@ from torch import Tensor
 from rl_core.torch.collective_errors import on_all_ranks
 from rl_core.torch.training.backend import RankMesh, RankWeights
 from rl_core.torch.transport import Sender, SendingEnd
-from rl_core.weights import Manifest, Transport, num_bytes
+from rl_core.weights import Manifest, Transport, WeightForm, num_bytes
 
 
-def manifest_of(weights: RankWeights, version: int, dtype: str) -> Manifest:
-    """Every weight by Hugging Face name in the compute dtype; a tied head is named, not sent."""
-    return Manifest(version, tuple(weights.specs(dtype)), weights.tied)
+def manifest_of(weights: RankWeights, version: int, dtype: str, form: WeightForm = "merged") -> Manifest:
+    """Every tensor of a form by name in the compute dtype; a tied head is named, not sent. Collective.
+
+    Raises:
+        ValueError: if there are no adapters whose factors could be sent.
+    """
+    if form == "merged":
+        return Manifest(version, tuple(weights.specs(dtype)), weights.tied)
+    factors = tuple(weights.adapter_specs(dtype))
+    if not factors:
+        raise ValueError("this model has no adapters, whose factors could be sent apart from its weights")
+    if form == "adapter":
+        return Manifest(version, factors, num_factors=len(factors))
+    return Manifest(version, (*weights.specs(dtype), *factors), weights.tied, len(factors))
+
+
+def stream_of(
+    weights: RankWeights, manifest: Manifest, transport: Transport, dtype: str
+) -> Iterator[Sequence[tuple[str, Tensor | None]]]:
+    """Tensors in the order of a manifest that `manifest_of` made, for `send_weights`; collective."""
+    everywhere = transport.every_rank_sends
+    if manifest.form != "adapter":
+        yield from weights.stream(
+            dtype,
+            everywhere=everywhere,
+            bucket_bytes=transport.bucket_bytes,
+            merges_adapters=manifest.form == "merged",
+        )
+    if manifest.num_factors:
+        for named in weights.adapters(dtype, everywhere=everywhere):
+            yield [named]
 
 
 def send_weights(

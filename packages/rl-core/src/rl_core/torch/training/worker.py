@@ -28,12 +28,12 @@ from rl_core.torch.training.checkpoint import Checkpoint
 from rl_core.torch.training.checkpoint_files import exported_files, verify_files
 from rl_core.torch.training.export import export_dtype, export_weights, write_hf_config
 from rl_core.torch.training.flops import peak_flops, speed_metrics
-from rl_core.torch.training.publishing import manifest_of, send_weights
+from rl_core.torch.training.publishing import manifest_of, send_weights, stream_of
 from rl_core.torch.training.reference import Reference
 from rl_core.torch.training.skipped_steps import SkippedSteps
 from rl_core.torch.training.step import run_evaluation, run_reads, run_train_step
 from rl_core.torch.transport import SendingEnd, interrupt
-from rl_core.weights import Manifest, Transport
+from rl_core.weights import Manifest, Transport, WeightForm
 
 CLOSE_TIMEOUT = timedelta(seconds=30)
 
@@ -183,17 +183,19 @@ class TrainingWorker:
         on_rank0(self._mesh.control, lambda: copy_tokenizer(folder, tokenizer=self._tokenizer, settings=settings))
         return exported_files(folder, self._mesh.control)
 
-    def manifest(self, version: int) -> Manifest | None:
-        """All weights in the compute dtype, by Hugging Face name; on rank 0, which speaks for all."""
-        manifest = manifest_of(self._weights, version, self._config.precision)
+    def manifest(self, version: int, form: WeightForm = "merged") -> Manifest | None:
+        """All weights in the compute dtype, by Hugging Face name; on rank 0, which speaks for all.
+
+        Raises:
+            ValueError: for another form than `merged` if the model has no adapters.
+        """
+        manifest = manifest_of(self._weights, version, self._config.precision, form)
         return manifest if self._mesh.rank == 0 else None
 
     def send(self, manifest: Manifest, transport: Transport) -> str:
         """Bring the weights together bucket by bucket and send them, from rank 0 or from every rank."""
         self._residency.require("parameters")
-        stream = self._weights.stream(
-            self._config.precision, everywhere=transport.every_rank_sends, bucket_bytes=transport.bucket_bytes
-        )
+        stream = stream_of(self._weights, manifest, transport, self._config.precision)
         return send_weights(self._sending, stream, manifest, transport, self._mesh)
 
     def offload(self, parts: Sequence[Part] = ("parameters", "optimizer")) -> None:
