@@ -1,16 +1,20 @@
 """Bytes per second of a weight transfer between two processes, beside a plain copy in memory of the same tensors.
 
-    python benchmarks/weight_sync.py [MB:TENSORS ...]
+    python benchmarks/weight_sync.py [MB:TENSORS ...] [--adapter DIM]
 
 Needs rl-core with its extra `torch`; runs on a GPU if there is one, else on the CPU. A transfer is timed from its
 beginning to the last acknowledged digest, as in every step of a run: tensors are copied into buckets and out of them
 again, and digests taken at both ends. The first, in which the ends connect and make their buffers, does not count.
 Through files, which the sender writes before they are read, it lasts until the receiver has read them.
+
+With `--adapter` the tensors are square matrices with an adapter each, and a transfer of the matrices, once the adapters
+are merged into them, is compared with one of the adapters' factors alone (`policy.generation.lora_sync`).
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import multiprocessing
 import socket
 import tempfile
@@ -52,6 +56,11 @@ class Case:
         shape = (self.megabytes * MEGABYTE // 4 // self.num_tensors,)
         return Manifest(1, tuple(TensorSpec(f"t{index}", shape, "float32") for index in range(self.num_tensors)))
 
+    @property
+    def width(self) -> int:
+        """Rows and columns of the matrices, if the tensors are square."""
+        return math.isqrt(self.megabytes * MEGABYTE // 4 // self.num_tensors)
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -59,6 +68,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="transfers, of which the best counts (%(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch in either process (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="test run: 3:64 and 50:6, twice")
+    parser.add_argument("--adapter", type=int, metavar="DIM", help="compare with adapters of this dim, sent alone")
     chosen = parser.parse_args()
     cases, repeats = chosen.cases or list(map(Case.parse, CASES)), chosen.repeats
     if chosen.quick:
@@ -68,7 +78,10 @@ def main() -> None:
     print(f"{surroundings('rl-core', 'torch')}; {device.name}, {chosen.threads} threads, best of {repeats}\n")
     for case in cases:
         print(f"{case.megabytes} MB in {case.num_tensors} tensors\n")
-        print(measured(case, device, repeats, chosen.threads))
+        if chosen.adapter:
+            print(compared(case, chosen.adapter, device, repeats, chosen.threads))
+        else:
+            print(measured(case, device, repeats, chosen.threads))
         print()
 
 
@@ -89,6 +102,30 @@ def measured(case: Case, device: Device, repeats: int, threads: int) -> str:
         (name, seconds(took), f"{num_bytes / took / 1e9:.2f}", f"{copied / took:.2f}") for name, took in taken.items()
     ]
     return table(["", "s", "GB/s", "of a copy's speed"], rows)
+
+
+def compared(case: Case, dim: int, device: Device, repeats: int, threads: int) -> str:
+    """The table of one case with adapters, merged and alone."""
+    width, place = case.width, device.torch_device
+    weights = {f"t{index}.weight": torch.randn(width, width, device=place) for index in range(case.num_tensors)}
+    factors: dict[str, torch.Tensor] = {}
+    for index in range(case.num_tensors):
+        factors[f"t{index}.lora_A.weight"] = torch.randn(dim, width, device=place)
+        factors[f"t{index}.lora_B.weight"] = torch.randn(width, dim, device=place)
+    downs, ups = list(factors.values())[::2], list(factors.values())[1::2]
+
+    def merge() -> list[torch.Tensor]:
+        return [weight + up @ down for weight, up, down in zip(weights.values(), ups, downs, strict=True)]
+
+    merging = best(merge, device, repeats)
+    rows = []
+    for kind in get_args(TransportKind):
+        for name, tensors, before in (("merged", weights, merging), ("adapter alone", factors, 0.0)):
+            specs = tuple(TensorSpec(key, tuple(tensor.shape), "float32") for key, tensor in tensors.items())
+            manifest = Manifest(1, specs)
+            took = before + transfer(kind, manifest, tensors, device, repeats, threads)
+            rows.append((kind, name, f"{manifest.num_bytes / MEGABYTE:.2f}", f"{1000 * took:.1f}"))
+    return table(["", "", "MB", "ms, with merging"], rows)
 
 
 def transfer(

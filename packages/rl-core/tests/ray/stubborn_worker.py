@@ -32,7 +32,8 @@ class StubbornWorker:
     def end(self):
         os._exit(3)
 
-    def hang_in_a_named_function(self):
+    def hang_in_a_named_function(self, path):
+        Path(path).touch()
         time.sleep(600)
 
     def health(self):

@@ -20,8 +20,9 @@ from rl_core.model_config import ModelConfig, local_hf_config
 from rl_core.torch.training.lora import is_adapted
 from rl_vllm.config import MAX_TEMPERATURE, MIN_TEMPERATURE, VllmConfig
 
-LINEAR = (nn.Linear, Conv1D)
 GIB = 2**30
+LINEAR = (nn.Linear.forward, Conv1D.forward)
+"""Forward functions of the modules that get adapters: routers may inherit from these and return more."""
 CPU_BATCH_TOKENS = 4096
 
 
@@ -98,8 +99,8 @@ def adapted_layers(model: ModelConfig) -> list[str]:
     config = AutoConfig.from_pretrained(model.model_name, **model.hf_config_overrides)
     with torch.device("meta"):
         hf = AutoModelForCausalLM.from_config(config)
-    heads = {id(hf.get_output_embeddings())}
-    linear = [name for name, module in hf.named_modules() if isinstance(module, LINEAR) and id(module) not in heads]
+    head = hf.get_output_embeddings()
+    linear = [name for name, module in hf.named_modules() if type(module).forward in LINEAR and module is not head]
     return sorted({name.rpartition(".")[2] for name in linear if is_adapted(name, lora)})
 
 

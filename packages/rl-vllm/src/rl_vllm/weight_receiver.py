@@ -44,7 +44,7 @@ class WeightReceiver:
         self._probe: WeightProbe | None = None
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Load the weights as they arrive, under the names that they are sent under; each lasts until its turn is over."""
+        """Load the weights as they arrive, by the names that they are sent under; each lasts until its turn is over."""
         self._probe = WeightProbe(self._model, self.plan, self._manifest.version)
         sampled = self._sampled(tensors)
         if self._planned is None:
