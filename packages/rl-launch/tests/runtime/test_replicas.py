@@ -1,0 +1,26 @@
+"""The settings that replicas are started with."""
+
+from contextlib import ExitStack
+
+import pytest
+
+from rl_core.generation import Placement
+from rl_core.plugins import RolloutNeeds
+from rl_launch.backends import backends_of
+from rl_launch.root import read_config
+from rl_launch.runtime.model_group import StartTimeouts
+from rl_launch.runtime.replicas import Replicas
+
+ADAPTERS = ["policy.lora_cfg.enabled=true", "policy.generation.lora_sync=adapter"]
+
+
+@pytest.mark.parametrize(("awaits_weights", "lora_sync"), [(True, "adapter"), (False, "merged")])
+def test_replicas_of_an_evaluation_await_no_adapters(awaits_weights, lora_sync):
+    generation = backends_of(read_config("grpo-arithmetic", ["cluster.device=cpu", *ADAPTERS]).config).generation
+    needs = RolloutNeeds("module:Program", {}, frozenset())
+    with ExitStack() as stack:
+        replicas = Replicas(
+            generation, needs, None, None, None, None, logs="", timeouts=StartTimeouts(1, 1), stack=stack
+        )
+        config = replicas._spec(Placement("cpu", awaits_weights=awaits_weights)).generator_args[0]
+    assert config.lora_sync == lora_sync
