@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from adapter_suite import ALL_LINEAR, SOME, AdapterSuite
+from adapter_suite import SOME, AdapterSuite
 
 from rl_core.devices import REHEARSAL
 from rl_core.errors import GeneratorError, RequestRefused, WeightSyncError
@@ -24,7 +24,7 @@ from rl_core.rollout import Completion
 from rl_core.testing.generator import GeneratorSuite
 from rl_core.testing.torch.reference_model import EOS_TOKEN_ID, ReferenceModel, write_reference_model
 from rl_core.testing.torch.weight_sender import Fault, SenderProcess, digest_of, manifest_of
-from rl_core.testing.weights import SYNC_TIMEOUT_S, Bench, _address, model_config, prompt
+from rl_core.testing.weights import SYNC_TIMEOUT_S, Bench, WeightSinkSuite, _address, model_config, prompt
 from rl_core.weights import Transport
 from rl_vllm import VllmConfig, VllmGenerator
 
@@ -243,12 +243,12 @@ class TestAdaptersInThisProcess(AdapterSuite):
         await generator.spoil("restore_packed_head")
 
 
-class TestTensorParallelWeights(AdapterSuite):
-    """Each of two ranks receives everything and keeps its shards, those of adapters as well."""
+class TestTensorParallelWeights(WeightSinkSuite):
+    """Each of two ranks receives everything and keeps its shards."""
 
     @classmethod
     def make_generator(cls, model_dir: Path) -> Generator:
-        return make_generator(model_dir, lora=ALL_LINEAR, tensor_parallel_size=2)
+        return make_generator(model_dir, tensor_parallel_size=2)
 
     @classmethod
     async def make_head_stale(cls, generator: Generator) -> None:
