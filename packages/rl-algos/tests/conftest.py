@@ -7,3 +7,11 @@ from rl_algos.tiny_model import make_tokenizer
 def tokenizer():
     """A tokenizer of single characters with a chat template that marks what the assistant says."""
     return make_tokenizer()
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path_factory):
+    """A cache of data of the test's own."""
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    return folder / "rl" / "data"

@@ -50,7 +50,7 @@ def problem(kind: Kind, name: str) -> str:
     otherwise ask the hub again for minutes.
     """
     is_here = is_cached(kind, name)
-    if _is_offline():
+    if is_offline():
         return "" if is_here else f"{_absent(kind)} and HF_HUB_OFFLINE is set. Unset it, or {_remedy(kind, name)}"
     answer = ask(kind, name)
     if not answer.reason:
@@ -78,6 +78,23 @@ def is_cached(kind: Kind, name: str) -> bool:
     """Whether the cache has a download of this name, complete or in part."""
     snapshots = cache_folder() / f"{kind}s--{name.replace('/', '--')}" / "snapshots"
     return snapshots.is_dir() and any(any(each.iterdir()) for each in snapshots.iterdir() if each.is_dir())
+
+
+def downloaded(kind: Kind, name: str) -> Path | None:
+    """The folder of the newest download of this name in the cache; None if there is none."""
+    folder = cache_folder() / f"{kind}s--{name.replace('/', '--')}"
+    try:
+        revision = (folder / "refs" / "main").read_text(encoding="utf-8").strip()
+    except OSError:
+        return None
+    snapshot = folder / "snapshots" / revision
+    return snapshot if snapshot.is_dir() else None
+
+
+def is_offline() -> bool:
+    """Whether libraries of the hub are told to ask nobody."""
+    values = (os.environ.get("HF_HUB_OFFLINE"), os.environ.get("TRANSFORMERS_OFFLINE"))
+    return next((value for value in values if value), "").upper() in {"1", "ON", "YES", "TRUE"}
 
 
 @cache
@@ -118,11 +135,6 @@ def _answer(kind: Kind, name: str) -> Answer:
         return Answer(reason="" if isinstance(error.reason, ssl.SSLError) else str(error.reason))
     except (OSError, ValueError) as error:
         return Answer(reason=str(error) or type(error).__name__)
-
-
-def _is_offline() -> bool:
-    values = (os.environ.get("HF_HUB_OFFLINE"), os.environ.get("TRANSFORMERS_OFFLINE"))
-    return next((value for value in values if value), "").upper() in {"1", "ON", "YES", "TRUE"}
 
 
 def _go_offline(reason: str) -> None:

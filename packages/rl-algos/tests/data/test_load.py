@@ -108,9 +108,9 @@ def test_a_row_has_its_place(tmp_path):
 def test_what_is_not_there_or_not_readable_is_refused(tmp_path):
     with pytest.raises(DataError, match="no data at"):
         rows(tmp_path / "missing.jsonl")
-    (tmp_path / "a.csv").write_text("a\n1\n")
-    with pytest.raises(DataError, match=r"cannot read .*a\.csv.*: expected \.jsonl"):
-        rows(tmp_path / "a.csv")
+    (tmp_path / "a.txt").write_text("a\n1\n")
+    with pytest.raises(DataError, match=r"cannot read .*a\.txt.*: expected \.jsonl"):
+        rows(tmp_path / "a.txt")
     (tmp_path / "b.parquet").write_text("no parquet")
     with pytest.raises(DataError, match=r"b\.parquet: not a Parquet file"):
         rows(tmp_path / "b.parquet")

@@ -2,7 +2,7 @@ import json
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_algos.data.stream import Stream
@@ -15,6 +15,7 @@ def items(sizes: list[int]) -> list[list[tuple[int, int]]]:
     return [[(which, index) for index in range(size)] for which, size in enumerate(sizes)]
 
 
+@settings(deadline=None)
 @given(sizes=sizes, seed=st.integers(0, 3), shuffle=st.booleans(), batch=st.integers(1, 7))
 def test_every_epoch_holds_every_item_exactly_once(sizes, seed, shuffle, batch):
     data = items(sizes)
@@ -30,6 +31,7 @@ def test_every_epoch_holds_every_item_exactly_once(sizes, seed, shuffle, batch):
         assert sorted(part) == sorted(item for dataset in data for item in dataset)
 
 
+@settings(deadline=None)
 @given(sizes=sizes, weights=st.booleans(), before=st.integers(0, 40), seed=st.integers(0, 3))
 def test_a_restored_stream_goes_on_where_the_saved_one_was(sizes, weights, before, seed):
     shares = [index + 0.5 for index in range(len(sizes))] if weights else None

@@ -62,6 +62,15 @@ def test_an_unknown_environment_names_the_nearest():
     assert "there is no environment 'maths'; did you mean math?" in refusal("env", "list", "maths")
 
 
+def test_datasets_of_the_hub_are_listed_with_the_keys_that_their_names_stand_for():
+    for answer in (rl("data", "list"), rl("data", "list", "openai/gsm8k")):
+        assert "openai/gsm8k\n  grade-school word problems\n" in answer
+        assert "  processor: gsm8k, subset: main, env_name: math, split: test for validation\n" in answer
+    both = rl("data", "list", "HuggingFaceH4/ultrafeedback_binarized")
+    assert "split: train_sft for train" in both
+    assert "  preferences: two responses each, scored by GPT-4\n" in both
+
+
 def test_datasets_are_listed_with_their_settings():
     answer = rl("data", "list")
     assert "max_operand = 99" in answer

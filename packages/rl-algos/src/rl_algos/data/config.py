@@ -13,12 +13,16 @@ from rl_core.config import Config, PathText, Problem, ProblemError, WhenChanged
 
 Purpose = Literal["train", "validation"]
 
+OnFault = Literal["error", "skip"]
+"""Whether a row that cannot be used ends the run, or is left out."""
+
 
 class DatasetConfig(Config):
     dataset_name: str | None = None
     """Name of an installed dataset or of a dataset on the hub; give this or `data_path`."""
     data_path: PathText | None = None
-    """JSON Lines, Parquet or Arrow: a file, a folder or a glob pattern; give this or `dataset_name`."""
+    """JSON Lines, Parquet, Arrow, JSON or CSV: a file, a folder or a glob pattern, local or in an object store
+    (`s3://bucket/folder`); give this or `dataset_name`."""
     subset: str | None = None
     """Configuration of a hub dataset that has several."""
     split: str | None = None
@@ -26,6 +30,14 @@ class DatasetConfig(Config):
 
     For a folder: the files whose names start with it; all of them if unset.
     """
+    streaming: bool = False
+    """Read a training dataset of the hub as it comes, without downloading it: for one that does not fit the disk. Rows
+    are shuffled within blocks of `shuffle_buffer`, and the run is bounded by steps alone."""
+    shuffle_buffer: int = Field(default=10_000, gt=0)
+    """Rows of a block that `streaming` shuffles; they are held in memory."""
+    split_validation_size: float | None = Field(default=None, gt=0)
+    """Rows of a training dataset that are held out to validate on: a share below 1, or a number of rows. They are
+    chosen by chance, the same in every run, and join `data.validation`."""
     settings: dict[str, Any] = Field(default_factory=dict)
     """Settings of an installed dataset; `rl data list` shows them."""
     input_key: str | None = None
@@ -45,11 +57,12 @@ class DatasetConfig(Config):
     system_prompt_file: PathText | None = None
     """Text file with a system message to put first."""
     processor: str | None = None
-    """How a row becomes a conversation: a built-in name (`gsm8k`, `squad`, and for preferences `preference`,
-    `helpsteer3`, `ultrafeedback`), or a function of yours, `file.py:function` or `package.module:function`, called as
-    `function(row, settings)` and returning an `Example`.
+    """How a row becomes a conversation: a built-in name (`math_problem`, `multiple_choice`, `gsm8k`, `squad`, ...,
+    and for preferences `preference`, `helpsteer3`, `ultrafeedback`), or a function of yours, `file.py:function` or
+    `package.module:function`, called as `function(row, settings)` and returning an `Example`.
 
-    If unset, `input_key` and `output_key` decide; in preference learning `preference`.
+    If unset, that of the dataset if it is one that `rl data list` shows; otherwise `input_key` and `output_key` decide,
+    and in preference learning `preference`.
     """
 
     @property
@@ -86,9 +99,12 @@ class DataConfig(Config):
     """Settings of every dataset that does not state its own."""
     max_input_seq_length: int | None = Field(default=None, gt=0)
     """Most tokens of a prompt, or of a training conversation; `policy.max_total_sequence_length` if unset."""
-    overlong: Literal["error", "skip"] = "error"
+    overlong: OnFault = "error"
     """Whether rows longer than `max_input_seq_length` end the run (`error`) or are left out (`skip`); the log counts
     them."""
+    malformed: OnFault = "error"
+    """Whether rows that are malformed, or lack a column, end the run (`error`) or are left out (`skip`); the log counts
+    them and names the first. A file that cannot be read at all always ends it."""
     shuffle: bool = True
     """Shuffle the training rows anew in every epoch; otherwise they keep their order."""
     num_workers: Annotated[int, WhenChanged.RESUME] = Field(default=0, ge=0)
@@ -99,6 +115,7 @@ class DataConfig(Config):
         problems = [
             *_problems("train", self.train),
             *(_problems("validation", self.validation) if self.validation is not None else ()),
+            *_held_out_problems(self),
         ]
         if problems:
             raise ProblemError(*problems)
@@ -111,8 +128,10 @@ class DataConfig(Config):
 
     @property
     def validation_datasets(self) -> list[DatasetConfig]:
-        """Validation datasets with defaults filled in; empty if there are none."""
-        return self._filled(self.validation or [])
+        """Validation datasets with defaults filled in; those of which rows are held out from training come last, with
+        their `split_validation_size`. Empty if there are none."""
+        held_out = [dataset for dataset in self.train_datasets if dataset.split_validation_size is not None]
+        return [*self._filled(self.validation or []), *held_out]
 
     def sections(self) -> Iterator[tuple[str, DatasetConfig | DatasetDefaults]]:
         """Every dataset as written in the config, and the defaults, each with its key from the root."""
@@ -178,6 +197,23 @@ def _problems(key: str, datasets: DatasetConfig | list[DatasetConfig]) -> list[P
     return problems
 
 
+def _held_out_problems(data: DataConfig) -> list[Problem]:
+    problems = []
+    for key, dataset in data.sections():
+        if isinstance(dataset, DatasetConfig) and dataset.streaming and key.startswith("data.validation"):
+            key = f"{key.removeprefix('data.')}.streaming"
+            problems.append(Problem(key, "is for training; give a split that fits the memory, such as test[:1000]"))
+            continue
+        size = dataset.split_validation_size if isinstance(dataset, DatasetConfig) else None
+        if size is not None and key.startswith("data.validation"):
+            key = f"{key.removeprefix('data.')}.split_validation_size"
+            problems.append(Problem(key, "belongs to a dataset of data.train, of which rows are held out; remove it"))
+        elif size is not None and size > 1 and size != int(size):
+            key = f"{key.removeprefix('data.')}.split_validation_size"
+            problems.append(Problem(key, f"must be a share below 1 or a whole number of rows, got {size}"))
+    return problems
+
+
 def _dataset_problems(key: str, dataset: DatasetConfig) -> list[Problem]:
     if (dataset.dataset_name is None) == (dataset.data_path is None):
         got = "both" if dataset.dataset_name else "neither"
@@ -186,6 +222,10 @@ def _dataset_problems(key: str, dataset: DatasetConfig) -> list[Problem]:
         return []
     return [
         Problem(f"{key}.{name}", f"belongs to a dataset given by `dataset_name`; {dataset.data_path!r} is a path")
-        for name, value in (("subset", dataset.subset), ("settings", dataset.settings))
+        for name, value in (
+            ("subset", dataset.subset),
+            ("settings", dataset.settings),
+            ("streaming", dataset.streaming),
+        )
         if value
     ]

@@ -41,6 +41,7 @@ class Example:
         info: whatever else an environment needs beside the answer and the fields of the row.
         responses: of preference data, to the conversation, which then ends before them.
         margin: of two responses, by how much one is better; None if it is not known.
+        solution: text that leads to the answer, learned in its place by supervised fine-tuning; None if there is none.
     """
 
     messages: tuple[Message, ...]
@@ -49,6 +50,7 @@ class Example:
     info: Mapping[str, Any] = field(default_factory=dict)
     responses: tuple[Response, ...] = ()
     margin: float | None = None
+    solution: str | None = None
 
     @property
     def has_response(self) -> bool:
@@ -72,6 +74,14 @@ def column(row: Mapping[str, Any], name: str) -> Any:
     return row[name]
 
 
+def text_column(row: Mapping[str, Any], name: str) -> str:
+    """A row's column of text; raises a `DataError` if it is missing or something else."""
+    value = column(row, name)
+    if not isinstance(value, str):
+        raise DataError(f"{name!r} must be a text, got {value!r}")
+    return value
+
+
 def by_keys(row: Mapping[str, Any], settings: DatasetConfig) -> Example:
     """Input and answer from the columns `input_key` and `output_key`; `messages` and `answer` if unset."""
     given = column(row, settings.input_key or "messages")
@@ -81,23 +91,6 @@ def by_keys(row: Mapping[str, Any], settings: DatasetConfig) -> Example:
     if not isinstance(info, Mapping):
         raise DataError(f"the column 'info' must hold an object, got {info!r}")
     return Example(messages, answer, str(row.get("environment") or ""), info)
-
-
-def squad(row: Mapping[str, Any], _settings: DatasetConfig) -> Example:
-    """A question about a passage, and its first answer (SQuAD, arXiv:1606.05250)."""
-    answers = column(column(row, "answers"), "text")
-    if not answers:
-        raise DataError("`answers.text` is empty: the question has no answer")
-    content = f"Context: {column(row, 'context')}\n\nQuestion: {column(row, 'question')}"
-    return Example(({"role": "user", "content": content},), answers[0])
-
-
-def gsm8k(row: Mapping[str, Any], _settings: DatasetConfig) -> Example:
-    """A grade-school word problem; the answer is the number behind `####` (GSM8K, arXiv:2110.14168)."""
-    solution, marker, answer = column(row, "answer").rpartition("####")
-    if not marker:
-        raise DataError(f"expected `####` before the final number in `answer`, got {solution or answer!r}")
-    return Example(({"role": "user", "content": column(row, "question")},), answer.strip().replace(",", ""))
 
 
 def as_messages(value: Any) -> tuple[Message, ...]:

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
-from typing import Any, Literal, TypeVar
+from itertools import islice
+from typing import Any, TypeVar, cast
 
-from jinja2 import TemplateError
+import numpy as np
 
-from rl_algos.data.config import DataConfig, DataRoot, DatasetConfig, Purpose, dataset_names
+from rl_algos.data import encoding
+from rl_algos.data.config import DataConfig, DataRoot, DatasetConfig, OnFault, Purpose, dataset_names
+from rl_algos.data.encoding import Failure, encode_in_memory, encode_on_disk
 from rl_algos.data.example import Example, Processor, by_keys, column
-from rl_algos.data.load import load_rows
-from rl_algos.data.processors import processor
+from rl_algos.data.faults import LeftOut
+from rl_algos.data.files import Rows
+from rl_algos.data.hub_datasets import with_known
+from rl_algos.data.lazily import Lazily, RowMapping
+from rl_algos.data.load import load_rows, stream_rows
+from rl_algos.data.permutation import permutation
+from rl_algos.data.preference import preference
+from rl_algos.data.processors import arranged, processor
 from rl_algos.data.template import Surround
 from rl_core.errors import DataError
 
@@ -26,21 +34,49 @@ _READ = ("messages", "info", "environment")
 T = TypeVar("T")
 
 
+SAMPLE = 4
+"""Rows of a dataset with `streaming` that are read before a run starts."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Rows that are read as they come.
+
+    Args:
+        open_rows: from a number of rows to skip to the rows behind them, to the end.
+        convert: from a row to an example; raises a `DataError` for a row of another form.
+    """
+
+    open_rows: Callable[[int], Iterator[Mapping[str, Any]]]
+    convert: Callable[[Mapping[str, Any]], Example]
+
+
 @dataclass(frozen=True)
 class Dataset:
     """Examples of one dataset.
 
     Args:
         name: unique among the run's datasets of the same purpose.
-        examples: by id, `name:split:row`, in the order of the rows; `row` counts from 0.
+        examples: by id, `name:split:row`, in the order of the rows; `row` counts from 0. Those of a large dataset are
+            made of their rows whenever they are asked for.
         settings: as configured.
-        place_of: from the number of a row to where it is, as `rl_algos.data.load.Rows` has it.
+        place_of: from the number of a row to where it is, as `rl_algos.data.files.Rows` has it.
+        named: the environments that rows name, each with the id of the first row that does; that of none is empty.
+        default_environment: scores rows that name none; empty if there is none.
+        malformed: whether a row that cannot be used ends the run, or is left out and counted.
+        source: of a dataset with `streaming`, all its rows; `examples` are then a sample.
+        unanswered: positions of the examples that have a solution and no answer that can be compared, as proofs have.
     """
 
     name: str
-    examples: Mapping[str, Example]
+    examples: RowMapping[Example]
     settings: DatasetConfig
     place_of: Callable[[int], str]
+    named: Mapping[str, str]
+    default_environment: str = ""
+    malformed: OnFault = "error"
+    unanswered: Sequence[int] = ()
+    source: Source | None = None
 
     def place(self, row_id: str) -> str:
         """The place of a row, for messages: `prompts.jsonl, line 3`."""
@@ -48,7 +84,33 @@ class Dataset:
 
     def environment(self, row_id: str) -> str:
         """The environment that scores a row's completions; raises a `DataError` if none is named."""
-        name = self.settings.env_name or self.examples[row_id].environment
+        return self.environment_of(self.examples[row_id], row_id)
+
+    def environment_of(self, example: Example, row_id: str) -> str:
+        """As `environment`, of a row whose example is at hand."""
+        return self._environment(self.settings.env_name or example.environment, row_id)
+
+    def environments(self) -> dict[str, str]:
+        """The environments that score the rows, each with the id of the first; raises a `DataError` if a row names
+        none."""
+        if self.settings.env_name:
+            return {self.settings.env_name: next(iter(self.examples))}
+        return {self._environment(name, row_id): row_id for name, row_id in self.named.items()}
+
+    def answered(self) -> Dataset:
+        """The dataset without `unanswered`; raises a `DataError` if nothing is left."""
+        if not self.unanswered:
+            return self
+        num, total = len(self.unanswered), len(self.examples)
+        what = f"{self.name}: {num} of {total} rows have a solution, but no answer that can be compared"
+        if num == total:
+            raise DataError(f"{what}; name the column of the answer in `output_key`, or choose another dataset")
+        _log.warning("%s; left out", what)
+        positions = np.delete(np.arange(total), np.asarray(self.unanswered))
+        return replace(self, examples=self.examples.select(positions), unanswered=())
+
+    def _environment(self, named: str, row_id: str) -> str:
+        name = named or self.default_environment
         if not name:
             raise DataError(
                 f"{self.place(row_id)}: the row names no environment to score it; set `env_name` of its dataset or "
@@ -56,49 +118,59 @@ class Dataset:
             )
         return name
 
-    def encode(self, encode: Callable[[Example], T], num_workers: int) -> dict[str, T]:
+    def encode(self, encode: Callable[[Example], T], num_workers: int) -> RowMapping[T]:
         """Every example encoded, by id; in processes of their own if `num_workers` is above 0.
 
         Args:
-            encode: picklable if there are workers.
+            encode: picklable if there are workers; raises a `DataError` for an example that it refuses.
 
         Raises:
-            DataError: naming the row that cannot be encoded.
+            DataError: naming the row that cannot be encoded, if `malformed` is `error`, or the first if no row is left.
         """
-        task = _Encode(encode)
-        items = ((self.place(row_id), example) for row_id, example in self.examples.items())
-        if not num_workers:
-            return dict(zip(self.examples, map(task, items), strict=True))
-        with ProcessPoolExecutor(num_workers, mp_context=get_context("spawn")) as pool:
-            return dict(zip(self.examples, pool.map(task, items, chunksize=256), strict=True))
+        examples = self.examples.values_in_order
+        encoded = self.examples.with_values(
+            encode_in_memory(examples, encode, num_workers)
+            if len(examples) < encoding.LARGE
+            else encode_on_disk(examples, encode, num_workers, name=self.name)
+        )
+        faults = LeftOut(self.name, self.malformed, len(encoded))
+        good = [
+            position
+            for position, value in enumerate(encoded.values_in_order)
+            if not faults.found(value, lambda at=position: self.place(encoded.row_id(at)))  # type: ignore[misc]
+        ]
+        faults.report()
+        kept = encoded if len(good) == len(encoded) else encoded.select(np.asarray(good))
+        return cast("RowMapping[T]", kept)
 
     def within_limit(
-        self, rows: Mapping[str, T], lengths: Sequence[int], limit: int, *, overlong: Literal["error", "skip"]
-    ) -> dict[str, T]:
+        self, rows: RowMapping[T], lengths: Sequence[int], limit: int, *, overlong: OnFault
+    ) -> RowMapping[T]:
         """The encoded rows of at most `limit` tokens.
 
         Raises:
             DataError: naming the longest row, if some are longer and `overlong` is `error`, or if none is left.
         """
-        over = {row_id: length for row_id, length in zip(rows, lengths, strict=True) if length > limit}
-        if not over:
-            return dict(rows)
-        longest = max(over, key=over.__getitem__)
+        sizes = np.asarray(lengths, dtype=np.int64)
+        num_over = int((sizes > limit).sum())
+        if not num_over:
+            return rows
+        longest = int(sizes.argmax())
         what = (
-            f"{len(over)} of {len(rows)} rows have more than {limit} tokens; the longest ({self.place(longest)}) has "
-            f"{over[longest]}"
+            f"{num_over} of {len(rows)} rows have more than {limit} tokens; the longest "
+            f"({self.place(rows.row_id(longest))}) has {sizes[longest]}"
         )
         if overlong == "error":
             raise DataError(
                 f"{what}; raise data.max_input_seq_length (and policy.max_total_sequence_length, which bounds it), "
                 "or set data.overlong: skip to leave them out"
             )
-        if len(over) == len(rows):
+        if num_over == len(rows):
             raise DataError(
                 f"{what}, so that no row is left; raise data.max_input_seq_length and policy.max_total_sequence_length"
             )
         _log.warning("%s; left out (data.overlong: skip)", what)
-        return {row_id: row for row_id, row in rows.items() if row_id not in over}
+        return rows.select(np.flatnonzero(sizes <= limit))
 
 
 @dataclass(frozen=True)
@@ -127,31 +199,72 @@ def load_datasets(config: DataConfig, purpose: Purpose, default: Processor = by_
     """
     settings = config.train_datasets if purpose == "train" else config.validation_datasets
     named = zip(dataset_names(settings, purpose), settings, strict=True)
-    return [_dataset(name, one, purpose, default) for name, one in named]
+    return [_dataset(name, one, purpose, default, config.malformed) for name, one in named]
 
 
-@dataclass(frozen=True)
-class _Encode:
-    """Encodes one item; an error names the item's place."""
-
-    encode: Callable[[Any], Any]
-
-    def __call__(self, entry: tuple[str, Any]) -> Any:
-        place, item = entry
-        try:
-            return self.encode(item)
-        except DataError as error:
-            raise DataError(f"{place}: {error}") from None
-        except TemplateError as error:
-            raise DataError(f"{place}: the chat template refuses it: {error}") from None
-
-
-def _dataset(name: str, settings: DatasetConfig, purpose: Purpose, default: Processor) -> Dataset:
-    convert = _Encode(_Convert(processor(settings, default), Surround.of(settings), settings))
+def _dataset(name: str, settings: DatasetConfig, purpose: Purpose, default: Processor, malformed: OnFault) -> Dataset:
     split = settings.split or purpose
-    rows = load_rows(settings, purpose)
-    examples = {f"{name}:{split}:{index}": convert((rows.place(index), row)) for index, row in enumerate(rows)}
-    return Dataset(name, examples, settings, rows.place)
+    source: Purpose = "train" if settings.split_validation_size is not None else purpose
+    settings = with_known(settings, source, of_preferences=default is preference)
+    convert = _Convert(processor(settings, default), Surround.of(settings), settings)
+    streamed = None
+    if settings.streaming and purpose == "train":
+        streamed = Source(stream_rows(settings, source), convert)
+        rows = Rows.named(
+            list(islice(streamed.open_rows(0), SAMPLE)), f"{settings.source} ({settings.split or source})"
+        )
+    else:
+        rows = arranged(load_rows(settings, source), settings)
+    chosen = _rows_for(purpose, settings, len(rows))
+    is_held = len(chosen) < encoding.LARGE
+    faults = LeftOut(name, malformed, len(chosen))
+    numbers, unanswered, held = array("q"), array("q"), []
+    named: dict[str, int] = {}
+    for number, example in zip(chosen, _converted(rows, chosen, convert), strict=True):
+        if faults.found(example, lambda at=number: rows.place(at)):  # type: ignore[misc]
+            continue
+        assert isinstance(example, Example)
+        named.setdefault(example.environment, number)
+        if example.answer is None and example.solution is not None:
+            unanswered.append(len(numbers))
+        numbers.append(number)
+        if is_held:
+            held.append(example)
+    faults.report()
+    prefix = f"{name}:{split}"
+    examples = RowMapping(
+        prefix,
+        numbers,
+        held if is_held else Lazily(len(numbers), lambda index: convert(rows[numbers[index]])),
+    )
+    first = {environment: f"{prefix}:{number}" for environment, number in named.items()}
+    return Dataset(
+        name, examples, settings, rows.place, first, malformed=malformed, unanswered=unanswered, source=streamed
+    )
+
+
+def _rows_for(purpose: Purpose, settings: DatasetConfig, num_rows: int) -> Sequence[int]:
+    """The numbers of the rows to train on, or to validate on, if some are held out; otherwise all."""
+    size = settings.split_validation_size
+    if size is None:
+        return range(num_rows)
+    num_held_out = max(1, round(size * num_rows)) if size < 1 else int(size)
+    if num_held_out >= num_rows:
+        raise DataError(
+            f"split_validation_size of the dataset {settings.source!r} holds {num_held_out} of {num_rows} rows out of "
+            "training, so that none is left; lower it"
+        )
+    order = permutation(num_rows, num_rows)
+    chosen: list[int] = np.sort(order[:num_held_out] if purpose == "validation" else order[num_held_out:]).tolist()
+    return array("q", chosen)
+
+
+def _converted(rows: Rows, chosen: Sequence[int], convert: _Convert) -> Iterator[Example | Failure]:
+    for index in chosen:
+        try:
+            yield convert(rows.rows[index])
+        except DataError as error:
+            yield Failure(str(error))
 
 
 @dataclass(frozen=True)

@@ -3,83 +3,19 @@
 from __future__ import annotations
 
 import glob
-import json
-from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, chain
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from pydantic import ValidationError
 
 from rl_algos import hub
+from rl_algos.data import remote
 from rl_algos.data.config import DatasetConfig
+from rl_algos.data.files import Row, Rows, kind_of, kinds, read
 from rl_core.config import did_you_mean
 from rl_core.errors import DataError
 from rl_core.plugins import DATASETS, names, plugin, resolve
-
-Row = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class FileRows:
-    """Rows of one file.
-
-    Args:
-        path: as the user wrote it.
-        rows: in their order.
-        lines: line of each row, from 1, if the file has lines.
-    """
-
-    path: Path
-    rows: Sequence[Row]
-    lines: Sequence[int] = ()
-
-    def place(self, index: int) -> str:
-        """The place of a row, for messages."""
-        return f"{self.path}, line {self.lines[index]}" if self.lines else f"{self.path}, row {index} (from 0)"
-
-
-@dataclass(frozen=True)
-class Rows(Sequence[Row]):
-    """Rows of a dataset in their order, each with its place.
-
-    Args:
-        rows: all of them.
-        place: from the number of a row to its place, for messages: `prompts.jsonl, line 3`.
-    """
-
-    rows: Sequence[Row]
-    place: Callable[[int], str]
-
-    @classmethod
-    def of_files(cls, files: Sequence[FileRows]) -> Rows:
-        """The rows of several files, one after another."""
-        ends = list(accumulate(len(file.rows) for file in files))
-
-        def place(index: int) -> str:
-            which = bisect_right(ends, index)
-            return files[which].place(index - (ends[which - 1] if which else 0))
-
-        return cls(list(chain.from_iterable(file.rows for file in files)), place)
-
-    @classmethod
-    def named(cls, rows: Sequence[Row], name: str) -> Rows:
-        """Rows that are in no file of the user's."""
-        return cls(rows, lambda index: f"{name}, row {index} (from 0)")
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Row]: ...
-
-    def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
-        return self.rows[index]
 
 
 def load_rows(settings: DatasetConfig, purpose: str) -> Rows:
@@ -101,6 +37,24 @@ def load_rows(settings: DatasetConfig, purpose: str) -> Rows:
     return rows
 
 
+def stream_rows(settings: DatasetConfig, purpose: str) -> Callable[[int], Iterator[Row]]:
+    """A function from a number of rows to skip to the rows of a hub dataset behind them, read as they come.
+
+    Raises:
+        DataError: if the dataset is not on the hub, or its hub out of reach.
+    """
+    if settings.dataset_name in names(DATASETS):
+        raise DataError(
+            f"`streaming` is for datasets on the hub, and {settings.dataset_name!r} is installed; remove it"
+        )
+    opened = _load_hub(settings, purpose)
+
+    def rows(skipped: int) -> Iterator[Row]:
+        return iter(opened.skip(skipped) if skipped else opened)
+
+    return rows
+
+
 def _load_plugin(settings: DatasetConfig, purpose: str) -> Sequence[Row]:
     assert settings.dataset_name is not None
     if settings.subset is not None:
@@ -118,7 +72,7 @@ def _load_plugin(settings: DatasetConfig, purpose: str) -> Sequence[Row]:
     return rows
 
 
-def _load_hub(settings: DatasetConfig, purpose: str) -> Sequence[Row]:
+def _load_hub(settings: DatasetConfig, purpose: str) -> Any:
     assert settings.dataset_name is not None
     installed, near = ", ".join(names(DATASETS)), did_you_mean(settings.dataset_name, names(DATASETS))
     if settings.settings:
@@ -136,9 +90,13 @@ def _load_hub(settings: DatasetConfig, purpose: str) -> Sequence[Row]:
     import datasets
 
     split = settings.split or purpose
+    # offline, the library finds what it has prepared once, but no download by name
+    download = hub.downloaded("dataset", settings.dataset_name) if hub.is_offline() else None
     try:
-        rows: Sequence[Row] = datasets.load_dataset(settings.dataset_name, settings.subset, split=split)
-    except (OSError, ValueError, RuntimeError) as error:
+        rows = datasets.load_dataset(
+            str(download or settings.dataset_name), settings.subset, split=split, streaming=settings.streaming
+        )
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise DataError(
             f"the dataset {settings.dataset_name!r} (split {split!r}) cannot be loaded: "
             f"it is not installed{near}, and the hub says: {str(error).strip()}; "
@@ -148,10 +106,12 @@ def _load_hub(settings: DatasetConfig, purpose: str) -> Sequence[Row]:
 
 
 def _read_path(path: str, split: str | None) -> Rows:
+    if remote.is_remote(path):
+        return Rows.of_files([read(remote.copied(file), file.url) for file in _remote_files(path, split)])
     place = Path(path).expanduser()
     if (place / "dataset_dict.json").exists() or (place / "state.json").exists():
         return Rows.named(_read_saved(place, split), f"{place} ({split})" if split else str(place))
-    return Rows.of_files([_READERS[file.suffix](file) for file in _files(place, split)])
+    return Rows.of_files([read(file) for file in _local_files(place, split)])
 
 
 def _read_saved(folder: Path, split: str | None) -> Sequence[Row]:
@@ -168,88 +128,33 @@ def _read_saved(folder: Path, split: str | None) -> Sequence[Row]:
     return saved[split]
 
 
-def _files(place: Path, split: str | None) -> list[Path]:
+def _remote_files(url: str, split: str | None) -> list[remote.RemoteFile]:
+    found = {file.name: file for file in remote.files(url, lambda name: bool(kind_of(name)))}
+    is_folder = not url.endswith(tuple(found))
+    return [found[name] for name in _chosen(url, list(found), split, is_folder=is_folder)]
+
+
+def _local_files(place: Path, split: str | None) -> list[Path]:
     if place.is_dir():
-        files = sorted(file for file in place.rglob("*") if file.suffix in _READERS and file.is_file())
-        if split is not None:
-            files = [file for file in files if file.relative_to(place).as_posix().startswith(split)]
-    elif split is not None:
-        raise DataError(f"`split` chooses among the files of a folder, and {str(place)!r} is not one; remove `split`")
+        found = {file.relative_to(place).as_posix(): file for file in sorted(place.rglob("*")) if file.is_file()}
+        found = {name: file for name, file in found.items() if kind_of(name)}
     else:
-        files = [place] if place.is_file() else [Path(file) for file in sorted(glob.glob(str(place), recursive=True))]
-    kinds = ", ".join(_READERS)
+        paths = [place] if place.is_file() else [Path(file) for file in sorted(glob.glob(str(place), recursive=True))]
+        found = {str(file): file for file in paths}
+    return [found[name] for name in _chosen(str(place), list(found), split, is_folder=place.is_dir())]
+
+
+def _chosen(place: str, files: list[str], split: str | None, *, is_folder: bool) -> list[str]:
+    """The files to read, by name; of a folder those of a split, and .json and .csv only if there is nothing else, as
+    such files often describe the others."""
+    if split is not None and not is_folder:
+        raise DataError(f"`split` chooses among the files of a folder, and {place!r} is not one; remove `split`")
+    if is_folder:
+        files = [file for file in files if split is None or file.startswith(split)]
+        files = [file for file in files if kind_of(file) not in (".json", ".csv")] or files
     if not files:
         chosen = f" whose names start with {split!r}" if split else ""
-        raise DataError(f"no data at {str(place)!r}: expected a file, a folder or a pattern with {kinds} files{chosen}")
-    foreign = [str(file) for file in files if file.suffix not in _READERS]
-    if foreign:
-        raise DataError(f"cannot read {foreign[0]!r}: expected {kinds}")
+        raise DataError(f"no data at {place!r}: expected a file, a folder or a pattern with {kinds()} files{chosen}")
+    if foreign := [file for file in files if not kind_of(file)]:
+        raise DataError(f"cannot read {foreign[0]!r}: expected {kinds()}")
     return files
-
-
-def read_jsonl(path: Path) -> FileRows:
-    """Rows of a JSON Lines file; raises a `DataError` that names file and line if one is not an object."""
-    rows: list[Row] = []
-    lines: list[int] = []
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line.rstrip(b"\r\n"))
-            except ValueError as error:
-                raise DataError(f"{path}, line {number}: not a JSON object: {_malformed(line, error)}") from None
-            if not isinstance(row, dict):
-                raise DataError(f"{path}, line {number}: a row must be a JSON object, got {type(row).__name__}")
-            rows.append(row)
-            lines.append(number)
-    return FileRows(path, rows, lines)
-
-
-def _malformed(line: bytes, error: ValueError) -> str:
-    """The reason in words, with the column and the remedy if there is a usual one."""
-    if not isinstance(error, json.JSONDecodeError):
-        return f"it is not text in UTF-8 ({error})" if isinstance(error, UnicodeDecodeError) else str(error)
-    what = error.msg.removesuffix(" at")
-    remedy = ""
-    if "control character" in what:
-        remedy = r"; write \t for a tab and \n for a line break in a text"
-    elif "property name enclosed in double quotes" in what and b"'" in line:
-        remedy = "; JSON has double quotes, as json.dumps writes them"
-    return f"{what} at column {error.colno}{remedy}"
-
-
-def _read_parquet(path: Path) -> FileRows:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        rows: list[Row] = pyarrow.parquet.read_table(path).to_pylist()
-    except pyarrow.ArrowInvalid as error:
-        raise DataError(f"{path}: not a Parquet file: {error}") from None
-    return FileRows(path, rows)
-
-
-def _read_arrow(path: Path) -> FileRows:
-    import pyarrow
-    import pyarrow.ipc
-
-    with pyarrow.memory_map(str(path)) as source:
-        try:
-            reader = pyarrow.ipc.open_stream(source)  # as `datasets` writes
-        except pyarrow.ArrowInvalid:
-            source.seek(0)
-            try:
-                reader = pyarrow.ipc.open_file(source)
-            except pyarrow.ArrowInvalid as error:
-                raise DataError(f"{path}: not an Arrow file: {error}") from None
-        rows: list[Row] = reader.read_all().to_pylist()
-    return FileRows(path, rows)
-
-
-_READERS: Mapping[str, Callable[[Path], FileRows]] = {
-    ".jsonl": read_jsonl,
-    ".ndjson": read_jsonl,
-    ".parquet": _read_parquet,
-    ".arrow": _read_arrow,
-}

@@ -3,26 +3,48 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from rl_algos.data.assistant_trees import conversations, ranked_replies
+from rl_algos.data.choices import gpqa, multiple_choice
 from rl_algos.data.config import DatasetConfig
-from rl_algos.data.example import Example, Processor, by_keys, gsm8k, squad
+from rl_algos.data.example import Example, Processor, by_keys
+from rl_algos.data.files import Rows
 from rl_algos.data.preference import helpsteer3, preference, ultrafeedback
+from rl_algos.data.problems import dapo_math, gsm8k, math_problem, numina_cot, openmathinstruct2, openr1_math, squad
 from rl_core.config import did_you_mean
 from rl_core.errors import ConfigError, DataError
 from rl_core.plugins import resolve
 from rl_core.user_code import is_in_file, place_of, raised_at
 
 PROCESSORS: Mapping[str, Processor] = {
+    "dapo_math": dapo_math,
+    "gpqa": gpqa,
     "gsm8k": gsm8k,
     "helpsteer3": helpsteer3,
+    "math_problem": math_problem,
+    "multiple_choice": multiple_choice,
+    "numina_cot": numina_cot,
+    "oasst": by_keys,
+    "oasst_preference": preference,
+    "openmathinstruct2": openmathinstruct2,
+    "openr1_math": openr1_math,
     "preference": preference,
     "squad": squad,
     "ultrafeedback": ultrafeedback,
 }
 """Processors by the name that `processor` takes."""
+
+_ARRANGED: Mapping[str, Callable[[Rows], Rows]] = {"oasst": conversations, "oasst_preference": ranked_replies}
+"""What is done to all rows before a processor gets them one by one, by its name."""
+
+
+def arranged(rows: Rows, settings: DatasetConfig) -> Rows:
+    """The rows that the dataset's processor takes: those of files, unless an example is made of several."""
+    arrange = _ARRANGED.get(settings.processor or "")
+    return rows if arrange is None else arrange(rows)
 
 
 def processor(settings: DatasetConfig, default: Processor = by_keys) -> Processor:

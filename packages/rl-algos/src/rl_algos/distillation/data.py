@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rl_algos.data.examples import Dataset, Datasets
+from rl_algos.data.lazily import Lazily
 from rl_algos.distillation.config import RolloutsRoot, TextRoot, teacher_sections
 from rl_algos.distillation.span_teacher import Translator
 from rl_algos.distillation.teachers import teacher_of
@@ -69,10 +71,17 @@ def prepare(config: RolloutsRoot, tokenizer: Any, datasets: Datasets) -> Distill
         check_k(config.distillation.topk_logits_k, len(tokenizer))
         check_teachers(config, tokenizer)
     for dataset in (*datasets.train, *datasets.validation):
-        for environment in {dataset.environment(row_id) for row_id in dataset.examples}:
+        for environment in dataset.environments():
             _require_teacher(config, dataset, environment)
     data = rollout_data.prepare(config, tokenizer, datasets)
-    return DistillationData(data.train, data.validation, data.end_of_sequence, len(tokenizer), translator)
+    return DistillationData(
+        data.train,
+        data.validation,
+        data.end_of_sequence,
+        len(tokenizer),
+        translator,
+        environments=data.environments,
+    )
 
 
 def prepare_text(config: TextRoot, tokenizer: Any, datasets: Datasets) -> TextData:
@@ -86,11 +95,11 @@ def prepare_text(config: TextRoot, tokenizer: Any, datasets: Datasets) -> TextDa
     check_k(config.distillation.topk_logits_k, len(tokenizer))
     check_teachers(config, tokenizer)
 
-    def rows_of(dataset: Dataset) -> list[TextRow]:
+    def rows_of(dataset: Dataset) -> Sequence[TextRow]:
         teacher = _require_teacher(config, dataset)
         longest = longest_row(config.data, config.policy)
         rows = training_rows(dataset, config.data, tokenizer, longest, learn=config.distillation.learn)
-        return [TextRow(row, teacher) for row in rows]
+        return Lazily(len(rows), lambda index: TextRow(rows[index], teacher))
 
     rows = supervised_data(config.distillation, config.data, config.policy, datasets, rows_of)
     return TextData(rows.train, rows.validation, len(tokenizer))

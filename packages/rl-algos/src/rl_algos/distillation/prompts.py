@@ -27,10 +27,4 @@ def load(config: RolloutsRoot) -> Datasets:
 
 
 def _unscored(dataset: Dataset) -> Dataset:
-    if dataset.settings.env_name:
-        return dataset
-    examples = {
-        row_id: example if example.environment else replace(example, environment=UNSCORED)
-        for row_id, example in dataset.examples.items()
-    }
-    return replace(dataset, examples=examples)
+    return replace(dataset, default_environment=UNSCORED)

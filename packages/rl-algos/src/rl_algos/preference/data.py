@@ -11,6 +11,7 @@ from rl_algos.data.config import DataConfig, DataRoot
 from rl_algos.data.example import Example
 from rl_algos.data.examples import Dataset, Datasets
 from rl_algos.data.examples import load as load_with
+from rl_algos.data.lazily import RowMapping
 from rl_algos.data.preference import preference
 from rl_algos.preference.comparison import Comparison, Pairing, Verdict, comparisons, verdicts
 from rl_algos.preference.config import PreferenceConfig, PreferenceRoot
@@ -60,11 +61,11 @@ def preference_data(
     data, policy = config.data, config.policy
     limit = longest_row(data, policy)
 
-    def judged(dataset: Dataset) -> list[JudgedRow]:
+    def judged(dataset: Dataset) -> Sequence[JudgedRow]:
         assert by is not None
         return judged_rows(dataset, data, tokenizer, limit, by=by)
 
-    def paired(dataset: Dataset) -> list[PairRow]:
+    def paired(dataset: Dataset) -> Sequence[PairRow]:
         return pair_rows(dataset, data, tokenizer, limit, pairing=section.pairing, needs_margin=needs_margin)
 
     if by is None:
@@ -74,7 +75,7 @@ def preference_data(
 
 def pair_rows(
     dataset: Dataset, data: DataConfig, tokenizer: Any, limit: int, *, pairing: Pairing, needs_margin: bool = False
-) -> list[PairRow]:
+) -> Sequence[PairRow]:
     """Pairs of responses, one better than the other, of which neither is longer than `limit` tokens.
 
     Args:
@@ -84,31 +85,23 @@ def pair_rows(
         DataError: naming a row that has nothing to compare or is too long, or the dataset if it has no pairs.
     """
     found = _encoded(dataset, data, _EncodePairs(tokenizer, pairing, needs_margin), limit)
-    ties = sum(not pairs for pairs in found.values())
+    ties = sum(not pairs for pairs in found.values_in_order)
     if ties == len(found):
         raise DataError(f"the dataset {dataset.name!r} has no pairs: no row has a response that is better than another")
     if ties:
         what = "rows have no response that is better than another; left out"
         _log.warning("%s: %d of %d %s", dataset.name, ties, len(found), what)
-    return [
-        PairRow(_numbered(row_id, number, len(pairs)), chosen, rejected, margin)
-        for row_id, pairs in found.items()
-        for number, (chosen, rejected, margin) in enumerate(pairs)
-    ]
+    return found.flat(lambda row_id, number, count, pair: PairRow(_numbered(row_id, number, count), *pair))
 
 
-def judged_rows(dataset: Dataset, data: DataConfig, tokenizer: Any, limit: int, *, by: Verdict) -> list[JudgedRow]:
+def judged_rows(dataset: Dataset, data: DataConfig, tokenizer: Any, limit: int, *, by: Verdict) -> Sequence[JudgedRow]:
     """Single responses with a verdict, none longer than `limit` tokens.
 
     Raises:
         DataError: naming a row that has no such verdict or is too long.
     """
     found = _encoded(dataset, data, _EncodeJudged(tokenizer, by), limit)
-    return [
-        JudgedRow(_numbered(row_id, number, len(judged)), response, verdict)
-        for row_id, judged in found.items()
-        for number, (response, verdict) in enumerate(judged)
-    ]
+    return found.flat(lambda row_id, number, count, judged: JudgedRow(_numbered(row_id, number, count), *judged))
 
 
 @dataclass(frozen=True)
@@ -147,10 +140,10 @@ class _EncodeJudged:
 
 def _encoded(
     dataset: Dataset, data: DataConfig, encode: Callable[[Example], list[T]], limit: int
-) -> dict[str, list[T]]:
+) -> RowMapping[list[T]]:
     """Encoded rows by their id, those within the limit."""
     encoded = dataset.encode(encode, data.num_workers)
-    lengths = [_longest(items) for items in encoded.values()]
+    lengths = [_longest(items) for items in encoded.values_in_order]
     return dataset.within_limit(encoded, lengths, limit, overlong=data.overlong)
 
 

@@ -91,7 +91,7 @@ def _validation(config: RolloutRoot) -> Iterator[Problem]:
     if rollouts.stop_at_validation_metric not in (None, *rollouts.validation_goals):
         allowed = " or ".join(rollouts.validation_goals)
         yield Problem(metric, f"got {rollouts.stop_at_validation_metric!r}; use {allowed}")
-    if rollouts.validates and not config.data.validation:
+    if rollouts.validates and not config.data.validation_datasets:
         yield Problem(
             "data.validation",
             f"is empty, but {rollouts.section} asks for validation; give a dataset, or turn validation off with "

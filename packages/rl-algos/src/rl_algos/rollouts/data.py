@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 from rl_algos.data.example import info_of
 from rl_algos.data.examples import Dataset, Datasets
 from rl_algos.data.examples import load as load_all
+from rl_algos.data.flow import FlowStream
 from rl_algos.data.stream import Stream
 from rl_algos.rollouts.config import PolicyGradientConfig, RolloutConfig, RolloutRoot, rollout_config
 from rl_algos.rollouts.rewards import EFFORT
@@ -30,11 +31,13 @@ class RolloutData:
         train: prompts to train on.
         validation: prompts to validate on.
         end_of_sequence: token that ends every completion.
+        environments: those that score the prompts; None to have every prompt asked.
     """
 
-    train: Stream[Prompt]
+    train: Stream[Prompt] | FlowStream[Prompt]
     validation: Sequence[Prompt]
     end_of_sequence: int
+    environments: frozenset[str] | None = field(default=None, kw_only=True)
 
 
 def load(config: RolloutRoot) -> Datasets:
@@ -44,7 +47,8 @@ def load(config: RolloutRoot) -> Datasets:
         DataError: naming dataset and row, and the remedy.
         ConfigError: if a file or a processor that a dataset names is not there.
     """
-    datasets = load_all(config)
+    loaded = load_all(config)
+    datasets = Datasets([each.answered() for each in loaded.train], [each.answered() for each in loaded.validation])
     check_environments(config, datasets)
     return datasets
 
@@ -60,8 +64,7 @@ def check_environments(config: RolloutRoot, datasets: Datasets, *, also: Collect
     """
     known = set(type(config.env).model_fields)
     for dataset in (*datasets.train, *datasets.validation):
-        for row_id in dataset.examples:
-            name = dataset.environment(row_id)
+        for name, row_id in dataset.environments().items():
             # what `env_name` says has been checked; a row may not name a file, as data must not choose code
             if not dataset.settings.env_name and name not in known and name not in also:
                 raise DataError(f"{dataset.place(row_id)}: {unknown_environment(name, sorted(known))}, as env_name")
@@ -107,4 +110,7 @@ def prepare(config: RolloutRoot, tokenizer: Any, datasets: Datasets) -> RolloutD
         max_num_epochs=settings.max_num_epochs,
     )
     held_out = validation_prompts(datasets.validation, config.data, tokenizer, max_tokens=room)
-    return RolloutData(train, held_out, tokenizer.eos_token_id)
+    environments = frozenset(
+        name for dataset in (*datasets.train, *datasets.validation) for name in dataset.environments()
+    )
+    return RolloutData(train, held_out, tokenizer.eos_token_id, environments=environments)

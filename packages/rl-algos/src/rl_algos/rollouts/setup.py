@@ -23,10 +23,12 @@ def needs(config: RolloutRoot, data: RolloutData) -> RolloutNeeds:
             "max_turns": rollout_config(config).max_rollout_turns,
             "max_tokens": config.policy.max_total_sequence_length,
         },
-        environments=frozenset(
-            prompt.environment for prompts in (*data.train.datasets, data.validation) for prompt in prompts
-        ),
+        environments=_environments(data) if data.environments is None else data.environments,
     )
+
+
+def _environments(data: RolloutData) -> frozenset[str]:
+    return frozenset(prompt.environment for prompts in (*data.train.datasets, data.validation) for prompt in prompts)
 
 
 def steps_of(config: RolloutRoot, components: Components, run: Run, *, with_greedy: bool = False) -> RolloutSteps:

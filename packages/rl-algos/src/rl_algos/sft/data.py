@@ -12,6 +12,9 @@ import numpy as np
 from rl_algos.data.config import DataConfig
 from rl_algos.data.example import Example, as_messages
 from rl_algos.data.examples import Dataset, Datasets
+from rl_algos.data.flow import FlowStream
+from rl_algos.data.prompts import weights_of
+from rl_algos.data.streamed import flow_stream
 from rl_algos.sft.config import LearnedTurns, SFTRoot
 from rl_algos.sft.conversation import encode_conversation
 from rl_algos.supervised.data import SupervisedData, longest_row, supervised_data
@@ -57,12 +60,24 @@ def prepare(config: SFTRoot, tokenizer: Any, datasets: Datasets) -> SupervisedDa
     data, sft, policy = config.data, config.sft, config.policy
     limit = longest_row(data, policy)
 
-    def rows_of(dataset: Dataset) -> list[TrainingRow]:
+    def rows_of(dataset: Dataset) -> Sequence[TrainingRow]:
         return training_rows(dataset, data, tokenizer, limit, learn=sft.learn)
 
-    return supervised_data(
-        sft, data, policy, datasets, rows_of, size_of=_num_learned if sft.mix_by == "tokens" else None
-    )
+    def flow_of(streamed: Sequence[Dataset]) -> FlowStream[TrainingRow]:
+        return flow_stream(
+            streamed,
+            data,
+            _EncodeExample(tokenizer, sft.learn),
+            _training_row,
+            length=lambda encoded: len(encoded[0]),
+            limit=limit,
+            seed=sft.seed,
+            weights=weights_of(streamed),
+            max_num_epochs=sft.num_epochs,
+        )
+
+    size_of = _num_learned if sft.mix_by == "tokens" else None
+    return supervised_data(sft, data, policy, datasets, rows_of, size_of=size_of, flow_of=flow_of)
 
 
 def to_batch(rows: Sequence[TrainingRow]) -> Batch:
@@ -82,7 +97,9 @@ class _EncodeExample:
 
     def __call__(self, example: Example) -> tuple[np.ndarray, np.ndarray]:
         messages, answer = example.messages, example.answer
-        if not example.has_response and answer is not None:
+        if not example.has_response and example.solution is not None:
+            messages = (*messages, *_said(example.solution))
+        elif not example.has_response and answer is not None:
             said = as_messages(answer) if isinstance(answer, list | tuple) else _said(answer)
             messages = (*messages, *said)
         return encode_conversation(self.tokenizer, messages, learn=self.learn)
@@ -92,19 +109,25 @@ def _said(answer: Any) -> tuple[Message, ...]:
     return ({"role": "assistant", "content": str(answer)},)
 
 
+def _training_row(
+    dataset: Dataset, row_id: str, _example: Example, encoded: tuple[np.ndarray, np.ndarray]
+) -> TrainingRow:
+    return TrainingRow(row_id, *encoded, dataset.name)
+
+
 def _num_learned(row: TrainingRow) -> int:
     return int(row.loss_mask.sum())
 
 
 def training_rows(
     dataset: Dataset, config: DataConfig, tokenizer: Any, limit: int, *, learn: LearnedTurns
-) -> list[TrainingRow]:
+) -> Sequence[TrainingRow]:
     """The rows of a dataset of at most `limit` tokens; raises as `prepare`."""
     encoded = dataset.encode(_EncodeExample(tokenizer, learn), config.num_workers)
     kept = dataset.within_limit(
-        encoded, [len(tokens) for tokens, _ in encoded.values()], limit, overlong=config.overlong
+        encoded, [len(tokens) for tokens, _ in encoded.values_in_order], limit, overlong=config.overlong
     )
-    rows = [TrainingRow(row_id, tokens, mask, dataset.name) for row_id, (tokens, mask) in kept.items()]
+    rows = kept.rows(lambda row_id, encoded: TrainingRow(row_id, *encoded, dataset.name))
     _warn_of_unknown(rows, dataset, tokenizer)
     if not any(row.loss_mask.any() for row in rows):
         raise DataError(
@@ -117,7 +140,7 @@ def _warn_of_unknown(rows: Sequence[TrainingRow], dataset: Dataset, tokenizer: A
     """Say how many rows teach the token that stands for characters which the tokenizer does not have."""
     if tokenizer.unk_token_id is None:
         return
-    found = [row for row in rows if (row.tokens[row.loss_mask > 0] == tokenizer.unk_token_id).any()]
+    found = [row.id for row in rows if (row.tokens[row.loss_mask > 0] == tokenizer.unk_token_id).any()]
     if found:
         _log.warning(
             "%d of %d rows of the dataset %r have characters to learn that the tokenizer does not know, the first at "
@@ -125,6 +148,6 @@ def _warn_of_unknown(rows: Sequence[TrainingRow], dataset: Dataset, tokenizer: A
             len(found),
             len(rows),
             dataset.name,
-            dataset.place(found[0].id),
+            dataset.place(found[0]),
             tokenizer.unk_token,
         )

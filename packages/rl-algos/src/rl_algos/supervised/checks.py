@@ -34,7 +34,7 @@ def supervised_problems(
 
 def _validation(key: str, section: SupervisedConfig, data: DataConfig) -> Iterator[Problem]:
     """Settings of a validation that has no data."""
-    if data.validation is not None:
+    if data.validation_datasets:
         return
     for name in _OF_VALIDATION:
         if getattr(section, name) and is_changed(section, name):

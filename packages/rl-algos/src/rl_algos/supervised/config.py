@@ -19,7 +19,7 @@ class SupervisedConfig(Config):
     max_num_steps: Annotated[int | None, WhenChanged.GOAL] = Field(default=None, gt=0)
     """Most optimizer steps; as many as the epochs have if unset."""
     val_period: Annotated[int, WhenChanged.RESUME] = Field(default=10, ge=0)
-    """Steps from one validation to the next; 0 for none. Only if `data.validation` is given."""
+    """Steps from one validation to the next; 0 for none. Only if there is data to validate on."""
     val_batches: Annotated[int | None, WhenChanged.RESUME] = Field(default=None, gt=0)
     """Batches of a validation, of each dataset; all the validation data if unset."""
     val_global_batch_size: Annotated[int | None, WhenChanged.RESUME] = Field(default=None, gt=0)
@@ -45,7 +45,7 @@ def validation_metrics(section: SupervisedConfig, data: DataConfig, reported: It
     Args:
         reported: metrics of each dataset, `loss` among them.
     """
-    if data.validation is None or not (section.val_period or section.val_at_start or section.val_at_end):
+    if not data.validation_datasets or not (section.val_period or section.val_at_start or section.val_at_end):
         return []
     names = sorted(set(dataset_names(data.validation_datasets, "validation")))
     prefixes = ["val", *(f"val/{name}" for name in names)] if len(names) > 1 else ["val"]

@@ -8,9 +8,12 @@ from typing import Generic, TypeVar
 
 from rl_algos.data.config import DataConfig
 from rl_algos.data.examples import Dataset, Datasets
+from rl_algos.data.flow import FlowStream
+from rl_algos.data.lazily import Lazily
 from rl_algos.data.prompts import weights_of
 from rl_algos.data.stream import Stream
 from rl_algos.supervised.config import SupervisedConfig
+from rl_core.errors import DataError
 from rl_core.model_config import ModelConfig
 
 T = TypeVar("T")
@@ -25,7 +28,7 @@ class SupervisedData(Generic[T]):
         validation: batches of rows by the name of their dataset; empty if there is no validation.
     """
 
-    train: Stream[T]
+    train: Stream[T] | FlowStream[T]
     validation: Mapping[str, Sequence[Sequence[T]]]
 
 
@@ -36,6 +39,7 @@ def supervised_data(
     datasets: Datasets,
     rows_of: Callable[[Dataset], Sequence[T]],
     size_of: Callable[[T], float] | None = None,
+    flow_of: Callable[[Sequence[Dataset]], FlowStream[T]] | None = None,
 ) -> SupervisedData[T]:
     """The rows of all datasets, mixed as configured for training and in batches for validation.
 
@@ -43,25 +47,50 @@ def supervised_data(
         section: the algorithm's own.
         rows_of: from a dataset to its rows.
         size_of: from a row to its share when datasets are mixed by weight; None if all rows count alike.
+        flow_of: from datasets with `streaming` to their rows; None if the algorithm cannot learn from such ones.
     """
-    rows = [rows_of(dataset) for dataset in datasets.train]
-    weights = weights_of(datasets.train)
+    return SupervisedData(
+        _train(section, data, datasets.train, rows_of, size_of, flow_of),
+        _validation(section, policy, datasets, rows_of),
+    )
+
+
+def _train(
+    section: SupervisedConfig,
+    data: DataConfig,
+    datasets: Sequence[Dataset],
+    rows_of: Callable[[Dataset], Sequence[T]],
+    size_of: Callable[[T], float] | None,
+    flow_of: Callable[[Sequence[Dataset]], FlowStream[T]] | None,
+) -> Stream[T] | FlowStream[T]:
+    if streamed := [dataset.name for dataset in datasets if dataset.source is not None]:
+        if flow_of is None or size_of is not None:
+            raise DataError(
+                f"`streaming` of {', '.join(streamed)} is for reinforcement learning, and for SFT with sft.mix_by: "
+                "rows; remove it, or set data_path to a download"
+            )
+        return flow_of(datasets)
+    rows = [rows_of(dataset) for dataset in datasets]
+    weights = weights_of(datasets)
     if weights is not None and size_of is not None:
         sizes = [sum(map(size_of, each)) / len(each) for each in rows]
         weights = [weight / size for weight, size in zip(weights, sizes, strict=True)]
-    stream = Stream(
-        rows,
-        weights,
-        seed=section.seed,
-        shuffle=data.shuffle,
-        max_num_epochs=section.num_epochs,
-    )
-    held_out: dict[str, list[T]] = {}
+    return Stream(rows, weights, seed=section.seed, shuffle=data.shuffle, max_num_epochs=section.num_epochs)
+
+
+def _validation(
+    section: SupervisedConfig,
+    policy: ModelConfig,
+    datasets: Datasets,
+    rows_of: Callable[[Dataset], Sequence[T]],
+) -> dict[str, Sequence[Sequence[T]]]:
+    """Batches by the name of their dataset."""
+    held_out: dict[str, Sequence[T]] = {}
     for dataset in datasets.validation:
-        held_out.setdefault(dataset.name, []).extend(rows_of(dataset))
+        found, more = held_out.get(dataset.name), rows_of(dataset)
+        held_out[dataset.name] = more if found is None else [*found, *more]
     size = section.val_global_batch_size or policy.train_global_batch_size
-    batches = {name: _batches(found, size)[: section.val_batches] for name, found in held_out.items()}
-    return SupervisedData(stream, batches)
+    return {name: _batches(found, size, section.val_batches) for name, found in held_out.items()}
 
 
 def longest_row(data: DataConfig, policy: ModelConfig) -> int:
@@ -70,5 +99,6 @@ def longest_row(data: DataConfig, policy: ModelConfig) -> int:
     return min(data.max_input_seq_length or limit, limit)
 
 
-def _batches(rows: Sequence[T], size: int) -> list[Sequence[T]]:
-    return [rows[start : start + size] for start in range(0, len(rows), size)]
+def _batches(rows: Sequence[T], size: int, most: int | None) -> Sequence[Sequence[T]]:
+    count = -(-len(rows) // size)
+    return Lazily(count if most is None else min(count, most), lambda index: rows[index * size : (index + 1) * size])

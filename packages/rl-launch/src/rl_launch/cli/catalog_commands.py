@@ -52,19 +52,25 @@ def list_datasets(
     name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Show this one only, with its tasks.")] = None,
     task: Annotated[str | None, typer.Argument(metavar="[TASK]", help="Show the settings of this task.")] = None,
 ) -> None:
-    """List the installed datasets and their settings, which a config sets under `data.train.settings`.
+    """List the installed datasets and their settings, which a config sets under `data.train.settings`, and the datasets
+    on the hub whose name alone is enough (`data.train.dataset_name: OWNER/NAME`).
 
-    Files (`data.train.data_path`) and datasets on the hub (`data.train.dataset_name: OWNER/NAME`) have no settings.
+    Files (`data.train.data_path`) and other datasets on the hub have their columns named by keys of `data.train`.
     """
     with reported():
         from rl_core.install_command import install_command
         from rl_launch.commands.catalog import chosen
         from rl_launch.commands.catalog import datasets as found
+        from rl_launch.commands.catalog import hub_datasets as on_hub
 
         known = found()
         if name is None:
             for each in known.values():
                 sys.stdout.write(explanation_text.choice(each, "rl data list", install_command(each.missing)))
+            sys.stdout.write(explanation_text.hub_datasets(on_hub()))
+            return
+        if name in on_hub():
+            sys.stdout.write(explanation_text.hub_datasets({name: on_hub()[name]}))
             return
         each = chosen(known, name, "dataset")
         if task is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -60,6 +60,12 @@ def choice(each: Choice, command: str, install: str) -> str:
     lines.extend(_keys(each.settings, "  "))
     if each.tasks:
         lines.extend(_wrapped(f"{len(each.tasks)} tasks; {command} {each.name} lists them", "  "))
+    return "\n".join(lines) + "\n"
+
+
+def hub_datasets(found: Mapping[str, Sequence[str]]) -> str:
+    """Datasets on the hub, each with lines about it."""
+    lines = [line for name, about in found.items() for line in (name, *(f"  {each}" for each in about))]
     return "\n".join(lines) + "\n"
 
 

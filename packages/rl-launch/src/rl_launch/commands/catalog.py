@@ -10,6 +10,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from rl_algos.data.hub_datasets import DATASETS as DATASETS_OF_HUB
+from rl_algos.data.hub_datasets import PREFERENCES
 from rl_core.config import Config, Explanation, assemble, did_you_mean, explain, nearest
 from rl_core.environments.config import EnvironmentConfig
 from rl_core.errors import ConfigError
@@ -95,6 +97,18 @@ def datasets() -> dict[str, Choice]:
         doc, settings = (explained.doc, explained.children) if explained is not None else ("", ())
         tasks = tasks_of(name) if plugin.tasks else None
         found[name] = Choice(name, doc, settings, _missing(plugin.requirement), tasks)
+    return found
+
+
+def hub_datasets() -> dict[str, tuple[str, ...]]:
+    """The datasets of the hub whose name alone is enough: a line about each, and the keys that it stands for."""
+    found: dict[str, tuple[str, ...]] = {}
+    for known, kind in ((DATASETS_OF_HUB, ""), (PREFERENCES, "preferences: ")):
+        for name, one in known.items():
+            keys = {"processor": one.processor, "subset": one.subset, "env_name": one.environment or None}
+            said = [f"{key}: {value}" for key, value in keys.items() if value]
+            said += [f"split: {split} for {purpose}" for purpose, split in one.splits.items() if split != purpose]
+            found[name] = (*found.get(name, ()), f"{kind}{one.doc}", *([", ".join(said)] if said else []))
     return found
 
 

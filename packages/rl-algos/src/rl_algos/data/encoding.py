@@ -1,0 +1,215 @@
+"""Rows made into tokens: in processes of their own, and of large datasets kept in the cache."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import logging
+import os
+import pickle
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cache as once
+from functools import lru_cache, partial
+from importlib.metadata import version
+from itertools import islice, pairwise
+from multiprocessing import get_context
+from pathlib import Path
+from typing import IO, Any, Generic, TypeVar
+
+import numpy as np
+from jinja2 import TemplateError
+
+import rl_algos
+from rl_algos.data import cache
+from rl_core.errors import DataError
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+LARGE = 50_000
+"""Rows of a dataset from which on it is kept on disk, and not in memory."""
+
+_CHUNK = 2048
+"""Rows of a file of the cache."""
+
+_PROGRESS_S = 10.0
+"""Seconds from one line about progress to the next."""
+
+_LIBRARIES = ("jinja2", "numpy", "tokenizers", "transformers")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a row could not be encoded."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Attempt(Generic[T]):
+    """Encodes a row, or says why it cannot be."""
+
+    encode: Callable[[Any], T]
+
+    def __call__(self, item: Any) -> T | Failure:
+        try:
+            return self.encode(item)
+        except DataError as error:
+            return Failure(str(error))
+        except TemplateError as error:
+            return Failure(f"the chat template refuses it: {error}")
+
+
+def encode_in_memory(items: Sequence[Any], encode: Callable[[Any], T], num_workers: int) -> list[T | Failure]:
+    """Every item encoded, in their order; in processes if `num_workers` is above 0.
+
+    Args:
+        encode: picklable if there are workers; raises a `DataError` for an item that it refuses.
+    """
+    attempt = Attempt(encode)
+    if not num_workers:
+        return list(map(attempt, items))
+    with ProcessPoolExecutor(num_workers, mp_context=get_context("spawn")) as pool:
+        return list(pool.map(attempt, items, chunksize=256))
+
+
+def encode_on_disk(
+    items: Sequence[Any], encode: Callable[[Any], T], num_workers: int, *, name: str
+) -> Sequence[T | Failure]:
+    """As `encode_in_memory`, but the results lie in files of the cache, and are read when they are asked for.
+
+    A file holds some rows, under a name that follows from their content, from `encode` with all that it holds, and from
+    the code and the libraries that do it. So rows that were encoded once are not encoded again, and an interrupted run
+    goes on where it was.
+
+    Args:
+        name: of the dataset, for the log.
+    """
+    attempt = Attempt(encode)
+    work = pickle.dumps(attempt)
+    identity = cache.digest(work, _code(encode if inspect.isfunction(encode) else type(encode)))
+    progress = _Progress(name, len(items))
+    paths: list[Path] = []
+    iterator = iter(items)
+    chunks = (pickle.dumps(chunk) for chunk in iter(lambda: list(islice(iterator, _CHUNK)), []))
+    with ExitStack() as stack:
+        pool = None
+        if num_workers:
+            pool = stack.enter_context(ProcessPoolExecutor(num_workers, mp_context=get_context("spawn")))
+        for file, content in _in_order(chunks, identity, work, pool, ahead=2 * num_workers):
+            paths.append(cache.stored(file, partial(_write, content)))
+            progress.add(_CHUNK)
+    return EncodedRows(paths)
+
+
+class EncodedRows(Sequence[Any]):
+    """Encoded rows in files, of which only the positions are in memory."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = tuple(paths)
+        self._positions = [_positions(path) for path in paths]
+        self._size = sum(len(positions) - 1 for positions in self._positions)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(self._size))]
+        if not -self._size <= index < self._size:
+            raise IndexError(index)
+        which, row = divmod(int(index) % self._size, _CHUNK)
+        start, end = (int(position) for position in self._positions[which][row : row + 2])
+        return pickle.loads(os.pread(_opened(self._paths[which]).fileno(), end - start, start))
+
+    def __iter__(self) -> Iterator[Any]:
+        for path, positions in zip(self._paths, self._positions, strict=True):
+            content = path.read_bytes()
+            for start, end in pairwise(positions):
+                yield pickle.loads(content[start:end])
+
+
+def _in_order(
+    chunks: Iterable[bytes], identity: str, work: bytes, pool: ProcessPoolExecutor | None, *, ahead: int
+) -> Iterator[tuple[str, Callable[[], bytes]]]:
+    """The name of each chunk's file, and a function that gives its content; workers are a few chunks ahead."""
+    pending: deque[tuple[str, Callable[[], bytes]]] = deque()
+    for chunk in chunks:
+        name = cache.digest(identity, chunk)
+        file = f"encoded/{name[:2]}/{name}"
+        if pool is None or (cache.folder() / file).exists():
+            pending.append((file, partial(_encode_chunk, work, chunk)))  # called if the file is not there
+        else:
+            future: Future[bytes] = pool.submit(_encode_chunk, work, chunk)
+            pending.append((file, future.result))
+        if len(pending) > ahead:
+            yield pending.popleft()
+    yield from pending
+
+
+def _encode_chunk(work: bytes, chunk: bytes) -> bytes:
+    """The content of a file: each encoded row, then their positions, then how many there are."""
+    attempt = _loaded(work)
+    out = io.BytesIO()
+    positions = [0]
+    for item in pickle.loads(chunk):
+        out.write(pickle.dumps(attempt(item), protocol=pickle.HIGHEST_PROTOCOL))
+        positions.append(out.tell())
+    out.write(np.asarray(positions, dtype="<i8").tobytes())
+    out.write(len(positions).to_bytes(8, "little"))
+    return out.getvalue()
+
+
+def _write(content: Callable[[], bytes], file: IO[bytes]) -> None:
+    file.write(content())
+
+
+def _positions(path: Path) -> np.ndarray:
+    """int64 `[rows + 1]`, where the rows of a file start, and the last one ends."""
+    with path.open("rb") as file:
+        file.seek(-8, os.SEEK_END)
+        count = int.from_bytes(file.read(8), "little")
+        file.seek(-8 * (count + 1), os.SEEK_END)
+        return np.frombuffer(file.read(8 * count), dtype="<i8")
+
+
+@lru_cache(maxsize=1)
+def _loaded(work: bytes) -> Attempt[Any]:
+    attempt: Attempt[Any] = pickle.loads(work)
+    return attempt
+
+
+@lru_cache(maxsize=64)
+def _opened(path: Path) -> IO[bytes]:
+    """A file that stays open, as rows are read one by one; the oldest of many is closed."""
+    return path.open("rb")
+
+
+@once
+def _code(encoder: Any) -> str:
+    """Changes when the code does that encodes: of this package, of the encoder's own file, of the libraries."""
+    package = Path(inspect.getfile(rl_algos)).parent
+    files = sorted({*package.rglob("*.py"), Path(inspect.getfile(encoder))})
+    return cache.digest(*(file.read_bytes() for file in files), *map(version, _LIBRARIES))
+
+
+class _Progress:
+    """Says now and then how many rows are done."""
+
+    def __init__(self, name: str, total: int) -> None:
+        self._name, self._total, self._done = name, total, 0
+        self._start = self._said = time.monotonic()
+
+    def add(self, count: int) -> None:
+        self._done = min(self._done + count, self._total)
+        now = time.monotonic()
+        if now - self._said >= _PROGRESS_S:
+            self._said = now
+            left = (now - self._start) / self._done * (self._total - self._done)
+            _log.info("%s: %d of %d rows tokenised, %.0f s left", self._name, self._done, self._total, left)

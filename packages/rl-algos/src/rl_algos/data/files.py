@@ -1,0 +1,365 @@
+"""Rows of files, read from where they lie when they are asked for."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import accumulate
+from pathlib import Path
+from typing import IO, Any
+
+from rl_algos.data import cache
+from rl_core.errors import DataError
+
+Row = Mapping[str, Any]
+
+COMPRESSIONS = (".gz", ".bz2", ".zst", ".lz4")
+"""Endings of compressed files."""
+
+_IN_MEMORY_BYTES = 32 << 20
+"""A Parquet file of at most this size is held as a table; a larger one is unpacked to the cache and mapped."""
+
+
+class FileRows:
+    """Rows of one file.
+
+    Args:
+        name: of the file, as the user knows it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def row(self, index: int) -> Row:
+        """A row; raises a `DataError` without its place if it is malformed."""
+        raise NotImplementedError
+
+    def place(self, index: int) -> str:
+        """The place of a row, for messages."""
+        return f"{self.name}, row {index} (from 0)"
+
+
+class JsonLines(FileRows):
+    """Rows of a JSON Lines file, of which only the positions of lines are held."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        super().__init__(name)
+        self._path = path
+        self._identity = identity(path)
+        self._starts = array("q")
+        self._lines = array("q")
+        """Numbers of lines from 1; empty while no blank line was met, as they then follow from the row."""
+        position = 0
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    self._starts.append(position)
+                    self._lines.append(number)
+                position += len(line)
+        self._starts.append(position)
+        if len(self._lines) and self._lines[-1] == len(self._lines):
+            self._lines = array("q")
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def row(self, index: int) -> Row:
+        start, end = self._starts[index], self._starts[index + 1]
+        line = os.pread(_opened(self._path, self._identity).fileno(), end - start, start)
+        return _json_object(line.rstrip())  # of the line break, and of blank lines before the next row
+
+    def place(self, index: int) -> str:
+        return f"{self.name}, line {self._lines[index] if self._lines else index + 1}"
+
+
+class HeldRows(FileRows):
+    """Rows that are in memory as a whole: of a JSON array or a CSV file."""
+
+    def __init__(self, rows: Sequence[Any], name: str, place: Callable[[int], str]) -> None:
+        super().__init__(name)
+        self._rows = rows
+        self._place = place
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, index: int) -> Row:
+        row = self._rows[index]
+        if isinstance(row, DataError):
+            raise DataError(str(row))
+        return _object(row)
+
+    def place(self, index: int) -> str:
+        return f"{self.name}, {self._place(index)}"
+
+
+class ArrowRows(FileRows):
+    """Rows of a table of Arrow's, whose memory may be a mapped file."""
+
+    def __init__(self, batches: Sequence[Any], name: str) -> None:
+        super().__init__(name)
+        self._batches = batches
+        self._ends = list(accumulate(batch.num_rows for batch in batches))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def row(self, index: int) -> Row:
+        which = bisect_right(self._ends, index)
+        first = self._ends[which - 1] if which else 0
+        row: Row = self._batches[which].slice(index - first, 1).to_pylist()[0]
+        return row
+
+
+@dataclass(frozen=True)
+class Rows(Sequence[Row]):
+    """Rows of a dataset in their order, each with its place.
+
+    Args:
+        rows: all of them; a row is read when it is asked for, which raises a `DataError` if it is malformed.
+        place: from the number of a row to its place, for messages: `prompts.jsonl, line 3`.
+    """
+
+    rows: Sequence[Row]
+    place: Callable[[int], str]
+
+    @classmethod
+    def of_files(cls, files: Sequence[FileRows]) -> Rows:
+        """The rows of several files, one after another."""
+        joined = _Joined(files)
+        return cls(joined, joined.place)
+
+    @classmethod
+    def named(cls, rows: Sequence[Row], name: str) -> Rows:
+        """Rows that are in no file of the user's."""
+        return cls(rows, lambda index: f"{name}, row {index} (from 0)")
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        try:
+            return self.rows[index]
+        except DataError as error:
+            raise DataError(f"{self.place(index)}: {error}") from None
+
+
+@dataclass(frozen=True)
+class _Joined(Sequence[Row]):
+    files: Sequence[FileRows]
+    ends: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ends", list(accumulate(map(len, self.files))))
+
+    def __len__(self) -> int:
+        return self.ends[-1] if self.ends else 0
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        file, at = self._find(index % len(self))
+        return file.row(at)
+
+    def __iter__(self) -> Iterator[Row]:
+        return (file.row(index) for file in self.files for index in range(len(file)))
+
+    def place(self, index: int) -> str:
+        file, at = self._find(index)
+        return file.place(at)
+
+    def _find(self, index: int) -> tuple[FileRows, int]:
+        which = bisect_right(self.ends, index)
+        return self.files[which], index - (self.ends[which - 1] if which else 0)
+
+
+def kind_of(name: str) -> str:
+    """The ending that says how a file is read, without that of a compression; empty if none does."""
+    path = Path(name)
+    if path.suffix in COMPRESSIONS:
+        path = path.with_suffix("")
+        return path.suffix if path.suffix in _TEXT else ""
+    return path.suffix if path.suffix in _READERS else ""
+
+
+def read(path: Path, name: str = "") -> FileRows:
+    """The rows of a file of a known kind.
+
+    Args:
+        name: for messages; the path if empty.
+
+    Raises:
+        DataError: that names the file, if it cannot be read.
+    """
+    name = name or str(path)
+    reader = _READERS[kind_of(path.name)]
+    try:
+        return reader(_unpacked(path, name) if path.suffix in COMPRESSIONS else path, name)
+    except OSError as error:
+        raise DataError(f"{name}: cannot be read: {error.strerror or error}") from None
+
+
+def kinds() -> str:
+    """The endings of files that can be read, in words."""
+    return f"{', '.join(_READERS)}; text also compressed ({', '.join(COMPRESSIONS)})"
+
+
+def identity(path: Path) -> str:
+    """Changes when the file does."""
+    stat = path.stat()
+    return f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}"
+
+
+@lru_cache(maxsize=64)
+def _opened(path: Path, identity: str) -> IO[bytes]:
+    """A file that stays open, as rows are read one by one; the oldest of many is closed."""
+    return path.open("rb")
+
+
+def _unpacked(path: Path, name: str) -> Path:
+    """A compressed file's content, as a file of the cache."""
+    import pyarrow
+
+    def write(file: IO[bytes]) -> None:
+        try:
+            with pyarrow.input_stream(str(path), compression=_COMPRESSION[path.suffix]) as source:
+                while block := source.read(1 << 20):
+                    file.write(block)
+        except (OSError, ValueError) as error:
+            raise DataError(f"{name}: not a {path.suffix} file, or a damaged one: {error}") from None
+
+    return cache.stored(f"unpacked/{cache.digest(identity(path))}{path.with_suffix('').suffix}", write)
+
+
+def _json(path: Path, name: str) -> FileRows:
+    with path.open("rb") as file:
+        if not file.read(4096).lstrip().startswith(b"["):
+            return JsonLines(path, name)
+        file.seek(0)
+        try:
+            rows = json.load(file)
+        except ValueError as error:
+            where = f", line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+            raise DataError(f"{name}{where}: not a JSON array: {_reason(b'', error)}") from None
+    return HeldRows(rows, name, lambda index: f"item {index} (from 0)")
+
+
+def _csv(path: Path, name: str) -> FileRows:
+    rows: list[Any] = []
+    lines: list[int] = []
+    # reading leaves a place for characters that are not UTF-8, so that only their row is malformed
+    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        reader = csv.DictReader(file, strict=True)
+        while True:
+            first = reader.line_num + 1
+            try:
+                row: Any = next(reader)
+            except StopIteration:
+                break
+            except csv.Error as error:
+                row = DataError(f"not CSV: {error}")
+            rows.append(_checked_csv(row, reader.fieldnames or ()))
+            lines.append(max(first, 2))
+    return HeldRows(rows, name, lambda index: f"line {lines[index]}")
+
+
+def _checked_csv(row: Any, columns: Sequence[str]) -> Any:
+    if isinstance(row, DataError):
+        return row
+    if None in row:
+        return DataError(f"the row has more fields than the {len(columns)} columns")
+    if missing := [name for name, value in row.items() if value is None]:
+        return DataError(f"the row ends before the column {missing[0]!r}")
+    if any("\udc80" <= character <= "\udcff" for value in row.values() for character in value):
+        return DataError("it is not text in UTF-8")
+    return row
+
+
+def _parquet(path: Path, name: str) -> FileRows:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            if path.stat().st_size <= _IN_MEMORY_BYTES:
+                return ArrowRows(file.read().to_batches(), name)
+
+            def write(out: IO[bytes]) -> None:
+                with pyarrow.ipc.new_file(out, file.schema_arrow) as writer:
+                    for batch in file.iter_batches(batch_size=1024):
+                        writer.write_batch(batch)
+
+            unpacked = cache.stored(f"unpacked/{cache.digest(identity(path))}.arrow", write)
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        raise DataError(f"{name}: not a Parquet file, or a damaged one: {error}") from None
+    return _arrow(unpacked, name)
+
+
+def _arrow(path: Path, name: str) -> FileRows:
+    import pyarrow
+    import pyarrow.ipc
+
+    source = pyarrow.memory_map(str(path))
+    try:
+        reader = pyarrow.ipc.open_stream(source)  # as `datasets` writes
+        batches = list(reader)
+    except (pyarrow.ArrowInvalid, OSError):
+        source.seek(0)
+        try:
+            file = pyarrow.ipc.open_file(source)
+            batches = [file.get_batch(index) for index in range(file.num_record_batches)]
+        except (pyarrow.ArrowInvalid, OSError) as error:
+            raise DataError(f"{name}: not an Arrow file, or a damaged one: {error}") from None
+    return ArrowRows(batches, name)
+
+
+def _json_object(line: bytes) -> Row:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"not a JSON object: {_reason(line, error)}") from None
+    return _object(row)
+
+
+def _object(row: Any) -> Row:
+    if not isinstance(row, dict):
+        raise DataError(f"a row must be a JSON object, got {type(row).__name__}")
+    return row
+
+
+def _reason(line: bytes, error: Exception) -> str:
+    """The reason in words, with the column and the remedy if there is a usual one."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"it is not text in UTF-8 ({error})"
+    if not isinstance(error, json.JSONDecodeError):
+        return str(error)
+    what = error.msg.removesuffix(" at")
+    remedy = ""
+    if "control character" in what:
+        remedy = r"; write \t for a tab and \n for a line break in a text"
+    elif "property name enclosed in double quotes" in what and b"'" in line:
+        remedy = "; JSON has double quotes, as json.dumps writes them"
+    return f"{what} at column {error.colno}{remedy}"
+
+
+_TEXT: Mapping[str, Callable[[Path, str], FileRows]] = {
+    ".jsonl": JsonLines,
+    ".ndjson": JsonLines,
+    ".json": _json,
+    ".csv": _csv,
+}
+_READERS: Mapping[str, Callable[[Path, str], FileRows]] = {**_TEXT, ".parquet": _parquet, ".arrow": _arrow}
+_COMPRESSION = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}

@@ -1,0 +1,200 @@
+"""Items of datasets that are read as they come, for those that do not fit a disk."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from rl_algos.data.permutation import permutation
+from rl_core.errors import DataError
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Flow(Generic[T]):
+    """Items of one dataset in passes over it, shuffled within blocks.
+
+    A block holds the next items of a pass; its order follows from the seed and its place alone. So a position is the
+    row that the block begins with and the items taken of it, and a restored flow reads that block again.
+
+    Args:
+        name: of the dataset.
+        open_rows: from a number of rows to skip to the rows behind them, to the end of the pass.
+        make: from the number of a row and the row to an item; None leaves the row out.
+        block: items of a block.
+        entropy: numbers that the order follows from.
+        shuffle: whether items of a block are shuffled.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        open_rows: Callable[[int], Iterator[Any]],
+        make: Callable[[int, Any], T | None],
+        *,
+        block: int,
+        entropy: Sequence[int],
+        shuffle: bool,
+    ) -> None:
+        self.name = name
+        self._open_rows = open_rows
+        self._make = make
+        self._size = block
+        self._entropy = tuple(entropy)
+        self._shuffle = shuffle
+        self._rows: Iterator[Any] | None = None
+        self._pass = 0
+        self._start = self._next = 0
+        self._taken = 0
+        self._block: list[T] = []
+
+    @property
+    def num_passes(self) -> int:
+        """Passes that are complete."""
+        return self._pass
+
+    def at_hand(self) -> Sequence[T]:
+        """The items of the block that is drawn from."""
+        if not self._block:
+            self._read_block(self._next)
+        return self._block
+
+    def draw(self) -> T:
+        """The next item; raises a `DataError` if a whole pass has none."""
+        while self._taken == len(self._block):
+            self._read_block(self._next)
+        self._taken += 1
+        return self._block[self._taken - 1]
+
+    def state(self) -> Mapping[str, int]:
+        """The position, as JSON."""
+        return {"pass": self._pass, "start": self._start, "taken": self._taken}
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        """Go on from a position; raises a `DataError` if the rows there are fewer than when the state was saved."""
+        self._rows, self._block, self._taken = None, [], 0
+        self._pass, self._next = state["pass"], state["start"]
+        if state["taken"]:
+            self._read_block(state["start"])
+        if len(self._block) < state["taken"] or self._start != state["start"]:
+            raise DataError(
+                f"the dataset {self.name!r} has changed since the checkpoint: the block at row {state['start']} has "
+                f"{len(self._block)} items, and {state['taken']} were taken; restore it, or start a fresh run"
+            )
+        self._start, self._taken = state["start"], state["taken"]
+
+    def _read_block(self, start: int) -> None:
+        """Read the block that begins with a row; after the last row, that of the next pass."""
+        if self._rows is None:
+            self._rows = self._open_rows(start)
+        items: list[T] = []
+        number = start
+        for row in self._rows:
+            item = self._make(number, row)
+            number += 1
+            if item is not None:
+                items.append(item)
+                if len(items) == self._size:
+                    break
+        if not items:
+            if start == 0:
+                raise DataError(f"the dataset {self.name!r} has no rows that can be used")
+            self._rows, self._pass = None, self._pass + 1
+            self._read_block(0)
+            return
+        if self._shuffle:
+            order = permutation(len(items), *self._entropy, self._pass, start)
+            items = [items[place] for place in order]
+        self._start, self._next, self._taken, self._block = start, number, 0, items
+
+
+class FlowStream(Generic[T]):
+    """Draws from datasets that are read as they come, in proportion to their weights, without an end.
+
+    It is in the place of a `Stream`, whose datasets have an end that is known.
+
+    Args:
+        flows: one for each dataset.
+        weights: share of draws of each; None for a single dataset.
+        max_num_epochs: must be None, as nobody knows where an epoch ends.
+
+    Raises:
+        DataError: if several flows have no weights, or an end is given.
+    """
+
+    def __init__(
+        self, flows: Sequence[Flow[T]], weights: Sequence[float] | None = None, *, max_num_epochs: int | None = None
+    ) -> None:
+        if max_num_epochs is not None:
+            raise DataError(
+                "a dataset with `streaming` has no known end, so epochs cannot be counted; bound the run by "
+                "max_num_steps alone, and remove max_num_epochs"
+            )
+        if len(flows) > 1 and weights is None:
+            raise DataError("several datasets with `streaming` need a `weight` each, as their sizes are not known")
+        self._flows = tuple(flows)
+        self._weights = np.asarray([1.0] if weights is None else weights, dtype=np.float64)
+        self._drawn = np.zeros(len(self._flows), dtype=np.int64)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the datasets."""
+        return [flow.name for flow in self._flows]
+
+    @property
+    def datasets(self) -> tuple[Sequence[T], ...]:
+        """The items of each dataset that are at hand."""
+        return tuple(flow.at_hand() for flow in self._flows)
+
+    @property
+    def num_drawn(self) -> int:
+        """Draws so far."""
+        return int(self._drawn.sum())
+
+    @property
+    def num_left(self) -> None:
+        """Draws to the end: there is none."""
+        return None
+
+    @property
+    def epoch(self) -> float:
+        """Complete passes over the dataset that has been passed the least."""
+        return float(min(flow.num_passes for flow in self._flows))
+
+    def num_batches(self, _size: int) -> None:
+        """Batches to the end: there is none."""
+        return None
+
+    def take(self, count: int) -> list[T]:
+        """The next items."""
+        return [self._draw() for _ in range(count)]
+
+    def state(self) -> Mapping[str, Any]:
+        """The position, as JSON."""
+        flows = [dict(flow.state()) for flow in self._flows]
+        return {"drawn": self._drawn.tolist(), "flows": flows, **self._identity()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a position; raises a `DataError` if the data or its weights differ from those of the state."""
+        for name, value in self._identity().items():
+            if state.get(name) != value:
+                raise DataError(
+                    f"the data has changed since the checkpoint: {name} was {state.get(name)} and is {value}; "
+                    "restore the data and its settings, or start a fresh run"
+                )
+        for flow, position in zip(self._flows, state["flows"], strict=True):
+            flow.restore(position)
+        self._drawn = np.asarray(state["drawn"], dtype=np.int64)
+
+    def _identity(self) -> dict[str, Any]:
+        return {"streamed": self.names, "weights": self._weights.tolist()}
+
+    def _draw(self) -> T:
+        which = int(np.argmin((self._drawn + 1) / self._weights))
+        self._drawn[which] += 1
+        return self._flows[which].draw()

@@ -1,0 +1,156 @@
+"""Datasets of the hub whose columns are known, so that their name alone is enough.
+
+Names, subsets, splits and columns are those of their cards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rl_algos.data.config import DatasetConfig, Purpose
+
+
+@dataclass(frozen=True)
+class HubDataset:
+    """Settings of a dataset, for those that the user does not give.
+
+    Args:
+        doc: one line.
+        processor: of its rows; None for rows that have `messages`.
+        columns: as `DatasetConfig.columns`.
+        subset: configuration that is read.
+        splits: by purpose; the purpose itself if there is none for it.
+        environment: scores completions; empty if none of the installed ones can.
+    """
+
+    doc: str
+    processor: str | None = None
+    columns: Mapping[str, str] = field(default_factory=dict)
+    subset: str | None = None
+    splits: Mapping[Purpose, str] = field(default_factory=dict)
+    environment: str = ""
+
+
+_ONLY_TEST: Mapping[Purpose, str] = {"train": "test", "validation": "test"}
+_ONLY_TRAIN: Mapping[Purpose, str] = {"train": "train", "validation": "train"}
+_TESTED: Mapping[Purpose, str] = {"validation": "test"}
+
+DATASETS: Mapping[str, HubDataset] = {
+    "nvidia/OpenMathInstruct-2": HubDataset(
+        "problems of GSM8K and MATH and new ones, with solutions by a model",
+        "openmathinstruct2",
+        environment="math",
+    ),
+    "AI-MO/NuminaMath-CoT": HubDataset(
+        "competition problems with worked solutions", "numina_cot", splits=_TESTED, environment="math"
+    ),
+    "AI-MO/NuminaMath-1.5": HubDataset(
+        "competition problems with solutions, most with an answer", "math_problem", environment="math"
+    ),
+    "open-r1/OpenR1-Math-220k": HubDataset(
+        "problems of NuminaMath 1.5 with reasoning by DeepSeek R1", "openr1_math", environment="math"
+    ),
+    "agentica-org/DeepScaleR-Preview-Dataset": HubDataset(
+        "competition problems with answers", "math_problem", environment="math"
+    ),
+    "BytedTsinghua-SIA/DAPO-Math-17k": HubDataset(
+        "competition problems with integers as answers; prompts say how to answer", "dapo_math", environment="math"
+    ),
+    "openai/gsm8k": HubDataset(
+        "grade-school word problems", "gsm8k", subset="main", splits=_TESTED, environment="math"
+    ),
+    "HuggingFaceH4/MATH-500": HubDataset(
+        "500 competition problems to evaluate on", "math_problem", splits=_ONLY_TEST, environment="math"
+    ),
+    "HuggingFaceH4/aime_2024": HubDataset(
+        "AIME 2024, 30 problems", "math_problem", splits=_ONLY_TRAIN, environment="math"
+    ),
+    "Maxwell-Jia/AIME_2024": HubDataset(
+        "AIME 2024, 30 problems",
+        "math_problem",
+        {"problem": "Problem", "answer": "Answer", "solution": "Solution"},
+        splits=_ONLY_TRAIN,
+        environment="math",
+    ),
+    "math-ai/aime25": HubDataset("AIME 2025, 30 problems", "math_problem", splits=_ONLY_TEST, environment="math"),
+    "yentinglin/aime_2025": HubDataset(
+        "AIME 2025, 30 problems", "math_problem", splits=_ONLY_TRAIN, environment="math"
+    ),
+    "opencompass/AIME2025": HubDataset(
+        "AIME 2025, 15 problems of each part: the subset AIME2025-I or AIME2025-II",
+        "math_problem",
+        {"problem": "question"},
+        subset="AIME2025-I",
+        splits=_ONLY_TEST,
+        environment="math",
+    ),
+    "Idavidrein/gpqa": HubDataset(
+        "graduate-level science, four options; needs HF_TOKEN",
+        "gpqa",
+        subset="gpqa_diamond",
+        splits=_ONLY_TRAIN,
+        environment="math",
+    ),
+    "cais/mmlu": HubDataset(
+        "57 subjects, four options",
+        "multiple_choice",
+        subset="all",
+        splits={"train": "auxiliary_train"},
+        environment="math",
+    ),
+    "TIGER-Lab/MMLU-Pro": HubDataset(
+        "14 subjects, up to ten options",
+        "multiple_choice",
+        splits={"train": "validation", "validation": "test"},
+        environment="math",
+    ),
+    "rajpurkar/squad": HubDataset("questions about passages, answered by a part of the passage", "squad"),
+    "OpenAssistant/oasst1": HubDataset("conversations by volunteers, along the best replies", "oasst"),
+    "OpenAssistant/oasst2": HubDataset("conversations by volunteers, along the best replies", "oasst"),
+    "allenai/tulu-3-sft-mixture": HubDataset("the conversations that Tulu 3 was fine-tuned on"),
+    "HuggingFaceH4/ultrafeedback_binarized": HubDataset(
+        "conversations that GPT-4 scored best", splits={"train": "train_sft", "validation": "test_sft"}
+    ),
+}
+"""By the name on the hub, for algorithms that learn from answers and conversations."""
+
+PREFERENCES: Mapping[str, HubDataset] = {
+    "allenai/llama-3.1-tulu-3-8b-preference-mixture": HubDataset("the pairs that Tulu 3 8B learned from"),
+    "allenai/llama-3.1-tulu-3-70b-preference-mixture": HubDataset("the pairs that Tulu 3 70B learned from"),
+    "nvidia/HelpSteer3": HubDataset(
+        "two responses each, compared by people from -3 to 3", "helpsteer3", subset="preference"
+    ),
+    "HuggingFaceH4/ultrafeedback_binarized": HubDataset(
+        "two responses each, scored by GPT-4", splits={"train": "train_prefs", "validation": "test_prefs"}
+    ),
+    "openbmb/UltraFeedback": HubDataset("four responses each, scored by GPT-4", "ultrafeedback"),
+    "trl-lib/kto-mix-14k": HubDataset("single responses, each labelled good or bad", splits=_TESTED),
+    "OpenAssistant/oasst1": HubDataset("replies ranked by volunteers", "oasst_preference"),
+    "OpenAssistant/oasst2": HubDataset("replies ranked by volunteers", "oasst_preference"),
+}
+"""By the name on the hub, for algorithms that learn from preferences."""
+
+
+def with_known(settings: DatasetConfig, purpose: Purpose, *, of_preferences: bool) -> DatasetConfig:
+    """The settings of a dataset with what is known of it in the place of keys that the user has not set; a user who
+    names columns by `input_key` reads the rows without a processor.
+
+    Args:
+        of_preferences: whether an algorithm asks that learns from preferences.
+    """
+    known = (PREFERENCES if of_preferences else DATASETS).get(settings.dataset_name or "")
+    if known is None:
+        return settings
+    values = {
+        "processor": None if {"input_key", "output_key"} & settings.model_fields_set else known.processor,
+        "columns": dict(known.columns),
+        "subset": known.subset,
+        "split": known.splits.get(purpose),
+        "env_name": known.environment or None,
+    }
+    if "processor" in settings.model_fields_set or values["processor"] is None:
+        del values["columns"]
+    return settings.model_copy(
+        update={key: value for key, value in values.items() if key not in settings.model_fields_set}
+    )

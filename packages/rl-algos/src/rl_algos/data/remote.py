@@ -1,0 +1,80 @@
+"""Files in object stores, copied to the cache before they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from shutil import copyfileobj
+from typing import IO, Any
+
+from rl_algos.data import cache
+from rl_core.errors import DataError
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """A file in an object store.
+
+    Args:
+        url: as users write it.
+        name: path below the folder that was given; its own name if a file or a pattern was given.
+        path: as its file system knows it.
+        system: a file system of fsspec.
+    """
+
+    url: str
+    name: str
+    path: str
+    system: Any
+
+
+def is_remote(path: str) -> bool:
+    """Whether a path is the address of an object store, as `s3://bucket/folder`, and not a local one."""
+    return "://" in path
+
+
+def files(url: str, is_data: Callable[[str], bool]) -> list[RemoteFile]:
+    """The files at an address, which is that of a file or a folder, or a pattern, in the order of their names.
+
+    Args:
+        is_data: whether a file of a folder holds rows, by its name.
+
+    Raises:
+        DataError: if the store cannot be read, with its reason.
+    """
+    # imports the libraries of stores; local files need none of them
+    import fsspec
+
+    try:
+        system, path = fsspec.core.url_to_fs(url)
+        is_folder = not any(mark in path for mark in "*?[") and system.isdir(path)
+        found = sorted(filter(is_data, system.find(path))) if is_folder else sorted(system.glob(path))
+    except ImportError as error:
+        raise DataError(f"{url!r} needs a library that is not installed: {error}") from error
+    except (OSError, ValueError) as error:
+        raise DataError(f"{url!r} cannot be read: {str(error) or type(error).__name__}") from error
+    above = path.rstrip("/") + "/"
+    return [
+        RemoteFile(
+            system.unstrip_protocol(each),
+            each.removeprefix(above) if is_folder else PurePosixPath(each).name,
+            each,
+            system,
+        )
+        for each in found
+    ]
+
+
+def copied(file: RemoteFile) -> Path:
+    """A copy in the cache, made anew if the file has changed; raises a `DataError` if it cannot be read."""
+
+    def write(out: IO[bytes]) -> None:
+        try:
+            with file.system.open(file.path, "rb") as source:
+                copyfileobj(source, out, 1 << 20)
+        except (OSError, ValueError) as error:
+            raise DataError(f"{file.url}: cannot be read: {error}") from error
+
+    version = str(file.system.ukey(file.path))
+    return cache.stored(f"copied/{cache.digest(file.url, version)}/{PurePosixPath(file.path).name}", write)
