@@ -24,6 +24,13 @@ def test_messages_and_answer_are_the_columns_where_no_key_is_set():
     assert by_keys({"messages": [USER]}, settings()).answer is None
 
 
+@pytest.mark.parametrize("name", ["answer", "completion", "response"])
+def test_a_prompt_and_its_response_need_no_keys(name):
+    assert by_keys({"prompt": "1+1=", name: "2", "other": 3}, settings()) == Example((USER,), "2")
+    assert by_keys({"prompt": [USER], name: "2"}, settings()) == Example((USER,), "2")
+    assert by_keys({"messages": [USER], "prompt": "no", name: "2"}, settings()).messages == (USER,)
+
+
 @pytest.mark.parametrize("keys", [{"input_key": "qestion"}, {"input_key": "question", "output_key": "qestion"}])
 def test_a_missing_column_names_those_there_are_and_the_nearest(keys):
     with pytest.raises(

@@ -56,7 +56,7 @@ def shown(rows):
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_large_dataset_gives_the_rows_of_a_small_one(tmp_path, tokenizer, monkeypatch, num_workers):
     data = {"train": chats(tmp_path / "a.jsonl", bad=[3]), "malformed": "skip", "overlong": "skip"}
-    data["max_input_seq_length"] = 20
+    data["max_input_seq_length"] = 12
     small, _ = rows_of(tokenizer, data, max_num_epochs=2)
     monkeypatch.setattr(encoding, "_CHUNK", 8)
     monkeypatch.setattr(encoding, "LARGE", 10)

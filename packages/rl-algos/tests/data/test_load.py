@@ -1,3 +1,5 @@
+import bz2
+import gzip
 import json
 
 import pyarrow
@@ -103,6 +105,71 @@ def test_a_row_has_its_place(tmp_path):
     ]
     generated = load_rows(DatasetConfig(dataset_name="arithmetic"), "train")
     assert generated.place(3) == "arithmetic (train), row 3 (from 0)"
+
+
+@pytest.mark.parametrize(("ending", "pack"), [(".gz", gzip.compress), (".bz2", bz2.compress)])
+def test_compressed_text_is_read_with_its_lines(tmp_path, ending, pack):
+    path = tmp_path / f"a.jsonl{ending}"
+    path.write_bytes(pack(b"\n" + b"".join(json.dumps(row).encode() + b"\n" for row in ROWS)))
+    found = load_rows(DatasetConfig(data_path=str(path)), "train")
+    assert list(found) == ROWS
+    assert found.place(1) == f"{path}, line 3"
+    path.write_bytes(pack(json.dumps(ROWS[3]).encode()))
+    assert rows(path) == ROWS[3:4]
+
+
+@pytest.mark.parametrize("ending", [".zst", ".lz4"])
+def test_other_compressions_are_read(tmp_path, ending):
+    path = tmp_path / f"a.jsonl{ending}"
+    with pyarrow.output_stream(str(path), compression={".zst": "zstd", ".lz4": "lz4"}[ending]) as out:
+        out.write("".join(json.dumps(row) + "\n" for row in ROWS).encode())
+    assert rows(path) == ROWS
+
+
+def test_a_json_array_and_a_table_are_read(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps(ROWS, indent=1))
+    (tmp_path / "b.json").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (tmp_path / "c.csv").write_text('question,answer\n"a ""b"",\nc",1\nd,\n')
+    assert rows(tmp_path / "a.json") == rows(tmp_path / "b.json") == ROWS
+    found = load_rows(DatasetConfig(data_path=str(tmp_path / "c.csv")), "train")
+    assert list(found) == [{"question": 'a "b",\nc', "answer": "1"}, {"question": "d", "answer": ""}]
+    assert [found.place(index) for index in (0, 1)] == [f"{tmp_path / 'c.csv'}, line {line}" for line in (2, 4)]
+
+
+def test_json_that_describes_other_files_is_no_data(tmp_path):
+    write(tmp_path / "a.jsonl")
+    (tmp_path / "dataset_infos.json").write_text("{}")
+    assert rows(tmp_path) == ROWS
+
+
+def test_files_of_an_object_store_are_copied_once_and_read_in_order(cache):
+    import fsspec
+
+    store = fsspec.filesystem("memory")
+    for name, part in (("train-0.jsonl", ROWS[:2]), ("train-1.jsonl", ROWS[2:4]), ("test/0.jsonl", ROWS[4:])):
+        store.pipe(f"/bucket/data/{name}", "".join(json.dumps(row) + "\n" for row in part).encode())
+    store.pipe("/bucket/data/README.md", b"not data")
+    try:
+        assert rows("memory://bucket/data", "train") == ROWS[:4]
+        assert rows("memory://bucket/data", "test") == ROWS[4:]
+        assert rows("memory://bucket/data/train-*.jsonl") == ROWS[:4]
+        found = load_rows(DatasetConfig(data_path="memory://bucket/data/train-1.jsonl"), "train")
+        assert list(found) == ROWS[2:4]
+        assert found.place(1) == "memory:///bucket/data/train-1.jsonl, line 2"
+        assert len(list((cache / "copied").rglob("*.jsonl"))) == 3
+        store.pipe("/bucket/data/train-1.jsonl", json.dumps(ROWS[0]).encode())
+        assert rows("memory://bucket/data/train-1.jsonl") == ROWS[:1]
+        with pytest.raises(DataError, match="no data at 'memory://bucket/none"):
+            rows("memory://bucket/none.jsonl")
+        with pytest.raises(DataError, match=r"cannot read 'README\.md'"):
+            rows("memory://bucket/data/README.md")
+    finally:
+        store.rm("/bucket", recursive=True)
+
+
+def test_a_store_of_an_unknown_kind_is_refused():
+    with pytest.raises(DataError, match=r"'nowhere://bucket/a\.jsonl' cannot be read: .*nowhere"):
+        rows("nowhere://bucket/a.jsonl")
 
 
 def test_what_is_not_there_or_not_readable_is_refused(tmp_path):

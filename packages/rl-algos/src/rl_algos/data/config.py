@@ -41,9 +41,10 @@ class DatasetConfig(Config):
     settings: dict[str, Any] = Field(default_factory=dict)
     """Settings of an installed dataset; `rl data list` shows them."""
     input_key: str | None = None
-    """Column with the input: text, or a list of messages; the column `messages` if unset."""
+    """Column with the input: text, or a list of messages; the column `messages` if unset, or else `prompt`."""
     output_key: str | None = None
-    """Column with the answer; if unset, the column `answer` if there is one."""
+    """Column with the answer; if unset, the column `answer` if there is one, and beside a `prompt` the column
+    `completion` or `response`."""
     columns: dict[str, str] = {}
     """Columns of other names than a processor expects: the expected name to that of the row, such as
     `{chosen: preferred, rejected: other}`."""

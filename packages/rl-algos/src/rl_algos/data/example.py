@@ -83,10 +83,14 @@ def text_column(row: Mapping[str, Any], name: str) -> str:
 
 
 def by_keys(row: Mapping[str, Any], settings: DatasetConfig) -> Example:
-    """Input and answer from the columns `input_key` and `output_key`; `messages` and `answer` if unset."""
-    given = column(row, settings.input_key or "messages")
+    """Input and answer from the columns `input_key` and `output_key`; if unset, from `messages`, or `prompt` if there are
+    none, and from `answer`, or else `completion` or `response` if there is a `prompt`."""
+    is_pair = settings.input_key is None and "messages" not in row and "prompt" in row
+    given = column(row, settings.input_key or ("prompt" if is_pair else "messages"))
     messages = ({"role": "user", "content": given},) if isinstance(given, str) else as_messages(given)
-    answer = row.get("answer") if settings.output_key is None else column(row, settings.output_key)
+    names = ("answer", "completion", "response") if is_pair else ("answer",)
+    found = next((row[name] for name in names if row.get(name) is not None), None)
+    answer = found if settings.output_key is None else column(row, settings.output_key)
     info = row.get("info") or {}
     if not isinstance(info, Mapping):
         raise DataError(f"the column 'info' must hold an object, got {info!r}")

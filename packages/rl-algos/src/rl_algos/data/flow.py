@@ -81,10 +81,11 @@ class Flow(Generic[T]):
         self._pass, self._next = state["pass"], state["start"]
         if state["taken"]:
             self._read_block(state["start"])
-        if len(self._block) < state["taken"] or self._start != state["start"]:
+        found = len(self._block) if self._pass == state["pass"] else 0
+        if found < state["taken"]:
             raise DataError(
                 f"the dataset {self.name!r} has changed since the checkpoint: the block at row {state['start']} has "
-                f"{len(self._block)} items, and {state['taken']} were taken; restore it, or start a fresh run"
+                f"{found} items, and {state['taken']} were taken; restore it, or start a fresh run"
             )
         self._start, self._taken = state["start"], state["taken"]
 

@@ -129,8 +129,8 @@ def _read_saved(folder: Path, split: str | None) -> Sequence[Row]:
 
 
 def _remote_files(url: str, split: str | None) -> list[remote.RemoteFile]:
-    found = {file.name: file for file in remote.files(url, lambda name: bool(kind_of(name)))}
-    is_folder = not url.endswith(tuple(found))
+    files, is_folder = remote.files(url, lambda name: bool(kind_of(name)))
+    found = {file.name: file for file in files}
     return [found[name] for name in _chosen(url, list(found), split, is_folder=is_folder)]
 
 

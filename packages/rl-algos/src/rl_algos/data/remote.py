@@ -34,8 +34,8 @@ def is_remote(path: str) -> bool:
     return "://" in path
 
 
-def files(url: str, is_data: Callable[[str], bool]) -> list[RemoteFile]:
-    """The files at an address, which is that of a file or a folder, or a pattern, in the order of their names.
+def files(url: str, is_data: Callable[[str], bool]) -> tuple[list[RemoteFile], bool]:
+    """The files at an address of a file, a folder or a pattern, in the order of their names, and whether it is a folder.
 
     Args:
         is_data: whether a file of a folder holds rows, by its name.
@@ -55,15 +55,11 @@ def files(url: str, is_data: Callable[[str], bool]) -> list[RemoteFile]:
     except (OSError, ValueError) as error:
         raise DataError(f"{url!r} cannot be read: {str(error) or type(error).__name__}") from error
     above = path.rstrip("/") + "/"
-    return [
-        RemoteFile(
-            system.unstrip_protocol(each),
-            each.removeprefix(above) if is_folder else PurePosixPath(each).name,
-            each,
-            system,
-        )
-        for each in found
+    names = [each.removeprefix(above) if is_folder else PurePosixPath(each).name for each in found]
+    listed = [
+        RemoteFile(system.unstrip_protocol(each), name, each, system) for each, name in zip(found, names, strict=True)
     ]
+    return listed, is_folder
 
 
 def copied(file: RemoteFile) -> Path:
