@@ -24,7 +24,6 @@ from typing import IO, Any, Generic, TypeVar
 import numpy as np
 from jinja2 import TemplateError
 
-import rl_algos
 from rl_algos.data import cache
 from rl_core.errors import DataError
 
@@ -194,7 +193,7 @@ def _opened(path: Path) -> IO[bytes]:
 @once
 def _code(encoder: Any) -> str:
     """Changes when the code does that encodes: of this package, of the encoder's own file, of the libraries."""
-    package = Path(inspect.getfile(rl_algos)).parent
+    package = Path(__file__).parents[1]
     files = sorted({*package.rglob("*.py"), Path(inspect.getfile(encoder))})
     return cache.digest(*(file.read_bytes() for file in files), *map(version, _LIBRARIES))
 

@@ -83,8 +83,11 @@ def text_column(row: Mapping[str, Any], name: str) -> str:
 
 
 def by_keys(row: Mapping[str, Any], settings: DatasetConfig) -> Example:
-    """Input and answer from the columns `input_key` and `output_key`; if unset, from `messages`, or `prompt` if there are
-    none, and from `answer`, or else `completion` or `response` if there is a `prompt`."""
+    """Input and answer from the columns `input_key` and `output_key`.
+
+    If unset they are `messages` and `answer`, or, in a row without messages, `prompt` and one of `answer`, `completion`
+    and `response`.
+    """
     is_pair = settings.input_key is None and "messages" not in row and "prompt" in row
     given = column(row, settings.input_key or ("prompt" if is_pair else "messages"))
     messages = ({"role": "user", "content": given},) if isinstance(given, str) else as_messages(given)

@@ -35,7 +35,7 @@ def is_remote(path: str) -> bool:
 
 
 def files(url: str, is_data: Callable[[str], bool]) -> tuple[list[RemoteFile], bool]:
-    """The files at an address of a file, a folder or a pattern, in the order of their names, and whether it is a folder.
+    """The files at the address of a file, a folder or a pattern, by their names, and whether it is that of a folder.
 
     Args:
         is_data: whether a file of a folder holds rows, by its name.
