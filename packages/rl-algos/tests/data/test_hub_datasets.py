@@ -547,6 +547,12 @@ def test_proofs_have_no_answer(tmp_path):
         dataset.answered()
 
 
+def test_a_problem_with_neither_an_answer_nor_a_solution_is_refused(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"problem": "1+1?", "answer": "notfound", "solution": ""}])
+    with pytest.raises(DataError, match="line 1: the problem has neither an answer that can be compared nor a sol"):
+        first_of({"train": {"data_path": str(path), "processor": "math_problem"}}, "train", by_keys)
+
+
 def test_options_are_shuffled_by_their_texts_alone(tmp_path):
     rows = [{**ANSWERED["Idavidrein/gpqa"].rows[0], "Question": f"Question {index}?"} for index in range(40)]
     path = write(tmp_path / "a.csv", rows)

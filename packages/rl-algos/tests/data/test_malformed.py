@@ -66,6 +66,7 @@ PAIRS = {
 PROBLEMS = {
     "no marker": ({"question": "a", "answer": "2"}, "expected `####`"),
     "no question": ({"answer": "#### 2"}, "no column 'question'"),
+    "no question and no marker": ({}, "no column 'answer'"),
     "an answer that is a number": ({"question": "a", "answer": 2}, "'answer' must be a text, got 2"),
 }
 

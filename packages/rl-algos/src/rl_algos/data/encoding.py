@@ -184,7 +184,7 @@ def _loaded(work: bytes) -> Attempt[Any]:
     return attempt
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def _opened(path: Path) -> IO[bytes]:
     """A file that stays open, as rows are read one by one; the oldest of many is closed."""
     return path.open("rb")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, TypeVar, cast
@@ -106,7 +106,7 @@ class Dataset:
         if num == total:
             raise DataError(f"{what}; name the column of the answer in `output_key`, or choose another dataset")
         _log.warning("%s; left out", what)
-        positions = np.delete(np.arange(total), np.asarray(self.unanswered))
+        positions = np.delete(np.arange(total), self.unanswered)
         return replace(self, examples=self.examples.select(positions), unanswered=())
 
     def _environment(self, named: str, row_id: str) -> str:
@@ -134,24 +134,23 @@ class Dataset:
             else encode_on_disk(examples, encode, num_workers, name=self.name)
         )
         faults = LeftOut(self.name, self.malformed, len(encoded))
-        good = [
-            position
-            for position, value in enumerate(encoded.values_in_order)
-            if not faults.found(value, lambda at=position: self.place(encoded.row_id(at)))  # type: ignore[misc]
-        ]
+        bad = array("q")
+        for position, value in enumerate(encoded.values_in_order):
+            if faults.found(value, lambda at=position: self.place(encoded.row_id(at))):  # type: ignore[misc]
+                bad.append(position)
         faults.report()
-        kept = encoded if len(good) == len(encoded) else encoded.select(np.asarray(good))
+        kept = encoded.select(np.delete(np.arange(len(encoded)), bad)) if bad else encoded
         return cast("RowMapping[T]", kept)
 
     def within_limit(
-        self, rows: RowMapping[T], lengths: Sequence[int], limit: int, *, overlong: OnFault
+        self, rows: RowMapping[T], lengths: Iterable[int], limit: int, *, overlong: OnFault
     ) -> RowMapping[T]:
         """The encoded rows of at most `limit` tokens.
 
         Raises:
             DataError: naming the longest row, if some are longer and `overlong` is `error`, or if none is left.
         """
-        sizes = np.asarray(lengths, dtype=np.int64)
+        sizes = np.fromiter(lengths, dtype=np.int64, count=len(rows))
         num_over = int((sizes > limit).sum())
         if not num_over:
             return rows

@@ -92,7 +92,10 @@ def _problem(row: Mapping[str, Any], answer: Any, solution: Any) -> Example:
     if solution is not None and not isinstance(solution, str):
         raise DataError(f"the solution must be a text, got {solution!r}")
     messages = ({"role": "user", "content": text_column(row, "problem")},)
-    return Example(messages, _answer(answer), solution=solution or None)
+    known = _answer(answer)
+    if known is None and not solution:
+        raise DataError("the problem has neither an answer that can be compared nor a solution")
+    return Example(messages, known, solution=solution or None)
 
 
 def _answer(value: Any) -> str | None:

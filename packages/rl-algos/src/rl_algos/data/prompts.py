@@ -86,7 +86,7 @@ class _EncodePrompt:
 def _prompts(dataset: Dataset, config: DataConfig, tokenizer: Any, max_tokens: int) -> Sequence[Prompt]:
     require_chat_template(tokenizer)
     tokens = dataset.encode(_EncodePrompt(tokenizer), config.num_workers)
-    lengths = [len(ids) for ids in tokens.values_in_order]
+    lengths = map(len, tokens.values_in_order)
     kept = dataset.within_limit(tokens, lengths, _limit(config, max_tokens), overlong=config.overlong)
     return kept.rows(lambda row_id, ids: _prompt(dataset, row_id, dataset.examples[row_id], ids))
 

@@ -143,7 +143,7 @@ def _encoded(
 ) -> RowMapping[list[T]]:
     """Encoded rows by their id, those within the limit."""
     encoded = dataset.encode(encode, data.num_workers)
-    lengths = [_longest(items) for items in encoded.values_in_order]
+    lengths = map(_longest, encoded.values_in_order)
     return dataset.within_limit(encoded, lengths, limit, overlong=data.overlong)
 
 

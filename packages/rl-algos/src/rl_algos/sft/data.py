@@ -125,7 +125,7 @@ def training_rows(
     """The rows of a dataset of at most `limit` tokens; raises as `prepare`."""
     encoded = dataset.encode(_EncodeExample(tokenizer, learn), config.num_workers)
     kept = dataset.within_limit(
-        encoded, [len(tokens) for tokens, _ in encoded.values_in_order], limit, overlong=config.overlong
+        encoded, (len(tokens) for tokens, _ in encoded.values_in_order), limit, overlong=config.overlong
     )
     rows = kept.rows(lambda row_id, encoded: TrainingRow(row_id, *encoded, dataset.name))
     _warn_of_unknown(rows, dataset, tokenizer)
