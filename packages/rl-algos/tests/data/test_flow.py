@@ -196,11 +196,28 @@ def test_what_a_stream_cannot_do_is_refused(tokenizer, data, section, says):
         sft(tokenizer, data, **section)
 
 
+def test_trees_of_messages_cannot_be_streamed():
+    config = DataConfig.model_validate({"train": {"dataset_name": "OpenAssistant/oasst1", "streaming": True}})
+    with pytest.raises(
+        DataError, match="'OpenAssistant/oasst1' cannot be streamed: an example is made of several rows"
+    ):
+        load_datasets(config, "train")
+
+
+def test_proofs_are_no_prompts(tokenizer, streamed):
+    streamed[:] = [{"problem": "a", "answer": "proof" if number % 2 else "2", "solution": "b"} for number in range(9)]
+    keys = {"dataset_name": "owner/name", "streaming": True, "processor": "math_problem", "env_name": "math"}
+    config = DataConfig.model_validate({"train": keys, "shuffle": False})
+    stream = prompt_stream(load_datasets(config, "train"), config, tokenizer, max_tokens=32, seed=0)
+    assert [int(prompt.id.rpartition(":")[2]) for prompt in stream.take(6)] == [0, 2, 4, 6, 8, 0]
+
+
 @pytest.mark.parametrize(
     ("data", "says"),
     [
         ({"train": {"data_path": "a.jsonl", "streaming": True}}, "train.streaming: belongs to a dataset given by"),
         ({"train": {"data_path": "a"}, "validation": KEYS}, "validation.streaming: is for training"),
+        ({"train": {**KEYS, "split_validation_size": 5}}, "train.split_validation_size: the rows of a dataset with"),
     ],
 )
 def test_a_stream_of_something_else_is_refused(data, says):

@@ -209,6 +209,9 @@ def _held_out_problems(data: DataConfig) -> list[Problem]:
         if size is not None and key.startswith("data.validation"):
             key = f"{key.removeprefix('data.')}.split_validation_size"
             problems.append(Problem(key, "belongs to a dataset of data.train, of which rows are held out; remove it"))
+        elif size is not None and dataset.streaming:
+            key = f"{key.removeprefix('data.')}.split_validation_size"
+            problems.append(Problem(key, "the rows of a dataset with `streaming` are not known; give data.validation"))
         elif size is not None and size > 1 and size != int(size):
             key = f"{key.removeprefix('data.')}.split_validation_size"
             problems.append(Problem(key, f"must be a share below 1 or a whole number of rows, got {size}"))

@@ -53,6 +53,11 @@ class Example:
     solution: str | None = None
 
     @property
+    def is_unanswered(self) -> bool:
+        """Whether it has a solution, but no answer that can be compared, as a proof."""
+        return self.answer is None and self.solution is not None
+
+    @property
     def has_response(self) -> bool:
         """Whether the conversation ends with the assistant."""
         return bool(self.messages) and self.messages[-1]["role"] == "assistant"

@@ -6,6 +6,7 @@ import logging
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any, TypeVar, cast
 
@@ -22,7 +23,7 @@ from rl_algos.data.lazily import Lazily, RowMapping
 from rl_algos.data.load import load_rows, stream_rows
 from rl_algos.data.permutation import permutation
 from rl_algos.data.preference import preference
-from rl_algos.data.processors import arranged, processor
+from rl_algos.data.processors import arranged, check_streamable, processor
 from rl_algos.data.template import Surround
 from rl_core.errors import DataError
 
@@ -99,7 +100,7 @@ class Dataset:
 
     def answered(self) -> Dataset:
         """The dataset without `unanswered`; raises a `DataError` if nothing is left."""
-        if not self.unanswered:
+        if not self.unanswered or self.source is not None:  # rows that are read as they come are left out then
             return self
         num, total = len(self.unanswered), len(self.examples)
         what = f"{self.name}: {num} of {total} rows have a solution, but no answer that can be compared"
@@ -134,9 +135,13 @@ class Dataset:
             else encode_on_disk(examples, encode, num_workers, name=self.name)
         )
         faults = LeftOut(self.name, self.malformed, len(encoded))
+
+        def place(position: int) -> str:
+            return self.place(encoded.row_id(position))
+
         bad = array("q")
         for position, value in enumerate(encoded.values_in_order):
-            if faults.found(value, lambda at=position: self.place(encoded.row_id(at))):  # type: ignore[misc]
+            if faults.found(value, partial(place, position)):
                 bad.append(position)
         faults.report()
         kept = encoded.select(np.delete(np.arange(len(encoded)), bad)) if bad else encoded
@@ -208,6 +213,7 @@ def _dataset(name: str, settings: DatasetConfig, purpose: Purpose, default: Proc
     convert = _Convert(processor(settings, default), Surround.of(settings), settings)
     streamed = None
     if settings.streaming and purpose == "train":
+        check_streamable(settings)
         streamed = Source(stream_rows(settings, source), convert)
         rows = Rows.named(
             list(islice(streamed.open_rows(0), SAMPLE)), f"{settings.source} ({settings.split or source})"
@@ -220,11 +226,11 @@ def _dataset(name: str, settings: DatasetConfig, purpose: Purpose, default: Proc
     numbers, unanswered, held = array("q"), array("q"), []
     named: dict[str, int] = {}
     for number, example in zip(chosen, _converted(rows, chosen, convert), strict=True):
-        if faults.found(example, lambda at=number: rows.place(at)):  # type: ignore[misc]
+        if faults.found(example, partial(rows.place, number)):
             continue
         assert isinstance(example, Example)
         named.setdefault(example.environment, number)
-        if example.answer is None and example.solution is not None:
+        if example.is_unanswered:
             unanswered.append(len(numbers))
         numbers.append(number)
         if is_held:

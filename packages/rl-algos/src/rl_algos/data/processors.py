@@ -47,6 +47,14 @@ def arranged(rows: Rows, settings: DatasetConfig) -> Rows:
     return rows if arrange is None else arrange(rows)
 
 
+def check_streamable(settings: DatasetConfig) -> None:
+    """Raise a `DataError` if an example of this dataset is made of several rows, which must then all be read."""
+    if settings.processor in _ARRANGED:
+        raise DataError(
+            f"{settings.source!r} cannot be streamed: an example is made of several rows; remove `streaming`"
+        )
+
+
 def processor(settings: DatasetConfig, default: Processor = by_keys) -> Processor:
     """The dataset's processor; `default` if its settings name none.
 

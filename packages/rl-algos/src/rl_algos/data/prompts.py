@@ -54,6 +54,7 @@ def prompt_stream(
             seed=seed,
             weights=weights_of(datasets),
             max_num_epochs=max_num_epochs,
+            needs_answer=True,
         )
     prompts = [_prompts(dataset, config, tokenizer, max_tokens) for dataset in datasets]
     return Stream(prompts, weights_of(datasets), seed=seed, shuffle=config.shuffle, max_num_epochs=max_num_epochs)

@@ -31,6 +31,7 @@ def flow_stream(
     seed: int,
     weights: Sequence[float] | None,
     max_num_epochs: int | None,
+    needs_answer: bool = False,
 ) -> FlowStream[T]:
     """The rows of datasets with `streaming`, mixed and shuffled as configured.
 
@@ -40,6 +41,7 @@ def flow_stream(
         length: tokens of what `encode` returned.
         limit: most tokens of an item.
         seed: of the order.
+        needs_answer: leave out examples that have a solution and no answer.
 
     Raises:
         DataError: if some of the datasets stream and others do not, or an end is given.
@@ -51,7 +53,7 @@ def flow_stream(
         Flow(
             dataset.name,
             _source(dataset).open_rows,
-            _Make(dataset, config, encode, make, length, limit),
+            _Make(dataset, config, encode, make, length, limit, needs_answer=needs_answer),
             block=dataset.settings.shuffle_buffer,
             entropy=(seed, which),
             shuffle=config.shuffle,
@@ -77,7 +79,10 @@ class _Make:
         make: Callable[[Dataset, str, Example, Any], Any],
         length: Callable[[Any], int],
         limit: int,
+        *,
+        needs_answer: bool,
     ) -> None:
+        self._needs_answer = needs_answer
         self._dataset = dataset
         self._convert = Attempt(_source(dataset).convert)
         self._encode = Attempt(encode)
@@ -89,6 +94,8 @@ class _Make:
 
     def __call__(self, number: int, row: Any) -> Any:
         example = self._convert(row)
+        if self._needs_answer and isinstance(example, Example) and example.is_unanswered:
+            return None
         encoded = example if isinstance(example, Failure) else self._encode(example)
         if isinstance(encoded, Failure):
             return self._leave_out("malformed", number, encoded.reason)

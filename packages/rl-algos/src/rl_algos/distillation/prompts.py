@@ -27,4 +27,4 @@ def load(config: RolloutsRoot) -> Datasets:
 
 
 def _unscored(dataset: Dataset) -> Dataset:
-    return replace(dataset, default_environment=UNSCORED)
+    return replace(dataset.answered(), default_environment=UNSCORED)
