@@ -199,22 +199,25 @@ def _problems(key: str, datasets: DatasetConfig | list[DatasetConfig]) -> list[P
 
 
 def _held_out_problems(data: DataConfig) -> list[Problem]:
+    """Keys of training datasets that stand in the wrong place, or contradict one another."""
     problems = []
     for key, dataset in data.sections():
-        if isinstance(dataset, DatasetConfig) and dataset.streaming and key.startswith("data.validation"):
-            key = f"{key.removeprefix('data.')}.streaming"
-            problems.append(Problem(key, "is for training; give a split that fits the memory, such as test[:1000]"))
+        if not isinstance(dataset, DatasetConfig):
             continue
-        size = dataset.split_validation_size if isinstance(dataset, DatasetConfig) else None
-        if size is not None and key.startswith("data.validation"):
-            key = f"{key.removeprefix('data.')}.split_validation_size"
-            problems.append(Problem(key, "belongs to a dataset of data.train, of which rows are held out; remove it"))
+        at, size = key.removeprefix("data."), dataset.split_validation_size
+        is_validation = key.startswith("data.validation")
+        if dataset.streaming and is_validation:
+            says = "is for training; give a split that fits the memory, such as test[:1000]"
+            problems.append(Problem(f"{at}.streaming", says))
+        elif size is not None and is_validation:
+            says = "belongs to a dataset of data.train, of which rows are held out; remove it"
+            problems.append(Problem(f"{at}.split_validation_size", says))
         elif size is not None and dataset.streaming:
-            key = f"{key.removeprefix('data.')}.split_validation_size"
-            problems.append(Problem(key, "the rows of a dataset with `streaming` are not known; give data.validation"))
+            says = "the rows of a dataset with `streaming` are not known; give data.validation"
+            problems.append(Problem(f"{at}.split_validation_size", says))
         elif size is not None and size > 1 and size != int(size):
-            key = f"{key.removeprefix('data.')}.split_validation_size"
-            problems.append(Problem(key, f"must be a share below 1 or a whole number of rows, got {size}"))
+            says = f"must be a share below 1 or a whole number of rows, got {size}"
+            problems.append(Problem(f"{at}.split_validation_size", says))
     return problems
 
 

@@ -92,7 +92,8 @@ def encode_on_disk(
     """
     attempt = Attempt(encode)
     work = pickle.dumps(attempt)
-    identity = cache.digest(work, _code(encode if inspect.isfunction(encode) else type(encode)))
+    encoder: Any = encode if inspect.isfunction(encode) else type(encode)
+    identity = cache.digest(work, _code(encoder))
     progress = _Progress(name, len(items))
     paths: list[Path] = []
     iterator = iter(items)

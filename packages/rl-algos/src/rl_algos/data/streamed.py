@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from rl_algos.data.config import DataConfig
 from rl_algos.data.encoding import Attempt, Failure
 from rl_algos.data.example import Example
-from rl_algos.data.examples import Dataset
+from rl_algos.data.examples import Dataset, Source
 from rl_algos.data.flow import Flow, FlowStream
 from rl_core.errors import DataError
 
@@ -63,7 +63,7 @@ def flow_stream(
     return FlowStream(flows, weights, max_num_epochs=max_num_epochs)
 
 
-def _source(dataset: Dataset) -> Any:
+def _source(dataset: Dataset) -> Source:
     assert dataset.source is not None
     return dataset.source
 
@@ -84,7 +84,7 @@ class _Make:
     ) -> None:
         self._needs_answer = needs_answer
         self._dataset = dataset
-        self._convert = Attempt(_source(dataset).convert)
+        self._convert: Attempt[Example] = Attempt(_source(dataset).convert)
         self._encode = Attempt(encode)
         self._make = make
         self._length = length
@@ -94,9 +94,11 @@ class _Make:
 
     def __call__(self, number: int, row: Any) -> Any:
         example = self._convert(row)
-        if self._needs_answer and isinstance(example, Example) and example.is_unanswered:
+        if isinstance(example, Failure):
+            return self._leave_out("malformed", number, example.reason)
+        if self._needs_answer and example.is_unanswered:
             return None
-        encoded = example if isinstance(example, Failure) else self._encode(example)
+        encoded = self._encode(example)
         if isinstance(encoded, Failure):
             return self._leave_out("malformed", number, encoded.reason)
         if (length := self._length(encoded)) > self._limit:
