@@ -100,9 +100,12 @@ def encode_on_disk(
     chunks = (pickle.dumps(chunk) for chunk in iter(lambda: list(islice(iterator, _CHUNK)), []))
     with ExitStack() as stack:
         pool = None
+        _keep(identity, work)
         if num_workers:
-            pool = stack.enter_context(ProcessPoolExecutor(num_workers, mp_context=get_context("spawn")))
-        for file, content in _in_order(chunks, identity, work, pool, ahead=2 * num_workers):
+            spawn = get_context("spawn")
+            pool = ProcessPoolExecutor(num_workers, mp_context=spawn, initializer=_keep, initargs=(identity, work))
+            stack.enter_context(pool)
+        for file, content in _in_order(chunks, identity, pool, ahead=2 * num_workers):
             paths.append(cache.stored(file, partial(_write, content)))
             progress.add(_CHUNK)
     return EncodedRows(paths)
@@ -136,7 +139,7 @@ class EncodedRows(Sequence[Any]):
 
 
 def _in_order(
-    chunks: Iterable[bytes], identity: str, work: bytes, pool: ProcessPoolExecutor | None, *, ahead: int
+    chunks: Iterable[bytes], identity: str, pool: ProcessPoolExecutor | None, *, ahead: int
 ) -> Iterator[tuple[str, Callable[[], bytes]]]:
     """The name of each chunk's file, and a function that gives its content; workers are a few chunks ahead."""
     pending: deque[tuple[str, Callable[[], bytes]]] = deque()
@@ -144,18 +147,18 @@ def _in_order(
         name = cache.digest(identity, chunk)
         file = f"encoded/{name[:2]}/{name}"
         if pool is None or (cache.folder() / file).exists():
-            pending.append((file, partial(_encode_chunk, work, chunk)))  # called if the file is not there
+            pending.append((file, partial(_encode_chunk, identity, chunk)))  # called if the file is not there
         else:
-            future: Future[bytes] = pool.submit(_encode_chunk, work, chunk)
+            future: Future[bytes] = pool.submit(_encode_chunk, identity, chunk)
             pending.append((file, future.result))
         if len(pending) > ahead:
             yield pending.popleft()
     yield from pending
 
 
-def _encode_chunk(work: bytes, chunk: bytes) -> bytes:
+def _encode_chunk(identity: str, chunk: bytes) -> bytes:
     """The content of a file: each encoded row, then their positions, then how many there are."""
-    attempt = _loaded(work)
+    attempt = _ATTEMPTS[identity]
     out = io.BytesIO()
     positions = [0]
     for item in pickle.loads(chunk):
@@ -179,10 +182,13 @@ def _positions(path: Path) -> np.ndarray:
         return np.frombuffer(file.read(8 * count), dtype="<i8")
 
 
-@lru_cache(maxsize=1)
-def _loaded(work: bytes) -> Attempt[Any]:
-    attempt: Attempt[Any] = pickle.loads(work)
-    return attempt
+_ATTEMPTS: dict[str, Attempt[Any]] = {}
+"""The encoder of this process by its identity: it is sent once, as a tokenizer is large."""
+
+
+def _keep(identity: str, work: bytes) -> None:
+    _ATTEMPTS.clear()
+    _ATTEMPTS[identity] = pickle.loads(work)
 
 
 @lru_cache(maxsize=256)

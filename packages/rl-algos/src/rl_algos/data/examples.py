@@ -123,7 +123,7 @@ class Dataset:
         """Every example encoded, by id; in processes of their own if `num_workers` is above 0.
 
         Args:
-            encode: picklable if there are workers; raises a `DataError` for an example that it refuses.
+            encode: raises a `DataError` for an example that it refuses; picklable if there are workers or many rows.
 
         Raises:
             DataError: naming the row that cannot be encoded, if `malformed` is `error`, or the first if no row is left.
