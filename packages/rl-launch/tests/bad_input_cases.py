@@ -291,9 +291,9 @@ _DATA = (
     _case(
         "a kind of file that cannot be read",
         SFT,
-        "data.train={data_path: rows.csv}",
-        says=r"cannot read 'rows\.csv': expected \.jsonl",
-        files=_text("a,b\n", "rows.csv"),
+        "data.train={data_path: rows.txt}",
+        says=r"cannot read 'rows\.txt': expected \.jsonl",
+        files=_text("a,b\n", "rows.txt"),
     ),
     _case(
         "a dataset by name and by path",
