@@ -75,7 +75,7 @@ class JsonLines(FileRows):
     def row(self, index: int) -> Row:
         start, end = self._starts[index], self._starts[index + 1]
         line = os.pread(_opened(self._path, self._identity).fileno(), end - start, start)
-        return _json_object(line.rstrip())  # of the line break, and of blank lines before the next row
+        return _json_object(line.partition(b"\n")[0].rstrip(b"\r"))  # blank lines may follow
 
     def place(self, index: int) -> str:
         return f"{self.name}, line {self._lines[index] if self._lines else index + 1}"
