@@ -56,9 +56,9 @@ def metrics():
     return lines_of
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def driver(tmp_path_factory) -> Iterator[DriverProcess]:
-    """Makes the undisturbed runs of a module, one after another in one process and one Ray."""
+    """Makes the undisturbed runs of all modules, one after another in one process and one Ray."""
     process = DriverProcess(tmp_path_factory.mktemp("driver") / "log")
     yield process
     process.close()

@@ -9,38 +9,52 @@ from pathlib import Path
 
 
 class DriverProcess:
-    """A process that calls `rl_launch.train` as it is told to, on the devices of `sft-arithmetic`.
+    """A process that calls `rl_launch.train` as it is told to, in one Ray.
 
     Args:
         log: file of what it writes to the terminal.
+        cluster: keys of `cluster` by which its Ray differs from that of `sft-arithmetic`.
+        variables: further environment variables.
     """
 
-    def __init__(self, log: Path) -> None:
-        variables = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-        with log.open("a") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, __file__],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=output,
-                text=True,
-                env=variables,
-            )
+    def __init__(self, log: Path, *cluster: str, **variables: str) -> None:
+        self._command = [sys.executable, __file__, *cluster]
+        inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        self._environment = inherited | variables
         self._log = log
+        self._process = self._started()
 
     def train(self, folder: Path, recipe: str, *overrides: str) -> None:
-        """Make a run in a folder."""
+        """Make a run in a folder, or go on with the one that is there."""
+        failure = self.failure_of(folder, recipe, *overrides)
+        assert not failure, failure
+
+    def failure_of(self, folder: Path, recipe: str, *overrides: str) -> str:
+        """The traceback of a run that is made likewise; empty if all went well."""
+        if self._process.poll() is not None:  # its end has failed one test, and need not fail the others
+            self._process = self._started()
         self._process.stdin.write(json.dumps([recipe, *overrides, f"run_dir={folder}"]) + "\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
         assert answer, self._log.read_text()
-        failure = json.loads(answer)
-        assert not failure, failure
+        failure: str = json.loads(answer)
+        return failure
 
     def close(self) -> None:
         self._process.stdin.close()
         assert self._process.wait(120) == 0, self._log.read_text()
         self._process.stdout.close()
+
+    def _started(self) -> subprocess.Popen:
+        with self._log.open("a") as output:
+            return subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=output,
+                text=True,
+                env=self._environment,
+            )
 
 
 def main() -> None:
@@ -53,7 +67,7 @@ def main() -> None:
     # answers have a pipe of their own: whatever else is printed goes to the log
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    cluster = read_config("sft-arithmetic").config.cluster
+    cluster = read_config("sft-arithmetic", sys.argv[1:]).config.cluster
     with VirtualCluster.of(cluster, resolve_device(cluster)):
         for line in sys.stdin:
             recipe, *overrides = json.loads(line)

@@ -7,8 +7,9 @@ import shutil
 from dataclasses import dataclass
 
 import pytest
-from runs import Run, assert_same, lines_of, steps_of
+from runs import Run, assert_same, lines_of, logs_of, steps_of
 
+from rl_algos.dpo.loss import LOSSES
 from rl_launch.recipes import recipe_names
 from rl_launch.root import read_raw
 
@@ -32,6 +33,7 @@ PACKED = (
     "policy.sequence_packing={enabled: true, train_mb_tokens: 48, logprob_mb_tokens: 64}",
 )
 MEGATRON = ("cluster.cpu_ranks_per_node=2", "policy.megatron_cfg.enabled=true", "policy.train_micro_batch_size=3")
+WHOLE_PAIRS = ("policy.train_micro_batch_size=4",)
 
 CRITIC_ON_MEGATRON = (
     *PACKED,
@@ -62,7 +64,7 @@ class Family:
     Args:
         recipe: of the algorithm.
         settings: that change it.
-        layouts: others than the plain one, by name; the first is killed.
+        layouts: others than the plain one, by name; of the families of `KILLED` the first is killed.
         tolerance: of figures against those of the plain layout.
         saved: roles of the models in its checkpoints.
     """
@@ -113,14 +115,30 @@ FAMILIES = {
     "dpo": Family(
         "dpo-tiny",
         ("policy.model_name=tiny-arithmetic", "dpo.max_num_steps=4", "dpo.val_period=4", "dpo.val_batches=1"),
-        {"packed on two ranks": PACKED, "megatron on two ranks": (*MEGATRON, "policy.train_micro_batch_size=4")},
+        {"packed on two ranks": PACKED, "megatron on two ranks": (*MEGATRON, *WHOLE_PAIRS)},
+    ),
+    "kto": Family(
+        "dpo-tiny",
+        ("policy.model_name=tiny-arithmetic", "dpo.loss=kto", "dpo.max_num_steps=4", "dpo.val_period=0"),
+        {"packed on two ranks": PACKED},
+    ),
+    "rm": Family(
+        "rm-tiny",
+        ("policy.model_name=tiny-arithmetic", "rm.max_num_steps=4", "rm.val_period=4", "rm.val_batches=1"),
+        {"packed on two ranks": PACKED, "megatron on two ranks": (*MEGATRON, *WHOLE_PAIRS)},
     ),
 }
 
 VARIANTS = [name for name in recipe_names() if name.endswith("-tiny") and read_raw(name).select("algorithm") == "grpo"]
 
-KILLED = ("ppo", "dpo")
+KILLED = ("ppo", "dpo", "rm")
 """Families whose models are not those of the runs that `test_faults` kills."""
+
+UNDISTURBED = [(name, each) for name in FAMILIES for each in list(FAMILIES[name].layouts)[name in KILLED :]]
+"""Layouts whose runs nothing happens to."""
+
+AT_FIRST = {"dpo": math.log(2), "robust-dpo": math.log(2), "ipo": 25.0, "hinge": 1.0, "kto": 0.5}
+"""Losses of the first step, when policy and reference are equal; of those that have a reference, with beta 0.1."""
 
 
 @pytest.fixture(scope="module")
@@ -155,19 +173,22 @@ def plain(driver, arguments_of, tmp_path_factory):
     return steps
 
 
-@pytest.mark.parametrize(("name", "layout"), [(name, each) for name in FAMILIES for each in FAMILIES[name].layouts])
+@pytest.mark.parametrize(("name", "layout"), UNDISTURBED)
 def test_steps_are_those_of_one_rank_and_one_microbatch(name, layout, driver, arguments_of, plain, tmp_path):
     family = FAMILIES[name]
     driver.train(tmp_path / "run", *arguments_of(name), *family.layouts[layout])
-    expected = plain(name)
+    assert_as_plain(tmp_path / "run", plain(name), family)
+
+
+def assert_as_plain(folder, expected, family):
     figures = [figure for figure in FIGURES if all(figure in line for line in expected)]
     assert {"train/loss", "train/grad_norm"} <= set(figures)
     assert len(expected) == 4
-    assert_same(steps_of(tmp_path / "run"), expected, figures, family.tolerance)
+    assert_same(steps_of(folder), expected, figures, family.tolerance)
 
 
 @pytest.mark.parametrize("name", KILLED)
-def test_a_killed_run_goes_on_to_the_last_bit(name, arguments_of, plain, tmp_path):
+def test_a_killed_run_goes_on_to_the_last_bit_and_to_the_steps_of_one_rank(name, driver, arguments_of, plain, tmp_path):
     family = FAMILIES[name]
     arguments = (*arguments_of(name), *next(iter(family.layouts.values())))
     run = Run.start(tmp_path / "run", *arguments)
@@ -176,11 +197,10 @@ def test_a_killed_run_goes_on_to_the_last_bit(name, arguments_of, plain, tmp_pat
     undisturbed = unclocked(run.folder)
     # whatever it had saved since, so that the third step is always made again
     shutil.rmtree(run.folder / "checkpoints" / "step_4", ignore_errors=True)
-    run = Run.start(run.folder, *arguments)
-    run.finish()
-    assert "going on after step 2" in run.output
+    driver.train(run.folder, *arguments)
+    assert "going on after step 2" in logs_of(run.folder)
     assert unclocked(run.folder)[: len(undisturbed)] == undisturbed
-    assert_same(steps_of(run.folder), plain(name), ("train/loss", "train/grad_norm"), family.tolerance)
+    assert_as_plain(run.folder, plain(name), family)
     folders = {entry.name for entry in (run.folder / "checkpoints" / "step_4").iterdir()}
     assert folders >= set(family.saved)
 
@@ -194,6 +214,28 @@ def test_the_recipe_of_a_variant_takes_steps(recipe, driver, reward, tmp_path):
         assert math.isfinite(line["train/loss"])
         assert line["train/grad_norm"] > 0
         assert line["mismatch/max"] < 1e-3
+
+
+@pytest.mark.parametrize("loss", [name for name in LOSSES if name not in FAMILIES])
+def test_every_preference_loss_takes_steps(loss, driver, tmp_path):
+    settings = ("policy.model_name=tiny-arithmetic", f"dpo.loss={loss}", "dpo.max_num_steps=2", "dpo.val_period=0")
+    driver.train(tmp_path / "run", "dpo-tiny", *COMMON, *settings, "checkpointing.enabled=false")
+    steps = steps_of(tmp_path / "run")
+    assert [line["step"] for line in steps] == [1, 2]
+    for line in steps:
+        assert math.isfinite(line["train/loss"])
+        assert line["train/grad_norm"] > 0
+    if loss in AT_FIRST:
+        assert_first_step(loss, steps)
+
+
+@pytest.mark.parametrize("loss", [name for name in LOSSES if name in FAMILIES])
+def test_a_preference_loss_starts_from_the_reference(loss, plain):
+    assert_first_step(loss, plain(loss))
+
+
+def assert_first_step(loss, steps):
+    assert steps[0]["train/loss"] == pytest.approx(AT_FIRST[loss], abs=1e-5)
 
 
 def unclocked(folder):
