@@ -10,6 +10,23 @@ from rl_core.rollout import Message
 
 
 @dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool by the policy.
+
+    Args:
+        name: of the tool; empty if the call says none.
+        arguments: by name.
+        id: of the call in its turn; the message with its result has it as `tool_call_id`.
+        error: the reason that the call cannot be read; empty if it can. An environment answers it as an observation.
+    """
+
+    name: str
+    arguments: Mapping[str, Any]
+    id: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True)
 class Conversation:
     """A rollout as an environment sees it.
 
@@ -20,6 +37,7 @@ class Conversation:
         completion: text of the newest turn.
         truncated: whether the newest turn ran into the token limit.
         turn: number of the policy's turns before the newest.
+        tool_calls: of the newest turn, if the environment has tools.
     """
 
     id: str
@@ -28,6 +46,7 @@ class Conversation:
     completion: str
     truncated: bool = False
     turn: int = 0
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -40,6 +59,7 @@ class StepResult:
         observation: messages to append before the next turn; needed unless done.
         state: handed back at the next turn; any object, as it stays in the environment's process.
         stop_strings: for the next turn, None to keep the configured ones.
+        max_new_tokens: most tokens of the next turn, None for as many as configured; never more than those.
         info: reported with the rollout; numbers are averaged into metrics.
     """
 
@@ -49,6 +69,7 @@ class StepResult:
     state: Any = None
     stop_strings: tuple[str, ...] | None = None
     info: Mapping[str, Any] = field(default_factory=dict)
+    max_new_tokens: int | None = None
 
     def rewards(self) -> dict[str, float]:
         """Rewards by name, `reward` always among them."""

@@ -9,7 +9,7 @@ from typing import Any, NewType, Protocol
 import numpy as np
 
 from rl_core.devices import Device, device_named
-from rl_core.environment import Conversation, StepResult
+from rl_core.environment import Conversation, StepResult, ToolCall
 from rl_core.rollout import Completion, Message, Prompt, Rollout, RolloutGroup
 from rl_core.token_filter import TokenFilter
 from rl_core.weights import WeightSink
@@ -159,6 +159,21 @@ class Placement:
         return self.kind
 
 
+@dataclass(frozen=True)
+class Reply:
+    """A turn of the policy, read.
+
+    Args:
+        text: of the turn, without special tokens.
+        message: as a chat template takes it, tool calls apart from the text.
+        tool_calls: those of the turn.
+    """
+
+    text: str
+    message: Message
+    tool_calls: tuple[ToolCall, ...] = ()
+
+
 class GenerationClient(Protocol):
     """The services of a rollout program: the replica beside it, the environment of its prompt, and the tokenizer."""
 
@@ -175,16 +190,14 @@ class GenerationClient(Protocol):
         """The environment's answer to the newest turn; raises `EnvironmentFailed` if it gives none."""
         ...
 
-    def decode(self, token_ids: np.ndarray) -> str:
-        """Text of sampled tokens, without special tokens."""
+    def read(self, token_ids: np.ndarray) -> Reply:
+        """The turn of these sampled tokens; tool calls are read if the prompt has tools."""
         ...
 
-    def continuation(
-        self, messages: Sequence[Message], observation: Sequence[Message], sampled: np.ndarray
-    ) -> np.ndarray:
+    def continuation(self, turn: Message, observation: Sequence[Message], sampled: np.ndarray) -> np.ndarray:
         """int32 tokens to append after `sampled`, the newest turn, so that the policy can answer `observation`.
 
-        `messages` is the conversation up to and with the newest turn.
+        `turn` is the message of the newest turn. Raises `ValueError` if the chat template cannot render that.
         """
         ...
 

@@ -44,6 +44,9 @@ class TokenizerConfig(Config):
     """Jinja chat template, or a path to one; the tokenizer's own if unset."""
     chat_template_kwargs: dict[str, Any] = {}
     """Extra variables of the chat template."""
+    tool_format: Literal["hermes", "qwen_coder", "llama", "mistral", "deepseek", "glm", "harmony"] | None = None
+    """Format in which the model writes tool calls, for environments with tools; read from the chat template if unset.
+    `hermes` is that of Qwen2.5 and Qwen3 as well, `harmony` that of gpt-oss."""
 
     @field_validator("chat_template_kwargs")
     @classmethod

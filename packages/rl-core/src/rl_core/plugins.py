@@ -133,12 +133,15 @@ class EnvironmentPlugin:
         environment: `"package.module:Class"`, built as `Class(config)` in the environment's processes; or
             `"package.module:function"`, a scoring function as `rl_core.reward_function.as_environment` takes it, which
             gets no settings of its own.
+        tools: `"package.module:function"` that returns the tools which the policy may call, functions or JSON schemas,
+            from the settings; called on the driver. Empty for an environment without tools.
     """
 
     name: str
     config: type[Config]
     environment: str
     requirement: Requirement
+    tools: str = ""
 
 
 @dataclass(frozen=True)
@@ -261,15 +264,17 @@ class RolloutNeeds:
     """The program that rollout workers of an algorithm run, and the environments that it needs.
 
     Args:
-        program: `"package.module:Class"` of a `RolloutProgram`.
+        program: `"package.module:Class"` of a `RolloutProgram`, or a class in a file of the user's.
         program_args: its keyword arguments.
         environments: names of the environments that score its prompts, as `rl_core.environments.instance.instance_of`
             takes them.
+        max_seconds: most seconds of one rollout; None for no limit.
     """
 
-    program: str
+    program: str | FromFile
     program_args: Mapping[str, Any]
     environments: frozenset[str]
+    max_seconds: float | None = None
 
 
 @cache

@@ -15,6 +15,7 @@ _OF_ONE: Mapping[str, Callable[[Conversation], Any]] = {
     "prompt": lambda conversation: _prompt(conversation),
     "messages": lambda conversation: conversation.messages,
     "truncated": lambda conversation: conversation.truncated,
+    "tool_calls": lambda conversation: conversation.tool_calls,
 }
 _OF_MANY = {"responses": "response", "completions": "completion", "prompts": "prompt"}
 
@@ -40,37 +41,34 @@ def as_environment(score: Callable[..., Any]) -> Environment:
     return _RewardFunction(score)
 
 
-class _RewardFunction:
-    """A single-turn environment around a function."""
+class Arguments:
+    """The values that a function is given by the names of its parameters.
 
-    def __init__(self, score: Callable[..., Any]) -> None:
-        self._score = score
-        self._name = getattr(score, "__name__", type(score).__name__)
-        parameters = _parameters(score)
+    Args:
+        function: of a user; a method that is bound to its object.
+        name: of it, for messages.
+
+    Raises:
+        ValueError: if it cannot be called by names.
+    """
+
+    def __init__(self, function: Callable[..., Any], name: str) -> None:
+        self._name = name
+        parameters = _parameters(function)
         self._takes_rest = any(each.kind is each.VAR_KEYWORD for each in parameters)
         named = [each for each in parameters if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
-        self._takes = [each.name for each in named]
+        self.names = [each.name for each in named]
         self._needs = frozenset(each.name for each in named if each.default is each.empty)
-        self._scores_many = any(name in _OF_MANY for name in self._takes)
-        self._call = _one_by_one if not inspect.iscoroutinefunction(score) else _Together()
 
-    def step(self, conversations: Sequence[Conversation], states: Sequence[Any]) -> list[StepResult]:
-        if not conversations:
-            return []
-        each = [self._arguments(conversation) for conversation in conversations]
-        if not self._scores_many:
-            return [_result(returned) for returned in self._call(self._score, each)]
-        names = dict.fromkeys(name for arguments in each for name in arguments)
-        [returned] = self._call(self._score, [{name: [arguments.get(name) for arguments in each] for name in names}])
-        return [_result(reward) for reward in self._listed(returned, len(each))]
+    def of(self, conversation: Conversation) -> dict[str, Any]:
+        """The arguments for a conversation, by name.
 
-    def close(self, states: Sequence[Any]) -> None:
-        pass
-
-    def _arguments(self, conversation: Conversation) -> dict[str, Any]:
+        Raises:
+            UnusableAnswer: if a parameter without a default is neither offered nor a field of the row.
+        """
         row = conversation.info
         given: dict[str, Any] = {}
-        for name in self._takes:
+        for name in self.names:
             if name in OFFERED:
                 given[name] = _OF_ONE[_OF_MANY.get(name, name)](conversation)
             elif name in row:
@@ -80,6 +78,30 @@ class _RewardFunction:
         if self._takes_rest:
             given |= {name: value for name, value in row.items() if name not in OFFERED and name not in given}
         return given
+
+
+class _RewardFunction:
+    """A single-turn environment around a function."""
+
+    def __init__(self, score: Callable[..., Any]) -> None:
+        self._score = score
+        self._name = getattr(score, "__name__", type(score).__name__)
+        self._arguments = Arguments(score, self._name)
+        self._scores_many = any(name in _OF_MANY for name in self._arguments.names)
+        self._call = _one_by_one if not inspect.iscoroutinefunction(score) else _Together()
+
+    def step(self, conversations: Sequence[Conversation], states: Sequence[Any]) -> list[StepResult]:
+        if not conversations:
+            return []
+        each = [self._arguments.of(conversation) for conversation in conversations]
+        if not self._scores_many:
+            return [_result(returned) for returned in self._call(self._score, each)]
+        names = dict.fromkeys(name for arguments in each for name in arguments)
+        [returned] = self._call(self._score, [{name: [arguments.get(name) for arguments in each] for name in names}])
+        return [_result(reward) for reward in self._listed(returned, len(each))]
+
+    def close(self, states: Sequence[Any]) -> None:
+        pass
 
     def _listed(self, returned: Any, count: int) -> list[Any]:
         if isinstance(returned, str | Mapping) or not isinstance(returned, Iterable):

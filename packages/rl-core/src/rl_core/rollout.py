@@ -40,6 +40,7 @@ class Prompt:
         info: whatever else the environment needs beside the conversation (the answer, a seed).
         dataset: name of the dataset it came from.
         place: of its row, as messages say it: `prompts.jsonl, line 3`.
+        tools: JSON schemas of the tools that the policy may call, as the chat template has rendered them.
     """
 
     id: str
@@ -49,6 +50,7 @@ class Prompt:
     info: Mapping[str, Any] = field(default_factory=dict)
     dataset: str = ""
     place: str = ""
+    tools: tuple[Mapping[str, Any], ...] = ()
 
     def __str__(self) -> str:
         return self.place or f"prompt {self.id}"

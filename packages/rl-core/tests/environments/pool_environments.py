@@ -42,6 +42,11 @@ class Obedient:
         match verb:
             case "raise":
                 raise ValueError(text)
+            case "fail":
+                # so many times, and then no more
+                self._note("failed", conversation.id)
+                if len((Path(self._folder or "") / "failed").read_text().splitlines()) <= int(text):
+                    raise ValueError("not yet")
             case "hang":
                 self._note("hung", conversation.id)
                 threading.Event().wait()

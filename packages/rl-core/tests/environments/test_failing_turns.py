@@ -193,3 +193,35 @@ def test_an_environment_that_leaks_memory_costs_no_conversation() -> None:
             assert (await envs.health())["num_restarts"] >= 2
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(("retries", "failed"), [(0, [0]), (1, [0]), (2, [])])
+def test_a_turn_that_fails_is_tried_again_as_often_as_the_settings_say(
+    retries: int, failed: list[int], tmp_path: Path
+) -> None:
+    async def run() -> None:
+        async with pool(config=str(tmp_path), retries=retries) as envs:
+            assert failures(await envs.step([turn(0, "fail 2")])) == failed
+        assert len((tmp_path / "failed").read_text().splitlines()) == retries + 1
+
+    asyncio.run(run())
+
+
+def test_a_turn_whose_process_ends_is_tried_again_in_another() -> None:
+    async def run() -> None:
+        async with pool(retries=1) as envs:
+            assert failures(await envs.step([turn(0, "exit"), turn(1, "say a")])) == [0]
+            assert (await envs.health())["num_restarts"] == 2
+
+    asyncio.run(run())
+
+
+def test_a_conversation_with_a_state_is_not_tried_again() -> None:
+    async def run() -> None:
+        async with pool(retries=3) as envs:
+            await envs.step([turn(0, "count")])
+            [outcome] = await envs.step([turn(0, "raise spoilt")])
+            assert isinstance(outcome, EnvironmentFailure)
+            assert (await envs.health())["num_conversations"] == 0
+
+    asyncio.run(run())

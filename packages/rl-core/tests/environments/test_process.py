@@ -4,8 +4,10 @@ import pickle
 
 import pytest
 
-from rl_core.environment import Conversation, EnvironmentFailure
-from rl_core.environments.process import EnvironmentProcess
+from rl_core.config import Config
+from rl_core.environment import Conversation, EnvironmentFailure, ToolCall
+from rl_core.environments.instance import instance_of, tools_of
+from rl_core.environments.process import EnvironmentProcess, _built
 from rl_core.plugins import resolve
 from rl_core.reward_function import as_environment
 
@@ -50,3 +52,61 @@ def test_the_log_has_each_distinct_traceback_once_from_the_users_code_on(process
     assert "process.py" not in printed
     assert "reward_function.py" not in printed
     assert second.splitlines()[-1] == "KeyError: 'points'"
+
+
+GAME = """
+class Count:
+    tools = []
+
+    def __init__(self, *, limit: int = 2):
+        self.count, self.limit = 0, limit
+
+    def step(self, response):
+        self.count += 1
+        return float(self.count) if self.count == self.limit else "go on"
+"""
+
+TOOLS = """
+from rl_core.tool_environment import ToolEnvironment
+
+
+def look_up(word: str) -> int:
+    \"\"\"Look up a number.\"\"\"
+    return {"two": 2}[word]
+
+
+def score(response, answer):
+    return float(answer in response)
+
+
+environment = ToolEnvironment([look_up], score)
+"""
+
+
+def stepped(process, completion, *calls):
+    conversation = Conversation("0", (), {"answer": "2"}, completion, tool_calls=calls)
+    [answer] = process.step([pickle.dumps(conversation)])
+    return answer
+
+
+def test_a_class_plays_conversations_with_its_settings(tmp_path):
+    (tmp_path / "game.py").write_text(GAME)
+    target = resolve(f"{tmp_path}/game.py:Count")
+    process = EnvironmentProcess("game", _built(target, "game", None))
+    assert [stepped(process, "a").has_state, stepped(process, "b").result.reward] == [True, 2.0]
+    assert stepped(process, "c").has_state
+
+
+def test_tools_of_a_file_are_called_and_rewarded(tmp_path):
+    (tmp_path / "my_tools.py").write_text(TOOLS)
+    process = EnvironmentProcess("tools", _built(resolve(f"{tmp_path}/my_tools.py:environment"), "tools", None))
+    first = stepped(process, "", ToolCall("look_up", {"word": "two"}, "call00000"))
+    assert (first.has_state, first.result.observation[0]["content"]) == (True, "2")
+    assert stepped(process, "it is 2").result.reward == 1.0
+
+
+def test_the_tools_of_an_environment_are_known_before_it_runs(tmp_path):
+    (tmp_path / "my_tools.py").write_text(TOOLS)
+    found = tools_of(instance_of(Config(), f"{tmp_path}/my_tools.py:environment"))
+    assert [tool["function"]["name"] for tool in found] == ["look_up"]
+    assert tools_of(instance_of(Config(), f"{tmp_path}/my_tools.py:score")) == ()

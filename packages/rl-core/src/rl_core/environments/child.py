@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rl_core.environments.messages import LENGTH, STACKS, Build, Close, MalformedAnswer, Message
+from rl_core.environments.rewards import RewardSum
 from rl_core.errors import EnvironmentTimeout, WorkerDied
 from rl_core.user_code import FromFile, is_own
 
@@ -81,7 +82,7 @@ class ChildSpec:
         memory_limit_gib: most memory that it may allocate; None for no limit.
     """
 
-    environment: str | FromFile
+    environment: str | FromFile | RewardSum
     config: bytes
     name: str = ""
     env_vars: Mapping[str, str] = field(default_factory=dict)

@@ -15,6 +15,12 @@ class EnvironmentConfig(Config):
     type: str | None = None
     """An installed environment, or one of your own: `file.py:function`, `package.module:function`, or a class instead
     of the function; the installed environment of the section's name if unset."""
+    rewards: dict[str, str] = {}
+    """Functions that are rewards together, by the names that they are reported under (`reward/<name>`): each as
+    `file.py:function` or `package.module:function`, such as `rl_core.reward_parts:thinking_format`. They score the
+    newest turn of a rollout that ends. With `type` they are added to the reward of that environment."""
+    reward_weights: dict[str, float] = {}
+    """Weights of `rewards` by their names; 1 if unset. What is reported has no weight."""
     num_workers: Annotated[int | None, WhenChanged.RESUME] = Field(default=None, ge=1)
     """Processes that run the environment; by default one per CPU of their node, 8 at most. Answers that take up to the
     deadline are checked that many at a time."""
@@ -23,6 +29,10 @@ class EnvironmentConfig(Config):
     max_batch: Annotated[int, WhenChanged.RESUME] = Field(default=1, ge=1)
     """Most conversations of one call of the environment's `step`, which share its deadline. Raise it for an
     environment that answers many at once faster than one after the other, such as one that calls a server."""
+    retries: Annotated[int, WhenChanged.RESUME] = Field(default=0, ge=0)
+    """Times that a turn is tried again after its call raised, passed the deadline or ended its process, for an
+    environment whose calls may safely be made twice, such as one that calls a server. A conversation that has a state
+    is not tried again, as its state may be half stepped."""
     memory_limit_gib: Annotated[float | None, WhenChanged.RESUME] = Field(default=4.0, gt=0)
     """Most memory that a process may allocate (RLIMIT_DATA); a rollout whose call needs more fails. None for no
     limit."""

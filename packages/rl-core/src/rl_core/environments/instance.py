@@ -6,12 +6,14 @@ import importlib.metadata
 import importlib.util
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, get_type_hints
 
 from rl_core.config import Config, Problem, ProblemError, did_you_mean, section_of
 from rl_core.environments.config import EnvironmentConfig
+from rl_core.environments.rewards import RewardPart, RewardSum
 from rl_core.plugins import ENVIRONMENTS, EnvironmentPlugin, Requirement, plugin, resolve
+from rl_core.tools import schemas
 from rl_core.user_code import FromFile, is_in_file
 
 
@@ -21,20 +23,20 @@ class EnvironmentInstance:
 
     Args:
         name: by which data names it.
-        environment: `"package.module:Class"`, or a class or function in a file of the user's.
+        environment: `"package.module:Class"`, a class or function in a file of the user's, or several rewards.
         config: its settings.
         requirement: of its processes.
     """
 
     name: str
-    environment: str | FromFile
+    environment: str | FromFile | RewardSum
     config: EnvironmentConfig
     requirement: Requirement
 
     @property
     def is_own(self) -> bool:
         """Whether it is the user's, rather than installed under a name."""
-        return ":" in (self.config.type or self.name)
+        return ":" in (self.config.type or self.name) or bool(self.config.rewards)
 
     @property
     def label(self) -> str:
@@ -59,6 +61,8 @@ def environment_types(written: Any, installed: Mapping[str, EnvironmentPlugin]) 
         try:
             if isinstance(kind, str):
                 types[name] = _section_type(kind, installed)
+            elif isinstance(section, Mapping) and section.get("rewards") and name not in types:
+                types[name] = EnvironmentConfig
             elif name not in types:
                 problems.append(Problem(name, f"{unknown_environment(name, types)}, given as `type` here"))
         except (ValueError, ImportError) as error:
@@ -79,13 +83,63 @@ def instance_of(settings: Config, name: str) -> EnvironmentInstance:
         ValueError: if its file cannot be read or has no such name.
     """
     section = getattr(settings, name) if name in type(settings).model_fields else EnvironmentConfig()
-    kind = section.type or name
+    if section.rewards:
+        return _with_rewards(name, section)
+    return _single(name, section.type or name, section)
+
+
+def _single(name: str, kind: str, section: EnvironmentConfig) -> EnvironmentInstance:
+    """The environment of a section, or of none, by its type."""
     if is_in_file(kind):
         return EnvironmentInstance(name, FromFile.read(kind), section, Requirement("rl-core"))
     if ":" in kind:
         return EnvironmentInstance(name, kind, section, _requirement(kind.partition(":")[0]))
     found: EnvironmentPlugin = plugin(ENVIRONMENTS, kind)
     return EnvironmentInstance(name, found.environment, section, found.requirement)
+
+
+def _with_rewards(name: str, section: EnvironmentConfig) -> EnvironmentInstance:
+    """The environment of a section with several rewards."""
+    unknown = sorted(section.reward_weights.keys() - section.rewards.keys())
+    if unknown:
+        raise ValueError(f"env.{name}.reward_weights names {', '.join(unknown)}, which `rewards` does not have")
+    parts = tuple(
+        RewardPart(part, FromFile.read(path) if is_in_file(path) else path, section.reward_weights.get(part, 1.0))
+        for part, path in section.rewards.items()
+    )
+    if section.type is None:
+        return EnvironmentInstance(name, RewardSum(None, parts), section, Requirement("rl-core"))
+    inner = _single(name, section.type, section)
+    assert not isinstance(inner.environment, RewardSum), "an environment has one section"
+    return replace(inner, environment=RewardSum(inner.environment, parts))
+
+
+def tools_of(instance: EnvironmentInstance) -> tuple[Mapping[str, Any], ...]:
+    """JSON schemas of the tools that an environment has the policy call; none for most.
+
+    One of the user's own is imported here to read them, unless it is clearly a function: `tools` of a class or of a
+    `rl_core.tool_environment.ToolEnvironment`.
+
+    Raises:
+        ValueError: if its file cannot be run here, or a tool has no schema.
+    """
+    found_at = instance.environment
+    environment = found_at.environment if isinstance(found_at, RewardSum) else found_at
+    if environment is None:
+        return ()
+    kind = instance.config.type or instance.name
+    if ":" not in kind:
+        found: EnvironmentPlugin = plugin(ENVIRONMENTS, kind)
+        return schemas(resolve(found.tools)(instance.config)) if found.tools else ()
+    if isinstance(environment, FromFile):
+        if environment.is_function:
+            return ()
+        target = environment.load()
+    else:
+        target = resolve(environment)
+    if inspect.isfunction(target) or inspect.getattr_static(target, "tools", None) is None:
+        return ()
+    return schemas(target.tools)
 
 
 def problem_with(name: str, settings: Config) -> str:
@@ -98,7 +152,7 @@ def problem_with(name: str, settings: Config) -> str:
     """
     known = sorted(type(settings).model_fields)
     if name in known:
-        return ""
+        return _problem_with_rewards(name, getattr(settings, name))
     if ":" not in name:
         return unknown_environment(name, known)
     module = name.rpartition(":")[0]
@@ -107,6 +161,20 @@ def problem_with(name: str, settings: Config) -> str:
             FromFile.read(name)
         elif importlib.util.find_spec(module) is None:
             return f"{name}: the module {module} is not installed; a function in a file is written file.py:function"
+    except (ValueError, ImportError) as error:
+        return str(error)
+    return ""
+
+
+def _problem_with_rewards(name: str, section: Any) -> str:
+    """The reason that the rewards of a section cannot be used; empty if there are none."""
+    if not isinstance(section, EnvironmentConfig) or not section.rewards:
+        return ""
+    for part, path in section.rewards.items():
+        if ":" not in path:
+            return f"env.{name}.rewards.{part}: {path!r} is not a function; write file.py:function"
+    try:
+        _with_rewards(name, section)
     except (ValueError, ImportError) as error:
         return str(error)
     return ""

@@ -18,6 +18,7 @@ import msgpack
 import numpy as np
 
 from rl_core.environment import EnvironmentFailure, StepResult
+from rl_core.environments.rewards import RewardSum
 from rl_core.errors import WorkerError
 from rl_core.user_code import FromFile
 
@@ -83,7 +84,7 @@ class Build:
         memory: the memory limit in words, for messages.
     """
 
-    environment: str | FromFile
+    environment: str | FromFile | RewardSum
     config: bytes
     title: str
     memory: str = "its memory limit"
@@ -166,6 +167,7 @@ def plain_result(result: StepResult) -> StepResult:
         observation=tuple(_plain_message(message) for message in result.observation),
         state=None,
         stop_strings=None if result.stop_strings is None else _plain_texts(result.stop_strings),
+        max_new_tokens=None if result.max_new_tokens is None else _plain_limit(result.max_new_tokens),
         info={str(key): _plain(value, f"info[{key!r}]") for key, value in dict(result.info).items()},
     )
     size = len(_pack(_fields(Answer(plain))))
@@ -204,6 +206,12 @@ def _plain_texts(texts: Any) -> tuple[str, ...]:
     if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
         raise TypeError(f"stop_strings must be a tuple of texts, got {texts!r}")
     return tuple(str.__str__(text) for text in texts)
+
+
+def _plain_limit(limit: Any) -> int:
+    if isinstance(limit, bool) or not isinstance(limit, SupportsIndex) or int(limit) < 1:
+        raise TypeError(f"max_new_tokens must be a number of tokens above 0, got {limit!r:.80}")
+    return _bounded(int(limit), "max_new_tokens")
 
 
 def _plain(value: Any, where: str, depth: int = 1) -> Any:
@@ -262,7 +270,8 @@ def _fields(answer: Answer) -> list[Any]:
             return [[reason[:10_000], raised], *flags]
         case result:
             stop_strings = None if result.stop_strings is None else list(result.stop_strings)
-            return [[result.reward, result.done, list(result.observation), stop_strings, result.info], *flags]
+            turn = [list(result.observation), stop_strings, result.max_new_tokens]
+            return [[result.reward, result.done, *turn, result.info], *flags]
 
 
 def _read_answer(fields: Any) -> Answer:
@@ -270,7 +279,14 @@ def _read_answer(fields: Any) -> Answer:
         case [[str(reason), bool(raised)], bool(has_state), bool(retry), bool(out_of_memory)]:
             return Answer(EnvironmentFailure(reason, raised), has_state, retry, out_of_memory)
         case [
-            [reward, bool(done), list(observation), None | list() as stop_strings, dict(info)],
+            [
+                reward,
+                bool(done),
+                list(observation),
+                None | list() as stop_strings,
+                None | int() as max_new_tokens,
+                dict(info),
+            ],
             bool(has_state),
             bool(retry),
             bool(out_of_memory),
@@ -280,10 +296,14 @@ def _read_answer(fields: Any) -> Answer:
                 raise MalformedAnswer("an observation is not a message")
             if stop_strings is not None and not _has_texts(stop_strings):
                 raise MalformedAnswer("a stop string is not a text")
+            if max_new_tokens is not None and (isinstance(max_new_tokens, bool) or max_new_tokens < 1):
+                raise MalformedAnswer("max_new_tokens is not a number of tokens")
             if not _has_texts(info):
                 raise MalformedAnswer("info has a name that is not a text")
             stops = None if stop_strings is None else tuple(stop_strings)
-            result = StepResult(reward, done, tuple(observation), stop_strings=stops, info=info)
+            result = StepResult(
+                reward, done, tuple(observation), stop_strings=stops, info=info, max_new_tokens=max_new_tokens
+            )
             return Answer(result, has_state, retry, out_of_memory)
     raise MalformedAnswer("an answer has unexpected fields")
 

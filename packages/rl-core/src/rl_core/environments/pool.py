@@ -12,6 +12,7 @@ from typing import Any
 from rl_core.environment import Conversation, EnvironmentFailure, StepResult
 from rl_core.environments.child import ChildSpec
 from rl_core.environments.config import EnvironmentConfig
+from rl_core.environments.rewards import RewardSum
 from rl_core.environments.worker import Backlog, Call, Home, Turn, Worker, fail_all
 from rl_core.user_code import FromFile
 
@@ -50,6 +51,7 @@ class EnvironmentPool:
         deadline_s: most seconds of a call; the process that passes it is replaced.
         max_batch: most conversations of a call.
         memory_limit_gib: most memory that a process may allocate; None for no limit.
+        retries: how often a failed turn of a conversation without a state is tried again.
         env_vars: further environment variables of the processes.
         lease_s: how long the conversations of a silent client are kept.
         name: of the instance (`env.<name>`), for messages.
@@ -57,13 +59,14 @@ class EnvironmentPool:
 
     def __init__(
         self,
-        environment: str | FromFile,
+        environment: str | FromFile | RewardSum,
         config: Any,
         *,
         num_workers: int | None = None,
         deadline_s: float,
         max_batch: int = 1,
         memory_limit_gib: float | None = None,
+        retries: int = 0,
         env_vars: Mapping[str, str] | None = None,
         lease_s: float = LEASE_S,
         name: str = "",
@@ -79,13 +82,14 @@ class EnvironmentPool:
         self._workers = [
             Worker(spec, self._backlog, deadline_s=deadline_s, max_batch=max_batch) for _ in range(num_workers)
         ]
+        self._retries = retries
         self._homes: dict[str, Home] = {}
         self._late: dict[str, tuple[str, asyncio.Task[StepResult | EnvironmentFailure]]] = {}
         self._leases = Leases(lease_s, self._expire)
         self._closed = False
 
     @classmethod
-    def of(cls, environment: str | FromFile, config: EnvironmentConfig, name: str = "") -> EnvironmentPool:
+    def of(cls, environment: str | FromFile | RewardSum, config: EnvironmentConfig, name: str = "") -> EnvironmentPool:
         """A pool with an environment's own settings (`env.<name>`)."""
         return cls(
             environment,
@@ -94,6 +98,7 @@ class EnvironmentPool:
             deadline_s=config.deadline_s,
             max_batch=config.max_batch,
             memory_limit_gib=config.memory_limit_gib,
+            retries=config.retries,
             env_vars=config.env_vars,
             name=name,
         )
@@ -247,7 +252,7 @@ class EnvironmentPool:
             if home is None:
                 home = self._homes[conversation.id] = Home(client, lost=_UNKNOWN if conversation.turn else "")
             home.busy = True
-            turns.append(Turn(conversation.id, payload, home, call, index))
+            turns.append(Turn(conversation.id, payload, home, call, index, retries=self._retries))
         return turns
 
     def _wake(self) -> None:

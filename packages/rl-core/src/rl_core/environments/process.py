@@ -16,8 +16,10 @@ import socket
 import sys
 import traceback
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, BinaryIO, get_type_hints
 
+from rl_core.conversation_class import ConversationEnvironment, plays_one
 from rl_core.environment import Conversation, Environment, EnvironmentFailure, StepResult, UnusableAnswer
 from rl_core.environments.messages import (
     LENGTH,
@@ -32,10 +34,11 @@ from rl_core.environments.messages import (
     write_built,
     write_problem,
 )
+from rl_core.environments.rewards import RewardSum, SummedRewards
 from rl_core.errors import WorkerError
 from rl_core.plugins import resolve
 from rl_core.reward_function import as_environment
-from rl_core.user_code import calls_of, place_of, raised_at
+from rl_core.user_code import FromFile, calls_of, place_of, raised_at
 
 TRACEBACK_FRAMES = 6
 """Most calls of a traceback that are printed, from the environment's own on."""
@@ -159,8 +162,7 @@ def _build(connection: socket.socket, build: Build) -> EnvironmentProcess | None
     problem: WorkerError | None = None
     name = build.title
     try:
-        target = resolve(build.environment) if isinstance(build.environment, str) else build.environment.load()
-        built = _built(target, name, pickle.loads(build.config))
+        target, built = _load(build.environment, name, pickle.loads(build.config))
     except MemoryError:
         problem = WorkerError("MemoryError", f"building the environment needed more than {build.memory}", "")
     except SystemExit as error:
@@ -171,6 +173,16 @@ def _build(connection: socket.socket, build: Build) -> EnvironmentProcess | None
     return None if problem else EnvironmentProcess(name, built, memory=build.memory, place=place_of(target))
 
 
+def _load(environment: str | FromFile | RewardSum | None, name: str, config: Any) -> tuple[Any, Environment]:
+    """The object that an environment is named by, and the environment."""
+    if not isinstance(environment, RewardSum):
+        target = resolve(environment) if isinstance(environment, str) else environment and environment.load()
+        return target, _built(target, name, config)
+    inner = None if environment.environment is None else _load(environment.environment, name, config)[1]
+    parts = [(part.name, _load(part.function, part.name, None)[1], part.weight) for part in environment.parts]
+    return None, SummedRewards(inner, parts)
+
+
 def _built(target: Any, name: str, config: Any) -> Environment:
     """The environment of a class, a function that makes one, a function that scores, or the environment itself.
 
@@ -178,6 +190,8 @@ def _built(target: Any, name: str, config: Any) -> Environment:
         ValueError: if the config has settings of its own, which a function would never see.
     """
     if isinstance(target, type):
+        if plays_one(target):
+            return ConversationEnvironment(partial(_made, target, config), target.__name__)
         return _instance(target, config)
     if _has_steps(target):
         environment: Environment = target
@@ -195,20 +209,23 @@ def _built(target: Any, name: str, config: Any) -> Environment:
 
 
 def _instance(kind: type, config: Any) -> Environment:
-    """The environment of a class, which takes its settings as one object or by keyword."""
-    parameters = inspect.signature(kind).parameters.values()
-    takes_one = any(each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in parameters)
-    built: Environment
-    if config is None or (takes_one and not dataclasses.is_dataclass(kind)):
-        built = kind(config) if takes_one else kind()
-    else:
-        # imports pydantic, which is here already if there is a config
-        from rl_core.config import settings_of
-
-        built = kind(**settings_of(config))
+    """The environment of a class."""
+    built: Environment = _made(kind, config)
     if not _has_steps(built):
         raise ValueError(f"{kind.__name__} is not an environment: it lacks the method `step` or `close`")
     return built
+
+
+def _made(kind: type, config: Any) -> Any:
+    """An object of a class, which takes its settings as one object or by keyword."""
+    parameters = inspect.signature(kind).parameters.values()
+    takes_one = any(each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in parameters)
+    if config is None or (takes_one and not dataclasses.is_dataclass(kind)):
+        return kind(config) if takes_one else kind()
+    # imports pydantic, which is here already if there is a config
+    from rl_core.config import settings_of
+
+    return kind(**settings_of(config))
 
 
 def _has_steps(target: Any) -> bool:

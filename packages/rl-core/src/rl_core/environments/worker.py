@@ -175,6 +175,9 @@ class Worker:
             if answer.retry and shares_blame and not turn.alone and not turn.call.over:
                 turn.alone = True
                 again.append(turn)
+            elif answer.retry and turn.retries and not turn.call.over:
+                turn.retries -= 1
+                again.append(turn)
             else:
                 self._settle(turn, answer)
         self._backlog.add_first(again)
@@ -305,6 +308,7 @@ class Turn:
         call, index: whom the outcome is for.
         alone: whether it is tried again, by itself, after a failure that it may not be to blame for.
         suspected_at: when it gave way to others (`time.monotonic`); None if it has not.
+        retries: how often it may still be tried again after a failure of its own.
     """
 
     id: str
@@ -314,6 +318,7 @@ class Turn:
     index: int
     alone: bool = False
     suspected_at: float | None = None
+    retries: int = 0
 
 
 class Backlog:

@@ -155,6 +155,7 @@ class Replicas:
             program_args=self._needs.program_args,
             tokenizer=backend.model.tokenizer,
             model_name=backend.model.model_name,
+            max_seconds=self._needs.max_seconds,
         )
 
     def _start_on(self, bundle: Bundle) -> ActorHandle:

@@ -1,0 +1,81 @@
+"""A reward that is the weighted sum of several functions, each reported by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rl_core.environment import Conversation, Environment, StepResult, UnusableAnswer
+from rl_core.user_code import FromFile
+
+
+@dataclass(frozen=True)
+class RewardPart:
+    """A function of a sum.
+
+    Args:
+        name: under which it is reported.
+        function: `"package.module:function"`, or a function in a file of the user's.
+        weight: in the sum.
+    """
+
+    name: str
+    function: str | FromFile
+    weight: float
+
+
+@dataclass(frozen=True)
+class RewardSum:
+    """The functions of `env.<name>.rewards`, as they are sent to processes.
+
+    Args:
+        environment: whose reward they are added to; None for none.
+        parts: the functions.
+    """
+
+    environment: str | FromFile | None
+    parts: tuple[RewardPart, ...]
+
+    def __str__(self) -> str:
+        return " + ".join([*([str(self.environment)] if self.environment else []), *(part.name for part in self.parts)])
+
+
+class SummedRewards:
+    """Adds functions to the reward of an environment when a rollout ends, or scores a response by them alone.
+
+    Args:
+        environment: None to end every rollout with its first turn.
+        parts: name, scoring environment and weight of each.
+    """
+
+    def __init__(self, environment: Environment | None, parts: Sequence[tuple[str, Environment, float]]) -> None:
+        self._environment = environment
+        self._parts = tuple(parts)
+
+    def step(self, conversations: Sequence[Conversation], states: Sequence[Any]) -> list[StepResult]:
+        """Results of the environment; those that end have the functions' rewards besides."""
+        if self._environment is None:
+            results = [StepResult() for _ in conversations]
+        else:
+            results = list(self._environment.step(conversations, states))
+        ended = [index for index, result in enumerate(results) if result.done]
+        if not ended:
+            return results
+        scored = [conversations[index] for index in ended]
+        for name, part, weight in self._parts:
+            for index, score in zip(ended, part.step(scored, [None] * len(scored)), strict=True):
+                results[index] = _with_part(results[index], name, score, weight)
+        return results
+
+    def close(self, states: Sequence[Any]) -> None:
+        """Close the environment's states; functions have none."""
+        if self._environment is not None:
+            self._environment.close(states)
+
+
+def _with_part(result: StepResult, name: str, score: StepResult, weight: float) -> StepResult:
+    rewards, value = result.rewards(), score.rewards()["reward"]
+    if name in rewards:
+        raise UnusableAnswer(f"two rewards are called {name!r}; rename the one under `rewards`")
+    return replace(result, reward={**rewards, name: value, "reward": rewards["reward"] + weight * value})
