@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
@@ -46,8 +47,17 @@ def load_tokenizer(config: TokenizerConfig, model_name: str) -> PreTrainedTokeni
     return tokenizer
 
 
-def render(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+def render(
+    tokenizer: PreTrainedTokenizerFast,
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> str:
     """The conversation as the text that the model reads.
+
+    Args:
+        tools: JSON schemas of the tools that the policy may call.
 
     Raises:
         ConfigError: if the tokenizer has no chat template.
@@ -55,12 +65,17 @@ def render(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message], *, a
     """
     require_chat_template(tokenizer)
     plain = [dict(message) for message in messages]
-    return str(tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=add_generation_prompt))
+    shown = [dict(tool) for tool in tools] or None
+    return str(
+        tokenizer.apply_chat_template(plain, tools=shown, tokenize=False, add_generation_prompt=add_generation_prompt)
+    )
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message]) -> np.ndarray:
-    """int32 `[tokens]`, the conversation up to the start of the policy's next turn; raises as `render`."""
-    text = render(tokenizer, messages, add_generation_prompt=True)
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+) -> np.ndarray:
+    """int32 `[tokens]`, the conversation up to the start of the policy's next turn; as `render`."""
+    text = render(tokenizer, messages, add_generation_prompt=True, tools=tools)
     # the template adds the special tokens
     return np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
 

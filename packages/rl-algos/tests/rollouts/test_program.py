@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from rl_algos.rollouts.program import MultiTurnProgram
-from rl_core.environment import Conversation, StepResult
-from rl_core.generation import SamplingParams
+from rl_core.environment import Conversation, StepResult, ToolCall
+from rl_core.generation import Reply, SamplingParams
 from rl_core.rollout import Completion, Prompt, WeightSpan
 
 PROMPT = Prompt("p0", ({"role": "user", "content": "hi"},), np.array([1, 2, 3], np.int32), "game", {"goal": 9})
@@ -31,11 +31,13 @@ class ScriptedClient:
         self.seen.append(conversation)
         return self.results.pop(0)
 
-    def decode(self, token_ids):
-        return "".join(chr(96 + token) for token in token_ids)
+    def read(self, token_ids):
+        text = "".join(chr(96 + token) for token in token_ids)
+        calls = (ToolCall(text, {}),) if text.startswith("h") else ()
+        return Reply(text, {"role": "assistant", "content": text}, calls)
 
-    def continuation(self, messages, observation, sampled):
-        return np.array([50 + len(messages)] * len(observation), np.int32)
+    def continuation(self, turn, observation, sampled):
+        return np.array([50 + len(turn["content"])] * len(observation), np.int32)
 
 
 def said(*tokens, reason="stop", version=3):
@@ -144,3 +146,26 @@ def test_an_environment_may_set_the_next_stop_strings():
     client = ScriptedClient([said(4), said(5)], [observed(stop_strings=("</call>",)), StepResult()])
     play(client)
     assert [sampling.stop_strings for sampling in client.asked] == [(), ("</call>",)]
+
+
+def test_a_limit_of_the_next_turn_holds_for_that_turn_alone():
+    client = ScriptedClient([said(4), said(5), said(6)], [observed(max_new_tokens=2), observed(), StepResult()])
+    play(client)
+    assert [sampling.max_new_tokens for sampling in client.asked] == [4, 2, 4]
+
+
+def test_the_limit_of_a_turn_is_never_above_the_configured_one():
+    client = ScriptedClient([said(4), said(5)], [observed(max_new_tokens=50), StepResult()])
+    play(client)
+    assert [sampling.max_new_tokens for sampling in client.asked] == [4, 4]
+
+
+def test_the_environment_sees_the_calls_of_a_turn():
+    client = ScriptedClient([said(8), said(5)], [observed(), StepResult()])
+    play(client)
+    assert [conversation.tool_calls for conversation in client.seen] == [(ToolCall("h", {}),), ()]
+
+
+def test_an_environment_that_goes_on_without_an_observation_is_refused():
+    with pytest.raises(ValueError, match="gave no observation"):
+        play(ScriptedClient([said(4)], [StepResult(done=False)]))

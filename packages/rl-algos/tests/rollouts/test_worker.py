@@ -7,7 +7,10 @@ import numpy as np
 import pytest
 
 from rl_algos.rollouts import worker as worker_module
+from rl_algos.rollouts.program import MultiTurnProgram
+from rl_algos.rollouts.programs import program_named
 from rl_algos.rollouts.worker import RolloutWorker, RolloutWorkerSpec
+from rl_algos.tiny_model import make_tokenizer
 from rl_core.environment import EnvironmentFailure, StepResult
 from rl_core.errors import GeneratorError, RequestRefused
 from rl_core.generation import RolloutTask, SamplingParams
@@ -49,6 +52,14 @@ class Environment:
 
 
 class Tokenizer:
+    """Decodes to the ids; renders as the tiny model's."""
+
+    def __init__(self):
+        self._real = make_tokenizer()
+
+    def __getattr__(self, name):
+        return getattr(self._real, name)
+
     def decode(self, ids, skip_special_tokens):
         return str(ids)
 
@@ -70,7 +81,9 @@ def make_worker(monkeypatch):
             worker_module, "resolve", lambda path: SeedEcho if path.endswith("SeedEcho") else resolve(path)
         )
         environment = Environment(answer)
-        return RolloutWorker(spec, {"game": environment}), environment
+        worker = RolloutWorker(spec, {"game": environment})
+        worker._spec = spec
+        return worker, environment
 
     from rl_core.plugins import resolve
 
@@ -140,9 +153,7 @@ def test_an_environment_failure_costs_one_rollout_and_says_why(make_worker):
 
 def test_a_conversation_left_open_is_abandoned(make_worker):
     worker, environment = make_worker(lambda c: StepResult(done=False, observation=({"role": "user", "content": "?"},)))
-    worker._tokenizer.apply_chat_template = lambda messages, **_: "".join(m["content"] for m in messages)
-    worker._tokenizer.eos_token, worker._tokenizer.eos_token_id = "<e>", 9
-    worker._tokenizer.encode = lambda text, **_: [1]
+    worker._program = MultiTurnProgram(max_turns=2, max_tokens=100)
     run(worker, 5)
     assert len(environment.abandoned) == 1
 
@@ -306,3 +317,59 @@ def test_rollouts_are_written_with_their_advantages_in_the_order_asked_for(make_
         ("[6]", None),
         ("[5]", None),
     ]
+
+
+def test_a_rollout_past_its_deadline_fails_with_the_reason(make_worker):
+    worker, environment = make_worker(None)
+    worker._max_seconds = 0.01
+    hung = asyncio.Event()
+
+    async def hang(conversation):
+        await hung.wait()
+
+    environment.step = hang
+    group = run(worker, 5)
+    assert "took longer than the 0.01 s that max_rollout_seconds allows" in group.rollouts[0].failure
+    assert len(environment.abandoned) == 1
+
+
+def test_a_time_out_of_something_else_is_told_as_it_is(make_worker):
+    worker, environment = make_worker(None)
+    worker._max_seconds = 1000.0
+
+    async def late(conversation):
+        raise TimeoutError("the server is late")
+
+    environment.step = late
+    assert run(worker, 5).rollouts[0].failure == "TimeoutError: the server is late"
+
+
+PROGRAM = """
+import numpy as np
+from rl_core.rollout import Rollout
+
+
+class Twice:
+    def __init__(self, *, max_turns, max_tokens):
+        self.max_tokens = max_tokens
+
+    async def run(self, prompt, client):
+        first = await client.generate(prompt.token_ids)
+        second = await client.generate(np.concatenate([prompt.token_ids, first.token_ids]))
+        sampled = np.concatenate([first.token_ids, second.token_ids])
+        tokens = np.concatenate([prompt.token_ids, sampled])
+        mask = np.array([0] * len(prompt.token_ids) + [1] * len(sampled), np.uint8)
+        spans = (*first.spans, *second.spans)
+        return Rollout(
+            prompt.id, tokens, mask, np.zeros(len(tokens), np.float32), spans, (), {"reward": 1.0}, second.stop_reason
+        )
+"""
+
+
+def test_a_program_of_the_users_own_is_built_from_its_file(tmp_path, make_worker):
+    (tmp_path / "agent.py").write_text(PROGRAM)
+    worker, _ = make_worker(None)
+    spec = dataclasses.replace(worker._spec, program=program_named(f"{tmp_path}/agent.py:Twice"))
+    group = run(RolloutWorker(spec, worker._environments), 5)
+    assert group.columns.ragged("tokens")[0][:3].tolist() == [1, 2, 5]
+    assert group.columns.ragged("loss_mask")[0].tolist() == [0, 0, 1, 1]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -16,8 +18,13 @@ from rl_algos.data.flow import FlowStream
 from rl_algos.data.stream import Stream
 from rl_algos.data.streamed import flow_stream
 from rl_algos.tokenizer import encode_prompt, require_chat_template
-from rl_core.errors import DataError
+from rl_core.errors import ConfigError, DataError
 from rl_core.rollout import Prompt
+
+Tools = Mapping[str, Sequence[Mapping[str, Any]]]
+"""JSON schemas of the tools that the policy may call, by the environment that has them."""
+
+NO_TOOLS: Tools = MappingProxyType({})
 
 
 def prompt_stream(
@@ -28,6 +35,7 @@ def prompt_stream(
     max_tokens: int,
     seed: int,
     max_num_epochs: int | None = None,
+    tools: Tools = NO_TOOLS,
 ) -> Stream[Prompt] | FlowStream[Prompt]:
     """The training prompts, mixed and shuffled as configured.
 
@@ -38,17 +46,24 @@ def prompt_stream(
         seed: of the order.
         max_num_epochs: number of epochs; None for an endless stream.
 
+        tools: that the policy may call, by environment.
+
     Raises:
         DataError: naming dataset and row, and the remedy.
-        ConfigError: if the tokenizer has no chat template.
+        ConfigError: if the tokenizer has no chat template, or prompts with tools are streamed.
     """
     if any(dataset.source is not None for dataset in datasets):
         require_chat_template(tokenizer)
+        if tools:
+            raise ConfigError(
+                f"data.train: the environment {next(iter(tools))} has tools, and prompts with tools cannot be streamed; "
+                "turn streaming off for its dataset"
+            )
         return flow_stream(
             datasets,
             config,
-            _EncodePrompt(tokenizer),
-            _prompt,
+            _EncodePrompt(tokenizer, NO_TOOLS, None),
+            partial(_prompt, tools=NO_TOOLS),
             length=len,
             limit=_limit(config, max_tokens),
             seed=seed,
@@ -56,13 +71,15 @@ def prompt_stream(
             max_num_epochs=max_num_epochs,
             needs_answer=True,
         )
-    prompts = [_prompts(dataset, config, tokenizer, max_tokens) for dataset in datasets]
+    prompts = [_prompts(dataset, config, tokenizer, max_tokens, tools) for dataset in datasets]
     return Stream(prompts, weights_of(datasets), seed=seed, shuffle=config.shuffle, max_num_epochs=max_num_epochs)
 
 
-def validation_prompts(datasets: list[Dataset], config: DataConfig, tokenizer: Any, *, max_tokens: int) -> list[Prompt]:
+def validation_prompts(
+    datasets: list[Dataset], config: DataConfig, tokenizer: Any, *, max_tokens: int, tools: Tools = NO_TOOLS
+) -> list[Prompt]:
     """All validation prompts, in the order of the datasets and their rows; raises as `prompt_stream`."""
-    return list(chain.from_iterable(_prompts(dataset, config, tokenizer, max_tokens) for dataset in datasets))
+    return list(chain.from_iterable(_prompts(dataset, config, tokenizer, max_tokens, tools) for dataset in datasets))
 
 
 def weights_of(datasets: Sequence[Dataset]) -> list[float] | None:
@@ -74,6 +91,8 @@ def weights_of(datasets: Sequence[Dataset]) -> list[float] | None:
 @dataclass(frozen=True)
 class _EncodePrompt:
     tokenizer: Any
+    tools: Tools
+    environment: str | None
 
     def __call__(self, example: Example) -> np.ndarray:
         if example.has_response:
@@ -81,22 +100,25 @@ class _EncodePrompt:
                 "the conversation ends with the assistant, so there is nothing to sample; "
                 "end it with a message of the user"
             )
-        return encode_prompt(self.tokenizer, example.messages)
+        tools = self.tools.get(self.environment or example.environment, ())
+        return encode_prompt(self.tokenizer, example.messages, tools)
 
 
-def _prompts(dataset: Dataset, config: DataConfig, tokenizer: Any, max_tokens: int) -> Sequence[Prompt]:
+def _prompts(dataset: Dataset, config: DataConfig, tokenizer: Any, max_tokens: int, tools: Tools) -> Sequence[Prompt]:
     require_chat_template(tokenizer)
-    tokens = dataset.encode(_EncodePrompt(tokenizer), config.num_workers)
+    tokens = dataset.encode(_EncodePrompt(tokenizer, tools, dataset.settings.env_name), config.num_workers)
     lengths = map(len, tokens.values_in_order)
     kept = dataset.within_limit(tokens, lengths, _limit(config, max_tokens), overlong=config.overlong)
-    return kept.rows(lambda row_id, ids: _prompt(dataset, row_id, dataset.examples[row_id], ids))
+    return kept.rows(lambda row_id, ids: _prompt(dataset, row_id, dataset.examples[row_id], ids, tools=tools))
 
 
 def _limit(config: DataConfig, max_tokens: int) -> int:
     return min(config.max_input_seq_length or max_tokens, max_tokens)
 
 
-def _prompt(dataset: Dataset, row_id: str, example: Example, token_ids: np.ndarray) -> Prompt:
+def _prompt(dataset: Dataset, row_id: str, example: Example, token_ids: np.ndarray, *, tools: Tools) -> Prompt:
     info = info_of(example)
     environment, place = dataset.environment_of(example, row_id), dataset.place(row_id)
-    return Prompt(row_id, example.messages, token_ids, environment, info, dataset.name, place)
+    return Prompt(
+        row_id, example.messages, token_ids, environment, info, dataset.name, place, tuple(tools.get(environment, ()))
+    )

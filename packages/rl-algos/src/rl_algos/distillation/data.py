@@ -81,6 +81,7 @@ def prepare(config: RolloutsRoot, tokenizer: Any, datasets: Datasets) -> Distill
         len(tokenizer),
         translator,
         environments=data.environments,
+        turn_ends=data.turn_ends,
     )
 
 

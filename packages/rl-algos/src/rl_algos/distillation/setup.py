@@ -39,7 +39,7 @@ def run(config: RolloutsRoot, components: Components, run: Run) -> None:
     data: DistillationData = components.data
     settings, policy = config.distillation, components.models["policy"]
     loss, teachers = _comparison(config, components)
-    sampling = validation_sampling(config.policy.generation, data.end_of_sequence)
+    sampling = validation_sampling(config.policy.generation, data.stop_token_ids)
     validation = DistillationValidation(policy, teachers, loss, data.validation, sampling, settings)
     loop.train(
         settings,

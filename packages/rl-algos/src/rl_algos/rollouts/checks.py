@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from rl_algos.data.config import dataset_names
 from rl_algos.rollouts.config import PolicyGradientConfig, RolloutRoot, rollout_config
+from rl_algos.rollouts.programs import program_named
 from rl_core.config import Problem
 from rl_core.environments.instance import problem_with
 
@@ -14,6 +15,10 @@ def rollout_problems(config: RolloutRoot) -> Iterator[Problem]:
     """Problems of every algorithm that trains on its own rollouts."""
     yield from minibatch_problem(config, "policy.train_global_batch_size", config.policy.train_global_batch_size)
     yield from _sampling(config)
+    try:
+        program_named(rollout_config(config).rollout_program)
+    except ValueError as error:
+        yield Problem(f"{rollout_config(config).section}.rollout_program", str(error))
     yield from _validation(config)
     for key, dataset in config.data.sections():
         if dataset.env_name is not None and (problem := problem_with(dataset.env_name, config.env)):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Protocol
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import Field
 
 from rl_algos.data.config import DataRoot
 from rl_core.config import Config, WhenChanged
-from rl_core.model_config import GenerationConfig
+from rl_core.model_config import GenerationConfig, TokenizerConfig
 
 
 class RolloutConfig(Config):
@@ -32,6 +32,16 @@ class RolloutConfig(Config):
     that hang or crash, prompts that the engine refuses); past it, or if all fail, the run stops with the reasons."""
     max_rollout_turns: int = Field(default=1, gt=0)
     """Most turns of one rollout."""
+    max_rollout_seconds: Annotated[float | None, WhenChanged.RESUME] = Field(default=None, gt=0)
+    """Most seconds of one rollout, all its turns and its waits for the engine included; one that takes longer fails.
+    Unset, only the calls of its environment have deadlines (`env.<name>.deadline_s`)."""
+    rewritten_history: Literal["keep"] | None = None
+    """For several turns with a chat template that renders earlier turns in another way than the policy wrote them, as
+    those do that drop thoughts. `keep`: go on from the tokens as the engine consumed and sampled them, thoughts
+    included, so that training sees what sampling saw. Unset, such a template is refused."""
+    rollout_program: str = "multi_turn"
+    """The course of a rollout: `multi_turn`, the policy and the environment in turns, or a `RolloutProgram` of your own
+    as `file.py:Class` or `package.module:Class`, which is built with `max_turns` and `max_tokens`."""
     overlong_filtering: bool = False
     """Leave rollouts that ran into a token limit out of the loss, and out of the tokens and sequences that it is
     divided by. Their rewards still count in the baselines of their groups."""
@@ -155,6 +165,11 @@ class GeneratingPolicy(Protocol):
     @property
     def generation(self) -> GenerationConfig:
         """How completions are sampled."""
+        ...
+
+    @property
+    def tokenizer(self) -> TokenizerConfig:
+        """The tokenizer and its chat template."""
         ...
 
 

@@ -14,7 +14,7 @@ from rl_algos.data.flow import FlowStream
 from rl_algos.data.stream import Stream
 from rl_algos.rollouts.config import PolicyGradientConfig, RolloutConfig, RolloutRoot, rollout_config
 from rl_algos.rollouts.rewards import EFFORT
-from rl_core.environments.instance import unknown_environment
+from rl_core.environments.instance import instance_of, problem_with, tools_of, unknown_environment
 from rl_core.environments.trial import Attempt, attempts_on
 from rl_core.errors import DataError
 from rl_core.rollout import Prompt
@@ -32,12 +32,19 @@ class RolloutData:
         validation: prompts to validate on.
         end_of_sequence: token that ends every completion.
         environments: those that score the prompts; None to have every prompt asked.
+        turn_ends: further tokens that end a completion, as the chat template has them.
     """
 
     train: Stream[Prompt] | FlowStream[Prompt]
     validation: Sequence[Prompt]
     end_of_sequence: int
     environments: frozenset[str] | None = field(default=None, kw_only=True)
+    turn_ends: tuple[int, ...] = field(default=(), kw_only=True)
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """All tokens that end a completion; the end of sequence comes first."""
+        return (self.end_of_sequence, *self.turn_ends)
 
 
 def load(config: RolloutRoot) -> Datasets:
@@ -98,9 +105,15 @@ def prepare(config: RolloutRoot, tokenizer: Any, datasets: Datasets) -> RolloutD
     """Tokenise and check the prompts; each leaves room for a whole completion."""
     # imports transformers, which takes a second that `load` need not pay
     from rl_algos.data.prompts import prompt_stream, validation_prompts
+    from rl_algos.rollouts.conversation_checks import check_conversations
 
     settings = rollout_config(config)
     room = config.policy.max_total_sequence_length - config.policy.generation.max_new_tokens
+    environments = frozenset(
+        name for dataset in (*datasets.train, *datasets.validation) for name in dataset.environments()
+    )
+    tools = _tools(config, environments)
+    ends = check_conversations(config, tokenizer, tools)
     train = prompt_stream(
         datasets.train,
         config.data,
@@ -108,9 +121,16 @@ def prepare(config: RolloutRoot, tokenizer: Any, datasets: Datasets) -> RolloutD
         max_tokens=room,
         seed=settings.seed,
         max_num_epochs=settings.max_num_epochs,
+        tools=tools,
     )
-    held_out = validation_prompts(datasets.validation, config.data, tokenizer, max_tokens=room)
-    environments = frozenset(
-        name for dataset in (*datasets.train, *datasets.validation) for name in dataset.environments()
-    )
-    return RolloutData(train, held_out, tokenizer.eos_token_id, environments=environments)
+    held_out = validation_prompts(datasets.validation, config.data, tokenizer, max_tokens=room, tools=tools)
+    end_of_sequence, *others = ends.sampled
+    return RolloutData(train, held_out, end_of_sequence, environments=environments, turn_ends=tuple(others))
+
+
+def _tools(config: RolloutRoot, environments: Collection[str]) -> dict[str, tuple[Mapping[str, Any], ...]]:
+    """The tools of the environments that have some, by name."""
+    # a row may name something else than an environment, such as a teacher
+    names = sorted(name for name in environments if not problem_with(name, config.env))
+    found = {name: tools_of(instance_of(config.env, name)) for name in names}
+    return {name: tools for name, tools in found.items() if tools}

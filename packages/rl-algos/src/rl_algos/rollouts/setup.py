@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from rl_algos.rollouts.config import RolloutRoot, rollout_config
 from rl_algos.rollouts.data import RolloutData
+from rl_algos.rollouts.programs import program_named
 from rl_algos.rollouts.source import SyncRolloutSource
 from rl_algos.rollouts.steps import RolloutSteps
 from rl_algos.rollouts.validation import Validation
@@ -16,13 +17,15 @@ from rl_core.run import Components, Run
 
 
 def needs(config: RolloutRoot, data: RolloutData) -> RolloutNeeds:
-    """The multi-turn program, over the environments that the prompts name."""
+    """The program of the rollouts, over the environments that the prompts name."""
+    settings = rollout_config(config)
     return RolloutNeeds(
-        program="rl_algos.rollouts.program:MultiTurnProgram",
+        program=program_named(settings.rollout_program),
         program_args={
-            "max_turns": rollout_config(config).max_rollout_turns,
+            "max_turns": settings.max_rollout_turns,
             "max_tokens": config.policy.max_total_sequence_length,
         },
+        max_seconds=settings.max_rollout_seconds,
         environments=_environments(data) if data.environments is None else data.environments,
     )
 
@@ -40,7 +43,7 @@ def steps_of(config: RolloutRoot, components: Components, run: Run, *, with_gree
     assert components.pool is not None, "the algorithm's plugin says that it generates"
     assert components.weights is not None, "the algorithm's plugin says that it generates"
     data: RolloutData = components.data
-    greedy = replace(training_sampling(config.policy.generation, data.end_of_sequence), temperature=0.0)
+    greedy = replace(training_sampling(config.policy.generation, data.stop_token_ids), temperature=0.0)
     return RolloutSteps(
         rollout_config(config),
         source_of(config, data, components.pool),
@@ -57,7 +60,7 @@ def source_of(config: RolloutRoot, data: RolloutData, pool: RolloutPool) -> Sync
     return SyncRolloutSource(
         pool,
         data.train,
-        sampling=training_sampling(config.policy.generation, data.end_of_sequence),
+        sampling=training_sampling(config.policy.generation, data.stop_token_ids),
         num_generations=settings.num_generations_per_prompt,
         seed=settings.seed,
         max_failed_share=settings.max_failed_share,
@@ -67,18 +70,18 @@ def source_of(config: RolloutRoot, data: RolloutData, pool: RolloutPool) -> Sync
 
 def validation_of(config: RolloutRoot, data: RolloutData) -> Validation:
     """The validation of the run."""
-    sampling = validation_sampling(config.policy.generation, data.end_of_sequence)
+    sampling = validation_sampling(config.policy.generation, data.stop_token_ids)
     return Validation(data.validation, sampling, rollout_config(config))
 
 
 def evaluate(config: RolloutRoot, data: RolloutData, pool: RolloutPool) -> Evaluation:
     """Roll out the validation prompts, as a validation of the run would, once each."""
-    sampling = validation_sampling(config.policy.generation, data.end_of_sequence)
+    sampling = validation_sampling(config.policy.generation, data.stop_token_ids)
     prompts = data.validation[: rollout_config(config).max_val_samples]
     return source_of(config, data, pool).evaluate(prompts, sampling)
 
 
-def training_sampling(generation: GenerationConfig, end_of_sequence: int) -> SamplingParams:
+def training_sampling(generation: GenerationConfig, stop_token_ids: tuple[int, ...]) -> SamplingParams:
     """How training rollouts are drawn."""
     return SamplingParams(
         max_new_tokens=generation.max_new_tokens,
@@ -86,18 +89,18 @@ def training_sampling(generation: GenerationConfig, end_of_sequence: int) -> Sam
         top_p=generation.top_p,
         top_k=generation.top_k or 0,
         min_p=generation.min_p,
-        stop_token_ids=(end_of_sequence, *generation.stop_token_ids),
+        stop_token_ids=(*stop_token_ids, *generation.stop_token_ids),
         stop_strings=tuple(generation.stop_strings),
     )
 
 
-def validation_sampling(generation: GenerationConfig, end_of_sequence: int) -> SamplingParams:
+def validation_sampling(generation: GenerationConfig, stop_token_ids: tuple[int, ...]) -> SamplingParams:
     """How validation rollouts are drawn."""
     return SamplingParams(
         max_new_tokens=generation.max_new_tokens,
         temperature=generation.val_temperature,
         top_p=generation.val_top_p,
         top_k=generation.val_top_k or 0,
-        stop_token_ids=(end_of_sequence, *generation.stop_token_ids),
+        stop_token_ids=(*stop_token_ids, *generation.stop_token_ids),
         stop_strings=tuple(generation.stop_strings),
     )

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rl_algos.rollouts.continuation import continuation_tokens
+from rl_algos.rollouts.chat import Chat
 from rl_algos.tokenizer import load_tokenizer
 from rl_core.batch import Batch
 from rl_core.delivery import Delivery, Taken, take_over, try_out
@@ -22,6 +22,7 @@ from rl_core.errors import EnvironmentFailed, GeneratorError, RequestRefused
 from rl_core.generation import (
     GenerationRequest,
     Generator,
+    Reply,
     RolloutProgram,
     RolloutTask,
     SamplingParams,
@@ -30,6 +31,7 @@ from rl_core.model_config import TokenizerConfig
 from rl_core.plugins import resolve
 from rl_core.rollout import RECORD, Completion, GroupReport, Message, Prompt, Rollout, parts_of
 from rl_core.rollout_record import write_records
+from rl_core.user_code import FromFile
 from rl_core.weights import Manifest
 
 _log = logging.getLogger(__name__)
@@ -60,17 +62,19 @@ class RolloutWorkerSpec:
     Args:
         generator: `"package.module:Class"` of the generator.
         generator_args: its arguments.
-        program: `"package.module:Class"` of the rollout program.
+        program: `"package.module:Class"` of the rollout program, or a class in a file of the user's.
         program_args: its keyword arguments.
         tokenizer, model_name: settings of the tokenizer, and the model that has it by default.
+        max_seconds: most seconds of one rollout; None for no limit.
     """
 
     generator: str
     generator_args: tuple[Any, ...]
-    program: str
+    program: str | FromFile
     program_args: Mapping[str, Any]
     tokenizer: TokenizerConfig
     model_name: str
+    max_seconds: float | None = None
 
 
 class RolloutWorker:
@@ -83,8 +87,10 @@ class RolloutWorker:
 
     def __init__(self, spec: RolloutWorkerSpec, environments: Mapping[str, EnvironmentClient]) -> None:
         self._generator: Generator = resolve(spec.generator)(*spec.generator_args)
-        self._program: RolloutProgram = resolve(spec.program)(**spec.program_args)
-        self._tokenizer = load_tokenizer(spec.tokenizer, spec.model_name)
+        program = resolve(spec.program) if isinstance(spec.program, str) else spec.program.load()
+        self._program: RolloutProgram = program(**spec.program_args)
+        self._max_seconds = spec.max_seconds
+        self._chat = Chat(load_tokenizer(spec.tokenizer, spec.model_name), spec.tokenizer.tool_format)
         self._environments = dict(environments)
         self._finished: deque[tuple[int, asyncio.Task[GroupParts]]] = deque()
         self._any_finished = asyncio.Event()
@@ -179,9 +185,12 @@ class RolloutWorker:
         return parts_of(task.prompt, await asyncio.gather(*runs))
 
     async def _run_one(self, prompt: Prompt, sampling: SamplingParams, seed: int) -> Rollout:
-        client = _Client(self, self._environments[prompt.environment], sampling, seed)
+        client = _Client(self, prompt, sampling, seed)
         try:
-            return await self._program.run(prompt, client)
+            async with asyncio.timeout(self._max_seconds) as limit:
+                return await self._program.run(prompt, client)
+        except TimeoutError as error:
+            return _failed(prompt, self._overdue() if limit.expired() else error)
         except RequestRefused as error:
             return _failed(prompt, error)
         except GeneratorError:
@@ -190,6 +199,9 @@ class RolloutWorker:
             return _failed(prompt, error)
         finally:
             await client.release()
+
+    def _overdue(self) -> TimeoutError:
+        return TimeoutError(f"the rollout took longer than the {self._max_seconds:g} s that max_rollout_seconds allows")
 
 
 def _has_columns_of(report: GroupReport, task: asyncio.Task[GroupParts]) -> bool:
@@ -206,11 +218,10 @@ def _failed(prompt: Prompt, error: Exception) -> Rollout:
 class _Client:
     """The client that one rollout gets."""
 
-    def __init__(
-        self, worker: RolloutWorker, environment: EnvironmentClient, sampling: SamplingParams, seed: int
-    ) -> None:
+    def __init__(self, worker: RolloutWorker, prompt: Prompt, sampling: SamplingParams, seed: int) -> None:
         self._worker = worker
-        self._environment = environment
+        self._environment = worker._environments[prompt.environment]
+        self._tools = prompt.tools
         self._sampling = sampling
         self._seeds = np.random.SeedSequence(seed)
         self._seed = seed
@@ -234,13 +245,11 @@ class _Client:
             self._open.discard(conversation.id)
         return result
 
-    def decode(self, token_ids: np.ndarray) -> str:
-        return self._worker._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
+    def read(self, token_ids: np.ndarray) -> Reply:
+        return self._worker._chat.read(token_ids, self._tools)
 
-    def continuation(
-        self, messages: Sequence[Message], observation: Sequence[Message], sampled: np.ndarray
-    ) -> np.ndarray:
-        return continuation_tokens(self._worker._tokenizer, messages, observation, sampled)
+    def continuation(self, turn: Message, observation: Sequence[Message], sampled: np.ndarray) -> np.ndarray:
+        return self._worker._chat.continuation(turn, observation, sampled)
 
     async def release(self) -> None:
         """Free conversations that the environment did not end; a failure to do so is logged and harms no rollout."""

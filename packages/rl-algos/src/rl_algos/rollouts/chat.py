@@ -1,0 +1,82 @@
+"""Between the tokens of a policy and the messages of a conversation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from rl_algos.rollouts.continuation import Continuation
+from rl_algos.rollouts.tool_calls.formats import PLAIN, ToolFormat, format_of
+from rl_algos.rollouts.tool_calls.parsed import schemas_of
+from rl_algos.rollouts.turn_ends import TurnEnds, find_turn_ends
+from rl_core.environment import ToolCall
+from rl_core.generation import Reply
+from rl_core.rollout import Message
+
+
+class Chat:
+    """Reads the turns of a policy, and renders the answers to them.
+
+    Args:
+        tokenizer: with a chat template.
+        tool_format: name of the format of tool calls; None to read it from the template.
+    """
+
+    def __init__(self, tokenizer: Any, tool_format: str | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._format_name = tool_format
+
+    @cached_property
+    def tool_format(self) -> ToolFormat:
+        """The format of tool calls."""
+        return format_of(self._tokenizer.chat_template, self._format_name)
+
+    @cached_property
+    def ends(self) -> TurnEnds:
+        """Tokens that end a turn."""
+        return find_turn_ends(self._tokenizer, self.tool_format.ends)
+
+    def read(self, token_ids: np.ndarray, tools: Sequence[Mapping[str, Any]] = ()) -> Reply:
+        """The turn of these tokens.
+
+        Args:
+            token_ids: int32 `[tokens]`, sampled.
+            tools: that the policy may call.
+        """
+        text = self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
+        if not tools and not self.tool_format.reads_all:
+            return Reply(text, {"role": "assistant", "content": text})
+        parsed = self.tool_format.parse(self._with_marks(token_ids), schemas_of(tools))
+        if self.tool_format.reads_all:
+            text = parsed.content
+        if not tools or not parsed.calls:
+            return Reply(text, {"role": "assistant", "content": text})
+        # nine letters and digits, as templates of Mistral ask for
+        calls = tuple(replace(call, id=f"call{index:05d}") for index, call in enumerate(parsed.calls))
+        written = [self._as_written(call) for call in calls]
+        return Reply(text, {"role": "assistant", "content": parsed.content, "tool_calls": written}, calls)
+
+    def continuation(self, turn: Message, observation: Sequence[Message], sampled: np.ndarray) -> np.ndarray:
+        """int32 `[tokens]` to append after `sampled`; as `Continuation.tokens`."""
+        return self._continuation.tokens(turn, observation, sampled)
+
+    @cached_property
+    def _continuation(self) -> Continuation:
+        return Continuation(self._tokenizer, self.ends, arguments_as_text=self.tool_format.arguments_as_text)
+
+    def _with_marks(self, token_ids: np.ndarray) -> str:
+        """The text with special tokens, but for the one that ended it."""
+        ids = token_ids.tolist()
+        if ids and (ids[-1] in self.ends.sampled) and self.tool_format is not PLAIN:
+            ids = ids[:-1]
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+
+    def _as_written(self, call: ToolCall) -> dict[str, Any]:
+        arguments: Any = json.dumps(call.arguments) if self.tool_format.arguments_as_text else dict(call.arguments)
+        function = {"name": call.name or "unknown", "arguments": arguments}
+        return {"type": "function", "id": call.id, "function": function}

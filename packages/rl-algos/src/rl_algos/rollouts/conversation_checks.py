@@ -1,0 +1,86 @@
+"""Conversations of several turns and tools that the chat template cannot carry, found before anything is started."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jinja2 import TemplateError
+
+from rl_algos.rollouts.chat import Chat
+from rl_algos.rollouts.config import RolloutRoot, rollout_config
+from rl_algos.rollouts.continuation import rewrites_history
+from rl_algos.rollouts.tool_calls.formats import FORMATS, PLAIN
+from rl_algos.rollouts.turn_ends import TurnEnds
+from rl_algos.tokenizer import render, require_chat_template
+from rl_core.errors import ConfigError
+from rl_core.rollout import Message
+
+_log = logging.getLogger(__name__)
+
+_ASKED: Message = {"role": "user", "content": "A question."}
+
+
+def check_conversations(
+    config: RolloutRoot, tokenizer: Any, tools: Mapping[str, Sequence[Mapping[str, Any]]]
+) -> TurnEnds:
+    """Render short conversations as rollouts of several turns, and of tools, do.
+
+    Args:
+        tools: by environment; empty if none has any.
+
+    Returns:
+        The tokens that end a turn.
+
+    Raises:
+        ConfigError: naming the key to change.
+    """
+    require_chat_template(tokenizer)
+    settings = rollout_config(config)
+    chat = Chat(tokenizer, config.policy.tokenizer.tool_format)
+    if tools:
+        _check_tools(chat, tokenizer, settings.section, settings.max_rollout_turns, tools)
+    if settings.max_rollout_turns > 1 and settings.rollout_program == "multi_turn":
+        _check_continuation(chat, with_tools=bool(tools))
+        if settings.rewritten_history is None and rewrites_history(tokenizer, chat.ends):
+            raise ConfigError(
+                f"{settings.section}.rewritten_history: the chat template renders earlier turns in another way than "
+                "the policy writes them (such as without their thoughts). Set this key to `keep` to go on from the "
+                "tokens as they were sampled, or policy.tokenizer.chat_template to a template that only appends"
+            )
+    return chat.ends
+
+
+def _check_tools(
+    chat: Chat, tokenizer: Any, section: str, max_turns: int, tools: Mapping[str, Sequence[Mapping[str, Any]]]
+) -> None:
+    name, schemas = next(iter(tools.items()))
+    if max_turns < 2:
+        raise ConfigError(
+            f"{section}.max_rollout_turns: the environment {name} has tools, whose results the policy reads in a later "
+            "turn; set this key to 2 or more"
+        )
+    if chat.tool_format is PLAIN:
+        raise ConfigError(
+            f"policy.tokenizer.tool_format: the environment {name} has tools, and the chat template does not tell how "
+            f"the model writes calls; set this key to one of {', '.join(FORMATS)}"
+        )
+    plain = render(tokenizer, [_ASKED], add_generation_prompt=True)
+    if render(tokenizer, [_ASKED], add_generation_prompt=True, tools=schemas) == plain:
+        _log.warning("the chat template does not show the tools of %s; the prompts must describe them", name)
+
+
+def _check_continuation(chat: Chat, *, with_tools: bool) -> None:
+    said: Message = {"role": "assistant", "content": "An answer."}
+    seams: list[tuple[Message, Message]] = [(said, _ASKED)]
+    if with_tools:
+        call = {"type": "function", "id": "call00000", "function": {"name": "look_up", "arguments": {}}}
+        result = {"role": "tool", "name": "look_up", "content": "A result.", "tool_call_id": "call00000"}
+        seams = [({**said, "tool_calls": [call]}, result)]
+    for turn, observation in seams:
+        try:
+            chat.continuation(turn, [observation], np.zeros(0, dtype=np.int32))
+        except (ValueError, TemplateError) as error:
+            raise ConfigError(f"policy.tokenizer.chat_template: {error}") from error

@@ -1,0 +1,82 @@
+"""A rollout as it grows."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from rl_core.environment import StepResult
+from rl_core.rollout import Completion, Prompt, Rollout, Turn, WeightSpan, unknown_routing
+
+
+class Transcript:
+    """Tokens, mask and logprobs of a rollout, always of one length, with its turns and rewards."""
+
+    def __init__(self, prompt: Prompt) -> None:
+        self._prompt = prompt
+        self._tokens: list[np.ndarray] = []
+        self._mask: list[np.ndarray] = []
+        self._logprobs: list[np.ndarray] = []
+        self._routing: list[np.ndarray] = []
+        self._spans: list[WeightSpan] = []
+        self._turns: list[Turn] = []
+        self._rewards: Counter[str] = Counter()
+        self._info: dict[str, object] = {}
+        self._stop_reason = "abort"
+        self.add_context(prompt.token_ids)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """int32 `[tokens]` so far."""
+        return np.concatenate(self._tokens)
+
+    def add_context(self, tokens: np.ndarray) -> None:
+        """Append tokens that the policy did not sample."""
+        self._append(tokens, 0, np.zeros(len(tokens), dtype=np.float32))
+
+    def add_completion(self, completion: Completion) -> None:
+        """Append sampled tokens as they are.
+
+        If the experts of a token are reported more than once, the first report stays: that of the pass that sampled it.
+        """
+        if completion.routed_experts is not None:
+            self._routing.append(completion.routed_experts[sum(map(len, self._routing)) :])
+        self._append(completion.token_ids, 1, completion.logprobs)
+        self._spans.extend(completion.spans)
+        self._stop_reason = completion.stop_reason
+
+    def add_result(self, text: str, result: StepResult, *, ends: bool) -> None:
+        """Record the text and rewards of a turn."""
+        rewards = result.rewards()
+        for name, reward in rewards.items():
+            self._rewards[name] += reward  # type: ignore[assignment]  # Counter sums floats as well
+        self._turns.append(Turn(text, None if ends else tuple(result.observation), rewards))
+        self._info.update(result.info)
+
+    def rollout(self, *, truncated: bool) -> Rollout:
+        """The finished rollout."""
+        return Rollout(
+            prompt_id=self._prompt.id,
+            tokens=self.tokens,
+            loss_mask=np.concatenate(self._mask),
+            generation_logprobs=np.concatenate(self._logprobs),
+            spans=tuple(self._spans),
+            turns=tuple(self._turns),
+            rewards={name: float(value) for name, value in self._rewards.items()},
+            stop_reason=self._stop_reason,  # type: ignore[arg-type]  # set from Completion.stop_reason
+            status="truncated" if truncated else "ok",
+            info=dict(self._info),
+            routed_experts=self._routed_experts(),
+        )
+
+    def _routed_experts(self) -> np.ndarray | None:
+        if not self._routing:
+            return None
+        num_missing = len(self.tokens) - sum(map(len, self._routing))
+        return np.concatenate([*self._routing, unknown_routing(num_missing, self._routing[0].shape[1:])])
+
+    def _append(self, tokens: np.ndarray, mask: int, logprobs: np.ndarray) -> None:
+        self._tokens.append(np.asarray(tokens, dtype=np.int32))
+        self._mask.append(np.full(len(tokens), mask, dtype=np.uint8))
+        self._logprobs.append(np.asarray(logprobs, dtype=np.float32))

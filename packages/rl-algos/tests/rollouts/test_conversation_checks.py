@@ -1,0 +1,59 @@
+import logging
+from types import SimpleNamespace
+
+import pytest
+from chat_tokenizers import tokenizer_of
+
+from rl_algos.grpo.config import GRPOConfig
+from rl_algos.rollouts.conversation_checks import check_conversations
+from rl_algos.tiny_model import make_tokenizer
+from rl_core.errors import ConfigError
+from rl_core.model_config import TokenizerConfig
+
+TOOLS = {"game": [{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}]}
+
+
+def check(tokenizer, tools=(), tool_format=None, **settings):
+    policy = SimpleNamespace(tokenizer=TokenizerConfig(tool_format=tool_format))
+    config = SimpleNamespace(policy=policy, grpo=GRPOConfig(**settings))
+    return check_conversations(config, tokenizer, dict(tools))
+
+
+def test_the_ends_of_a_turn_are_those_of_the_template():
+    tokenizer = tokenizer_of("gemma3")
+    assert check(tokenizer).sampled == tuple(tokenizer.convert_tokens_to_ids(["<eos>", "<end_of_turn>"]))
+
+
+def test_a_template_that_rewrites_turns_needs_a_decision_if_there_are_several():
+    tokenizer = tokenizer_of("qwen3")
+    check(tokenizer)
+    check(tokenizer, max_rollout_turns=2, rewritten_history="keep")
+    with pytest.raises(ConfigError, match=r"grpo.rewritten_history: .* `keep`"):
+        check(tokenizer, max_rollout_turns=2)
+
+
+def test_a_program_of_ones_own_decides_itself():
+    check(tokenizer_of("qwen3"), max_rollout_turns=2, rollout_program="agent.py:Agent")
+
+
+def test_a_template_that_only_appends_needs_none():
+    check(tokenizer_of("qwen2_5"), TOOLS, max_rollout_turns=2)
+    check(make_tokenizer(), max_rollout_turns=2)
+
+
+def test_tools_need_a_second_turn():
+    with pytest.raises(ConfigError, match=r"grpo.max_rollout_turns: the environment game has tools"):
+        check(tokenizer_of("qwen2_5"), TOOLS)
+
+
+def test_tools_need_a_format_that_the_template_or_the_config_tells(caplog):
+    with pytest.raises(ConfigError, match=r"policy.tokenizer.tool_format: .*hermes"):
+        check(make_tokenizer(), TOOLS, max_rollout_turns=2)
+    with caplog.at_level(logging.WARNING):
+        check(make_tokenizer(), TOOLS, "hermes", max_rollout_turns=2)
+    assert "does not show the tools of game" in caplog.text
+
+
+def test_a_template_that_leaves_out_results_is_refused():
+    with pytest.raises(ConfigError, match=r"policy.tokenizer.chat_template: .* an observation \(tool\)"):
+        check(tokenizer_of("phi3"), TOOLS, "hermes", max_rollout_turns=2)
