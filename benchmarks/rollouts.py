@@ -1,0 +1,174 @@
+"""Time that the rollout layer adds to every turn, and its memory over many rollouts.
+
+    python benchmarks/rollouts.py [--rollouts 10000] [--quick]
+
+A rollout worker plays conversations of several turns on an engine that answers at once with scripted tokens, and an
+environment that answers at once with a message or the results of tool calls. So all time is the rollout layer's: the
+transcript, reading turns, tool calls, the chat template, and the columns of the groups. The baseline is the same number
+of calls of the engine and the environment without that layer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from measurement import surroundings, table
+
+from rl_algos.rollouts.worker import RolloutWorker, RolloutWorkerSpec
+from rl_algos.tiny_model import make_tiny_model
+from rl_algos.tokenizer import encode_prompt, load_tokenizer
+from rl_core.environment import Conversation, StepResult
+from rl_core.generation import GenerationRequest, RolloutTask, SamplingParams
+from rl_core.model_config import TokenizerConfig
+from rl_core.rollout import Completion, Prompt, WeightSpan
+
+NUM_TURNS = 4
+NUM_TOKENS = 64
+"""Tokens of a plain turn."""
+CALL = '<tool_call>\n{"name": "look_up", "arguments": {"word": "two"}}\n</tool_call>'
+TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}
+
+
+class ScriptedEngine:
+    """Answers every request at once with the same tokens."""
+
+    num_ranks = 1
+
+    def __init__(self, tokens: np.ndarray) -> None:
+        self._completion = Completion(
+            tokens, np.full(len(tokens), -1.0, np.float32), "stop", (WeightSpan(1, len(tokens)),)
+        )
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        await asyncio.sleep(0)
+        return self._completion
+
+
+class InstantEnvironment:
+    """Answers every turn but the last at once."""
+
+    async def step(self, conversation: Conversation) -> StepResult:
+        await asyncio.sleep(0)
+        if conversation.turn + 1 == NUM_TURNS:
+            return StepResult(reward=1.0)
+        message: dict[str, Any] = {"role": "user", "content": "Go on, please."}
+        if conversation.tool_calls:
+            message = {"role": "tool", "content": "2", "tool_call_id": conversation.tool_calls[0].id}
+        return StepResult(done=False, observation=(message,))
+
+    async def abandon(self, conversation_ids: Sequence[str]) -> None:
+        pass
+
+
+class Bench:
+    """A worker with its engine and environment, and the prompt of all rollouts."""
+
+    def __init__(self, folder: str, *, with_calls: bool) -> None:
+        settings = TokenizerConfig(tool_format="hermes")
+        tokenizer = load_tokenizer(settings, folder)
+        messages = ({"role": "user", "content": "How much is it? " * 20},)
+        said = CALL if with_calls else "x" * (NUM_TOKENS - 1)
+        sampled = np.asarray(tokenizer.encode(said + tokenizer.eos_token, add_special_tokens=False), np.int32)
+        tools = (TOOL,) if with_calls else ()
+        self.prompt = Prompt("p", messages, encode_prompt(tokenizer, messages, tools), "instant", tools=tools)
+        self.engine, self.environment = ScriptedEngine(sampled), InstantEnvironment()
+        spec = RolloutWorkerSpec(
+            generator=f"{__file__}:ScriptedEngine",
+            generator_args=(sampled,),
+            program="rl_algos.rollouts.program:MultiTurnProgram",
+            program_args={"max_turns": NUM_TURNS, "max_tokens": 100_000},
+            tokenizer=settings,
+            model_name=folder,
+        )
+        self.worker = RolloutWorker(spec, {"instant": self.environment})
+
+    async def play(self, num_rollouts: int) -> None:
+        """Play so many rollouts at once, in groups of 16."""
+        sizes = [16] * (num_rollouts // 16) + [num_rollouts % 16] * (num_rollouts % 16 > 0)
+        sampling = SamplingParams(max_new_tokens=1000)
+        await self.worker.begin(
+            [(number, RolloutTask(self.prompt, sampling, tuple(range(size)))) for number, size in enumerate(sizes)]
+        )
+        left = len(sizes)
+        while left:
+            reports, _, _ = await self.worker.finished()
+            for _, report in reports:
+                left -= 1
+                assert all(rollout.num_turns == NUM_TURNS for rollout in report.rollouts), "a rollout broke off"
+
+    async def baseline(self, num_rollouts: int) -> None:
+        """Call engine and environment as often, and nothing else."""
+        request = GenerationRequest(self.prompt.token_ids, SamplingParams(max_new_tokens=1), 0)
+
+        async def one() -> None:
+            for turn in range(NUM_TURNS):
+                await self.engine.generate(request)
+                await self.environment.step(Conversation("c", (), {}, "", False, turn))
+
+        await asyncio.gather(*(one() for _ in range(num_rollouts)))
+
+
+async def overhead_ms(bench: Bench, concurrent: int, repeats: int) -> float:
+    """Median milliseconds that the rollout layer adds to a turn."""
+    seconds = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        await bench.play(concurrent)
+        middle = time.perf_counter()
+        await bench.baseline(concurrent)
+        seconds.append((middle - begin) - (time.perf_counter() - middle))
+    return float(np.median(seconds)) / (concurrent * NUM_TURNS) * 1000
+
+
+def resident_mib() -> float:
+    """Resident memory of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096 / 2**20
+
+
+async def memory(bench: Bench, num_rollouts: int, concurrent: int) -> list[tuple[int, float]]:
+    """Resident memory after each quarter of the rollouts."""
+    readings, played = [], 0
+    for quarter in range(1, 5):
+        while played < num_rollouts * quarter / 4:
+            await bench.play(concurrent)
+            played += concurrent
+        readings.append((played, resident_mib()))
+    return readings
+
+
+async def measure(folder: str, repeats: int, num_rollouts: int) -> None:
+    """Measure on the model in a folder, and print the tables."""
+    rows = []
+    for with_calls in (False, True):
+        bench = Bench(folder, with_calls=with_calls)
+        await bench.play(16)
+        for concurrent in (16, 64, 256):
+            milliseconds = await overhead_ms(bench, concurrent, repeats)
+            rows.append(["tool calls" if with_calls else "plain turns", str(concurrent), f"{milliseconds:.3f}"])
+    print(table(["turns", "concurrent rollouts", "ms per turn"], rows))
+    readings = await memory(bench, num_rollouts, min(num_rollouts // 4, 256))
+    print(table(["rollouts", "resident MiB"], [[str(played), f"{mib:.1f}"] for played, mib in readings]))
+
+
+def main() -> None:
+    """Measure, and print Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rollouts", type=int, default=10_000, help="of the measurement of memory")
+    parser.add_argument("--quick", action="store_true", help="only show that it runs")
+    arguments = parser.parse_args()
+    print(surroundings())
+    with tempfile.TemporaryDirectory() as folder:
+        make_tiny_model(folder)
+        asyncio.run(measure(folder, 2 if arguments.quick else 9, 256 if arguments.quick else arguments.rollouts))
+
+
+if __name__ == "__main__":
+    main()
