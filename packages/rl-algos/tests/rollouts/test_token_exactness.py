@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from functools import cache
 
 import numpy as np
 import pytest
@@ -35,14 +36,30 @@ def echo(text: str) -> str:
     return f"{text}!"
 
 
-def play_one(family, seed):
-    tokenizer = tokenizer_of(family)
-    engine = ScriptedEngine(family, Chat(tokenizer), np.random.default_rng(seed))
-    messages = ({"role": "user", "content": engine.some_text()},)
-    tools = tuple(engine.environment.tools)
-    prompt = Prompt("p", messages, encode_prompt(tokenizer, messages, tools), "tools", tools=tools)
-    rollout = asyncio.run(MultiTurnProgram(max_turns=4, max_tokens=2000).run(prompt, engine))
-    return engine, rollout
+ENVIRONMENT = ToolEnvironment([echo], lambda response: float(len(response)))
+TEXT = [each for each in CHARACTERS if each not in "<>[]{}|\\\"'"]
+
+
+@cache
+def chat_of(family):
+    return Chat(tokenizer_of(family))
+
+
+def play(family, count):
+    """The engine and the rollout of so many conversations."""
+    played = []
+
+    async def play_all():
+        for seed in range(count):
+            engine = ScriptedEngine(family, chat_of(family), np.random.default_rng(seed))
+            messages, tools = ({"role": "user", "content": engine.some_text()},), tuple(ENVIRONMENT.tools)
+            tokens = encode_prompt(tokenizer_of(family), messages, tools)
+            prompt = Prompt("p", messages, tokens, "tools", tools=tools)
+            rollout = await MultiTurnProgram(max_turns=4, max_tokens=2000).run(prompt, engine)
+            played.append((engine, rollout))
+
+    asyncio.run(play_all())
+    return played
 
 
 class ScriptedEngine:
@@ -53,13 +70,11 @@ class ScriptedEngine:
     def __init__(self, family, chat, random):
         self.family, self.chat, self.random = family, chat, random
         self.tokenizer = tokenizer_of(family)
-        self.environment = ToolEnvironment([echo], lambda response: float(len(response)))
         self.consumed, self.produced, self.observed = [], [], []
         self._state = None
 
     def some_text(self):
-        characters = [each for each in CHARACTERS if each not in "<>[]{}|\\\"'"]
-        return "".join(self.random.choice(characters, self.random.integers(1, 20)))
+        return "".join(self.random.choice(TEXT, self.random.integers(1, 20)))
 
     def some_turn(self):
         thought = "<think>\nHm.\n</think>\n\n" if self.family.startswith("qwen") and self.random.random() < 0.5 else ""
@@ -87,7 +102,7 @@ class ScriptedEngine:
         return Completion(sampled, logprobs, "stop", (WeightSpan(1, len(sampled)),))
 
     async def step(self, conversation):
-        [result] = self.environment.step([conversation], [self._state])
+        [result] = ENVIRONMENT.step([conversation], [self._state])
         self._state = result.state
         if result.done and self.random.random() < 0.5:
             # a game that goes on after an answer
@@ -95,7 +110,7 @@ class ScriptedEngine:
         return result
 
     def read(self, token_ids):
-        return self.chat.read(token_ids, self.environment.tools)
+        return self.chat.read(token_ids, ENVIRONMENT.tools)
 
     def continuation(self, turn, observation, sampled):
         self.observed.append(self.chat.continuation(turn, observation, sampled))
@@ -105,8 +120,7 @@ class ScriptedEngine:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_trained_tokens_are_those_that_the_engine_consumed_and_produced(family):
     num_turns = []
-    for seed in range(CONVERSATIONS):
-        engine, rollout = play_one(family, seed)
+    for engine, rollout in play(family, CONVERSATIONS):
         num_turns.append(len(rollout.turns))
         # every request begins with all that was consumed and produced before, unchanged
         for earlier, sampled, later in zip(engine.consumed, engine.produced, engine.consumed[1:], strict=False):
@@ -125,8 +139,8 @@ def test_trained_tokens_are_those_that_the_engine_consumed_and_produced(family):
 def test_the_conversations_have_calls_that_work_and_calls_that_do_not(family):
     results = [
         message["content"]
-        for seed in range(30)
-        for turn in play_one(family, seed)[1].turns
+        for _, rollout in play(family, 30)
+        for turn in rollout.turns
         for message in turn.observation or ()
         if message["role"] == "tool"
     ]
