@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rl_core.environment import Conversation, Environment, StepResult, ToolCall
+from rl_core.environment import Conversation, Environment, StepResult, ToolCall, UnusableAnswer
 from rl_core.reward_function import as_environment
 from rl_core.tools import MalformedCall, Tool, as_text
 
@@ -61,6 +61,7 @@ class ToolEnvironment:
             raise ValueError(f"two tools have one name: {', '.join(sorted(tool.name for tool in made))}")
         self._reward: Environment = as_environment(reward)
         self._start = start
+        self._waits = any(inspect.iscoroutinefunction(function) for function in tools)
         self._runner: asyncio.Runner | None = None
 
     @property
@@ -84,6 +85,8 @@ class ToolEnvironment:
 
         if not pairs:
             return []
+        if not self._waits:
+            return [_at_once(self._answer(conversation, state)) for conversation, state in pairs]
         if self._runner is None:
             # clients that `async` tools keep belong to one loop
             self._runner = asyncio.Runner()
@@ -130,6 +133,16 @@ class ToolEnvironment:
 
     def _begin(self, conversation: Conversation) -> _Play:
         return _Play(dict(self._start(conversation.info))) if self._start else _Play()
+
+
+def _at_once(answer: Coroutine[Any, Any, StepResult]) -> StepResult:
+    """The result of a coroutine that waits for nothing."""
+    try:
+        answer.send(None)
+    except StopIteration as done:
+        result: StepResult = done.value
+        return result
+    raise UnusableAnswer("a tool returned something to wait for; declare it with `async def`")
 
 
 def _calls(conversation: Conversation) -> bool:
