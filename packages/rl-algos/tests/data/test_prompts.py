@@ -4,6 +4,7 @@ import re
 
 import numpy as np
 import pytest
+from chat_tokenizers import tokenizer_of
 
 from rl_algos.data.config import DataConfig
 from rl_algos.data.examples import load_datasets
@@ -42,6 +43,20 @@ def test_generated_sums_become_prompts(tokenizer):
         assert (prompt.environment, prompt.dataset) == ("math", "arithmetic")
         assert prompt.token_ids.dtype == np.int32
         assert tokenizer.decode(prompt.token_ids) == f"<|user|>{a}+{b}=<|end|><|assistant|>"
+
+
+def test_prompts_show_the_tools_of_their_environment(tmp_path):
+    tokenizer = tokenizer_of("qwen2_5")
+    tool = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}
+    rows = [{"messages": "a", "environment": "tools"}, {"messages": "b", "environment": "math"}]
+    path = write(tmp_path / "rows.jsonl", rows)
+    data = {"train": {"data_path": path}, "shuffle": False}
+    with_tools, without = stream(data, tokenizer, max_tokens=10_000, tools={"tools": (tool,)}).take(2)
+    assert (with_tools.tools, without.tools) == ((tool,), ())
+    assert '"name": "look_up"' in tokenizer.decode(with_tools.token_ids)
+    assert "look_up" not in tokenizer.decode(without.token_ids)
+    named = {"train": {"data_path": path, "env_name": "tools"}, "shuffle": False}
+    assert all(prompt.tools for prompt in stream(named, tokenizer, max_tokens=10_000, tools={"tools": (tool,)}).take(2))
 
 
 def test_columns_environment_and_texts_come_from_the_settings(tmp_path, tokenizer):
