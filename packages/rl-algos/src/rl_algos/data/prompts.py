@@ -56,8 +56,8 @@ def prompt_stream(
         require_chat_template(tokenizer)
         if tools:
             raise ConfigError(
-                f"data.train: the environment {next(iter(tools))} has tools, and prompts with tools cannot be streamed; "
-                "turn streaming off for its dataset"
+                f"data.train: the environment {next(iter(tools))} has tools, and prompts with tools cannot be "
+                "streamed; turn streaming off for its dataset"
             )
         return flow_stream(
             datasets,
