@@ -11,12 +11,13 @@ from rl_algos.distillation.unscored import unscored
 from rl_algos.distillation.vocabulary import check_teachers, teacher_tokenizer
 from rl_algos.tiny_model import make_tokenizer
 from rl_core.config import assemble
+from rl_core.environments.config import EnvironmentConfig
 from rl_core.errors import ConfigError, DataError
 from rl_core.model_config import GenerationConfig, ModelConfig
 from rl_core.plugins import resolve
 
 POLICY = assemble("Policy", {"generation": GenerationConfig}, base=ModelConfig)
-ENVIRONMENTS = assemble("Environments", {"math": ModelConfig})
+ENVIRONMENTS = assemble("Environments", {"math": EnvironmentConfig})
 ROWS = ['{"messages": "1+1=", "answer": "2"}', '{"messages": "2+2=", "answer": "4", "environment": "math"}']
 
 
@@ -38,7 +39,7 @@ def config(rows, *, section=DistillationConfig, teachers=None, **settings):
     named = {"teacher": {"model_name": settings.pop("teacher", "student")}}
     if teachers is not None:
         named = {"teachers": {name: {"model_name": "student"} for name in teachers}}
-    values = {"policy": {**model, "generation": {"max_new_tokens": 8}}, "env": {"math": {"model_name": "x"}}, **named}
+    values = {"policy": {**model, "generation": {"max_new_tokens": 8}}, "env": {"math": {"type": UNSCORED}}, **named}
     return root(**values, data=data, distillation=section(**{"topk_logits_k": 8, **settings}))
 
 

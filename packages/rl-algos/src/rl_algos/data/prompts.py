@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ from rl_core.rollout import Prompt
 Tools = Mapping[str, Sequence[Mapping[str, Any]]]
 """JSON schemas of the tools that the policy may call, by the environment that has them."""
 
-NO_TOOLS: Tools = MappingProxyType({})
+NO_TOOLS: Tools = {}
 
 
 def prompt_stream(
