@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any
 
 from rl_core.environment import Conversation, StepResult, UnusableAnswer
 from rl_core.reward_function import Arguments
+from rl_core.together import Together
 
 
 def plays_one(kind: Any) -> bool:
@@ -50,7 +50,7 @@ class ConversationEnvironment:
     def __init__(self, make: Callable[[], Any], name: str) -> None:
         self._make = make
         self._name = name
-        self._runner: asyncio.Runner | None = None
+        self._together = Together()
 
     def step(self, conversations: Sequence[Conversation], states: Sequence[Any]) -> list[StepResult]:
         """Step the objects; those of `async` classes together."""
@@ -60,14 +60,14 @@ class ConversationEnvironment:
             for player, conversation in zip(players, conversations, strict=True)
         ]
         if any(inspect.isawaitable(each) for each in returned):
-            returned = self._awaited(returned)
+            returned = self._together(lambda: returned)
         return [self._result(each, player) for each, player in zip(returned, players, strict=True)]
 
     def close(self, states: Sequence[Any]) -> None:
         """Close the objects of conversations that are over."""
         closed = [state.close() for state in states if state is not None and state.close is not None]
         if any(inspect.isawaitable(each) for each in closed):
-            self._awaited(closed)
+            self._together(lambda: closed)
 
     def _begin(self) -> _Player:
         player = self._make()
@@ -75,15 +75,6 @@ class ConversationEnvironment:
         return _Player(
             player.step, Arguments(player.step, f"{self._name}.step"), player.close if callable(close) else None
         )
-
-    def _awaited(self, returned: Sequence[Any]) -> list[Any]:
-        async def together() -> list[Any]:
-            return await asyncio.gather(*returned)
-
-        if self._runner is None:
-            # clients that the objects keep belong to one loop
-            self._runner = asyncio.Runner()
-        return self._runner.run(together())
 
     def _result(self, returned: Any, player: _Player) -> StepResult:
         match returned:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rl_core.environment import Conversation, Environment, StepResult, UnusableAnswer
+from rl_core.together import Together
 
 _OF_ONE: Mapping[str, Callable[[Conversation], Any]] = {
     "response": lambda conversation: conversation.completion,
@@ -88,20 +89,26 @@ class _RewardFunction:
         self._name = getattr(score, "__name__", type(score).__name__)
         self._arguments = Arguments(score, self._name)
         self._scores_many = any(name in _OF_MANY for name in self._arguments.names)
-        self._call = _one_by_one if not inspect.iscoroutinefunction(score) else _Together()
+        self._together = Together() if inspect.iscoroutinefunction(score) else None
 
     def step(self, conversations: Sequence[Conversation], states: Sequence[Any]) -> list[StepResult]:
         if not conversations:
             return []
         each = [self._arguments.of(conversation) for conversation in conversations]
         if not self._scores_many:
-            return [_result(returned) for returned in self._call(self._score, each)]
+            return [_result(returned) for returned in self._called(each)]
         names = dict.fromkeys(name for arguments in each for name in arguments)
-        [returned] = self._call(self._score, [{name: [arguments.get(name) for arguments in each] for name in names}])
+        [returned] = self._called([{name: [arguments.get(name) for arguments in each] for name in names}])
         return [_result(reward) for reward in self._listed(returned, len(each))]
 
     def close(self, states: Sequence[Any]) -> None:
         pass
+
+    def _called(self, arguments: Sequence[Mapping[str, Any]]) -> list[Any]:
+        def calls() -> list[Any]:
+            return [self._score(**each) for each in arguments]
+
+        return calls() if self._together is None else self._together(calls)
 
     def _listed(self, returned: Any, count: int) -> list[Any]:
         if isinstance(returned, str | Mapping) or not isinstance(returned, Iterable):
@@ -112,27 +119,6 @@ class _RewardFunction:
         if len(rewards) != count:
             raise UnusableAnswer(f"{self._name} returned {len(rewards)} rewards for {count} responses; return one each")
         return rewards
-
-
-def _one_by_one(score: Callable[..., Any], calls: Sequence[Mapping[str, Any]]) -> list[Any]:
-    return [score(**arguments) for arguments in calls]
-
-
-class _Together:
-    """Makes the calls of an `async` function together, all on one loop: clients that it keeps belong to theirs."""
-
-    def __init__(self) -> None:
-        # a process whose function is not async need not import it
-        import asyncio
-
-        self._gather = asyncio.gather
-        self._runner = asyncio.Runner()
-
-    def __call__(self, score: Callable[..., Any], calls: Sequence[Mapping[str, Any]]) -> list[Any]:
-        async def together() -> list[Any]:
-            return await self._gather(*(score(**arguments) for arguments in calls))
-
-        return self._runner.run(together())
 
 
 def _parameters(score: Callable[..., Any]) -> list[inspect.Parameter]:

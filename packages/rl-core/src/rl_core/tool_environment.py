@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,6 +9,7 @@ from typing import Any
 
 from rl_core.environment import Conversation, Environment, StepResult, ToolCall, UnusableAnswer
 from rl_core.reward_function import as_environment
+from rl_core.together import Together
 from rl_core.tools import MalformedCall, Tool, as_text
 
 MAX_RESULT = 20_000
@@ -62,7 +62,7 @@ class ToolEnvironment:
         self._reward: Environment = as_environment(reward)
         self._start = start
         self._waits = any(inspect.iscoroutinefunction(function) for function in tools)
-        self._runner: asyncio.Runner | None = None
+        self._together = Together()
 
     @property
     def tools(self) -> list[Mapping[str, Any]]:
@@ -80,17 +80,11 @@ class ToolEnvironment:
         """States are plain values."""
 
     def _answers(self, pairs: Sequence[tuple[Conversation, _Play | None]]) -> list[StepResult]:
-        async def together() -> list[StepResult]:
-            return await asyncio.gather(*(self._answer(conversation, state) for conversation, state in pairs))
-
         if not pairs:
             return []
         if not self._waits:
             return [_at_once(self._answer(conversation, state)) for conversation, state in pairs]
-        if self._runner is None:
-            # clients that `async` tools keep belong to one loop
-            self._runner = asyncio.Runner()
-        return self._runner.run(together())
+        return self._together(lambda: [self._answer(conversation, state) for conversation, state in pairs])
 
     async def _answer(self, conversation: Conversation, state: _Play | None) -> StepResult:
         play = state or self._begin(conversation)
