@@ -77,7 +77,7 @@ from pathlib import Path
 from rl_launch.commands.evaluate import evaluate
 from rl_launch.root import read_config
 config = read_config("grpo-arithmetic", [f"policy.model_name={sys.argv[1]}"]).config
-print("accuracy", evaluate(config, logs=Path(sys.argv[2])).rewards.mean())
+print("accuracy", evaluate(config, folder=sys.argv[2]).mean_reward)
 """
     done = subprocess.run(
         [sys.executable, "-c", script, str(newest_model(quickstart / "grpo")), str(tmp_path / "logs")],

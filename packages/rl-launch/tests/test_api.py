@@ -3,13 +3,11 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import rl_launch
 from rl_core.errors import ConfigError
-from rl_core.rollout import Prompt, Rollout, RolloutGroup
-from rl_launch.api import EvaluationResult, TrainResult, result_of
+from rl_launch.api import TrainResult, result_of
 from rl_launch.session.manifest import Manifest
 
 
@@ -89,10 +87,6 @@ def test_a_checkpoint_without_a_metric_is_the_newest(tmp_path):
     assert result_of(tmp_path).best_checkpoint == tmp_path / "checkpoints/step_2/hf"
 
 
-def test_an_evaluation_has_a_mean():
-    assert EvaluationResult((), np.array([1.0, 0.0, 0.5, 0.5])).mean_reward == 0.5
-
-
 def test_a_notebook_displays_results_in_a_few_lines():
     metrics = [{"step": step, "train/loss": 0.5, "val/loss": None, "time/step": 2.0} for step in range(1, 401)]
     assert repr(TrainResult(Path("runs/mine"), metrics, None, None, finished=True)) == (
@@ -103,7 +97,3 @@ def test_a_notebook_displays_results_in_a_few_lines():
         "  best_checkpoint=None,\n"
         ")"
     )
-    prompt = Prompt("a", (), np.array([1], np.int32), "math")
-    group = RolloutGroup.of(prompt, [Rollout.failed(prompt, "it hung")])
-    said = repr(EvaluationResult((group,), np.array([0.0])))
-    assert said == "EvaluationResult(mean_reward=0, 1 prompts, 1 rollouts, 1 failed)"

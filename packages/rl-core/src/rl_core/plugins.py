@@ -221,12 +221,13 @@ class AlgorithmPlugin:
         prepare: `"package.module:function"`, called on the driver as `prepare(config, tokenizer, loaded)` with what
             `load` returned, before anything is started: checks the tokenised data, and returns it.
         run: `"package.module:function"`, called as `run(config, components, run)` with `rl_core.run.Components` and
-            `Run`.
+            `Run`; empty if it does not train, and only evaluates.
         generates: whether it needs rollouts; the config then has `policy.generation`.
         rollouts: `"package.module:function"`, called as `rollouts(config, data)` and returning `RolloutNeeds`; only
             if it generates.
-        evaluate: `"package.module:function"`, called as `evaluate(config, data, pool)` with a `RolloutPool` that serves
-            the weights of `policy.model_name`, and returning an `Evaluation` of the validation data; empty if it does
+        evaluate: `"package.module:Class"`, built on the driver as `Class(config)`, which reads the data of an
+            evaluation, and used as `rl_algos.rollouts.evaluation.RolloutEvaluation`: its `attempts()` are as the
+            mapping of `attempts` here, and `plan(tokenizer)` returns the rollouts and their scoring. Empty if it does
             not evaluate by rollouts.
         validation_metrics: from the resolved config to the names of the `val/` metrics that its run records, or to
             None if they are not known before the run, as None for all configs says.

@@ -7,9 +7,10 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rl_launch.api import EvaluationResult, TrainResult, evaluate, train
+    from rl_launch.api import TrainResult, compare, evaluate, train
+    from rl_launch.evaluation.result import EvaluationResult
 
-__all__ = ["EvaluationResult", "TrainResult", "__version__", "evaluate", "train"]  # served by __getattr__
+__all__ = ["EvaluationResult", "TrainResult", "__version__", "compare", "evaluate", "train"]  # served by __getattr__
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Runs from Python: `rl train` and `rl eval` as functions, for scripts and notebooks."""
+"""Runs from Python: `rl train`, `rl eval` and `rl compare` as functions, for scripts and notebooks."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-import numpy as np
-
+from rl_algos.evaluation.comparison import Comparison
 from rl_core.errors import ConfigError, DataError, RunDirectoryError
-from rl_core.rollout import RolloutGroup
 from rl_launch.commands.start import GivenRun, run_of
+from rl_launch.evaluation.result import EvaluationResult, compare_results
+from rl_launch.evaluation.source import evaluation_of
 from rl_launch.named_objects import with_names
 from rl_launch.session import ADAPTER, EXPORT, show_logs
 from rl_launch.session.run_folder import RunFolder
@@ -66,32 +66,6 @@ class TrainResult:
         return "TrainResult(\n  " + ",\n  ".join(lines) + ",\n)"
 
 
-@dataclass(frozen=True, repr=False)
-class EvaluationResult:
-    """The rollouts of an evaluation. A notebook displays their mean reward and numbers.
-
-    Args:
-        groups: by prompt, in the order of the validation data.
-        rewards: float64 `[prompts]`, the mean of each prompt's rollouts; a failed one earns 0.
-    """
-
-    groups: Sequence[RolloutGroup]
-    rewards: np.ndarray
-
-    @property
-    def mean_reward(self) -> float:
-        """Mean reward over all prompts."""
-        return float(self.rewards.mean())
-
-    def __repr__(self) -> str:
-        rollouts = [rollout for group in self.groups for rollout in group.rollouts]
-        failed = sum(rollout.status == "failed" for rollout in rollouts)
-        return (
-            f"EvaluationResult(mean_reward={self.mean_reward:.4g}, {len(self.rewards)} prompts, "
-            f"{len(rollouts)} rollouts, {failed} failed)"
-        )
-
-
 def _told_plainly(function: Callable[P, T]) -> Callable[P, T]:
     """Raise mistakes in what the user wrote from the user's call, without the calls that found them."""
 
@@ -136,25 +110,47 @@ def train(
 
 
 @_told_plainly
-def evaluate(config: Source, overrides: Overrides = (), *, verbose: bool = False) -> EvaluationResult:
-    """Roll out the validation prompts of a config with the weights at `policy.model_name`, and score them.
+def evaluate(
+    config: Source, overrides: Overrides = (), *, tasks: Sequence[str] = (), verbose: bool = False
+) -> EvaluationResult:
+    """Score a model on tasks, or on the validation data of a run or recipe, and return the result.
 
     Args:
-        config: as `train` takes it.
-        overrides: keys to set; logs are written below `run_dir`.
+        config: a model's folder or hub name, a run directory, `RUN:STEP` or a checkpoint, the folder of an evaluation
+            to go on with, or as `train` takes it.
+        overrides: keys to set; results, rollouts and logs are written into `run_dir`. An evaluation that was ended
+            there goes on.
+        tasks: names of tasks, such as `gsm8k` or `reasoning_gym/chain_sum`; those of the config, or its validation
+            data, if empty.
         verbose: log more.
 
     Raises:
-        As `train`; also `ConfigError` if the algorithm has no evaluation by rollouts.
+        As `train`; also `ConfigError` if the algorithm has no evaluation by rollouts, and `RolloutsFailed` if every
+        sample failed.
     """
     show_logs(verbose=verbose)
-    given = _run_of(config, overrides)
+    source = with_names(config) if isinstance(config, Mapping) else str(config)
+    given = evaluation_of(source, _texts(overrides), tasks)
 
     # imports what only a run needs
     from rl_launch.commands.evaluate import evaluate as run
 
-    evaluation = run(given.config, logs=given.run_dir / "logs")
-    return EvaluationResult(evaluation.groups, evaluation.rewards)
+    return run(given.config, folder=given.folder)
+
+
+@_told_plainly
+def compare(first: str | Path | EvaluationResult, second: str | Path | EvaluationResult) -> dict[str, Comparison]:
+    """Compare two evaluations by task, on the prompts that they share.
+
+    Args:
+        first, second: results, or folders of evaluations.
+
+    Raises:
+        ConfigError: if one is not the result of an evaluation, or they share no task or no prompt.
+    """
+    return compare_results(
+        *(each if isinstance(each, EvaluationResult) else EvaluationResult.read(each) for each in (first, second))
+    )
 
 
 def result_of(run_dir: Path) -> TrainResult:

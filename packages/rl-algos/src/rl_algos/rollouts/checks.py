@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rl_algos.data.config import dataset_names
-from rl_algos.rollouts.config import PolicyGradientConfig, RolloutRoot, rollout_config
+from rl_algos.rollouts.config import EvaluationRoot, PolicyGradientConfig, RolloutRoot, rollout_config
 from rl_algos.rollouts.programs import program_named
 from rl_core.config import Problem
 from rl_core.environments.instance import problem_with
@@ -23,6 +23,24 @@ def rollout_problems(config: RolloutRoot) -> Iterator[Problem]:
     for key, dataset in config.data.sections():
         if dataset.env_name is not None and (problem := problem_with(dataset.env_name, config.env)):
             yield Problem(f"{key}.env_name", problem)
+
+
+def evaluation_problems(config: EvaluationRoot) -> Iterator[Problem]:
+    """Settings of `eval` that contradict one another."""
+    settings = config.eval
+    count = settings.num_samples
+    for k in settings.k:
+        if k < 1 or (count is not None and k > count):
+            most = "" if count is None else f" to eval.num_samples, {count}"
+            yield Problem("eval.k", f"got {k}; sizes are from 1{most}")
+    temperature = settings.temperature
+    if temperature is None:
+        temperature = config.policy.generation.val_temperature
+    if count is not None and count > 1 and temperature == 0:
+        yield Problem(
+            "eval.num_samples",
+            f"{count} greedy samples of a prompt are all equal; set eval.temperature above 0, such as 0.8",
+        )
 
 
 def reward_problems(algorithm: PolicyGradientConfig) -> Iterator[Problem]:

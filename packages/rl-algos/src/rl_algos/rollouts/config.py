@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol
 from pydantic import Field
 
 from rl_algos.data.config import DataRoot
+from rl_algos.evaluation.config import EvaluationConfig
 from rl_core.config import Config, WhenChanged
 from rl_core.model_config import GenerationConfig, TokenizerConfig
 
@@ -173,8 +174,13 @@ class GeneratingPolicy(Protocol):
         ...
 
 
-class RolloutRoot(DataRoot, Protocol):
-    """The resolved config of a run that trains on its own rollouts. One of its sections extends `RolloutConfig`."""
+class EvaluationRoot(Protocol):
+    """The resolved config of an evaluation, and of a run that can be evaluated."""
+
+    @property
+    def eval(self) -> EvaluationConfig:
+        """What is measured."""
+        ...
 
     @property
     def env(self) -> Config:
@@ -183,8 +189,12 @@ class RolloutRoot(DataRoot, Protocol):
 
     @property
     def policy(self) -> GeneratingPolicy:
-        """The model that is trained."""
+        """The model that generates."""
         ...
+
+
+class RolloutRoot(EvaluationRoot, DataRoot, Protocol):
+    """The resolved config of a run that trains on its own rollouts. One of its sections extends `RolloutConfig`."""
 
 
 def rollout_config(config: Any) -> RolloutConfig:

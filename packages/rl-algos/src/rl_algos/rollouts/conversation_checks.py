@@ -10,7 +10,7 @@ import numpy as np
 from jinja2 import TemplateError
 
 from rl_algos.rollouts.chat import Chat
-from rl_algos.rollouts.config import RolloutRoot, rollout_config
+from rl_algos.rollouts.config import EvaluationRoot, RolloutRoot, rollout_config
 from rl_algos.rollouts.continuation import rewrites_history
 from rl_algos.rollouts.tool_calls.formats import FORMATS, PLAIN
 from rl_algos.rollouts.turn_ends import TurnEnds
@@ -37,30 +37,53 @@ def check_conversations(
     Raises:
         ConfigError: naming the key to change.
     """
-    require_chat_template(tokenizer)
     settings = rollout_config(config)
+    turns, program = settings.max_rollout_turns, settings.rollout_program
+    key = f"{settings.section}.max_rollout_turns"
+    ends = check_turns(config, tokenizer, tools, program=program, max_turns=turns, turns_key=key)
+    is_rendered = turns > 1 and program == "multi_turn"
+    if is_rendered and settings.rewritten_history is None and rewrites_history(tokenizer, ends):
+        raise ConfigError(
+            f"{settings.section}.rewritten_history: the chat template renders earlier turns in another way than "
+            "the policy writes them (such as without their thoughts). Set this key to `keep` to go on from the "
+            "tokens as they were sampled, or policy.tokenizer.chat_template to a template that only appends"
+        )
+    return ends
+
+
+def check_turns(
+    config: EvaluationRoot,
+    tokenizer: Any,
+    tools: Mapping[str, Sequence[Mapping[str, Any]]],
+    *,
+    program: str,
+    max_turns: int,
+    turns_key: str,
+) -> TurnEnds:
+    """As `check_conversations`, of a model that does not train on what it says, so that its template may rewrite
+    earlier turns.
+
+    Args:
+        program, max_turns: of the rollouts.
+        turns_key: key of `max_turns`, for messages.
+    """
+    require_chat_template(tokenizer)
     chat = Chat(tokenizer, config.policy.tokenizer.tool_format)
     if tools:
-        _check_tools(chat, tokenizer, settings.section, settings.max_rollout_turns, tools)
-    if settings.max_rollout_turns > 1 and settings.rollout_program == "multi_turn":
+        _check_tools(chat, tokenizer, max_turns, turns_key, tools)
+    if max_turns > 1 and program == "multi_turn":
         _check_continuation(chat, with_tools=bool(tools))
-        if settings.rewritten_history is None and rewrites_history(tokenizer, chat.ends):
-            raise ConfigError(
-                f"{settings.section}.rewritten_history: the chat template renders earlier turns in another way than "
-                "the policy writes them (such as without their thoughts). Set this key to `keep` to go on from the "
-                "tokens as they were sampled, or policy.tokenizer.chat_template to a template that only appends"
-            )
     return chat.ends
 
 
 def _check_tools(
-    chat: Chat, tokenizer: Any, section: str, max_turns: int, tools: Mapping[str, Sequence[Mapping[str, Any]]]
+    chat: Chat, tokenizer: Any, max_turns: int, turns_key: str, tools: Mapping[str, Sequence[Mapping[str, Any]]]
 ) -> None:
     name, schemas = next(iter(tools.items()))
     if max_turns < 2:
         raise ConfigError(
-            f"{section}.max_rollout_turns: the environment {name} has tools, whose results the policy reads in a later "
-            "turn; set this key to 2 or more"
+            f"{turns_key}: the environment {name} has tools, whose results the policy reads in a later turn; "
+            "set this key to 2 or more"
         )
     if chat.tool_format is PLAIN:
         raise ConfigError(

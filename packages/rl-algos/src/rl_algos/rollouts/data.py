@@ -12,7 +12,7 @@ from rl_algos.data.examples import Dataset, Datasets
 from rl_algos.data.examples import load as load_all
 from rl_algos.data.flow import FlowStream
 from rl_algos.data.stream import Stream
-from rl_algos.rollouts.config import PolicyGradientConfig, RolloutConfig, RolloutRoot, rollout_config
+from rl_algos.rollouts.config import EvaluationRoot, PolicyGradientConfig, RolloutConfig, RolloutRoot, rollout_config
 from rl_algos.rollouts.rewards import EFFORT
 from rl_core.environments.instance import instance_of, problem_with, tools_of, unknown_environment
 from rl_core.environments.trial import Attempt, attempts_on
@@ -112,7 +112,7 @@ def prepare(config: RolloutRoot, tokenizer: Any, datasets: Datasets) -> RolloutD
     environments = frozenset(
         name for dataset in (*datasets.train, *datasets.validation) for name in dataset.environments()
     )
-    tools = _tools(config, environments)
+    tools = tools_by_environment(config, environments)
     ends = check_conversations(config, tokenizer, tools)
     train = prompt_stream(
         datasets.train,
@@ -128,7 +128,9 @@ def prepare(config: RolloutRoot, tokenizer: Any, datasets: Datasets) -> RolloutD
     return RolloutData(train, held_out, end_of_sequence, environments=environments, turn_ends=tuple(others))
 
 
-def _tools(config: RolloutRoot, environments: Collection[str]) -> dict[str, tuple[Mapping[str, Any], ...]]:
+def tools_by_environment(
+    config: EvaluationRoot, environments: Collection[str]
+) -> dict[str, tuple[Mapping[str, Any], ...]]:
     """The tools of the environments that have some, by name."""
     # a row may name something else than an environment, such as a teacher
     names = sorted(name for name in environments if not problem_with(name, config.env))

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from rl_algos.data.config import DataConfig
+from rl_algos.evaluation.config import EvaluationConfig
 from rl_algos.requirement import LOSSES
-from rl_algos.rollouts.checks import rollout_problems, validation_metrics, whole_distribution
+from rl_algos.rollouts.checks import evaluation_problems, rollout_problems, validation_metrics, whole_distribution
 from rl_core.config import Config, Problem
 from rl_core.plugins import AlgorithmPlugin, ModelNeed, Requirement, SectionNames
 
@@ -37,7 +38,7 @@ def rollout_algorithm(
     """
     return AlgorithmPlugin(
         name=name,
-        sections={**sections, "data": DataConfig},
+        sections={**sections, "data": DataConfig, "eval": EvaluationConfig},
         load="rl_algos.rollouts.data:load",
         attempts="rl_algos.rollouts.data:attempts",
         prepare="rl_algos.rollouts.data:prepare",
@@ -48,6 +49,6 @@ def rollout_algorithm(
         requirements=(LOSSES, *requirements),
         validation_metrics=validation_metrics,
         rollouts="rl_algos.rollouts.setup:needs",
-        evaluate="rl_algos.rollouts.setup:evaluate",
-        checks=(rollout_problems, *(() if reads_filtered else (whole_distribution,)), *checks),
+        evaluate="rl_algos.rollouts.evaluation:RolloutEvaluation",
+        checks=(rollout_problems, evaluation_problems, *(() if reads_filtered else (whole_distribution,)), *checks),
     )

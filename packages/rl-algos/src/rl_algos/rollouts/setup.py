@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rl_algos.rollouts.config import RolloutRoot, rollout_config
+from rl_algos.rollouts.config import EvaluationRoot, RolloutRoot, rollout_config
 from rl_algos.rollouts.data import RolloutData
 from rl_algos.rollouts.programs import program_named
 from rl_algos.rollouts.source import SyncRolloutSource
 from rl_algos.rollouts.steps import RolloutSteps
 from rl_algos.rollouts.validation import Validation
-from rl_core.generation import Evaluation, RolloutPool, SamplingParams
+from rl_core.generation import RolloutPool, SamplingParams
 from rl_core.model_config import GenerationConfig
 from rl_core.plugins import RolloutNeeds
 from rl_core.run import Components, Run
@@ -19,14 +19,29 @@ from rl_core.run import Components, Run
 def needs(config: RolloutRoot, data: RolloutData) -> RolloutNeeds:
     """The program of the rollouts, over the environments that the prompts name."""
     settings = rollout_config(config)
-    return RolloutNeeds(
-        program=program_named(settings.rollout_program),
-        program_args={
-            "max_turns": settings.max_rollout_turns,
-            "max_tokens": config.policy.max_total_sequence_length,
-        },
+    return program_needs(
+        config,
+        _environments(data) if data.environments is None else data.environments,
+        program=settings.rollout_program,
+        max_turns=settings.max_rollout_turns,
         max_seconds=settings.max_rollout_seconds,
-        environments=_environments(data) if data.environments is None else data.environments,
+    )
+
+
+def program_needs(
+    config: EvaluationRoot, environments: frozenset[str], *, program: str, max_turns: int, max_seconds: float | None
+) -> RolloutNeeds:
+    """A rollout program over these environments.
+
+    Args:
+        program, max_turns, max_seconds: as `rollout_program`, `max_rollout_turns` and `max_rollout_seconds` of
+            `rl_algos.rollouts.config.RolloutConfig`.
+    """
+    return RolloutNeeds(
+        program=program_named(program),
+        program_args={"max_turns": max_turns, "max_tokens": config.policy.max_total_sequence_length},
+        max_seconds=max_seconds,
+        environments=environments,
     )
 
 
@@ -72,13 +87,6 @@ def validation_of(config: RolloutRoot, data: RolloutData) -> Validation:
     """The validation of the run."""
     sampling = validation_sampling(config.policy.generation, data.stop_token_ids)
     return Validation(data.validation, sampling, rollout_config(config))
-
-
-def evaluate(config: RolloutRoot, data: RolloutData, pool: RolloutPool) -> Evaluation:
-    """Roll out the validation prompts, as a validation of the run would, once each."""
-    sampling = validation_sampling(config.policy.generation, data.stop_token_ids)
-    prompts = data.validation[: rollout_config(config).max_val_samples]
-    return source_of(config, data, pool).evaluate(prompts, sampling)
 
 
 def training_sampling(generation: GenerationConfig, stop_token_ids: tuple[int, ...]) -> SamplingParams:

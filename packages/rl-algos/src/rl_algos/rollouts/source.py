@@ -78,11 +78,9 @@ class SyncRolloutSource:
 
     def evaluate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, num_generations: int = 1) -> Evaluation:
         """Roll out given prompts with the current weights; the same prompts always get the same seeds."""
-        tasks = [
-            RolloutTask(prompt, sampling, _seeds((self._seed, i, 1), num_generations))
-            for i, prompt in enumerate(prompts)
-        ]
-        return Evaluation(self._run(tasks))
+        return Evaluation(
+            self._run(evaluation_tasks(prompts, sampling, num_generations=num_generations, seed=self._seed))
+        )
 
     def adopt(self, update: WeightUpdate) -> None:
         """Bring the replicas to this version; the groups collected before it count as trained."""
@@ -112,6 +110,15 @@ class SyncRolloutSource:
 
     def close(self) -> None:
         """Do nothing: the source owns no process."""
+
+
+def evaluation_tasks(
+    prompts: Sequence[Prompt], sampling: SamplingParams, *, num_generations: int, seed: int
+) -> list[RolloutTask]:
+    """The rollouts of an evaluation. The seed of a sample follows from `seed`, the place of its prompt and its place in
+    the group, and depends neither on the number of prompts nor on that of samples.
+    """
+    return [RolloutTask(prompt, sampling, _seeds((seed, i, 1), num_generations)) for i, prompt in enumerate(prompts)]
 
 
 def _seeds(entropy: tuple[int, ...], count: int) -> tuple[int, ...]:

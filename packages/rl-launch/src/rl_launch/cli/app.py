@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from rl_launch.cli import catalog_commands, config_commands, doctor_commands
+from rl_launch.cli import catalog_commands, config_commands, doctor_commands, evaluation_commands
 from rl_launch.cli.completion import complete_override, complete_recipe
 from rl_launch.cli.failure import reported
 from rl_launch.cli.versions import versions
@@ -98,40 +98,8 @@ def train(
         sys.stdout.write(f"{given.run_dir}\n")
 
 
-@app.command("eval")
-def evaluate(
-    recipe: Annotated[
-        str,
-        typer.Argument(
-            metavar="RECIPE|FILE.yaml|RUN",
-            help="A recipe's name, a YAML file, or a run directory.",
-            autocompletion=complete_recipe,
-        ),
-    ],
-    overrides: Overrides = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    verbose: Verbose = False,
-) -> None:
-    """Score the model at policy.model_name on a recipe's validation prompts, without training it.
-
-    With --json: {"schema": 1, "mean_reward", "num_prompts", "num_rollouts", "num_failed"}.
-    """
-    with reported():
-        from rl_launch.api import evaluate as run
-        from rl_launch.commands.start import recipe_name
-
-        recipe_name(recipe)
-
-        result = run(recipe, overrides or (), verbose=verbose)
-        rollouts = [rollout for group in result.groups for rollout in group.rollouts]
-        failed = sum(rollout.status == "failed" for rollout in rollouts)
-        counts = {"num_prompts": len(result.groups), "num_rollouts": len(rollouts), "num_failed": failed}
-        if as_json:
-            found = {"schema": 1, "mean_reward": result.mean_reward, **counts}
-            sys.stdout.write(json.dumps(found, indent=2) + "\n")
-        else:
-            said = f", {failed} of {len(rollouts)} rollouts failed" if failed else ""
-            sys.stdout.write(f"mean reward {result.mean_reward:.4g} on {len(result.groups)} prompts{said}\n")
+app.command("eval")(evaluation_commands.evaluate)
+app.command("compare")(evaluation_commands.compare)
 
 
 @app.command()

@@ -1,48 +1,113 @@
-"""Scoring a model on validation prompts, without a policy."""
+"""`rl eval`: scoring a model on prompts, without a policy that trains."""
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rl_algos.tokenizer import load_tokenizer
-from rl_core.errors import ConfigError
-from rl_core.generation import Evaluation
+from rich.console import Console
+
+from rl_algos.evaluation.reasons import listed
+from rl_algos.evaluation.scores import PromptScore
+from rl_algos.evaluation.summary import summarize
+from rl_algos.rollouts.evaluation import EvaluationPlan, EvaluationTask
+from rl_core.environments.instance import instance_of
+from rl_core.environments.trial import Trial
+from rl_core.errors import ConfigError, RolloutsFailed
+from rl_core.generation import RolloutPool
 from rl_core.plugins import algorithm_named, resolve
 from rl_launch.backends import backends_of
 from rl_launch.cluster.device import check_devices, resolve_device
 from rl_launch.commands.train import model_names, with_local_models
+from rl_launch.evaluation.folder import Done, EvaluationFolder
+from rl_launch.evaluation.identity import identity_of, prompt_digest
+from rl_launch.evaluation.progress import EvaluationProgress
+from rl_launch.evaluation.result import EvaluationResult, ScoredPrompt
 from rl_launch.model_folder import check_models
 from rl_launch.root import check_placement
-from rl_launch.runtime.environment_trials import trials_of, try_here, try_in
+from rl_launch.runtime.environment_trials import try_here, try_in
+
+_log = logging.getLogger(__name__)
 
 
-def evaluate(config: Any, *, logs: Path) -> Evaluation:
-    """Roll out the validation prompts of a config with the weights at `policy.model_name`.
+def evaluate(config: Any, *, folder: str | Path) -> EvaluationResult:
+    """Score the weights at `policy.model_name` on the tasks of a config, or on its validation data.
+
+    Finished groups are kept in the folder; an evaluation that was killed there goes on with the others, and a finished
+    one is only summarised again. Samples that fail score 0 and are counted.
 
     Args:
         config: resolved root.
-        logs: folder for the workers' logs.
+        folder: for the results, rollouts and logs.
 
     Raises:
         ConfigError: if the algorithm does not evaluate by rollouts, or this machine does not have the devices or
             nodes, before anything is loaded.
+        RunDirectoryError: if the folder holds anything else, or an evaluation of something else.
+        RolloutsFailed: if every sample failed.
     """
-    check_devices(config.cluster)
     algorithm = algorithm_named(config.algorithm)
     if not algorithm.evaluate:
         raise ConfigError(
-            f"algorithm: {algorithm.name} has no evaluation by rollouts; use a config of another algorithm"
+            f"algorithm: {algorithm.name} has no evaluation by rollouts; give a run or a model and name tasks, such as "
+            "--tasks gsm8k, or use a config of another algorithm"
         )
+    place = EvaluationFolder(folder)
+    place.check()
+    check_devices(config.cluster)
     check_models(model_names(config))
-    loaded = resolve(algorithm.load)(config)
-    untried = try_here(trials_of(config, algorithm, loaded), config.cluster.worker_envs)
-    config = with_local_models(config)
-    tokenizer = load_tokenizer(config.policy.tokenizer, config.policy.model_name)
-    data = resolve(algorithm.prepare)(config, tokenizer, loaded)
-    needs = resolve(algorithm.rollouts)(config, data)
+    evaluation = resolve(algorithm.evaluate)(config)
+    trials = [Trial(instance_of(config.env, name), each) for name, each in evaluation.attempts().items()]
+    untried = try_here(trials, config.cluster.worker_envs)
+    written, config = config, with_local_models(config)
 
+    # imports transformers, which takes a second
+    from rl_algos.tokenizer import load_tokenizer
+
+    plan: EvaluationPlan = evaluation.plan(load_tokenizer(config.policy.tokenizer, config.policy.model_name))
+    identity, samples = identity_of(config, plan), {task.name: task.num_samples for task in plan.tasks}
+    done = place.open(identity, written, samples)
+    try:
+        if any(_waiting(task, done) for task in plan.tasks):
+            _log.info("results: %s", place.path)
+            done |= _roll_out(config, plan, place, done, untried)
+        result = _result(place, config.policy.model_name, plan, done)
+        place.write_result(result.as_json())
+        return result
+    finally:
+        place.close()
+
+
+def roll_out(plan: EvaluationPlan, pool: RolloutPool, place: EvaluationFolder, done: Done, console: Console) -> Done:
+    """Roll out all groups that are not done, and keep each as it ends.
+
+    Args:
+        pool: serves the model.
+        place: of the results, open.
+        done: scores of the groups that were finished before.
+        console: for the progress.
+    """
+    waiting = [(task.name, group) for task in plan.tasks for group in _waiting(task, done)]
+    names = dict(zip(pool.submit([group for _, group in waiting]), [name for name, _ in waiting], strict=True))
+    found: Done = {}
+    reward = sum(score.mean for score in done.values())
+    with EvaluationProgress(len(waiting) + len(done), len(done), reward, console) as progress:
+        for _ in names:
+            ticket, group = pool.next_done()
+            score = place.append(names[ticket], group)
+            found[names[ticket], group.prompt.id] = score
+            progress.advance(score.mean)
+    return found
+
+
+def _roll_out(
+    config: Any, plan: EvaluationPlan, place: EvaluationFolder, done: Done, untried: list[Trial]
+) -> Mapping[tuple[str, str], PromptScore]:
+    """As `roll_out`, with the processes that it needs."""
     # Ray takes a second to import, which checks that fail should not wait for
     from rl_launch.cluster.virtual_cluster import VirtualCluster
     from rl_launch.runtime.runtime import Runtime, provision_workers
@@ -50,12 +115,43 @@ def evaluate(config: Any, *, logs: Path) -> Evaluation:
     backends = replace(backends_of(config), models={})
     device = resolve_device(config.cluster)
     check_placement(config.cluster, backends, device)
-    envs = provision_workers(config, backends, needs, device)
+    envs = provision_workers(config, backends, plan.needs, device)
     try_in(envs.interpreters, untried)
-    logs.mkdir(parents=True, exist_ok=True)
     with (
         VirtualCluster.of(config.cluster, device) as cluster,
-        Runtime(config, backends, envs, cluster, logs) as runtime,
+        Runtime(config, backends, envs, cluster, place.logs) as runtime,
     ):
-        evaluation: Evaluation = resolve(algorithm.evaluate)(config, data, runtime.evaluation_pool(needs))
-        return evaluation
+        pool = runtime.evaluation_pool(plan.needs)
+        started = time.monotonic()
+        found = roll_out(plan, pool, place, done, Console(stderr=True))
+        _log.info("%d prompts in %.1f s", len(found), time.monotonic() - started)
+        return found
+
+
+def _waiting(task: EvaluationTask, done: Done) -> list[Any]:
+    return [group for group in task.groups if (task.name, group.prompt.id) not in done]
+
+
+def _result(place: EvaluationFolder, model: str, plan: EvaluationPlan, done: Done) -> EvaluationResult:
+    """The result of all groups.
+
+    Raises:
+        RolloutsFailed: if every sample failed; the next evaluation in the folder then begins anew.
+    """
+    tasks, prompts = {}, {}
+    for task in plan.tasks:
+        asked = [group.prompt for group in task.groups] + [prompt for prompt, _ in task.refused]
+        refused = [PromptScore.refused(p.id, p.dataset, reason, task.num_samples) for p, reason in task.refused]
+        scores = [done[task.name, group.prompt.id] for group in task.groups] + refused
+        tasks[task.name] = summary = summarize(scores, plan.scoring)
+        if summary.num_failed == summary.num_rollouts and task.groups:
+            aside = place.set_aside()
+            raise RolloutsFailed(
+                f"all {summary.num_rollouts} samples of {task.name} failed: {listed(summary.failures)}. They are in "
+                f"{aside}; the same command begins anew"
+            )
+        prompts[task.name] = tuple(
+            ScoredPrompt(prompt.id, prompt_digest(prompt), tuple(sample.reward for sample in score.samples))
+            for prompt, score in zip(asked, scores, strict=True)
+        )
+    return EvaluationResult(place.path, model, tasks, prompts, plan.scoring.confidence)

@@ -75,7 +75,7 @@ class Quickstart:
 
         settings = [f"policy.model_name={model}", "policy.generation.backend=hf", *self._cluster]
         config = read_config("grpo-arithmetic", settings).config
-        return float(evaluate(config, logs=self._folder / "logs").rewards.mean())
+        return evaluate(config, folder=self._folder / "initial").mean_reward
 
     def fine_tune(self, model: Path) -> Path:
         """Supervised fine-tuning on generated sums; returns the folder of the trained model."""

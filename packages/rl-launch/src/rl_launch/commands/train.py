@@ -83,6 +83,8 @@ def train(
     """
     started = time.monotonic()
     algorithm = algorithm_named(config.algorithm)
+    if not algorithm.run:
+        raise ConfigError(f"algorithm: {algorithm.name} trains nothing; run this config with rl eval")
     branch = check_run_dir(run_dir, config, fresh=fresh, branch_point=branch_point)
     metrics = finished_metrics(run_dir, config) if branch is None else None
     if metrics is not None:

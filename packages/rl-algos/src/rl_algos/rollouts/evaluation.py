@@ -1,0 +1,239 @@
+"""From a resolved config to the rollouts of its evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rl_algos.data.config import DataConfig
+from rl_algos.data.examples import Dataset, Datasets, load_datasets
+from rl_algos.evaluation.config import EvaluationConfig, TaskConfig
+from rl_algos.evaluation.summary import Scoring
+from rl_algos.evaluation.tasks import task_named
+from rl_algos.rollouts.config import RolloutConfig
+from rl_algos.rollouts.data import attempts as attempts_on_data
+from rl_algos.rollouts.data import tools_by_environment
+from rl_algos.rollouts.setup import program_needs, validation_sampling
+from rl_algos.rollouts.source import evaluation_tasks
+from rl_core.environments.instance import problem_with, unknown_environment
+from rl_core.environments.trial import Attempt
+from rl_core.errors import ConfigError, DataError
+from rl_core.generation import RolloutTask, SamplingParams
+from rl_core.plugins import RolloutNeeds, algorithm_named, resolve
+from rl_core.rollout import Prompt
+
+VALIDATION = "validation"
+"""Name of the task that is the run's validation data."""
+
+DEFAULT_SEED = 42
+
+_DEFAULT_PROGRAM = "multi_turn"
+
+_ANY_LENGTH = 2**31
+_SAMPLING = ("temperature", "top_p", "top_k", "max_new_tokens")
+
+
+@dataclass(frozen=True)
+class EvaluationTask:
+    """Prompts that are scored together.
+
+    Args:
+        name: unique in the evaluation.
+        groups: the rollouts of each prompt.
+        refused: prompts that leave no room for a completion, each with the reason; they score 0.
+        num_samples: samples of each prompt.
+    """
+
+    name: str
+    groups: Sequence[RolloutTask]
+    refused: Sequence[tuple[Prompt, str]] = ()
+    num_samples: int = 1
+
+
+@dataclass(frozen=True)
+class EvaluationPlan:
+    """Everything that an evaluation rolls out, and how it is scored.
+
+    Args:
+        tasks: in order.
+        needs: of the rollout workers.
+        scoring: the estimates to make.
+    """
+
+    tasks: Sequence[EvaluationTask]
+    needs: RolloutNeeds
+    scoring: Scoring = field(default_factory=Scoring)
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """The data of a task before it is tokenised.
+
+    Args:
+        task: its settings; None for the run's validation data.
+        datasets: its rows.
+        data: settings by which they are tokenised.
+    """
+
+    task: TaskConfig | None
+    datasets: Sequence[Dataset]
+    data: DataConfig
+
+
+class RolloutEvaluation:
+    """The evaluation that a config asks for: its tasks, or the validation data of its run, which gets the same prompts,
+    seeds and sampling as the run's own validation.
+
+    Args:
+        config: resolved root, with the section `eval`.
+
+    Raises:
+        ConfigError: if there are no tasks and no validation data, or settings contradict one another.
+        DataError: naming dataset and row, and the remedy.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+        self._settings: EvaluationConfig = config.eval
+        self._of_run = next((each for each in vars(config).values() if isinstance(each, RolloutConfig)), None)
+        tasks = [task_named(each) if isinstance(each, str) else each for each in self._settings.tasks]
+        repeated = sorted({task.name for task in tasks if [each.name for each in tasks].count(task.name) > 1})
+        if repeated:
+            raise ConfigError(f"eval.tasks: {', '.join(repeated)} is given more than once; give each task its own name")
+        self._loaded = [self._load_task(task) for task in tasks] if tasks else [self._load_validation()]
+
+    def attempts(self) -> Mapping[str, list[Attempt]]:
+        """First rows of the data with responses, by the environment that scores them."""
+        every = [dataset for loaded in self._loaded for dataset in loaded.datasets]
+        return attempts_on_data(self._config, Datasets([], every))
+
+    def plan(self, tokenizer: Any) -> EvaluationPlan:
+        """The rollouts of the evaluation.
+
+        Raises:
+            ConfigError, DataError: if the prompts cannot be tokenised, or no prompt leaves room for a completion.
+        """
+        # imports transformers, which takes a second that loading need not pay
+        from rl_algos.rollouts.conversation_checks import check_turns
+
+        turns, key = self._max_turns
+        program = self._of_run.rollout_program if self._of_run else _DEFAULT_PROGRAM
+        environments = frozenset(
+            name for loaded in self._loaded for dataset in loaded.datasets for name in dataset.environments()
+        )
+        tools = tools_by_environment(self._config, environments)
+        ends = check_turns(self._config, tokenizer, tools, program=program, max_turns=turns, turns_key=key)
+        tasks = [self._planned(loaded, tokenizer, tools, ends.sampled) for loaded in self._loaded]
+        prompts = [group.prompt for task in tasks for group in task.groups]
+        if not prompts:
+            reasons = "; ".join(reason for task in tasks for _, reason in task.refused[:1])
+            raise ConfigError(f"no prompt leaves room for a completion: {reasons}")
+        seconds = self._of_run.max_rollout_seconds if self._of_run else None
+        needs = program_needs(self._config, environments, program=program, max_turns=turns, max_seconds=seconds)
+        return EvaluationPlan(tasks, needs, self._scoring(max(task.num_samples for task in tasks)))
+
+    @property
+    def _max_turns(self) -> tuple[int, str]:
+        """Most turns of a sample, and the key that says so."""
+        if self._settings.max_turns is None and self._of_run is not None:
+            return self._of_run.max_rollout_turns, f"{self._of_run.section}.max_rollout_turns"
+        return self._settings.max_turns or 1, "eval.max_turns"
+
+    @property
+    def _seed(self) -> int:
+        given = self._settings.seed
+        return given if given is not None else self._of_run.seed if self._of_run else DEFAULT_SEED
+
+    def _load_task(self, task: TaskConfig) -> _Loaded:
+        of_run = getattr(self._config, "data", None)
+        data = DataConfig(
+            train=task.dataset, validation=task.dataset, num_workers=of_run.num_workers if of_run is not None else 0
+        )
+        datasets = [dataset.answered() for dataset in load_datasets(data, "validation")]
+        known = sorted(type(self._config.env).model_fields)
+        for dataset in datasets:
+            given = dataset.settings.env_name
+            if given is not None and (problem := problem_with(given, self._config.env)):
+                raise ConfigError(f"eval.tasks: {task.name}: {problem}")
+            for found, row_id in dataset.environments().items():
+                # a row may not name a file, as data must not choose code
+                if not given and found not in known:
+                    place = dataset.place(row_id)
+                    raise DataError(f"{place}: {unknown_environment(found, known)}, as env_name of its dataset")
+        return _Loaded(task, datasets, data)
+
+    def _load_validation(self) -> _Loaded:
+        data = getattr(self._config, "data", None)
+        if data is None or not data.validation:
+            raise ConfigError(
+                "eval.tasks: is empty, and there is no validation data (data.validation) to score instead; name tasks, "
+                "such as --tasks gsm8k"
+            )
+        # the training data is neither needed nor read
+        data = data.model_copy(update={"train": data.validation})
+        config = self._config.model_copy(update={"data": data})
+        loaded: Datasets = resolve(algorithm_named(config.algorithm).load)(config)
+        return _Loaded(None, loaded.validation, data)
+
+    def _planned(
+        self, loaded: _Loaded, tokenizer: Any, tools: Mapping[str, Any], stop_token_ids: tuple[int, ...]
+    ) -> EvaluationTask:
+        # imports transformers, which takes a second that loading need not pay
+        from rl_algos.data.prompts import validation_prompts
+
+        sampling, count = self._sampling(loaded.task, stop_token_ids), self._num_samples(loaded.task)
+        name = VALIDATION if loaded.task is None else loaded.task.name
+        total = self._config.policy.max_total_sequence_length
+        limit = total - sampling.max_new_tokens
+        if limit < 1:
+            raise ConfigError(
+                f"eval: {sampling.max_new_tokens} new tokens of {name} leave no room for a prompt within "
+                f"policy.max_total_sequence_length {total}; raise it, or set eval.max_new_tokens lower"
+            )
+        limit = min(loaded.data.max_input_seq_length or limit, limit)
+        whole = loaded.data.model_copy(update={"max_input_seq_length": None})
+        prompts = validation_prompts(list(loaded.datasets), whole, tokenizer, max_tokens=_ANY_LENGTH, tools=tools)
+        prompts = prompts[: self._max_prompts(loaded.task)]
+        groups = evaluation_tasks(prompts, sampling, num_generations=count, seed=self._seed)
+        return EvaluationTask(
+            name,
+            [group for group in groups if len(group.prompt.token_ids) <= limit],
+            list(_refused(prompts, limit, sampling)),
+            count,
+        )
+
+    def _sampling(self, task: TaskConfig | None, stop_token_ids: tuple[int, ...]) -> SamplingParams:
+        sampling = validation_sampling(self._config.policy.generation, stop_token_ids)
+        for settings in (self._settings, task):
+            given = {name: getattr(settings, name, None) for name in _SAMPLING}
+            sampling = replace(sampling, **{name: value for name, value in given.items() if value is not None})
+        return sampling
+
+    def _num_samples(self, task: TaskConfig | None) -> int:
+        of_run = self._of_run.val_num_generations_per_prompt if self._of_run else 1
+        return (task.num_samples if task else None) or self._settings.num_samples or of_run
+
+    def _max_prompts(self, task: TaskConfig | None) -> int | None:
+        of_run = self._of_run.max_val_samples if self._of_run and task is None else None
+        return (task.max_prompts if task else None) or self._settings.max_prompts or of_run
+
+    def _scoring(self, num_samples: int) -> Scoring:
+        settings = self._settings
+        several = (*_powers_of_two(num_samples), num_samples) if num_samples > 1 else ()
+        k = tuple(sorted(set(settings.k or several)))
+        return Scoring(k, settings.pass_threshold, settings.confidence, self._seed)
+
+
+def _refused(prompts: Sequence[Prompt], limit: int, sampling: SamplingParams) -> Iterator[tuple[Prompt, str]]:
+    room = f"{limit} leave room for {sampling.max_new_tokens} new ones"
+    for prompt in prompts:
+        if len(prompt.token_ids) > limit:
+            yield prompt, f"context overflow: the prompt has {len(prompt.token_ids)} tokens, and {room}"
+
+
+def _powers_of_two(most: int) -> Iterator[int]:
+    k = 1
+    while k <= most:
+        yield k
+        k *= 2

@@ -1,0 +1,157 @@
+import json
+
+import pytest
+
+from rl_algos.data.config import DataConfig, DatasetConfig
+from rl_algos.evaluation.config import EvaluationConfig, TaskConfig
+from rl_algos.evaluation.tasks import TASKS, task_named
+from rl_algos.grpo.config import GRPOConfig
+from rl_algos.rollouts.checks import evaluation_problems
+from rl_algos.rollouts.evaluation import VALIDATION, RolloutEvaluation
+from rl_algos.rollouts.setup import validation_sampling
+from rl_algos.rollouts.source import SyncRolloutSource
+from rl_core.config import Config, assemble
+from rl_core.environments.config import EnvironmentConfig
+from rl_core.errors import ConfigError, DataError
+from rl_core.model_config import GenerationConfig, ModelConfig
+
+POLICY = assemble("Policy", {"generation": GenerationConfig}, base=ModelConfig)
+SECTIONS = {"eval": EvaluationConfig, "policy": POLICY, "env": assemble("Environments", {"math": EnvironmentConfig})}
+
+
+class Base(Config):
+    algorithm: str = "grpo"
+
+
+def make_config(*, data=None, grpo=None, total=40, **settings):
+    """A resolved root, of a run if it has data."""
+    of_run = {"grpo": GRPOConfig, "data": DataConfig} if data else {}
+    root = assemble("Root", {**SECTIONS, **of_run}, base=Base)
+    policy = POLICY(
+        model_name="m", max_total_sequence_length=total, generation=GenerationConfig(max_new_tokens=8, temperature=1.0)
+    )
+    given = {"grpo": grpo or GRPOConfig(), "data": data} if data else {}
+    return root(algorithm="grpo" if data else "evaluation", eval=EvaluationConfig(**settings), policy=policy, **given)
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "sums.jsonl"
+    rows = [{"messages": f"{i}+{i}=", "answer": str(2 * i), "environment": "math"} for i in range(5)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def mine(file, **settings):
+    return TaskConfig(name="mine", dataset=DatasetConfig(data_path=str(file)), **settings)
+
+
+class OnePool:
+    """Keeps the tasks that it is given."""
+
+    def submit(self, tasks):
+        self.tasks = list(tasks)
+        raise StopIteration
+
+
+def test_validation_data_gets_the_rollouts_of_the_runs_own_validation(file, tokenizer):
+    dataset = DatasetConfig(data_path=str(file))
+    data = DataConfig(train=DatasetConfig(data_path="/nowhere.jsonl"), validation=dataset)
+    grpo = GRPOConfig(seed=7, max_val_samples=4, val_num_generations_per_prompt=3, max_rollout_turns=2)
+    config = make_config(data=data, grpo=grpo)
+    plan = RolloutEvaluation(config).plan(tokenizer)
+    (task,) = plan.tasks
+    assert (task.name, task.num_samples, len(task.groups)) == (VALIDATION, 3, 4)
+    pool = OnePool()
+    source = SyncRolloutSource(
+        pool, NoPrompts(), sampling=task.groups[0].sampling, num_generations=8, seed=7, section="grpo"
+    )
+    sampling = validation_sampling(config.policy.generation, tokenizer.eos_token_id)
+    with pytest.raises(StopIteration):
+        source.evaluate([group.prompt for group in task.groups], sampling, num_generations=3)
+    assert [(g.prompt.id, g.sampling, g.seeds) for g in task.groups] == [
+        (g.prompt.id, g.sampling, g.seeds) for g in pool.tasks
+    ]
+    assert plan.needs.program_args == {"max_turns": 2, "max_tokens": 40}
+    assert plan.needs.environments == {"math"}
+    assert plan.scoring.k == (1, 2, 3)
+
+
+class NoPrompts:
+    """A stream without prompts."""
+
+    def state(self):
+        return {}
+
+
+def test_tasks_have_settings_of_their_own_over_those_of_the_evaluation(file, tokenizer):
+    config = make_config(
+        tasks=[mine(file, temperature=0.5, num_samples=4, max_prompts=2, max_new_tokens=5)],
+        num_samples=2,
+        temperature=0.9,
+        top_p=0.8,
+    )
+    (task,) = RolloutEvaluation(config).plan(tokenizer).tasks
+    sampling = task.groups[0].sampling
+    assert (task.num_samples, len(task.groups), len(task.groups[0].seeds)) == (4, 2, 4)
+    assert (sampling.temperature, sampling.top_p, sampling.max_new_tokens) == (0.5, 0.8, 5)
+
+
+def test_a_task_gets_the_same_seeds_beside_others_and_with_more_samples(file, tokenizer):
+    other = TaskConfig(name="other", dataset=DatasetConfig(data_path=str(file)))
+    alone = RolloutEvaluation(make_config(tasks=[mine(file)])).plan(tokenizer).tasks[0]
+    beside = RolloutEvaluation(make_config(tasks=[other, mine(file)], num_samples=4)).plan(tokenizer).tasks[1]
+    assert [group.seeds[:1] for group in beside.groups] == [group.seeds for group in alone.groups]
+
+
+def test_prompts_that_leave_no_room_are_refused_and_counted(file, tokenizer):
+    with file.open("a") as opened:
+        opened.write(json.dumps({"messages": "1" * 60, "answer": "0", "environment": "math"}) + "\n")
+    (task,) = RolloutEvaluation(make_config(tasks=[mine(file)])).plan(tokenizer).tasks
+    assert len(task.groups) == 5
+    ((prompt, reason),) = task.refused
+    assert prompt.id.endswith(":5")
+    assert reason.startswith(f"context overflow: the prompt has {len(prompt.token_ids)} tokens, and 32 leave room")
+    # the others have the seeds that they have without it
+    assert RolloutEvaluation(make_config(tasks=[mine(file, max_prompts=5)])).plan(tokenizer).tasks[0].groups[
+        4
+    ].seeds == (task.groups[4].seeds)
+
+
+def test_an_evaluation_without_a_prompt_that_fits_is_refused(file, tokenizer):
+    with pytest.raises(ConfigError, match="no prompt leaves room for a completion: context overflow"):
+        RolloutEvaluation(make_config(tasks=[mine(file)], total=10)).plan(tokenizer)
+    with pytest.raises(ConfigError, match="8 new tokens of mine leave no room"):
+        RolloutEvaluation(make_config(tasks=[mine(file)], total=8)).plan(tokenizer)
+
+
+def test_without_tasks_and_validation_data_there_is_nothing_to_score(file):
+    with pytest.raises(ConfigError, match="name tasks, such as --tasks gsm8k"):
+        RolloutEvaluation(make_config())
+    with pytest.raises(ConfigError, match="mine is given more than once"):
+        RolloutEvaluation(make_config(tasks=[mine(file), mine(file)]))
+
+
+def test_a_row_of_an_unknown_environment_is_refused(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"messages": "?", "environment": "mth"}) + "\n")
+    with pytest.raises(DataError, match=r"rows\.jsonl, line 1: no environment 'mth'"):
+        RolloutEvaluation(make_config(tasks=[mine(path)]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [({"num_samples": 2}, "eval.num_samples"), ({"k": [3], "num_samples": 2, "temperature": 1}, "eval.k")],
+)
+def test_settings_that_contradict_one_another_are_found(settings, key):
+    assert [problem.key for problem in evaluation_problems(make_config(**settings))] == [key]
+    assert not list(evaluation_problems(make_config(num_samples=2, temperature=0.5, k=[1, 2])))
+
+
+def test_tasks_by_name():
+    assert task_named("gsm8k").dataset == TASKS["gsm8k"]
+    assert task_named("reasoning_gym/chain_sum").dataset.settings["task"] == "chain_sum"
+    assert task_named("arithmetic").dataset.dataset_name == "arithmetic"
+    assert task_named("someone/something").dataset.dataset_name == "someone/something"
+    with pytest.raises(ConfigError, match="no task 'gsm8'; did you mean 'gsm8k'"):
+        task_named("gsm8")

@@ -1,0 +1,1 @@
+"""Evaluations: the folder of one, its result, and comparison of two."""

@@ -1,0 +1,159 @@
+"""The folder of an evaluation: finished groups are appended, so that one that was killed goes on."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from rl_algos.evaluation.scores import PromptScore
+from rl_core.config import Config, tree_to_yaml, with_absolute_paths
+from rl_core.errors import RunDirectoryError
+from rl_core.rollout import RECORD, RolloutGroup
+from rl_launch.session.lock import FILE_NAME as LOCK
+from rl_launch.session.lock import DirectoryLock
+from rl_launch.session.writable import check_writable
+
+CONFIG = "config.yaml"
+PLAN = "plan.json"
+RESULT = "eval.json"
+ROLLOUTS = "rollouts.jsonl"
+
+Done = dict[tuple[str, str], PromptScore]
+"""Scores by name of the task and id of the prompt."""
+
+_log = logging.getLogger(__name__)
+
+
+class EvaluationFolder:
+    """A folder that holds one evaluation, taken by one process at a time.
+
+    It has the resolved config (`config.yaml`), digests of what is measured (`plan.json`), a JSON object per rollout
+    (`rollouts.jsonl`, as of training, with the name of the task) and the result (`eval.json`).
+
+    Args:
+        path: of the folder.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).expanduser().absolute()
+        self._lock = DirectoryLock(self.path)
+        self._file: BinaryIO | None = None
+
+    @property
+    def logs(self) -> Path:
+        """Logs of the driver and its workers."""
+        return self.path / "logs"
+
+    def check(self) -> None:
+        """Refuse a folder that cannot be written, or that holds anything else than an evaluation.
+
+        Raises:
+            RunDirectoryError: with the reason.
+        """
+        check_writable(self.path)
+        if self.path.is_dir() and not is_evaluation(self.path):
+            foreign = sorted(entry.name for entry in self.path.iterdir() if entry.name not in (LOCK, "logs"))
+            if foreign:
+                raise RunDirectoryError(
+                    f"{self.path} holds files that do not belong to an evaluation ({', '.join(foreign[:3])}). Choose "
+                    "another run_dir."
+                )
+
+    def open(self, identity: Mapping[str, str], config: Config, num_samples: Mapping[str, int]) -> Done:
+        """Take the folder; returns the scores of the groups that an earlier evaluation has finished in it.
+
+        Args:
+            identity: digests of what is measured, by a name.
+            config: resolved root.
+            num_samples: samples of each prompt, by the task's name.
+
+        Raises:
+            RunDirectoryError: if another process has it, or it holds an evaluation of something else.
+        """
+        self.check()
+        self.logs.mkdir(parents=True, exist_ok=True)
+        self._lock.acquire()
+        try:
+            self._compare(identity)
+            (self.path / CONFIG).write_text(tree_to_yaml(with_absolute_paths(config)), encoding="utf-8")
+            (self.path / PLAN).write_text(json.dumps({"schema": 1, "identity": dict(identity)}, indent=2) + "\n")
+            done, size = self._finished(num_samples)
+            self._file = (self.path / ROLLOUTS).open("ab")
+            # the group that was being written when the process was killed
+            self._file.truncate(size)
+            self._file.seek(size)
+        except BaseException:
+            self.close()
+            raise
+        return done
+
+    def append(self, task: str, group: RolloutGroup) -> PromptScore:
+        """Write the rollouts of a finished group; returns its scores."""
+        assert self._file is not None, "the folder is open"
+        records = [row.tobytes() for row in group.columns.ragged(RECORD)]
+        # an object on one line, to which one entry is added
+        ending = f', "task": {json.dumps(task)}}}\n'.encode()
+        self._file.write(b"".join(record[:-1] + ending for record in records))
+        self._file.flush()
+        return PromptScore.of_records([json.loads(record) for record in records])
+
+    def write_result(self, result: Mapping[str, Any]) -> None:
+        """Write `eval.json`, whole or not at all."""
+        aside = self.path / f"{RESULT}.part"
+        aside.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        aside.replace(self.path / RESULT)
+
+    def set_aside(self) -> Path:
+        """Move the rollouts away, so that the next evaluation here begins anew; returns their new file."""
+        aside = self.path / f"failed-{ROLLOUTS}"
+        (self.path / ROLLOUTS).replace(aside)
+        return aside
+
+    def close(self) -> None:
+        """Release the folder."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        self._lock.release()
+
+    def _compare(self, identity: Mapping[str, str]) -> None:
+        if not (self.path / PLAN).is_file():
+            return
+        earlier = json.loads((self.path / PLAN).read_text(encoding="utf-8"))["identity"]
+        changed = [name for name in {**earlier, **identity} if earlier.get(name) != identity.get(name)]
+        if changed:
+            raise RunDirectoryError(
+                f"{self.path} holds an evaluation of something else: {', '.join(changed)} "
+                f"{'differs' if len(changed) == 1 else 'differ'}. Choose another run_dir, or evaluate as it was begun: "
+                f"rl eval {self.path}"
+            )
+
+    def _finished(self, num_samples: Mapping[str, int]) -> tuple[Done, int]:
+        """Scores of the groups whose rollouts are all in the file, and its size up to the last of them."""
+        done: Done = {}
+        size = position = 0
+        group: list[Mapping[str, Any]] = []
+        path = self.path / ROLLOUTS
+        for line in path.open("rb") if path.is_file() else ():
+            position += len(line)
+            try:
+                record = json.loads(line)
+            except ValueError:
+                break
+            if group and record["prompt_id"] != group[0]["prompt_id"]:
+                break
+            group.append(record)
+            if len(group) == num_samples[record["task"]]:
+                done[record["task"], record["prompt_id"]] = PromptScore.of_records(group)
+                group, size = [], position
+        if done:
+            _log.info("%d prompts have been evaluated before; the others follow", len(done))
+        return done, size
+
+
+def is_evaluation(path: Path) -> bool:
+    """Whether a folder holds an evaluation."""
+    return (path / PLAN).is_file() and (path / CONFIG).is_file()

@@ -1,0 +1,122 @@
+"""The evaluation that a command line of `rl eval` asks for: a model, a run, a recipe, or an earlier evaluation."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from rl_core.errors import ConfigError
+from rl_core.plugins import algorithm_named
+from rl_launch.evaluation.folder import is_evaluation
+from rl_launch.local_models import MADE_HERE
+from rl_launch.root import read_config, read_raw
+from rl_launch.session.branch import BranchPoint
+from rl_launch.session.checkpoints import EXPORT, checkpoint_at, newest_checkpoint
+from rl_launch.session.run_folder import RunFolder, is_run
+
+ALGORITHM = "evaluation"
+"""Algorithm of the evaluation of a model without a run."""
+
+_RUN_DIR = "run_dir="
+_MODEL = "policy.model_name="
+_RUN_AT_STEP = re.compile(r"(?P<run>.+?)(?::(?:step_)?\d+|/checkpoints/step_\d+/?)")
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_KEPT = ("tokenizer", "precision", "max_total_sequence_length", "hf_config_overrides")
+"""Keys of `policy` that an evaluation takes from a run whose algorithm generates nothing."""
+
+
+@dataclass(frozen=True)
+class GivenEvaluation:
+    """An evaluation as the user asked for it.
+
+    Args:
+        config: resolved root.
+        folder: for its results, which may hold a part of them already.
+    """
+
+    config: Any
+    folder: Path
+
+
+def evaluation_of(
+    source: str | Mapping[str, Any], overrides: Sequence[str] = (), tasks: Sequence[str] = ()
+) -> GivenEvaluation:
+    """The evaluation that the user asks for.
+
+    Args:
+        source: a model's folder or hub name, a run directory, `RUN:STEP` or a checkpoint, the folder of an evaluation
+            to go on with, a recipe's name, a YAML file, or nested values as in such a file.
+        overrides: keys to set.
+        tasks: names of tasks; those of the source if empty.
+
+    Raises:
+        ConfigError: listing every problem of the config.
+        RunDirectoryError: if a run has no such checkpoint.
+    """
+    if tasks:
+        overrides = [f"eval.tasks={json.dumps(list(tasks))}", *overrides]
+    if isinstance(source, Mapping):
+        config: Any = read_config(source, overrides).config
+        return GivenEvaluation(config, _folder(config, overrides, config.algorithm))
+    if not source or ("=" in source and not Path(source).exists()):
+        raise ConfigError(f"rl eval needs a model, a run, a recipe or a YAML file: rl eval SOURCE {source}".rstrip())
+    path = Path(source).expanduser()
+    if is_evaluation(path):
+        config = read_config(path / "config.yaml", overrides).config
+        return GivenEvaluation(config, path)
+    match = _RUN_AT_STEP.fullmatch(source)
+    if is_run(path) or (match is not None and is_run(Path(match["run"]).expanduser())):
+        config, name = _of_run(BranchPoint.parse(source), overrides)
+    elif is_model(source):
+        values = {"algorithm": ALGORITHM, "policy": {"model_name": source}}
+        config, name = read_config(values, overrides).config, path.name
+    else:
+        config, name = read_config(source, overrides).config, path.stem
+    return GivenEvaluation(config, _folder(config, overrides, name))
+
+
+def is_model(source: str) -> bool:
+    """Whether a text names a model: a folder with Hugging Face files, a hub name, or a model that is made here."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return (path / "config.json").is_file()
+    is_file = path.suffix in (".yaml", ".yml")
+    return source in MADE_HERE or bool(_HUB_NAME.fullmatch(source) and not is_file and not source.startswith("."))
+
+
+def _of_run(point: BranchPoint, overrides: Sequence[str]) -> tuple[Any, str]:
+    """The config of a run with the weights of its checkpoint, and the name of its evaluation."""
+    run = point.run
+    name = run.path.resolve().name
+    if any(override.startswith(_MODEL) for override in overrides):
+        model = []
+    else:
+        checkpoint = newest_checkpoint(run.path) if point.step is None else checkpoint_at(run.path, point.step)
+        name, model = f"{name}-{checkpoint.name}", [f"{_MODEL}{checkpoint / EXPORT}"]
+    raw = read_raw(run.path)
+    if algorithm_named(str(raw.select("algorithm"))).evaluate:
+        return read_config(run.path, [*model, *overrides]).config, name
+    return read_config(_of_model_run(run), [*model, *overrides]).config, name
+
+
+def _of_model_run(run: RunFolder) -> dict[str, Any]:
+    """Values of the evaluation of a run whose algorithm generates nothing."""
+    written = run.config()
+    policy = {key: value for key, value in written.get("policy", {}).items() if key in _KEPT}
+    values: dict[str, Any] = {"algorithm": ALGORITHM, "policy": {"model_name": run.description().model, **policy}}
+    if "cluster" in written:
+        values["cluster"] = written["cluster"]
+    return values
+
+
+def _folder(config: Any, overrides: Sequence[str], name: str) -> Path:
+    """The folder of the results. That of a config is its run's, unless it is the config of an evaluation."""
+    is_given = config.algorithm == ALGORITHM or any(override.startswith(_RUN_DIR) for override in overrides)
+    if is_given and config.run_dir:
+        return Path(config.run_dir).expanduser()
+    return Path(f"runs/eval-{name}-{datetime.now():%Y%m%d-%H%M%S}")

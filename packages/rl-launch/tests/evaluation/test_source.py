@@ -1,0 +1,104 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from rl_algos.tiny_model import make_tiny_model
+from rl_core.config import to_yaml
+from rl_core.errors import ConfigError, RunDirectoryError
+from rl_launch.evaluation.source import evaluation_of, is_model
+from rl_launch.root import read_config
+from rl_launch.session.manifest import Manifest
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    make_tiny_model(folder)
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path, model):
+    """A run of GRPO with checkpoints of two steps."""
+    return make_run(tmp_path / "mine", "grpo-arithmetic", model)
+
+
+def make_run(folder, recipe, model):
+    config = read_config(recipe, [f"policy.model_name={model}", f"run_dir={folder}"]).config
+    for step in (2, 4):
+        checkpoint = folder / "checkpoints" / f"step_{step}"
+        (checkpoint / "hf").mkdir(parents=True)
+        for file in Path(model).iterdir():
+            (checkpoint / "hf" / file.name).write_bytes(file.read_bytes())
+        Manifest(step, {}, {}).write(checkpoint)
+    (folder / "config.yaml").write_text(to_yaml(config))
+    (folder / "run.json").write_text(json.dumps({"algorithm": config.algorithm, "model": str(model)}))
+    return folder
+
+
+def test_a_model_is_evaluated_on_named_tasks_without_a_run(model):
+    given = evaluation_of(str(model), ["eval.num_samples=4", "eval.temperature=0.8"], ["arithmetic", "gsm8k"])
+    assert (given.config.algorithm, given.config.eval.tasks) == ("evaluation", ["arithmetic", "gsm8k"])
+    assert given.config.policy.model_name == str(model)
+    assert given.folder.parent == Path("runs")
+    assert given.folder.name.startswith("eval-tiny-")
+
+
+def test_a_run_is_evaluated_at_its_newest_checkpoint_with_its_own_settings(run):
+    given = evaluation_of(str(run))
+    assert given.config.policy.model_name == str(run / "checkpoints" / "step_4" / "hf")
+    assert given.config.data.validation.dataset_name == "arithmetic"
+    assert given.folder != run
+    assert given.folder.name.startswith("eval-mine-step_4-")
+
+
+def test_a_checkpoint_of_a_run_is_named_by_its_step_or_folder(run):
+    for source in (f"{run}:2", f"{run}/checkpoints/step_2"):
+        assert evaluation_of(source).config.policy.model_name == str(run / "checkpoints" / "step_2" / "hf")
+    with pytest.raises(RunDirectoryError, match="no checkpoint of step 3; it has step_2, step_4"):
+        evaluation_of(f"{run}:3")
+
+
+def test_other_weights_and_another_folder_can_be_given_for_a_run(run, model, tmp_path):
+    given = evaluation_of(str(run), [f"policy.model_name={model}", f"run_dir={tmp_path / 'results'}"])
+    assert (given.config.policy.model_name, given.folder) == (str(model), tmp_path / "results")
+
+
+def test_a_run_that_generates_nothing_is_evaluated_on_tasks_with_its_model(tmp_path, model):
+    folder = make_run(tmp_path / "sft", "sft-arithmetic", model)
+    config = evaluation_of(str(folder), tasks=["arithmetic"]).config
+    assert config.algorithm == "evaluation"
+    assert config.policy.model_name == str(folder / "checkpoints" / "step_4" / "hf")
+    assert config.policy.precision == "float32"
+
+
+def test_a_recipe_keeps_its_model_and_does_not_write_into_the_folder_of_its_run(tmp_path, model):
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"defaults: grpo-arithmetic\nrun_dir: {tmp_path / 'run'}\npolicy: {{model_name: {model}}}\n")
+    given = evaluation_of(str(path))
+    assert given.config.policy.model_name == str(model)
+    assert given.folder.name.startswith("eval-mine-")
+
+
+def test_an_evaluation_goes_on_in_its_own_folder(tmp_path, model):
+    config = evaluation_of(str(model), tasks=["arithmetic"]).config
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    (tmp_path / "plan.json").write_text("{}")
+    given = evaluation_of(str(tmp_path))
+    assert given.folder == tmp_path
+    assert given.config == config
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [("Qwen/Qwen3-0.6B", True), ("tiny-arithmetic", True), ("grpo-arithmetic", False), ("recipes/mine.yaml", False)],
+)
+def test_a_model_is_told_from_a_recipe_by_its_name(source, expected):
+    assert is_model(source) is expected
+
+
+@pytest.mark.parametrize("source", ["", "eval.seed=3"])
+def test_a_missing_source_is_named(source):
+    with pytest.raises(ConfigError, match="needs a model, a run, a recipe or a YAML file"):
+        evaluation_of(source)
