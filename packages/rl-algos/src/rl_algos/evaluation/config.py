@@ -32,7 +32,7 @@ class TaskConfig(Config):
 
 
 class EvaluationConfig(Config):
-    """What `rl eval` measures; training reads none of it."""
+    """Tasks, samples and estimates of `rl eval`; training reads none of it."""
 
     when_changed: ClassVar[WhenChanged | None] = WhenChanged.RESUME
 

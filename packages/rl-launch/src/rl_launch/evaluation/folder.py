@@ -150,7 +150,7 @@ class EvaluationFolder:
                 done[record["task"], record["prompt_id"]] = PromptScore.of_records(group)
                 group, size = [], position
         if done:
-            _log.info("%d prompts have been evaluated before; the others follow", len(done))
+            _log.info("%d prompts have been evaluated here before", len(done))
         return done, size
 
 

@@ -15,19 +15,22 @@ _LEAST_TRUNCATED_SHARE = 0.05
 
 
 def show_result(result: EvaluationResult, console: Console) -> None:
-    """Print a row for each estimate of each task, and notes on failed and truncated samples."""
+    """Print a row for each estimate of each task, and the numbers of samples that failed or were truncated."""
     table = Table(title=result.model)
     for name in ("task", "estimate"):
-        table.add_column(name, no_wrap=True)
-    for name in ("value", f"{100 * result.confidence:g} % interval", "prompts", "samples", "failed", "truncated"):
+        table.add_column(name)
+    for name in ("value", f"{100 * result.confidence:g} % interval"):
         table.add_column(name, justify="right", no_wrap=True)
     for task, summary in result.tasks.items():
-        counts = (summary.num_prompts, summary.num_rollouts, summary.num_failed, summary.num_truncated)
-        named = [task, *map(str, counts)]
         for name, found in summary.estimates.items():
-            table.add_row(named[0], name, f"{found.value:.4g}", f"{found.low:.3g} to {found.high:.3g}", *named[1:])
-            named = [""] * len(named)
+            table.add_row(task, name, f"{found.value:.4g}", f"{found.low:.3g} to {found.high:.3g}")
     console.print(table)
+    for task, summary in result.tasks.items():
+        console.print(
+            f"{task}: {summary.num_prompts} prompts, {summary.num_rollouts} samples, {summary.mean_length:.0f} tokens "
+            f"each, {summary.num_failed} failed, {summary.num_truncated} truncated",
+            soft_wrap=True,
+        )
     for task, summary in result.tasks.items():
         for dataset, mean in summary.by_dataset.items():
             console.print(f"{task}, {dataset}: mean {mean:.4g}", soft_wrap=True)
@@ -51,7 +54,6 @@ def show_comparison(
     table.add_column("task")
     for name in ("prompts", "A", "B", "B - A", "interval", "p"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("")
     for task, found in by_task.items():
         table.add_row(
             task,
@@ -61,13 +63,17 @@ def show_comparison(
             f"{found.difference.value:+.4g}",
             f"{found.difference.low:+.3g} to {found.difference.high:+.3g}",
             f"{found.p_value:.3g}",
-            "significant" if found.is_significant else "not significant",
         )
     console.print(table)
     console.print(f"A: {first.model}  ({first.path})", soft_wrap=True)
     console.print(f"B: {second.model}  ({second.path})", soft_wrap=True)
     for task, found in by_task.items():
-        console.print(f"{task}: B scores more on {found.num_better} prompts and less on {found.num_worse}")
+        verdict = "significant" if found.is_significant else "not significant"
+        console.print(
+            f"{task}: the difference is {verdict}; B scores more on {found.num_better} prompts and less on "
+            f"{found.num_worse}",
+            soft_wrap=True,
+        )
         if found.num_only_first or found.num_only_second:
             console.print(
                 f"{task}: {found.num_only_first} prompts of A and {found.num_only_second} of B are in one result only "
