@@ -1,19 +1,23 @@
 import json
 
 import pytest
+from chat_tokenizers import tokenizer_of
 
 from rl_algos.data.config import DataConfig, DatasetConfig
 from rl_algos.evaluation.config import EvaluationConfig, TaskConfig
 from rl_algos.evaluation.tasks import TASKS, task_named
 from rl_algos.grpo.config import GRPOConfig
 from rl_algos.rollouts.checks import evaluation_problems
+from rl_algos.rollouts.data import load, prepare
 from rl_algos.rollouts.evaluation import VALIDATION, RolloutEvaluation
-from rl_algos.rollouts.setup import validation_sampling
+from rl_algos.rollouts.programs import PROGRAMS
+from rl_algos.rollouts.setup import needs, validation_sampling
 from rl_algos.rollouts.source import SyncRolloutSource
 from rl_core.config import Config, assemble
 from rl_core.environments.config import EnvironmentConfig
 from rl_core.errors import ConfigError, DataError
 from rl_core.model_config import GenerationConfig, ModelConfig
+from rl_core.user_code import FromFile
 
 POLICY = assemble("Policy", {"generation": GenerationConfig}, base=ModelConfig)
 SECTIONS = {"eval": EvaluationConfig, "policy": POLICY, "env": assemble("Environments", {"math": EnvironmentConfig})}
@@ -66,7 +70,7 @@ def test_validation_data_gets_the_rollouts_of_the_runs_own_validation(file, toke
     source = SyncRolloutSource(
         pool, NoPrompts(), sampling=task.groups[0].sampling, num_generations=8, seed=7, section="grpo"
     )
-    sampling = validation_sampling(config.policy.generation, tokenizer.eos_token_id)
+    sampling = validation_sampling(config.policy.generation, (tokenizer.eos_token_id,))
     with pytest.raises(StopIteration):
         source.evaluate([group.prompt for group in task.groups], sampling, num_generations=3)
     assert [(g.prompt.id, g.sampling, g.seeds) for g in task.groups] == [
@@ -82,6 +86,69 @@ class NoPrompts:
 
     def state(self):
         return {}
+
+
+def test_a_run_is_evaluated_with_the_program_the_time_and_the_stop_tokens_of_its_training(file, tmp_path):
+    tokenizer = tokenizer_of("gemma3")
+    agent = tmp_path / "agent.py"
+    agent.write_text("class Agent: ...\n")
+    dataset = DatasetConfig(data_path=str(file))
+    config = make_config(
+        data=DataConfig(train=dataset, validation=dataset),
+        grpo=GRPOConfig(rollout_program=f"{agent}:Agent", max_rollout_seconds=5, max_rollout_turns=3),
+        total=4000,
+    )
+    prepared = prepare(config, tokenizer, load(config))
+    plan = RolloutEvaluation(config).plan(tokenizer)
+    assert plan.needs == needs(config, prepared)
+    assert isinstance(plan.needs.program, FromFile)
+    assert plan.needs.max_seconds == 5
+    (task,) = plan.tasks
+    assert task.groups[0].sampling == validation_sampling(config.policy.generation, prepared.stop_token_ids)
+    ends = tuple(tokenizer.convert_tokens_to_ids(["<eos>", "<end_of_turn>"]))
+    assert task.groups[0].sampling.stop_token_ids == ends
+
+
+def test_a_model_without_a_run_stops_where_its_template_ends_a_turn(file):
+    tokenizer = tokenizer_of("gemma3")
+    plan = RolloutEvaluation(make_config(tasks=[mine(file)], total=4000)).plan(tokenizer)
+    ends = tuple(tokenizer.convert_tokens_to_ids(["<eos>", "<end_of_turn>"]))
+    assert plan.tasks[0].groups[0].sampling.stop_token_ids == ends
+    assert plan.needs.program == PROGRAMS["multi_turn"]
+    assert plan.needs.max_seconds is None
+
+
+TOOL = '''
+def look_up(name: str) -> str:
+    """Look up a name."""
+    return name
+
+class Game:
+    tools = [look_up]
+'''
+
+
+def test_prompts_of_tasks_show_the_tools_of_their_environment(file, tmp_path):
+    tokenizer = tokenizer_of("qwen2_5")
+    (tmp_path / "game.py").write_text(TOOL)
+    dataset = DatasetConfig(data_path=str(file), env_name=f"{tmp_path}/game.py:Game")
+    task = TaskConfig(name="game", dataset=dataset)
+    plan = RolloutEvaluation(make_config(tasks=[task], max_turns=2, total=4000)).plan(tokenizer)
+    prompt = plan.tasks[0].groups[0].prompt
+    assert [tool["function"]["name"] for tool in prompt.tools] == ["look_up"]
+    assert '"name": "look_up"' in tokenizer.decode(prompt.token_ids)
+    with pytest.raises(ConfigError, match=r"eval.max_turns: the environment .* has tools"):
+        RolloutEvaluation(make_config(tasks=[task], total=4000)).plan(tokenizer)
+
+
+def test_problems_without_an_answer_are_left_out_of_tasks_as_of_training(tmp_path, tokenizer):
+    path = tmp_path / "problems.jsonl"
+    rows = [{"problem": f"{i}+1?", "solution": "see", "answer": answer} for i, answer in enumerate(["1", "proof", "3"])]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    dataset = DatasetConfig(data_path=str(path), processor="math_problem", env_name="math")
+    task = TaskConfig(name="problems", dataset=dataset)
+    (planned,) = RolloutEvaluation(make_config(tasks=[task], total=400)).plan(tokenizer).tasks
+    assert [group.prompt.id.rpartition(":")[2] for group in planned.groups] == ["0", "2"]
 
 
 def test_tasks_have_settings_of_their_own_over_those_of_the_evaluation(file, tokenizer):

@@ -1,0 +1,37 @@
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from scripted import NEEDS, make_plan, make_task
+
+from rl_core.user_code import FromFile
+from rl_launch.evaluation.identity import identity_of
+
+PLAN = make_plan(make_task(2))
+
+
+def digests(**needs):
+    generation = SimpleNamespace(backend="hf")
+    policy = SimpleNamespace(model_name="m", precision="float32", hf_config_overrides={}, generation=generation)
+    return identity_of(SimpleNamespace(policy=policy, env=None), replace(PLAN, needs=replace(NEEDS, **needs)))
+
+
+def differing(first, second):
+    return {name for name in first if first[name] != second[name]}
+
+
+@pytest.mark.parametrize(
+    "needs", [{"program": "other:Program"}, {"program_args": {"max_turns": 2}}, {"max_seconds": 5}]
+)
+def test_another_program_other_arguments_and_another_time_are_another_evaluation(needs):
+    assert differing(digests(), digests(**needs)) == {"turns"}
+
+
+def test_a_program_in_a_file_is_known_by_its_text(tmp_path):
+    path, elsewhere = tmp_path / "agent.py", tmp_path / "same.py"
+    for each in (path, elsewhere):
+        each.write_text("class Agent: ...\n")
+    first = digests(program=FromFile.read(f"{path}:Agent"))
+    assert not differing(first, digests(program=FromFile.read(f"{elsewhere}:Agent")))
+    path.write_text("class Agent: pass\n")
+    assert differing(first, digests(program=FromFile.read(f"{path}:Agent"))) == {"turns"}
