@@ -4,6 +4,7 @@ import pytest
 from chat_tokenizers import tokenizer_of
 
 from rl_algos.data.config import DataConfig, DatasetConfig
+from rl_algos.data.hub_datasets import DATASETS, with_known
 from rl_algos.evaluation.config import EvaluationConfig, TaskConfig
 from rl_algos.evaluation.tasks import TASKS, task_named
 from rl_algos.grpo.config import GRPOConfig
@@ -213,6 +214,13 @@ def test_a_row_of_an_unknown_environment_is_refused(tmp_path):
 def test_settings_that_contradict_one_another_are_found(settings, key):
     assert [problem.key for problem in evaluation_problems(make_config(**settings))] == [key]
     assert not list(evaluation_problems(make_config(num_samples=2, temperature=0.5, k=[1, 2])))
+
+
+@pytest.mark.parametrize("name", sorted(TASKS))
+def test_data_of_named_tasks_has_known_columns_the_split_to_evaluate_on_and_a_verifier(name):
+    known = with_known(task_named(name).dataset, "validation", of_preferences=False)
+    assert (known.processor, known.env_name) == (DATASETS[known.dataset_name].processor, "math")
+    assert known.split == ("train" if name in ("aime_2024", "gpqa") else "test")
 
 
 def test_tasks_by_name():

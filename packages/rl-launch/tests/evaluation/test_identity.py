@@ -4,16 +4,18 @@ from types import SimpleNamespace
 import pytest
 from scripted import NEEDS, make_plan, make_task
 
+from rl_core.config import assemble
+from rl_core.environments.config import EnvironmentConfig
 from rl_core.user_code import FromFile
 from rl_launch.evaluation.identity import identity_of
 
 PLAN = make_plan(make_task(2))
 
 
-def digests(**needs):
+def digests(env=None, **needs):
     generation = SimpleNamespace(backend="hf")
     policy = SimpleNamespace(model_name="m", precision="float32", hf_config_overrides={}, generation=generation)
-    return identity_of(SimpleNamespace(policy=policy, env=None), replace(PLAN, needs=replace(NEEDS, **needs)))
+    return identity_of(SimpleNamespace(policy=policy, env=env), replace(PLAN, needs=replace(NEEDS, **needs)))
 
 
 def differing(first, second):
@@ -35,3 +37,17 @@ def test_a_program_in_a_file_is_known_by_its_text(tmp_path):
     assert not differing(first, digests(program=FromFile.read(f"{elsewhere}:Agent")))
     path.write_text("class Agent: pass\n")
     assert differing(first, digests(program=FromFile.read(f"{path}:Agent"))) == {"turns"}
+
+
+def test_a_reward_with_another_text_is_another_environment(tmp_path):
+    path = tmp_path / "rewards.py"
+    environments = assemble("Environments", {"mine": EnvironmentConfig})
+
+    def of(text):
+        path.write_text(text)
+        env = environments(mine=EnvironmentConfig(rewards={"right": f"{path}:right"}))
+        return digests(env, environments=frozenset({"mine"}))
+
+    first = of("def right(completion): return 1.0\n")
+    assert not differing(first, of("def right(completion): return 1.0\n"))
+    assert differing(first, of("def right(completion): return 0.0\n")) == {"environments"}

@@ -16,21 +16,17 @@ GYM = "reasoning_gym"
 GYM_ROWS = 200
 """Questions of a task of reasoning-gym."""
 
-
-def _problems(name: str, split: str) -> DatasetConfig:
-    """Problems of mathematics whose columns are `problem` and `answer`."""
-    return DatasetConfig(dataset_name=name, split=split, input_key="problem", output_key="answer", env_name="math")
-
-
 TASKS: Mapping[str, DatasetConfig] = {
-    "gsm8k": DatasetConfig(
-        dataset_name="openai/gsm8k", subset="main", split="test", processor="gsm8k", env_name="math"
-    ),
-    "math_500": _problems("HuggingFaceH4/MATH-500", "test"),
-    "aime_2024": _problems("HuggingFaceH4/aime_2024", "train"),
-    "aime_2025": _problems("math-ai/aime25", "test"),
+    "gsm8k": DatasetConfig(dataset_name="openai/gsm8k"),
+    "math_500": DatasetConfig(dataset_name="HuggingFaceH4/MATH-500"),
+    "aime_2024": DatasetConfig(dataset_name="HuggingFaceH4/aime_2024"),
+    "aime_2025": DatasetConfig(dataset_name="math-ai/aime25"),
+    # published scores are those of `test`; training validates on the smaller `validation`
+    "mmlu": DatasetConfig(dataset_name="cais/mmlu", split="test"),
+    "mmlu_pro": DatasetConfig(dataset_name="TIGER-Lab/MMLU-Pro"),
+    "gpqa": DatasetConfig(dataset_name="Idavidrein/gpqa"),
 }
-"""Datasets of the hub by the names of their tasks."""
+"""Datasets of the hub by the names of their tasks; `rl_algos.data.hub_datasets` knows their columns and splits."""
 
 
 def task_named(name: str) -> TaskConfig:

@@ -12,6 +12,7 @@ from typing import Any
 from rl_algos.rollouts.evaluation import EvaluationPlan
 from rl_core.config import as_written
 from rl_core.environments.instance import instance_of
+from rl_core.environments.rewards import RewardSum
 from rl_core.rollout import Prompt
 from rl_core.user_code import FromFile
 
@@ -55,7 +56,9 @@ def _environment(config: Any, name: str) -> list[Any]:
     return [name, as_written(instance.config), _code(instance.environment)]
 
 
-def _code(code: str | FromFile) -> Any:
+def _code(code: str | FromFile | RewardSum | None) -> Any:
+    if isinstance(code, RewardSum):
+        return [_code(code.environment), *([part.name, part.weight, _code(part.function)] for part in code.parts)]
     return [code.source.sha256, code.name] if isinstance(code, FromFile) else code
 
 
