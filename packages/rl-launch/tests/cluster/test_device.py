@@ -38,9 +38,9 @@ def test_devices_that_this_machine_has_are_not(monkeypatch, visible, settings):
 
 
 def test_an_evaluation_asks_before_it_loads_anything(tmp_path):
-    config = SimpleNamespace(cluster=ClusterConfig(num_nodes=2))
+    config = SimpleNamespace(algorithm="grpo", cluster=ClusterConfig(num_nodes=2))
     with pytest.raises(ConfigError, match="RAY_ADDRESS is not set"):
-        evaluate(config, logs=tmp_path)
+        evaluate(config, folder=tmp_path)
 
 
 def test_what_another_cluster_has_is_its_own_affair(monkeypatch):
