@@ -65,7 +65,11 @@ def choice(each: Choice, command: str, install: str) -> str:
 
 def hub_datasets(found: Mapping[str, Sequence[str]]) -> str:
     """Datasets on the hub, each with lines about it."""
-    lines = [line for name, about in found.items() for line in (name, *(f"  {each}" for each in about))]
+    lines: list[str] = []
+    for name, about in found.items():
+        lines.append(name)
+        for each in about:
+            lines.extend(_wrapped(each, "  "))
     return "\n".join(lines) + "\n"
 
 
@@ -94,19 +98,27 @@ def _keys(children: Sequence[Explanation], indent: str) -> Iterator[str]:
         if child.type == "section":
             yield f"{indent}{child.key}"
         elif child.required and child.value is None:
-            yield f"{indent}{child.key}  (must be set)  {child.type}"
+            yield from _continued(f"{child.key}  (must be set)  {child.type}", indent)
         else:
             origin = "" if str(child.origin) == "default" else f"  ({child.origin})"
-            yield f"{indent}{child.key} = {_short(child.value)}{origin}  {child.type}"
+            yield from _continued(f"{child.key} = {_short(child.value)}{origin}  {child.type}", indent)
         yield from _wrapped(child.doc, f"{indent}    ")
 
 
 def _wrapped(text: str, indent: str) -> list[str]:
+    return _lines(" ".join(text.split()), indent, indent)
+
+
+def _continued(text: str, indent: str) -> list[str]:
+    return _lines(text, indent, f"{indent}    ")
+
+
+def _lines(text: str, indent: str, further: str) -> list[str]:
     return textwrap.wrap(
-        " ".join(text.split()),
+        text,
         _width(),
         initial_indent=indent,
-        subsequent_indent=indent,
+        subsequent_indent=further,
         break_long_words=False,
         break_on_hyphens=False,
     )
