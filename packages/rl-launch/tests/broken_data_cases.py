@@ -131,9 +131,14 @@ _REWARDS = (
         says=r"reward\.py:score cannot be built: score is not an environment: it lacks the method `step`",
     ),
     _reward(
-        "a class that steps with something else",
-        "class score:\n    def step(self, turns, states):\n        return 1.0\n    def close(self, states): ...\n",
+        "a class that steps many with something else",
+        "class score:\n    def step(self, conversations, states):\n        return 1.0\n    def close(self, states): ...\n",
         says=r"\(reward\.py:1\): step must return a list of StepResult, got 1\.0\.",
+    ),
+    _reward(
+        "a class that steps with what no row has",
+        "class score:\n    def step(self, turns, states):\n        return 1.0\n",
+        says=r"\(reward\.py:1\): score\.step asks for 'turns'; the row has answer; other parameters may be response",
     ),
     _reward(
         "a setting that the class does not have",
