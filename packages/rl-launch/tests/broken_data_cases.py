@@ -132,7 +132,9 @@ _REWARDS = (
     ),
     _reward(
         "a class that steps many with something else",
-        "class score:\n    def step(self, conversations, states):\n        return 1.0\n    def close(self, states): ...\n",
+        "class score:\n"
+        "    def step(self, conversations, states):\n        return 1.0\n"
+        "    def close(self, states): ...\n",
         says=r"\(reward\.py:1\): step must return a list of StepResult, got 1\.0\.",
     ),
     _reward(
