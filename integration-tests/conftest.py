@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from driver_process import DriverProcess
-from runs import Run, lines_of
+from runs import lines_of
 
 
 @dataclass(frozen=True)
@@ -123,19 +123,19 @@ def grpo(warm_model) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="session")
-def whole_sft(once, sft) -> Path:
+def whole_sft(once, driver, sft) -> Path:
     """Folder of the SFT run that nothing happened to."""
-    return once("whole-sft", lambda folder: Run.start(folder, *sft).finish())
+    return once("whole-sft", lambda folder: driver.train(folder, *sft))
 
 
 @pytest.fixture(scope="session")
-def whole_grpo(once, grpo) -> Path:
+def whole_grpo(once, driver, grpo) -> Path:
     """Folder of the GRPO run that nothing happened to."""
-    return once("whole-grpo", lambda folder: Run.start(folder, *grpo).finish())
+    return once("whole-grpo", lambda folder: driver.train(folder, *grpo))
 
 
 @pytest.fixture(scope="session")
-def whole_hf(once, grpo) -> Path:
+def whole_hf(once, driver, grpo) -> Path:
     """Folder of six steps of that run with the trainer's own generator, on the CPU."""
     settings = ("grpo.max_num_steps=6", "policy.generation.backend=hf", "cluster.device=cpu")
-    return once("whole-hf", lambda folder: Run.start(folder, *grpo, *settings).finish())
+    return once("whole-hf", lambda folder: driver.train(folder, *grpo, *settings))

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 import pytest
 from runs import Run, assert_same, lines_of, logs_of, steps_of
+from safetensors.numpy import load_file, save_file
 
 from rl_algos.dpo.loss import LOSSES
+from rl_algos.tiny_model import make_tiny_model
 from rl_launch.recipes import recipe_names
 from rl_launch.root import read_raw
 
@@ -41,13 +43,17 @@ CRITIC_ON_MEGATRON = (
     "value.sequence_packing={enabled: true, train_mb_tokens: 48, logprob_mb_tokens: 64}",
 )
 CRITIC_ON_DTENSOR = (*MEGATRON, "value.dtensor_cfg.tensor_parallel_size=2", "value.train_micro_batch_size=5")
+TEACHER_ON_MEGATRON = (*PACKED, "teacher.megatron_cfg={enabled: true, tensor_model_parallel_size: 2}")
+TEACHER_ON_DTENSOR = (*MEGATRON, "teacher.dtensor_cfg.tensor_parallel_size=2")
 
 FIGURES = (
     "train/loss",
     "train/grad_norm",
     "train/num_tokens",
     "train/accuracy",
+    "train/forward_kl",
     "train/margin",
+    "train/reverse_kl",
     "critic/loss",
     "critic/grad_norm",
     "critic/value_mean",
@@ -127,11 +133,17 @@ FAMILIES = {
         ("policy.model_name=tiny-arithmetic", "rm.max_num_steps=4", "rm.val_period=4", "rm.val_batches=1"),
         {"packed on two ranks": PACKED, "megatron on two ranks": (*MEGATRON, *WHOLE_PAIRS)},
     ),
+    "distillation": Family(
+        "distill-tiny",
+        (*small_rollouts("distillation", 4), "teacher.model_name=TEACHER"),
+        {"its teacher on megatron": TEACHER_ON_MEGATRON, "its teacher on dtensor": TEACHER_ON_DTENSOR},
+        tolerance=1e-3,
+    ),
 }
 
 VARIANTS = [name for name in recipe_names() if name.endswith("-tiny") and read_raw(name).select("algorithm") == "grpo"]
 
-KILLED = ("ppo", "dpo", "rm")
+KILLED = ("ppo", "dpo", "rm", "distillation")
 """Families whose models are not those of the runs that `test_faults` kills."""
 
 UNDISTURBED = [(name, each) for name in FAMILIES for each in list(FAMILIES[name].layouts)[name in KILLED :]]
@@ -142,20 +154,33 @@ AT_FIRST = {"dpo": math.log(2), "robust-dpo": math.log(2), "ipo": 25.0, "hinge":
 
 
 @pytest.fixture(scope="module")
-def reward(tmp_path_factory):
-    path = tmp_path_factory.mktemp("reward") / "reward.py"
-    path.write_text(REWARD)
-    return path
+def places(tmp_path_factory):
+    """Paths in place of words of the settings."""
+    folder = tmp_path_factory.mktemp("places")
+    (folder / "reward.py").write_text(REWARD)
+    make_teacher(folder / "teacher")
+    return {"reward.py": str(folder / "reward.py"), "TEACHER": str(folder / "teacher")}
+
+
+def make_teacher(folder):
+    """A model of another size than the student that is sure of what it says: all its logits are multiplied."""
+    make_tiny_model(folder, seed=1, hidden_size=64, num_layers=2)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"] *= 20
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.fixture(scope="module")
-def arguments_of(reward):
+def arguments_of(places):
     """From the name of a family to the arguments of its plain run: one rank, its rows padded in one microbatch."""
-    return lambda name: (FAMILIES[name].recipe, *settings_with(reward, FAMILIES[name].settings))
+    return lambda name: (FAMILIES[name].recipe, *settings_with(places, FAMILIES[name].settings))
 
 
-def settings_with(reward, settings):
-    return [text.replace("reward.py", str(reward)) for text in (*COMMON, *settings)]
+def settings_with(places, settings):
+    found = [*COMMON, *settings]
+    for word, path in places.items():
+        found = [text.replace(word, path) for text in found]
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -206,8 +231,8 @@ def test_a_killed_run_goes_on_to_the_last_bit_and_to_the_steps_of_one_rank(name,
 
 
 @pytest.mark.parametrize("recipe", VARIANTS)
-def test_the_recipe_of_a_variant_takes_steps(recipe, driver, reward, tmp_path):
-    driver.train(tmp_path / "run", recipe, *settings_with(reward, small_rollouts("grpo", 2)))
+def test_the_recipe_of_a_variant_takes_steps(recipe, driver, places, tmp_path):
+    driver.train(tmp_path / "run", recipe, *settings_with(places, small_rollouts("grpo", 2)))
     steps = steps_of(tmp_path / "run")
     assert [line["step"] for line in steps] == [1, 2]
     for line in steps:

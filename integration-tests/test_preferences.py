@@ -6,7 +6,7 @@ import subprocess
 
 import numpy as np
 import pytest
-from runs import Run, lines_of, python_of, rollouts_of, steps_of
+from runs import lines_of, python_of, rollouts_of, steps_of
 
 from rl_core.plugins import POLICIES
 
@@ -41,16 +41,15 @@ def scores_of(folder, talks):
 
 
 @pytest.fixture(scope="session")
-def reward_model(once, warm_model):
+def reward_model(once, driver, warm_model):
     """Folder of a run that trains a reward model."""
     settings = (f"policy.model_name={warm_model}", "rm.max_num_steps=100", "rm.val_period=50")
-    return once("reward-model", lambda folder: Run.start(folder, "rm-tiny", *settings).finish())
+    return once("reward-model", lambda folder: driver.train(folder, "rm-tiny", *settings))
 
 
-def test_a_policy_learns_what_is_preferred(warm_model, tmp_path):
-    run = Run.start(tmp_path / "run", "dpo-tiny", f"policy.model_name={warm_model}", "dpo.max_num_steps=30", *SMALL)
-    run.finish()
-    start, first, *_, last = lines_of(run.folder)
+def test_a_policy_learns_what_is_preferred(driver, warm_model, tmp_path):
+    driver.train(tmp_path / "run", "dpo-tiny", f"policy.model_name={warm_model}", "dpo.max_num_steps=30", *SMALL)
+    start, first, *_, last = lines_of(tmp_path / "run")
     assert start["step"] == 0
     assert first["train/loss"] == pytest.approx(math.log(2), abs=1e-5)
     assert last["val/accuracy"] > start["val/accuracy"] + 0.1
@@ -72,13 +71,12 @@ def test_a_reward_model_loads_in_transformers_and_tells_right_from_wrong(reward_
     assert np.mean(right) > 0.5
 
 
-def test_a_reward_model_scores_rollouts(grpo, reward_model, tmp_path):
+def test_a_reward_model_scores_rollouts(driver, grpo, reward_model, tmp_path):
     folder = next((reward_model / "checkpoints").glob("step_*")) / "hf"
     environment = f"env.preferred={{type: reward_model, model: {folder}, max_batch: 64}}"
     settings = ("grpo.max_num_steps=1", "policy.generation.backend=hf", "data.train.env_name=preferred", environment)
-    run = Run.start(tmp_path / "run", *grpo, *settings)
-    run.finish()
-    rows = rollouts_of(run.folder)[1][:8]
+    driver.train(tmp_path / "run", *grpo, *settings)
+    rows = rollouts_of(tmp_path / "run")[1][:8]
     talks = [[*row["prompt"], {"role": "assistant", "content": row["turns"][-1]["text"]}] for row in rows]
     found = [row["rewards"]["reward"] for row in rows]
     assert found == pytest.approx(scores_of(folder, talks), abs=1e-3)

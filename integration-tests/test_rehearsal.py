@@ -6,7 +6,8 @@ import pytest
 from logical_cluster import LogicalCluster
 from runs import Run, assert_same, logs_of, rollouts_of, steps_of
 
-NODES = ("cluster.device=rehearsal", "cluster.num_nodes=2", "cluster.gpus_per_node=4")
+NODES = ("cluster.device=rehearsal", "cluster.num_nodes=2", "cluster.gpus_per_node=2")
+FOUR = "cluster.gpus_per_node=4"
 APART = ("policy.generation.colocated.enabled=false", "policy.generation.colocated.resources.num_nodes=1")
 HF = "policy.generation.backend=hf"
 MEGATRON = (
@@ -58,7 +59,8 @@ def test_megatron_with_generation_apart_outlives_a_node(grpo, whole_hf, cluster,
     cluster.add(num_gpus=0)
     for _ in range(3):
         cluster.add()
-    run = Run.start(tmp_path / "run", *grpo, STEPS, HF, *NODES, *APART, *MEGATRON, RAY_ADDRESS=cluster.address)
+    arguments = (*grpo, STEPS, HF, *NODES, FOUR, *APART, *MEGATRON)
+    run = Run.start(tmp_path / "run", *arguments, RAY_ADDRESS=cluster.address)
     run.await_step(4)
     used = next(node for node in cluster.nodes[1:] if node.runs("ray::WorkerHost"))
     used.kill()

@@ -1,5 +1,6 @@
 """A machine shared with others: another user's Ray, a cluster that has ended, packages that cannot be downloaded."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from logical_cluster import START_ATTEMPTS
-from runs import Run, figures
+from runs import Run, figures, steps_of
 
 NOWHERE = "http://127.0.0.1:9"
 """A proxy that refuses every connection."""
@@ -62,17 +63,27 @@ def others_ray(tmp_path_factory):
 
 
 def test_a_run_beside_somebody_elses_ray_keeps_to_itself_unless_it_is_sent_there(others_ray, sft, whole_sft, tmp_path):
-    run = Run.start(tmp_path / "run", *sft, "sft.max_num_steps=2")
+    # a signal to its whole group, as a terminal or Slurm sends it, saves and ends a run and no other's processes
+    run = Run.start(tmp_path / "run", *sft)
+    run.await_step(2)
+    found = run.processes()
+    os.killpg(run.process.pid, signal.SIGTERM)
     run.finish()
+    _, alive = psutil.wait_procs(found, 60)
+    assert not alive
+    (saved,) = (run.folder / "checkpoints").glob("step_*")
+    done = len(steps_of(run.folder))
+    assert saved.name == f"step_{done}"
+    assert done < 30
     assert others_ray.is_whole()
     assert not others_ray.was_used()
 
     sent = {"RAY_ADDRESS": others_ray.address, "RAY_AUTH_MODE": "token"}
-    Run.start(tmp_path / "run", *sft, "sft.max_num_steps=4", **sent).finish()
+    Run.start(run.folder, *sft, f"sft.max_num_steps={done + 2}", **sent).finish()
     assert others_ray.is_whole()
     assert others_ray.was_used()
-    expected = {step: line for step, line in figures(whole_sft).items() if step <= 4}
-    assert figures(run.folder) == expected
+    assert len(steps_of(run.folder)) == done + 2
+    assert figures(run.folder) == figures(whole_sft, until=done + 2)
 
 
 def test_a_cluster_that_is_gone_is_named_at_once(rl, tmp_path):

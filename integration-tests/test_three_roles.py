@@ -10,14 +10,17 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import Run, lines_of
+from driver_process import DriverProcess
+from runs import Run, lines_of, logs_of
 
 from rl_algos.tiny_model import make_tiny_model
 
 HERE = Path(__file__).parent / "three_roles"
+RECIPE = str(HERE / "three-roles.yaml")
 
 CPU = ("cluster.device=cpu", "cluster.cpu_ranks_per_node=2")
 REHEARSAL = ("cluster.device=rehearsal", "cluster.num_nodes=1", "cluster.gpus_per_node=2")
+FOUR = (*REHEARSAL, "cluster.gpus_per_node=4")
 APART = (
     "value.colocated={enabled: false, resources: {gpus_per_node: 2}}",
     "teachers.first.colocated={enabled: false, resources: {gpus_per_node: 1}}",
@@ -38,24 +41,27 @@ def installed(tmp_path_factory):
     return {"PYTHONPATH": os.pathsep.join(paths), "THREE_ROLES_MODELS": str(folder)}
 
 
-def start(folder, installed, *arguments):
-    return Run.start(folder, str(HERE / "three-roles.yaml"), *arguments, **installed)
+@pytest.fixture(scope="module")
+def its_driver(tmp_path_factory, installed):
+    """Makes its runs in one Ray with four logical GPUs."""
+    process = DriverProcess(tmp_path_factory.mktemp("driver") / "log", *FOUR, **installed)
+    yield process
+    process.close()
 
 
 def figures(folder):
     return [{name: line[name] for name in FIGURES} for line in lines_of(folder)]
 
 
-def finished(folder, installed, *arguments):
-    run = start(folder, installed, *arguments)
-    run.finish()
-    return figures(run.folder)
+def finished(folder, its_driver, *arguments):
+    its_driver.train(folder, RECIPE, *arguments)
+    return figures(folder)
 
 
 @pytest.fixture(scope="module")
-def colocated(tmp_path_factory, installed):
+def colocated(tmp_path_factory, its_driver):
     """Figures of the run that nothing happened to, its models side by side on two CPU ranks."""
-    return finished(tmp_path_factory.mktemp("whole") / "run", installed, *CPU)
+    return finished(tmp_path_factory.mktemp("whole") / "run", its_driver, *CPU)
 
 
 def test_both_models_that_train_learn_and_the_teacher_stays(colocated):
@@ -65,25 +71,22 @@ def test_both_models_that_train_learn_and_the_teacher_stays(colocated):
     assert colocated[-1]["values/sum"] != colocated[0]["values/sum"]
 
 
-def test_models_that_take_turns_compute_what_those_side_by_side_do(tmp_path, installed, colocated):
-    in_turns = finished(tmp_path / "run", installed, *REHEARSAL, "sft.max_num_steps=2")
+def test_models_that_take_turns_compute_what_those_side_by_side_do(tmp_path, its_driver, colocated):
+    in_turns = finished(tmp_path / "run", its_driver, *REHEARSAL, "sft.max_num_steps=2")
     for ours, theirs in zip(in_turns, colocated, strict=False):
         assert ours == pytest.approx(theirs, rel=1e-5)
 
 
-def test_models_on_devices_of_their_own_are_killed_and_each_restored(tmp_path, installed, colocated):
-    apart = (*REHEARSAL, "cluster.gpus_per_node=4", *APART)
-    run = start(tmp_path / "run", installed, *apart)
+def test_models_on_devices_of_their_own_are_killed_and_each_restored(tmp_path, installed, its_driver, colocated):
+    run = Run.start(tmp_path / "run", RECIPE, *FOUR, *APART, **installed)
     run.await_step(3)
     run.kill_all()
     undisturbed = figures(run.folder)
     # whatever it had saved since, so that the third step is always made again
     shutil.rmtree(run.folder / "checkpoints" / "step_4", ignore_errors=True)
     shutil.rmtree(run.folder / "checkpoints" / "step_6", ignore_errors=True)
-    run = start(tmp_path / "run", installed, *apart)
-    run.finish()
-    resumed = figures(run.folder)
-    assert "going on after step 2" in run.output
+    resumed = finished(run.folder, its_driver, *FOUR, *APART)
+    assert "going on after step 2" in logs_of(run.folder)
     assert resumed[: len(undisturbed)] == undisturbed
     for ours, theirs in zip(resumed, colocated, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4)
