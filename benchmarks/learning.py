@@ -1,20 +1,25 @@
 """How far the tiny recipe of each algorithm moves the metric that it is there to move, beside the noise between seeds.
 
-    python benchmarks/learning.py [--only NAME ...] [--seeds 1 2 3] [--png FILE]
+    python benchmarks/learning.py [--only NAME ...] [--seeds 1 2 3] [--jobs 2] [--png FILE]
 
-Every run is what `rl train` makes, on the CPU; one Ray serves all of them. Algorithms that go on from a model that
-answers some sums get one that SFT has warmed up, made once in the same folder; their start is what that model scores.
-Runs are kept in `--folder`: a finished one is not made again, one that broke off goes on from its newest checkpoint.
+Every run is what `rl train` makes, on the CPU, with one thread for each process, so that runs on different cores do not
+wait for one another; one Ray serves all runs of a job. Algorithms that go on from a model that answers some sums get
+one that SFT has warmed up, made once in the same folder; their start is what that model scores. It is also the teacher
+of distillation. Runs are kept in `--folder`: a finished one is not made again, one that broke off is gone on with.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
+import signal
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from measurement import surroundings, table
 
@@ -67,12 +72,12 @@ class Case:
     section: str
     measures: tuple[Measure, ...]
     settings: tuple[str, ...] = ()
-    goes_on: bool = True
-    """Whether it starts from the warmed-up model."""
+    warm_key: str = "policy.model_name"
+    """Key that is given the warmed-up model; empty if none is."""
 
     def settings_of(self, seed: int, warm: Path) -> list[str]:
         """Keys of the run with a seed."""
-        start = [f"policy.model_name={warm}"] if self.goes_on else []
+        start = [f"{self.warm_key}={warm}"] if self.warm_key else []
         return [*start, *ON_CPU, *self.settings, f"{self.section}.seed={seed}"]
 
 
@@ -81,23 +86,41 @@ ON_CPU = ("cluster.device=cpu", "cluster.cpu_ranks_per_node=1", "logger.tensorbo
 WARM_UP = ("sft.stop_at_validation_loss=0.8",)
 """Leaves more to learn from rewards than the recipe does."""
 
-ROLLOUTS = (
+GENERATION = (
     "policy.generation.backend=hf",  # starts sooner than vLLM, and is as quick for such completions
     "policy.generation.hf_cfg.max_batch_size=256",
-    "policy.train_global_batch_size=64",
-    "policy.optimizer.kwargs.lr=3e-4",
-    "checkpointing.save_period=12",
+    "checkpointing.save_period=100",  # at the end alone
     "checkpointing.metric_name=null",
 )
-"""Fewer rollouts and larger updates than in the recipes, which are made for two ranks and vLLM."""
+LARGER_UPDATES = ("policy.train_global_batch_size=64", "policy.optimizer.kwargs.lr=3e-4")
+"""And fewer rollouts than in the recipes, which are made for two ranks and vLLM."""
+
+SEVERAL_REWARDS = f"{Path(__file__).with_name('several_rewards.py')}:score"
 
 
 def on_policy(recipe: str, *settings: str, section: str = "grpo", num_prompts: int = 32) -> Case:
     """A recipe that learns from rewards: greedy accuracy on held-out sums, from that of the warmed-up model."""
-    keys = ("val_at_start=true", "val_at_end=true", "val_period=6", "max_num_steps=24")
+    keys = ("val_at_start=true", "val_at_end=true", "val_period=8", "max_num_steps=24")
     validates = [f"{section}.{key}" for key in (*keys, f"num_prompts_per_step={num_prompts}")]
     measures = (Measure("val/accuracy", rises_by(0.2)),)
-    return Case(recipe, section, measures, (*ROLLOUTS, *validates, *settings))
+    return Case(recipe, section, measures, (*GENERATION, *LARGER_UPDATES, *validates, *settings))
+
+
+def estimator(value: str, *settings: str) -> Case:
+    """GRPO with another advantage estimator."""
+    return on_policy("grpo-arithmetic", f"grpo.adv_estimator={value}", *settings)
+
+
+def surrogate(value: str, *settings: str) -> Case:
+    """GRPO with another policy term."""
+    return on_policy("grpo-arithmetic", f"loss_fn.surrogate={value}", *settings)
+
+
+def distillation(recipe: str, *settings: str) -> Case:
+    """A recipe whose student learns from the warmed-up model: both KL divergences, on held-out sums."""
+    measures = tuple(Measure(f"val/{name}", falls_to(0.1)) for name in ("forward_kl", "reverse_kl"))
+    validates = ("distillation.val_at_start=true", "distillation.val_at_end=true")
+    return Case(recipe, "distillation", measures, (*validates, *settings), warm_key="teacher.model_name")
 
 
 CASES = {
@@ -106,7 +129,7 @@ CASES = {
         "sft",
         (Measure("val/loss", falls_to(0.3)),),
         ("sft.val_at_start=true", "sft.stop_at_validation_loss=null", "sft.max_num_steps=150"),
-        goes_on=False,
+        warm_key="",
     ),
     "grpo": on_policy("grpo-arithmetic"),
     "drgrpo": on_policy("drgrpo-tiny"),
@@ -116,6 +139,20 @@ CASES = {
     "rloo": on_policy("rloo-tiny"),
     "reinforce++": on_policy("reinforce-pp-tiny"),
     "sapo": on_policy("sapo-tiny"),
+    "reinforce": estimator("reinforce", "loss_fn.surrogate=reinforce"),
+    "reinforce++-baseline": estimator("reinforce_plus_plus_baseline"),
+    "opo": estimator("opo"),
+    "remax": estimator("remax"),
+    "pass-at-k": estimator("{name: pass_at_k, k: 4}"),
+    "gdpo": estimator("gdpo", f"data.train.env_name={SEVERAL_REWARDS}"),
+    "token-baseline": estimator("optimal_token_baseline"),
+    "gmpo": surrogate(
+        "gmpo", "loss_fn.aggregation=sequence-mean", "loss_fn.ratio_clip_min=0.33", "loss_fn.ratio_clip_max=0.49"
+    ),
+    "dppo-tv": surrogate("dppo-tv"),
+    "dppo-kl": surrogate("dppo-kl"),
+    "clip-cov": surrogate("clip-cov"),
+    "kl-cov": surrogate("kl-cov"),
     "ppo": on_policy("ppo-tiny", "value.train_global_batch_size=64", section="ppo", num_prompts=256),
     "dpo": Case(
         "dpo-tiny",
@@ -133,6 +170,8 @@ CASES = {
         (Measure("val/accuracy", ends_above(0.9)), Measure("val/margin", rises_by(1))),
         ("rm.val_at_end=true",),
     ),
+    "distillation": distillation("distill-tiny", *GENERATION),
+    "offline-distillation": distillation("distill-offline-tiny"),
 }
 
 
@@ -157,6 +196,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), metavar="NAME", help=" ".join(CASES))
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS, metavar="N", help="(1 2 3)")
     parser.add_argument("--folder", type=Path, default=Path("runs/learning"), help="of the runs (%(default)s)")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="(%(default)s)")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw every run as well; needs matplotlib")
     parser.add_argument("--table", action="store_true", help="start nothing: show the runs that are finished")
     parser.add_argument("--quick", action="store_true", help="see that it runs: two steps of SFT")
@@ -165,9 +205,9 @@ def main() -> None:
     cases = {name: CASES[name] for name in chosen.only}
     if chosen.quick:
         folder, chosen.seeds = folder / "quick", SEEDS[:1]
-        cases = {"sft": Case("sft-arithmetic", "sft", CASES["sft"].measures, ("sft.max_num_steps=2",), goes_on=False)}
+        cases = {"sft": Case("sft-arithmetic", "sft", CASES["sft"].measures, ("sft.max_num_steps=2",), warm_key="")}
     if not chosen.table:
-        make_runs(cases, chosen.seeds, folder)
+        make_runs(cases, chosen.seeds, folder, num_jobs=1 if chosen.quick else chosen.jobs)
     curves = {
         (name, measure.metric): [Curve.of(run, measure.metric) for run in finished_runs(folder, name, chosen.seeds)]
         for name, case in cases.items()
@@ -179,39 +219,74 @@ def main() -> None:
         draw({key: found for key, found in curves.items() if found}, chosen.png)
 
 
-def make_runs(cases: Mapping[str, Case], seeds: Sequence[int], folder: Path) -> None:
-    """All of them, one after another; one that fails is told, and the others are made."""
+@dataclass(frozen=True)
+class Task:
+    """A run to make: a recipe, keys that are set, and its folder."""
+
+    recipe: str
+    settings: Sequence[str]
+    run: Path
+
+
+def make_runs(cases: Mapping[str, Case], seeds: Sequence[int], folder: Path, *, num_jobs: int) -> None:
+    """All of them, so many at once; one that fails is told, and the others are made."""
     folder.mkdir(parents=True, exist_ok=True)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    warm = folder / "warm"
+    if any(case.warm_key for case in cases.values()) and not is_finished(warm):
+        in_jobs([Task("sft-arithmetic", [*ON_CPU, *WARM_UP], warm)], 1)
+        if not is_finished(warm):
+            sys.exit("there is no model to start from")
+    model = RunFolder(warm).checkpoints()[-1].path / "hf" if is_finished(warm) else warm
+    tasks = [
+        Task(case.recipe, case.settings_of(seed, model), run_dir(folder, name, seed))
+        for seed in seeds  # so that each algorithm has one run soon
+        for name, case in cases.items()
+    ]
+    in_jobs([task for task in tasks if not is_finished(task.run)], num_jobs)
+
+
+def in_jobs(tasks: Sequence[Task], num_jobs: int) -> None:
+    """Make runs in processes, each with a Ray of its own.
+
+    Raises:
+        SystemExit: if a signal ended one of them, after all have ended.
+    """
+    context = multiprocessing.get_context("spawn")
+    queue = context.SimpleQueue()
+    jobs = [context.Process(target=make_each, args=(queue,)) for _ in range(min(num_jobs, len(tasks)))]
+    for job in jobs:
+        job.start()
+    signal.signal(signal.SIGTERM, lambda *_: [job.terminate() for job in jobs])
+    for task in [*tasks, *[None] * len(jobs)]:
+        queue.put(task)
+    for job in jobs:
+        job.join()
+    if any(job.exitcode for job in jobs):
+        sys.exit("a job was told to end, or died; start again to go on")
+
+
+def make_each(tasks: Any) -> None:
+    """Make the runs of a queue until it gives None."""
     cluster = read_config("sft-arithmetic", ON_CPU).config.cluster
     with VirtualCluster.of(cluster, resolve_device(cluster)):
-        warm = warm_model(folder / "warm") if any(case.goes_on for case in cases.values()) else folder
-        for seed in seeds:  # so that each algorithm has one run soon
-            for name, case in cases.items():
-                make_run(case.recipe, case.settings_of(seed, warm), run_dir(folder, name, seed))
+        while (task := tasks.get()) is not None:
+            make_run(task)
 
 
-def warm_model(run: Path) -> Path:
-    """The model that `sft-arithmetic` ends with, made if it is not there."""
-    if not is_finished(run):
-        make_run("sft-arithmetic", [*ON_CPU, *WARM_UP], run)
-    if not is_finished(run):
-        sys.exit("there is no model to start from")
-    return RunFolder(run).checkpoints()[-1].path / "hf"
-
-
-def make_run(recipe: str, settings: Sequence[str], run: Path) -> None:
-    """Train in a folder, or go on there; a finished run is left as it is, and one of another config refused.
+def make_run(task: Task) -> None:
+    """Train in a folder, or go on there; one of another config is refused.
 
     Raises:
         SystemExit: if a signal ended the run, which goes on when the benchmark is started again.
     """
     try:
-        result = rl_launch.train(recipe, [*settings, f"run_dir={run}"])
+        result = rl_launch.train(task.recipe, [*task.settings, f"run_dir={task.run}"])
     except RLError as error:
-        print(f"{run}: {error}\n", file=sys.stderr)
+        print(f"{task.run}: {error}\n", file=sys.stderr)
         return
     if not result.finished:
-        sys.exit(f"{run} was told to end; start again to go on")
+        sys.exit(f"{task.run} was told to end")
 
 
 def run_dir(folder: Path, name: str, seed: int) -> Path:
