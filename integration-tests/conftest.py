@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from driver_process import DriverProcess
-from runs import lines_of
+from runs import STARTED, lines_of
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,16 @@ def run_rl(*arguments: str, timeout: float = 840, **variables: str) -> CommandRe
 def pytest_addoption(parser):
     parser.addoption("--quickstart", metavar="DIR", help="a finished quickstart to test instead of a new one")
     parser.addoption("--kills", type=int, default=1, help="how often a run is killed and resumed")
+
+
+@pytest.fixture(autouse=True)
+def started_runs() -> Iterator[None]:
+    """Ends the runs that a test which failed has left behind, which would hold up the next tests."""
+    yield
+    while STARTED:
+        run = STARTED.pop()
+        if run.process.poll() is None:
+            run.kill_all()
 
 
 @pytest.fixture(scope="session")

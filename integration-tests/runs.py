@@ -19,6 +19,9 @@ from rl_launch.worker_envs import ROLLOUT_WORKER, provision, worker_env
 SAME = ("train/loss", "train/grad_norm", "reward/mean", "val/loss")
 """Metrics that must not depend on faults and interruptions of a run."""
 
+STARTED = []
+"""Runs that the test under way has started."""
+
 
 @dataclass
 class Run:
@@ -33,9 +36,10 @@ class Run:
         environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | variables
         with (folder.parent / f"{folder.name}.log").open("a") as log:
             command = [str(rl), "train", *arguments, f"run_dir={folder}"]
-            return cls(
-                subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True), folder
-            )
+            process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+        run = cls(process, folder)
+        STARTED.append(run)
+        return run
 
     @property
     def output(self):
@@ -45,7 +49,7 @@ class Run:
     def finish(self, timeout=840, *, code=0):
         assert self.process.wait(timeout) == code, self.output
 
-    def await_step(self, step, timeout=400):
+    def await_step(self, step, timeout=840):
         """Wait until that many steps are in the metrics."""
         deadline = time.monotonic() + timeout
         while len(steps_of(self.folder)) < step:
@@ -53,7 +57,7 @@ class Run:
             assert time.monotonic() < deadline, self.output
             time.sleep(0.01)
 
-    def await_log(self, words, timeout=400):
+    def await_log(self, words, timeout=840):
         """Wait until the driver or a worker has logged these words."""
         deadline = time.monotonic() + timeout
         while words not in logs_of(self.folder):
