@@ -2,9 +2,11 @@
 the kill of all its processes.
 """
 
+import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -12,7 +14,7 @@ import time
 import psutil
 import pytest
 import tellable_environment
-from runs import Run, assert_no_shared_memory_is_left, figures, logs_of, rollouts_of, shared_memory
+from runs import Run, assert_no_shared_memory_is_left, figures, logs_of, rollouts_of, shared_memory, steps_of
 
 
 def kill_and_resume(run, num_kills, steps, *arguments, **variables):
@@ -60,7 +62,7 @@ def test_an_sft_run_outlives_a_dead_rank_and_the_kill_of_all_it_started(num_kill
 
 
 def test_a_grpo_run_outlives_the_death_of_everything_it_started(num_kills, grpo, whole_grpo, tmp_path):
-    # all in one run, as every start of a run takes vLLM's own time: at first its engine is a process beside the replica
+    # all in one run, as every start of a run takes vLLM's own time
     orders, before = tmp_path / "orders", shared_memory()
     orders.mkdir()
     told = (
@@ -73,9 +75,7 @@ def test_a_grpo_run_outlives_the_death_of_everything_it_started(num_kills, grpo,
     )
     variables = {"PYTHONPATH": tellable_environment.install(tmp_path / "plugin")}
 
-    run = Run.start(tmp_path / "run", *told, "policy.generation.vllm_cfg.own_process=true", **variables)
-    run.await_step(1)
-    run.kill_one("VLLM::EngineCore")
+    run = Run.start(tmp_path / "run", *told, **variables)
     run.await_step(2)
     run.kill_one("environments.process")
     run.await_step(3)
@@ -108,12 +108,24 @@ def test_a_grpo_run_outlives_the_death_of_everything_it_started(num_kills, grpo,
     assert [row["advantage"] for row in failed] == [0.0, 0.0]
 
     log = logs_of(run.folder)
-    assert log.count("restarting it") + log.count("broke off") == 2
+    assert log.count("restarting it") + log.count("broke off") == 1
     assert log.count("environment tellable: the process died and was started again") == 1
     assert len(re.findall("environment process restarts .*signal SIGKILL", log)) == 1
     for row in failed:
         place = f"arithmetic (train), row {row['prompt_id'].rpartition(':')[2]} (from 0)"
         assert log.count(f"rollout of {place} failed: {row['failure']}") == 1
+    assert_no_shared_memory_is_left(before)
+
+
+def test_a_grpo_run_outlives_an_engine_that_dies_beside_its_replica(grpo, whole_grpo, tmp_path):
+    before = shared_memory()
+    run = Run.start(tmp_path / "run", *grpo, "policy.generation.vllm_cfg.own_process=true", "grpo.max_num_steps=4")
+    run.await_step(1)
+    run.kill_one("VLLM::EngineCore")
+    run.finish()
+    assert figures(run.folder) == figures(whole_grpo, until=4)
+    log = logs_of(run.folder)
+    assert log.count("restarting it") + log.count("broke off") == 1
     assert_no_shared_memory_is_left(before)
 
 
@@ -131,29 +143,32 @@ def small_disk(tmp_path):
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_a_full_disk_ends_a_run_that_goes_on_once_there_is_room(driver, sft, whole_sft, small_disk):
-    run = Run.start(small_disk, *sft, "checkpointing.async_save=false")
-    run.finish(code=1)
-    _, _, report = run.output.rpartition("\nerror: ")
-    assert report.startswith(f"no space is left on a disk, most likely that of {small_disk}. Make room")
-    assert "No space left on device" in report
-    assert "Traceback" not in run.output
-    assert checkpoints_in(small_disk) == ["step_4"]
-
-    for entry in small_disk.iterdir():
-        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-    beside_the_steps = driver.failure_of(small_disk, *sft, "checkpointing.async_save=true")
-    # by these words in the error itself, which is the last one, the command line knows the reason
-    assert "No space left on device" in beside_the_steps.rpartition("Traceback")[2]
-    assert checkpoints_in(small_disk) == ["step_4"]
-
+def test_a_full_disk_ends_a_run_that_goes_on_once_there_is_room(sft, whole_sft, small_disk):
+    for save in ("async_save=false", "async_save=true"):
+        for entry in small_disk.iterdir():
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        run = Run.start(small_disk, *sft, f"checkpointing.{save}")
+        found = run.processes()
+        run.finish(code=1)
+        _, _, report = run.output.rpartition("\nerror: ")
+        assert report.startswith(f"no space is left on a disk, most likely that of {small_disk}. Make room")
+        assert "No space left on device" in report
+        assert "Traceback" not in run.output
+        assert [path.name for path in (small_disk / "checkpoints").iterdir()] == ["step_4"]
     again = Run.start(small_disk, *sft)
     again.finish(60, code=2)
     assert f"the disk of {small_disk} is full" in again.output
     subprocess.run(["mount", "-o", "remount,size=256m", str(small_disk)], check=True)
-    driver.train(small_disk, *sft)
+
+    # with room again: and a signal to the whole group saves and ends cleanly
+    run = Run.start(small_disk, *sft)
+    run.await_step(10)
+    found = run.processes()
+    os.killpg(run.process.pid, signal.SIGTERM)
+    run.finish(120)
+    (saved,) = (small_disk / "checkpoints").glob("step_*")
+    assert int(saved.name.removeprefix("step_")) == len(steps_of(small_disk)) < 30
+    _, alive = psutil.wait_procs(found, 30)
+    assert not alive
+    Run.start(small_disk, *sft).finish()
     assert figures(small_disk) == figures(whole_sft)
-
-
-def checkpoints_in(folder):
-    return [path.name for path in (folder / "checkpoints").iterdir()]
