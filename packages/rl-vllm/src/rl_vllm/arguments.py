@@ -67,14 +67,17 @@ def engine_arguments(
         # vLLM 0.32 dies on CPU when the prompt of a request with a seed is read in parts: it takes back
         # the token drawn too early by rewinding the request's generator, which CPU generators cannot
         enable_chunked_prefill=not on_cpu,
-        # prefixes of states are cached only where prompts are read in parts; None is vLLM's own choice
-        enable_prefix_caching=False if on_cpu and _has_states(model) else None,
         max_num_batched_tokens=backend.max_num_batched_tokens or smallest_batch,
         generation_config="vllm",
         seed=0,
         disable_log_stats=True,
         **(_adapter_arguments(model) if applies_adapters else {}),
-        **{"load_format": "dummy" if _starts_empty(backend, model, placement) else "auto", **backend.vllm_kwargs},
+        **{
+            "load_format": "dummy" if _starts_empty(backend, model, placement) else "auto",
+            # prefixes of states are cached only where prompts are read in parts; None is vLLM's own choice
+            "enable_prefix_caching": False if on_cpu and _has_states(model) else None,
+            **backend.vllm_kwargs,
+        },
     )
 
 
