@@ -40,7 +40,7 @@ LAYOUTS = {"packed": (True, False), "padded": (False, False), "adapters": (True,
 
 SYNC = "vLLM"
 MADE = "made"
-"""Names of what is no mesh: the weight sync, and making the tiny model, which is kept only if it fails."""
+"""Names of cases other than meshes: the weight sync, and making the tiny model, which is kept only if it fails."""
 
 SYNC_SIZES = {
     "vocab_size": 320,
@@ -83,7 +83,7 @@ PROMPTS = (5, 40, 130)
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one case.
+    """Result of one case.
 
     Args:
         verdict: `exact`, `off`, `refused`, `late` (not within the deadline) or `unmade` (no tiny model of the family).

@@ -236,7 +236,7 @@ def make_runs(cases: Mapping[str, Case], seeds: Sequence[int], folder: Path, *, 
     if any(case.warm_key for case in cases.values()) and not is_finished(warm):
         in_jobs([Task("sft-arithmetic", [*ON_CPU, *WARM_UP], warm)], 1)
         if not is_finished(warm):
-            sys.exit("there is no model to start from")
+            sys.exit("the model to start from does not exist")
     model = RunFolder(warm).checkpoints()[-1].path / "hf" if is_finished(warm) else warm
     tasks = [
         Task(case.recipe, case.settings_of(seed, model), run_dir(folder, name, seed))

@@ -33,6 +33,7 @@ _BETWEEN_COMMANDS = frozenset({"&&", "||", "|", ";", "&"})
 _LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 _INLINE_CODE = re.compile(r"`([^`\n]+)`")
 _KEY = re.compile(r"^([a-z_0-9]+(?:\.[a-z_0-9]+)+)(?:=\S*)?$")
+_FILE_SUFFIXES = frozenset({".json", ".jsonl", ".log", ".py", ".yaml"})
 _HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
 _FIRST_CELL = re.compile(r"^\|[^|]*\|", re.MULTILINE)
 _FENCED = re.compile(r"^ *(`{3,})[^\n]*\n.*?^ *\1`* *$", re.DOTALL | re.MULTILINE)
@@ -197,7 +198,8 @@ def unknown_keys(document: Document) -> list[str]:
     if document.path.name.startswith("coming-from-"):
         text = _FIRST_CELL.sub("", text)  # of another project
     named = [found[1] for code in _INLINE_CODE.findall(text) if (found := _KEY.match(code))]
-    return [key for key in named if key.partition(".")[0] in sections and not _is_key(key)]
+    keys = [name for name in named if name.partition(".")[0] in sections and Path(name).suffix not in _FILE_SUFFIXES]
+    return [key for key in keys if not _is_key(key)]
 
 
 def _is_key(key: str) -> bool:

@@ -63,7 +63,8 @@ def test_yaml_that_is_not_of_a_config_is_found(written, tmp_path, fence, text):
 
 
 def test_keys_that_no_config_has_are_found(written):
-    text = "`grpo.seed`, `sft.seed=3`, `policy.optimizer.kwargs.lr`, `a.b` and `grpo.sead`\n```text\n`sft.x`\n```"
+    keys = "`grpo.seed`, `sft.seed=3`, `policy.optimizer.kwargs.lr`, `a.b`, `grpo.json` and `grpo.sead`"
+    text = f"{keys}\n```text\n`sft.x`\n```"
     assert unknown_keys(written(text)) == ["grpo.sead"]
 
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from rl_algos.data.config import DataConfig, DatasetConfig
+from rl_algos.evaluation.config import EvaluationConfig
 from rl_algos.grpo.loss import loss_of
 from rl_algos.grpo.loss_config import LossConfig
 from rl_algos.ppo.config import PPOConfig
@@ -28,6 +29,7 @@ def make_config(*, loss=None, policy_rows=8, value=None, **settings):
         ),
         data=DataConfig(train=DatasetConfig(dataset_name="arithmetic")),
         env=None,
+        eval=EvaluationConfig(),
     )
 
 

@@ -21,7 +21,13 @@ from rl_core.model_config import GenerationConfig, ModelConfig
 from rl_core.user_code import FromFile
 
 POLICY = assemble("Policy", {"generation": GenerationConfig}, base=ModelConfig)
-SECTIONS = {"eval": EvaluationConfig, "policy": POLICY, "env": assemble("Environments", {"math": EnvironmentConfig})}
+ENVIRONMENTS = assemble("Environments", {"math": EnvironmentConfig})
+SECTIONS = {"eval": EvaluationConfig, "policy": POLICY, "env": ENVIRONMENTS}
+
+
+def score(completion, answer):
+    """The environment of the prompts here: rl-envs, which has the one named math, is not installed for these tests."""
+    return float(completion == answer)
 
 
 class Base(Config):
@@ -36,7 +42,13 @@ def make_config(*, data=None, grpo=None, total=40, **settings):
         model_name="m", max_total_sequence_length=total, generation=GenerationConfig(max_new_tokens=8, temperature=1.0)
     )
     given = {"grpo": grpo or GRPOConfig(), "data": data} if data else {}
-    return root(algorithm="grpo" if data else "evaluation", eval=EvaluationConfig(**settings), policy=policy, **given)
+    return root(
+        algorithm="grpo" if data else "evaluation",
+        eval=EvaluationConfig(**settings),
+        policy=policy,
+        env=ENVIRONMENTS(math=EnvironmentConfig(type=f"{__file__}:score")),
+        **given,
+    )
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ def digest(*parts: str | bytes) -> str:
 
 
 def stored(name: str, write: Callable[[IO[bytes]], None]) -> Path:
-    """The file of that name in the cache, which `write` fills if there is none; complete whenever it is there.
+    """The file of that name in the cache. If it does not exist, `write` fills it; a file that exists is complete.
 
     Raises:
         DataError: if the folder cannot be written, with the remedy.

@@ -159,7 +159,7 @@ class FlowStream(Generic[T]):
 
     @property
     def num_left(self) -> None:
-        """Draws to the end: there is none."""
+        """Draws to the end: None, as a flow does not end."""
         return None
 
     @property
@@ -168,7 +168,7 @@ class FlowStream(Generic[T]):
         return float(min(flow.num_passes for flow in self._flows))
 
     def num_batches(self, _size: int) -> None:
-        """Batches to the end: there is none."""
+        """Batches to the end: None, as a flow does not end."""
         return None
 
     def take(self, count: int) -> list[T]:

@@ -79,7 +79,7 @@ class RowMapping(Mapping[str, T], Generic[T]):
         return RowMapping(self._prefix, numbers, Lazily(len(positions), lambda index: values[int(positions[index])]))
 
     def flat(self, make: Callable[[str, int, int, Any], U]) -> Sequence[U]:
-        """What `make` makes of each item of values that are lists: of the row's id, the item's number in it, how many
+        """Results of `make` for each item of values that are lists: of the row's id, the item's number in it, how many
         it has, and the item; a list if the values are one, and otherwise made when asked for."""
         values: Sequence[Any] = self.values_in_order
         counts = np.fromiter(map(len, values), dtype=np.int64, count=len(self))
@@ -94,7 +94,7 @@ class RowMapping(Mapping[str, T], Generic[T]):
         return list(lazily) if isinstance(values, list) else lazily
 
     def rows(self, make: Callable[[str, T], U]) -> Sequence[U]:
-        """What `make` makes of each id and value: a list if the values are one, and otherwise made when asked for."""
+        """Results of `make` for each id and value: a list if the values are one, and otherwise made when asked for."""
         values = self.values_in_order
         if isinstance(values, list):
             return [make(row_id, value) for row_id, value in zip(self, values, strict=True)]

@@ -38,7 +38,7 @@ PROCESSORS: Mapping[str, Processor] = {
 """Processors by the name that `processor` takes."""
 
 _ARRANGED: Mapping[str, Callable[[Rows], Rows]] = {"oasst": conversations, "oasst_preference": ranked_replies}
-"""What is done to all rows before a processor gets them one by one, by its name."""
+"""Preparation of all rows, before a processor gets them one by one, by the name of the processor."""
 
 
 def arranged(rows: Rows, settings: DatasetConfig) -> Rows:

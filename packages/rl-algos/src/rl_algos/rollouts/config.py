@@ -179,7 +179,7 @@ class EvaluationRoot(Protocol):
 
     @property
     def eval(self) -> EvaluationConfig:
-        """What is measured."""
+        """Settings of the evaluation."""
         ...
 
     @property

@@ -122,7 +122,7 @@ class AdapterPublishingSuite(ABC):
             model.manifest(1, "adapter")
 
     def _sent(self, ranks: RankPool, model: PooledModel, form: WeightForm) -> tuple[Manifest, list[Received]]:
-        """What the receivers of each of two ranks get."""
+        """Tensors that the receivers of each of two ranks get."""
         manifest, transport = model.manifest(1, form), sent_by_every_rank()
         with ranks_apart(ranks), receiving_threads(2, lambda: receive(manifest, transport)) as received:
             digests = model.call("send", manifest, transport)

@@ -22,7 +22,7 @@ with open("solution.py", encoding="utf-8", errors="surrogateescape") as file:
     source = file.read()
 task = json.loads(sys.stdin.readline())
 report = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="backslashreplace")
-os.dup2(2, 1)  # what the program prints is no report
+os.dup2(2, 1)  # output of the program must not reach the report
 sys.setrecursionlimit(50_000)
 space = {"__name__": "solution"}
 exec("from typing import *\\nimport collections, functools, heapq, itertools, math, re, string, bisect, random\\n"

@@ -395,7 +395,7 @@ except OSError:
 
 @contextlib.contextmanager
 def bait() -> Iterator[dict[str, Any]]:
-    """What the programs try to reach: files, sockets and a process with a secret, as long as the context lasts."""
+    """Targets of the programs: files, sockets and a process with a secret, as long as the context lasts."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rl-sandbox-bait-")))
         folder.chmod(0o777)

@@ -52,7 +52,7 @@ class Probe:
         return cls(Batch({"tokens": Ragged.from_rows(draws)}), read, _TOLERANCES.get(precision, _HALF_TOLERANCE))
 
     def results(self, model: Model) -> np.ndarray:
-        """What a model computes: float32 `[tokens]` or `[rows]`."""
+        """Results of a model: float32 `[tokens]` or `[rows]`."""
         column = model.infer(self.batch, [self.read])[self.read.name]
         return column.values if isinstance(column, Ragged) else column
 
