@@ -144,3 +144,31 @@ class Short:
 
 def length(completion: str, scale: float = 1.0) -> float:
     return scale * len(completion)
+
+
+class Tally:
+    """Counts the conversations that are under way in all processes, by files; the config is a folder.
+
+    The reward of a turn is their number. A conversation ends with the completion `end`.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
+
+    def step(self, conversations: Sequence[Conversation], states: Sequence[Any]) -> list[StepResult]:
+        for conversation in conversations:
+            (self._folder / conversation.id).touch()
+        count = float(len(list(self._folder.iterdir())))
+        return [
+            StepResult(
+                reward=count,
+                done=conversation.completion == "end",
+                observation=({"role": "user", "content": "?"},),
+                state=conversation.id,
+            )
+            for conversation in conversations
+        ]
+
+    def close(self, states: Sequence[Any]) -> None:
+        for name in states:
+            (self._folder / name).unlink()

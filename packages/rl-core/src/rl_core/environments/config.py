@@ -29,6 +29,11 @@ class EnvironmentConfig(Config):
     max_batch: Annotated[int, WhenChanged.RESUME] = Field(default=1, ge=1)
     """Most conversations of one call of the environment's `step`, which share its deadline. Raise it for an
     environment that answers many at once faster than one after the other, such as one that calls a server."""
+    max_concurrent: Annotated[int | None, WhenChanged.RESUME] = Field(default=None, ge=1)
+    """Most conversations that it has under way at a time on each node: those in a call, and those of several turns from
+    their first turn to their end. Others wait before their first turn. Set it for an environment whose conversations
+    each hold something scarce, such as a browser, or that calls a server which serves a few at a time; unset,
+    `num_workers` and `max_batch` alone limit the calls."""
     retries: Annotated[int, WhenChanged.RESUME] = Field(default=0, ge=0)
     """Times that a turn is tried again after its call raised, passed the deadline or ended its process, for an
     environment whose calls may safely be made twice, such as one that calls a server. A conversation that has a state

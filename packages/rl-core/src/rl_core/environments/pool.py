@@ -40,6 +40,9 @@ class EnvironmentPool:
     deadline, those without a state are tried again one by one, so that only those to blame fail; those with a state
     fail, as their state may be half stepped or lost.
 
+    With `max_concurrent`, conversations wait before their first turn until others have ended, which takes nothing from
+    their deadline.
+
     The processes see a few environment variables of this one (`child.PASSED`) and end with it, however it ends. Nothing
     that they send is unpickled (`messages`).
 
@@ -50,6 +53,7 @@ class EnvironmentPool:
         num_workers: number of processes; by default one per CPU, `MAX_DEFAULT_WORKERS` at most.
         deadline_s: most seconds of a call; the process that passes it is replaced.
         max_batch: most conversations of a call.
+        max_concurrent: most conversations under way, in a call or with a state; None for no bound.
         memory_limit_gib: most memory that a process may allocate; None for no limit.
         retries: how often a failed turn of a conversation without a state is tried again.
         env_vars: further environment variables of the processes.
@@ -65,6 +69,7 @@ class EnvironmentPool:
         num_workers: int | None = None,
         deadline_s: float,
         max_batch: int = 1,
+        max_concurrent: int | None = None,
         memory_limit_gib: float | None = None,
         retries: int = 0,
         env_vars: Mapping[str, str] | None = None,
@@ -77,8 +82,16 @@ class EnvironmentPool:
                 "num_workers, max_batch and deadline_s must be positive, "
                 f"got {num_workers}, {max_batch} and {deadline_s}"
             )
+        if max_concurrent is not None and max_concurrent < 1:
+            raise ValueError(f"max_concurrent must be positive or None, got {max_concurrent}")
         spec = ChildSpec(environment, pickle.dumps(config), name, env_vars or {}, memory_limit_gib)
-        self._backlog = Backlog(deadline_s=deadline_s, num_workers=num_workers, wake=self._wake)
+        self._max_concurrent = max_concurrent
+        self._backlog = Backlog(
+            deadline_s=deadline_s,
+            num_workers=num_workers,
+            wake=self._wake,
+            room=None if max_concurrent is None else self._room,
+        )
         self._workers = [
             Worker(spec, self._backlog, deadline_s=deadline_s, max_batch=max_batch) for _ in range(num_workers)
         ]
@@ -97,6 +110,7 @@ class EnvironmentPool:
             num_workers=config.num_workers,
             deadline_s=config.deadline_s,
             max_batch=config.max_batch,
+            max_concurrent=config.max_concurrent,
             memory_limit_gib=config.memory_limit_gib,
             retries=config.retries,
             env_vars=config.env_vars,
@@ -254,6 +268,10 @@ class EnvironmentPool:
             home.busy = True
             turns.append(Turn(conversation.id, payload, home, call, index, retries=self._retries))
         return turns
+
+    def _room(self) -> int:
+        assert self._max_concurrent is not None, "asked for only if there is a bound"
+        return self._max_concurrent - sum(worker.num_open for worker in self._workers)
 
     def _wake(self) -> None:
         idle = sorted((worker for worker in self._workers if worker.idle), key=lambda worker: worker.num_states)

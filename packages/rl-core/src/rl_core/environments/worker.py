@@ -41,6 +41,8 @@ class Worker:
         self._own: deque[Turn] = deque()
         self._abandoned: list[str] = []
         self._stateful: dict[str, Home] = {}
+        self._num_beginning = 0
+        self._num_closing = 0
         self._process: Child | None = None
         self._starting = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
@@ -51,6 +53,11 @@ class Worker:
     def num_states(self) -> int:
         """Conversations whose states its process has."""
         return len(self._stateful)
+
+    @property
+    def num_open(self) -> int:
+        """Conversations that it has under way: in a call, or with a state that is not closed yet."""
+        return len(self._stateful) + len(self._abandoned) + self._num_beginning + self._num_closing
 
     @property
     def num_queued(self) -> int:
@@ -117,15 +124,18 @@ class Worker:
                     await self._replace(self._process, await self._process.how_it_ended())
                 if self._abandoned:
                     await self._close_states()
+                self._backlog.note_room()
                 if not (batch := self._take()):
                     break
                 await self._step(await self.start(), batch)
+                self._num_beginning = 0
                 self._backlog.done(batch)
         except asyncio.CancelledError:
             fail_all(batch, RuntimeError("the environment pool is closed"))
             raise
         except Exception as error:  # noqa: BLE001  # those who wait are told
             # the processes of other workers would not start either
+            self._num_beginning = 0
             fail_all([*batch, *self._own, *self._backlog.drain()], error)
             self._own.clear()
             self._backlog.done(batch)
@@ -139,6 +149,7 @@ class Worker:
                 batch = self._backlog.take(self._max_batch)
             wanted = [turn for turn in batch if self._is_wanted(turn)]
             if wanted or not batch:
+                self._num_beginning = sum(turn.home.worker is None for turn in wanted)
                 return wanted
             self._backlog.done(batch)
 
@@ -210,6 +221,7 @@ class Worker:
         ids, self._abandoned = self._abandoned, []
         if self._process is None:
             return
+        self._num_closing = len(ids)
         try:
             problem = await self._process.request(Abandon(ids), self._deadline_s)
         except (EnvironmentTimeout, WorkerDied) as error:
@@ -217,6 +229,8 @@ class Worker:
         else:
             if problem is not None:
                 logger.warning("%s", problem)
+        finally:
+            self._num_closing = 0
 
     def _settle(self, turn: Turn, answer: Answer) -> None:
         if answer.has_state and turn.home.abandoned:
@@ -238,6 +252,7 @@ class Worker:
             home.lost = f"state lost with its environment's process: {reason}"
             home.worker = None
         self._stateful.clear()
+        self._abandoned.clear()
         logger.warning("environment process restarts (%d more conversations lose their state): %s", len(lost), reason)
 
     async def _end(self, process: Child) -> None:
@@ -332,10 +347,19 @@ class Backlog:
         deadline_s: most seconds of a call.
         num_workers: how many take turns from here.
         wake: called when there is something to take.
+        room: how many conversations may begin beside those that are under way; None for no bound.
     """
 
-    def __init__(self, *, deadline_s: float, num_workers: int, wake: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        *,
+        deadline_s: float,
+        num_workers: int,
+        wake: Callable[[], None],
+        room: Callable[[], int] | None = None,
+    ) -> None:
         self._deadline_s = deadline_s
+        self._room = room
         self._most_suspects = max(1, num_workers - 1)
         self._wake = wake
         self._fresh: deque[Turn] = deque()
@@ -373,7 +397,13 @@ class Backlog:
         self._wake()
 
     def take(self, most: int) -> list[Turn]:
-        """Take the turns of the next call: several, or one that is to run by itself; empty if there is none."""
+        """Take the turns of the next call: several, or one that is to run by itself; empty if there is none, or no room
+        for one.
+        """
+        if self._room is not None:
+            most = min(most, self._room())
+        if most < 1:
+            return []
         if self._suspects and (not self._fresh or self._is_overdue(self._suspects[0])):
             suspect = self._suspects.popleft()
             self._running_suspects.add(suspect)
@@ -390,6 +420,11 @@ class Backlog:
     def done(self, turns: Iterable[Turn]) -> None:
         """Note that these turns are no longer under way."""
         self._running_suspects.difference_update(turns)
+
+    def note_room(self) -> None:
+        """Have idle workers look again, as a conversation may have ended that others waited for."""
+        if self._room is not None and len(self) and self._room() > 0:
+            self._wake()
 
     async def others_wait(self) -> None:
         """Return when turns that nobody suspects wait for a worker."""
