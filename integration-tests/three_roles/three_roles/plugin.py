@@ -1,7 +1,8 @@
-"""The algorithm as rl-launch finds it."""
+"""The algorithms as rl-launch finds them."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from rl_algos.data.config import DataConfig
@@ -30,4 +31,13 @@ PLUGIN = AlgorithmPlugin(
     models=models,
     model_sections=("policy", "value", "teachers.first"),
     requirements=(LOSSES, Requirement("three-roles", imports=("three_roles",))),
+)
+
+ROLLOUTS = replace(
+    PLUGIN,
+    name="three-roles-rollouts",
+    prepare="three_roles.rollouts:prepare",
+    run="three_roles.rollouts:run",
+    generates=True,
+    rollouts="three_roles.rollouts:rollouts",
 )
