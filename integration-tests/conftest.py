@@ -39,6 +39,7 @@ def run_rl(*arguments: str, timeout: float = 840, **variables: str) -> CommandRe
 def pytest_addoption(parser):
     parser.addoption("--quickstart", metavar="DIR", help="a finished quickstart to test instead of a new one")
     parser.addoption("--kills", type=int, default=1, help="how often a run is killed and resumed")
+    parser.addoption("--every-layout", action="store_true", help="rehearse every fault on every layout of GRPO")
 
 
 @pytest.fixture(autouse=True)

@@ -114,6 +114,12 @@ class LogicalCluster:
                 return node
         raise AssertionError(path.read_text())
 
+    def kill_one(self, words):
+        """Kill a process of any node by words of its title."""
+        found = [each for node in self.nodes for each in node.processes() if words in " ".join(each.cmdline())]
+        assert found, f"no node runs {words}"
+        found[0].kill()
+
     def __enter__(self):
         return self
 

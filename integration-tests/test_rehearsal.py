@@ -17,6 +17,12 @@ MEGATRON = (
 )
 TENSOR = "policy.dtensor_cfg.tensor_parallel_size=2"
 NUM_STEPS = 6
+LAYOUTS = {
+    "dtensor": (TENSOR,),
+    "dtensor, generation apart": (TENSOR, *APART),
+    "megatron": MEGATRON,
+    "megatron, generation apart": (*MEGATRON, *APART),
+}
 STEPS = f"grpo.max_num_steps={NUM_STEPS}"
 SAME = ("reward/mean", "train/loss", "train/grad_norm")
 
@@ -67,6 +73,30 @@ def test_megatron_with_generation_apart_outlives_a_node(grpo, whole_hf, cluster,
     run.finish()
     assert_a_plain_run(run, whole_hf)
     assert logs_of(run.folder).count("starting again from checkpoint step_3") == 1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_outlives_its_workers_and_a_node(pytestconfig, layout, grpo, whole_hf, cluster, tmp_path):
+    if not pytestconfig.getoption("every_layout"):
+        pytest.skip("takes minutes for each layout: asked for by --every-layout")
+    cluster.add(num_gpus=0)
+    for _ in range(3):
+        cluster.add()
+    arguments = (*grpo, STEPS, HF, *NODES, FOUR, *LAYOUTS[layout])
+    run = Run.start(tmp_path / "run", *arguments, RAY_ADDRESS=cluster.address)
+    run.await_step(1)
+    cluster.kill_one("ray::AsyncWorkerHost")
+    run.await_step(2)
+    cluster.kill_one("ray::RestartingHost")
+    run.await_step(4)
+    cluster.kill_one("ray::WorkerHost")
+    run.await_log("starting again from checkpoint step_3")
+    run.await_step(5)
+    used = next(node for node in cluster.nodes[1:] if node.runs("ray::WorkerHost"))
+    used.kill()
+    run.finish()
+    assert_a_plain_run(run, whole_hf)
+    assert logs_of(run.folder).count("starting again from checkpoint step_3") == 2
 
 
 def test_a_run_folder_that_a_node_does_not_see_is_refused(sft, cluster, tmp_path):
