@@ -191,6 +191,8 @@ def test_a_node_that_dies_meanwhile_is_named_and_known_to_be_lost(spare, pair, t
 
 @pytest.mark.parametrize("report_s", [0.2, 60.0])
 def test_a_wait_for_a_start_says_who_is_missing_and_ends_with_its_key(machines, caplog, monkeypatch, report_s):
+    monkeypatch.setattr("os.getloadavg", lambda: (40.0, 30.0, 20.0))
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
     caplog.set_level("INFO", logger="rl_launch")
     monkeypatch.setattr("rl_launch.cluster.start_wait.REPORT_S", report_s)
     done, sleep = ray.put(1), ray.remote(lambda: time.sleep(1000)).options(num_cpus=0)
@@ -199,11 +201,13 @@ def test_a_wait_for_a_start_says_who_is_missing_and_ends_with_its_key(machines, 
     with pytest.raises(WorkerStalled) as stalled:
         gather_start([done, *never], origins, Bound(1.0, "cluster.start_timeout_s"), "loading policy")
     assert str(stalled.value) == (
-        "policy rank 1 on 10.0.0.2 during start: loading policy is not done within 1 s (cluster.start_timeout_s), nor "
-        "are 1 more"
+        "policy rank 1 on 10.0.0.2 during start: loading policy did not finish within 1 s (cluster.start_timeout_s); 1 "
+        "more did not finish either"
     )
     waits = [message for message in caplog.messages if message.startswith("still waiting for loading policy after")]
     assert bool(waits) == (report_s < 1)
+    who = "policy rank 1 on 10.0.0.2 and 1 more (this machine is busy: a load of 40 on 2 CPUs)"
+    assert all(wait.endswith(f" s: {who}") for wait in waits)
     for each in never:
         ray.cancel(each, force=True)
     assert gather_start([done], origins[:1], Bound(1.0, "key"), "x") == [1]

@@ -62,6 +62,15 @@ def test_the_name_of_a_run_stays_whole(folder):
     assert max(map(len, lines)) <= 80
 
 
+def test_runs_of_the_recipes_for_a_first_hour_take_a_line_each(tmp_path):
+    state = RunState("finished", 3, 3, best=Best("reward/mean", 0.2, 3))
+    for name in ("talks-gentle", "notebook"):
+        make_run(tmp_path / name, state, model="/home/me/tiny-arithmetic-sft")
+    text = io.StringIO()
+    show(list_runs(tmp_path), tmp_path, Console(file=text, width=80), now=datetime.now(UTC))
+    assert len(text.getvalue().splitlines()) == 3
+
+
 def test_the_command_lists_as_json(folder):
     answer = CliRunner().invoke(app, ["runs", "--json"])
     assert answer.exit_code == 0

@@ -68,7 +68,7 @@ def test_a_branch_goes_on_from_the_step_as_the_run_itself_did(tmp_path, origin):
 
 
 def test_a_branch_says_where_it_started_and_what_it_changed(tmp_path, origin):
-    settings = config(8, learning_rate=0.2)
+    settings = config(8, learning_rate=0.2).model_copy(update={"run_dir": str(tmp_path / "branch")})
     run_branch(tmp_path / "branch", settings, branch(origin, settings))
     assert RunFolder(tmp_path / "branch").description().origin == {
         "run_dir": str(origin),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,13 +54,22 @@ def gather_start(refs: Sequence[ray.ObjectRef], origins: Sequence[Origin], bound
             missing = _missing(refs, origins)
             if not missing:
                 raise
-            others = f", nor are {len(missing) - 1} more" if len(missing) > 1 else ""
+            others = len(missing) - 1
             if left <= REPORT_S:
+                beside = f"; {others} more did not finish either" if others else ""
                 raise WorkerStalled(
-                    f"{awaited} is not done within {bound.timeout_s:g} s ({bound.key}){others}", missing[0]
+                    f"{awaited} did not finish within {bound.timeout_s:g} s ({bound.key}){beside}", missing[0]
                 ) from None
+            first = f"{missing[0].role} rank {missing[0].rank} on {missing[0].node}"
+            workers = f"{first} and {others} more" if others else first
             waited = time.monotonic() - begun
-            _log.info("still waiting for %s after %.0f s: %s is not done%s", awaited, waited, missing[0], others)
+            _log.info("still waiting for %s after %.0f s: %s%s", awaited, waited, workers, _busy())
+
+
+def _busy() -> str:
+    """A remark if this machine has far more to do than CPUs; empty otherwise."""
+    load, num_cpus = os.getloadavg()[0], os.cpu_count() or 1
+    return f" (this machine is busy: a load of {load:.0f} on {num_cpus} CPUs)" if load > 2 * num_cpus else ""
 
 
 def _missing(refs: Sequence[ray.ObjectRef], origins: Sequence[Origin]) -> list[Origin]:

@@ -73,7 +73,7 @@ def show(runs: Sequence[ListedRun], folder: Path, console: Console, *, now: date
         text = f"{folder} holds no runs. rl train RECIPE starts one under runs/."
         console.print(text, highlight=False, markup=False, soft_wrap=True)
         return
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     table.add_column("run", no_wrap=True, overflow="fold")  # to be copied; if there is no room, the model wraps
     table.add_column("algorithm", no_wrap=True)
     table.add_column("model", overflow="fold")

@@ -141,6 +141,7 @@ def _run(
     device = resolve_device(config.cluster)
     check_placement(config.cluster, backends, device)
     envs = provision_workers(config, backends, needs, device)
+    _log.info("checking models and engines in their environments")
     try_in(envs.interpreters, untried)
     check_engines(config, backends, envs)
     for role, model in backends.models.items():

@@ -142,7 +142,7 @@ class BranchPoint:
             run_dir=path.absolute(),
             step=step,
             checkpoint=checkpoint.absolute(),
-            changed=tuple(str(each.change) for each in changes),
+            changed=tuple(str(each.change) for each in changes if each.change.key != "run_dir"),
             keeps_position=not _changes_data(changes),
         )
 

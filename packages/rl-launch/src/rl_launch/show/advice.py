@@ -208,8 +208,8 @@ def _slow(timings: Mapping[str, float], config: Mapping[str, Any]) -> Iterator[A
         "allows",
         "logprobs": "raise policy.logprob_batch_size (or policy.sequence_packing.logprob_mb_tokens) as far as memory "
         "allows",
-        "weight_sync": f"take more prompts per step ({_section(config)}.num_prompts_per_step), or set "
-        "policy.generation.weight_sync",
+        "weight_sync": f"take more prompts per step ({_section(config)}.num_prompts_per_step): a sync takes as long "
+        "for any number",
         "validation": "validate less often or on fewer prompts: the keys val_period and max_val_samples",
         "data": "tokenise in processes beside the run: data.num_workers",
     }
