@@ -22,12 +22,15 @@ class Delivery:
         canary: int32 token rows to score with the new weights.
         takes_turns: whether the replica sleeps while the policy has the devices: then only its weights are awake during
             the transfer, and `try_out` scores the canary once there is room for a KV cache.
+        in_flight: whether requests in flight are interrupted, to be continued with the new weights, instead of finished
+            with the old ones.
     """
 
     transport: Transport
     first_rank: int
     canary: tuple[np.ndarray, ...]
     takes_turns: bool = False
+    in_flight: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ async def take_over(generator: Generator, manifest: Manifest, delivery: Delivery
         WeightSyncError: naming the tensors that did not arrive, or are not used.
         GeneratorError: if the engine died.
     """
-    await generator.pause()
+    await generator.pause("interrupt" if delivery.in_flight else "finish")
     if delivery.takes_turns:
         await generator.wake(("weights",))
     await generator.begin(manifest)

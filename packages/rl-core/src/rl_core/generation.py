@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NewType, Protocol
+from typing import Any, Literal, NewType, Protocol
 
 import numpy as np
 
@@ -45,19 +45,28 @@ class SamplingParams:
         TokenFilter(self.top_k, self.top_p, self.min_p)
 
 
+PauseMode = Literal["finish", "interrupt"]
+"""Treatment of the requests in flight when a replica pauses: they finish first, or end with the tokens that they have
+and the stop reason `abort` (`rl_core.interruption` continues them)."""
+
+
 @dataclass(frozen=True)
 class GenerationRequest:
-    """A request for one completion.
+    """A request for one completion, or for the rest of one that was interrupted.
 
     Args:
         token_ids: int32 `[tokens]`, the tokens to continue; never text.
-        sampling: how to draw.
-        seed: makes the draw repeatable whatever else is in the batch.
+        sampling: how to draw; the token limit is that of the tokens that are still to come.
+        seed: makes the draw repeatable whatever else is in the batch. The draws of the rest of a completion depend on
+            `num_sampled` too, so that no random number is used twice.
+        num_sampled: how many of `token_ids`, the last ones, were sampled for this completion before it was interrupted.
+            A stop string may begin in them.
     """
 
     token_ids: np.ndarray
     sampling: SamplingParams
     seed: int
+    num_sampled: int = 0
 
 
 class Generator(WeightSink, Protocol):
@@ -80,8 +89,12 @@ class Generator(WeightSink, Protocol):
         """float32 `[tokens]`, logprobs of given tokens at temperature 1; index i belongs to token i, the first is 0."""
         ...
 
-    async def pause(self) -> None:
-        """Stop after requests in flight are done; later ones wait."""
+    async def pause(self, mode: PauseMode = "finish") -> None:
+        """Stop once no request is in flight; later ones wait.
+
+        With `interrupt` those in flight end at once: each returns the tokens that it has, often none, with their
+        logprobs.
+        """
         ...
 
     async def resume(self) -> None:

@@ -15,6 +15,7 @@ from rl_dtensor.generation.generator import HFGenerator
 
 
 class TestHFGenerator(GeneratorSuite):
+    draws_by_place = True
     tolerance = 1e-5
 
     @classmethod

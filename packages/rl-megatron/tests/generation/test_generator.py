@@ -30,6 +30,7 @@ CPU = Placement("cpu")
 
 
 class TestMegatronGenerator(GeneratorSuite):
+    draws_by_place = True
     tolerance = 1e-4
 
     @classmethod

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 
 from rl_core.errors import GeneratorError
+
+INTERRUPT_AGAIN_S = 0.05
+"""Longest wait for requests to end before the engine is asked again to end them."""
 
 
 class Admission:
@@ -55,10 +58,19 @@ class Admission:
             if not self.num_inside:
                 self._empty.set()
 
-    async def pause(self) -> None:
-        """Admit nothing until `resume`, and wait for the requests in flight."""
+    async def pause(self, interrupt: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Admit nothing until `resume`, and wait for the requests in flight.
+
+        Args:
+            interrupt: ends the requests that the engine has; called until none is in flight, as some may be on their
+                way into the engine. None lets them finish.
+        """
         self._paused = True
         self._update()
+        while interrupt is not None and not self._empty.is_set():
+            await interrupt()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._empty.wait(), INTERRUPT_AGAIN_S)
         await self._empty.wait()
 
     def resume(self) -> None:

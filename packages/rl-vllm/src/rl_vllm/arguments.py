@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -19,6 +20,7 @@ from rl_core.generation import GenerationRequest, Placement
 from rl_core.model_config import ModelConfig, local_hf_config
 from rl_core.torch.training.lora import is_adapted
 from rl_vllm.config import MAX_TEMPERATURE, MIN_TEMPERATURE, VllmConfig
+from rl_vllm.continued_text import NUM_SAMPLED
 
 GIB = 2**30
 LINEAR = (nn.Linear.forward, Conv1D.forward)
@@ -146,12 +148,23 @@ def sampling_params(request: GenerationRequest, *, max_tokens: int) -> VllmSampl
         skip_special_tokens=False,  # a stop string may be a special token's text
         ignore_eos=True,
         detokenize=bool(sampling.stop_strings),
-        seed=request.seed % 2**63,
+        seed=_seed(request),
         logprobs=0,
         flat_logprobs=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
+        extra_args={NUM_SAMPLED: request.num_sampled} if request.num_sampled and sampling.stop_strings else None,
         skip_clone=True,
     )
+
+
+def _seed(request: GenerationRequest) -> int:
+    """The seed of a request; another one for the rest of a completion, as some of vLLM's model runners draw the same
+    random numbers from the start of every request.
+    """
+    if not request.num_sampled:
+        return request.seed % 2**63
+    entropy = np.random.SeedSequence([request.seed % 2**63, request.num_sampled])
+    return int(entropy.generate_state(1, np.uint64)[0]) % 2**63
 
 
 def scoring_params() -> VllmSamplingParams:

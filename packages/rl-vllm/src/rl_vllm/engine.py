@@ -18,6 +18,7 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from rl_core.errors import GeneratorError, RequestRefused
 from rl_core.generation import GenerationRequest
 from rl_vllm.arguments import sampling_params, scoring_params
+from rl_vllm.continued_text import continue_texts
 
 
 class Engine(ABC):
@@ -41,6 +42,7 @@ class Engine(ABC):
 
         # vLLM's own statistics cost more, and their interface is not stable
         processor.process_outputs = count
+        continue_texts(processor)
 
     @property
     def num_sampled(self) -> int:
@@ -73,6 +75,12 @@ class Engine(ABC):
         engine."""
 
     @abstractmethod
+    async def interrupt(self) -> None:
+        """End the requests that the engine generates for, with what they have. Those that score go on, and so may
+        requests that are still on their way into the engine.
+        """
+
+    @abstractmethod
     async def call(self, method: str, *args: Any) -> list[Any]:
         """Call a method of the worker extension on every rank; returns the answers by rank."""
 
@@ -95,6 +103,11 @@ class Engine(ABC):
     @abstractmethod
     async def end(self) -> None:
         """End it, and see all its processes end."""
+
+
+def generates(params: VllmSamplingParams) -> bool:
+    """Whether a request is for tokens, not for the logprobs of its prompt."""
+    return params.prompt_logprobs is None
 
 
 @contextmanager

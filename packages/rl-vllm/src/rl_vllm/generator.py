@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rl_core.errors import GeneratorError, RequestRefused, WeightSyncError
-from rl_core.generation import GenerationRequest, Placement
+from rl_core.generation import GenerationRequest, PauseMode, Placement
 from rl_core.model_config import GenerationConfig, ModelConfig
 from rl_core.rollout import Completion, WeightSpan
 from rl_core.weights import Manifest, Transport
@@ -30,9 +30,9 @@ class VllmGenerator:
     """A `Generator` on vLLM: its engine in processes of its own or, for one rank on CPU, in a thread of this one.
 
     Completions carry float32 logprobs after temperature, top-p and top-k. Only the request's stop tokens and strings
-    end a completion; the model's own end of sequence counts if it is among them. Requests in flight finish before a
-    pause takes hold, so that a completion has one weight version; version 0 is what was loaded, and is served unless
-    weights are awaited. `score` is answered during a pause, for the canary of a weight sync.
+    end a completion; the model's own end of sequence counts if it is among them. Requests in flight finish or are
+    interrupted before a pause takes hold, so that a completion has one weight version; version 0 is what was loaded,
+    and is served unless weights are awaited. `score` is answered during a pause, for the canary of a weight sync.
 
     On CPU sleeping frees nothing, for vLLM cannot; it is accepted and keeps requests waiting all the same. A rehearsal
     asks for the weights again as GPUs do.
@@ -153,9 +153,9 @@ class VllmGenerator:
                 scores[1:] = await self._running().score(token_ids)
         return scores
 
-    async def pause(self) -> None:
-        """Stop after requests in flight are done; later ones wait."""
-        await self._admission.pause()
+    async def pause(self, mode: PauseMode = "finish") -> None:
+        """Stop once no request is in flight; later ones wait. With `interrupt` they end with the tokens they have."""
+        await self._admission.pause(self._running().interrupt if mode == "interrupt" else None)
 
     async def resume(self) -> None:
         """Serve again, once awake."""
@@ -299,10 +299,14 @@ class VllmGenerator:
         )
 
     def _routed_experts(self, output: Any, num_computed: int) -> np.ndarray | None:
-        """int16 `[num_computed, layers, experts per token]`: of all tokens but the last one sampled."""
+        """int16 `[num_computed, layers, experts per token]`: of all tokens but the last one sampled, or of fewer if
+        the request was interrupted.
+        """
         if not self._placement.reports_routing or not len(output.token_ids):
             return None
         routed = output.routed_experts
+        if output.finish_reason == "abort":
+            return None if routed is None else np.asarray(routed[:num_computed]).astype(np.int16)
         num_reported = 0 if routed is None else len(routed)
         if num_reported < num_computed:
             raise GeneratorError(f"the engine reported the routing of {num_reported} of {num_computed} tokens")

@@ -13,11 +13,12 @@ import numpy as np
 from vllm import AsyncEngineArgs
 from vllm import SamplingParams as VllmSamplingParams
 from vllm.lora.request import LoRARequest
+from vllm.v1.engine import FinishReason
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from rl_core.errors import GeneratorError, RequestRefused
 from rl_core.torch.generation.step_thread import StepThread
-from rl_vllm.engine import Engine, failures, one_line
+from rl_vllm.engine import Engine, failures, generates, one_line
 
 Result = TypeVar("Result")
 
@@ -71,6 +72,10 @@ class LocalEngine(Engine):
         self._submitted.append(request)
         with failures():
             return await asyncio.wrap_future(request.output)
+
+    async def interrupt(self) -> None:
+        self._flush()  # those of this turn of the event loop too
+        await asyncio.wrap_future(self._thread.call(self._engine.interrupt))
 
     async def call(self, method: str, *args: Any) -> list[Any]:
         return await self._between_steps(lambda engine: engine.collective_rpc(method, args=args))
@@ -141,9 +146,17 @@ class SteppedEngine:
             return
         for output in self.vllm.step():
             if output.finished:
-                request = self._take_out(output.request_id)
-                if request.output.set_running_or_notify_cancel():
-                    request.output.set_result(output)
+                self._answer(output.request_id, output)
+
+    def interrupt(self) -> None:
+        """End requests for tokens with those that they have."""
+        for name in [name for name, request in self._requests.items() if generates(request.params)]:
+            internal = self._id_of[name]
+            # vLLM 0.32 makes no output of requests that are aborted in an engine of the caller's process
+            state = self.vllm.output_processor.request_states[internal]
+            output = state.make_request_output([], None, FinishReason.ABORT, None)
+            self.vllm.abort_request([internal], internal=True)
+            self._answer(name, output)
 
     def fail(self, reason: str) -> None:
         """Fail all requests."""
@@ -154,6 +167,11 @@ class SteppedEngine:
     def dispose(self) -> None:
         """Shut the engine down."""
         self.vllm.engine_core.shutdown()
+
+    def _answer(self, name: str, output: Any) -> None:
+        request = self._take_out(name)
+        if request.output.set_running_or_notify_cancel():
+            request.output.set_result(output)
 
     def _take_out(self, name: str) -> Request:
         del self._id_of[name]

@@ -19,7 +19,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from rl_core.errors import GeneratorError
-from rl_vllm.engine import Engine, failures, one_line
+from rl_vllm.engine import Engine, failures, generates, one_line
 from rl_vllm.engine_output import EngineOutput, ends_of
 
 SHUTDOWN_S = 10.0
@@ -39,6 +39,7 @@ class ProcessEngine(Engine):
         self._output = output
         self._cause: asyncio.Task[str] | None = None
         self._ids = itertools.count()
+        self._generating: set[str] = set()
 
     @classmethod
     async def start(cls, arguments: AsyncEngineArgs) -> ProcessEngine:
@@ -65,12 +66,21 @@ class ProcessEngine(Engine):
 
     async def run(self, token_ids: np.ndarray, params: VllmSamplingParams) -> Any:
         prompt = {"type": "token", "prompt_token_ids": token_ids.tolist()}
-        async with self._failures():
-            name = str(next(self._ids))
-            async for output in self._engine.generate(prompt, params, name, lora_request=self.adapter):
-                if output.finished:
-                    return output
+        name = str(next(self._ids))
+        if generates(params):
+            self._generating.add(name)
+        try:
+            async with self._failures():
+                async for output in self._engine.generate(prompt, params, name, lora_request=self.adapter):
+                    if output.finished:
+                        return output
+        finally:
+            self._generating.discard(name)
         raise GeneratorError("the engine ended a request without an answer")
+
+    async def interrupt(self) -> None:
+        async with self._failures():
+            await self._engine.abort(sorted(self._generating))
 
     async def call(self, method: str, *args: Any) -> list[Any]:
         async with self._failures():

@@ -27,6 +27,7 @@ from rl_core.generation import (
     RolloutTask,
     SamplingParams,
 )
+from rl_core.interruption import generate_whole
 from rl_core.model_config import TokenizerConfig
 from rl_core.plugins import resolve
 from rl_core.rollout import RECORD, Completion, GroupReport, Message, Prompt, Rollout, parts_of
@@ -233,7 +234,7 @@ class _Client:
 
     async def generate(self, token_ids: np.ndarray, sampling: SamplingParams | None = None) -> Completion:
         request = GenerationRequest(token_ids, sampling or self._sampling, self._next_seed())
-        return await self._worker._generator.generate(request)
+        return await generate_whole(self._worker._generator.generate, request)
 
     async def step(self, conversation: Conversation) -> StepResult:
         self._open.add(conversation.id)

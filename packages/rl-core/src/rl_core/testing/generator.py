@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 import pytest
 
 from rl_core.errors import RequestRefused
 from rl_core.generation import GenerationRequest, SamplingParams
+from rl_core.interruption import generate_whole
 from rl_core.rollout import Completion
 from rl_core.testing.torch.reference_model import EOS_TOKEN_ID, VOCAB_SIZE, processed_logprobs
 from rl_core.testing.weights import CONTEXT, Bench, WeightSinkSuite, prompt
@@ -37,6 +39,10 @@ def _one(bench: Bench, token_ids: np.ndarray, sampling: SamplingParams, seed: in
     return _generate(bench, [GenerationRequest(token_ids, sampling, seed)])[0]
 
 
+MOST_ROUNDS = 50
+"""In each of them requests may be over before they can be interrupted."""
+
+
 class GeneratorSuite(WeightSinkSuite):
     """Generation equals what `transformers` computes, and each request gets its own, however they are batched.
 
@@ -52,6 +58,9 @@ class GeneratorSuite(WeightSinkSuite):
             @classmethod
             async def make_head_stale(cls, generator): ...
     """
+
+    draws_by_place: ClassVar[bool] = False
+    """Whether the random number of a token follows from the seed and the token's place in its completion alone."""
 
     def test_greedy_takes_the_most_likely_token(self, bench: Bench) -> None:
         prompts = [prompt(length) for length in (1, 7, 30)]
@@ -224,3 +233,153 @@ class GeneratorSuite(WeightSinkSuite):
 
         kept = bench.runner.run(cancelling())
         assert kept.token_ids.tolist() == _one(bench, prompt(6), SamplingParams(40), seed=2).token_ids.tolist()
+
+    def test_a_pause_that_interrupts_ends_requests_with_the_tokens_they_have(self, bench: Bench) -> None:
+        request = GenerationRequest(prompt(5), SamplingParams(200), 3)
+        whole = _one(bench, request.token_ids, request.sampling, request.seed)
+
+        async def interrupting() -> Completion:
+            part = await _interrupted(bench, request)
+            late = asyncio.create_task(bench.generator.generate(request))
+            await bench.generator.score(prompt(5))
+            await asyncio.sleep(0.05)
+            assert not late.done()
+            await bench.generator.resume()
+            assert (await late).token_ids.tolist() == whole.token_ids.tolist()
+            return part
+
+        part = bench.runner.run(interrupting())
+        count = len(part.token_ids)
+        assert 0 < count < 200
+        assert part.token_ids.tolist() == whole.token_ids[:count].tolist()
+        np.testing.assert_allclose(part.logprobs, whole.logprobs[:count], atol=self.tolerance)
+        assert [span.num_tokens for span in part.spans] == [count]
+
+    def test_a_pause_interrupts_requests_that_the_engine_has_not_begun(self, bench: Bench) -> None:
+        async def interrupting() -> list[Completion]:
+            requests = [GenerationRequest(prompt(5), SamplingParams(200), seed) for seed in range(4)]
+            tasks = [asyncio.create_task(bench.generator.generate(request)) for request in requests]
+            await asyncio.sleep(0)
+            await bench.generator.pause("interrupt")
+            await bench.generator.resume()
+            return await asyncio.gather(*tasks)
+
+        for part in bench.runner.run(interrupting()):
+            assert len(part.logprobs) == len(part.token_ids) == sum(span.num_tokens for span in part.spans)
+            assert part.stop_reason == ("abort" if len(part.token_ids) < 200 else "length")
+
+    def test_interruptions_change_no_greedy_completion(self, bench: Bench) -> None:
+        greedy = SamplingParams(60, temperature=0)
+        prompts = [prompt(length) for length in (1, 7, 30)]
+        requests = [GenerationRequest(tokens, greedy, 0) for tokens in prompts]
+
+        async def interrupted() -> tuple[list[Completion], int]:
+            parts: list[Completion] = []
+
+            async def generate(request: GenerationRequest) -> Completion:
+                parts.append(await bench.generator.generate(request))
+                return parts[-1]
+
+            tasks = [asyncio.create_task(generate_whole(generate, request)) for request in requests]
+            while not all(task.done() for task in tasks):
+                await asyncio.sleep(0.01)
+                await bench.generator.pause("interrupt")
+                await bench.generator.resume()
+            return [task.result() for task in tasks], sum(part.stop_reason == "abort" for part in parts)
+
+        for _ in range(MOST_ROUNDS):
+            found, num_interruptions = bench.runner.run(interrupted())
+            for tokens, completion in zip(prompts, found, strict=True):
+                assert completion.token_ids.tolist() == bench.reference.greedy(tokens, 60)
+                expected = bench.reference.completion_logprobs(tokens, completion.token_ids)
+                np.testing.assert_allclose(completion.logprobs, expected, atol=self.tolerance)
+                assert (completion.stop_reason, len(completion.spans)) == ("length", 1)
+            if num_interruptions:
+                return
+        raise AssertionError("every request was over before it could be interrupted")
+
+    @pytest.mark.parametrize("num_before", [1, 2])
+    def test_a_stop_string_may_begin_before_an_interruption(self, bench: Bench, num_before: int) -> None:
+        tokens, sampled, start = self._greedy_with_text(bench)
+        stop = bench.reference.decode(sampled[start : start + 3])
+        row = np.concatenate([tokens, np.array(sampled[: start + num_before], np.int32)])
+        greedy = SamplingParams(12, temperature=0, stop_strings=("never, never", stop))
+        request = GenerationRequest(row, greedy, 0, num_sampled=start + num_before)
+        rest, other = _generate(bench, [request, GenerationRequest(row, greedy, 0)])
+        assert rest.token_ids.tolist() == sampled[start + num_before : start + 3]
+        assert rest.stop_reason == "stop"
+        # a stop string is looked for in the completion, not in its prompt
+        assert other.token_ids.tolist()[: 3 - num_before] == rest.token_ids.tolist()
+        assert len(other.token_ids) > len(rest.token_ids)
+
+    def _greedy_with_text(self, bench: Bench) -> tuple[np.ndarray, list[int], int]:
+        """A prompt, its greedy continuation, and the index of three tokens in it whose text comes nowhere else."""
+        for seed in range(40):
+            tokens = prompt(8, seed)
+            sampled = bench.reference.greedy(tokens, 16)
+            pieces = [bench.reference.decode([token]) for token in sampled]
+            text = bench.reference.decode(sampled)
+            for start in range(2, 10):
+                stop = "".join(pieces[start : start + 3])
+                if all(piece and piece.isascii() for piece in pieces[start : start + 3]) and text.count(stop) == 1:
+                    return tokens, sampled, start
+        raise AssertionError("no completion with three ASCII tokens in a row")
+
+    def test_a_seed_repeats_the_rest_of_a_completion_and_draws_other_numbers_than_before(self, bench: Bench) -> None:
+        hot = SamplingParams(24, temperature=1.5)
+        whole = _one(bench, prompt(9), hot, seed=4).token_ids
+        row = np.concatenate([prompt(9), whole[:10]])
+        request = GenerationRequest(row, SamplingParams(14, temperature=1.5), 4, num_sampled=10)
+        rest = _generate(bench, [request, request])
+        assert rest[0].token_ids.tolist() == rest[1].token_ids.tolist()
+        if self.draws_by_place:
+            assert rest[0].token_ids.tolist() == whole[10:].tolist()
+
+    def test_every_token_has_the_logprob_of_the_weights_of_its_span(self, bench: Bench) -> None:
+        rng = np.random.default_rng(0)
+        filters = [SamplingParams(150), SamplingParams(150, temperature=0.7, top_p=0.9), SamplingParams(150, top_k=8)]
+        requests = [GenerationRequest(prompt(3 + 9 * seed), filters[seed % 3], seed) for seed in range(6)]
+        folders = {bench.version: bench.first}
+
+        async def updating() -> list[Completion]:
+            folders[await bench.sync(bench.first)] = bench.first
+            tasks = [asyncio.create_task(generate_whole(bench.generator.generate, request)) for request in requests]
+            for _ in range(4):
+                await asyncio.sleep(float(rng.uniform(0, 0.06)))
+                folder = bench.second if folders[bench.version] == bench.first else bench.first
+                folders[await bench.sync(folder, mode="interrupt")] = folder
+            return await asyncio.gather(*tasks)
+
+        num_mixed = 0
+        for _ in range(MOST_ROUNDS):
+            for request, completion in zip(requests, bench.runner.run(updating()), strict=True):
+                start = 0
+                for span in completion.spans:
+                    row = np.concatenate([request.token_ids, completion.token_ids[:start]])
+                    sampled = completion.token_ids[start : start + span.num_tokens]
+                    reference = bench.references[folders[span.version]]
+                    expected = reference.completion_logprobs(row, sampled, request.sampling)
+                    found = completion.logprobs[start : start + span.num_tokens]
+                    np.testing.assert_allclose(found, expected, atol=max(self.tolerance, 1e-4))
+                    start += span.num_tokens
+                assert (start, completion.stop_reason) == (150, "length")
+                num_mixed += len(completion.spans) > 1
+            if num_mixed >= 6:
+                break
+        bench.runner.run(bench.sync(bench.first))
+        assert num_mixed >= 6
+
+
+async def _interrupted(bench: Bench, request: GenerationRequest) -> Completion:
+    """A part of the completion of a request; the generator stays paused."""
+    for _ in range(MOST_ROUNDS):
+        before = (await bench.generator.health())["num_sampled"]
+        task = asyncio.create_task(bench.generator.generate(request))
+        while not task.done() and (await bench.generator.health())["num_sampled"] < before + 3:
+            await asyncio.sleep(0.001)
+        await bench.generator.pause("interrupt")
+        part = await task
+        if part.stop_reason == "abort" and len(part.token_ids):
+            return part
+        await bench.generator.resume()
+    raise AssertionError("every request was over before it could be interrupted")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from rl_core.errors import GeneratorError, WeightSyncError
-from rl_core.generation import GenerationRequest, Generator, SamplingParams
+from rl_core.generation import GenerationRequest, Generator, PauseMode, SamplingParams
 from rl_core.model_config import ModelConfig
 from rl_core.testing.torch.reference_model import VOCAB_SIZE, ReferenceModel, write_reference_model
 from rl_core.testing.torch.weight_sender import EMBEDDING, HEAD, Fault, SenderProcess, digest_of, manifest_of
@@ -62,6 +62,7 @@ class Bench:
         manifest: Manifest | None = None,
         fault: Fault | None = None,
         shared: Path | None = None,
+        mode: PauseMode = "finish",
     ) -> int:
         """Bring the generator to a folder's weights, in rl-launch's order of calls; returns the version it then has."""
         self.version += 1
@@ -70,7 +71,7 @@ class Bench:
         transport = self._ways.pop(kind, None) or Transport(
             kind, str(shared) if kind == "disk" else _address(), generator.num_ranks, 64 * 1024, SYNC_TIMEOUT_S
         )
-        await generator.pause()
+        await generator.pause(mode)
         try:
             await generator.begin(manifest)
             sending = self.sender.send(folder, manifest, transport, fault or Fault())

@@ -82,18 +82,26 @@ class Engine(Generic[Model]):
             self.num_sampled += self._model.step(self.version)
         self.num_running = len(self._model.rows)
 
+    def interrupt(self) -> None:
+        """End all rows with the tokens that they have; in the thread."""
+        for row in self._take_out_all():
+            row.interrupt()
+
     def fail(self, reason: str) -> None:
         """Fail all rows; in the thread."""
-        self.num_running = 0
-        rows = [*self._model.clear(), *self._waiting]
-        self._waiting.clear()
-        for row in rows:
+        for row in self._take_out_all():
             if not row.future.done() and row.future.set_running_or_notify_cancel():
                 row.future.set_exception(GeneratorError(reason))
 
     def dispose(self) -> None:
         """Release the model; called in the thread."""
         self._model.close()
+
+    def _take_out_all(self) -> list[Row]:
+        self.num_running = 0
+        rows = [*self._model.clear(), *self._waiting]
+        self._waiting.clear()
+        return rows
 
     def _loaded(self) -> Engine[Model]:
         self._model = self._load()

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from rl_core.errors import GeneratorError, RequestRefused, WeightSyncError
-from rl_core.generation import GenerationRequest, Placement
+from rl_core.generation import GenerationRequest, PauseMode, Placement
 from rl_core.model_config import ModelConfig
 from rl_core.rollout import Completion
 from rl_core.torch.generation.decoder import Adoption, Decoder
@@ -79,7 +79,8 @@ class LocalGenerator(Generic[Model]):
             GeneratorError: if the engine is dead, asleep or has no whole weights.
             RequestRefused: if the prompt is empty, has tokens outside the vocabulary or leaves no room for a token.
         """
-        await self._serving.wait()
+        while not self._serving.is_set():  # a pause may follow before one that was woken goes on
+            await self._serving.wait()
         self._check_ready(PARTS)
         row = self._row(request)
         self._num_in_flight += 1
@@ -98,9 +99,12 @@ class LocalGenerator(Generic[Model]):
         self._check_tokens(token_ids)
         return await self._call(lambda: self._engine.model.score(token_ids))
 
-    async def pause(self) -> None:
-        """Hold back new requests and wait for those in flight."""
+    async def pause(self, mode: PauseMode = "finish") -> None:
+        """Hold back new requests, and wait for those in flight or, with `interrupt`, end them with what they have."""
         self._serving.clear()
+        if mode == "interrupt" and self._num_in_flight:
+            self._flush()  # those of this turn of the event loop are in flight too
+            await self._call(self._engine.interrupt)
         await self._idle.wait()
 
     async def resume(self) -> None:
@@ -209,7 +213,12 @@ class LocalGenerator(Generic[Model]):
         if room < 1:
             raise RequestRefused(f"a prompt of {len(request.token_ids)} tokens leaves no room for a completion")
         stop_strings = request.sampling.stop_strings
-        stop_text = StopText(self._stop_tokenizer(), stop_strings, request.token_ids) if stop_strings else None
+        stop_text = None
+        if stop_strings:
+            prompt, sampled = np.split(request.token_ids, [len(request.token_ids) - request.num_sampled])
+            stop_text = StopText(self._stop_tokenizer(), stop_strings, prompt)
+            for token in sampled.tolist():
+                stop_text.append(token)
         return Row(request, min(request.sampling.max_new_tokens, room), stop_text)
 
     def _stop_tokenizer(self) -> Tokenizer:

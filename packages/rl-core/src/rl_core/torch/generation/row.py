@@ -29,7 +29,7 @@ class Row:
         self._routing: list[np.ndarray] = []
         self.limit = limit
         self._stop_text = stop_text
-        self._uniforms = uniforms(request.seed, limit)
+        self._uniforms = uniforms(request.seed, request.num_sampled + limit)[request.num_sampled :]
         self._stop_token_ids = frozenset(request.sampling.stop_token_ids)
 
     @property
@@ -64,6 +64,10 @@ class Row:
             self._end("length")
             return True
         return False
+
+    def interrupt(self) -> None:
+        """End the completion with the tokens that it has, which may be none."""
+        self._end("abort")
 
     def _end(self, reason: StopReason) -> None:
         versions, counts = np.unique(self._versions, return_counts=True)
