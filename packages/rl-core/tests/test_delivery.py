@@ -15,7 +15,11 @@ CANARY = (np.array([1, 2, 3], np.int32), np.array([4, 5], np.int32))
 
 class Generator:
     def __init__(self, refuses=""):
-        self.events, self.refuses = [], refuses
+        self.events, self.refuses, self.modes = [], refuses, []
+
+    async def pause(self, mode="finish"):
+        self.events.append("pause")
+        self.modes.append(mode)
 
     def __getattr__(self, method):
         async def answer(*args):
@@ -27,8 +31,8 @@ class Generator:
         return answer
 
 
-def delivery(*, takes_turns=False):
-    return Delivery(Transport("ipc", "here:1", 1), 1, CANARY, takes_turns)
+def delivery(*, takes_turns=False, in_flight=False):
+    return Delivery(Transport("ipc", "here:1", 1), 1, CANARY, takes_turns, in_flight)
 
 
 def test_a_replica_with_its_own_devices_scores_the_canary_before_it_resumes():
@@ -46,6 +50,13 @@ def test_a_replica_that_takes_turns_scores_once_it_has_room_for_a_cache():
     assert taken.scores == []
     assert len(asyncio.run(try_out(generator, CANARY))) == 2
     assert generator.events[5:] == ["wake", "score", "score"]
+
+
+@pytest.mark.parametrize(("in_flight", "mode"), [(False, "finish"), (True, "interrupt")])
+def test_requests_in_flight_are_interrupted_if_that_is_asked_for(in_flight, mode):
+    generator = Generator()
+    asyncio.run(take_over(generator, MANIFEST, delivery(in_flight=in_flight)))
+    assert generator.modes == [mode]
 
 
 @pytest.mark.parametrize("method", ["begin", "receive", "commit"])

@@ -43,6 +43,46 @@ def test_a_pause_lets_those_inside_finish_and_later_ones_wait() -> None:
     asyncio.run(scene())
 
 
+def test_a_pause_that_interrupts_asks_the_engine_until_nobody_is_inside() -> None:
+    async def scene() -> None:
+        admission = open_admission()
+        known: list[asyncio.Event] = []
+
+        async def request(number: int) -> str:
+            ended = asyncio.Event()
+            async with admission.passage():
+                if number:  # it is not in the engine yet when that is asked for the first time
+                    await asked.wait()
+                known.append(ended)
+                await ended.wait()
+            return "interrupted"
+
+        async def interrupt() -> None:
+            for ended in known:
+                ended.set()
+            asked.set()
+
+        asked = asyncio.Event()
+        requests = [asyncio.create_task(request(number)) for number in range(2)]
+        await settled()
+        await asyncio.wait_for(admission.pause(interrupt), 60)
+        assert [await each for each in requests] == ["interrupted"] * 2
+        late = asyncio.create_task(visit(admission))
+        await settled()
+        assert not late.done()
+        admission.resume()
+        assert await late == "served"
+
+    asyncio.run(scene())
+
+
+def test_a_pause_that_interrupts_leaves_an_idle_engine_alone() -> None:
+    async def interrupt() -> None:
+        raise AssertionError("nothing is in flight")
+
+    asyncio.run(asyncio.wait_for(open_admission().pause(interrupt), 60))
+
+
 def test_it_opens_only_when_neither_paused_nor_held() -> None:
     async def scene() -> None:
         admission = open_admission()

@@ -158,6 +158,26 @@ def test_a_conversation_left_open_is_abandoned(make_worker):
     assert len(environment.abandoned) == 1
 
 
+def test_a_completion_that_is_interrupted_goes_on_with_the_weights_that_follow(make_worker):
+    worker, _ = make_worker(lambda conversation: StepResult(reward=1.0))
+    answers = [([8], "abort", 1), ([], "abort", 2), ([9], "stop", 3)]
+    requests = []
+
+    async def generate(request):
+        requests.append((request.token_ids.tolist(), request.num_sampled, request.sampling.max_new_tokens))
+        tokens, reason, version = answers.pop(0)
+        spans = (WeightSpan(version, len(tokens)),) if tokens else ()
+        return Completion(np.array(tokens, np.int32), np.full(len(tokens), -version, np.float32), reason, spans)
+
+    worker._generator.generate = generate
+    group = run(worker, 5)
+    assert group.columns.ragged("tokens")[0].tolist() == [1, 2, 8, 9]
+    assert group.columns.ragged("generation_logprobs")[0].tolist() == [0, 0, -1, -3]
+    assert group.rollouts[0].spans == (WeightSpan(1, 1), WeightSpan(3, 1))
+    assert (group.rollouts[0].stop_reason, group.rollouts[0].status) == ("stop", "ok")
+    assert requests == [([1, 2], 0, 2), ([1, 2, 8], 1, 1), ([1, 2, 8], 1, 1)]
+
+
 def test_a_dead_engine_is_no_failed_rollout_but_an_error(make_worker):
     worker, _ = make_worker(lambda conversation: StepResult(), failing="the engine died")
     with pytest.raises(GeneratorError, match="the engine died"):

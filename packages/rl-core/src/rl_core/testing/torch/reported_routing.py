@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from rl_core.generation import GenerationRequest, Generator, Placement, SamplingParams
+from rl_core.interruption import generate_whole
 from rl_core.model import LOGPROBS, ModelSpec
 from rl_core.model_config import ModelConfig
 from rl_core.rollout import Completion
@@ -49,8 +51,11 @@ class ReportedRoutingSuite(ABC):
         """The model's files."""
         return cls.write(tmp_path_factory.mktemp("routed"))
 
-    def test_completions_report_the_experts_that_transformers_sends_their_tokens_to(self, folder: Path) -> None:
-        completions = self._completions(folder, "float32")
+    @pytest.mark.parametrize("in_parts", [False, True])
+    def test_completions_report_the_experts_that_transformers_sends_their_tokens_to(
+        self, folder: Path, *, in_parts: bool
+    ) -> None:
+        completions = self._completions(folder, "float32", in_parts=in_parts)
         for request, completion in zip(REQUESTS, completions, strict=True):
             assert completion.routed_experts is not None
             assert completion.routed_experts.dtype == np.int16
@@ -74,15 +79,28 @@ class ReportedRoutingSuite(ABC):
         assert replayed.mean() < free.mean() / 1.5
         assert replayed.max() < free.max() / 1.5
 
-    def _completions(self, folder: Path, precision: Literal["float32", "bfloat16"]) -> Sequence[Completion]:
-        """Those of all requests, which are of different lengths."""
+    def _completions(
+        self, folder: Path, precision: Literal["float32", "bfloat16"], *, in_parts: bool = False
+    ) -> Sequence[Completion]:
+        """Those of all requests, which are of different lengths.
+
+        Args:
+            in_parts: have them end after every four tokens, as interruptions would, and go on.
+        """
 
         async def run() -> Sequence[Completion]:
             model = ModelConfig(model_name=str(folder), precision=precision, max_total_sequence_length=64)
             generator = self.make_generator(model, Placement("cpu", reports_routing=True))
             await generator.start()
             try:
-                return await asyncio.gather(*[generator.generate(request) for request in REQUESTS])
+                if not in_parts:
+                    return await asyncio.gather(*[generator.generate(request) for request in REQUESTS])
+
+                async def part(request: GenerationRequest) -> Completion:
+                    sampling = replace(request.sampling, max_new_tokens=min(4, request.sampling.max_new_tokens))
+                    return replace(await generator.generate(replace(request, sampling=sampling)), stop_reason="abort")
+
+                return await asyncio.gather(*[generate_whole(part, request) for request in REQUESTS])
             finally:
                 await generator.close()
 
