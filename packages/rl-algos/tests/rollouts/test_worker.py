@@ -178,6 +178,42 @@ def test_a_completion_that_is_interrupted_goes_on_with_the_weights_that_follow(m
     assert requests == [([1, 2], 0, 2), ([1, 2, 8], 1, 1), ([1, 2, 8], 1, 1)]
 
 
+def test_interruptions_of_a_rollout_of_several_turns_repeat_no_turn_and_lose_no_span(make_worker):
+    stepped = []
+
+    def answer(conversation):
+        stepped.append(conversation.completion)
+        done = len(stepped) == 2
+        return StepResult(reward=1.0, done=done, observation=() if done else ({"role": "user", "content": "?"},))
+
+    worker, _ = make_worker(answer)
+    worker._program = MultiTurnProgram(max_turns=2, max_tokens=1000)
+    parts = [([8], "abort", 1), ([9, 10], "stop", 2), ([], "abort", 2), ([11], "abort", 3), ([12], "stop", 5)]
+    seeds = []
+
+    async def generate(request):
+        seeds.append((request.seed, request.num_sampled))
+        tokens, reason, version = parts.pop(0)
+        spans = (WeightSpan(version, len(tokens)),) if tokens else ()
+        return Completion(np.array(tokens, np.int32), np.full(len(tokens), -version, np.float32), reason, spans)
+
+    worker._generator.generate = generate
+    many = dataclasses.replace(task(5), sampling=SamplingParams(max_new_tokens=8))
+
+    async def run():
+        await worker.begin([(7, many)])
+        return (await taken(worker, 1))[7]
+
+    group = asyncio.run(run())
+    sampled = group.columns.ragged("loss_mask")[0] == 1
+    assert group.columns.ragged("tokens")[0][sampled].tolist() == [8, 9, 10, 11, 12]
+    assert group.columns.ragged("generation_logprobs")[0][sampled].tolist() == [-1, -2, -2, -3, -5]
+    assert group.rollouts[0].spans == (WeightSpan(1, 1), WeightSpan(2, 2), WeightSpan(3, 1), WeightSpan(5, 1))
+    assert stepped == ["[8, 9, 10]", "[11, 12]"]
+    (first, second) = dict.fromkeys(seed for seed, _ in seeds)
+    assert seeds == [(first, 0), (first, 1), (second, 0), (second, 0), (second, 1)]
+
+
 def test_a_dead_engine_is_no_failed_rollout_but_an_error(make_worker):
     worker, _ = make_worker(lambda conversation: StepResult(), failing="the engine died")
     with pytest.raises(GeneratorError, match="the engine died"):

@@ -199,6 +199,22 @@ class GeneratorSuite(WeightSinkSuite):
 
         bench.runner.run(pausing())
 
+    def test_a_request_that_a_resume_lets_go_waits_for_a_pause_that_follows_at_once(self, bench: Bench) -> None:
+        async def pausing_twice() -> None:
+            await bench.generator.pause()
+            late = asyncio.create_task(bench.generator.generate(GenerationRequest(prompt(5), SamplingParams(2), 0)))
+            await asyncio.sleep(0.01)
+            await bench.generator.resume()
+            await bench.generator.pause()
+            for _ in range(10):
+                await asyncio.sleep(0)
+            assert (await bench.generator.health())["num_requests"] == 0
+            assert not late.done()
+            await bench.generator.resume()
+            assert len((await late).token_ids) == 2
+
+        bench.runner.run(pausing_twice())
+
     def test_health_counts_tokens_while_requests_are_decoded(self, bench: Bench) -> None:
         async def num_sampled() -> int:
             numbers = await asyncio.wait_for(bench.generator.health(), 30)
