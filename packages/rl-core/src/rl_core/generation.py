@@ -226,11 +226,12 @@ class WeightUpdate(Protocol):
         """Version of the weights; versions grow."""
         ...
 
-    def send(self, receivers: Sequence[Any]) -> None:
+    def send(self, receivers: Sequence[Any], *, in_flight: bool = False) -> None:
         """Bring all receivers to this version, verified; called by the pool that adopts the update.
 
         Args:
             receivers: replicas, as the pool and the publisher of the update know them.
+            in_flight: whether they interrupt their requests, which then go on with these weights.
 
         Raises:
             WeightSyncError: if the update is stale, or naming what did not arrive; the receivers then serve nothing.
@@ -285,8 +286,14 @@ class RolloutPool(Protocol):
         """
         ...
 
-    def adopt(self, update: WeightUpdate) -> None:
-        """Bring every replica to this version, verified."""
+    def adopt(self, update: WeightUpdate, *, in_flight: bool = False) -> None:
+        """Bring every replica to this version, verified. Groups under way go on, between two of their turns or within
+        one.
+
+        Args:
+            in_flight: whether completions under way are interrupted and go on with the new weights, instead of being
+                finished with the old ones first.
+        """
         ...
 
 

@@ -45,6 +45,7 @@ class Replica:
         self.shares, self.finished_prompts, self.events = [], [], []
         self.under_way, self.held = [], set()
         self.num_sampled = 0
+        self.num_starts = 1
         self.log = f"rollout-worker-{index}.log"
 
     def origin(self, phase):
@@ -55,8 +56,17 @@ class Replica:
         self.under_way += numbered
 
     def finished(self):
-        call = Call(self._finish)
-        call.late = lambda: self.hangs or (self.failure is None and self._next() is None)
+        asked_of = self.num_starts
+
+        def finish():
+            if self.num_starts != asked_of:
+                raise WorkerDied("the process ended: killed", self.origin("rollouts"))
+            return self._finish()
+
+        call = Call(finish)
+        call.late = lambda: (
+            self.num_starts == asked_of and (self.hangs or (self.failure is None and self._next() is None))
+        )
         return FinishedCall(call, f"columns of {self.index}", f"records of {self.index}")
 
     def _next(self):
@@ -102,6 +112,8 @@ class Replica:
         self.failure = self.failure or WorkerDied("the process ended: killed", self.origin("rollouts"))
 
     def begin_start(self):
+        self.num_starts += 1
+
         def finish():
             self.events.append("start")
             self.under_way = []
@@ -115,8 +127,10 @@ class Replica:
 class Update:
     def __init__(self, version, residency=None, *, fails=()):
         self.version, self.residency, self.fails, self.receivers = version, residency, list(fails), []
+        self.in_flight = []
 
-    def send(self, replicas):
+    def send(self, replicas, *, in_flight=False):
+        self.in_flight.append(in_flight)
         if self.residency:
             with self.residency.hold("policy"):
                 pass
@@ -373,6 +387,53 @@ def test_a_death_during_weight_sync_is_mended_and_the_version_sent_to_all():
     pool.adopt(update)
     assert update.receivers == [[0, 1]] * 2
     assert [replica.events for replica in replicas] == [[], ["start"]]
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_groups_go_on_over_an_update(in_flight):
+    replicas = [Replica(0), Replica(1)]
+    pool = make_pool(replicas)
+    tickets = pool.submit(tasks(4))
+    done = dict([pool.next_done()])
+    update = Update(2)
+    pool.adopt(update, in_flight=in_flight)
+    done |= dict(pool.next_done() for _ in range(3))
+    assert [done[ticket] for ticket in tickets] == groups(4)
+    assert [replica.shares for replica in replicas] == [[["p0", "p2"]], [["p1", "p3"]]]
+    assert (update.in_flight, update.receivers) == ([in_flight], [[0, 1]])
+
+
+def test_groups_of_a_replica_that_dies_during_an_update_run_again_and_no_others():
+    replicas = [Replica(0), Replica(1)]
+    pool = make_pool(replicas)
+    tickets = pool.submit(tasks(4))
+    replicas[0].held |= {"p0", "p2"}
+    replicas[1].held |= {"p1", "p3"}
+    replicas[1].failure = WorkerDied("the process ended", replicas[1].origin("weight sync"))
+    # its calls are not answered before the update finds out
+    replicas[1].hangs = True
+    update = Update(2)
+    pool.adopt(update, in_flight=True)
+    for replica in replicas:
+        replica.held.clear()
+    done = dict(pool.next_done() for _ in tickets)
+    assert [done[ticket] for ticket in tickets] == groups(4)
+    assert [replica.events for replica in replicas] == [[], ["start"]]
+    assert replicas[0].finished_prompts == ["p0", "p2"]
+    assert sorted(replicas[1].finished_prompts) == ["p1", "p3"]
+    assert (update.in_flight, update.receivers) == ([True, True], [[0, 1], [0, 1]])
+
+
+def test_groups_that_a_replica_had_finished_before_it_died_during_an_update_do_not_run_again():
+    replica = Replica()
+    pool = make_pool([replica])
+    tickets = pool.submit(tasks(3))
+    update = Update(2, fails=[WorkerDied("the process ended", replica.origin("weight sync"))])
+    pool.adopt(update)
+    done = dict(pool.next_done() for _ in tickets)
+    assert [done[ticket] for ticket in tickets] == groups(3)
+    assert replica.shares == [["p0", "p1", "p2"], ["p1", "p2"]]
+    assert replica.finished_prompts == ["p0", "p1", "p2"]
 
 
 def test_a_death_of_the_policy_during_weight_sync_is_not_taken_for_a_replicas():

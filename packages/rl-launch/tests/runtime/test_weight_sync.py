@@ -74,7 +74,7 @@ class Replica:
     def __init__(self, events, *, received="all", score=-1.0, broken_attempts=99):
         self.events, self.received, self.score, self.broken_attempts = events, received, score, broken_attempts
         self.num_starts = 1
-        self.first_ranks = []
+        self.first_ranks, self.in_flight = [], []
         self.failure = None
 
     def call(self, method, *args):
@@ -84,6 +84,7 @@ class Replica:
         assert method == "take_over"
         _, delivery = args
         self.first_ranks.append(delivery.first_rank)
+        self.in_flight.append(delivery.in_flight)
         if self.failure:
             return self.failure
         received, self.broken_attempts = self.received if self.broken_attempts > 0 else "all", self.broken_attempts - 1
@@ -132,6 +133,13 @@ def test_a_version_is_served_only_after_transfer_and_commit(events):
     sync, replica = make_sync(events), Replica(events)
     sync.publish().send([replica])
     assert events == ["manifest", "send 1 to 2", "take_over", "resume"]
+    assert replica.in_flight == [False]
+
+
+def test_a_version_that_is_sent_in_flight_interrupts_requests_in_every_attempt(events):
+    sync, replica = make_sync(events), Replica(events, received="other", broken_attempts=1)
+    sync.publish().send([replica], in_flight=True)
+    assert replica.in_flight == [True, True]
 
 
 def test_the_policy_scores_the_canary_while_the_replicas_take_over(events):

@@ -117,7 +117,7 @@ class FakeUpdate:
 
     version: int
 
-    def send(self, receivers: Sequence[Any]) -> None:
+    def send(self, receivers: Sequence[Any], *, in_flight: bool = False) -> None:
         """Leave the receivers as they are."""
 
 

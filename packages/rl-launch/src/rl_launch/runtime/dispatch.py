@@ -81,7 +81,10 @@ class Dispatch:
         return [self._tasks.pop(ticket) for ticket in tickets]
 
     def give_up(self, replica: Replica) -> None:
-        """Return all groups of a replica to the queue, before those that were added later."""
+        """Return all groups of a replica to the queue, before those that were added later; its call for finished ones
+        is answered no longer.
+        """
+        self.asked.pop(replica, None)
         tickets = list(self._under_way[replica])
         self._take_off(replica, tickets)
         for ticket in tickets:

@@ -49,12 +49,15 @@ class ReplicaGroup:
         """Context in which the replicas are on their devices; entering it may lose some."""
         return self._residency.hold(GENERATION) if self._residency else nullcontext()
 
-    def adopt(self, update: WeightUpdate) -> None:
-        """Bring every replica to this version, verified.
+    def adopt(self, update: WeightUpdate, *, in_flight: bool = False) -> None:
+        """Bring every replica to this version, verified; one that dies meanwhile, or is lost already, is replaced.
 
         Those that are restarted later get the same update, which must not be stale then.
+
+        Args:
+            in_flight: whether completions under way are interrupted instead of finished.
         """
-        self._bring(update)
+        self._bring(update, in_flight=in_flight)
 
     def mend(self) -> None:
         """Replace lost replicas, and send the weights again if some replica has none.
@@ -122,7 +125,7 @@ class ReplicaGroup:
         replica.kill()
         self._lost[replica] = error
 
-    def _bring(self, update: WeightUpdate | None) -> None:
+    def _bring(self, update: WeightUpdate | None, *, in_flight: bool = False) -> None:
         """Replace lost replicas, and bring every replica to this version, if there is one."""
         while True:
             if self._lost:
@@ -131,7 +134,7 @@ class ReplicaGroup:
             try:
                 self._replace_lost()
                 if update is not None:
-                    update.send(self.replicas)
+                    update.send(self.replicas, in_flight=in_flight)
                     self._update = update
                 self._has_weights = True
                 return

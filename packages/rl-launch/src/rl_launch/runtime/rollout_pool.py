@@ -25,7 +25,8 @@ WRITE_TIMEOUT_S = 600.0
 
 
 class RolloutPool:
-    """Runs groups on all replicas. Dead replicas are replaced, all get the current weights, and lost groups run again.
+    """Runs groups on all replicas. Dead replicas are replaced, all get the current weights, and lost groups run again,
+    each from its prompt: the turns that its rollouts had finished were known to the dead process alone.
 
     Its state belongs to the thread that calls it. Replicas roll out by themselves between two calls. A restart, on
     shared devices with the policy offloaded, calls models, so it happens within a call, on the main thread.
@@ -70,16 +71,35 @@ class RolloutPool:
         assert self._done or self._dispatch.num_groups, "every group that was submitted has been taken"
         while not self._done:
             self._begin()
-            self._take_ended()
+            self._take_ended(self._look_s)
             self._look()
         return self._done.popleft()
 
-    def adopt(self, update: WeightUpdate) -> None:
-        """Bring every replica to this version, verified.
+    def adopt(self, update: WeightUpdate, *, in_flight: bool = False) -> None:
+        """Bring every replica to this version, verified, while groups are under way: all replicas pause together, and
+        rollouts go on behind the update from where they are.
 
-        Those that are restarted later get the same update, which must not be stale then.
+        Those that are restarted later get the same update, which must not be stale then. Groups of a replica that dies
+        meanwhile run again.
+
+        Args:
+            in_flight: whether completions under way are interrupted, to go on with the new weights, instead of being
+                finished with the old ones first.
+
+        Raises:
+            WeightSyncError: if the weights did not arrive, naming what is missing.
+            GeneratorError, WorkerDied: if replicas die again and again, with the cause.
         """
-        self._group.adopt(update)
+        self._take_ended(0.0)  # a replica that dies may leave finished groups behind
+        starts = {replica: replica.num_starts for replica in self._group.replicas}
+        self._group.adopt(update, in_flight=in_flight)
+        for replica, num_starts in starts.items():
+            if replica.num_starts != num_starts:
+                # its calls belong to the process that died, and fail without meaning the one that replaces it
+                self._dispatch.give_up(replica)
+                self._watches.pop(replica, None)
+        if self._dispatch.num_groups:
+            self._begin()
 
     def write_rollouts(self, path: str, rows: RemoteRows, advantages: Sequence[float | None]) -> None:
         """Have a rollout worker write the records of rollouts, so that no text comes to this process; any thread may
@@ -116,12 +136,12 @@ class RolloutPool:
         self._dispatch.ask()
         self._watches = {replica: self._watches.get(replica) or self._watch(replica) for replica in self._dispatch.busy}
 
-    def _take_ended(self) -> None:
-        """Wait for a finished group or the next look at the replicas, and take every group that has ended."""
+    def _take_ended(self, timeout_s: float) -> None:
+        """Wait for a finished group, so long at most, and take every group that has ended."""
         replicas = {call.reports: replica for replica, call in self._dispatch.asked.items()}
         if not replicas:
             return
-        ended = wait(list(replicas), self._look_s)
+        ended = wait(list(replicas), timeout_s)
         origins = [replicas[ref].origin("rollouts") for ref in ended]
         for ref, origin, outcome in zip(ended, origins, outcomes(ended, origins), strict=True):
             replica = replicas[ref]

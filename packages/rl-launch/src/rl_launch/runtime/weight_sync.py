@@ -91,13 +91,13 @@ class PublishedWeights:
     revision: int
     sync: WeightSync = field(repr=False, compare=False)
 
-    def send(self, receivers: Sequence[Receiver]) -> None:
+    def send(self, receivers: Sequence[Receiver], *, in_flight: bool = False) -> None:
         """As `WeightUpdate.send`.
 
         Raises:
             WorkerDied, GeneratorError: if a process or an engine ended meanwhile.
         """
-        self.sync.send(self, receivers)
+        self.sync.send(self, receivers, in_flight=in_flight)
 
 
 class WeightSync:
@@ -161,7 +161,7 @@ class WeightSync:
         """Go on so that the restored weights are published under the version they had."""
         self._version = state["version"] - 1
 
-    def send(self, update: PublishedWeights, replicas: Sequence[Receiver]) -> None:
+    def send(self, update: PublishedWeights, replicas: Sequence[Receiver], *, in_flight: bool = False) -> None:
         """Bring the replicas to the published version; see `PublishedWeights.send`."""
         if (update.version, update.revision) != (self._version, self._policy.revision):
             raise WeightSyncError(
@@ -170,14 +170,14 @@ class WeightSync:
             )
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                self._transfer(update, replicas)
+                self._transfer(update, replicas, in_flight=in_flight)
                 return
             except WeightSyncError as error:
                 if attempt == ATTEMPTS:
                     raise
                 _log.warning("%s; sending version %d again", error, update.version)
 
-    def _transfer(self, update: PublishedWeights, replicas: Sequence[Receiver]) -> None:
+    def _transfer(self, update: PublishedWeights, replicas: Sequence[Receiver], *, in_flight: bool) -> None:
         early: Ragged | None = None
         with self._residency.hold(POLICY) if self._residency else nullcontext():
             if self._residency:
@@ -192,7 +192,7 @@ class WeightSync:
         sending = self._policy.start_send(shared, transport)
         # the policy is done before the replicas are, which load what arrives and score the canary too
         finish = self._start_canary() if early is None else None
-        taken = self._exchange(manifest, shared, sending, transport, replicas)
+        taken = self._exchange(manifest, shared, sending, transport, replicas, in_flight=in_flight)
         self._transport = transport
         expected = early if finish is None else finish()
         scores = [found.scores for found in taken]
@@ -235,6 +235,8 @@ class WeightSync:
         sent_by: tuple[Sequence[ray.ObjectRef], Sequence[Origin]],
         transport: Transport,
         replicas: Sequence[Receiver],
+        *,
+        in_flight: bool,
     ) -> list[Taken]:
         """Have the replicas take over the weights that the policy sends, watch both at once, and compare their answers.
 
@@ -251,7 +253,7 @@ class WeightSync:
         first_ranks = np.cumsum([1] + [replica.num_ranks for replica in replicas])
         canary, takes_turns = tuple(self._canary.rows), self._residency is not None
         taking = [
-            replica.call("take_over", shared, Delivery(transport, int(first), canary, takes_turns))
+            replica.call("take_over", shared, Delivery(transport, int(first), canary, takes_turns, in_flight))
             for replica, first in zip(replicas, first_ranks, strict=False)
         ]
         takers = [replica.origin("weight sync (take over)") for replica in replicas]
