@@ -75,7 +75,8 @@ class LocalEngine(Engine):
 
     async def interrupt(self) -> None:
         self._flush()  # those of this turn of the event loop too
-        await asyncio.wrap_future(self._thread.call(self._engine.interrupt))
+        with failures():
+            await asyncio.wrap_future(self._thread.call(self._engine.interrupt))
 
     async def call(self, method: str, *args: Any) -> list[Any]:
         return await self._between_steps(lambda engine: engine.collective_rpc(method, args=args))
