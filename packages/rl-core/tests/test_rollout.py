@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+import json
 import pickle
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rl_core.rollout import Prompt, Rollout, RolloutGroup, RolloutReport, RolloutReports, WeightSpan
+from rl_core.rollout_record import rollout_record
 
 PROMPT = Prompt(
     "p1", ({"role": "user", "content": "2+2="},), np.array([5, 6, 7], dtype=np.int64), "math", {"answer": "4"}
@@ -64,7 +69,50 @@ def test_routing_of_a_failed_rollout_is_unknown_and_of_a_group_that_failed_there
 
 
 def test_many_sampled_tokens_do_not_overflow_the_mask() -> None:
-    assert rollout(loss_mask=np.ones(1000, dtype=np.uint8)).num_sampled == 1000
+    assert rollout(loss_mask=np.ones(1000, dtype=np.uint8), spans=(WeightSpan(3, 1000),)).num_sampled == 1000
+
+
+def test_every_sampled_token_has_the_version_of_its_span() -> None:
+    turns = rollout(
+        tokens=np.arange(9, dtype=np.int32),
+        loss_mask=np.array([0, 0, 1, 1, 1, 0, 0, 1, 1], dtype=np.uint8),
+        generation_logprobs=np.zeros(9, dtype=np.float32),
+        spans=(WeightSpan(3, 2), WeightSpan(5, 1), WeightSpan(5, 1), WeightSpan(6, 1)),
+    )
+    assert turns.weight_versions.tolist() == [-1, -1, 3, 3, 5, -1, -1, 5, 6]
+    group = RolloutGroup.of(PROMPT, [turns, Rollout.failed(PROMPT, "x")])
+    column = group.columns.ragged("weight_versions")
+    assert column.values.dtype == np.int32
+    assert [row.tolist() for row in column] == [turns.weight_versions.tolist(), [-1, -1, -1]]
+    record = json.loads(group.columns.ragged("record")[0].tobytes())
+    assert record["weight_spans"] == [
+        {"start": 2, "end": 4, "version": 3},
+        {"start": 4, "end": 5, "version": 5},
+        {"start": 7, "end": 8, "version": 5},
+        {"start": 8, "end": 9, "version": 6},
+    ]
+    assert json.loads(group.columns.ragged("record")[1].tobytes())["weight_spans"] == []
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4), st.integers(1, 3)), max_size=6))
+def test_recorded_spans_and_the_column_say_the_same(pieces: list[tuple[int, int, int]]) -> None:
+    mask = [bit for context, sampled, _ in pieces for bit in [0] * context + [1] * sampled]
+    made = rollout(
+        tokens=np.zeros(len(mask), dtype=np.int32),
+        loss_mask=np.array(mask, dtype=np.uint8),
+        generation_logprobs=np.zeros(len(mask), dtype=np.float32),
+        spans=tuple(WeightSpan(version, sampled) for _, sampled, version in pieces),
+    )
+    rebuilt = np.full(len(mask), -1)
+    for span in json.loads(rollout_record(PROMPT, 0, made).tobytes())["weight_spans"]:
+        rebuilt[span["start"] : span["end"]] = span["version"]
+    assert rebuilt.tolist() == made.weight_versions.tolist()
+
+
+@pytest.mark.parametrize("spans", [(), (WeightSpan(3, 1),), (WeightSpan(3, 2), WeightSpan(4, 1))], ids=len)
+def test_spans_that_do_not_cover_the_sampled_tokens_are_refused(spans: tuple[WeightSpan, ...]) -> None:
+    with pytest.raises(ValueError, match="marks 2 as sampled"):
+        rollout(spans=spans)
 
 
 def test_a_group_crosses_processes() -> None:

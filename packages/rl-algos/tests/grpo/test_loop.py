@@ -13,7 +13,7 @@ from rl_algos.rollouts.steps import RolloutSteps
 from rl_algos.rollouts.validation import Validation
 from rl_core.errors import DataError
 from rl_core.generation import SamplingParams
-from rl_core.rollout import Prompt, Rollout, RolloutGroup, Turn
+from rl_core.rollout import Prompt, Rollout, RolloutGroup, Turn, WeightSpan
 from rl_core.testing.fakes import FakeModel, FakeRolloutSource, FakeRun, FakeWeights
 
 PROMPTS = [Prompt(f"p{i}", (), np.arange(2, dtype=np.int32), "math", {"answer": i}, "sums") for i in range(400)]
@@ -195,7 +195,7 @@ def overlong_filtered(status: str, stop_reason: str, num_turns: int, max_turns: 
         tokens=np.arange(5, dtype=np.int32),
         loss_mask=np.array([0, 0, 1, 1, 1], np.uint8),
         generation_logprobs=np.zeros(5, np.float32),
-        spans=(),
+        spans=(WeightSpan(1, 3),),
         turns=(Turn("", None, {}),) * num_turns,
         rewards={"reward": 1.0},
         stop_reason=stop_reason,
@@ -223,7 +223,7 @@ def test_a_batch_keeps_the_routing_of_its_groups_also_beside_one_that_failed():
         tokens=np.arange(5, dtype=np.int32),
         loss_mask=np.array([0, 0, 1, 1, 1], np.uint8),
         generation_logprobs=np.zeros(5, np.float32),
-        spans=(),
+        spans=(WeightSpan(1, 3),),
         turns=(),
         rewards={"reward": 1.0},
         stop_reason="stop",

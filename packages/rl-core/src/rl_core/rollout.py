@@ -15,8 +15,12 @@ from rl_core.rollout_record import rollout_record
 LOSS_MASK = "loss_mask"
 GENERATION_LOGPROBS = "generation_logprobs"
 ROUTED_EXPERTS = "routed_experts"
+WEIGHT_VERSIONS = "weight_versions"
 RECORD = "record"
 """Columns of a `RolloutGroup`, beside `tokens`."""
+
+NOT_SAMPLED = -1
+"""In `weight_versions`: the policy did not sample the token."""
 
 UNKNOWN_EXPERT = -1
 """In `routed_experts`: the engine did not report where it sent the token."""
@@ -104,7 +108,8 @@ class Rollout:
         tokens: int32 `[tokens]`, prompt, completions and observations in order; sampled tokens are never re-tokenised.
         loss_mask: uint8 `[tokens]`, 1 only on tokens the policy sampled.
         generation_logprobs: float32 `[tokens]`, the engine's, 0 where `loss_mask` is 0.
-        spans: weight version of each run of sampled tokens, in order.
+        spans: weight version of each run of sampled tokens, in order; together they have as many tokens as `loss_mask`
+            has ones.
         turns: texts and rewards by turn, for people to read.
         rewards: reward by name, summed over turns; `reward` is the one trained on.
         stop_reason: of the last completion.
@@ -128,6 +133,14 @@ class Rollout:
     info: Mapping[str, Any] = field(default_factory=dict)
     routed_experts: np.ndarray | None = None
 
+    def __post_init__(self) -> None:
+        in_spans = sum(span.num_tokens for span in self.spans)
+        if in_spans != self.num_sampled:
+            raise ValueError(
+                f"a rollout of {self.prompt_id} has spans of {in_spans} tokens, but its loss mask marks "
+                f"{self.num_sampled} as sampled; every sampled token belongs to one span"
+            )
+
     @property
     def reward(self) -> float:
         """The reward trained on; 0.0 for a failed rollout."""
@@ -136,7 +149,15 @@ class Rollout:
     @property
     def num_sampled(self) -> int:
         """Number of tokens the policy sampled."""
-        return int(self.loss_mask.sum())
+        return int(np.count_nonzero(self.loss_mask))
+
+    @property
+    def weight_versions(self) -> np.ndarray:
+        """int32 `[tokens]`, the version that each token was sampled with; `NOT_SAMPLED` where `loss_mask` is 0."""
+        versions = np.full(len(self.tokens), NOT_SAMPLED, dtype=np.int32)
+        spans = self.spans
+        versions[self.loss_mask != 0] = np.repeat([s.version for s in spans], [s.num_tokens for s in spans])
+        return versions
 
     @classmethod
     def failed(cls, prompt: Prompt, reason: str) -> Rollout:
@@ -289,9 +310,10 @@ class RolloutGroup:
     Args:
         prompt: of all of them.
         rollouts: what is known of each without reading its columns.
-        columns: a row per rollout: `tokens` int32, `loss_mask` uint8 and `generation_logprobs` float32 `[tokens]`,
-            `routed_experts` int16 `[tokens, layers, experts_per_token]` if the engine reports them, and `record` uint8
-            `[bytes]`, a JSON object for people.
+        columns: a row per rollout: `tokens` int32, `loss_mask` uint8, `generation_logprobs` float32 and
+            `weight_versions` int32 `[tokens]` (`NOT_SAMPLED` where `loss_mask` is 0), `routed_experts` int16 `[tokens,
+            layers, experts_per_token]` if the engine reports them, and `record` uint8 `[bytes]`, a JSON object for
+            people.
     """
 
     prompt: Prompt
@@ -320,6 +342,7 @@ def parts_of(prompt: Prompt, rollouts: Sequence[Rollout]) -> tuple[GroupReport, 
         TOKENS: Ragged.from_rows([rollout.tokens for rollout in rollouts], np.int32),
         LOSS_MASK: Ragged.from_rows([rollout.loss_mask for rollout in rollouts], np.uint8),
         GENERATION_LOGPROBS: Ragged.from_rows([rollout.generation_logprobs for rollout in rollouts], np.float32),
+        WEIGHT_VERSIONS: Ragged.from_rows([rollout.weight_versions for rollout in rollouts], np.int32),
     }
     columns.update(_routing(rollouts))
     record = [rollout_record(prompt, index, rollout) for index, rollout in enumerate(rollouts)]

@@ -32,6 +32,7 @@ def rollout_record(prompt: Prompt, index: int, rollout: Rollout) -> np.ndarray:
         "stop_reason": rollout.stop_reason,
         "num_sampled": rollout.num_sampled,
         "weight_versions": sorted({span.version for span in rollout.spans}),
+        "weight_spans": _weight_spans(rollout.weight_versions),
         "info": rollout.info,
     }
     text = json.dumps(described, default=_foreign, ensure_ascii=False)
@@ -55,6 +56,20 @@ def append_records(file: BinaryIO, records: Iterable[tuple[np.ndarray, float | N
 
 
 _BUFFER_BYTES = 2**20
+
+
+def _weight_spans(versions: np.ndarray) -> list[dict[str, int]]:
+    """Runs of tokens that were sampled with one weight version: `start` and `end` in the row, and `version`.
+
+    Args:
+        versions: int32 `[tokens]`, negative for tokens that were not sampled.
+    """
+    starts = np.flatnonzero(np.diff(versions, prepend=-1))
+    ends = np.append(starts, len(versions))[1:]
+    runs = zip(starts.tolist(), ends.tolist(), strict=True)
+    return [
+        {"start": start, "end": end, "version": int(versions[start])} for start, end in runs if versions[start] >= 0
+    ]
 
 
 def _foreign(value: Any) -> Any:
