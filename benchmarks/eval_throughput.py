@@ -23,7 +23,8 @@ import numpy as np
 from measurement import seconds, surroundings, table
 from rich.console import Console
 
-from rl_algos.rollouts.evaluation import EvaluationPlan, RolloutEvaluation
+from rl_algos.rollouts.evaluation import RolloutEvaluation
+from rl_algos.rollouts.evaluation_plan import EvaluationPlan
 from rl_algos.tokenizer import load_tokenizer
 from rl_core.generation import GenerationRequest, Placement
 from rl_core.plugins import resolve

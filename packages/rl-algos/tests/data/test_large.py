@@ -217,6 +217,50 @@ def test_memory_does_not_grow_with_the_rows(tmp_path):
     assert many - few < 40, f"{few:.0f} and {many:.0f} MiB"
 
 
+MILLION = """
+import json, resource, sys
+from rl_algos.data.config import DataConfig
+from rl_algos.data.examples import load_datasets
+from rl_algos.data.stream import Stream
+
+def stream():
+    return Stream([dataset.examples.values_in_order for dataset in datasets], seed=5, max_num_epochs=2)
+
+def asked(rows):
+    return [row.messages[0]["content"] for row in rows]
+
+if __name__ == "__main__":
+    settings = {"data_path": sys.argv[1], "input_key": "prompt", "output_key": "completion"}
+    config = DataConfig.model_validate({"train": settings})
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    datasets = load_datasets(config, "train")
+    whole = stream()
+    drawn = asked(whole.take(10_000))
+    state = json.loads(json.dumps(whole.state()))
+    expected = asked(whole.take(1000))
+    mib = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    resumed = stream()
+    resumed.restore(state)
+    # the batches of another number of ranks are cut from the same draws
+    found = [row for size in (300, 500, 200) for row in asked(resumed.take(size))]
+    print(json.dumps({"items": whole.num_items, "mib": mib, "same": found == expected, "first": drawn[:5],
+                      "distinct": len({*drawn, *expected})}))
+"""
+
+
+def test_a_million_rows_are_shuffled_in_little_memory_and_resumed_in_the_midst_of_an_epoch(tmp_path):
+    """Held as examples they would take a gigabyte; positions and one order take tens of MiB."""
+    path, script = tmp_path / "rows.jsonl", tmp_path / "run.py"
+    with path.open("w") as file:
+        file.writelines(f'{{"prompt": "{index}+1=", "completion": "{index + 1}"}}\n' for index in range(1_000_000))
+    script.write_text(MILLION)
+    run = subprocess.run([sys.executable, script, path], check=True, timeout=1500, stdout=subprocess.PIPE, text=True)
+    said = json.loads(run.stdout)
+    assert (said["items"], said["same"], said["distinct"]) == (1_000_000, True, 11_000)
+    assert said["first"] != [f"{index}+1=" for index in range(5)]
+    assert said["mib"] < 150, f"{said['mib']:.0f} MiB"
+
+
 def test_positions_of_a_shuffled_stream_are_exact(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setattr(encoding, "_CHUNK", 8)
     monkeypatch.setattr(encoding, "LARGE", 10)

@@ -8,11 +8,12 @@ from rl_algos.data.hub_datasets import DATASETS, with_known
 from rl_algos.evaluation.config import EvaluationConfig, TaskConfig
 from rl_algos.evaluation.tasks import TASKS, task_named
 from rl_algos.grpo.config import GRPOConfig
-from rl_algos.rollouts.checks import evaluation_problems
-from rl_algos.rollouts.data import load, prepare
+from rl_algos.rollouts.checks import evaluation_problems, task_problems
+from rl_algos.rollouts.data import RolloutData, load, prepare
 from rl_algos.rollouts.evaluation import VALIDATION, RolloutEvaluation
+from rl_algos.rollouts.evaluation_plugin import training_problems
 from rl_algos.rollouts.programs import PROGRAMS
-from rl_algos.rollouts.setup import needs, validation_sampling
+from rl_algos.rollouts.setup import needs, source_of, validation_sampling
 from rl_algos.rollouts.source import SyncRolloutSource
 from rl_core.config import Config, assemble
 from rl_core.environments.config import EnvironmentConfig
@@ -226,6 +227,48 @@ def test_a_row_of_an_unknown_environment_is_refused(tmp_path):
 def test_settings_that_contradict_one_another_are_found(settings, key):
     assert [problem.key for problem in evaluation_problems(make_config(**settings))] == [key]
     assert not list(evaluation_problems(make_config(num_samples=2, temperature=0.5, k=[1, 2])))
+
+
+def test_tasks_of_a_run_that_trains_get_the_rollouts_of_rl_eval(file, tokenizer):
+    dataset = DatasetConfig(data_path=str(file))
+    config = make_config(
+        data=DataConfig(train=dataset), grpo=GRPOConfig(seed=7), tasks=[mine(file, num_samples=3)], period=1
+    )
+    with file.open("r+") as opened:
+        rows = opened.read()
+        opened.seek(0)
+        opened.write(json.dumps({"messages": "1" * 60, "answer": "0", "environment": "math"}) + "\n" + rows)
+    (task,) = RolloutEvaluation(config).plan(tokenizer).tasks
+    assert (len(task.groups), len(task.refused)) == (5, 1)
+    pool = OnePool()
+    source = source_of(config, RolloutData(NoPrompts(), [], tokenizer.eos_token_id), pool)
+    with pytest.raises(StopIteration):
+        source.evaluate([group.prompt for group in task.groups], task.groups[0].sampling, num_generations=3)
+    assert [(g.prompt.id, g.sampling, g.seeds) for g in pool.tasks] == [
+        (g.prompt.id, g.sampling, g.seeds) for g in task.groups
+    ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"period": 5}, "eval.tasks"),
+        ({"at_end": True, "tasks": ["gsm8k"], "max_turns": 2}, "eval.max_turns"),
+        ({"at_start": True, "tasks": ["gsm8k"], "seed": 3}, "eval.seed"),
+    ],
+)
+def test_settings_that_a_run_cannot_score_tasks_with_as_it_trains_are_found(file, settings, key):
+    data = DataConfig(train=DatasetConfig(data_path=str(file)))
+    assert [problem.key for problem in task_problems(make_config(data=data, **settings))] == [key]
+    fine = {"tasks": ["gsm8k"], "max_turns": 1, "seed": 42}
+    assert not list(task_problems(make_config(data=data, period=5, **fine)))
+    assert not list(task_problems(make_config(data=data)))
+
+
+@pytest.mark.parametrize(("key", "value"), [("period", 1), ("at_start", True), ("at_end", True)])
+def test_an_evaluation_without_a_run_refuses_the_keys_of_training(key, value):
+    assert [problem.key for problem in training_problems(make_config(**{key: value}))] == [f"eval.{key}"]
+    assert not list(training_problems(make_config()))
 
 
 @pytest.mark.parametrize("name", sorted(TASKS))

@@ -229,6 +229,8 @@ class AlgorithmPlugin:
             evaluation, and used as `rl_algos.rollouts.evaluation.RolloutEvaluation`: its `attempts()` are as the
             mapping of `attempts` here, and `plan(tokenizer)` returns the rollouts and their scoring. Empty if it does
             not evaluate by rollouts.
+        evaluates_in_training: from the resolved config to whether a run has `evaluate` as it trains: the plan is then
+            in its `Components`, and the environments of the plan are started beside those of `rollouts`.
         validation_metrics: from the resolved config to the names of the `val/` metrics that its run records, or to
             None if they are not known before the run, as None for all configs says.
         models: from the resolved config to the models that the run needs, by role. The role `policy` is the model whose
@@ -252,6 +254,7 @@ class AlgorithmPlugin:
     attempts: str = ""
     rollouts: str = ""
     evaluate: str = ""
+    evaluates_in_training: Callable[[Any], bool] | None = None
     validation_metrics: Callable[[Any], Iterable[str] | None] | None = None
     checks: tuple[Callable[[Any], Iterable[Problem]], ...] = ()
 

@@ -82,9 +82,11 @@ class Components:
         data: what the algorithm's `prepare` returned.
         weights: publishes the policy's weights.
         pool: runs rollouts.
+        evaluation: what `plan` of the algorithm's `evaluate` returned, if the run is evaluated as it trains.
     """
 
     models: Mapping[str, Model]
     data: Any
     weights: Weights | None = None
     pool: RolloutPool | None = None
+    evaluation: Any = None

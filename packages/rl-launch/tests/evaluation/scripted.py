@@ -3,7 +3,7 @@
 import numpy as np
 
 from rl_algos.evaluation.summary import Scoring
-from rl_algos.rollouts.evaluation import EvaluationPlan, EvaluationTask
+from rl_algos.rollouts.evaluation_plan import EvaluationPlan, EvaluationTask
 from rl_core.generation import RolloutTask, SamplingParams
 from rl_core.plugins import RolloutNeeds
 from rl_core.rollout import Prompt, Rollout, RolloutGroup, WeightSpan

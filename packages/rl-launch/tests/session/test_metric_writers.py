@@ -85,6 +85,14 @@ def test_a_writer_that_raises_is_reported_once_and_the_run_goes_on(tmp_path, mon
     assert "TensorBoardWriter" in told[0]
 
 
+@pytest.mark.parametrize(
+    ("metric", "name"),
+    [("eval/gsm8k/pass@4", "eval/gsm8k/pass_4"), ("val/a#2/loss", "val/a_2/loss"), ("time/step", "time/step")],
+)
+def test_mlflow_gets_names_of_its_own_characters(metric, name):
+    assert writers.mlflow_name(metric) == name
+
+
 @pytest.mark.parametrize("name", ["Wandb", "MLflow"])
 def test_trackers_are_given_the_names_of_secrets_and_not_their_values(tmp_path, monkeypatch, name):
     given = []

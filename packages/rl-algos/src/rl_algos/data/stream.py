@@ -117,11 +117,11 @@ class Stream(Generic[T]):
         which = int(np.argmin((self._drawn + 1) / self._weights))
         turn, position = divmod(int(self._drawn[which]), self._sizes[which])
         self._drawn[which] += 1
-        return self._datasets[which][int(self._order(which, turn)[position])]
+        if self._shuffle:
+            position = int(self._order(which, turn)[position])
+        return self._datasets[which][position]
 
     def _order(self, which: int, turn: int) -> np.ndarray:
-        if not self._shuffle:
-            return np.arange(self._sizes[which]) if which not in self._orders else self._orders[which][1]
         known = self._orders.get(which)
         if known is None or known[0] != turn:
             known = self._orders[which] = turn, permutation(self._sizes[which], self._seed, which, turn)

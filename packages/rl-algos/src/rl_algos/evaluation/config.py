@@ -32,13 +32,20 @@ class TaskConfig(Config):
 
 
 class EvaluationConfig(Config):
-    """Tasks, samples and estimates of `rl eval`; training reads none of it."""
+    """Tasks, samples and estimates of `rl eval`, and of a run that scores the tasks while it trains."""
 
     when_changed: ClassVar[WhenChanged | None] = WhenChanged.RESUME
 
     tasks: list[str | TaskConfig] = []
     """Tasks to score: names (`gsm8k`, `math_500`, `reasoning_gym/TASK`, an installed dataset, or OWNER/NAME on the
     hub), and tasks of your own with a `dataset`. If empty, the run's validation data."""
+    period: int = Field(default=0, ge=0)
+    """Training: score `tasks` after every this many steps, as `rl eval` would with the weights of that step; 0 does
+    not. The results are the metrics `eval/TASK/...`."""
+    at_start: bool = False
+    """Training: score `tasks` before the first step."""
+    at_end: bool = False
+    """Training: score `tasks` after the last step."""
     num_samples: int | None = Field(default=None, gt=0)
     """Samples of each prompt; the run's `val_num_generations_per_prompt` if unset, or 1 without a run."""
     max_prompts: int | None = Field(default=None, gt=0)
@@ -61,3 +68,8 @@ class EvaluationConfig(Config):
     """Probability mass of the confidence intervals; 1 less it is the level of significance of comparisons."""
     seed: int | None = Field(default=None, ge=0)
     """Seed of sampling and of the intervals; the run's seed if unset, or 42 without a run."""
+
+    @property
+    def in_training(self) -> bool:
+        """Whether a run that trains scores the tasks."""
+        return bool(self.period or self.at_start or self.at_end)

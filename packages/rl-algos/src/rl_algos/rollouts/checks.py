@@ -43,6 +43,30 @@ def evaluation_problems(config: EvaluationRoot) -> Iterator[Problem]:
         )
 
 
+def task_problems(config: RolloutRoot) -> Iterator[Problem]:
+    """Problems of evaluation tasks that a run scores while it trains: one source rolls out all that it asks for."""
+    settings, rollouts = config.eval, rollout_config(config)
+    if not settings.in_training:
+        return
+    if not settings.tasks:
+        yield Problem(
+            "eval.tasks",
+            "is empty, but `eval` asks for an evaluation in training; name tasks, such as gsm8k. Validation data is "
+            f"scored by {rollouts.section}.val_period",
+        )
+    if settings.max_turns not in (None, rollouts.max_rollout_turns):
+        yield Problem(
+            "eval.max_turns",
+            f"a run that trains rolls out tasks with its {rollouts.section}.max_rollout_turns, "
+            f"{rollouts.max_rollout_turns}; remove this key",
+        )
+    if settings.seed not in (None, rollouts.seed):
+        yield Problem(
+            "eval.seed",
+            f"a run that trains scores tasks with its own seed, {rollouts.seed}; remove this key",
+        )
+
+
 def reward_problems(algorithm: PolicyGradientConfig) -> Iterator[Problem]:
     """Problems of every algorithm that learns from rewards."""
     if algorithm.batch_multiplier != 1 and not algorithm.use_dynamic_sampling:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rl_algos.data.config import DataConfig
@@ -14,13 +14,14 @@ from rl_algos.evaluation.tasks import task_named
 from rl_algos.rollouts.config import RolloutConfig
 from rl_algos.rollouts.data import attempts as attempts_on_data
 from rl_algos.rollouts.data import tools_by_environment
+from rl_algos.rollouts.evaluation_plan import EvaluationPlan, EvaluationTask
 from rl_algos.rollouts.setup import program_needs, validation_sampling
 from rl_algos.rollouts.source import evaluation_tasks
 from rl_core.environments.instance import problem_with, unknown_environment
 from rl_core.environments.trial import Attempt
 from rl_core.errors import ConfigError, DataError
-from rl_core.generation import RolloutTask, SamplingParams
-from rl_core.plugins import RolloutNeeds, algorithm_named, resolve
+from rl_core.generation import SamplingParams
+from rl_core.plugins import algorithm_named, resolve
 from rl_core.rollout import Prompt
 
 VALIDATION = "validation"
@@ -32,38 +33,6 @@ _DEFAULT_PROGRAM = "multi_turn"
 
 _ANY_LENGTH = 2**31
 _SAMPLING = ("temperature", "top_p", "top_k", "max_new_tokens")
-
-
-@dataclass(frozen=True)
-class EvaluationTask:
-    """Prompts that are scored together.
-
-    Args:
-        name: unique in the evaluation.
-        groups: the rollouts of each prompt.
-        refused: prompts that leave no room for a completion, each with the reason; they score 0.
-        num_samples: samples of each prompt.
-    """
-
-    name: str
-    groups: Sequence[RolloutTask]
-    refused: Sequence[tuple[Prompt, str]] = ()
-    num_samples: int = 1
-
-
-@dataclass(frozen=True)
-class EvaluationPlan:
-    """Everything that an evaluation rolls out, and how it is scored.
-
-    Args:
-        tasks: in order.
-        needs: of the rollout workers.
-        scoring: the estimates to make.
-    """
-
-    tasks: Sequence[EvaluationTask]
-    needs: RolloutNeeds
-    scoring: Scoring = field(default_factory=Scoring)
 
 
 @dataclass(frozen=True)
@@ -195,10 +164,10 @@ class RolloutEvaluation:
         whole = loaded.data.model_copy(update={"max_input_seq_length": None})
         prompts = validation_prompts(list(loaded.datasets), whole, tokenizer, max_tokens=_ANY_LENGTH, tools=tools)
         prompts = prompts[: self._max_prompts(loaded.task)]
-        groups = evaluation_tasks(prompts, sampling, num_generations=count, seed=self._seed)
+        fitting = [prompt for prompt in prompts if len(prompt.token_ids) <= limit]
         return EvaluationTask(
             name,
-            [group for group in groups if len(group.prompt.token_ids) <= limit],
+            evaluation_tasks(fitting, sampling, num_generations=count, seed=self._seed),
             list(_refused(prompts, limit, sampling)),
             count,
         )

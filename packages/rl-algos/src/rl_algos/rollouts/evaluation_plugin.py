@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from rl_algos.evaluation.config import EvaluationConfig
 from rl_algos.rollouts.checks import evaluation_problems
+from rl_algos.rollouts.config import EvaluationRoot
+from rl_core.config import Problem
 from rl_core.plugins import AlgorithmPlugin, ModelNeed
 
 
 def no_models(config: Any) -> dict[str, ModelNeed]:
     """It trains nothing."""
     return {}
+
+
+def training_problems(config: EvaluationRoot) -> Iterator[Problem]:
+    """Keys that are for runs that train."""
+    for key in ("period", "at_start", "at_end"):
+        if getattr(config.eval, key):
+            yield Problem(f"eval.{key}", "is for a run that trains, and this one trains nothing; remove it")
 
 
 PLUGIN = AlgorithmPlugin(
@@ -23,5 +33,5 @@ PLUGIN = AlgorithmPlugin(
     generates=True,
     models=no_models,
     evaluate="rl_algos.rollouts.evaluation:RolloutEvaluation",
-    checks=(evaluation_problems,),
+    checks=(evaluation_problems, training_problems),
 )

@@ -8,7 +8,13 @@ from typing import Any
 from rl_algos.data.config import DataConfig
 from rl_algos.evaluation.config import EvaluationConfig
 from rl_algos.requirement import LOSSES
-from rl_algos.rollouts.checks import evaluation_problems, rollout_problems, validation_metrics, whole_distribution
+from rl_algos.rollouts.checks import (
+    evaluation_problems,
+    rollout_problems,
+    task_problems,
+    validation_metrics,
+    whole_distribution,
+)
 from rl_core.config import Config, Problem
 from rl_core.plugins import AlgorithmPlugin, ModelNeed, Requirement, SectionNames
 
@@ -50,5 +56,12 @@ def rollout_algorithm(
         validation_metrics=validation_metrics,
         rollouts="rl_algos.rollouts.setup:needs",
         evaluate="rl_algos.rollouts.evaluation:RolloutEvaluation",
-        checks=(rollout_problems, evaluation_problems, *(() if reads_filtered else (whole_distribution,)), *checks),
+        evaluates_in_training=lambda config: config.eval.in_training,
+        checks=(
+            rollout_problems,
+            evaluation_problems,
+            task_problems,
+            *(() if reads_filtered else (whole_distribution,)),
+            *checks,
+        ),
     )

@@ -9,6 +9,7 @@ from rl_algos.rollouts.data import RolloutData
 from rl_algos.rollouts.programs import program_named
 from rl_algos.rollouts.source import SyncRolloutSource
 from rl_algos.rollouts.steps import RolloutSteps
+from rl_algos.rollouts.task_evaluation import TaskEvaluation
 from rl_algos.rollouts.validation import Validation
 from rl_core.generation import RolloutPool, SamplingParams
 from rl_core.model_config import GenerationConfig
@@ -66,6 +67,7 @@ def steps_of(config: RolloutRoot, components: Components, run: Run, *, with_gree
         validation_of(config, data),
         run,
         greedy if with_greedy else None,
+        None if components.evaluation is None else TaskEvaluation(components.evaluation, config.eval),
     )
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from rl_algos.rollouts.collect import collect_groups, greedy_groups
 from rl_algos.rollouts.config import RolloutConfig
+from rl_algos.rollouts.task_evaluation import TaskEvaluation
 from rl_algos.rollouts.validation import RolloutValidation
 from rl_core.generation import RolloutSource, SamplingParams, Weights
 from rl_core.model import Model
@@ -53,6 +54,7 @@ class RolloutSteps:
         validation: of the policy.
         run: owns steps, timing and checkpoints.
         greedy: how a greedy rollout of each prompt is drawn; None for none.
+        evaluation: of the tasks that the run scores beside its validation data; None for none.
     """
 
     config: RolloutConfig
@@ -61,6 +63,7 @@ class RolloutSteps:
     validation: RolloutValidation
     run: Run
     greedy: SamplingParams | None = None
+    evaluation: TaskEvaluation | None = None
 
     def take(self, *, models: Mapping[str, Model], state: Mapping[str, Checkpointable] | None = None) -> Iterator[Step]:
         """Steps still to do, until `config.max_num_steps`, or until the data or the run ends.
@@ -77,6 +80,8 @@ class RolloutSteps:
         for number in numbers:
             if number == 1 and config.val_at_start:
                 self.validation(self.rollouts, run, step=0)
+            if number == 1:
+                self._evaluate_tasks(0)
             with run.phase("generation"):
                 groups, aside = collect_groups(self.rollouts, config)
                 greedy = greedy_groups(self.rollouts, groups, self.greedy)
@@ -86,6 +91,7 @@ class RolloutSteps:
             yield Step(number, groups, aside, greedy)
             if run.due(config.val_period, number, at_end=config.val_at_end):
                 self.validation(self.rollouts, run, step=number)
+            self._evaluate_tasks(number)
 
     def sync(self, number: int) -> None:
         """Bring the generators to the weights that the step has trained."""
@@ -93,3 +99,7 @@ class RolloutSteps:
             update = self.weights.publish()
             self.rollouts.adopt(update)
         self.run.record(number, {"weight_version": update.version})
+
+    def _evaluate_tasks(self, number: int) -> None:
+        if self.evaluation is not None and self.evaluation.is_due(self.run, number):
+            self.evaluation(self.rollouts, self.run, step=number)

@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -95,14 +95,16 @@ def train(
     check_models(model_names(config))
     check_adapters_of_made_models(config)
     loaded = resolve(algorithm.load)(config)
-    untried = try_here(trials_of(config, algorithm, loaded), config.cluster.worker_envs)
+    evaluates = algorithm.evaluates_in_training is not None and algorithm.evaluates_in_training(config)
+    evaluation = resolve(algorithm.evaluate)(config) if evaluates else None
+    untried = try_here(trials_of(config, algorithm, loaded, evaluation), config.cluster.worker_envs)
     restoration = Restoration(saves=config.checkpointing.enabled)
     exports = export_suffixes(algorithm.models(config))
     sessions = partial(RunSession, run_dir, config, title=title, since=started, exports=exports)
     start = partial(sessions, fresh=fresh, branch=branch)
     while True:
         try:
-            return _run(config, loaded, untried, start, restoration)
+            return _run(config, loaded, evaluation, untried, start, restoration)
         except PlacementError as error:
             raise restoration.failed(error) from None
         except RLError:
@@ -114,6 +116,7 @@ def train(
 def _run(
     config: Any,
     loaded: Any,
+    evaluation: Any,
     untried: Sequence[Trial],
     start: Callable[..., RunSession],
     restoration: Restoration,
@@ -127,6 +130,9 @@ def _run(
     tokenizer = load_tokenizer(config.policy.tokenizer, config.policy.model_name)
     data = resolve(algorithm.prepare)(config, tokenizer, loaded)
     needs = resolve(algorithm.rollouts)(config, data) if algorithm.generates else None
+    plan = None if evaluation is None else evaluation.plan(tokenizer)
+    if plan is not None and needs is not None:
+        needs = replace(needs, environments=needs.environments | plan.needs.environments)
     recording = RunRecording(needs.environments if needs is not None else ())
     session = start(recording=recording)
     if not restoration.follows_a_loss:
@@ -154,7 +160,7 @@ def _run(
             cluster = held.enter_context(VirtualCluster.of(config.cluster, device, after_a_loss=after_a_loss))
             runtime = held.enter_context(Runtime(config, backends, envs, cluster, session.directory.logs))
             held.enter_context(restoration.judging(session, runtime.lost_nodes))
-            components = runtime.components(data, needs, vocabulary=len(tokenizer))
+            components = replace(runtime.components(data, needs, vocabulary=len(tokenizer)), evaluation=plan)
         if runtime.rollout_pool is not None:
             session.write_rollouts_by(runtime.rollout_pool.write_rollouts)
         with session.with_models():

@@ -26,17 +26,18 @@ _TRY = "from rl_core.environments.trial import main; main()"
 _TIMEOUT_S = 900.0
 
 
-def trials_of(config: Any, algorithm: AlgorithmPlugin, loaded: Any) -> list[Trial]:
-    """Every environment that the data names, with attempts on its first rows.
+def trials_of(config: Any, algorithm: AlgorithmPlugin, loaded: Any, evaluation: Any = None) -> list[Trial]:
+    """Every environment that the data names, or that of the evaluation, with attempts on its first rows.
 
     Args:
         config: resolved root.
         algorithm: the algorithm of the run.
         loaded: the result of its `load`.
+        evaluation: the algorithm's `evaluate` of the config, if the run is evaluated as it trains.
     """
-    if not algorithm.attempts:
-        return []
-    attempts = resolve(algorithm.attempts)(config, loaded)
+    attempts = dict(resolve(algorithm.attempts)(config, loaded)) if algorithm.attempts else {}
+    for name, each in evaluation.attempts().items() if evaluation is not None else ():
+        attempts[name] = [*attempts.get(name, ()), *each]
     return [Trial(instance_of(config.env, name), each) for name, each in attempts.items()]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
+import re
 import time
 import uuid
 from collections.abc import Iterable, Mapping
@@ -154,6 +155,11 @@ class WandbWriter:
         self._run.finish()
 
 
+def mlflow_name(metric: str) -> str:
+    """The name of a metric with `_` in the place of characters that MLflow refuses, such as that of `pass@4`."""
+    return re.sub(r"[^/\w.\- :]", "_", metric)
+
+
 class MLflowWriter:
     """An MLflow run, which a resumed run continues."""
 
@@ -177,7 +183,7 @@ class MLflowWriter:
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """One value per metric and step."""
         now = int(time.time() * 1000)
-        values = [self._entities.Metric(name, float(value), now, step) for name, value in metrics.items()]
+        values = [self._entities.Metric(mlflow_name(name), float(value), now, step) for name, value in metrics.items()]
         self._client.log_batch(self._run_id, metrics=values)
 
     def close(self) -> None:
