@@ -25,6 +25,13 @@ def test_sft_steps_on_megatron_are_those_on_dtensor(driver, sft, whole_sft, tmp_
     )
 
 
+def test_sft_goes_on_with_the_same_rows_on_another_number_of_ranks(driver, sft, whole_sft, tmp_path):
+    run = tmp_path / "run"
+    for steps, ranks in ((4, 2), (8, 1)):
+        driver.train(run, *sft, f"sft.max_num_steps={steps}", f"cluster.cpu_ranks_per_node={ranks}")
+    assert_same(steps_of(run), steps_of(whole_sft)[:8], ("train/loss", "train/grad_norm", "train/num_tokens"), 1e-4)
+
+
 def test_adapters_train_alike_on_both_backends_and_are_saved_for_peft(driver, sft, rl, tmp_path):
     found, saved = {}, {}
     for backend in ("dtensor", "megatron"):
