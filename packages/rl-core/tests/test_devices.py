@@ -56,6 +56,17 @@ def test_a_placement_on_the_cpu_hides_no_gpu(monkeypatch):
     assert CPU.visible() == ("0",)
 
 
+def test_threads_of_cpu_workers_do_not_spin_unless_the_user_has_them(monkeypatch):
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    assert CPU.worker_variables(2)["GOMP_SPINCOUNT"] == "1000"
+    monkeypatch.setenv("GOMP_SPINCOUNT", "5")
+    assert CPU.worker_variables(2)["GOMP_SPINCOUNT"] == "5"
+    monkeypatch.delenv("GOMP_SPINCOUNT")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    assert "GOMP_SPINCOUNT" not in CPU.worker_variables(2)
+
+
 def test_logical_gpus_share_memory_by_node_and_gpu(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     monkeypatch.setenv(NODE_ADDRESS, "127.0.0.7")

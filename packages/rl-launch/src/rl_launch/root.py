@@ -88,9 +88,9 @@ class ClusterConfig(Config):
     env_vars: EnvVars = {}
     """Environment variables of all workers on all nodes. Workers also get the driver's that begin with `NCCL_`,
     `GLOO_`, `UCX_`, `FI_`, `HF_`, `TRANSFORMERS_`, `TOKENIZERS_`, `TORCH_`, `PYTORCH_`, `TORCHINDUCTOR_`,
-    `TORCHDYNAMO_`, `TRITON_`, `NVTE_`, `VLLM_`, `OMP_`, `MKL_`, `KMP_`, `CUDA_` or `MALLOC_`, except paths of CUDA,
-    numbers of threads and secrets (`HF_TOKEN`), which must be named here: `HF_TOKEN: ${oc.env:HF_TOKEN}`. Values that
-    are set here win."""
+    `TORCHDYNAMO_`, `TRITON_`, `NVTE_`, `VLLM_`, `OMP_`, `GOMP_`, `MKL_`, `KMP_`, `CUDA_` or `MALLOC_`, except paths of
+    CUDA, numbers of threads and secrets (`HF_TOKEN`), which must be named here: `HF_TOKEN: ${oc.env:HF_TOKEN}`.
+    Values that are set here win."""
 
 
 class RootConfig(Config):

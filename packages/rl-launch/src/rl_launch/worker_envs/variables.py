@@ -18,6 +18,7 @@ FORWARDED_PREFIXES = (
     "CUDA_",
     "FI_",
     "GLOO_",
+    "GOMP_",
     "HF_",
     "KMP_",
     "MALLOC_",
