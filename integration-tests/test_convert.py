@@ -1,6 +1,7 @@
 """Checkpoints of both backends and Hugging Face files, each made of the other."""
 
 import json
+import re
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
@@ -14,30 +15,44 @@ def test_a_runs_checkpoint_becomes_the_files_that_the_run_exported(rl, quickstar
     assert sorted(path.name for path in target.iterdir()) == sorted(path.name for path in warm_model.iterdir())
 
 
-def test_a_run_becomes_a_checkpoint_of_the_other_backend_and_a_model_again(rl, quickstart, warm_model, tmp_path):
-    checkpoint, target = tmp_path / "checkpoint", tmp_path / "hf"
+def test_a_run_becomes_a_checkpoint_of_the_other_backend_and_back_and_a_model(rl, quickstart, warm_model, tmp_path):
+    checkpoint, back, target = tmp_path / "checkpoint", tmp_path / "back", tmp_path / "hf"
     two_ranks = ("cluster.cpu_ranks_per_node=2", "policy.megatron_cfg.tensor_model_parallel_size=2")
     result = rl("convert", str(quickstart / "sft"), str(checkpoint), "--to", "megatron", *two_ranks)
     assert result.code == 0, result.output
-    assert "logprobs of the checkpoint" in result.output
+    assert agreement(result) <= 1e-5
     one_rank = ("cluster.cpu_ranks_per_node=1", "policy.megatron_cfg.tensor_model_parallel_size=1")
-    result = rl("convert", str(checkpoint), str(target), "--verify-with", "dtensor", *one_rank)
+    result = rl("convert", str(checkpoint), str(back), "--to", "dtensor", *one_rank)
     assert result.code == 0, result.output
-    assert "starting dtensor on 1 ranks" in result.output
+    assert agreement(result) <= 1e-5
+    result = rl("convert", str(back), str(target), "--verify-with", "megatron", "cluster.cpu_ranks_per_node=1")
+    assert result.code == 0, result.output
+    assert "starting megatron on 1 ranks" in result.output
+    assert agreement(result) <= 1e-5
     assert_same_model(target, warm_model)
 
 
 def test_an_adapter_stays_apart_through_a_checkpoint_and_is_merged_in_the_end(rl, warm_model, tmp_path):
-    adapter, checkpoint, target = (tmp_path / name for name in ("adapter", "checkpoint", "hf"))
+    adapter, first, second, target = (tmp_path / name for name in ("adapter", "first", "second", "hf"))
     expected = write_adapter(adapter, warm_model)
-    result = rl("convert", str(adapter), str(checkpoint), "--to", "megatron", "--adapter")
-    assert result.code == 0, result.output
-    result = rl("convert", str(checkpoint), str(target))
-    assert result.code == 0, result.output
+    for source, made, arguments in (
+        (adapter, first, ("--to", "dtensor", "--adapter")),
+        (first, second, ("--to", "megatron", "--adapter")),
+        (second, target, ()),
+    ):
+        result = rl("convert", str(source), str(made), *arguments)
+        assert result.code == 0, result.output
+        assert agreement(result) <= 1e-5
     merged = load_file(target / "model.safetensors")
     assert merged.keys() == expected.keys()
     for name, weight in expected.items():
         np.testing.assert_allclose(merged[name], weight, atol=1e-6, err_msg=name)
+
+
+def agreement(result):
+    """The largest difference of logprobs that a conversion has measured."""
+    (found,) = re.findall(r"logprobs of the .+? agree with the source's to (\S+)", " ".join(result.output.split()))
+    return float(found)
 
 
 def write_adapter(folder, base, dim=4, alpha=8):
