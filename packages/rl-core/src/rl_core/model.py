@@ -26,6 +26,31 @@ Part = Literal["parameters", "optimizer"]
 """The parts that a resident keeps on the device, beside the activations of the moment."""
 
 
+DIVERGENCES = ("forward_kl", "reverse_kl", "jensen_shannon", "other_tail", "own_tail", "other_logprob")
+"""Numbers of the read `divergences`, with p the other model's distribution and q this one's, each over the ids that are
+compared and a tail that holds all others: KL(p || q), KL(q || p), and with m = beta p + (1 - beta) q the divergence
+beta KL(p || m) + (1 - beta) KL(q || m); the masses of both tails; and the other logprob of the token that is there. The
+first three have gradients."""
+
+LEAST_TAIL = 1e-6
+"""Smallest mass of the tail that is told from none: float32 logprobs sum to 1 no more exactly."""
+
+
+@dataclass(frozen=True)
+class HeadFiles:
+    """The language-model head of a model that does not train, which another model reads from its files.
+
+    Args:
+        model_name: folder or hub name.
+        precision: that the model computes in.
+        overrides: its `hf_config_overrides`, as JSON.
+    """
+
+    model_name: str
+    precision: str
+    overrides: str = "{}"
+
+
 @dataclass(frozen=True)
 class Read:
     """A per-row result of a model's forward pass; never whole logits.
@@ -36,23 +61,31 @@ class Read:
     columns, `topk_logprobs` float32 and `topk_ids` int32, both `[tokens, k]`. `logprobs_at` is float32 `[tokens, k]`:
     the logprobs, given the tokens before token i, of the ids at index i of a column of the batch, int32 `[tokens, k]`;
     -1 stands for no id, and its logprob is 0. `collision` is float32 `[tokens]`, the sum of the squared probabilities
-    of all tokens.
+    of all tokens. `hidden` is float32 `[tokens, hidden]`: at index i the hidden state, after the last norm, that the
+    head makes the distribution of token i from. `divergences` is float32 `[tokens, 6]`, the numbers of `DIVERGENCES`
+    from the distribution of token i by another model, whose `hidden` a column of the batch has.
 
     Args:
         name: of the result.
         k: number of tokens of `topk`.
-        below: ids that `topk` chooses among are below it; 0 for all.
-        column: that has the ids of `logprobs_at`.
+        below: ids that `topk` chooses among, and that `divergences` compares one by one, are below it; 0 for all.
+        column: that has the ids of `logprobs_at`, or the hidden states of the other model.
         token_filter: of `logprobs`, `entropy` and `collision`, those of the distribution over the tokens that it keeps
             and the token that is there, which the generator may have drawn although it is left out here, by another
             rounding. None keeps all.
+        head: of the other model of `divergences`.
+        beta: weight of the other model in the mixture of `divergences`.
     """
 
-    name: Literal["logprobs", "entropy", "collision", "topk", "logprobs_at", "scores", "values"]
+    name: Literal[
+        "logprobs", "entropy", "collision", "topk", "logprobs_at", "scores", "values", "hidden", "divergences"
+    ]
     k: int = 0
     below: int = 0
     column: str = ""
     token_filter: TokenFilter | None = None
+    head: HeadFiles | None = None
+    beta: float = 0.5
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -65,6 +98,7 @@ ENTROPY = Read("entropy")
 COLLISION = Read("collision")
 SCORES = Read("scores")
 VALUES = Read("values")
+HIDDEN = Read("hidden")
 
 
 UNDIVIDED = "undivided"
@@ -90,6 +124,21 @@ def logprobs_at(column: str) -> Read:
     if not column:
         raise ValueError("logprobs_at needs the name of the column that has the ids")
     return Read("logprobs_at", column=column)
+
+
+def divergences_from(head: HeadFiles, column: str, *, below: int, beta: float = 0.5) -> Read:
+    """The divergences from another model whose hidden states a column of the batch, float32 `[tokens, hidden]`, has.
+
+    Args:
+        head: of the other model.
+        below: number of ids that both models know.
+        beta: weight of the other model in the mixture.
+    """
+    if below < 1:
+        raise ValueError(f"divergences_from needs below >= 1, got {below}")
+    if not 0 < beta < 1:
+        raise ValueError(f"beta must be above 0 and below 1, got {beta}")
+    return Read("divergences", below=below, column=column, head=head, beta=beta)
 
 
 def read_columns(reads: Sequence[Read]) -> tuple[str, ...]:

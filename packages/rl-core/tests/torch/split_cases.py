@@ -10,6 +10,7 @@ from joined_rank import joined
 from rl_core.model import COLLISION, ENTROPY, LOGPROBS, logprobs_at, topk
 from rl_core.testing.rank_pool import Rank
 from rl_core.token_filter import TokenFilter
+from rl_core.torch.heads.divergences import Other, divergences
 from rl_core.torch.heads.kept_tokens import WholeVocabulary, lowest_kept
 from rl_core.torch.heads.logprobs import Head, LogitTransform
 from rl_core.torch.heads.split_reads import join_tokens, split_language_reads
@@ -171,3 +172,31 @@ def row_errors(rank: Rank, shares_vocabulary: bool, group: dist.ProcessGroup) ->
     together = join_tokens(places.double(), places, num_tokens, None if shares_vocabulary else group)
     errors["joined"] = (together - torch.arange(num_tokens)).abs().max().item()
     return errors
+
+
+def diverging(rank: Rank, below: int) -> dict[str, float]:
+    """Largest errors of the divergences from another head, and of their gradients, if both vocabularies are split."""
+    with joined(rank) as group:
+        case, index = Case(), rank.rendezvous.rank
+        hidden, weight = draw(NUM, HIDDEN, seed=0), draw(case.vocab, HIDDEN, seed=1)
+        other_hidden, other_weight = draw(NUM, 3, seed=2), draw(13, 3, seed=3)
+        targets = torch.randint(below, (NUM,), generator=torch.Generator().manual_seed(3))
+        options = {"below": below, "beta": 0.3, "temperature": 0.7, "chunk_size": 3}
+        whole = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+        expected = divergences(whole[0], Head(whole[1]), targets, Other(other_hidden, Head(other_weight)), **options)
+        weighted([expected[:, :3]]).backward()
+        start = index * case.rows_per_rank
+        local = [hidden.clone().requires_grad_(), rows_of(rank, case, weight).requires_grad_()]
+        its_rows = other_weight[start:] if index == rank.rendezvous.world_size - 1 else other_weight[start : start + 6]
+        shard = VocabShard(start, case.vocab, group)
+        other = Other(other_hidden, Head(its_rows))
+        found = divergences(local[0], Head(local[1]), targets, other, shard=shard, **options)
+        weighted([found[:, :3]]).backward()
+        own = slice(start, start + case.rows_per_rank)
+        of_weight = whole[1].grad[own]
+        return {
+            "values": (found - expected).abs().max().item(),
+            "grad_hidden": (local[0].grad - whole[0].grad).abs().max().item(),
+            "grad_weight": (local[1].grad[: len(of_weight)] - of_weight).abs().max().item(),
+            "grad_padding": local[1].grad[len(of_weight) :].abs().sum().item(),
+        }

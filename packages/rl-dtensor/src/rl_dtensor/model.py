@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from rl_core.model import HEADLESS_ROLES, Read, Role
-from rl_core.torch.heads.logprobs import Head, LogitTransform
+from rl_core.torch.heads.logprobs import Head, logit_transform
 from rl_core.torch.heads.scalar import scalar_reads
 from rl_core.torch.heads.split_reads import join_tokens, split_language_reads
 from rl_core.torch.heads.vocab_parallel import VocabShard
@@ -252,11 +252,3 @@ class ShardedModel:
         """Shape of the hidden states between stages."""
         batch, tokens = layout.shape
         return batch, tokens // self._split_tokens, self.hf.config.get_text_config().hidden_size
-
-
-def logit_transform(config: PreTrainedConfig) -> LogitTransform:
-    """Return the transform that a model family applies between its head and its logits, as its config says."""
-    settings = config.get_text_config().to_dict()
-    scale = settings.get("logit_scale") or 1.0
-    divisor = settings.get("logits_scaling") or 1.0
-    return LogitTransform(scale / divisor, settings.get("final_logit_softcapping"))

@@ -25,7 +25,7 @@ class DistillationConfig(RolloutConfig):
     """Rollouts of each prompt."""
     topk_logits_k: int | None = Field(default=DEFAULT_K, gt=0)
     """Most likely tokens of the teacher that the student is compared at; all others count as one, the tail. Null takes
-    the whole vocabulary, if it is small."""
+    the whole vocabulary; of a large one the teacher's hidden states travel, and there is one teacher."""
     cross_tokenizer: bool = False
     """The teacher has other tokens than the student: compare the likelihoods of spans of text that both make of whole
     tokens, in place of the teacher's most likely tokens."""
@@ -39,7 +39,7 @@ class OfflineDistillationConfig(SupervisedConfig):
     """Turns of the assistant that are learned: all of them, or the last one."""
     topk_logits_k: int | None = Field(default=DEFAULT_K, gt=0)
     """Most likely tokens of the teacher that the student is compared at; all others count as one, the tail. Null takes
-    the whole vocabulary, if it is small."""
+    the whole vocabulary; of a large one the teacher's hidden states travel, and there is one teacher."""
 
 
 class DistillationLossConfig(Config):

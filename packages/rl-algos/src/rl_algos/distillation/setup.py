@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -14,24 +16,45 @@ from rl_algos.distillation.data import DistillationData, TextRow
 from rl_algos.distillation.span_teacher import SpanTeacher, Translator
 from rl_algos.distillation.teachers import RolloutScorer, Teachers
 from rl_algos.distillation.validation import DistillationValidation
-from rl_algos.losses.distillation import DistillationLoss, Divergence
+from rl_algos.distillation.vocabulary import sends_hidden
+from rl_algos.losses.distillation import DistillationLoss, Divergence, WholeDistillationLoss
 from rl_algos.losses.spans import SpanLoss
 from rl_algos.rollouts.setup import steps_of, validation_sampling
 from rl_algos.sft.data import to_batch as text_batch
 from rl_algos.supervised.loop import Objective
 from rl_algos.supervised.loop import train as learn
 from rl_core.batch import Batch
-from rl_core.model import Loss, Model, topk
+from rl_core.model import HIDDEN, LOGPROBS, HeadFiles, Loss, Model, topk
+from rl_core.model_config import ModelConfig
 from rl_core.run import Components, Run
 
 TEACHER = "teacher"
 """Column of the role of each row's teacher."""
 
 
-def loss_of(settings: DistillationLossConfig) -> DistillationLoss:
-    """The loss of a run."""
+def loss_of(config: Any, *, vocabulary: int) -> DistillationLoss | WholeDistillationLoss:
+    """The loss of a run.
+
+    Args:
+        vocabulary: number of tokens that student and teachers share.
+    """
+    settings: DistillationLossConfig = config.loss_fn
     divergence = Divergence(settings.kl_type, settings.mixed_kl_weight, settings.jensen_shannon_beta)
-    return DistillationLoss(divergence, nll_weight=settings.nll_weight, temperature=settings.temperature)
+    if not sends_hidden(config.distillation.topk_logits_k, vocabulary):
+        return DistillationLoss(divergence, nll_weight=settings.nll_weight, temperature=settings.temperature)
+    (key,) = teacher_sections(config).values()
+    return WholeDistillationLoss(
+        head_files(attrgetter(key)(config)),
+        vocabulary,
+        divergence,
+        nll_weight=settings.nll_weight,
+        temperature=settings.temperature,
+    )
+
+
+def head_files(teacher: ModelConfig) -> HeadFiles:
+    """The head of a teacher, for the student's ranks to read."""
+    return HeadFiles(teacher.model_name, teacher.precision, json.dumps(teacher.hf_config_overrides, sort_keys=True))
 
 
 def run(config: RolloutsRoot, components: Components, run: Run) -> None:
@@ -55,7 +78,7 @@ def _comparison(config: Any, components: Components) -> tuple[Loss, RolloutScore
     """The loss of a run on rollouts, and who says what it needs to know."""
     translator: Translator | None = components.data.translator
     if translator is None:
-        return loss_of(config.loss_fn), teachers_of(config, components)
+        return loss_of(config, vocabulary=components.data.vocabulary), teachers_of(config, components)
     loss = SpanLoss(config.loss_fn.span_tau, config.loss_fn.temperature)
     longest = config.teacher.max_total_sequence_length
     model = components.models["teacher"]
@@ -64,12 +87,13 @@ def _comparison(config: Any, components: Components) -> tuple[Loss, RolloutScore
 
 def run_text(config: TextRoot, components: Components, run: Run) -> None:
     """Distil on given text; `components.data` is what `prepare_text` returned."""
-    objective = text_objective(loss_of(config.loss_fn), teachers_of(config, components))
+    loss = loss_of(config, vocabulary=components.data.vocabulary)
+    objective = text_objective(loss, teachers_of(config, components))
     policy, rows = components.models["policy"], config.policy.train_global_batch_size
     learn(config.distillation, objective, policy, components.data, run, batch_size=rows)
 
 
-def text_objective(loss: DistillationLoss, teachers: Teachers) -> Objective[TextRow]:
+def text_objective(loss: DistillationLoss | WholeDistillationLoss, teachers: Teachers) -> Objective[TextRow]:
     """The objective of learning from text that teachers score."""
 
     def complete(batch: Batch, policy: Model) -> Batch:
@@ -87,5 +111,6 @@ def teachers_of(config: Any, components: Components) -> Teachers:
     """The teachers of a run."""
     vocabulary = components.data.vocabulary
     models = {role: components.models[role] for role in teacher_sections(config)}
-    read = topk(config.distillation.topk_logits_k or vocabulary, below=vocabulary)
-    return Teachers(models, read, temperature=config.loss_fn.temperature)
+    k = config.distillation.topk_logits_k
+    reads = [HIDDEN, LOGPROBS] if sends_hidden(k, vocabulary) else [topk(k or vocabulary, below=vocabulary)]
+    return Teachers(models, reads, temperature=config.loss_fn.temperature)

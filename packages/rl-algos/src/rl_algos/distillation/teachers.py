@@ -7,10 +7,23 @@ from typing import Protocol
 
 import numpy as np
 
-from rl_algos.losses.distillation import TEACHER_IDS, TEACHER_LOGPROBS
+from rl_algos.losses.distillation import (
+    TEACHER_HIDDEN,
+    TEACHER_IDS,
+    TEACHER_LOGPROBS,
+    TEACHER_TOKEN_LOGPROBS,
+)
 from rl_core.batch import TOKENS, Batch
 from rl_core.model import Model, Read
 from rl_core.rollout import RolloutGroup
+
+COLUMNS = {
+    "topk_ids": TEACHER_IDS,
+    "topk_logprobs": TEACHER_LOGPROBS,
+    "hidden": TEACHER_HIDDEN,
+    "logprobs": TEACHER_TOKEN_LOGPROBS,
+}
+"""Columns of a teacher's reads, to those that losses take."""
 
 
 def teacher_of(roles: Collection[str], *names: str) -> str:
@@ -37,17 +50,17 @@ class Teachers:
 
     Args:
         models: by role.
-        read: the most likely tokens.
+        reads: the results that the loss takes.
         temperature: divides the logits.
     """
 
-    def __init__(self, models: Mapping[str, Model], read: Read, *, temperature: float) -> None:
+    def __init__(self, models: Mapping[str, Model], reads: Sequence[Read], *, temperature: float) -> None:
         self._models = dict(models)
-        self._read = read
+        self._reads = list(reads)
         self._temperature = temperature
 
     def scored(self, batch: Batch, groups: Sequence[RolloutGroup]) -> Batch:
-        """As `RolloutScorer.scored`: the most likely tokens by the teacher of each prompt's environment or dataset."""
+        """As `RolloutScorer.scored`: by the teacher of each prompt's environment or dataset."""
         roles = [
             teacher_of(self._models, group.prompt.environment, group.prompt.dataset)
             for group in groups
@@ -56,7 +69,7 @@ class Teachers:
         return self.scored_rows(batch, roles)
 
     def scored_rows(self, batch: Batch, roles: Sequence[str]) -> Batch:
-        """The rows with the most likely tokens of their teachers, and the teachers' logprobs of them.
+        """The rows with what their teachers read, in columns named as the loss takes them.
 
         Args:
             roles: of each row's teacher.
@@ -68,7 +81,6 @@ class Teachers:
             # if one teacher has all rows, they stay where they are
             its_tokens = tokens if len(own) == len(names) else tokens.select(own)
             rows.append(own)
-            parts.append(self._models[role].infer(its_tokens, [self._read], temperature=self._temperature))
+            parts.append(self._models[role].infer(its_tokens, self._reads, temperature=self._temperature))
         found = parts[0] if len(parts) == 1 else Batch.concat(parts).select(np.argsort(np.concatenate(rows)))
-        columns = found.columns
-        return batch.with_columns({TEACHER_IDS: columns["topk_ids"], TEACHER_LOGPROBS: columns["topk_logprobs"]})
+        return batch.with_columns({COLUMNS[name]: column for name, column in found.columns.items()})

@@ -17,16 +17,36 @@ MOST_BYTES = 64 * 2**10
 """Bytes that the teacher's tokens of one position may take."""
 
 
-def check_k(k: int | None, vocabulary: int) -> None:
+def sends_hidden(k: int | None, vocabulary: int) -> bool:
+    """Whether the teacher's hidden states travel in place of its most likely tokens: those are all tokens of a
+    vocabulary too large to send.
+
+    Args:
+        k: as configured; None for the whole vocabulary.
+        vocabulary: number of tokens.
+    """
+    return k is None and BYTES_PER_TOKEN * vocabulary > MOST_BYTES
+
+
+def check_k(k: int | None, vocabulary: int, *, num_teachers: int = 1) -> None:
     """Refuse more of the teacher's tokens than there are, or than can travel.
 
     Args:
         k: as configured; None for the whole vocabulary.
         vocabulary: number of tokens.
+        num_teachers: of the run.
 
     Raises:
         ConfigError: naming the bytes of a position.
     """
+    if sends_hidden(k, vocabulary):
+        if num_teachers > 1:
+            raise ConfigError(
+                f"distillation.topk_logits_k: null compares the {vocabulary:,} tokens of a large vocabulary, which "
+                f"takes the head of one teacher, and there are {num_teachers}; keep one teacher, or set "
+                f"topk_logits_k={DEFAULT_K}: all other tokens count together, as the tail"
+            )
+        return
     if k is not None and k > vocabulary:
         raise ConfigError(
             f"distillation.topk_logits_k: got {k}, but the tokenizer has {vocabulary} tokens; set it to at most that, "
@@ -35,9 +55,10 @@ def check_k(k: int | None, vocabulary: int) -> None:
     size = BYTES_PER_TOKEN * (k or vocabulary)
     if size > MOST_BYTES:
         raise ConfigError(
-            f"distillation.topk_logits_k: {'the whole vocabulary' if k is None else k} takes {size:,} bytes for each "
-            f"token of text ({k or vocabulary} ids and logprobs), more than the {MOST_BYTES:,} allowed; set it to at "
-            f"most {MOST_BYTES // BYTES_PER_TOKEN}, such as {DEFAULT_K}: all other tokens count together, as the tail"
+            f"distillation.topk_logits_k: {k} takes {size:,} bytes for each token of text (ids and logprobs), more "
+            f"than the {MOST_BYTES:,} allowed; set it to at most {MOST_BYTES // BYTES_PER_TOKEN}, such as {DEFAULT_K}: "
+            "all other tokens count together, as the tail; or to null for all tokens, of which nothing but the "
+            "teacher's hidden states travels"
         )
 
 

@@ -1,5 +1,5 @@
-"""Divergence of a student from a teacher at the teacher's most likely tokens, described; computed by
-`rl_algos.torch.distillation`."""
+"""Divergence of a student from a teacher at the teacher's most likely tokens, or over whole vocabularies, described;
+computed by `rl_algos.torch.distillation`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Literal
 
 from rl_algos.losses.mask import num_masked
 from rl_core.batch import Batch
-from rl_core.model import LOGPROBS, Read, logprobs_at
+from rl_core.model import LEAST_TAIL as LEAST_TAIL
+from rl_core.model import LOGPROBS, HeadFiles, Read, divergences_from, logprobs_at
 
 KLName = Literal["forward", "reverse", "mixed", "jensen_shannon"]
 
@@ -28,8 +29,15 @@ mass of each beyond the teacher's most likely tokens."""
 NLL = "nll"
 """The mean negative log-likelihood of the text, if it is learned as well."""
 
-LEAST_TAIL = 1e-6
-"""Smallest mass of the tail that is told from none: float32 logprobs sum to 1 no more exactly."""
+TEACHER_HIDDEN = "teacher_hidden"
+"""Column of the teacher's hidden states, float32 `[tokens, hidden]`."""
+
+TEACHER_TOKEN_LOGPROBS = "teacher_token_logprobs"
+"""Column of the teacher's logprobs of the tokens that are there, float32 `[tokens]`."""
+
+HEAD_ERROR = "teacher_head_error"
+"""Metric: the largest difference of the teacher's own logprob of a token that is there from the one that the student's
+ranks compute from its hidden state and the head in its files."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +108,43 @@ class DistillationLoss:
     def reads(self) -> tuple[Read, ...]:
         """The student's logprobs at the teacher's tokens, and at those of the text if they are learned as well."""
         return (logprobs_at(TEACHER_IDS), LOGPROBS) if self.nll_weight else (logprobs_at(TEACHER_IDS),)
+
+    def totals(self, batch: Batch) -> Mapping[str, float]:
+        """`tokens` under the mask."""
+        return {"tokens": num_masked(batch)}
+
+
+@dataclass(frozen=True)
+class WholeDistillationLoss:
+    """As `DistillationLoss`, over all tokens that student and teacher share, however many.
+
+    Distributions of a large vocabulary are too large to travel. The teacher sends its hidden states, and the student's
+    ranks read the teacher's head from its files and compute its distributions, a chunk of tokens at a time. Tokens that
+    only one of the two has are the tail.
+
+    Args:
+        head: of the teacher.
+        vocabulary: number of tokens that student and teacher share.
+        divergence, nll_weight, temperature: as of `DistillationLoss`.
+    """
+
+    head: HeadFiles
+    vocabulary: int
+    divergence: Divergence = _FORWARD
+    nll_weight: float = 0.0
+    temperature: float = 1.0
+    implementation: str = "rl_algos.torch.distillation:compute_whole"
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """`loss_mask` uint8 `[tokens]`, and the teacher's hidden states and logprobs."""
+        return ("loss_mask", TEACHER_HIDDEN, TEACHER_TOKEN_LOGPROBS)
+
+    @property
+    def reads(self) -> tuple[Read, ...]:
+        """The divergences, and the student's logprobs of the text if they are learned as well."""
+        read = divergences_from(self.head, TEACHER_HIDDEN, below=self.vocabulary, beta=self.divergence.beta)
+        return (read, LOGPROBS) if self.nll_weight else (read,)
 
     def totals(self, batch: Batch) -> Mapping[str, float]:
         """`tokens` under the mask."""

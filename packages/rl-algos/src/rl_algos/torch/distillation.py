@@ -11,13 +11,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rl_algos.losses.distillation import (
+    HEAD_ERROR,
     LEAST_TAIL,
     METRICS,
     NLL,
     TEACHER_IDS,
     TEACHER_LOGPROBS,
+    TEACHER_TOKEN_LOGPROBS,
     DistillationLoss,
     Divergence,
+    WholeDistillationLoss,
 )
 from rl_core.torch.loss import LossSums, MetricSum, Rows
 
@@ -40,6 +43,41 @@ def compute(loss: DistillationLoss, reads: Mapping[str, Tensor], rows: Rows) -> 
     student = reads["logprobs_at"]
     sums = _sums if student.shape[0] * (student.shape[1] + 1) <= CHUNK else _SumsByChunk.apply
     objective, measured = sums(student, rows[TEACHER_LOGPROBS], rows[TEACHER_IDS], mask, loss.divergence)
+    return _loss_sums(loss, objective, measured, reads, mask)
+
+
+def compute_whole(loss: WholeDistillationLoss, reads: Mapping[str, Tensor], rows: Rows) -> LossSums:
+    """Sums of the distillation loss over whole vocabularies over one microbatch.
+
+    Args:
+        reads: `divergences` `[tokens, 6]` with gradient, and `logprobs` `[tokens]` likewise if the loss learns the text
+            as well.
+        rows: columns that `loss.columns` names.
+    """
+    mask = rows["loss_mask"] > 0
+    found = torch.where(mask[:, None], reads["divergences"], 0.0)
+    forward, reverse, mixture, teacher_tail, student_tail, _ = found.sum(0).unbind()
+    weight = loss.divergence.mixed_weight
+    objective = {
+        "forward": forward,
+        "reverse": reverse,
+        "mixed": weight * forward + (1 - weight) * reverse,
+        "jensen_shannon": mixture,
+    }[loss.divergence.name]
+    measured = torch.stack([forward, reverse, teacher_tail, student_tail]).detach()
+    sums = _loss_sums(loss, objective, measured, reads, mask)
+    error = torch.where(mask, (reads["divergences"][:, 5].detach() - rows[TEACHER_TOKEN_LOGPROBS]).abs(), 0.0)
+    largest = MetricSum(torch.cat([error, error.new_zeros(1)]).amax(), reduction="max")
+    return LossSums(sums.objective, {**sums.metrics, HEAD_ERROR: largest})
+
+
+def _loss_sums(
+    loss: DistillationLoss | WholeDistillationLoss,
+    objective: Tensor,
+    measured: Tensor,
+    reads: Mapping[str, Tensor],
+    mask: Tensor,
+) -> LossSums:
     metrics = dict(zip(METRICS, measured.unbind(), strict=True))
     if loss.nll_weight:
         nll = -torch.where(mask, reads["logprobs"], 0.0).sum()

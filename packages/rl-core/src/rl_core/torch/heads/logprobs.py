@@ -35,6 +35,15 @@ class LogitTransform:
         return grad * self.scale if self.scale != 1.0 else grad
 
 
+def logit_transform(config: Any) -> LogitTransform:
+    """Return the transform that a model family applies between its head and its logits, as its `transformers` config
+    says."""
+    settings = config.get_text_config().to_dict()
+    scale = settings.get("logit_scale") or 1.0
+    divisor = settings.get("logits_scaling") or 1.0
+    return LogitTransform(scale / divisor, settings.get("final_logit_softcapping"))
+
+
 @dataclass(frozen=True)
 class Head:
     """A language-model head.

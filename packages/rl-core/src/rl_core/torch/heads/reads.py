@@ -9,14 +9,20 @@ import torch
 from torch import Tensor
 
 from rl_core.batch import TOKENS
-from rl_core.model import Read, Role, read_columns
+from rl_core.model import HeadFiles, Read, Role, read_columns
 from rl_core.token_filter import TokenFilter
-from rl_core.torch.heads.logprobs import Head, TokenReads, head_reads
+from rl_core.torch.heads.divergences import Other, divergences
+from rl_core.torch.heads.head_files import read_head
+from rl_core.torch.heads.logprobs import Head, TokenReads, head_reads, wide_dtype
+from rl_core.torch.heads.vocab_parallel import VocabShard, vocab_parallel_reads
 from rl_core.torch.loss import Rows
 
+LANGUAGE_READS = ("logprobs", "entropy", "collision", "topk", "logprobs_at", "hidden", "divergences")
+"""Reads that a language-model head can answer."""
+
 READS_OF_ROLE: Mapping[Role, tuple[str, ...]] = {
-    "policy": ("logprobs", "entropy", "collision", "topk", "logprobs_at"),
-    "teacher": ("logprobs", "entropy", "collision", "topk", "logprobs_at"),
+    "policy": LANGUAGE_READS,
+    "teacher": LANGUAGE_READS,
     "reward_model": ("scores",),
     "critic": ("values", "scores"),
 }
@@ -38,6 +44,8 @@ def check_reads(role: Role, reads: Sequence[Read]) -> None:
         raise ValueError("one pass reads one topk; ask for the largest k")
     if len({read.column for read in reads if read.name == "logprobs_at"}) > 1:
         raise ValueError("one pass reads logprobs_at of one column; put all ids in one, `[tokens, k]`")
+    if sum(read.name == "divergences" for read in reads) > 1:
+        raise ValueError("one pass reads the divergences from one other model; take a pass for each")
     if any(read.token_filter is not None for read in reads):
         whole = [read.name for read in reads if read.name not in FILTERED_READS]
         if whole:
@@ -49,8 +57,7 @@ def check_reads(role: Role, reads: Sequence[Read]) -> None:
 def language_reads(
     hidden: Tensor, rows: Rows, head: Head, reads: Sequence[Read], *, temperature: float, chunk_size: int
 ) -> dict[str, Tensor]:
-    """Columns of `logprobs`, `entropy`, `collision`, `topk` and `logprobs_at`, each `[tokens]` or `[tokens, k]`; 0 at
-    the first token of a row.
+    """Columns of the reads of a language-model head, each `[tokens]` or `[tokens, k]`; 0 at the first token of a row.
 
     Args:
         hidden: `[tokens, hidden]`, after the model's last norm.
@@ -59,15 +66,84 @@ def language_reads(
         ValueError: for ids that are not in the vocabulary, or not `[tokens, k]`.
     """
     follows = following(rows.offsets)
-    found = head_reads(
-        hidden[follows - 1],
-        head,
-        rows[TOKENS][follows],
-        temperature=temperature,
-        **read_options(rows, follows, reads, vocab_size=len(head.weight)),
-        chunk_size=chunk_size,
+    found = position_reads(
+        hidden[follows - 1], head, rows, follows, reads, temperature=temperature, chunk_size=chunk_size
     )
-    return {name: _at(column, follows, len(hidden)) for name, column in columns_of(found, reads).items()}
+    return {name: _at(column, follows, len(hidden)) for name, column in found.items()}
+
+
+def position_reads(
+    hidden: Tensor,
+    head: Head,
+    rows: Rows,
+    places: Tensor,
+    reads: Sequence[Read],
+    *,
+    temperature: float,
+    chunk_size: int,
+    shard: VocabShard | None = None,
+    sums_hidden_grad: bool = True,
+) -> dict[str, Tensor]:
+    """Columns of the reads of a language-model head at some tokens, each `[n]` or `[n, k]`; collective over the group
+    of a shard.
+
+    Args:
+        hidden: `[n, hidden]`, that the tokens follow on.
+        head: this rank's rows of it if there is a `shard`.
+        places: int64 `[n]`, indices of the tokens.
+        sums_hidden_grad: as in `vocab_parallel_reads`.
+
+    Raises:
+        ValueError: for ids that are not in the vocabulary, or not `[tokens, k]`.
+    """
+    targets = rows[TOKENS][places]
+    columns = {"hidden": hidden.to(wide_dtype(hidden.dtype))} if any(read.name == "hidden" for read in reads) else {}
+    for read in reads:
+        if read.name == "divergences":
+            assert read.head is not None, "divergences_from names the head"
+            columns["divergences"] = divergences(
+                hidden,
+                head,
+                targets,
+                Other(rows[read.column][places], _other_head(read.head, head, shard)),
+                below=read.below,
+                beta=read.beta,
+                temperature=temperature,
+                chunk_size=chunk_size,
+                shard=shard,
+                sums_hidden_grad=sums_hidden_grad,
+            )
+    of_head = [read for read in reads if read.name not in columns]
+    if of_head:
+        vocab_size = len(head.weight) if shard is None else shard.vocab_size
+        options = read_options(rows, places, of_head, vocab_size=vocab_size)
+        if shard is None:
+            found = head_reads(hidden, head, targets, **options, temperature=temperature, chunk_size=chunk_size)
+        else:
+            found = vocab_parallel_reads(
+                hidden,
+                head,
+                targets,
+                shard,
+                **options,
+                temperature=temperature,
+                chunk_size=chunk_size,
+                sums_hidden_grad=sums_hidden_grad,
+            )
+        columns |= columns_of(found, of_head)
+    return columns
+
+
+def _other_head(files: HeadFiles, head: Head, shard: VocabShard | None) -> Head:
+    """The rows of another model's head for the ids that this rank has; the last rank has those beyond as well."""
+    start, stop = 0, None
+    if shard is not None:
+        num_rows = len(shard.trim(head.weight))
+        start, stop = shard.start, shard.start + num_rows
+        stop = None if num_rows and stop == shard.vocab_size else stop
+    found = read_head(files, start, stop)
+    device = head.weight.device
+    return Head(found.weight.to(device), None if found.bias is None else found.bias.to(device), found.transform)
 
 
 class ReadOptions(TypedDict):
@@ -91,7 +167,7 @@ def read_options(rows: Rows, places: Tensor, reads: Sequence[Read], *, vocab_siz
         ValueError: for ids that are not in the vocabulary, or not `[tokens, k]`.
     """
     ids = None
-    for name in read_columns(reads):
+    for name in read_columns([read for read in reads if read.name == "logprobs_at"]):
         _check_ids(name, rows[name], vocab_size)
         ids = rows[name][places].long()
     return ReadOptions(

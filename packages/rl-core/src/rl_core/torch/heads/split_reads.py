@@ -1,7 +1,7 @@
 """Reads of whole rows if a rank's forward pass holds only part of the tokens, or of the vocabulary.
 
 A backend with context parallelism gives each rank some positions of each row; the losses still see whole rows. Results,
-a few numbers per token, are joined; hidden states never are.
+a few numbers per token, are joined; hidden states are only if they are what is read.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_core.batch import TOKENS
 from rl_core.model import Read
-from rl_core.torch.heads.logprobs import Head, TokenReads, head_reads
-from rl_core.torch.heads.reads import ReadOptions, columns_of, following, read_options
-from rl_core.torch.heads.vocab_parallel import VocabShard, vocab_parallel_reads
+from rl_core.torch.heads.logprobs import Head
+from rl_core.torch.heads.reads import following, position_reads
+from rl_core.torch.heads.vocab_parallel import VocabShard
 from rl_core.torch.loss import Rows
 
 
@@ -53,19 +52,18 @@ def split_language_reads(
     is_followed[following(rows.offsets) - 1] = True
     positions = is_followed[places].nonzero()[:, 0]  # -1 is the entry past the end, which is never followed
     followers = places[positions] + 1
-    found = _token_reads(
+    found = position_reads(
         hidden[positions],
         head,
-        rows[TOKENS][followers],
-        read_options(rows, followers, reads, vocab_size=len(head.weight) if shard is None else shard.vocab_size),
+        rows,
+        followers,
+        reads,
         temperature=temperature,
         chunk_size=chunk_size,
         shard=shard,
         sums_hidden_grad=sums_hidden_grad,
     )
-    return {
-        name: join_tokens(column, followers, num_tokens, group) for name, column in columns_of(found, reads).items()
-    }
+    return {name: join_tokens(column, followers, num_tokens, group) for name, column in found.items()}
 
 
 def join_tokens(values: Tensor, places: Tensor, num_tokens: int, group: dist.ProcessGroup | None) -> Tensor:
@@ -82,31 +80,6 @@ def join_tokens(values: Tensor, places: Tensor, num_tokens: int, group: dist.Pro
     spread = values.new_zeros((num_tokens, *values.shape[1:])).index_copy(0, places[kept], values[kept])
     joined: Tensor = spread if group is None else _Join.apply(spread, group)
     return joined
-
-
-def _token_reads(
-    hidden: Tensor,
-    head: Head,
-    targets: Tensor,
-    options: ReadOptions,
-    *,
-    temperature: float,
-    chunk_size: int,
-    shard: VocabShard | None,
-    sums_hidden_grad: bool,
-) -> TokenReads:
-    if shard is None:
-        return head_reads(hidden, head, targets, temperature=temperature, **options, chunk_size=chunk_size)
-    return vocab_parallel_reads(
-        hidden,
-        head,
-        targets,
-        shard,
-        temperature=temperature,
-        **options,
-        chunk_size=chunk_size,
-        sums_hidden_grad=sums_hidden_grad,
-    )
 
 
 class _Join(torch.autograd.Function):

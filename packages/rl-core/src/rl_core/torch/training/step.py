@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from rl_core.batch import TOKENS, Batch
 from rl_core.metrics import Metric
 from rl_core.microbatch import PAIR, Batching
-from rl_core.model import Loss, Read, read_columns
+from rl_core.model import DIVERGENCES, Loss, Read, read_columns
 from rl_core.ragged import Ragged
 from rl_core.torch.heads.reads import ROW_READS
 from rl_core.torch.rows import idle_rows, to_rows
@@ -49,7 +49,8 @@ def run_reads(
     results = model.read(Pass(microbatches, reads, temperature, collect, _num_tokens(inputs)))
     if not mesh.coordinates.leads:
         return None
-    return in_row_order(reads, [part for part in results if part is not None], inputs, plan)
+    size = model.hf_config.get_text_config().hidden_size
+    return in_row_order(reads, [part for part in results if part is not None], inputs, plan, hidden_size=size)
 
 
 def run_evaluation(
@@ -145,7 +146,12 @@ def plan_together(
 
 
 def in_row_order(
-    reads: Sequence[Read], parts: Sequence[Mapping[str, np.ndarray]], batch: Batch, plan: Sequence[np.ndarray]
+    reads: Sequence[Read],
+    parts: Sequence[Mapping[str, np.ndarray]],
+    batch: Batch,
+    plan: Sequence[np.ndarray],
+    *,
+    hidden_size: int,
 ) -> Batch:
     """Columns of the reads, put together from those of microbatches, in the order of the batch's rows.
 
@@ -153,6 +159,7 @@ def in_row_order(
         parts: columns of each microbatch, in the order of the plan; empty microbatches left out.
         batch: with the tokens of the rows, and the ids that reads take.
         plan: rows of each microbatch.
+        hidden_size: of the model's hidden states.
     """
     order = np.concatenate([*plan, np.zeros(0, dtype=np.int64)]).astype(np.int64)
     back = np.argsort(order)
@@ -160,14 +167,20 @@ def in_row_order(
     columns: dict[str, Ragged | np.ndarray] = {}
     for read in reads:
         for name in read.columns:
-            empty = np.zeros((0, *_inner_shape(read, batch)), dtype=np.int32 if name == "topk_ids" else np.float32)
+            empty = np.zeros(
+                (0, *_inner_shape(read, batch, hidden_size)), dtype=np.int32 if name == "topk_ids" else np.float32
+            )
             values = np.concatenate([empty, *(part[name] for part in parts)]).astype(empty.dtype)
             columns[name] = values[back] if read.name in ROW_READS else Ragged(values, offsets).select(back)
     return Batch(columns)
 
 
-def _inner_shape(read: Read, batch: Batch) -> tuple[int, ...]:
+def _inner_shape(read: Read, batch: Batch, hidden_size: int) -> tuple[int, ...]:
     """Shape of the result of a read at one token, or of one row."""
+    if read.name == "hidden":
+        return (hidden_size,)
+    if read.name == "divergences":
+        return (len(DIVERGENCES),)
     if read.column:
         return batch.ragged(read.column).values.shape[1:]
     return (read.k,) if read.name == "topk" else ()
