@@ -33,7 +33,7 @@ class Student(FakeModel):
 
 
 def teachers_in(models):
-    return Teachers(models or {"teacher": FakeModel()}, topk(K), temperature=LOSS.temperature)
+    return Teachers(models or {"teacher": FakeModel()}, [topk(K)], temperature=LOSS.temperature)
 
 
 def prompt(number, environment="math"):

@@ -10,18 +10,22 @@ from torch_model import TorchModel
 
 from rl_algos.data.config import DataConfig
 from rl_algos.data.examples import load
+from rl_algos.distillation import vocabulary
 from rl_algos.distillation.config import DistillationConfig, DistillationLossConfig, OfflineDistillationConfig
 from rl_algos.distillation.data import prepare_text
 from rl_algos.distillation.loop import train
 from rl_algos.distillation.plugin import OFFLINE
-from rl_algos.distillation.setup import run_text
+from rl_algos.distillation.setup import loss_of, run_text, to_batch
 from rl_algos.distillation.span_teacher import SpanTeacher, Translator
+from rl_algos.distillation.teachers import Teachers
 from rl_algos.distillation.validation import DistillationValidation
+from rl_algos.losses.distillation import HEAD_ERROR
 from rl_algos.losses.spans import METRICS, SpanLoss
 from rl_algos.rollouts.steps import RolloutSteps
 from rl_algos.tokenizer import encode_prompt
 from rl_core.config import assemble
 from rl_core.generation import SamplingParams
+from rl_core.model import HIDDEN, LOGPROBS
 from rl_core.model_config import ModelConfig
 from rl_core.rollout import Prompt, Rollout, Turn, WeightSpan
 from rl_core.run import Components
@@ -70,6 +74,50 @@ def test_on_text_a_smaller_student_nears_its_teacher(tmp_path, tokenizer, kind, 
     assert teacher.num_steps == 0
     if k is None:
         assert before["val/teacher_tail"] < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["forward", "reverse", "mixed", "jensen_shannon"])
+def test_hidden_states_of_a_teacher_teach_as_its_whole_distributions_do(tmp_path, tokenizer, monkeypatch, kind):
+    teacher = TorchModel(len(tokenizer), hidden_size=48, seed=1, scale=20.0)
+    teacher.net.save_pretrained(tmp_path / "teacher")
+    named = ModelConfig(model_name=str(tmp_path / "teacher"), precision="float32")
+    runs = []
+    for most_bytes in (8, 2**16):
+        monkeypatch.setattr(vocabulary, "MOST_BYTES", most_bytes)
+        config = text_config(tmp_path, kind=kind, k=None)
+        settings = config.distillation.model_copy(update={"max_num_steps": 3})
+        loss_fn = config.loss_fn.model_copy(update={"nll_weight": 0.2, "temperature": 0.7})
+        config = config.model_copy(update={"teacher": named, "distillation": settings, "loss_fn": loss_fn})
+        data = prepare_text(config, tokenizer, load(config))
+        run = FakeRun()
+        models = {"policy": TorchModel(len(tokenizer), seed=2), "teacher": teacher}
+        run_text(config, Components(models=models, data=data), run)
+        runs.append(run.metrics)
+    by_hidden, whole = runs
+    assert whole.keys() == by_hidden.keys()
+    for step, metrics in whole.items():
+        for name in ("loss", "forward_kl", "reverse_kl", "nll"):
+            for key in (f"train/{name}", f"val/{name}"):
+                if key in metrics:
+                    assert by_hidden[step][key] == pytest.approx(metrics[key], rel=1e-4), (step, key)
+    assert by_hidden[0]["val/teacher_head_error"] < 1e-5
+    assert "val/teacher_head_error" not in whole[0]
+
+
+def test_a_head_that_is_not_the_teachers_is_seen(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(vocabulary, "MOST_BYTES", 8)
+    teacher = TorchModel(len(tokenizer), hidden_size=48, seed=1, scale=20.0)
+    teacher.net.save_pretrained(tmp_path / "teacher")
+    with torch.no_grad():
+        teacher.net.lm_head.weight *= 2
+    named = ModelConfig(model_name=str(tmp_path / "teacher"), precision="float32")
+    config = text_config(tmp_path, kind="forward", k=None).model_copy(update={"teacher": named})
+    data = prepare_text(config, tokenizer, load(config))
+    scored = Teachers({"teacher": teacher}, [HIDDEN, LOGPROBS], temperature=1.0).scored_rows(
+        to_batch(next(iter(data.validation.values()))[0][:4]), ["teacher"] * 4
+    )
+    found = TorchModel(len(tokenizer), seed=2).evaluate(scored, loss_of(config, vocabulary=data.vocabulary))
+    assert found[HEAD_ERROR].result() > 0.1
 
 
 WORDS = ("twelve", "plus", "makes", "twenty-four", "naïve", "café")

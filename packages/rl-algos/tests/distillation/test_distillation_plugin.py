@@ -2,7 +2,7 @@ import pytest
 
 from rl_algos.distillation.plugin import OFFLINE, PLUGIN, model_sections
 from rl_algos.distillation.teachers import teacher_of
-from rl_algos.distillation.vocabulary import check_k
+from rl_algos.distillation.vocabulary import check_k, sends_hidden
 from rl_core.config import assemble, load, resolve
 from rl_core.errors import ConfigError
 from rl_core.model_config import GenerationConfig, ModelConfig
@@ -102,13 +102,22 @@ def test_a_run_may_end_at_a_loss(tmp_path):
 
 @pytest.mark.parametrize(
     ("k", "vocabulary", "message"),
-    [(None, 100_000, "the whole vocabulary takes 800,000 bytes"), (50, 40, "has 40 tokens"), (10_000, 20_000, "64")],
+    [(100_000, 150_000, "takes 800,000 bytes"), (50, 40, "has 40 tokens"), (10_000, 20_000, "64")],
 )
 def test_more_tokens_than_there_are_or_than_can_travel_are_refused(k, vocabulary, message):
     with pytest.raises(ConfigError, match=message):
         check_k(k, vocabulary)
 
 
-def test_a_small_vocabulary_may_be_taken_whole():
-    check_k(None, 8192)
-    check_k(64, 150_000)
+def test_a_vocabulary_may_be_taken_whole():
+    check_k(None, 8192, num_teachers=2)
+    check_k(64, 150_000, num_teachers=2)
+    check_k(None, 150_000)
+    assert not sends_hidden(None, 8192)
+    assert sends_hidden(None, 150_000)
+    assert not sends_hidden(64, 150_000)
+
+
+def test_a_large_vocabulary_is_taken_whole_from_one_teacher():
+    with pytest.raises(ConfigError, match="keep one teacher, or set topk_logits_k=64"):
+        check_k(None, 150_000, num_teachers=2)

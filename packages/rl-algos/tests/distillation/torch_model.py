@@ -72,7 +72,10 @@ class TorchModel(FakeModel):
         totals = loss.totals(batch)
         sums = resolve(loss.implementation)(loss, reads, rows)
         share = sums.loss(totals)
-        metrics = {name: Metric(part.value.item(), totals[part.denominator]) for name, part in sums.metrics.items()}
+        metrics = {
+            name: Metric(part.value.item(), totals.get(part.denominator, 1.0), part.reduction)
+            for name, part in sums.metrics.items()
+        }
         num_tokens = Metric(float(len(rows[TOKENS])), reduction="sum")
         return share, {**metrics, "loss": Metric(share.item(), reduction="sum"), "num_tokens": num_tokens}
 

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, entry_points, packages_distributions
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,8 +51,16 @@ class Requirement:
     imports: tuple[str, ...] = ()
 
 
+def requirement_of(path: str) -> Requirement:
+    """The requirement of a function or class that is named as `package.module:Name`: the distribution installed here
+    that has the package. Of a package that no distribution has, only that it can be imported."""
+    package = path.partition(":")[0].partition(".")[0]
+    providers = packages_distributions().get(package, ["rl-core"])
+    return Requirement(providers[0], imports=(package,))
+
+
 def nothing_further(config: Any) -> tuple[Requirement, ...]:
-    """For a backend whose worker needs the same packages whatever its config."""
+    """For a backend or an algorithm whose workers need the same packages whatever its config."""
     return ()
 
 
@@ -239,6 +247,7 @@ class AlgorithmPlugin:
             `teachers.math`. The root gets one of each. If users name some of them, a function to these keys from the
             names that are written in other sections.
         requirements: what its losses and rollout programs need installed; the extras only where models run.
+        further: from the resolved config to further requirements, such as `requirement_of` a loss that the user names.
         checks: static checks on the whole resolved config.
     """
 
@@ -251,6 +260,7 @@ class AlgorithmPlugin:
     models: Callable[[Any], Mapping[str, ModelNeed]]
     model_sections: tuple[str, ...] | Callable[[SectionNames], tuple[str, ...]] = ("policy",)
     requirements: tuple[Requirement, ...] = ()
+    further: Callable[[Any], tuple[Requirement, ...]] = nothing_further
     attempts: str = ""
     rollouts: str = ""
     evaluate: str = ""

@@ -160,7 +160,7 @@ def backends_of(config: Any) -> Backends:
     if algorithm.generates:
         replays = any(model.replays_routing for model in models.values())
         generation = _generation_backend(config, reports_routing=replays)
-    return Backends(models, generation, algorithm.requirements)
+    return Backends(models, generation, (*algorithm.requirements, *algorithm.further(config)))
 
 
 @cache

@@ -16,7 +16,7 @@ from rl_algos.dpo.loss import (
     loss_section,
     uses_reference,
 )
-from rl_algos.losses.custom import is_path
+from rl_algos.losses.custom import is_path, loss_requirements
 from rl_algos.losses.preference import PAIR_TERMS, PreferenceLoss
 from rl_algos.preference.checks import preference_data_problems
 from rl_algos.supervised.config import validation_metrics as metrics_of
@@ -156,5 +156,6 @@ PLUGIN = supervised_algorithm(
     run="rl_algos.dpo.loop:run",
     models=models,
     validation_metrics=validation_metrics,
+    further=lambda config: loss_requirements(config.dpo.loss.name),
     checks=(check,),
 )

@@ -10,6 +10,7 @@ from rl_algos.grpo.estimators import chosen, estimator_section, reads
 from rl_algos.grpo.loss import columns_of, loss_section, surrogate_section
 from rl_algos.grpo.loss_checks import loss_problems
 from rl_algos.grpo.loss_config import LossConfig
+from rl_algos.losses.custom import loss_requirements
 from rl_algos.rollouts.checks import reward_problems
 from rl_algos.rollouts.config import PolicyGradientConfig
 from rl_algos.rollouts.plugin import rollout_algorithm
@@ -101,5 +102,6 @@ PLUGIN = rollout_algorithm(
     run="rl_algos.grpo.setup:run",
     models=models,
     reads_filtered=True,
+    further=lambda config: loss_requirements(config.loss_fn.name),
     checks=(check,),
 )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from rl_core.plugins import resolve
+from rl_core.plugins import Requirement, requirement_of, resolve
+from rl_core.user_code import is_in_file
 
 PATH = "a class of yours as package.module:Class or file.py:Class"
 """How messages describe such a path."""
@@ -36,3 +37,9 @@ def loss_class(path: str) -> Any:
     if missing:
         raise ValueError(f"{path} lacks {', '.join(missing)}, which a loss has (rl_core.model.Loss)")
     return kind
+
+
+def loss_requirements(name: str) -> tuple[Requirement, ...]:
+    """Packages of a loss that must be installed wherever it is sent, by the name that a config gives it: none for one
+    of this package, or of a file, which travels with its text."""
+    return (requirement_of(name),) if is_path(name) and not is_in_file(name) else ()

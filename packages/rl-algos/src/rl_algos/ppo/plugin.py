@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from rl_algos.grpo.loss_checks import loss_problems
 from rl_algos.grpo.plugin import loss_fn_section, policy_need
+from rl_algos.losses.custom import loss_requirements
 from rl_algos.ppo.config import PPOConfig, PPORoot
 from rl_algos.rollouts.checks import minibatch_problem, reward_problems
 from rl_algos.rollouts.plugin import rollout_algorithm
@@ -68,6 +69,7 @@ PLUGIN = rollout_algorithm(
     run="rl_algos.ppo.setup:run",
     models=models,
     reads_filtered=True,
+    further=lambda config: loss_requirements(config.loss_fn.name),
     model_sections=("policy", "value"),
     checks=(check,),
 )

@@ -16,7 +16,7 @@ from rl_algos.rollouts.checks import (
     whole_distribution,
 )
 from rl_core.config import Config, Problem
-from rl_core.plugins import AlgorithmPlugin, ModelNeed, Requirement, SectionNames
+from rl_core.plugins import AlgorithmPlugin, ModelNeed, Requirement, SectionNames, nothing_further
 
 
 def rollout_algorithm(
@@ -27,6 +27,7 @@ def rollout_algorithm(
     models: Callable[[Any], Mapping[str, ModelNeed]],
     model_sections: tuple[str, ...] | Callable[[SectionNames], tuple[str, ...]] = ("policy",),
     requirements: tuple[Requirement, ...] = (),
+    further: Callable[[Any], tuple[Requirement, ...]] = nothing_further,
     reads_filtered: bool = False,
     checks: tuple[Callable[[Any], Iterable[Problem]], ...] = (),
 ) -> AlgorithmPlugin:
@@ -38,6 +39,7 @@ def rollout_algorithm(
         run: as of `AlgorithmPlugin`; `rl_algos.rollouts.setup.steps_of` gives it the steps of its loop.
         models, model_sections: as of `AlgorithmPlugin`.
         requirements: beside rl-algos itself.
+        further: as of `AlgorithmPlugin`.
         reads_filtered: whether its loss reads logprobs of the tokens that `top_p`, `top_k` and `min_p` of generation
             keep (`Read.token_filter`); otherwise these are refused.
         checks: beside those of rollouts, validation and environments.
@@ -53,6 +55,7 @@ def rollout_algorithm(
         models=models,
         model_sections=model_sections,
         requirements=(LOSSES, *requirements),
+        further=further,
         validation_metrics=validation_metrics,
         rollouts="rl_algos.rollouts.setup:needs",
         evaluate="rl_algos.rollouts.evaluation:RolloutEvaluation",

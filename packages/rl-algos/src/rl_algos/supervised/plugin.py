@@ -10,7 +10,7 @@ from rl_algos.data.config import DataConfig
 from rl_algos.requirement import LOSSES
 from rl_algos.supervised.checks import supervised_problems
 from rl_core.config import Config, Problem
-from rl_core.plugins import AlgorithmPlugin, ModelNeed, SectionNames
+from rl_core.plugins import AlgorithmPlugin, ModelNeed, Requirement, SectionNames, nothing_further
 
 
 def supervised_algorithm(
@@ -23,13 +23,14 @@ def supervised_algorithm(
     validation_metrics: Callable[[Any], Iterable[str] | None],
     load: str = "rl_algos.data.examples:load",
     model_sections: tuple[str, ...] | Callable[[SectionNames], tuple[str, ...]] = ("policy",),
+    further: Callable[[Any], tuple[Requirement, ...]] = nothing_further,
     checks: tuple[Callable[[Any], Iterable[Problem]], ...] = (),
 ) -> AlgorithmPlugin:
     """A plugin that trains a model on given rows, without rollouts.
 
     Args:
         sections: of the config, beside `data`; the first extends `rl_algos.supervised.config.SupervisedConfig`.
-        prepare, run, models, validation_metrics, load, model_sections: as of `AlgorithmPlugin`.
+        prepare, run, models, validation_metrics, load, model_sections, further: as of `AlgorithmPlugin`.
         checks: beside those of validation, environments and lengths.
     """
     key = next(iter(sections))
@@ -47,6 +48,7 @@ def supervised_algorithm(
         models=models,
         model_sections=model_sections,
         requirements=(LOSSES,),
+        further=further,
         validation_metrics=validation_metrics,
         checks=(check, *checks),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import inspect
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ from typing import Any, get_type_hints
 from rl_core.config import Config, Problem, ProblemError, did_you_mean, section_of
 from rl_core.environments.config import EnvironmentConfig
 from rl_core.environments.rewards import RewardPart, RewardSum
-from rl_core.plugins import ENVIRONMENTS, EnvironmentPlugin, Requirement, plugin, resolve
+from rl_core.plugins import ENVIRONMENTS, EnvironmentPlugin, Requirement, plugin, requirement_of, resolve
 from rl_core.tools import schemas
 from rl_core.user_code import FromFile, is_in_file
 
@@ -93,7 +92,7 @@ def _single(name: str, kind: str, section: EnvironmentConfig) -> EnvironmentInst
     if is_in_file(kind):
         return EnvironmentInstance(name, FromFile.read(kind), section, Requirement("rl-core"))
     if ":" in kind:
-        return EnvironmentInstance(name, kind, section, _requirement(kind.partition(":")[0]))
+        return EnvironmentInstance(name, kind, section, requirement_of(kind))
     found: EnvironmentPlugin = plugin(ENVIRONMENTS, kind)
     return EnvironmentInstance(name, found.environment, section, found.requirement)
 
@@ -216,9 +215,3 @@ def _settings_type(kind: type, name: str) -> type[Config]:
         f"{name} takes {', '.join(by_position)} by position; make its settings keyword-only parameters with types, as "
         "in def __init__(self, *, limit: int = 5)"
     )
-
-
-def _requirement(module: str) -> Requirement:
-    top = module.partition(".")[0]
-    providers = importlib.metadata.packages_distributions().get(top, ["rl-core"])
-    return Requirement(providers[0], imports=(top,))
