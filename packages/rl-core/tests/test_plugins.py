@@ -13,11 +13,13 @@ from rl_core.plugins import (
     DATASETS,
     ENVIRONMENTS,
     ModelNeed,
+    Requirement,
     algorithm_named,
     export_suffixes,
     names,
     plugin,
     plugins,
+    requirement_of,
     resolve,
 )
 
@@ -133,3 +135,11 @@ def test_the_policy_is_exported_and_other_roles_that_ask_for_it() -> None:
     kept, exported = ModelNeed("value", ModelSpec(role="critic")), ModelNeed("rm", ModelSpec(), exported=True)
     assert export_suffixes({"policy": exported, "critic": kept, "judge": exported}) == {"policy": "", "judge": "_judge"}
     assert export_suffixes({}) == {"policy": ""}
+
+
+def test_a_path_requires_the_distribution_that_has_its_package() -> None:
+    assert requirement_of("yaml.nodes:Node") == Requirement("PyYAML", imports=("yaml",))
+
+
+def test_a_package_of_no_distribution_must_be_importable() -> None:
+    assert requirement_of("of_no_distribution.losses:Loss") == Requirement("rl-core", imports=("of_no_distribution",))
