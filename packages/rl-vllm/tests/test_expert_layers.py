@@ -1,0 +1,96 @@
+"""Expert layers of vLLM after a weight sync."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+from rl_core.generation import Placement
+from rl_core.model_config import GenerationConfig
+from rl_core.testing.torch.reference_model import EOS_TOKEN_ID, VOCAB_SIZE, write_reference_model
+from rl_core.testing.torch.weight_sender import SenderProcess
+from rl_core.testing.weights import Bench, model_config, prompt
+from rl_vllm import VllmConfig, VllmGenerator
+from rl_vllm.expert_layers import packs_experts
+
+
+def layer_with(backend: UnquantizedMoeBackend) -> nn.Module:
+    """A layer with vLLM's method, which has a kernel."""
+    layer, method = nn.Module(), UnquantizedFusedMoEMethod.__new__(UnquantizedFusedMoEMethod)
+    method.unquantized_backend, method.moe_kernel = backend, object()
+    layer.quant_method = method
+    return layer
+
+
+def test_a_kernel_that_packs_is_made_anew_and_any_other_stays() -> None:
+    packing, other = layer_with(UnquantizedMoeBackend.CPU), layer_with(UnquantizedMoeBackend.TRITON)
+    kernel, made = other.quant_method.moe_kernel, object()
+    with packs_experts(nn.ModuleList([packing, other, nn.Linear(2, 2)])):
+        assert packing.quant_method.moe_kernel is None
+        assert other.quant_method.moe_kernel is kernel
+        packing.quant_method.moe_kernel = made
+    assert packing.quant_method.moe_kernel is made
+
+
+def test_a_layer_that_was_not_loaded_keeps_its_kernel() -> None:
+    layer = layer_with(UnquantizedMoeBackend.CPU)
+    kernel = layer.quant_method.moe_kernel
+    with pytest.raises(RuntimeError, match="the transfer broke off"), packs_experts(nn.ModuleList([layer])):
+        raise RuntimeError("the transfer broke off")
+    assert layer.quant_method.moe_kernel is kernel
+
+
+def write_mixture(folder: Path, seed: int, expert_size: int) -> Path:
+    """A Qwen2-MoE, whose experts are as wide as given, with a tokenizer."""
+    write_reference_model(folder, seed=seed)
+    torch.manual_seed(seed)
+    config = Qwen2MoeConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=96,
+        moe_intermediate_size=expert_size,
+        shared_expert_intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=1024,
+        pad_token_id=0,
+        eos_token_id=EOS_TOKEN_ID,
+        initializer_range=0.15,
+    )
+    Qwen2MoeForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("expert_size", [32, 24], ids=["packed", "padded and packed"])
+def test_a_mixture_of_experts_serves_the_weights_that_it_is_sent(tmp_path: Path, expert_size: int) -> None:
+    first, second = (write_mixture(tmp_path / str(seed), seed, expert_size) for seed in (1, 2))
+    # an engine is not started twice in one process
+    config = VllmConfig(kv_cache_gib=0.25, own_process=True)
+    generator, sender = (
+        VllmGenerator(GenerationConfig(), config, model_config(first), Placement("cpu")),
+        SenderProcess(),
+    )
+    try:
+        bench = Bench(generator, first, second, sender)
+        try:
+            rows = [prompt(length) for length in (5, 40)]
+            for folder in (first, second, first):
+                if folder != first or bench.version:
+                    bench.runner.run(bench.sync(folder))
+                for row in rows:
+                    found = bench.runner.run(generator.score(row))
+                    np.testing.assert_allclose(found, bench.references[folder].score(row), atol=1e-3)
+        finally:
+            bench.runner.run(generator.close())
+    finally:
+        sender.close()
