@@ -24,6 +24,7 @@ from rl_vllm.expert_layers import packs_experts
 def layer_with(backend: UnquantizedMoeBackend) -> nn.Module:
     """A layer with vLLM's method, which has a kernel."""
     layer, method = nn.Module(), UnquantizedFusedMoEMethod.__new__(UnquantizedFusedMoEMethod)
+    nn.Module.__init__(method)
     method.unquantized_backend, method.moe_kernel = backend, object()
     layer.quant_method = method
     return layer
