@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from rl_core.rollout import Message
 
@@ -79,21 +79,30 @@ class StepResult:
         return named if "reward" in named else {**named, "reward": sum(named.values())}
 
 
+Fault = Literal["raised", "signature", "answer", "deadline", "process"]
+"""Kind of a failure: the environment raised, and may answer other conversations; it asks for a field that a row does not
+have; it answered in another form than it should; it passed its deadline; or its process ended or is out of reach."""
+
+
 @dataclass(frozen=True)
 class EnvironmentFailure:
     """A conversation's outcome, instead of a `StepResult`, if its environment raised, crashed or passed its deadline.
 
     Args:
         reason: in one line, naming the environment; the rollout fails with it.
-        raised: whether the environment raised, and may answer other conversations.
+        fault: kind of the failure.
     """
 
     reason: str
-    raised: bool = False
+    fault: Fault = "process"
 
 
 class UnusableAnswer(ValueError):
-    """Raised if an environment answers in another form than it should, or asks for a field that a row does not have."""
+    """Raised if an environment answers in another form than it should."""
+
+
+class MissingField(UnusableAnswer):
+    """Raised if an environment asks for a field that a row does not have."""
 
 
 class Environment(Protocol):

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from rl_core.environment import Conversation, Environment, StepResult, UnusableAnswer
+from rl_core.environment import Conversation, Environment, MissingField, StepResult, UnusableAnswer
 from rl_core.together import Together
 
 _OF_ONE: Mapping[str, Callable[[Conversation], Any]] = {
@@ -65,7 +65,7 @@ class Arguments:
         """The arguments for a conversation, by name.
 
         Raises:
-            UnusableAnswer: if a parameter without a default is neither offered nor a field of the row.
+            MissingField: if a parameter without a default is neither offered nor a field of the row.
         """
         row = conversation.info
         given: dict[str, Any] = {}
@@ -75,7 +75,7 @@ class Arguments:
             elif name in row:
                 given[name] = row[name]
             elif name in self._needs:
-                raise UnusableAnswer(f"{self._name} asks for {name!r}{_instead(name, row)}")
+                raise MissingField(f"{self._name} asks for {name!r}{_instead(name, row)}")
         if self._takes_rest:
             given |= {name: value for name, value in row.items() if name not in OFFERED and name not in given}
         return given

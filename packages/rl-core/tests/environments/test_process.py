@@ -36,7 +36,7 @@ def outcome(process, response):
 def test_a_failure_names_the_innermost_line_of_the_users_own_code(process):
     failure = outcome(process, "not JSON")
     assert isinstance(failure, EnvironmentFailure)
-    assert failure.raised
+    assert failure.fault == "raised"
     assert failure.reason.startswith("environment judge raised JSONDecodeError: Expecting value")
     assert failure.reason.endswith("(at reward.py:5)")
 

@@ -12,12 +12,12 @@ import signal
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, SupportsFloat, SupportsIndex
+from typing import Any, Protocol, SupportsFloat, SupportsIndex, get_args
 
 import msgpack
 import numpy as np
 
-from rl_core.environment import EnvironmentFailure, StepResult
+from rl_core.environment import EnvironmentFailure, Fault, StepResult
 from rl_core.environments.rewards import RewardSum
 from rl_core.errors import WorkerError
 from rl_core.user_code import FromFile
@@ -36,6 +36,7 @@ MAX_INTEGER_BITS = 512
 """Largest integer; it fits a float, and JSON writes it."""
 
 _TUPLE, _ARRAY, _INTEGER = 1, 2, 3
+_FAULTS: Mapping[str, Fault] = {fault: fault for fault in get_args(Fault)}
 _ARRAY_KINDS = frozenset("biufcSUmM")
 _ARRAY_TYPE = re.compile(r"[<>|=][biufcSUmM]\d{1,9}(\[\w{1,8}\])?")
 
@@ -266,8 +267,8 @@ def _bounded(value: int, where: str) -> int:
 def _fields(answer: Answer) -> list[Any]:
     flags = [answer.has_state, answer.retry, answer.out_of_memory]
     match answer.result:
-        case EnvironmentFailure(reason, raised):
-            return [[reason[:10_000], raised], *flags]
+        case EnvironmentFailure(reason, fault):
+            return [[reason[:10_000], fault], *flags]
         case result:
             stop_strings = None if result.stop_strings is None else list(result.stop_strings)
             turn = [list(result.observation), stop_strings, result.max_new_tokens]
@@ -276,8 +277,8 @@ def _fields(answer: Answer) -> list[Any]:
 
 def _read_answer(fields: Any) -> Answer:
     match fields:
-        case [[str(reason), bool(raised)], bool(has_state), bool(retry), bool(out_of_memory)]:
-            return Answer(EnvironmentFailure(reason, raised), has_state, retry, out_of_memory)
+        case [[str(reason), str(fault)], bool(has_state), bool(retry), bool(out_of_memory)] if fault in _FAULTS:
+            return Answer(EnvironmentFailure(reason, _FAULTS[fault]), has_state, retry, out_of_memory)
         case [
             [
                 reward,

@@ -20,7 +20,15 @@ from functools import partial
 from typing import Any, BinaryIO, get_type_hints
 
 from rl_core.conversation_class import ConversationEnvironment, plays_one
-from rl_core.environment import Conversation, Environment, EnvironmentFailure, StepResult, UnusableAnswer
+from rl_core.environment import (
+    Conversation,
+    Environment,
+    EnvironmentFailure,
+    Fault,
+    MissingField,
+    StepResult,
+    UnusableAnswer,
+)
 from rl_core.environments.messages import (
     LENGTH,
     STACKS,
@@ -68,7 +76,8 @@ class EnvironmentProcess:
         """One batched call of the environment; an exception in it is everybody's answer."""
         conversations: list[Conversation] = []
         states: list[Any] = [None] * len(payloads)
-        out_of_memory = raised = False
+        out_of_memory = False
+        fault: Fault = "process"
         try:
             conversations = [pickle.loads(payload) for payload in payloads]
             states = [self._states.get(conversation.id) for conversation in conversations]
@@ -79,14 +88,15 @@ class EnvironmentProcess:
             # told below, when the frames that hold the memory are gone
             out_of_memory, reason = True, f"environment {self._name} needed more than {self._memory}"
         except UnusableAnswer as error:
+            fault = "signature" if isinstance(error, MissingField) else "answer"
             reason = self._unusable(error)
         except SystemExit as error:
             reason = f"environment {self._name} ended its process with {_describe(error)}; return a reward instead"
         except Exception as error:  # noqa: BLE001  # an environment's failure becomes a report
-            raised, reason = True, f"environment {self._name} raised {_describe(error)}"
+            fault, reason = "raised", f"environment {self._name} raised {_describe(error)}"
             self._print(error)
         shared = f", in a call that {len(payloads)} conversations shared" if len(payloads) > 1 else ""
-        failure = EnvironmentFailure(f"{reason}{shared}", raised)
+        failure = EnvironmentFailure(f"{reason}{shared}", fault)
         self.abandon([conversation.id for conversation in conversations])
         return [Answer(failure, retry=state is None, out_of_memory=out_of_memory) for state in states]
 
@@ -118,7 +128,7 @@ class EnvironmentProcess:
             raise
         except Exception as error:  # noqa: BLE001  # an environment's failure becomes a report
             self.abandon([conversation.id])
-            return Answer(EnvironmentFailure(self._unusable(error)))
+            return Answer(EnvironmentFailure(self._unusable(error), "answer"))
         if result.done and state is not None:
             self.abandon([conversation.id])
         return Answer(answer, has_state=state is not None and not result.done)

@@ -7,11 +7,11 @@ import json
 import logging
 import pickle
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from rl_core.environment import Conversation, EnvironmentFailure
 from rl_core.environments import child, worker
@@ -20,6 +20,8 @@ from rl_core.environments.pool import EnvironmentPool
 from rl_core.errors import WorkerDied, WorkerError
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 SLOW_S = 5.0
 """Seconds after which a line says that an environment's trial is still under way."""
@@ -75,14 +77,19 @@ def try_out(trials: Sequence[Trial]) -> Verdict:
     An environment is refused if it cannot be built, hangs, ends its process, returns a value that is not a reward, or
     raises on every response to a row. If it raises on some of them, there is a warning.
     """
+    return run_quietly(_try_out(trials))
+
+
+def run_quietly(tried: Coroutine[Any, Any, T]) -> T:
+    """Run to its end what calls environments and tells itself how they fare: the log says nothing of it."""
     with _quiet():
         try:
             asyncio.get_running_loop()
         except RuntimeError:
-            return asyncio.run(_try_out(trials))
+            return asyncio.run(tried)
         # a notebook runs its cells in a loop, and a thread has only one
         with ThreadPoolExecutor(1) as thread:
-            return thread.submit(asyncio.run, _try_out(trials)).result()
+            return thread.submit(asyncio.run, tried).result()
 
 
 def main() -> None:
@@ -138,7 +145,7 @@ async def _attempt_all(pool: EnvironmentPool, trial: Trial, verdict: Verdict) ->
         if not isinstance(outcome, EnvironmentFailure):
             continue
         told = f"{outcome.reason.removesuffix('.')}. It was tried on {attempt}"
-        if not outcome.raised:
+        if outcome.fault != "raised":
             verdict.problems.append(f"{told}.")
             return
         raised.setdefault(attempt.place, []).append(told)

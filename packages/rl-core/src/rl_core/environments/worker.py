@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from rl_core.environment import EnvironmentFailure, StepResult
+from rl_core.environment import EnvironmentFailure, Fault, StepResult
 from rl_core.environments.child import Child, ChildSpec
 from rl_core.environments.messages import Abandon, Answer, Step
 from rl_core.errors import EnvironmentTimeout, RLError, WorkerDied
@@ -168,7 +168,8 @@ class Worker:
         except (EnvironmentTimeout, WorkerDied) as error:
             await self._replace(process, str(error), spare={turn.id for turn in batch})
             shared = f", in a call that {len(batch)} conversations shared" if len(batch) > 1 else ""
-            failure = EnvironmentFailure(f"{error}{shared}")
+            fault: Fault = "deadline" if isinstance(error, EnvironmentTimeout) else "process"
+            failure = EnvironmentFailure(f"{error}{shared}", fault)
             answers = [Answer(failure, retry=turn.home.worker is None) for turn in batch]
         else:
             self._backlog.note_duration(time.monotonic() - begin)

@@ -1,0 +1,360 @@
+"""Checks that an environment behaves as rollouts need it to: each a finding in a line, with its remedy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from rl_core.environment import Conversation, EnvironmentFailure, Fault, StepResult, ToolCall
+from rl_core.environments.instance import EnvironmentInstance
+from rl_core.environments.pool import EnvironmentPool
+from rl_core.environments.trial import Attempt, run_quietly
+from rl_core.errors import WorkerDied, WorkerError
+from rl_core.rollout import Message
+
+MAX_TURNS = 4
+"""Most turns of a conversation that a check plays; each repeats the response."""
+BATCH = 8
+"""Most conversations of a call in the check of batches."""
+
+Status = Literal["ok", "failed", "skipped"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The outcome of one check.
+
+    Args:
+        name: of the check, in a word or two.
+        said: the problem if it failed, otherwise the evidence or the reason that it was skipped.
+        status: whether it holds.
+        remedy: the way to mend it if it failed.
+    """
+
+    name: str
+    said: str
+    status: Status = "ok"
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The rewards of a conversation that was played.
+
+    Args:
+        attempt: its row and response.
+        rewards: by name, summed over its turns.
+        num_turns: turns played.
+        done: whether the environment ended it.
+    """
+
+    attempt: Attempt
+    rewards: Mapping[str, float]
+    num_turns: int
+    done: bool
+
+
+@dataclass(frozen=True)
+class Conformance:
+    """The findings of all checks, in order, and the conversations that were answered."""
+
+    findings: Sequence[Finding]
+    samples: Sequence[Sample]
+
+    @property
+    def holds(self) -> bool:
+        """Whether no check failed."""
+        return all(finding.status != "failed" for finding in self.findings)
+
+
+def check(
+    instance: EnvironmentInstance, attempts: Sequence[Attempt], tools: Sequence[Mapping[str, Any]] = ()
+) -> Conformance:
+    """Play the attempts in several orders and processes, and compare the answers.
+
+    Args:
+        instance: the environment.
+        attempts: rows with responses, at least one; each is played to its end, or for `MAX_TURNS` turns of the same response.
+        tools: schemas of its tools.
+    """
+    return run_quietly(_check(instance, attempts, tools))
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """A turn's answer, as far as two plays of a conversation have to agree."""
+
+    rewards: Mapping[str, float]
+    done: bool
+    observation: tuple[Message, ...]
+    stop_strings: tuple[str, ...] | None
+    max_new_tokens: int | None
+
+
+@dataclass
+class _Play:
+    """A conversation that is played.
+
+    Args:
+        attempt: its row and response.
+        conversation: with the newest turn.
+        answers: so far.
+        failure: why it went no further, if it failed.
+        slowest_s: seconds of its longest call; those of a batch are shared.
+    """
+
+    attempt: Attempt
+    conversation: Conversation
+    answers: list[_Answer]
+    failure: EnvironmentFailure | None = None
+    slowest_s: float = 0.0
+
+    @property
+    def over(self) -> bool:
+        if self.failure is not None or len(self.answers) == MAX_TURNS:
+            return True
+        return bool(self.answers) and (self.answers[-1].done or not self.answers[-1].observation)
+
+    def take(self, outcome: StepResult | EnvironmentFailure, seconds: float) -> None:
+        """Note an outcome, and add the next turn."""
+        self.slowest_s = max(self.slowest_s, seconds)
+        if isinstance(outcome, EnvironmentFailure):
+            self.failure = outcome
+            return
+        found = tuple(outcome.observation)
+        self.answers.append(
+            _Answer(outcome.rewards(), outcome.done, found, outcome.stop_strings, outcome.max_new_tokens)
+        )
+        said = self.attempt.conversation.messages[-1]
+        self.conversation = replace(
+            self.conversation,
+            messages=(*self.conversation.messages, *found, said),
+            turn=self.conversation.turn + 1,
+        )
+
+    def sample(self) -> Sample:
+        rewards: dict[str, float] = {}
+        for answer in self.answers:
+            for name, value in answer.rewards.items():
+                rewards[name] = rewards.get(name, 0.0) + value
+        return Sample(self.attempt, rewards, len(self.answers), self.answers[-1].done)
+
+
+async def _check(
+    instance: EnvironmentInstance, attempts: Sequence[Attempt], tools: Sequence[Mapping[str, Any]]
+) -> Conformance:
+    async with _Process(instance) as first:
+        started = time.monotonic()
+        try:
+            await first.pool.start()
+        except (WorkerError, WorkerDied) as error:
+            kind = f"{error.kind}: " if isinstance(error, WorkerError) and error.kind != "ValueError" else ""
+            said = error.message if isinstance(error, WorkerError) else str(error)
+            remedy = "mend its import or constructor; settings are given as KEY=VALUE"
+            return Conformance([Finding("start", kind + said, "failed", remedy)], [])
+        findings = [Finding("start", f"built in {time.monotonic() - started:.1f} s")]
+        plays: list[_Play] = []
+        for attempt in attempts:
+            plays.append(await first.play(attempt))
+            if (failure := plays[-1].failure) is not None and failure.fault == "deadline":
+                # each of the others may take as long
+                break
+        findings += _single_play_findings(plays, instance)
+        answered = [play for play in plays if play.failure is None]
+        if tools:
+            findings.append(await _malformed_calls(first, attempts[0], tools))
+    if answered:
+        findings += await _comparisons(instance, answered)
+    else:
+        findings += [Finding(name, "no response was answered", "skipped") for name in _COMPARED]
+    return Conformance(findings, [play.sample() for play in answered])
+
+
+class _Process:
+    """A pool with a process of its own, to play conversations on."""
+
+    def __init__(self, instance: EnvironmentInstance, *, max_batch: int = 1) -> None:
+        config = instance.config.model_copy(
+            update={"num_workers": 1, "max_batch": max_batch, "max_concurrent": None, "retries": 0}
+        )
+        self.pool = EnvironmentPool.of(instance.environment, config, name=instance.label)
+        self._num_played = 0
+
+    async def __aenter__(self) -> _Process:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.pool.close()
+
+    async def play(self, attempt: Attempt) -> _Play:
+        """Play one conversation to its end."""
+        [play] = await self.play_together([attempt])
+        return play
+
+    async def play_together(self, attempts: Sequence[Attempt]) -> list[_Play]:
+        """Play conversations turn by turn: all their first turns, then all their second ones."""
+        plays = [self._begin(attempt) for attempt in attempts]
+        while under_way := [play for play in plays if not play.over]:
+            begin = time.monotonic()
+            outcomes = await self.pool.step([play.conversation for play in under_way])
+            for play, outcome in zip(under_way, outcomes, strict=True):
+                play.take(outcome, time.monotonic() - begin)
+        await self.pool.abandon([play.conversation.id for play in plays])
+        return plays
+
+    def _begin(self, attempt: Attempt) -> _Play:
+        self._num_played += 1
+        id = f"{attempt.conversation.id}/{self._num_played}"
+        return _Play(attempt, replace(attempt.conversation, id=id), [])
+
+
+_REMEDIES: Mapping[Fault, str] = {
+    "signature": "name parameters as fields of the row are named, or give them defaults",
+    "raised": "return a reward for every response, such as 0.0 for one that cannot be read",
+    "process": "catch what ends the process, or raise memory_limit_gib",
+    "deadline": "make the call faster, or raise deadline_s",
+    "answer": "return finite numbers, one by one or by name",
+}
+
+
+def _single_play_findings(plays: Sequence[_Play], instance: EnvironmentInstance) -> Iterator[Finding]:
+    """Findings about conversations that were played one by one."""
+    count = len(plays)
+    yield _failures(plays, "signature", ("signature",), f"the rows have every field that it asks for ({count} tried)")
+    yield _answers(plays)
+    slowest, deadline = max(play.slowest_s for play in plays), instance.config.deadline_s
+    yield _failures(plays, "deadline", ("deadline",), f"the slowest call took {slowest:.2f} s of {deadline:g} s")
+    yield _failures(plays, "rewards", ("answer",), _range(plays))
+
+
+def _failures(plays: Sequence[_Play], name: str, faults: tuple[Fault, ...], holds: str) -> Finding:
+    """A finding that fails with the first failure of these kinds."""
+    for play in plays:
+        if play.failure is not None and play.failure.fault in faults:
+            said = f"{play.failure.reason.removesuffix('.')}; tried on {play.attempt}"
+            return Finding(name, said, "failed", _REMEDIES[play.failure.fault])
+    return Finding(name, holds)
+
+
+def _answers(plays: Sequence[_Play]) -> Finding:
+    answered = sum(play.failure is None for play in plays)
+    turns = max((len(play.answers) for play in plays), default=0)
+    found = _failures(plays, "answers", ("raised", "process"), f"{answered} of {len(plays)} responses, in up to {turns} turns")
+    if found.status == "failed":
+        return found
+    for play in plays:
+        if play.answers and not play.answers[-1].done and not play.answers[-1].observation:
+            said = f"turn {len(play.answers)} of {play.attempt} neither ended the rollout nor had an observation"
+            return Finding("answers", said, "failed", "return a message for the policy to answer, or done=True")
+    return found
+
+
+def _range(plays: Sequence[_Play]) -> str:
+    """The rewards that were seen, in words."""
+    values: dict[str, list[float]] = {}
+    for play in plays:
+        for name, value in play.sample().rewards.items() if play.answers else ():
+            values.setdefault(name, []).append(value)
+    if not values:
+        return "none were given"
+    said = ", ".join(f"{name} {min(found):g} to {max(found):g}" for name, found in values.items())
+    is_flat = len(plays) > 1 and all(min(found) == max(found) for found in values.values())
+    return f"finite: {said}{'; all equal on these responses' if is_flat else ''}"
+
+
+_COMPARED = ("repeats", "state", "batches")
+
+
+async def _comparisons(instance: EnvironmentInstance, plays: Sequence[_Play]) -> list[Finding]:
+    """Findings about the same conversations played again: in a fresh process, in another order and side by side in a
+    used one, and in batches.
+    """
+    attempts = [play.attempt for play in plays]
+    async with _Process(instance) as process:
+        again = [await process.play(attempt) for attempt in attempts]
+        differs = _difference(plays, again, "in another process")
+        if differs:
+            remedy = "take randomness from a field of the row (a seed), and order sets and hashes"
+            skipped = "its answers do not repeat"
+            return [
+                Finding("repeats", differs, "failed", remedy),
+                *(Finding(name, skipped, "skipped") for name in _COMPARED[1:]),
+            ]
+        findings = [Finding("repeats", f"{len(plays)} conversations, answered alike in two processes")]
+        reverse = [await process.play(attempt) for attempt in reversed(attempts)][::-1]
+        differs = _difference(plays, reverse, "after others in the same process")
+        mixed = await process.play_together(attempts)
+        differs = differs or _difference(plays, mixed, "beside others in the same process")
+    remedy = "keep what a conversation learns in its state (or its object), and nothing in globals or files"
+    findings.append(
+        Finding("state", differs, "failed", remedy)
+        if differs
+        else Finding("state", "conversations leave nothing behind for others")
+    )
+    findings.append(await _batches(instance, plays))
+    return findings
+
+
+async def _batches(instance: EnvironmentInstance, plays: Sequence[_Play]) -> Finding:
+    size = min(max(instance.config.max_batch, BATCH), len(plays))
+    attempts = [play.attempt for play in plays]
+    orders: list[Callable[[Sequence[Any]], list[Any]]] = [list, lambda items: list(reversed(items))]
+    async with _Process(instance, max_batch=size) as process:
+        for order in orders:
+            found = order(await process.play_together(order(attempts)))
+            differs = _difference(plays, found, f"in calls of up to {size} conversations")
+            if not differs:
+                continue
+            if instance.config.max_batch == 1:
+                return Finding("batches", f"{differs}; max_batch is 1, so rollouts never share a call", "skipped")
+            remedy = "answer each conversation from its own values alone, in the order given, or set max_batch=1"
+            return Finding("batches", differs, "failed", remedy)
+    return Finding("batches", f"answered alike in calls of up to {size}, in two orders")
+
+
+def _difference(before: Sequence[_Play], after: Sequence[_Play], how: str) -> str:
+    """The first conversation that was answered in another way, in words; empty if there is none."""
+    for one, other in zip(before, after, strict=True):
+        if other.failure is not None:
+            return f"{one.attempt} was answered, and failed {how}: {other.failure.reason}"
+        if one.answers == other.answers:
+            continue
+        turn = next((i for i, pair in enumerate(zip(one.answers, other.answers, strict=False)) if pair[0] != pair[1]), 0)
+        first, second = one.answers[turn], other.answers[turn]
+        where = f"{one.attempt}, turn {turn + 1}," if len(one.answers) > 1 else f"{one.attempt}"
+        if first.rewards != second.rewards:
+            return f"{where} had reward {_shown(first.rewards)}, and {_shown(second.rewards)} {how}"
+        return f"{where} had another answer {how}: {_text(first)!r:.80} became {_text(second)!r:.80}"
+    return ""
+
+
+def _shown(rewards: Mapping[str, float]) -> str:
+    if set(rewards) == {"reward"}:
+        return f"{rewards['reward']:g}"
+    return ", ".join(f"{name} {value:g}" for name, value in rewards.items())
+
+
+def _text(answer: _Answer) -> str:
+    return " ".join(str(message.get("content", "")) for message in answer.observation)
+
+
+async def _malformed_calls(process: _Process, attempt: Attempt, tools: Sequence[Mapping[str, Any]]) -> Finding:
+    """The finding about calls that cannot be made, which are to be answered so that the policy can learn from it."""
+    name = str(tools[0]["function"]["name"])
+    calls = {
+        "that is not valid JSON": ToolCall("", {}, "call00000", error="it is not valid JSON"),
+        "of a tool that does not exist": ToolCall("no_such_tool", {}, "call00000"),
+        "with an argument that does not exist": ToolCall(name, {"no_such_argument": 1}, "call00000"),
+    }
+    for kind, call in calls.items():
+        tried = replace(attempt, conversation=replace(attempt.conversation, completion="", tool_calls=(call,)))
+        [outcome] = await process.pool.step([replace(tried.conversation, id=f"malformed/{kind}")])
+        await process.pool.abandon([f"malformed/{kind}"])
+        remedy = "answer it with an observation that says what is wrong, or end the rollout with a reward"
+        if isinstance(outcome, EnvironmentFailure):
+            return Finding("tool calls", f"a call {kind} fails its rollout: {outcome.reason}", "failed", remedy)
+        if not outcome.done and not outcome.observation:
+            return Finding("tool calls", f"a call {kind} is not answered", "failed", remedy)
+    return Finding("tool calls", f"{len(tools)} tools; {len(calls)} malformed calls are answered")

@@ -1,0 +1,179 @@
+"""What a check of an environment finds, on environments with one fault each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rl_core.config import Config
+from rl_core.environment import Conversation
+from rl_core.environments.config import EnvironmentConfig
+from rl_core.environments.conformance import Conformance, check
+from rl_core.environments.instance import instance_of, tools_of
+from rl_core.environments.trial import Attempt
+
+GOOD = """
+def score(response, answer):
+    return {"right": float(answer in response), "short": -0.01 * len(response)}
+"""
+
+GAME = """
+class Guess:
+    def __init__(self):
+        self.count = 0
+
+    def step(self, response, answer):
+        self.count += 1
+        if answer in response:
+            return 1.0 - 0.1 * self.count
+        return f"guess {self.count + 1}"
+"""
+
+TOOLS = """
+from rl_core.tool_environment import ToolEnvironment
+
+def look_up(item: str) -> str:
+    \"\"\"Look something up.\"\"\"
+    return item.upper()
+
+environment = ToolEnvironment([look_up], lambda response: float(len(response)))
+"""
+
+
+def attempts() -> list[Attempt]:
+    found = []
+    for row, answer in enumerate(("4", "7")):
+        for index, text in enumerate((f"The answer is {answer}.", answer, "")):
+            messages = ({"role": "user", "content": "?"}, {"role": "assistant", "content": text})
+            conversation = Conversation(f"{row}/{index}", messages, {"answer": answer}, completion=text)
+            found.append(Attempt(f"rows.jsonl, line {row + 1}", conversation))
+    return found
+
+
+def checked(tmp_path: Path, code: str, name: str, **settings: object) -> Conformance:
+    file = tmp_path / "mine.py"
+    file.write_text(code)
+    kind = type("Environments", (Config,), {"__annotations__": {"mine": EnvironmentConfig}})
+    section = EnvironmentConfig(type=f"{file}:{name}", **settings)
+    instance = instance_of(kind(mine=section), "mine")
+    return check(instance, attempts(), tools_of(instance))
+
+
+def failed(found: Conformance) -> list[str]:
+    return [finding.name for finding in found.findings if finding.status == "failed"]
+
+
+def said(found: Conformance, name: str) -> str:
+    [finding] = [finding for finding in found.findings if finding.name == name]
+    return finding.said
+
+
+def test_a_reward_function_holds_and_its_rewards_are_shown(tmp_path: Path) -> None:
+    found = checked(tmp_path, GOOD, "score")
+    assert [(finding.name, finding.status) for finding in found.findings] == [
+        (name, "ok") for name in ("start", "signature", "answers", "deadline", "rewards", "repeats", "state", "batches")
+    ]
+    assert found.holds
+    assert len(found.samples) == 6
+    assert found.samples[0].rewards["right"] == 1.0
+    assert "right 0 to 1" in said(found, "rewards")
+
+
+def test_a_game_is_played_over_several_turns(tmp_path: Path) -> None:
+    found = checked(tmp_path, GAME, "Guess")
+    assert found.holds, found.findings
+    assert [(sample.num_turns, sample.done) for sample in found.samples[:3]] == [(1, True), (1, True), (4, False)]
+
+
+def test_malformed_calls_of_tools_are_tried(tmp_path: Path) -> None:
+    found = checked(tmp_path, TOOLS, "environment")
+    assert found.holds, found.findings
+    assert said(found, "tool calls") == "1 tools; 3 malformed calls are answered"
+
+
+RAISES_ON_CALLS = """
+class Fragile:
+    tools = [{"type": "function", "function": {"name": "go", "description": "", "parameters": {}}}]
+
+    def step(self, response, tool_calls):
+        return 1.0 if not tool_calls else float(tool_calls[0].arguments["place"])
+"""
+
+FAULTS = {
+    "cannot be built": (
+        "class Judge:\n"
+        "    def __init__(self): raise OSError('no model')\n"
+        "    def step(self, conversations, states): return []\n"
+        "    def close(self, states): pass\n",
+        "Judge",
+        "start",
+        "no model",
+    ),
+    "field": ("def score(response, anwser): return 1.0", "score", "signature", "did you mean answer?"),
+    "raises": ("def score(response): return float(response[0] == 'T')", "score", "answers", "IndexError"),
+    "ends its process": ("import os\ndef score(response): os._exit(3)", "score", "answers", "exit code 3"),
+    "nan": ("def score(response): return float('nan')", "score", "rewards", "return a finite number"),
+    "text": ("def score(response): return 'good'", "score", "rewards", "return a number"),
+    "random": ("import random\ndef score(response): return random.random()", "score", "repeats", "in another process"),
+    "hash": ("def score(response): return hash(response) % 1e6", "score", "repeats", "in another process"),
+    "global": (
+        "seen = []\ndef score(response):\n    seen.append(response)\n    return float(len(seen))",
+        "score",
+        "state",
+        "after others in the same process",
+    ),
+    "shared by conversations": (
+        "class Game:\n"
+        "    turns = {}\n"
+        "    def step(self, messages, response):\n"
+        "        own = len(messages) // 2\n"
+        "        Game.turns[id(self)] = own\n"
+        "        alone = len(Game.turns) == 1\n"
+        "        return float(alone) if own == 2 else 'go on'\n"
+        "    def close(self):\n"
+        "        Game.turns.pop(id(self))\n",
+        "Game",
+        "state",
+        "beside others in the same process",
+    ),
+    "calls of tools": (RAISES_ON_CALLS, "Fragile", "tool calls", "fails its rollout"),
+    "no observation": (
+        "from rl_core.environment import StepResult\ndef score(response): return StepResult(done=False)",
+        "score",
+        "answers",
+        "neither ended the rollout nor had an observation",
+    ),
+}
+
+
+@pytest.mark.parametrize(("code", "name", "expected", "says"), FAULTS.values(), ids=FAULTS)
+def test_a_fault_fails_its_check_alone_and_says_how_to_mend_it(
+    tmp_path: Path, code: str, name: str, expected: str, says: str
+) -> None:
+    found = checked(tmp_path, code, name)
+    assert failed(found) == [expected]
+    assert says in said(found, expected)
+    assert all(finding.remedy for finding in found.findings if finding.status == "failed")
+    assert not found.holds
+
+
+IN_BATCHES = """
+def score(responses):
+    return [len(response) / (1 + max(map(len, responses))) for response in responses]
+"""
+
+
+def test_a_reward_that_depends_on_its_batch_fails_if_rollouts_share_calls(tmp_path: Path) -> None:
+    assert failed(checked(tmp_path, IN_BATCHES, "score", max_batch=4)) == ["batches"]
+    alone = checked(tmp_path, IN_BATCHES, "score")
+    assert alone.holds
+    assert "rollouts never share a call" in said(alone, "batches")
+
+
+def test_a_call_above_the_deadline_is_reported_and_the_others_are_not_waited_for(tmp_path: Path) -> None:
+    code = "import threading\ndef score(response):\n    threading.Event().wait()"
+    found = checked(tmp_path, code, "score", deadline_s=2.0)
+    assert failed(found) == ["deadline"]
+    assert "deadline of 2 s" in said(found, "deadline")
+    assert [finding.status for finding in found.findings[-3:]] == ["skipped"] * 3
