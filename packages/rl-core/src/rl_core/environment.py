@@ -80,8 +80,9 @@ class StepResult:
 
 
 Fault = Literal["raised", "signature", "answer", "deadline", "process"]
-"""Kind of a failure: the environment raised, and may answer other conversations; it asks for a field that a row does not
-have; it answered in another form than it should; it passed its deadline; or its process ended or is out of reach."""
+"""Kind of a failure: the environment raised, and may answer other conversations; it asks for a field that a row does
+not have; it answered in another form than it should; it passed its deadline; or its process ended or cannot be reached.
+"""
 
 
 @dataclass(frozen=True)

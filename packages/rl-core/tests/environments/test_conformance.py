@@ -100,12 +100,33 @@ class Fragile:
         return 1.0 if not tool_calls else float(tool_calls[0].arguments["place"])
 """
 
+UNBUILDABLE = """
+class Judge:
+    def __init__(self):
+        raise OSError("no model")
+
+    def step(self, conversations, states):
+        return []
+
+    def close(self, states):
+        pass
+"""
+
+SHARED = """
+class Game:
+    under_way = set()
+
+    def step(self, messages, response):
+        Game.under_way.add(id(self))
+        return float(len(Game.under_way)) if len(messages) > 2 else "go on"
+
+    def close(self):
+        Game.under_way.discard(id(self))
+"""
+
 FAULTS = {
     "cannot be built": (
-        "class Judge:\n"
-        "    def __init__(self): raise OSError('no model')\n"
-        "    def step(self, conversations, states): return []\n"
-        "    def close(self, states): pass\n",
+        UNBUILDABLE,
         "Judge",
         "start",
         "no model",
@@ -124,15 +145,7 @@ FAULTS = {
         "after others in the same process",
     ),
     "shared by conversations": (
-        "class Game:\n"
-        "    turns = {}\n"
-        "    def step(self, messages, response):\n"
-        "        own = len(messages) // 2\n"
-        "        Game.turns[id(self)] = own\n"
-        "        alone = len(Game.turns) == 1\n"
-        "        return float(alone) if own == 2 else 'go on'\n"
-        "    def close(self):\n"
-        "        Game.turns.pop(id(self))\n",
+        SHARED,
         "Game",
         "state",
         "beside others in the same process",

@@ -191,8 +191,17 @@ def root_type(algorithm: AlgorithmPlugin, raw: RawConfig) -> type[RootConfig]:
         "cluster": ClusterConfig,
     }
     if algorithm.generates:
-        sections["env"] = _section("env", _environments_type, raw)
+        sections["env"] = environments_type(raw)
     return assemble("Root", sections, base=RootConfig)  # type: ignore[return-value]  # a subclass of its base
+
+
+def environments_type(raw: RawConfig) -> type[Config]:
+    """The section `env`: the installed environments, and those that the user wrote.
+
+    Raises:
+        ConfigError: if one has a type that does not exist.
+    """
+    return _section("env", _environments_type, raw)
 
 
 def _section(key: str, kind: Any, raw: RawConfig) -> type[Config]:

@@ -76,7 +76,8 @@ def check(
 
     Args:
         instance: the environment.
-        attempts: rows with responses, at least one; each is played to its end, or for `MAX_TURNS` turns of the same response.
+        attempts: rows with responses, at least one; each is played to its end, or for `MAX_TURNS` turns of the same
+            response.
         tools: schemas of its tools.
     """
     return run_quietly(_check(instance, attempts, tools))
@@ -241,7 +242,9 @@ def _failures(plays: Sequence[_Play], name: str, faults: tuple[Fault, ...], hold
 def _answers(plays: Sequence[_Play]) -> Finding:
     answered = sum(play.failure is None for play in plays)
     turns = max((len(play.answers) for play in plays), default=0)
-    found = _failures(plays, "answers", ("raised", "process"), f"{answered} of {len(plays)} responses, in up to {turns} turns")
+    found = _failures(
+        plays, "answers", ("raised", "process"), f"{answered} of {len(plays)} responses, in up to {turns} turns"
+    )
     if found.status == "failed":
         return found
     for play in plays:
@@ -321,7 +324,9 @@ def _difference(before: Sequence[_Play], after: Sequence[_Play], how: str) -> st
             return f"{one.attempt} was answered, and failed {how}: {other.failure.reason}"
         if one.answers == other.answers:
             continue
-        turn = next((i for i, pair in enumerate(zip(one.answers, other.answers, strict=False)) if pair[0] != pair[1]), 0)
+        turn = next(
+            (i for i, pair in enumerate(zip(one.answers, other.answers, strict=False)) if pair[0] != pair[1]), 0
+        )
         first, second = one.answers[turn], other.answers[turn]
         where = f"{one.attempt}, turn {turn + 1}," if len(one.answers) > 1 else f"{one.attempt}"
         if first.rewards != second.rewards:

@@ -10,7 +10,13 @@ from typing import Annotated
 
 import typer
 
-from rl_launch.cli import catalog_commands, config_commands, doctor_commands, evaluation_commands
+from rl_launch.cli import (
+    catalog_commands,
+    config_commands,
+    doctor_commands,
+    environment_commands,
+    evaluation_commands,
+)
 from rl_launch.cli.completion import complete_override, complete_recipe
 from rl_launch.cli.failure import reported
 from rl_launch.cli.versions import versions
@@ -24,6 +30,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(config_commands.app, name="config", help="Inspect configs without running them.")
+catalog_commands.environments.command("run")(environment_commands.run)
+catalog_commands.environments.command("check")(environment_commands.check)
 app.add_typer(catalog_commands.environments, name="env", help="Environments, which score completions.")
 app.add_typer(catalog_commands.data, name="data", help="Datasets, which provide prompts and conversations.")
 app.command("recipes")(catalog_commands.recipes)

@@ -1,0 +1,63 @@
+"""`rl env check`: whether an environment behaves as rollouts need it to."""
+
+from __future__ import annotations
+
+from itertools import chain, islice
+
+from rl_core.environments.conformance import Conformance, Sample, check
+from rl_launch.commands.environment_source import GivenEnvironment
+
+MOST_ATTEMPTS = 24
+"""Most conversations that each pass of the check plays: eight rows with three responses."""
+MOST_SAMPLES = 10
+"""Most conversations whose rewards are shown."""
+
+_MARKS = {"ok": "ok  ", "failed": "FAIL", "skipped": "-   "}
+
+
+def check_environment(given: GivenEnvironment) -> Conformance:
+    """Check an environment on its first rows."""
+    attempts = list(islice(chain.from_iterable(row.attempts() for row in given.rows), MOST_ATTEMPTS))
+    return check(given.instance, attempts, given.tools)
+
+
+def as_text(found: Conformance) -> str:
+    """A line for every check, with the remedy below one that failed, and sample rewards."""
+    lines = []
+    for finding in found.findings:
+        lines.append(f"{_MARKS[finding.status]}  {finding.name:10}  {finding.said}")
+        if finding.remedy:
+            lines.append(f"{'':18}remedy: {finding.remedy}")
+    samples = found.samples[:MOST_SAMPLES]
+    if samples:
+        lines += ["", "rewards:", *map(_sample, samples)]
+    return "\n".join(lines) + "\n"
+
+
+def as_json(found: Conformance) -> dict[str, object]:
+    """The findings and samples as plain values."""
+    return {
+        "schema": 1,
+        "holds": found.holds,
+        "checks": [
+            {"name": each.name, "status": each.status, "said": each.said, "remedy": each.remedy}
+            for each in found.findings
+        ],
+        "samples": [
+            {
+                "place": each.attempt.place,
+                "response": each.attempt.conversation.completion,
+                "rewards": dict(each.rewards),
+                "num_turns": each.num_turns,
+                "done": each.done,
+            }
+            for each in found.samples[:MOST_SAMPLES]
+        ],
+    }
+
+
+def _sample(sample: Sample) -> str:
+    parts = ", ".join(f"{name} {value:g}" for name, value in sample.rewards.items() if name != "reward")
+    turns = f", {sample.num_turns} turns" if sample.num_turns > 1 else ""
+    total = f"{sample.rewards.get('reward', 0.0):g}" + (f" ({parts})" if parts else "")
+    return f"  {total:>8}  {sample.attempt.place}{turns}: {sample.attempt.conversation.completion!r:.60}"

@@ -1,0 +1,163 @@
+"""The environment, and the rows of data, that a command line of `rl env` names."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from rl_algos.data.config import DataConfig
+from rl_algos.data.example import info_of
+from rl_algos.data.examples import load_datasets
+from rl_core.config import Config, assemble, load, resolve
+from rl_core.devices import CPU
+from rl_core.environments.instance import EnvironmentInstance, instance_of, problem_with, tools_of, unknown_environment
+from rl_core.environments.trial import Attempt, attempts_on
+from rl_core.errors import ConfigError
+from rl_core.plugins import DATASETS, ENVIRONMENTS
+from rl_core.rollout import Message
+from rl_launch.backends import installed
+from rl_launch.root import environments_type
+from rl_launch.worker_envs.driver import missing
+from rl_launch.worker_envs.spec import worker_env
+
+MOST_ROWS = 100
+"""Most rows that are taken from the data."""
+
+
+@dataclass(frozen=True)
+class GivenRow:
+    """A row of data.
+
+    Args:
+        id: of the row.
+        place: of the row, such as `prompts.jsonl, line 3`.
+        messages: of its prompt.
+        fields: of the row, which the environment may ask for.
+    """
+
+    id: str
+    place: str
+    messages: tuple[Message, ...]
+    fields: Mapping[str, Any]
+
+    def attempts(self) -> list[Attempt]:
+        """The row with responses that a policy might give."""
+        return attempts_on(self.place, self.id, self.messages, self.fields)
+
+
+@dataclass(frozen=True)
+class GivenEnvironment:
+    """An environment as the user named it.
+
+    Args:
+        instance: the environment with its settings.
+        tools: schemas of its tools.
+        rows: at least one.
+    """
+
+    instance: EnvironmentInstance
+    tools: Sequence[Mapping[str, Any]]
+    rows: Sequence[GivenRow]
+
+
+@dataclass(frozen=True)
+class GivenData:
+    """The rows that the user named; those of the installed dataset of the environment's name by default.
+
+    Args:
+        source: a file, or an installed dataset; empty for neither.
+        prompt: text of a single row; empty for none.
+        fields: JSON object with the fields of that row.
+    """
+
+    source: str = ""
+    prompt: str = ""
+    fields: str = ""
+
+
+def environment_of(name: str, overrides: Sequence[str], data: GivenData) -> GivenEnvironment:
+    """The environment of a name, which can be used here.
+
+    Args:
+        name: an installed environment, `file.py:NAME` or `package.module:NAME`.
+        overrides: `KEY=VALUE` of its settings, and `data.train.KEY=VALUE` of the dataset that the rows are from.
+        data: the rows.
+
+    Raises:
+        ConfigError: if the environment or a setting does not exist, or cannot be used here.
+        DataError: if the rows cannot be read.
+    """
+    _check_name(name)
+    key = _key(name)
+    values: dict[str, Any] = {"env": {key: {"type": name} if ":" in name else {}}}
+    source = "" if data.prompt else data.source or _own_dataset(name)
+    if source:
+        values["data"] = {"train": {_kind(source): source, "env_name": key}}
+    raw = load(values, [each if source and each.startswith("data.") else f"env.{key}.{each}" for each in overrides])
+    sections: dict[str, Any] = {"env": environments_type(raw), **({"data": DataConfig} if source else {})}
+    config: Any = resolve(raw, assemble("Root", sections)).config
+    try:
+        instance = instance_of(config.env, key)
+        _check_requirement(instance)
+        tools = tools_of(instance)
+    except (ValueError, ImportError) as error:
+        raise ConfigError(str(error)) from error
+    return GivenEnvironment(instance, tools, _rows(config.data) if source else [_row(name, data)])
+
+
+def _check_name(name: str) -> None:
+    problem = problem_with(name, Config()) if ":" in name else ""
+    if ":" not in name and name not in installed(ENVIRONMENTS):
+        problem = unknown_environment(name, installed(ENVIRONMENTS))
+    if problem:
+        raise ConfigError(problem)
+
+
+def _key(name: str) -> str:
+    """The key of its section, which messages name: `score` for `reward.py:score`."""
+    return re.sub(r"\W", "_", name.rpartition(":")[2])
+
+
+def _own_dataset(name: str) -> str:
+    return name if name in installed(DATASETS) else ""
+
+
+def _kind(source: str) -> str:
+    """The key of a dataset that a source belongs to."""
+    return "dataset_name" if source in installed(DATASETS) and not Path(source).exists() else "data_path"
+
+
+def _check_requirement(instance: EnvironmentInstance) -> None:
+    problems = missing(worker_env(instance.requirement, CPU.extras))
+    if problems:
+        raise ConfigError(f"environment {instance.label} cannot be used here: {'; '.join(problems)}")
+
+
+def _rows(data: DataConfig) -> list[GivenRow]:
+    [dataset] = load_datasets(data, "train")
+    found = []
+    for row_id in islice(dataset.examples, MOST_ROWS):
+        example = dataset.examples[row_id]
+        found.append(GivenRow(row_id, dataset.place(row_id), example.messages, info_of(example)))
+    return found
+
+
+def _row(name: str, data: GivenData) -> GivenRow:
+    if not data.prompt:
+        raise ConfigError(
+            f"{name} needs a row to answer: give a file with --data, or a text with --prompt and the fields that it "
+            """asks for with --fields '{"answer": "42"}'"""
+        )
+    try:
+        fields = json.loads(data.fields or "{}")
+    except ValueError as error:
+        raise ConfigError(f'--fields: {error}; give a JSON object, such as \'{{"answer": "42"}}\'') from None
+    if not isinstance(fields, dict):
+        raise ConfigError(f'--fields: got {data.fields}; give a JSON object, such as \'{{"answer": "42"}}\'')
+    messages = ({"role": "user", "content": data.prompt},)
+    return GivenRow("prompt:0", "the prompt", messages, {"prompt": data.prompt, **fields})

@@ -1,0 +1,175 @@
+"""`rl env run` and `rl env check` on environments in files and installed ones."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from rl_launch.cli import app
+
+REWARDS = """
+def brief(response: str, answer: str) -> float:
+    return float(answer in response) - 0.25 * (len(response) > 10)
+
+
+def fragile(response: str, answer: str) -> float:
+    return float(int(response) == int(answer))
+"""
+
+GUESS = """
+class Guess:
+    def __init__(self, *, max_guesses: int = 3):
+        self.max_guesses, self.count = max_guesses, 0
+
+    def step(self, response: str, answer: str):
+        self.count += 1
+        if response == answer:
+            return 1.0
+        return 0.0 if self.count == self.max_guesses else "higher"
+"""
+
+TOOLS = '''
+from rl_core.tool_environment import ToolEnvironment
+
+
+def price(item: str) -> int:
+    """Look up a price."""
+    return {"tea": 3}[item]
+
+
+environment = ToolEnvironment([price], lambda response, answer: float(answer in response))
+'''
+
+ROWS = [{"messages": [{"role": "user", "content": f"{n}+1="}], "answer": str(n + 1)} for n in range(2)]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    for name, text in (("rewards.py", REWARDS), ("guess.py", GUESS), ("my_tools.py", TOOLS)):
+        (tmp_path / name).write_text(text)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def rl(*arguments):
+    return CliRunner().invoke(app, ["env", *arguments])
+
+
+def run(*arguments, script=""):
+    with open("script.txt", "w", encoding="utf-8") as file:
+        file.write(script)
+    return rl("run", *arguments, "--scripted", "script.txt")
+
+
+def test_a_reward_function_scores_a_scripted_completion():
+    answer = run("rewards.py:brief", "--data", "rows.jsonl", "--row", "2", script="The sum\nis 2.")
+    assert answer.exit_code == 0, answer.output
+    assert answer.stdout == (
+        "[user]\n1+1=\n[turn 1]\nThe sum\nis 2.\nreward 0.75\n[end] 1 turn, ended by the environment; reward 0.75\n"
+    )
+
+
+def test_a_conversation_of_several_turns_with_settings():
+    row = ("--prompt", "Which number?", "--fields", '{"answer": "7"}')
+    won = run("guess.py:Guess", *row, script="5\n.\n7\n")
+    assert "[turn 1]\n5\nreward 0\n[user]\nhigher\n[turn 2]\n7\nreward 1\n[end] 2 turns" in won.stdout
+    lost = run("guess.py:Guess", "max_guesses=1", *row, script="5")
+    assert lost.stdout.endswith("[end] 1 turn, ended by the environment; reward 0\n")
+
+
+def test_calls_of_tools_are_made_and_their_format_can_be_chosen():
+    row = ("my_tools.py:environment", "--prompt", "What is tea?", "--fields", '{"answer": "3"}')
+    hermes = '<tool_call>{"name": "price", "arguments": {"item": "tea"}}</tool_call>\n.\nIt is 3.'
+    answer = run(*row, script=hermes)
+    assert "tool price(item: string): Look up a price.\n" in answer.stdout
+    assert 'call of price: {"item": "tea"}\nreward 0\n[tool]\n3\n' in answer.stdout
+    assert answer.stdout.endswith("ended by the environment; reward 1\n")
+    llama = '{"name": "price", "parameters": {"item": "tea"}}\n.\nIt is 3.'
+    assert "[tool]\n3\n" in run(*row, "--tool-format", "llama", script=llama).stdout
+
+
+def test_the_record_is_that_of_a_run():
+    answer = run("rewards.py:brief", "--data", "rows.jsonl", "--json", script="1")
+    record = json.loads(answer.stdout)
+    assert record["rewards"] == {"reward": 1.0}
+    assert record["turns"][0]["text"] == "1"
+    assert "[turn 1]" in answer.stderr
+
+
+@pytest.mark.parametrize(
+    ("script", "says"), [("", "the input ended before the conversation did"), ("x", "raised ValueError: invalid lit")]
+)
+def test_a_rollout_that_fails_says_why_and_exits_with_1(script, says):
+    answer = run("rewards.py:fragile", "--data", "rows.jsonl", script=script)
+    assert answer.exit_code == 1
+    assert "[failed]\n" in answer.stdout
+    assert says in answer.stdout
+
+
+def test_completions_come_by_a_pipe():
+    done = subprocess.run(
+        [sys.executable, "-m", "rl_launch.cli", "env", "run", "rewards.py:brief", "--data", "rows.jsonl"],
+        input="It\nis 1.\n.\nnever read",
+        capture_output=True,
+        text=True,
+        env=dict(os.environ),
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "[turn 1]\nIt\nis 1.\nreward 1\n" in done.stdout
+
+
+def test_an_installed_environment_takes_rows_of_its_own_dataset():
+    answer = run("sliding_puzzle", "--max-turns", "2", script="up\n.\ndown")
+    assert "Slide the tiles" in answer.stdout
+    assert "2 turns, cut off by a limit" in answer.stdout
+    assert rl("check", "guess_number", "data.train.settings.size=3").exit_code == 0
+
+
+def test_a_check_has_a_line_each_and_samples():
+    answer = rl("check", "rewards.py:brief", "--data", "rows.jsonl")
+    assert answer.exit_code == 0, answer.output
+    lines = answer.stdout.splitlines()
+    names = ("start", "signature", "answers", "deadline", "rewards", "repeats", "state", "batches")
+    assert [line.split()[:2] for line in lines[:8]] == [["ok", name] for name in names]
+    assert "rows.jsonl, line 1: 'The answer is 1.'" in answer.stdout
+
+
+def test_a_check_that_fails_exits_with_1_and_says_the_remedy():
+    answer = rl("check", "rewards.py:fragile", "--data", "rows.jsonl")
+    assert answer.exit_code == 1
+    assert "FAIL  answers" in answer.stdout
+    assert "remedy: return a reward for every response" in answer.stdout
+    found = json.loads(rl("check", "rewards.py:fragile", "--data", "rows.jsonl", "--json").stdout)
+    assert found["holds"] is False
+    assert [check["name"] for check in found["checks"] if check["status"] == "failed"] == ["answers"]
+
+
+WRONG = {
+    "unknown": (("run", "mth", "--prompt", "x"), "did you mean math?"),
+    "unknown function": (("check", "rewards.py:brif", "--prompt", "x"), "did you mean brief?"),
+    "unknown module": (("check", "nowhere.to_be:found", "--prompt", "x"), "nowhere"),
+    "no rows": (("run", "math"), "needs a row to answer"),
+    "fields": (("run", "math", "--prompt", "x", "--fields", "3"), "give a JSON object"),
+    "setting": (("run", "rewards.py:brief", "deadline=3", "--prompt", "x"), "did you mean env.brief.deadline_s?"),
+    "row": (("run", "rewards.py:brief", "--data", "rows.jsonl", "--row", "3"), "got 3; the data has 2 rows"),
+    "file": (("check", "math", "--data", "no.jsonl"), "no.jsonl"),
+    "format": (("run", "math", "--prompt", "x", "--scripted", "rows.jsonl", "--tool-format", "foo"), "harmony"),
+    "program": (("run", "math", "--prompt", "x", "--scripted", "rows.jsonl", "--program", "foo"), "multi_turn"),
+    "script": (("run", "math", "--prompt", "x", "--scripted", "no.txt"), "no.txt cannot be read"),
+    "two players": (("run", "math", "--prompt", "x", "--scripted", "a", "--model", "b"), "choose one"),
+    "no model": (("run", "math", "--prompt", "x", "policy.model_name=x"), "name one with --model"),
+    "model": (("run", "math", "--prompt", "x", "--model", "/no/where"), "there is no folder '/no/where'"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "says"), WRONG.values(), ids=WRONG)
+def test_wrong_use_is_one_message(arguments, says):
+    answer = rl(*arguments)
+    assert answer.exit_code == 2, answer.output
+    assert answer.stderr.startswith("error: ")
+    assert says in answer.stderr
