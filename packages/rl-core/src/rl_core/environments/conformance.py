@@ -242,9 +242,8 @@ def _failures(plays: Sequence[_Play], name: str, faults: tuple[Fault, ...], hold
 def _answers(plays: Sequence[_Play]) -> Finding:
     answered = sum(play.failure is None for play in plays)
     turns = max((len(play.answers) for play in plays), default=0)
-    found = _failures(
-        plays, "answers", ("raised", "process"), f"{answered} of {len(plays)} responses, in up to {turns} turns"
-    )
+    length = "a turn each" if turns == 1 else f"up to {turns} turns each"
+    found = _failures(plays, "answers", ("raised", "process"), f"{answered} of {len(plays)} responses, {length}")
     if found.status == "failed":
         return found
     for play in plays:
@@ -362,4 +361,4 @@ async def _malformed_calls(process: _Process, attempt: Attempt, tools: Sequence[
             return Finding("tool calls", f"a call {kind} fails its rollout: {outcome.reason}", "failed", remedy)
         if not outcome.done and not outcome.observation:
             return Finding("tool calls", f"a call {kind} is not answered", "failed", remedy)
-    return Finding("tool calls", f"{len(tools)} tools; {len(calls)} malformed calls are answered")
+    return Finding("tool calls", f"{len(calls)} malformed calls are answered")

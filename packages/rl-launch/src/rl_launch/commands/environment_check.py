@@ -59,5 +59,6 @@ def as_json(found: Conformance) -> dict[str, object]:
 def _sample(sample: Sample) -> str:
     parts = ", ".join(f"{name} {value:g}" for name, value in sample.rewards.items() if name != "reward")
     turns = f", {sample.num_turns} turns" if sample.num_turns > 1 else ""
-    total = f"{sample.rewards.get('reward', 0.0):g}" + (f" ({parts})" if parts else "")
-    return f"  {total:>8}  {sample.attempt.place}{turns}: {sample.attempt.conversation.completion!r:.60}"
+    named = f" ({parts})" if parts else ""
+    total = f"{sample.rewards.get('reward', 0.0):g}"
+    return f"  {total:>8}{named}  {sample.attempt.place}{turns}: {sample.attempt.conversation.completion!r:.60}"
