@@ -144,3 +144,9 @@ def test_settings_that_contradict_one_another_are_refused() -> None:
 
 def test_numbers_lie_between_their_bounds() -> None:
     assert {row["answer"] for row in numbers({"low": -1, "high": 1, "size": 100}, "train")} == {-1, 0, 1}
+
+
+def test_demonstrations_answer_with_every_direction_and_are_the_same_puzzles() -> None:
+    plain, shown = (sliding_puzzles({"size": 40, "demonstrations": each}, "train") for each in (False, True))
+    assert {row["answer"] for row in shown} == set(MOVES)
+    assert [{key: value for key, value in row.items() if key != "answer"} for row in shown] == plain

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from rl_core.environment import Conversation, StepResult
+from rl_core.config import Config
+from rl_core.environment import Conversation, StepResult, ToolCall
+from rl_core.environments.instance import instance_of, tools_of
 from rl_core.errors import DataError
 from rl_core.testing.environment import EnvironmentSuite
 from rl_envs.sandbox.program import Limits
@@ -20,6 +22,7 @@ from rl_envs.text_tools.calculator import calculate
 from rl_envs.text_tools.config import TextToolsConfig
 from rl_envs.text_tools.corpus import Corpus
 from rl_envs.text_tools.environment import TextToolsEnvironment
+from rl_envs.text_tools.plugin import PLUGIN
 
 LONG_S = 120.0
 
@@ -196,3 +199,68 @@ def test_python_is_a_tool(sandbox: Sandbox) -> None:
     unfinished = _play(environment, ["<python>1</python>"])
     environment.close([unfinished[-1].state])
     environment.close([unfinished[-1].state])
+
+
+def _calling(*calls: ToolCall, completion: str = "", answer: Any = "84") -> Conversation:
+    return Conversation("0", (), {"answer": answer}, completion, tool_calls=calls)
+
+
+def _model_format(**settings: Any) -> TextToolsEnvironment:
+    return TextToolsEnvironment(TextToolsConfig(call_format="model", **settings))
+
+
+def test_calls_in_the_format_of_the_model_are_answered_one_by_one() -> None:
+    environment = _model_format()
+    calls = [ToolCall("calculator", {"expression": text}, f"call0000{i}") for i, text in enumerate(("12*7", "1/0"))]
+    [result] = environment.step([_calling(*calls)], [None])
+    assert [message["tool_call_id"] for message in result.observation] == ["call00000", "call00001"]
+    first, second = (str(message["content"]) for message in result.observation)
+    assert first == "84"
+    assert second.startswith("error: ")
+    assert {message["role"] for message in result.observation} == {"tool"}
+    assert (result.done, result.stop_strings) == (False, None)
+    [final] = environment.step([_calling(completion="It is 84.")], [result.state])
+    assert (final.done, final.rewards()["reward"], final.info["calls"]) == (True, 1.0, 2)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (ToolCall("", {}, error="not valid JSON"), "cannot be read: not valid JSON"),
+        (ToolCall("python", {"code": "1"}), "there is no tool 'python'; the tools are calculator"),
+        (ToolCall("calculator", {"text": "1"}), "takes one text, as 'expression'"),
+        (ToolCall("calculator", {"expression": 1}), "takes one text, as 'expression'"),
+        (ToolCall("calculator", {"expression": "1", "precision": "2"}), "takes one text, as 'expression'"),
+    ],
+)
+def test_a_call_that_cannot_be_made_is_answered_with_its_error(call: ToolCall, says: str) -> None:
+    [result] = _model_format().step([_calling(call)], [None])
+    assert not result.done
+    assert says in _said(result)
+
+
+def test_calls_beyond_the_limit_are_refused_and_another_turn_of_calls_ends_the_rollout() -> None:
+    environment = _model_format(max_calls=1)
+    call = ToolCall("calculator", {"expression": "1+1"})
+    [result] = environment.step([_calling(call, call)], [None])
+    assert [message["content"] for message in result.observation] == ["2", "error: 1 calls are allowed"]
+    [final] = environment.step([_calling(call, completion="84")], [result.state])
+    assert (final.done, final.rewards()["reward"]) == (True, 0.0)
+
+
+def test_tags_are_plain_text_in_the_format_of_the_model_and_calls_are_none_with_tags() -> None:
+    [plain] = _model_format().step([_calling(completion="<calculator>84</calculator>", answer="84")], [None])
+    assert plain.done
+    call = ToolCall("calculator", {"expression": "1+1"})
+    [tagged] = TextToolsEnvironment(TextToolsConfig()).step([_calling(call, completion="84")], [None])
+    assert (tagged.done, tagged.rewards()["reward"]) == (True, 1.0)
+
+
+def test_the_chat_template_is_given_the_tools_only_in_the_format_of_the_model() -> None:
+    def tools(**settings: Any) -> list[str]:
+        kind = type("Environments", (Config,), {"__annotations__": {"text_tools": TextToolsConfig}})
+        found = tools_of(instance_of(kind(text_tools=TextToolsConfig(**settings)), PLUGIN.name))
+        return [tool["function"]["name"] for tool in found]
+
+    assert tools() == []
+    assert tools(call_format="model", tools=["python", "calculator"]) == ["python", "calculator"]

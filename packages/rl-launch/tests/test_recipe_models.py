@@ -13,6 +13,7 @@ from rl_launch.root import read_config
 SHAPES = {
     # model: hidden layers, attention heads, heads of keys and values, experts, positions
     "Qwen/Qwen2.5-1.5B": (28, 12, 2, 0, 131072),
+    "Qwen/Qwen2.5-1.5B-Instruct": (28, 12, 2, 0, 32768),
     "Qwen/Qwen2.5-7B-Instruct": (28, 28, 4, 0, 32768),
     "Qwen/Qwen2.5-32B": (64, 40, 8, 0, 131072),
     "Qwen/Qwen3-30B-A3B": (48, 32, 4, 128, 40960),

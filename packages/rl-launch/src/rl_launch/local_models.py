@@ -14,11 +14,16 @@ _log = logging.getLogger(__name__)
 TINY = "tiny-arithmetic"
 """A Qwen3 of about 0.7M parameters with random weights, and a tokenizer of single characters."""
 
-WARMED_UP = "tiny-arithmetic-sft"
-"""The same after the `sft-arithmetic` recipe: it gets some sums right, so that rewards differ from the first step."""
+WARMED_UP: Mapping[str, str] = {
+    "tiny-arithmetic-sft": "sft-arithmetic",
+    "tiny-tools-sft": "sft-tools-tiny",
+    "tiny-code-sft": "sft-code-tiny",
+    "tiny-sliding-puzzle-sft": "sft-sliding-puzzle-tiny",
+}
+"""The same after a recipe of supervised fine-tuning, by name: it gets some rows right, so that rewards differ from the
+first step."""
 
-
-MADE_HERE = frozenset({TINY, WARMED_UP})
+MADE_HERE = frozenset({TINY, *WARMED_UP})
 """Names of the models that are made on this machine."""
 
 

@@ -34,6 +34,9 @@ class SlidingPuzzleSettings(Config):
     """Rows of the split. Small boards have few starts, which then repeat."""
     seed: int = Field(default=0, ge=0)
     """Seed of the boards."""
+    demonstrations: bool = False
+    """Answer each row with a random direction. Supervised fine-tuning on these teaches how a move is written, and
+    leaves it to reinforcement learning to choose one."""
 
 
 class GuessNumberConfig(EnvironmentConfig):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from rl_core.errors import ConfigError, DataError
+from rl_envs.draws import draws
 from rl_envs.games.board import MOVES, Board
 from rl_envs.games.config import GuessNumberSettings, SlidingPuzzleSettings
 
@@ -14,7 +14,8 @@ _OPPOSITE = {"up": "down", "down": "up", "left": "right", "right": "left"}
 
 
 def sliding_puzzles(settings: Mapping[str, Any], split: str) -> list[dict[str, Any]]:
-    """Rows with `messages`, `info` (the `board`) and `environment`; the splits draw with different seeds.
+    """Rows with `messages`, `info` (the `board`) and `environment`, and an `answer` if they are demonstrations; the
+    splits draw with different seeds.
 
     Raises:
         DataError: if the split is unknown.
@@ -39,7 +40,7 @@ def numbers(settings: Mapping[str, Any], split: str) -> list[dict[str, Any]]:
     asked = f"Guess my number between {config.low} and {config.high}. I say whether it is higher or lower."
     rows = []
     for index in range(config.size):
-        draw = next(_draws(f"{config.seed}/{_known(split)}/{index}"))
+        draw = next(draws(f"{config.seed}/{_known(split)}/{index}"))
         rows.append(
             {
                 "messages": [{"role": "user", "content": asked}],
@@ -51,13 +52,13 @@ def numbers(settings: Mapping[str, Any], split: str) -> list[dict[str, Any]]:
 
 
 def _puzzle(config: SlidingPuzzleSettings, text: str) -> dict[str, Any]:
-    draws = _draws(text)
-    num_moves = config.min_moves + next(draws) % (config.max_moves - config.min_moves + 1)
+    drawn = draws(text)
+    num_moves = config.min_moves + next(drawn) % (config.max_moves - config.min_moves + 1)
     board, last = Board.solved_of(config.rows, config.columns), ""
     solved = str(board)
     while num_moves > 0 or board.is_solved:  # a cycle of moves may have come back to the start
         directions = [name for name in MOVES if name != _OPPOSITE.get(last) and board.moved(name) is not None]
-        last = directions[next(draws) % len(directions)]
+        last = directions[next(drawn) % len(directions)]
         moved = board.moved(last)
         assert moved is not None
         board, num_moves = moved, num_moves - 1
@@ -65,19 +66,14 @@ def _puzzle(config: SlidingPuzzleSettings, text: str) -> dict[str, Any]:
         f"Slide the tiles until the board is\n{solved}\n"
         f"Each turn, write the direction in which a tile moves into the gap: up, down, left or right.\n{board}"
     )
-    return {
+    row: dict[str, Any] = {
         "messages": [{"role": "user", "content": asked}],
         "info": {"board": board.rows},
         "environment": "sliding_puzzle",
     }
-
-
-def _draws(text: str) -> Iterator[int]:
-    """Numbers that follow from a text alone."""
-    count = 0
-    while True:
-        yield int.from_bytes(hashlib.blake2b(f"{text}/{count}".encode(), digest_size=8).digest())
-        count += 1
+    if config.demonstrations:
+        row["answer"] = list(MOVES)[next(drawn) % len(MOVES)]
+    return row
 
 
 def _known(split: str) -> str:

@@ -15,7 +15,7 @@ ToolName = Literal["calculator", "python", "search"]
 
 
 class TextToolsConfig(EnvironmentConfig):
-    """Let a policy call tools by tags, such as `<calculator>12*7</calculator>`, before it answers.
+    """Let a policy call tools, by tags such as `<calculator>12*7</calculator>` or as its model does, before it answers.
 
     A turn without a call is the final answer, which is compared with the row's `answer` as the environment `math` does.
     """
@@ -23,6 +23,9 @@ class TextToolsConfig(EnvironmentConfig):
     tools: list[ToolName] = ["calculator"]
     """Tools that may be called: `calculator`; `python`, a session in a sandbox whose variables live as long as the
     conversation; `search` in `corpus`."""
+    call_format: Literal["tags", "model"] = "tags"
+    """How calls are written: `tags` in the text, one call a turn, which the prompts must explain; or `model`, in the
+    format of the model, whose chat template then shows the tools."""
     max_calls: int = Field(default=4, ge=1)
     """Most calls of a conversation; grpo.max_rollout_turns must allow one turn more."""
     answer_format: AnswerFormat = "auto"

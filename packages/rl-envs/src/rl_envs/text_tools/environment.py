@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rl_core.environment import Conversation, StepResult
+from rl_core.environment import Conversation, StepResult, ToolCall
+from rl_core.rollout import Message
 from rl_envs.math.extraction import extract
 from rl_envs.math.known_answer import known_answers
 from rl_envs.math.verdict import is_correct
@@ -16,6 +17,7 @@ from rl_envs.sandbox.session import Session
 from rl_envs.text_tools.calculator import calculate
 from rl_envs.text_tools.config import TextToolsConfig
 from rl_envs.text_tools.corpus import Corpus
+from rl_envs.text_tools.schemas import DESCRIBED
 
 _LIFETIME_S = 3600.0
 """Most seconds of a Python session; those of a call are in the settings."""
@@ -35,7 +37,9 @@ class Progress:
 
 
 class TextToolsEnvironment:
-    """Answers the first call of a turn with the tool's output, and scores a turn without one.
+    """Answers the calls of a turn with the tools' output, and scores a turn without one.
+
+    Of calls by tags, only the first of a turn counts.
 
     Raises:
         SandboxUnavailable: if Python is a tool and the machine does not offer its sandbox.
@@ -44,7 +48,7 @@ class TextToolsEnvironment:
 
     def __init__(self, config: TextToolsConfig) -> None:
         self._config = config
-        self._call = re.compile(rf"<({'|'.join(config.tools)})>(.*?)(?:</\1>|$)", re.DOTALL)
+        self._tagged = re.compile(rf"<({'|'.join(config.tools)})>(.*?)(?:</\1>|$)", re.DOTALL)
         limits = replace(config.sandbox.limits, wall_s=_LIFETIME_S)
         isolation, path = config.sandbox.isolation, config.sandbox.python_path
         self._sandbox = Sandbox(isolation, limits=limits, python_path=path) if "python" in config.tools else None
@@ -60,31 +64,60 @@ class TextToolsEnvironment:
 
     def _turn(self, turn: Conversation, progress: Progress) -> StepResult:
         known = known_answers(turn.info, self._config.answer_format)
-        call = self._call.search(turn.completion)
-        if call is None or progress.num_calls == self._config.max_calls:
+        calls = self._calls(turn)
+        if not calls or progress.num_calls >= self._config.max_calls:
             self.close([progress])
-            found = extract(turn.completion, known.answer_format) if call is None else None
+            found = None if calls else extract(turn.completion, known.answer_format)
             correct = found is not None and any(
                 is_correct(found.text, answer, known.answer_format) for answer in known.answers
             )
             return StepResult(reward=float(correct), info={"accuracy": float(correct), "calls": progress.num_calls})
         session = progress.session
-        if call[1] == "python" and session is None:
-            assert self._sandbox is not None
+        if session is None and self._sandbox is not None and any(call.name == "python" for call in calls):
             session = Session(self._sandbox)
-        output = self._shortened(self._tools(session)[call[1]](call[2].strip()))
+        num_calls, most = progress.num_calls + len(calls), self._config.max_calls
+        outputs = [
+            self._output(call, session) if number <= most else f"error: {most} calls are allowed"
+            for number, call in enumerate(calls, progress.num_calls + 1)
+        ]
         return StepResult(
             done=False,
-            observation=({"role": "user", "content": f"<result>\n{output}\n</result>"},),
-            state=Progress(progress.num_calls + 1, session),
+            observation=tuple(map(self._message, calls, outputs)),
+            state=Progress(num_calls, session),
             stop_strings=self.stop_strings,
-            info={"calls": progress.num_calls + 1},
+            info={"calls": num_calls},
         )
 
+    def _calls(self, turn: Conversation) -> Sequence[ToolCall]:
+        if self._config.call_format == "model":
+            return () if turn.truncated else turn.tool_calls
+        found = self._tagged.search(turn.completion)
+        if found is None:
+            return ()
+        name, text = found[1], found[2].strip()
+        return (ToolCall(name, {DESCRIBED[name].parameter: text}),)
+
+    def _message(self, call: ToolCall, output: str) -> Message:
+        output = self._shortened(output)
+        if self._config.call_format == "model":
+            return {"role": "tool", "name": call.name, "content": output, "tool_call_id": call.id}
+        return {"role": "user", "content": f"<result>\n{output}\n</result>"}
+
+    def _output(self, call: ToolCall, session: Session | None) -> str:
+        if call.error:
+            return f"error: the call cannot be read: {call.error}"
+        if call.name not in self._config.tools:
+            return f"error: there is no tool {call.name!r}; the tools are {', '.join(self._config.tools)}"
+        parameter = DESCRIBED[call.name].parameter
+        text = call.arguments.get(parameter)
+        if not isinstance(text, str) or len(call.arguments) != 1:
+            return f"error: {call.name} takes one text, as {parameter!r}"
+        return self._tools(session)[call.name](text)
+
     @property
-    def stop_strings(self) -> tuple[str, ...]:
-        """Ends of calls, at which a turn is over."""
-        return tuple(f"</{tool}>" for tool in self._config.tools)
+    def stop_strings(self) -> tuple[str, ...] | None:
+        """Ends of calls by tags, at which a turn is over; None for calls that the model ends by itself."""
+        return tuple(f"</{tool}>" for tool in self._config.tools) if self._config.call_format == "tags" else None
 
     def _tools(self, session: Session | None) -> Mapping[str, Callable[[str], str]]:
         return {

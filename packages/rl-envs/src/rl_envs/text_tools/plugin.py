@@ -8,4 +8,5 @@ PLUGIN = EnvironmentPlugin(
     config=TextToolsConfig,
     environment="rl_envs.text_tools.environment:TextToolsEnvironment",
     requirement=Requirement("rl-envs"),
+    tools="rl_envs.text_tools.schemas:tools_of",
 )

@@ -258,16 +258,16 @@ def _local_model(name: str) -> str:
     """
     if name == TINY:
         return str(tiny_model())
-    if name == WARMED_UP:
-        return str(_warmed_up_model())
+    if name in WARMED_UP:
+        return str(_warmed_up_model(name))
     return str(Path(name).expanduser()) if name.startswith("~") else name
 
 
-def _warmed_up_model() -> Path:
-    models = models_folder()
-    run_dir, finished = models / "sft-arithmetic", models / WARMED_UP
+def _warmed_up_model(name: str) -> Path:
+    models, recipe = models_folder(), WARMED_UP[name]
+    run_dir, finished = models / recipe, models / name
     if not finished.is_symlink():
         _log.info("training %s by SFT once, in %s", TINY, run_dir)
-        train(read_config("sft-arithmetic").config, run_dir=run_dir, title="warm-up").exit_if_stopped()
+        train(read_config(recipe).config, run_dir=run_dir, title="warm-up").exit_if_stopped()
         finished.symlink_to((newest_checkpoint(run_dir) / "hf").relative_to(models), target_is_directory=True)
     return finished
