@@ -4,12 +4,14 @@ import json
 import logging
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from rl_core.config import WhenChanged, keys_when_changed
 from rl_core.errors import ConfigError, RunDirectoryError
-from rl_launch.commands.train import check_adapters_of_made_models, check_run_dir, train
+from rl_launch.commands.train import check_adapters_of_made_models, check_run_dir, train, with_local_models
+from rl_launch.local_models import WARMED_UP
 from rl_launch.root import read_config
 from rl_launch.run_recording import RunRecording
 from rl_launch.session import RunDirectory
@@ -97,3 +99,14 @@ def test_adapters_on_layers_that_a_made_model_does_not_have_are_refused(tmp_path
     with pytest.raises(ConfigError, match=message):
         check_adapters_of_made_models(config(adapters.format("q_projj")))
     check_adapters_of_made_models(config(adapters.format("q_proj")))
+
+
+@pytest.mark.parametrize("name", WARMED_UP)
+def test_a_warmed_up_model_is_the_export_of_its_recipes_run(tmp_path, monkeypatch, name):
+    monkeypatch.setenv("RL_HOME", str(tmp_path))
+    recipe = WARMED_UP[name]
+    run = finish(tmp_path / "models" / recipe, read_config(recipe).config, reason="it is finished")
+    asked = read_config("grpo-arithmetic", [f"policy.model_name={name}"]).config
+    found = Path(with_local_models(asked).policy.model_name)
+    assert found == tmp_path / "models" / name
+    assert found.resolve() == run.resolve() / "checkpoints" / "step_400" / "hf"
