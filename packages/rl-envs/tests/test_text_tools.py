@@ -243,7 +243,7 @@ def test_calls_beyond_the_limit_are_refused_and_another_turn_of_calls_ends_the_r
     environment = _model_format(max_calls=1)
     call = ToolCall("calculator", {"expression": "1+1"})
     [result] = environment.step([_calling(call, call)], [None])
-    assert [message["content"] for message in result.observation] == ["2", "error: 1 calls are allowed"]
+    assert [message["content"] for message in result.observation] == ["2", "error: the limit of 1 calls is reached"]
     [final] = environment.step([_calling(call, completion="84")], [result.state])
     assert (final.done, final.rewards()["reward"]) == (True, 0.0)
 

@@ -13,7 +13,8 @@ class CalculationsSettings(Config):
     """Generated products of two numbers, which a tiny model cannot compute by itself."""
 
     form: Literal["calculator", "program"] = "calculator"
-    """What computes them: the calculator of the environment `text_tools`, or a program for the environment `code`."""
+    """Environment of the rows: `text_tools` for `calculator`, which the policy calls, or `code` for `program`, which
+    the policy writes."""
     max_operand: int = Field(default=99, ge=9, le=9999)
     """Largest operand."""
     size: int = Field(default=1000, gt=0, le=10**6)

@@ -77,7 +77,7 @@ class TextToolsEnvironment:
             session = Session(self._sandbox)
         num_calls, most = progress.num_calls + len(calls), self._config.max_calls
         outputs = [
-            self._output(call, session) if number <= most else f"error: {most} calls are allowed"
+            self._output(call, session) if number <= most else f"error: the limit of {most} calls is reached"
             for number, call in enumerate(calls, progress.num_calls + 1)
         ]
         return StepResult(
