@@ -1,0 +1,85 @@
+"""Recipes of tools, programs and a game, and the warm-ups that start them: their rows fit their models and limits."""
+
+import re
+
+import pytest
+
+from rl_algos.rollouts.data import load, prepare
+from rl_algos.sft.data import prepare as prepare_sft
+from rl_algos.tiny_model import UNKNOWN, make_tokenizer
+from rl_core.environments.instance import instance_of, tools_of
+from rl_core.plugins import algorithm_named, resolve
+from rl_launch.local_models import MADE_HERE, TINY, WARMED_UP
+from rl_launch.root import read_config
+
+ON_CPU = ["cluster.device=cpu"]
+TOKENIZER = make_tokenizer()
+PUZZLE_ANSWER = "That is not a possible move: write up, down, left or right.\n1 2\n3 _"
+TINY_RECIPES = {
+    # recipe: environments, most turns, the longest answer of an environment
+    "grpo-tools-tiny": ({"text_tools"}, 2, "<result>\n9801\n</result>"),
+    "grpo-code-tiny": ({"code"}, 1, ""),
+    "grpo-sliding-puzzle-tiny": ({"sliding_puzzle"}, 4, PUZZLE_ANSWER),
+}
+WARM_UPS = {
+    # recipe: the learned texts of a row, for whichever operands
+    "sft-tools-tiny": r"(<calculator>(\d+\*\d+)</calculator><\|end\|>\d+|\d+)<\|end\|>",
+    "sft-code-tiny": r"```python\nprint\(\d+[*+]\d+\)\n```<\|end\|>",
+    "sft-sliding-puzzle-tiny": r"(up|down|left|right)<\|end\|>",
+}
+
+
+def num_tokens(text):
+    return len(TOKENIZER(text, add_special_tokens=False)["input_ids"])
+
+
+@pytest.mark.parametrize("recipe", TINY_RECIPES)
+def test_every_turn_of_a_tiny_recipe_fits(recipe):
+    environments, turns, answer = TINY_RECIPES[recipe]
+    config = read_config(recipe, ON_CPU).config
+    data = prepare(config, TOKENIZER, load(config))
+    assert data.environments == environments
+    assert config.grpo.max_rollout_turns == turns
+    prompts = [*data.train.take(64), *data.validation]
+    assert UNKNOWN not in TOKENIZER.decode(prompts[0].token_ids)
+    between = num_tokens(f"<|end|><|user|>{answer}<|end|><|assistant|>")
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    whole = longest + turns * config.policy.generation.max_new_tokens + (turns - 1) * between
+    assert whole <= config.policy.max_total_sequence_length
+
+
+@pytest.mark.parametrize("recipe", WARM_UPS)
+def test_a_warm_up_learns_how_its_environment_is_answered(recipe):
+    config = read_config(recipe, ON_CPU).config
+    rows = prepare_sft(config, TOKENIZER, resolve(algorithm_named("sft").load)(config)).train.take(32)
+    for row in rows:
+        assert re.fullmatch(WARM_UPS[recipe], TOKENIZER.decode(row.tokens[row.loss_mask == 1]))
+        assert UNKNOWN not in TOKENIZER.decode(row.tokens)
+
+
+def test_every_warmed_up_model_comes_from_the_tiny_one_and_starts_a_recipe():
+    assert {TINY, *WARMED_UP} == MADE_HERE
+    for recipe in WARMED_UP.values():
+        assert read_config(recipe, ON_CPU).config.policy.model_name == TINY
+    started = {read_config(recipe, ON_CPU).config.policy.model_name for recipe in TINY_RECIPES}
+    assert started == set(WARMED_UP) - {"tiny-arithmetic-sft"}
+
+
+def test_the_policy_of_grpo_tools_is_shown_python():
+    config = read_config("grpo-tools").config
+    [tool] = tools_of(instance_of(config.env, "text_tools"))
+    assert tool["function"]["name"] == "python"
+    assert config.env.text_tools.max_calls < config.grpo.max_rollout_turns
+
+
+def test_turns_allow_every_move_of_the_tiny_puzzles():
+    config = read_config("grpo-sliding-puzzle-tiny", ON_CPU).config
+    moves = config.env.sliding_puzzle.max_moves
+    assert moves <= config.grpo.max_rollout_turns
+    assert all(each.settings["max_moves"] < moves for each in config.data.train_datasets)
+
+
+def test_grpo_code_runs_programs_in_a_sandbox_of_the_strongest_kind():
+    config = read_config("grpo-code").config
+    assert config.env.code.sandbox.isolation == "namespaces"
+    assert {each.dataset_name for each in config.data.train_datasets} == {"code_problems"}
