@@ -84,11 +84,15 @@ class Family:
 
 def small_rollouts(section, num_steps):
     """Settings of few rollouts, with a reward that an untrained model earns."""
+    return (*few_rollouts(section, num_steps), "data.train.env_name=reward.py:score")
+
+
+def few_rollouts(section, num_steps):
+    """Settings of few rollouts of an untrained model, in the environments of the recipe."""
     smaller = {"num_prompts_per_step": 8, "num_generations_per_prompt": 4, "max_num_steps": num_steps, "val_period": 0}
     return (
         "policy.model_name=tiny-arithmetic",
         "policy.generation.backend=hf",
-        "data.train.env_name=reward.py:score",
         "data.validation=null",
         *(f"{section}.{key}={value}" for key, value in smaller.items()),
     )
@@ -141,7 +145,11 @@ FAMILIES = {
     ),
 }
 
-VARIANTS = [name for name in recipe_names() if name.endswith("-tiny") and read_raw(name).select("algorithm") == "grpo"]
+IN_ENVIRONMENTS = {"grpo-multi-env-tiny": 1, "grpo-sliding-puzzle-tiny": 4, "grpo-tools-tiny": 1}
+"""Recipes of environments that need no sandbox, with the turns that an untrained model takes in them."""
+
+TINY_GRPO = [name for name in recipe_names() if name.endswith("-tiny") and read_raw(name).select("algorithm") == "grpo"]
+VARIANTS = [name for name in TINY_GRPO if name not in IN_ENVIRONMENTS]
 
 KILLED = ("ppo", "dpo", "rm", "distillation")
 """Families whose models are not those of the runs that `test_faults` kills."""
@@ -238,6 +246,18 @@ def test_the_recipe_of_a_variant_takes_steps(recipe, driver, places, tmp_path):
     for line in steps:
         assert math.isfinite(line["train/loss"])
         assert line["train/grad_norm"] > 0
+        assert line["mismatch/max"] < 1e-3
+
+
+@pytest.mark.parametrize("recipe", IN_ENVIRONMENTS)
+def test_the_recipe_of_an_environment_takes_steps(recipe, driver, tmp_path):
+    driver.train(tmp_path / "run", recipe, *COMMON, *few_rollouts("grpo", 2))
+    steps = steps_of(tmp_path / "run")
+    assert [line["step"] for line in steps] == [1, 2]
+    for line in steps:
+        assert math.isfinite(line["train/loss"])
+        assert line["rollout/turns"] == IN_ENVIRONMENTS[recipe]
+        assert line["rollout/failed"] == 0
         assert line["mismatch/max"] < 1e-3
 
 

@@ -146,7 +146,15 @@ def test_numbers_lie_between_their_bounds() -> None:
     assert {row["answer"] for row in numbers({"low": -1, "high": 1, "size": 100}, "train")} == {-1, 0, 1}
 
 
-def test_demonstrations_answer_with_every_direction_and_are_the_same_puzzles() -> None:
+def test_demonstrations_answer_with_possible_moves_and_are_the_same_puzzles() -> None:
     plain, shown = (sliding_puzzles({"size": 40, "demonstrations": each}, "train") for each in (False, True))
     assert {row["answer"] for row in shown} == set(MOVES)
+    assert all(Board.read(row["info"]["board"]).moved(row["answer"]) is not None for row in shown)
     assert [{key: value for key, value in row.items() if key != "answer"} for row in shown] == plain
+
+
+def test_prompts_without_instructions_are_the_boards_alone() -> None:
+    explained, bare = (sliding_puzzles({"size": 20, "instructions": each}, "train") for each in (True, False))
+    assert [row["messages"][0]["content"] for row in bare] == [str(Board.read(row["info"]["board"])) for row in bare]
+    for long, short in zip(explained, bare, strict=True):
+        assert long["messages"][0]["content"].endswith("\n" + short["messages"][0]["content"])

@@ -219,7 +219,7 @@ def test_calls_in_the_format_of_the_model_are_answered_one_by_one() -> None:
     assert second.startswith("error: ")
     assert {message["role"] for message in result.observation} == {"tool"}
     assert (result.done, result.stop_strings) == (False, None)
-    [final] = environment.step([_calling(completion="It is 84.")], [result.state])
+    [final] = environment.step([_calling(completion="The answer is 84.")], [result.state])
     assert (final.done, final.rewards()["reward"], final.info["calls"]) == (True, 1.0, 2)
 
 

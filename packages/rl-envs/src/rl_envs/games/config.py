@@ -34,9 +34,12 @@ class SlidingPuzzleSettings(Config):
     """Rows of the split. Small boards have few starts, which then repeat."""
     seed: int = Field(default=0, ge=0)
     """Seed of the boards."""
+    instructions: bool = True
+    """Explain the game in each prompt. Without, a prompt is the board alone, which is enough for a policy that has
+    learned the game from `demonstrations`."""
     demonstrations: bool = False
-    """Answer each row with a random direction. Supervised fine-tuning on these teaches how a move is written, and
-    leaves it to reinforcement learning to choose one."""
+    """Answer each row with a random move that is possible. Supervised fine-tuning on these teaches the rules and leaves
+    it to reinforcement learning to choose well."""
 
 
 class GuessNumberConfig(EnvironmentConfig):

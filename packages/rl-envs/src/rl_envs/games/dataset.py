@@ -62,17 +62,18 @@ def _puzzle(config: SlidingPuzzleSettings, text: str) -> dict[str, Any]:
         moved = board.moved(last)
         assert moved is not None
         board, num_moves = moved, num_moves - 1
-    asked = (
+    explained = (
         f"Slide the tiles until the board is\n{solved}\n"
-        f"Each turn, write the direction in which a tile moves into the gap: up, down, left or right.\n{board}"
+        "Each turn, write the direction in which a tile moves into the gap: up, down, left or right.\n"
     )
     row: dict[str, Any] = {
-        "messages": [{"role": "user", "content": asked}],
+        "messages": [{"role": "user", "content": f"{explained if config.instructions else ''}{board}"}],
         "info": {"board": board.rows},
         "environment": "sliding_puzzle",
     }
     if config.demonstrations:
-        row["answer"] = list(MOVES)[next(drawn) % len(MOVES)]
+        possible = [name for name in MOVES if board.moved(name) is not None]
+        row["answer"] = possible[next(drawn) % len(possible)]
     return row
 
 
