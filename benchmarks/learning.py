@@ -106,6 +106,12 @@ def on_policy(recipe: str, *settings: str, section: str = "grpo", num_prompts: i
     return Case(recipe, section, measures, (*GENERATION, *LARGER_UPDATES, *validates, *settings))
 
 
+def in_environment(recipe: str, *settings: str) -> Case:
+    """A recipe of an environment, from the model that its own warm-up makes: reward on held-out rows, with vLLM."""
+    validates = ("grpo.val_at_start=true", "grpo.val_at_end=true", "checkpointing.metric_name=null")
+    return Case(recipe, "grpo", (Measure("val/accuracy", rises_by(0.3)),), (*validates, *settings), warm_key="")
+
+
 def estimator(value: str, *settings: str) -> Case:
     """GRPO with another advantage estimator."""
     return on_policy("grpo-arithmetic", f"grpo.adv_estimator={value}", *settings)
@@ -153,6 +159,10 @@ CASES = {
     "dppo-kl": surrogate("dppo-kl"),
     "clip-cov": surrogate("clip-cov"),
     "kl-cov": surrogate("kl-cov"),
+    "multi-env": on_policy("grpo-multi-env-tiny"),
+    "sliding-puzzle": in_environment("grpo-sliding-puzzle-tiny"),
+    "tools": in_environment("grpo-tools-tiny"),
+    "code": in_environment("grpo-code-tiny"),
     "ppo": on_policy("ppo-tiny", "value.train_global_batch_size=64", section="ppo", num_prompts=256),
     "dpo": Case(
         "dpo-tiny",

@@ -1,20 +1,23 @@
-"""Time that the rollout layer adds to every turn, and its memory over many rollouts.
+"""Time that the rollout layer adds to every turn, its throughput by number of replicas, and its memory.
 
     python benchmarks/rollouts.py [--rollouts 10000] [--quick]
 
 A rollout worker plays conversations of several turns on an engine that answers at once with scripted tokens, and an
 environment that answers at once with a message or the results of tool calls. So all time is the rollout layer's: the
 transcript, reading turns, tool calls, the chat template, and the columns of the groups. The baseline is the same number
-of calls of the engine and the environment without that layer.
+of calls of the engine and the environment without that layer. Throughput is measured on engines that take a fixed time
+for a turn, each with a rollout worker in a process of its own, as replicas have.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import multiprocessing
 import tempfile
 import time
 from collections.abc import Sequence
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
@@ -32,22 +35,26 @@ from rl_core.rollout import Completion, Prompt, WeightSpan
 NUM_TURNS = 4
 NUM_TOKENS = 64
 """Tokens of a plain turn."""
+TURN_S = 0.1
+"""Seconds of a turn on an engine that is not instant."""
+REPLICAS = (1, 2, 4)
 CALL = '<tool_call>\n{"name": "look_up", "arguments": {"word": "two"}}\n</tool_call>'
 TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}
 
 
 class ScriptedEngine:
-    """Answers every request at once with the same tokens."""
+    """Answers every request with the same tokens, at once or after a fixed time."""
 
     num_ranks = 1
 
-    def __init__(self, tokens: np.ndarray) -> None:
+    def __init__(self, tokens: np.ndarray, turn_s: float = 0.0) -> None:
+        self._turn_s = turn_s
         self._completion = Completion(
             tokens, np.full(len(tokens), -1.0, np.float32), "stop", (WeightSpan(1, len(tokens)),)
         )
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        await asyncio.sleep(0)
+        await asyncio.sleep(self._turn_s)
         return self._completion
 
 
@@ -70,7 +77,7 @@ class InstantEnvironment:
 class Bench:
     """A worker with its engine and environment, and the prompt of all rollouts."""
 
-    def __init__(self, folder: str, *, with_calls: bool) -> None:
+    def __init__(self, folder: str, *, with_calls: bool, turn_s: float = 0.0) -> None:
         settings = TokenizerConfig(tool_format="hermes")
         tokenizer = load_tokenizer(settings, folder)
         messages = ({"role": "user", "content": "How much is it? " * 20},)
@@ -81,7 +88,7 @@ class Bench:
         self.engine, self.environment = ScriptedEngine(sampled), InstantEnvironment()
         spec = RolloutWorkerSpec(
             generator=f"{__file__}:ScriptedEngine",
-            generator_args=(sampled,),
+            generator_args=(sampled, turn_s),
             program="rl_algos.rollouts.program:MultiTurnProgram",
             program_args={"max_turns": NUM_TURNS, "max_tokens": 100_000},
             tokenizer=settings,
@@ -116,14 +123,14 @@ class Bench:
 
 
 async def overhead_ms(bench: Bench, concurrent: int, repeats: int) -> float:
-    """Median milliseconds that the rollout layer adds to a turn."""
+    """Median milliseconds of CPU time that the rollout layer adds to a turn: other work of the machine adds none."""
     seconds = []
     for _ in range(repeats):
-        begin = time.perf_counter()
+        begin = time.process_time()
         await bench.play(concurrent)
-        middle = time.perf_counter()
+        middle = time.process_time()
         await bench.baseline(concurrent)
-        seconds.append((middle - begin) - (time.perf_counter() - middle))
+        seconds.append((middle - begin) - (time.process_time() - middle))
     return float(np.median(seconds)) / (concurrent * NUM_TURNS) * 1000
 
 
@@ -131,6 +138,37 @@ def resident_mib() -> float:
     """Resident memory of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * 4096 / 2**20
+
+
+def rollouts_per_second(folder: str, num_replicas: int, num_batches: int, concurrent: int) -> float:
+    """Throughput of replicas that play so many batches of so many rollouts each, all at the same time."""
+    context = multiprocessing.get_context("spawn")
+    start, times = context.Barrier(num_replicas), context.SimpleQueue()
+    arguments = (folder, num_batches, concurrent, start, times)
+    processes = [context.Process(target=play_as_replica, args=arguments) for _ in range(num_replicas)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+        if process.exitcode:
+            raise SystemExit("a replica failed")
+    begins, ends = zip(*(times.get() for _ in processes), strict=True)
+    return num_replicas * num_batches * concurrent / (max(ends) - min(begins))
+
+
+def play_as_replica(folder: str, num_batches: int, concurrent: int, start: Barrier, times: Any) -> None:
+    """Play in this process once all replicas are ready; puts the times of begin and end into a queue."""
+
+    async def play() -> tuple[float, float]:
+        bench = Bench(folder, with_calls=True, turn_s=TURN_S)
+        await bench.play(concurrent)
+        start.wait()
+        begin = time.monotonic()
+        for _ in range(num_batches):
+            await bench.play(concurrent)
+        return begin, time.monotonic()
+
+    times.put(asyncio.run(play()))
 
 
 async def memory(bench: Bench, num_rollouts: int, concurrent: int) -> list[tuple[int, float]]:
@@ -144,8 +182,20 @@ async def memory(bench: Bench, num_rollouts: int, concurrent: int) -> list[tuple
     return readings
 
 
+def measure_scaling(folder: str, num_batches: int, concurrent: int) -> None:
+    """Measure throughput by number of replicas, and print the table."""
+    rows, alone = [], 0.0
+    for count in REPLICAS:
+        found = rollouts_per_second(folder, count, num_batches, concurrent)
+        alone = alone or found
+        rows.append([str(count), f"{found:.0f}", f"{found / alone:.2f}"])
+    ideal = concurrent / (NUM_TURNS * TURN_S)
+    print(f"\nOf {concurrent} at a time; {ideal:.0f} a second and replica are possible.\n")
+    print(table(["replicas", "rollouts per second", "of one replica"], rows))
+
+
 async def measure(folder: str, repeats: int, num_rollouts: int) -> None:
-    """Measure on the model in a folder, and print the tables."""
+    """Measure overhead and memory on the model in a folder, and print the tables."""
     rows = []
     for with_calls in (False, True):
         bench = Bench(folder, with_calls=with_calls)
@@ -153,7 +203,8 @@ async def measure(folder: str, repeats: int, num_rollouts: int) -> None:
         for concurrent in (16, 64, 256):
             milliseconds = await overhead_ms(bench, concurrent, repeats)
             rows.append(["tool calls" if with_calls else "plain turns", str(concurrent), f"{milliseconds:.3f}"])
-    print(table(["turns", "concurrent rollouts", "ms per turn"], rows))
+    print(table(["turns", "concurrent rollouts", "CPU ms per turn"], rows))
+    print()
     readings = await memory(bench, num_rollouts, min(num_rollouts // 4, 256))
     print(table(["rollouts", "resident MiB"], [[str(played), f"{mib:.1f}"] for played, mib in readings]))
 
@@ -164,10 +215,11 @@ def main() -> None:
     parser.add_argument("--rollouts", type=int, default=10_000, help="of the measurement of memory")
     parser.add_argument("--quick", action="store_true", help="only show that it runs")
     arguments = parser.parse_args()
-    print(surroundings())
+    print(f"{surroundings('rl-algos')}\n")
     with tempfile.TemporaryDirectory() as folder:
         make_tiny_model(folder)
         asyncio.run(measure(folder, 2 if arguments.quick else 9, 256 if arguments.quick else arguments.rollouts))
+        measure_scaling(folder, 2 if arguments.quick else 40, 32)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,69 @@
+"""Conversations of several turns, with the results of tools, as vLLM sampled them and as the trainer reads them."""
+
+import zlib
+
+from runs import rollouts_of, steps_of
+
+ENVIRONMENT = '''
+import zlib
+
+from rl_core.environment import StepResult
+
+RESULTS = (
+    ({"role": "tool", "content": "12+7="},),
+    ({"role": "tool", "content": "Error: no such tool"}, {"role": "user", "content": "3+4="}),
+    ({"role": "user", "content": "Once more: 20+5="},),
+)
+
+
+class Talk:
+    """Goes on for up to four turns; what it answers, and where the next turn stops, follows from the turn."""
+
+    def step(self, conversations, states):
+        return [self.answer(each) for each in conversations]
+
+    def answer(self, turn):
+        drawn = zlib.crc32(f"{turn.turn} {turn.completion}".encode())
+        reward = sum(character in "13579" for character in turn.completion) / 8
+        if turn.turn == 3 or drawn % 4 == 0:
+            return StepResult(reward=reward)
+        stops = ("1", "2") if drawn % 3 else None
+        return StepResult(reward=reward, done=False, observation=RESULTS[drawn // 4 % 3], stop_strings=stops)
+
+    def close(self, states):
+        pass
+'''
+
+
+def test_the_logprobs_of_a_thousand_conversations_are_those_of_the_engine(driver, warm_model, tmp_path):
+    (tmp_path / "talk.py").write_text(ENVIRONMENT)
+    driver.train(
+        tmp_path / "run",
+        "grpo-arithmetic",
+        f"policy.model_name={warm_model}",
+        f"data.train.env_name={tmp_path / 'talk.py'}:Talk",
+        "data.validation=null",
+        "policy.max_total_sequence_length=160",
+        "policy.sequence_packing={enabled: true, train_mb_tokens: 512, logprob_mb_tokens: 512}",
+        "grpo={num_prompts_per_step: 64, num_generations_per_prompt: 8, max_rollout_turns: 4, max_num_steps: 2}",
+        "grpo.val_period=0",
+        "checkpointing.enabled=false",
+        "checkpointing.metric_name=null",
+        "cluster.cpu_ranks_per_node=1",
+    )
+    for line in steps_of(tmp_path / "run"):
+        assert line["rollout/failed"] == 0
+        assert line["mismatch/max"] < 1e-3
+    rollouts = [row for rows in rollouts_of(tmp_path / "run").values() for row in rows]
+    assert len(rollouts) == 1024
+    assert {len(row["turns"]) for row in rollouts} == {1, 2, 3, 4}
+    turns = [turn for row in rollouts for turn in row["turns"]]
+    assert {message["role"] for turn in turns for message in turn["observation"] or ()} == {"tool", "user"}
+    # turns that a stop string ended, which no end of turn follows in what was sampled
+    after_stops = [
+        later["text"]
+        for row in rollouts
+        for number, (turn, later) in enumerate(zip(row["turns"], row["turns"][1:], strict=False))
+        if zlib.crc32(f"{number} {turn['text']}".encode()) % 3
+    ]
+    assert any(text[:-1].isdigit() and text[-1:] in ("1", "2") for text in after_stops)
