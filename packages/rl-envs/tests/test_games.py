@@ -146,11 +146,24 @@ def test_numbers_lie_between_their_bounds() -> None:
     assert {row["answer"] for row in numbers({"low": -1, "high": 1, "size": 100}, "train")} == {-1, 0, 1}
 
 
-def test_demonstrations_answer_with_possible_moves_and_are_the_same_puzzles() -> None:
+def test_demonstrations_play_possible_moves_of_the_same_puzzles() -> None:
     plain, shown = (sliding_puzzles({"size": 40, "demonstrations": each}, "train") for each in (False, True))
-    assert {row["answer"] for row in shown} == set(MOVES)
-    assert all(Board.read(row["info"]["board"]).moved(row["answer"]) is not None for row in shown)
-    assert [{key: value for key, value in row.items() if key != "answer"} for row in shown] == plain
+    assert [{**row, "messages": row["messages"][:1]} for row in shown] == plain
+    made = set()
+    for row in shown:
+        board = Board.read(row["info"]["board"])
+        moves, answers = row["messages"][1::2], row["messages"][2::2]
+        assert {message["role"] for message in moves} == {"assistant"}
+        for number, move in enumerate(moves):
+            assert not board.is_solved
+            after = board.moved(move["content"])
+            assert after is not None
+            board = after
+            assert [message["content"] for message in answers[number : number + 1]] in ([str(board)], [])
+        assert len(moves) == len(answers) + 1
+        assert board.is_solved or len(moves) == 4
+        made |= {move["content"] for move in moves}
+    assert made == set(MOVES)
 
 
 def test_prompts_without_instructions_are_the_boards_alone() -> None:

@@ -25,7 +25,7 @@ WARM_UPS = {
     # recipe: the learned texts of a row, for whichever operands
     "sft-tools-tiny": r"(<calculator>(\d+\*\d+)</calculator><\|end\|>\d+|\d+)<\|end\|>",
     "sft-code-tiny": r"```python\nprint\(\d+[*+]\d+\)\n```<\|end\|>",
-    "sft-sliding-puzzle-tiny": r"(up|down|left|right)<\|end\|>",
+    "sft-sliding-puzzle-tiny": r"((up|down|left|right)<\|end\|>){1,4}",
 }
 
 

@@ -38,8 +38,8 @@ class SlidingPuzzleSettings(Config):
     """Explain the game in each prompt. Without, a prompt is the board alone, which is enough for a policy that has
     learned the game from `demonstrations`."""
     demonstrations: bool = False
-    """Answer each row with a random move that is possible. Supervised fine-tuning on these teaches the rules and leaves
-    it to reinforcement learning to choose well."""
+    """Play random possible moves in each row, until it is solved or `max_moves` are made. Supervised fine-tuning on
+    these teaches the rules and leaves it to reinforcement learning to choose well."""
 
 
 class GuessNumberConfig(EnvironmentConfig):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rl_core.errors import ConfigError, DataError
@@ -14,8 +14,8 @@ _OPPOSITE = {"up": "down", "down": "up", "left": "right", "right": "left"}
 
 
 def sliding_puzzles(settings: Mapping[str, Any], split: str) -> list[dict[str, Any]]:
-    """Rows with `messages`, `info` (the `board`) and `environment`, and an `answer` if they are demonstrations; the
-    splits draw with different seeds.
+    """Rows with `messages`, `info` (the `board`) and `environment`; the splits draw with different seeds.
+    Demonstrations are conversations that end with the assistant.
 
     Raises:
         DataError: if the split is unknown.
@@ -66,15 +66,24 @@ def _puzzle(config: SlidingPuzzleSettings, text: str) -> dict[str, Any]:
         f"Slide the tiles until the board is\n{solved}\n"
         "Each turn, write the direction in which a tile moves into the gap: up, down, left or right.\n"
     )
-    row: dict[str, Any] = {
-        "messages": [{"role": "user", "content": f"{explained if config.instructions else ''}{board}"}],
-        "info": {"board": board.rows},
-        "environment": "sliding_puzzle",
-    }
-    if config.demonstrations:
-        possible = [name for name in MOVES if board.moved(name) is not None]
-        row["answer"] = possible[next(drawn) % len(possible)]
-    return row
+    asked = {"role": "user", "content": f"{explained if config.instructions else ''}{board}"}
+    played = _random_moves(board, drawn, config.max_moves) if config.demonstrations else []
+    return {"messages": [asked, *played], "info": {"board": board.rows}, "environment": "sliding_puzzle"}
+
+
+def _random_moves(board: Board, drawn: Iterator[int], most: int) -> list[dict[str, str]]:
+    """Possible moves, each but the last answered with the board, until it is solved or there are enough."""
+    said: list[dict[str, str]] = []
+    for _ in range(most):
+        if said:
+            said.append({"role": "user", "content": str(board)})
+        moves = {name: after for name in MOVES if (after := board.moved(name)) is not None}
+        name = list(moves)[next(drawn) % len(moves)]
+        said.append({"role": "assistant", "content": name})
+        board = moves[name]
+        if board.is_solved:
+            break
+    return said
 
 
 def _known(split: str) -> str:
