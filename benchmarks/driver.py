@@ -35,7 +35,7 @@ from rl_algos.grpo.objective import Objective
 from rl_algos.losses.policy import PolicyLoss
 from rl_algos.rollouts.batch import build_batch, with_advantages
 from rl_algos.rollouts.metrics import rollout_metrics, signal_metrics
-from rl_algos.rollouts.source import SyncRolloutSource
+from rl_algos.rollouts.source import PacedRolloutSource
 from rl_algos.rollouts.steps import RolloutSteps
 from rl_algos.rollouts.validation import Validation
 from rl_core.devices import device_named
@@ -246,7 +246,7 @@ def measured_steps(cluster: VirtualCluster, run_dir: Path, tokens: int, chosen: 
         max_num_steps=chosen.steps + 1,
     )
     sampling = SamplingParams(tokens)
-    source = SyncRolloutSource(
+    source = PacedRolloutSource(
         pool, Stream([prompts(chosen.prompts)]), sampling=sampling, num_generations=chosen.group, seed=0
     )
     settings = read_config("grpo-arithmetic", ["checkpointing.enabled=false"]).config

@@ -14,7 +14,7 @@ from rl_algos.rollouts.evaluation import VALIDATION, RolloutEvaluation
 from rl_algos.rollouts.evaluation_plugin import training_problems
 from rl_algos.rollouts.programs import PROGRAMS
 from rl_algos.rollouts.setup import needs, source_of, validation_sampling
-from rl_algos.rollouts.source import SyncRolloutSource
+from rl_algos.rollouts.source import PacedRolloutSource
 from rl_core.config import Config, assemble
 from rl_core.environments.config import EnvironmentConfig
 from rl_core.errors import ConfigError, DataError
@@ -81,7 +81,7 @@ def test_validation_data_gets_the_rollouts_of_the_runs_own_validation(file, toke
     (task,) = plan.tasks
     assert (task.name, task.num_samples, len(task.groups)) == (VALIDATION, 3, 4)
     pool = OnePool()
-    source = SyncRolloutSource(
+    source = PacedRolloutSource(
         pool, NoPrompts(), sampling=task.groups[0].sampling, num_generations=8, seed=7, section="grpo"
     )
     sampling = validation_sampling(config.policy.generation, (tokenizer.eos_token_id,))

@@ -336,10 +336,14 @@ class Evaluation:
 
 
 class RolloutSource(Protocol):
-    """Generation as a loop sees it: synchronous and asynchronous sources are two classes behind it."""
+    """Generation as a loop sees it, synchronous or ahead of training."""
 
     def collect(self, num_groups: int) -> list[RolloutGroup]:
         """The next groups, each prompt once; with weights at most the source's staleness old."""
+        ...
+
+    def set_aside(self, groups: Sequence[RolloutGroup], reason: str) -> None:
+        """Note that groups which were collected since the last `adopt` train nothing, and why."""
         ...
 
     def evaluate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, num_generations: int = 1) -> Evaluation:
@@ -349,7 +353,7 @@ class RolloutSource(Protocol):
     def adopt(self, update: WeightUpdate) -> None:
         """Bring the replicas to this version, verified; raises `WeightSyncError` naming what did not arrive.
 
-        The groups that were collected before count as trained.
+        The groups that were collected before count as trained, but for those that were set aside.
         """
         ...
 

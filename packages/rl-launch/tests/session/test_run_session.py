@@ -19,7 +19,7 @@ from rl_algos.grpo.config import GRPOConfig
 from rl_algos.grpo.loop import train
 from rl_algos.grpo.objective import Objective
 from rl_algos.losses.policy import PolicyLoss
-from rl_algos.rollouts.source import SyncRolloutSource
+from rl_algos.rollouts.source import PacedRolloutSource
 from rl_algos.rollouts.steps import RolloutSteps
 from rl_algos.rollouts.validation import Validation
 from rl_core.batch import RemoteRows
@@ -569,7 +569,7 @@ def test_prompts_that_are_too_few_for_a_step_come_again_with_another_epoch(tmp_p
         settings = GRPOConfig(num_prompts_per_step=2, num_generations_per_prompt=2, max_num_steps=50)
         sampling = SamplingParams(max_new_tokens=2)
         pool, policy = EchoPool(), FakeModel()
-        source = SyncRolloutSource(
+        source = PacedRolloutSource(
             pool, Stream([prompts], seed=3, max_num_epochs=epochs), sampling=sampling, num_generations=2, seed=0
         )
         with RunSession(tmp_path / "run", counting.CountingConfig()) as session:

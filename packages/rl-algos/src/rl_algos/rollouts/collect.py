@@ -11,6 +11,10 @@ from rl_core.errors import DataError
 from rl_core.generation import RolloutSource, SamplingParams
 from rl_core.rollout import RolloutGroup
 
+NO_SIGNAL = "all rewards of the group are equal"
+NOT_WANTED = "the step had its groups"
+"""Reasons for which dynamic sampling sets groups aside."""
+
 
 def collect_groups(rollouts: RolloutSource, config: RolloutConfig) -> tuple[list[RolloutGroup], list[RolloutGroup]]:
     """The groups of one step, and those that dynamic sampling set aside (without signal, or beyond those wanted); both
@@ -26,9 +30,13 @@ def collect_groups(rollouts: RolloutSource, config: RolloutConfig) -> tuple[list
     for _ in range(config.dynamic_sampling_max_gen_batches):
         drawn = math.ceil((config.num_prompts_per_step - len(kept)) * config.batch_multiplier)
         groups = rollouts.collect(drawn)
-        for group in groups:
-            is_wanted = len(kept) < config.num_prompts_per_step and varies(group)
-            (kept if is_wanted else aside).append(group)
+        useful = [group for group in groups if varies(group)]
+        num_wanted = config.num_prompts_per_step - len(kept)
+        kept += useful[:num_wanted]
+        rollouts.set_aside([group for group in groups if not varies(group)], NO_SIGNAL)
+        rollouts.set_aside(useful[num_wanted:], NOT_WANTED)
+        chosen = {id(group) for group in kept}
+        aside += [group for group in groups if id(group) not in chosen]
         if len(kept) == config.num_prompts_per_step or len(groups) < drawn:
             return kept, aside
     raise DataError(

@@ -7,7 +7,7 @@ from dataclasses import replace
 from rl_algos.rollouts.config import EvaluationRoot, RolloutRoot, rollout_config
 from rl_algos.rollouts.data import RolloutData
 from rl_algos.rollouts.programs import program_named
-from rl_algos.rollouts.source import SyncRolloutSource
+from rl_algos.rollouts.source import PacedRolloutSource
 from rl_algos.rollouts.steps import RolloutSteps
 from rl_algos.rollouts.task_evaluation import TaskEvaluation
 from rl_algos.rollouts.validation import Validation
@@ -71,10 +71,10 @@ def steps_of(config: RolloutRoot, components: Components, run: Run, *, with_gree
     )
 
 
-def source_of(config: RolloutRoot, data: RolloutData, pool: RolloutPool) -> SyncRolloutSource:
+def source_of(config: RolloutRoot, data: RolloutData, pool: RolloutPool) -> PacedRolloutSource:
     """The source that the loop collects from."""
     settings = rollout_config(config)
-    return SyncRolloutSource(
+    return PacedRolloutSource(
         pool,
         data.train,
         sampling=training_sampling(config.policy.generation, data.stop_token_ids),

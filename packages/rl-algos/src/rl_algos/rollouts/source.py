@@ -1,14 +1,18 @@
-"""The synchronous source: every group is sampled with the newest weights, on request."""
+"""Rollouts of the prompts of a stream, at most so many versions old, each prompt once."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
 from rl_algos.rollouts.failures import FailureWatch
-from rl_core.generation import Evaluation, RolloutPool, RolloutTask, SamplingParams, WeightUpdate
+from rl_algos.rollouts.ledger import Ledger
+from rl_algos.rollouts.saved_groups import group_from, group_state
+from rl_core.errors import DataError
+from rl_core.generation import Evaluation, RolloutPool, RolloutTask, SamplingParams, Ticket, WeightUpdate
 from rl_core.rollout import Prompt, RolloutGroup
 
 
@@ -28,8 +32,45 @@ class PromptStream(Protocol):
         ...
 
 
-class SyncRolloutSource:
-    """Rolls out the next prompts of a stream, staleness 0.
+@dataclass
+class _Open:
+    """A prompt that was drawn and has not left.
+
+    Args:
+        prompt: of the draw.
+        version: newest weight version when it was handed to the pool, the oldest that its tokens can have; None
+            before.
+        group: its rollouts, once they are finished.
+    """
+
+    prompt: Prompt
+    version: int | None = None
+    group: RolloutGroup | None = None
+
+
+@dataclass(frozen=True)
+class _Drawing:
+    """Draws that were made together, and the position of the stream before them."""
+
+    first: int
+    count: int
+    position: Mapping[str, Any]
+
+
+class PacedRolloutSource:
+    """Rolls out the prompts of a stream, `max_staleness` steps ahead of training. At staleness 0 it is synchronous:
+    every group is sampled with the newest weights, on request.
+
+    A group is at most `max_staleness` versions old when it is trained, by pacing alone; none is discarded for its age:
+
+    - `collect(n)` first hands prompts to the pool until n and `max_staleness * prompts_per_step` are under way or
+      finished. A group that was set aside has left, so another prompt comes in its place.
+    - A batch takes groups by the version at which they were begun, the oldest first. Of the last version that it takes
+      not all of, it takes those that are finished, so that a batch waits for slow groups only when they are due.
+
+    A ledger keeps the state of every draw. Groups that were collected leave it with the next `adopt`, as trained or as
+    set aside; until then they come again after `restore`. The state of a checkpoint holds the ledger, finished groups
+    and the draws that are to be run again, whose rollouts have the same seeds.
 
     Args:
         pool: runs the rollouts.
@@ -38,6 +79,8 @@ class SyncRolloutSource:
         num_generations: rollouts per prompt.
         seed: of sampling; a rollout's seed follows from it, from the number of prompts drawn before, and its place in
             the group.
+        max_staleness: versions between the begin of a group and its training.
+        prompts_per_step: groups that a step trains on; read above staleness 0 only.
         max_failed_share: share of failed rollouts of one call above which they are refused, as they are if all failed.
         section: config section of that share, named in messages.
     """
@@ -50,66 +93,174 @@ class SyncRolloutSource:
         sampling: SamplingParams,
         num_generations: int,
         seed: int,
+        max_staleness: int = 0,
+        prompts_per_step: int = 0,
         max_failed_share: float = 1.0,
         section: str = "",
     ) -> None:
+        assert max_staleness == 0 or prompts_per_step > 0, "to run ahead of a step its size must be known"
         self._pool = pool
         self._prompts = prompts
         self._sampling = sampling
         self._num_generations = num_generations
-        self._failures = FailureWatch(max_failed_share, section=section)
         self._seed = seed
-        self._num_drawn = 0
-        self._trained = self._position()
+        self._num_ahead = max_staleness * prompts_per_step
+        self._failures = FailureWatch(max_failed_share, section=section)
+        self._ledger = Ledger()
+        self._version = 0
+        self._drawings: list[_Drawing] = []
+        self._open: dict[int, _Open] = {}
+        self._collected: dict[int, _Open] = {}
+        self._set_aside: dict[int, str] = {}
+        self._draws: dict[Ticket, int] = {}
+        self._evaluated: dict[Ticket, RolloutGroup | None] = {}
 
     def collect(self, num_groups: int) -> list[RolloutGroup]:
-        """The next groups; fewer at the end of the data.
+        """The next groups, in the order in which their prompts were drawn; fewer at the end of the data.
 
         Raises:
             RolloutsFailed: if too many of their rollouts failed.
         """
-        prompts = self._prompts.take(num_groups)
-        first, self._num_drawn = self._num_drawn, self._num_drawn + len(prompts)
-        tasks = [
-            RolloutTask(prompt, self._sampling, _seeds((self._seed, first + i), self._num_generations))
-            for i, prompt in enumerate(prompts)
-        ]
-        return self._run(tasks)
-
-    def evaluate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, num_generations: int = 1) -> Evaluation:
-        """Roll out given prompts with the current weights; the same prompts always get the same seeds."""
-        return Evaluation(
-            self._run(evaluation_tasks(prompts, sampling, num_generations=num_generations, seed=self._seed))
-        )
-
-    def adopt(self, update: WeightUpdate) -> None:
-        """Bring the replicas to this version; the groups collected before it count as trained."""
-        self._pool.adopt(update)
-        self._trained = self._position()
-
-    def state(self) -> Mapping[str, Any]:
-        """Data position and number of prompts drawn, as of the last `adopt`: groups collected since then have trained
-        nothing yet and come again."""
-        return self._trained
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state."""
-        self._prompts.restore(state["prompts"])
-        self._num_drawn = state["num_drawn"]
-        self._trained = self._position()
-
-    def _run(self, tasks: Sequence[RolloutTask]) -> list[RolloutGroup]:
-        tickets = self._pool.submit(tasks)
-        done = dict(self._pool.next_done() for _ in tickets)
-        groups = [done[ticket] for ticket in tickets]
+        self._begin(num_groups + self._num_ahead)
+        chosen = self._wait_for(num_groups)
+        self._collected |= {draw: self._open.pop(draw) for draw in chosen}
+        groups = [_finished(self._collected[draw]) for draw in chosen]
         self._failures.check(groups)
         return groups
 
-    def _position(self) -> Mapping[str, Any]:
-        return {"prompts": self._prompts.state(), "num_drawn": self._num_drawn}
+    def set_aside(self, groups: Sequence[RolloutGroup], reason: str) -> None:
+        """Note that groups which were collected for this step train nothing, and why."""
+        draws = {id(each.group): draw for draw, each in self._collected.items()}
+        self._set_aside |= {draws[id(group)]: reason for group in groups}
+
+    def evaluate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, num_generations: int = 1) -> Evaluation:
+        """Roll out given prompts with the current weights; the same prompts always get the same seeds."""
+        tasks = evaluation_tasks(prompts, sampling, num_generations=num_generations, seed=self._seed)
+        tickets = self._pool.submit(tasks)
+        self._evaluated = dict.fromkeys(tickets)
+        num_left = len(tickets)
+        while num_left:
+            if self._take_one() is None:
+                num_left -= 1
+        groups = [group for group in self._evaluated.values() if group is not None]
+        self._evaluated = {}
+        self._failures.check(groups)
+        return Evaluation(groups)
+
+    def adopt(self, update: WeightUpdate) -> None:
+        """Bring the replicas to this version; the groups collected before it count as trained, but for those that were
+        set aside.
+        """
+        self._pool.adopt(update)
+        self._version = update.version
+        self._ledger.train(self._collected.keys() - self._set_aside.keys(), update.version)
+        for draw, reason in self._set_aside.items():
+            self._ledger.drop([draw], update.version, reason)
+        self._collected, self._set_aside = {}, {}
+
+    def state(self) -> Mapping[str, Any]:
+        """The ledger, data position, finished groups and draws to run again, as of the last `adopt`: groups collected
+        since then have trained nothing yet and come again.
+        """
+        pending = {**self._collected, **self._open}
+        drawings = [each for each in self._drawings if any(draw in pending for draw in _range(each))]
+        finished = {draw: each for draw, each in self._open.items() if each.group is not None}
+        return {
+            "ledger": self._ledger.state(),
+            "prompts": self._prompts.state(),
+            "drawings": [{"first": each.first, "count": each.count, "prompts": each.position} for each in drawings],
+            "finished": {
+                str(draw): {"version": each.version, **group_state(_finished(each))}
+                for draw, each in sorted(finished.items())
+            },
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state.
+
+        Raises:
+            DataError: if the prompts are not those of the state.
+        """
+        self._ledger = Ledger()
+        self._ledger.restore(state["ledger"])
+        self._drawings = [_Drawing(each["first"], each["count"], each["prompts"]) for each in state["drawings"]]
+        drawn: dict[int, Prompt] = {}
+        for drawing in self._drawings:
+            self._prompts.restore(drawing.position)
+            drawn |= dict(zip(_range(drawing), self._prompts.take(drawing.count), strict=True))
+        self._prompts.restore(state["prompts"])
+        self._open = {draw: _Open(drawn[draw]) for draw in self._ledger.pending()}
+        for draw, each in self._open.items():
+            self._check_prompt(draw, each.prompt)
+        for key, saved in state["finished"].items():
+            each = self._open[int(key)]
+            each.version, each.group = saved["version"], group_from(saved, each.prompt)
+        self._collected, self._set_aside, self._draws = {}, {}, {}
 
     def close(self) -> None:
         """Do nothing: the source owns no process."""
+
+    def _begin(self, num_groups: int) -> None:
+        """Draw prompts, and hand prompts to the pool, until so many are under way or finished."""
+        missing = num_groups - len(self._open)
+        if missing > 0:
+            self._draw(missing)
+        waiting = sorted(draw for draw, each in self._open.items() if each.version is None)
+        num_begun = len(self._open) - len(waiting)
+        draws = waiting[: max(0, num_groups - num_begun)]
+        tickets = self._pool.submit([self._task(draw) for draw in draws])
+        for ticket, draw in zip(tickets, draws, strict=True):
+            self._draws[ticket] = draw
+            self._open[draw].version = self._version
+
+    def _draw(self, count: int) -> None:
+        position = self._prompts.state()
+        prompts = self._prompts.take(count)
+        draws = self._ledger.draw([prompt.id for prompt in prompts])
+        self._open |= {draw: _Open(prompt) for draw, prompt in zip(draws, prompts, strict=True)}
+        pending = self._open.keys() | self._collected.keys()
+        kept = [each for each in self._drawings if not pending.isdisjoint(_range(each))]
+        self._drawings = [*kept, _Drawing(draws.start, len(draws), position)] if prompts else kept
+
+    def _wait_for(self, num_groups: int) -> list[int]:
+        """The draws of a batch, in order, once their groups are finished."""
+        version_of = {draw: each.version for draw, each in self._open.items() if each.version is not None}
+        begun = sorted(version_of, key=lambda draw: (version_of[draw], draw))
+        wanted = begun[:num_groups]
+        # of the last version that the batch takes, any groups will do
+        last = version_of[wanted[-1]] if wanted else self._version
+        due = [draw for draw in wanted if version_of[draw] < last]
+        others = {draw for draw in begun if version_of[draw] == last}
+        num_others = len(wanted) - len(due)
+        awaited = {draw for draw in due if self._open[draw].group is None}
+        ready = {draw for draw in others if self._open[draw].group is not None}
+        while awaited or len(ready) < num_others:
+            draw = self._take_one()
+            assert draw is not None, "an evaluation waits for its own groups"
+            awaited.discard(draw)
+            if draw in others:
+                ready.add(draw)
+        return sorted([*due, *sorted(ready)[:num_others]])
+
+    def _take_one(self) -> int | None:
+        """Take the next group that is finished; returns its draw, or None if it belongs to an evaluation."""
+        ticket, group = self._pool.next_done()
+        if ticket in self._evaluated:
+            self._evaluated[ticket] = group
+            return None
+        draw = self._draws.pop(ticket)
+        self._open[draw].group = group
+        return draw
+
+    def _task(self, draw: int) -> RolloutTask:
+        return RolloutTask(self._open[draw].prompt, self._sampling, _seeds((self._seed, draw), self._num_generations))
+
+    def _check_prompt(self, draw: int, prompt: Prompt) -> None:
+        if not self._ledger.is_of(draw, prompt.id):
+            raise DataError(
+                f"the data has changed since the checkpoint: draw {draw} was another prompt than {prompt}; restore the "
+                "data and its settings, or start a fresh run"
+            )
 
 
 def evaluation_tasks(
@@ -123,3 +274,12 @@ def evaluation_tasks(
 
 def _seeds(entropy: tuple[int, ...], count: int) -> tuple[int, ...]:
     return tuple(int(seed) for seed in np.random.SeedSequence(entropy).generate_state(count))
+
+
+def _range(drawing: _Drawing) -> range:
+    return range(drawing.first, drawing.first + drawing.count)
+
+
+def _finished(each: _Open) -> RolloutGroup:
+    assert each.group is not None, f"the rollouts of {each.prompt} are not finished"
+    return each.group

@@ -266,6 +266,9 @@ class FakeRolloutSource:
         self._position += len(prompts)
         return [self._group(prompt, start + i, self._num_generations) for i, prompt in enumerate(prompts)]
 
+    def set_aside(self, groups: Sequence[RolloutGroup], reason: str) -> None:
+        """Do nothing: nobody asks for what became of a prompt."""
+
     def evaluate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, num_generations: int = 1) -> Evaluation:
         """Groups of the given prompts; the position stays."""
         return Evaluation([self._group(prompt, index, num_generations) for index, prompt in enumerate(prompts)])

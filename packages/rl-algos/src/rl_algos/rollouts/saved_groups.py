@@ -1,0 +1,39 @@
+"""Finished rollout groups as plain data of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from rl_core.batch import Batch, Column
+from rl_core.ragged import Ragged
+from rl_core.rollout import Prompt, RolloutGroup, RolloutReports
+
+
+def group_state(group: RolloutGroup) -> Mapping[str, Any]:
+    """Plain data of a group without its prompt; columns that lie elsewhere are fetched."""
+    columns = group.columns.local()
+    return {"rollouts": asdict(group.rollouts), "columns": {name: _column_state(columns[name]) for name in columns}}
+
+
+def group_from(state: Mapping[str, Any], prompt: Prompt) -> RolloutGroup:
+    """The group of a prompt whose plain data this is.
+
+    Raises:
+        ValueError: if it is a group of another prompt.
+    """
+    rollouts = RolloutReports(**state["rollouts"])
+    if rollouts.prompt_id != prompt.id:
+        raise ValueError(f"the saved rollouts are of prompt {rollouts.prompt_id}, not of {prompt.id}")
+    return RolloutGroup(prompt, rollouts, Batch({name: _column(saved) for name, saved in state["columns"].items()}))
+
+
+def _column_state(column: Ragged | np.ndarray) -> Mapping[str, np.ndarray]:
+    return {"values": column.values, "offsets": column.offsets} if isinstance(column, Ragged) else {"values": column}
+
+
+def _column(state: Mapping[str, np.ndarray]) -> Column:
+    return Ragged(state["values"], state["offsets"]) if "offsets" in state else state["values"]

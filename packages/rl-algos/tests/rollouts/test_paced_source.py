@@ -1,0 +1,264 @@
+"""The source that runs ahead of training, on a pool that ends groups in any order."""
+
+import io
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_algos.data.stream import Stream
+from rl_algos.rollouts.collect import NO_SIGNAL, collect_groups
+from rl_algos.rollouts.config import PolicyGradientConfig
+from rl_algos.rollouts.ledger import Ledger, digest
+from rl_algos.rollouts.source import PacedRolloutSource
+from rl_core.errors import DataError
+from rl_core.generation import SamplingParams
+from rl_core.rollout import Prompt, Rollout, RolloutGroup, WeightSpan
+from rl_core.testing.fakes import FakeUpdate
+
+PROMPTS = [Prompt(f"p{i}", (), np.array([i], np.int32), "math") for i in range(40)]
+SAMPLING = SamplingParams(max_new_tokens=3)
+
+
+class ShuffledPool:
+    """Ends the groups that it has in an order of its own; each is sampled with the weights at its begin.
+
+    Args:
+        seed: of the order.
+        last: ids of prompts whose groups end after all others that are under way.
+        alike: whether the rewards of a prompt's group are all equal, by its id.
+    """
+
+    def __init__(self, seed=0, *, last=(), alike=lambda prompt_id: False):
+        self._random = random.Random(seed)
+        self._last, self._alike = frozenset(last), alike
+        self.version = 0
+        self.under_way = {}
+        self.tasks = []
+        self.most_under_way = 0
+
+    def submit(self, tasks):
+        tickets = list(range(len(self.tasks), len(self.tasks) + len(tasks)))
+        self.tasks += tasks
+        self.under_way |= {ticket: (task, self.version) for ticket, task in zip(tickets, tasks, strict=True)}
+        self.most_under_way = max(self.most_under_way, len(self.under_way))
+        return tickets
+
+    def next_done(self):
+        quick = [ticket for ticket, (task, _) in self.under_way.items() if task.prompt.id not in self._last]
+        ticket = self._random.choice(quick or list(self.under_way))
+        task, version = self.under_way.pop(ticket)
+        rollouts = [self._rollout(task, place, version) for place in range(len(task.seeds))]
+        return ticket, RolloutGroup.of(task.prompt, rollouts)
+
+    def adopt(self, update):
+        self.version = update.version
+
+    def _rollout(self, task, place, version):
+        reward = 0.0 if self._alike(task.prompt.id) else float(place % 2)
+        tokens = np.array([1, task.seeds[place] % 97], np.int32)
+        logprobs = np.array([0.0, -0.5], np.float32)
+        mask = np.array([0, 1], np.uint8)
+        spans = (WeightSpan(version, 1),)
+        return Rollout(task.prompt.id, tokens, mask, logprobs, spans, (), {"reward": reward}, "stop")
+
+
+def make_source(pool, *, staleness, per_step=4, prompts=PROMPTS, epochs=None):
+    stream = Stream([prompts], seed=1, max_num_epochs=epochs)
+    return PacedRolloutSource(
+        pool, stream, sampling=SAMPLING, num_generations=2, seed=7, max_staleness=staleness, prompts_per_step=per_step
+    )
+
+
+def versions_of(group):
+    return [version for spans in group.rollouts.spans for version, _ in spans]
+
+
+def ledger_of(source):
+    ledger = Ledger()
+    ledger.restore(source.state()["ledger"])
+    return ledger
+
+
+def reloaded(state):
+    """The state as a checkpoint gives it back: arrays through a file, everything else as it is."""
+    if isinstance(state, np.ndarray):
+        file = io.BytesIO()
+        np.save(file, state, allow_pickle=False)
+        return np.load(io.BytesIO(file.getvalue()))
+    if isinstance(state, dict):
+        assert all(isinstance(key, str) for key in state)
+        return {key: reloaded(value) for key, value in state.items()}
+    if isinstance(state, tuple | list):
+        return type(state)(reloaded(value) for value in state)
+    assert state is None or isinstance(state, int | float | str)
+    return state
+
+
+def test_at_staleness_0_only_what_is_asked_for_is_begun():
+    pool = ShuffledPool()
+    source = make_source(pool, staleness=0)
+    source.adopt(FakeUpdate(1))
+    assert len(source.collect(3)) == 3
+    assert not pool.under_way
+    assert len(pool.tasks) == 3
+
+
+def test_a_source_runs_ahead_by_the_prompts_of_so_many_steps():
+    pool = ShuffledPool()
+    source = make_source(pool, staleness=2)
+    for version in range(1, 6):
+        source.adopt(FakeUpdate(version))
+        source.collect(4)
+        assert len(pool.tasks) == 4 * (version + 2)
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_no_group_is_older_than_the_bound_and_none_is_lost(staleness):
+    slow = [prompt.id for prompt in PROMPTS[::5]]
+    pool = ShuffledPool(3, last=slow)
+    source = make_source(pool, staleness=staleness, epochs=2)
+    ages, ids = [], []
+    for version in range(1, 21):
+        source.adopt(FakeUpdate(version))
+        groups = source.collect(4)
+        ages += [version - min(versions_of(group)) for group in groups]
+        ids += [group.prompt.id for group in groups]
+    assert max(ages) == staleness
+    assert sorted(ids) == sorted(2 * [prompt.id for prompt in PROMPTS])
+
+
+def test_a_slow_group_is_waited_for_only_when_it_is_due():
+    first = Stream([PROMPTS], seed=1).take(8)
+    pool = ShuffledPool(last=[first[0].id])
+    source = make_source(pool, staleness=1)
+    source.adopt(FakeUpdate(1))
+    early = source.collect(4)
+    assert first[0].id not in [group.prompt.id for group in early]
+    source.adopt(FakeUpdate(2))
+    assert first[0].id in [group.prompt.id for group in source.collect(4)]
+
+
+def test_groups_that_were_set_aside_have_others_in_their_place():
+    alike = {prompt.id for prompt in PROMPTS[1::2]}
+    pool = ShuffledPool(5, alike=alike.__contains__)
+    source = make_source(pool, staleness=2, epochs=1)
+    config = PolicyGradientConfig(num_prompts_per_step=4, num_generations_per_prompt=2, use_dynamic_sampling=True)
+    PolicyGradientConfig.section = "grpo"
+    trained = []
+    for version in range(1, 6):
+        source.adopt(FakeUpdate(version))
+        groups, _ = collect_groups(source, config)
+        assert [version - min(versions_of(group)) <= 2 for group in groups] == [True] * 4
+        trained += [group.prompt.id for group in groups]
+    source.adopt(FakeUpdate(6))
+    assert sorted(trained) == sorted(prompt.id for prompt in PROMPTS[::2])
+    ledger = ledger_of(source)
+    assert sum(map(len, ledger.trained().values())) == 20
+    dropped = ledger.dropped()
+    assert {ledger.digest(draw) for draw in dropped[NO_SIGNAL]} <= {digest(prompt_id) for prompt_id in alike}
+
+
+def test_an_evaluation_keeps_the_groups_that_end_meanwhile():
+    pool = ShuffledPool(1)
+    source = make_source(pool, staleness=1)
+    source.adopt(FakeUpdate(1))
+    source.collect(4)
+    evaluation = source.evaluate(PROMPTS[:6], SAMPLING, num_generations=3)
+    assert [group.prompt.id for group in evaluation.groups] == [prompt.id for prompt in PROMPTS[:6]]
+    assert [len(group.rollouts) for group in evaluation.groups] == [3] * 6
+    source.adopt(FakeUpdate(2))
+    source.collect(4)
+    assert len(pool.tasks) == 8 + 6 + 4
+
+
+def test_finished_groups_are_in_the_state_and_are_not_sampled_again():
+    pool = ShuffledPool(2)
+    source = make_source(pool, staleness=2)
+    source.adopt(FakeUpdate(1))
+    source.collect(4)
+    source.adopt(FakeUpdate(2))
+    source.collect(4)
+    source.adopt(FakeUpdate(3))
+    state = reloaded(source.state())
+    assert state["finished"]
+
+    again = ShuffledPool(9)
+    resumed = make_source(again, staleness=2)
+    resumed.restore(state)
+    resumed.adopt(FakeUpdate(3))
+    groups = resumed.collect(4)
+    assert len(again.tasks) == 12 - len(state["finished"])
+    finished = {saved["rollouts"]["prompt_id"]: saved for saved in state["finished"].values()}
+    kept = [group for group in groups if group.prompt.id in finished]
+    assert kept
+    for group in kept:
+        saved = finished[group.prompt.id]["columns"]["tokens"]["values"]
+        assert group.columns.ragged("tokens").values.tolist() == saved.tolist()
+
+
+def test_a_draw_that_runs_again_has_the_seeds_it_had():
+    pool, again = ShuffledPool(2), ShuffledPool(4)
+    source, resumed = make_source(pool, staleness=1), make_source(again, staleness=1)
+    source.adopt(FakeUpdate(1))
+    source.collect(4)
+    source.adopt(FakeUpdate(2))
+    resumed.restore(reloaded(source.state()))
+    resumed.adopt(FakeUpdate(2))
+    resumed.collect(4)
+    seeds = {task.prompt.id: task.seeds for task in pool.tasks}
+    assert {task.prompt.id: task.seeds for task in again.tasks[:2]}.items() <= seeds.items()
+
+
+def test_a_state_of_other_prompts_is_refused():
+    source = make_source(ShuffledPool(), staleness=1)
+    source.adopt(FakeUpdate(1))
+    source.collect(4)
+    others = [Prompt(f"q{i}", (), np.array([i], np.int32), "math") for i in range(40)]
+    resumed = make_source(ShuffledPool(), staleness=1, prompts=others)
+    with pytest.raises(DataError, match=r"draw 0 was another prompt than prompt q\d+"):
+        resumed.restore(source.state())
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    staleness=st.integers(0, 3),
+    seed=st.integers(0, 1000),
+    steps=st.lists(st.sampled_from(["train", "train", "collect", "save", "kill", "evaluate"]), max_size=25),
+)
+def test_every_draw_is_trained_once_dropped_with_a_reason_or_pending_whenever_a_run_is_killed(staleness, seed, steps):
+    chance = random.Random(seed)
+    pool = ShuffledPool(seed)
+    source = make_source(pool, staleness=staleness, per_step=3)
+    version = 1
+    trained: list[str] = []
+    source.adopt(FakeUpdate(version))
+    saved = (reloaded(source.state()), version, [])
+    for step in steps:
+        if step == "evaluate":
+            source.evaluate(PROMPTS[:2], SAMPLING)
+        elif step == "kill":
+            state, version, trained = saved[0], saved[1], list(saved[2])
+            pool = ShuffledPool(chance.randrange(1000))
+            source = make_source(pool, staleness=staleness, per_step=3)
+            source.restore(state)
+            source.adopt(FakeUpdate(version))
+        elif step == "save":
+            saved = (reloaded(source.state()), version, list(trained))
+        else:
+            groups = source.collect(3)
+            assert all(version - min(versions_of(group)) <= staleness for group in groups)
+            if step == "train":
+                aside = groups[:1] if chance.random() < 0.3 else []
+                source.set_aside(aside, "chance")
+                version += 1
+                source.adopt(FakeUpdate(version))
+                trained += [group.prompt.id for group in groups if group not in aside]
+        ledger = ledger_of(source)
+        drawn = Stream([PROMPTS], seed=1).take(ledger.num_drawn)
+        left = sorted(draw for draws in ledger.trained().values() for draw in draws)
+        dropped = sorted(draw for draws in ledger.dropped().values() for draw in draws)
+        assert sorted([*left, *dropped, *ledger.pending()]) == list(range(ledger.num_drawn))
+        assert sorted(drawn[draw].id for draw in left) == sorted(trained)
