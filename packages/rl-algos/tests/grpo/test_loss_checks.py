@@ -78,6 +78,14 @@ REFUSED = [
         "adaptive_kl.target",
         "set reference_policy_kl_penalty above 0",
     ),
+    # the denominator of the ratio
+    ({"ratio_denominator": "generation", "disable_ppo_ratio": True}, "ratio_denominator", "which has no ratio"),
+    (TIS | {"ratio_denominator": "generation"}, "use_importance_sampling_correction", "set one of them only"),
+    (
+        {"ratio_denominator": "generation", "force_on_policy_ratio": True},
+        "force_on_policy_ratio",
+        "which it is not to generation",
+    ),
     # importance correction
     ({"truncated_importance_sampling_type": "icepop"}, "truncated_importance_sampling_type", "has no effect without"),
     ({"truncated_importance_sampling_ratio_min": 0.5}, "truncated_importance_sampling_ratio_min", "without use_imp"),
@@ -130,6 +138,8 @@ ACCEPTED = [
     {"surrogate": "gspo", "aggregation": "sequence-mean-token-sum"},
     {"use_cispo": True, "ratio_clip_min": 1.0, "ratio_clip_max": 3.0},
     {"disable_ppo_ratio": True},
+    {"ratio_denominator": "generation"},
+    GSPO | {"ratio_denominator": "generation"},
     {"aggregation": "sequence-mean-token-sum", "aggregation_divisor": 512.0},
     {"reference_policy_kl_type": "k1", "reference_policy_kl_unbiased": True},
     {"reference_policy_kl_type": "k1", "use_kl_in_reward": True, "adaptive_kl": {"target": 0.05}},

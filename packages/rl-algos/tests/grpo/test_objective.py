@@ -199,3 +199,14 @@ def test_the_penalty_on_rewards_has_the_weight_in_force():
     first = objective.penalties(batch).values
     assert set(objective.observe({})) == {"policy/kl", "policy/kl_weight"}
     np.testing.assert_allclose(objective.penalties(batch).values, 1.2 * first)
+
+
+def test_the_effective_sample_size_follows_from_the_moments_of_the_weights():
+    weights = np.array([0.5, 1.0, 2.0, 0.1])
+    moments = {
+        "mismatch/weight": Metric(weights.sum(), len(weights)),
+        "mismatch/weight_squared": Metric((weights**2).sum(), len(weights)),
+    }
+    expected = weights.sum() ** 2 / (weights**2).sum() / len(weights)
+    assert Objective(PolicyLoss()).observe(moments) == {"mismatch/effective_sample_size": pytest.approx(expected)}
+    assert Objective(PolicyLoss()).observe({name: Metric(0.0, 0.0) for name in moments}) == {}

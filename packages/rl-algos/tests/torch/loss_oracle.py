@@ -4,6 +4,7 @@
 differences by `logprobs` give the gradient that is meant.
 """
 
+import copy
 import math
 
 import numpy as np
@@ -78,7 +79,9 @@ class Sequence:
     def policy(self, t: int) -> float:
         if self.loss.high_entropy_only and not self.column["high_entropy"][t]:
             return 0.0
-        return globals()[self.loss.surrogate.name.replace("-", "_")](self.loss.surrogate, self, t)
+        compared = copy.copy(self)
+        compared.prev = self.gen if self.loss.denominator == "generation" else self.prev
+        return globals()[self.loss.surrogate.name.replace("-", "_")](self.loss.surrogate, compared, t)
 
     def penalty(self, t: int) -> float:
         value = 0.0

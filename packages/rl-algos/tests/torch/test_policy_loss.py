@@ -145,6 +145,9 @@ def test_mismatch_metrics_compare_trainer_and_generator():
     difference = (batch.ragged("prev_logprobs").values - batch.ragged("generation_logprobs").values)[mask]
     assert metrics["mismatch/max"].value.item() == pytest.approx(np.abs(difference).max())
     assert metrics["mismatch/mean"].value.item() / mask.sum() == pytest.approx(np.exp(np.abs(difference)).mean())
+    weights = np.exp(difference)
+    assert metrics["mismatch/weight"].value.item() / mask.sum() == pytest.approx(weights.mean())
+    assert metrics["mismatch/weight_squared"].value.item() / mask.sum() == pytest.approx((weights**2).mean())
     assert metrics["mismatch/kl"].value.item() / mask.sum() == pytest.approx(
         (np.exp(difference) - difference - 1).mean()
     )

@@ -143,6 +143,7 @@ def policy_loss(config: ObjectiveRoot, algorithm: PolicyGradientConfig, loss: Lo
     return PolicyLoss(
         surrogate=surrogate,
         aggregation=aggregation_of(loss),
+        denominator=loss.ratio_denominator,
         on_policy=on_policy if loss.force_on_policy_ratio is None else loss.force_on_policy_ratio,
         kl=_kl(loss) if loss.reference_policy_kl_penalty and not loss.use_kl_in_reward else None,
         importance=_importance(loss, surrogate) if loss.use_importance_sampling_correction else None,

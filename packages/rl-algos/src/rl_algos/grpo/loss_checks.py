@@ -97,6 +97,8 @@ def policy_loss_problems(loss: LossConfig) -> Iterator[Problem]:
         )
     yield from _on_policy(loss)
     yield from _kl(loss)
+    if loss.ratio_denominator == "generation":
+        yield from _around_generation(loss)
     if loss.use_importance_sampling_correction:
         yield from _importance(loss)
     else:
@@ -215,6 +217,19 @@ def _rejection(loss: LossConfig) -> Iterator[Problem]:
         yield _problem(f"{section}.low", f"{rejection.estimator} is never negative, and small is good; remove it")
     if rejection.low is not None and rejection.high is not None and rejection.low > rejection.high:
         yield _problem(f"{section}.low", f"{rejection.low} is above high, which is {rejection.high}; set it lower")
+
+
+def _around_generation(loss: LossConfig) -> Iterator[Problem]:
+    if surrogate_name(loss) == "reinforce":
+        yield _problem("ratio_denominator", "has no effect with the surrogate reinforce, which has no ratio; remove it")
+    if loss.use_importance_sampling_correction:
+        yield _problem(
+            "use_importance_sampling_correction",
+            "corrects for the generator's logprobs, which the ratio does with ratio_denominator=generation; set one of "
+            "them only",
+        )
+    if loss.force_on_policy_ratio:
+        yield _problem("force_on_policy_ratio", "takes the ratio as 1, which it is not to generation; remove it")
 
 
 def _without_importance(loss: LossConfig) -> Iterator[Problem]:

@@ -9,6 +9,7 @@ from pydantic import Field
 from rl_algos.losses.aggregation import AggregationName
 from rl_algos.losses.importance import Statistic, Truncation
 from rl_algos.losses.kl import KLType
+from rl_algos.losses.policy import RatioDenominator
 from rl_algos.losses.surrogates import Level
 from rl_core.config import Config, NamedConfig
 
@@ -57,6 +58,11 @@ class LossConfig(NamedConfig):
     name: Literal["policy"] = "policy"
     """`policy`, or the class of another loss: `package.module:Class` or `file.py:Class`."""
     surrogate: SurrogateConfig = SurrogateConfig()
+    ratio_denominator: RatioDenominator = "prev"
+    """Logprobs that the ratio compares with, around which a surrogate clips: `prev`, those of the policy before the
+    step, or `generation`, those of the engine, whatever weights it had. With `prev` and
+    `use_importance_sampling_correction` the loss is that of decoupled PPO (arXiv:2505.24298); with `generation` the
+    ratio itself corrects for what older weights sampled."""
     ratio_clip_min: float = Field(default=0.2, ge=0, le=1)
     """The ratio is clipped below at 1 minus this."""
     ratio_clip_max: float = Field(default=0.2, ge=0)

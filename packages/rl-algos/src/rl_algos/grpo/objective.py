@@ -131,9 +131,11 @@ class Objective:
         """Move the weights by the metrics of a step's updates.
 
         Returns:
-            What to report beside them: the penalty on rewards, and the weights that were in force.
+            What to report beside them: the penalty on rewards, the effective sample size, and the weights that were in
+            force.
         """
-        reported = {**self._measured, **{f"policy/{name}": weight.value for name, weight in self._weights.items()}}
+        weights = {f"policy/{name}": weight.value for name, weight in self._weights.items()}
+        reported = {**self._measured, **_effective_sample_size(metrics), **weights}
         for weight in self._weights.values():
             metric = metrics.get(weight.watches)
             weight.observe(self._measured[weight.watches] if metric is None else metric.result())
@@ -169,6 +171,16 @@ def with_logprobs(batch: Batch, policy: Model, objective: Objective) -> Batch:
         found = policy.infer(batch, [LOGPROBS], reference=True, temperature=temperature)
         batch = batch.with_columns({"ref_logprobs": found.columns["logprobs"]})
     return batch
+
+
+def _effective_sample_size(metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """The share of the sampled tokens that as many tokens of the policy itself would be worth: with the importance
+    weights `w = exp(prev - generation)`, `(mean w)^2 / mean w^2`. Empty if the loss does not measure the weights.
+    """
+    if "mismatch/weight" not in metrics:
+        return {}
+    mean, square = (metrics[name].result() for name in ("mismatch/weight", "mismatch/weight_squared"))
+    return {"mismatch/effective_sample_size": mean**2 / square} if square else {}
 
 
 def _clamp(values: np.ndarray, bound: float | None) -> np.ndarray:

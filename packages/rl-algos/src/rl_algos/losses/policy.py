@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
@@ -26,6 +27,8 @@ from rl_algos.losses.surrogates import Clip, Surrogate
 from rl_core.batch import Batch
 from rl_core.model import ENTROPY, LOGPROBS, Read
 from rl_core.token_filter import TokenFilter
+
+RatioDenominator = Literal["prev", "generation"]
 
 _CLIP, _TOKEN_MEAN = Clip(), Aggregation()
 
@@ -38,6 +41,8 @@ class PolicyLoss:
         surrogate: the policy term.
         aggregation: from tokens to one number.
         on_policy: the ratio is 1 with its gradient; `prev_logprobs` are those of the pass itself and not a column.
+        denominator: logprobs that the ratio of the surrogate compares with. `generation` takes them in the place of
+            `prev`, in the surrogate alone: the behaviour policy is then the centre of the clip.
         kl: the KL term, None for none.
         importance: the correction w, None for none.
         off_policy_threshold: leaves sequences with a negative advantage out of the policy term whose mean
@@ -56,6 +61,7 @@ class PolicyLoss:
     surrogate: Surrogate = _CLIP
     aggregation: Aggregation = _TOKEN_MEAN
     on_policy: bool = False
+    denominator: RatioDenominator = "prev"
     kl: KLPenalty | None = None
     importance: ImportanceCorrection | None = None
     off_policy_threshold: float | None = None

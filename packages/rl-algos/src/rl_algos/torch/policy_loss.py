@@ -25,7 +25,8 @@ def compute(loss: PolicyLoss, reads: Mapping[str, Tensor], rows: Rows) -> LossSu
         rows: columns that `loss.columns` names.
     """
     sampled = Sampled.of(reads["logprobs"], rows, on_policy=loss.on_policy)
-    terms = policy_terms(loss.surrogate, sampled)
+    compared = sampled if loss.denominator == "prev" else sampled.around_generation()
+    terms = policy_terms(loss.surrogate, compared)
     policy, without_policy = _corrected(loss, terms.loss, sampled)
     penalties, metrics = _penalties(loss, reads, sampled)
     left_out = torch.zeros_like(without_policy)
@@ -93,6 +94,7 @@ def _aggregated(aggregation: Aggregation, per_token: Tensor, kept: Tensor, sampl
 def _policy_metrics(terms: PolicyTerms, sampled: Sampled) -> dict[str, MetricSum]:
     return {
         "policy/ratio": _token_mean(terms.ratio, sampled),
+        "policy/behavior_ratio": _token_mean(sampled.behavior_ratio, sampled),
         "policy/clipped": _token_mean(terms.clipped.to(terms.ratio.dtype), sampled),
         "policy/nll": _token_mean(-sampled.logprobs, sampled),
     }
@@ -107,6 +109,8 @@ def _mismatch_metrics(sampled: Sampled, left_out: Tensor) -> dict[str, MetricSum
     return {
         "mismatch/mean": _token_mean(bounded(size).exp(), sampled),
         "mismatch/kl": _token_mean(torch.expm1(difference) - difference, sampled),
+        "mismatch/weight": _token_mean(difference.exp(), sampled),
+        "mismatch/weight_squared": _token_mean(difference.exp().square(), sampled),
         "mismatch/max": MetricSum(largest, reduction="max"),
         "mismatch/masked_sequences": MetricSum((left_out & has_tokens).to(size.dtype).sum(), reduction="sum"),
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -65,6 +65,15 @@ class Sampled:
     def ratio(self) -> Tensor:
         """`[tokens]`, `exp(logp - prev)`."""
         return bounded(self.logprobs - self.prev).exp()
+
+    @property
+    def behavior_ratio(self) -> Tensor:
+        """`[tokens]`, `exp(logp - generation)`."""
+        return bounded(self.logprobs - self.generation).exp()
+
+    def around_generation(self) -> Sampled:
+        """The same tokens with the engine's logprobs as `prev`, as the ratio of a surrogate takes them."""
+        return replace(self, prev=self.generation)
 
     def select(self, values: Tensor) -> Tensor:
         """`[tokens]`, the values at sampled tokens and 0 at all others."""
