@@ -1,4 +1,6 @@
-"""`rl doctor`: checks that this machine can run a recipe, and that a model family trains correctly."""
+"""`rl doctor`: checks that this machine can run a recipe, that a model family trains correctly, and that a run lost no
+prompt.
+"""
 
 from __future__ import annotations
 
@@ -97,4 +99,32 @@ def model(
             num_off = sum(case.verdict == "off" for case in found)
             console.print(f"{name} is off in {num_off} of {len(found)} cases.", highlight=False, soft_wrap=True)
         if not report["is_right"]:
+            raise typer.Exit(1)
+
+
+@app.command()
+def run(
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="A run directory.")],
+    as_json: Json = False,
+) -> None:
+    """Prove from a run directory that every prompt was trained once, dropped for a reason, or is pending; exit with 1
+    if something contradicts that.
+
+    With --json: {"schema": 1, "run", "holds": bool, "step", "num_drawn", "num_trained", "dropped": {REASON: NUMBER},
+    "num_pending", "num_compared", "contradictions": [SENTENCE, ...], "gaps": [SENTENCE, ...]}.
+    """
+    with reported():
+        from rich.console import Console
+
+        from rl_launch.session.exactly_once import described, prove
+        from rl_launch.session.run_folder import RunFolder
+
+        proof = prove(RunFolder(folder))
+        if as_json:
+            sys.stdout.write(json.dumps(proof.as_json(folder), indent=2) + "\n")
+        else:
+            console = Console()
+            for line in described(proof):
+                console.print(line, highlight=False, soft_wrap=True, markup=False)
+        if not proof.holds:
             raise typer.Exit(1)
