@@ -1,0 +1,281 @@
+"""Steps of an asynchronous run on 512 replicas, in simulated time, beside the synchronous run and the bound.
+
+    python benchmarks/async_scale.py [--replicas 512] [--train-seconds 200]
+
+The source of rollouts, its ledger and the dispatch of groups to replicas are the product's own. Engines are scripted: a
+replica decodes so many rollouts at a time, each at one speed, and queues the others. Lengths are log-normal with a
+99th percentile of eight times the median, cut off at the limit of tokens. Training takes a fixed time; between two
+calls nobody deals groups to replicas, as in a run. A weight update either lets the rollouts that have begun end
+(`drained`), or interrupts them for a moment and goes on (`in flight`).
+
+The bound of a step is the slower of training and generation at full occupancy. Seconds are simulated; CPU seconds are
+those of the driver's own code, without the script's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+from measurement import surroundings, table
+
+from rl_algos.data.stream import Stream
+from rl_algos.rollouts.source import PacedRolloutSource
+from rl_core.generation import RolloutTask, SamplingParams, Ticket, WeightUpdate
+from rl_core.rollout import Prompt, RolloutGroup, RolloutReports, Status, StopReason
+from rl_core.testing.fakes import FakeUpdate
+from rl_launch.runtime.dispatch import Dispatch
+
+SKEW = 8.0
+"""99th percentile of the lengths over their median."""
+
+SIGMA = math.log(SKEW) / 2.3263
+"""Deviation of the logarithm of such a length."""
+
+
+@dataclass(frozen=True)
+class Engines:
+    """The scripted engines.
+
+    Args:
+        replicas: number of them.
+        slots: rollouts that a replica decodes at a time.
+        median_tokens: of a rollout.
+        max_tokens: of a rollout.
+        seconds_per_token: of each rollout, whatever else is decoded.
+        update_seconds: of a weight update in flight.
+    """
+
+    replicas: int
+    slots: int
+    median_tokens: int
+    max_tokens: int
+    seconds_per_token: float
+    update_seconds: float
+
+    def seconds(self, seeds: Sequence[int]) -> np.ndarray:
+        """Seconds of each rollout of a group."""
+        normal = np.random.default_rng(seeds[0]).normal(size=len(seeds))
+        tokens = np.minimum(self.median_tokens * np.exp(SIGMA * normal), self.max_tokens)
+        return tokens * self.seconds_per_token
+
+    def mean_seconds(self) -> float:
+        """Mean seconds of a rollout."""
+        return float(self.seconds(range(200_000)).mean())
+
+
+class Script:
+    """Simulated time, the groups that will end, and the CPU seconds that the script itself takes."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.cpu_seconds = 0.0
+        self.ends: list[tuple[float, Ticket, ScriptedReplica]] = []
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Count the CPU seconds of what is inside as the script's."""
+        began = time.process_time()
+        yield
+        self.cpu_seconds += time.process_time() - began
+
+
+class ScriptedReplica:
+    """A replica that ends each rollout after its seconds; those beyond its slots wait."""
+
+    def __init__(self, script: Script, engines: Engines) -> None:
+        self._script, self._engines = script, engines
+        self._free_at = [0.0] * engines.slots
+
+    def begin(self, tasks: Sequence[tuple[Ticket, RolloutTask]]) -> None:
+        """Begin groups."""
+        with self._script.measured():
+            for ticket, task in tasks:
+                heapq.heappush(
+                    self._script.ends, (max(map(self._end, self._engines.seconds(task.seeds))), ticket, self)
+                )
+
+    def _end(self, seconds: float) -> float:
+        end = max(self._script.now, heapq.heappop(self._free_at)) + seconds
+        heapq.heappush(self._free_at, end)
+        return end
+
+    def __lt__(self, other: ScriptedReplica) -> bool:
+        return id(self) < id(other)
+
+
+class ScriptedPool:
+    """A `RolloutPool` of scripted replicas.
+
+    Args:
+        in_flight: whether rollouts go on after a weight update, or end before it.
+    """
+
+    def __init__(self, script: Script, engines: Engines, *, in_flight: bool) -> None:
+        self._script, self._engines, self._in_flight = script, engines, in_flight
+        replicas = [ScriptedReplica(script, engines) for _ in range(engines.replicas)]
+        self._dispatch = Dispatch(replicas)  # type: ignore[arg-type]  # they begin groups, which is all it asks for here
+        self._version = 0
+        self.most_under_way = 0
+
+    def submit(self, tasks: Sequence[RolloutTask]) -> list[Ticket]:
+        """Begin groups."""
+        tickets = self._dispatch.add(tasks)
+        self._dispatch.deal()
+        self.most_under_way = max(self.most_under_way, self._dispatch.num_groups)
+        return tickets
+
+    def next_done(self) -> tuple[Ticket, RolloutGroup]:
+        """The group that ends next, at its time."""
+        self._dispatch.deal()
+        with self._script.measured():
+            end, ticket, replica = heapq.heappop(self._script.ends)
+            self._script.now = max(self._script.now, end)
+        (task,) = self._dispatch.end(replica, [ticket])  # type: ignore[arg-type]  # as above
+        with self._script.measured():
+            return ticket, self._group(task)
+
+    def adopt(self, update: WeightUpdate) -> None:
+        """Bring the replicas to the version, once what has begun has ended, or at once."""
+        with self._script.measured():
+            self._version = update.version
+            if self._in_flight:
+                self._script.now += self._engines.update_seconds
+            elif self._script.ends:
+                self._script.now = max(self._script.now, *(end for end, _, _ in self._script.ends))
+
+    def _group(self, task: RolloutTask) -> RolloutGroup:
+        count = len(task.seeds)
+        stop_reason: StopReason = "stop"
+        status: Status = "ok"
+        reports = RolloutReports(
+            prompt_id=task.prompt.id,
+            num_tokens=(2,) * count,
+            num_sampled=(1,) * count,
+            num_turns=(1,) * count,
+            spans=(((self._version, 1),),) * count,
+            rewards=({"reward": 1.0},) * count,
+            stop_reason=(stop_reason,) * count,
+            status=(status,) * count,
+            failure=("",) * count,
+            info=({},) * count,
+        )
+        return RolloutGroup(task.prompt, reports, EMPTY)
+
+
+EMPTY = RolloutGroup.of(Prompt("", (), np.zeros(1, np.int32), ""), []).columns
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A simulated run.
+
+    Args:
+        step_seconds: of a step, simulated; the first is left out.
+        idle: share of it in which training waited.
+        most_under_way: rollouts at a time, begun or waiting.
+        cpu_seconds: of the driver per 1,000 finished rollouts.
+    """
+
+    step_seconds: float
+    idle: float
+    most_under_way: int
+    cpu_seconds: float
+
+
+def run(chosen: argparse.Namespace, engines: Engines, *, staleness: int, in_flight: bool) -> Measured:
+    """Simulate a run."""
+    script = Script()
+    pool = ScriptedPool(script, engines, in_flight=in_flight)
+    prompts = [Prompt(f"p{index}", (), np.zeros(1, np.int32), "scripted") for index in range(4 * chosen.prompts)]
+    source = PacedRolloutSource(
+        pool,
+        Stream([prompts]),
+        sampling=SamplingParams(1),
+        num_generations=chosen.group,
+        seed=0,
+        max_staleness=staleness,
+        prompts_per_step=chosen.prompts,
+        clock=lambda: script.now,
+    )
+    began_cpu, first, waited = time.process_time(), 0.0, 0.0
+    source.adopt(FakeUpdate(1))
+    for step in range(1, chosen.steps + 1):
+        asked_at = script.now
+        source.collect(chosen.prompts)
+        source.metrics()
+        if step > 1:
+            waited += script.now - asked_at
+        script.now += chosen.train_seconds
+        source.adopt(FakeUpdate(step + 1))
+        first = first or script.now
+    cpu = time.process_time() - began_cpu - script.cpu_seconds
+    rollouts = chosen.steps * chosen.prompts * chosen.group
+    elapsed = script.now - first
+    return Measured(
+        elapsed / (chosen.steps - 1), waited / elapsed, pool.most_under_way * chosen.group, 1000 * cpu / rollouts
+    )
+
+
+def main() -> None:
+    """Simulate every setting and print the table."""
+    chosen = arguments().parse_args()
+    if chosen.quick:
+        chosen.replicas, chosen.prompts, chosen.steps = 8, 16, 4
+    engines = Engines(chosen.replicas, chosen.slots, chosen.tokens, chosen.max_tokens, chosen.token_seconds, 2.0)
+    rollouts = chosen.prompts * chosen.group
+    generation = rollouts * engines.mean_seconds() / (chosen.replicas * chosen.slots)
+    bound = max(chosen.train_seconds, generation)
+    sync = run(chosen, engines, staleness=0, in_flight=False)
+    rows = [_row("synchronous", sync, sync, bound)]
+    for in_flight in (False, True):
+        for staleness in chosen.staleness:
+            found = run(chosen, engines, staleness=staleness, in_flight=in_flight)
+            rows.append(_row(f"staleness {staleness}, {'in flight' if in_flight else 'drained'}", found, sync, bound))
+    described = (
+        f"{chosen.prompts} prompts of {chosen.group} rollouts a step, {chosen.replicas} replicas of {chosen.slots} "
+        f"slots, {chosen.steps} steps; training takes {chosen.train_seconds:g} s, generation at full occupancy "
+        f"{generation:.0f} s."
+    )
+    heads = ["", "step, s", "speed-up", "bound", "trainer idle", "most rollouts under way", "driver CPU, s per 1,000"]
+    sys.stdout.write(f"{surroundings()}\n\n{described}\n\n{table(heads, rows)}\n")
+
+
+def _row(name: str, found: Measured, sync: Measured, bound: float) -> tuple[str, ...]:
+    return (
+        name,
+        f"{found.step_seconds:.0f}",
+        f"{sync.step_seconds / found.step_seconds:.2f}",
+        f"{sync.step_seconds / bound:.2f}",
+        f"{found.idle:.0%}",
+        str(found.most_under_way),
+        f"{found.cpu_seconds:.3f}",
+    )
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--replicas", type=int, default=512)
+    parser.add_argument("--slots", type=int, default=32, help="rollouts that a replica decodes at a time")
+    parser.add_argument("--prompts", type=int, default=512, help="prompts of a step")
+    parser.add_argument("--group", type=int, default=16, help="rollouts of a prompt")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--staleness", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--tokens", type=int, default=1000, help="median tokens of a rollout")
+    parser.add_argument("--max-tokens", type=int, default=16384, help="most tokens of a rollout")
+    parser.add_argument("--token-seconds", type=float, default=0.02, help="seconds of a token")
+    parser.add_argument("--train-seconds", type=float, default=200.0, help="seconds of training a step")
+    parser.add_argument("--quick", action="store_true", help="only show that it runs")
+    return parser
+
+
+if __name__ == "__main__":
+    main()
