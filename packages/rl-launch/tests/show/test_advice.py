@@ -48,6 +48,12 @@ def test_a_healthy_run_is_left_alone():
         (lambda step: {"rollout/failed": 8.0}, "20% of the rollouts failed", "env.NAME.deadline_s"),
         (lambda step: {"train/skipped_steps": float(step == 3)}, "1 optimizer steps were skipped", "kwargs.lr"),
         (lambda step: {"mismatch/kl": 0.05}, "mismatch/kl is 0.05", "loss_fn.use_importance_sampling_correction"),
+        (lambda step: {"idle/trainer": 0.4}, "waits for rollouts 40% of", "grpo.async_grpo.max_trajectory_age_steps"),
+        (
+            lambda step: {"mismatch/effective_sample_size": 0.25},
+            "25% of the tokens are in effect",
+            "loss_fn.truncated_importance_sampling_ratio",
+        ),
         (lambda step: {"rollout/groups_without_signal": 8.0}, "80% of the groups", "grpo.use_dynamic_sampling"),
         (lambda step: {"reward/mean": 0.3}, "the reward is flat", "grpo.num_generations_per_prompt"),
         (lambda step: {"reward/mean": 0.9 - 0.04 * step}, "the reward falls", "policy.optimizer.kwargs.lr"),
@@ -81,6 +87,13 @@ def test_a_phase_that_takes_most_of_the_time(phase, names):
     assert names in one.remedy
 
 
+def test_waiting_for_rollouts_ahead_of_training_is_told_once():
+    grpo = {**CONFIG["grpo"], "async_grpo": {"enabled": True}}
+    rows = [{**healthy(step), "idle/trainer": 0.8} for step in range(1, NUM_STEPS + 1)]
+    (one,) = advice(rows, {"step": 100.0, "generation": 80.0}, {**CONFIG, "grpo": grpo})
+    assert one.found == "training waits for rollouts 80% of the time"
+
+
 def test_fine_tuning_does_nothing_but_train():
     assert found(timings={"step": 100.0, "training": 95.0}) == []
 
@@ -101,6 +114,8 @@ def test_every_key_that_a_remedy_names_exists():
             "rollout/failed": 30.0,
             "train/skipped_steps": 1.0,
             "mismatch/kl": 1.0,
+            "idle/trainer": 0.9,
+            "mismatch/effective_sample_size": 0.1,
             "rollout/groups_without_signal": 9.0,
             "reward/mean": 0.3,
             "policy/nll": 1.0 / step**2,
@@ -121,5 +136,5 @@ def test_every_key_that_a_remedy_names_exists():
     words = {word.strip("(),:;") for one in each for word in one.remedy.split()}
     keys = {word.partition("=")[0] for word in words if word.partition(".")[0] in sections and "." in word}
     free = {"policy.optimizer.kwargs.lr", "env.NAME.deadline_s", "env.NAME.memory_limit_gib"}
-    assert len(each) == 16
+    assert len(each) == 18
     assert keys - free <= known

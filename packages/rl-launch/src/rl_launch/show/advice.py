@@ -34,6 +34,12 @@ CLIPPED = 0.3
 MISMATCH_KL = 0.01
 """Mean KL divergence between generator and trainer, in nats per token."""
 
+WAITING = 0.2
+"""Share of the time for which training waits for rollouts that run ahead of it."""
+
+EFFECTIVE_SAMPLES = 0.5
+"""Share of the sampled tokens that the importance weights leave in effect."""
+
 OVERFIT = 0.05
 """Rise of the validation loss above its least, as a share of that."""
 
@@ -96,6 +102,27 @@ def _mismatch(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
             f"generator and trainer disagree: mismatch/kl is {fmean(values):.2g}, above {MISMATCH_KL}",
             "correct for it with loss_fn.use_importance_sampling_correction=true, or reduce it with "
             "policy.precision=float32",
+        )
+
+
+def _waits(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
+    values = _last_quarter("idle/trainer", rows)
+    if values and fmean(values) > WAITING:
+        yield Advice(
+            f"training waits for rollouts {fmean(values):.0%} of the time",
+            "give generation more devices (policy.generation.colocated.resources.gpus_per_node), have more prompts run "
+            f"ahead ({_section(config)}.async_grpo.max_trajectory_age_steps), or bound the longest rollout "
+            "(policy.generation.max_new_tokens)",
+        )
+
+
+def _off_policy(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
+    values = _last_quarter("mismatch/effective_sample_size", rows)
+    if values and fmean(values) < EFFECTIVE_SAMPLES:
+        yield Advice(
+            f"the weights that sampled are far from the policy: {fmean(values):.0%} of the tokens are in effect",
+            f"lower {_section(config)}.async_grpo.max_trajectory_age_steps or policy.optimizer.kwargs.lr, or bound the "
+            "weights with loss_fn.truncated_importance_sampling_ratio",
         )
 
 
@@ -188,6 +215,8 @@ _RULES: tuple[Callable[[Rows, Mapping[str, Any]], Iterator[Advice]], ...] = (
     _failed,
     _skipped,
     _mismatch,
+    _waits,
+    _off_policy,
     _signal,
     _flat,
     _entropy,
@@ -213,6 +242,9 @@ def _slow(timings: Mapping[str, float], config: Mapping[str, Any]) -> Iterator[A
         "validation": "validate less often or on fewer prompts: the keys val_period and max_val_samples",
         "data": "tokenise in processes beside the run: data.num_workers",
     }
+    if _at(config, f"{_section(config)}.async_grpo.enabled"):
+        # the phase is then a wait, of which metrics say more
+        del remedies["generation"]
     whole = timings.get("step", 0.0)
     for phase, remedy in remedies.items():
         seconds = timings.get(phase, 0.0)
