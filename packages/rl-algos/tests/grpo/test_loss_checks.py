@@ -7,10 +7,11 @@ import pytest
 
 from rl_algos.grpo.config import GRPOConfig
 from rl_algos.grpo.loss import loss_of
-from rl_algos.grpo.loss_checks import policy_loss_problems
+from rl_algos.grpo.loss_checks import loss_problems, policy_loss_problems
 from rl_algos.grpo.loss_config import LossConfig
 from rl_algos.grpo.plugin import loss_fn_section
 from rl_algos.losses.surrogates import SURROGATES
+from rl_algos.rollouts.config import AsyncConfig
 from rl_core.config import ProblemError
 from rl_core.model_config import GenerationConfig
 
@@ -177,3 +178,53 @@ def test_a_setting_of_another_surrogate_and_an_unknown_one_are_refused():
         configured({"surrogate": {"name": "clip", "tau_positive": 1.0}})
     with pytest.raises(ProblemError, match=r"surrogate.name: got 'sappo'; did you mean sapo\?; allowed: clip, gspo"):
         configured({"surrogate": "sappo"})
+
+
+def ahead(loss_fn):
+    """Problems of a loss of rollouts that may be two steps old."""
+    config = SimpleNamespace(
+        grpo=GRPOConfig(
+            num_prompts_per_step=4,
+            num_generations_per_prompt=2,
+            async_grpo=AsyncConfig(enabled=True, max_trajectory_age_steps=2),
+        ),
+        loss_fn=loss_fn,
+        policy=SimpleNamespace(train_global_batch_size=8, generation=GenerationConfig()),
+    )
+    return [(problem.key, problem.message) for problem in loss_problems(config, config.grpo)]
+
+
+@pytest.mark.parametrize("written", [TIS, {"ratio_denominator": "generation"}])
+def test_a_loss_that_corrects_takes_older_rollouts(written):
+    assert ahead(configured(written)) == []
+
+
+def test_a_loss_that_does_not_correct_is_refused_for_older_rollouts():
+    ((key, message),) = ahead(configured({}))
+    assert key == "loss_fn.use_importance_sampling_correction"
+    assert message.startswith("grpo.async_grpo lets rollouts be 2 steps old, for which the loss does not correct")
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_loss_of_ones_own_takes_older_rollouts_if_it_reads_their_logprobs(tmp_path, reads):
+    columns = ("loss_mask", "advantages", *(["generation_logprobs"] if reads else []))
+    (tmp_path / "mine.py").write_text(LOSS_CLASS.format(columns=columns))
+    written = {"name": f"{tmp_path}/mine.py:Mine"}
+    found = ahead(loss_fn_section(written).model_validate(written))
+    assert [key for key, _ in found] == ([] if reads else ["loss_fn.name"])
+
+
+LOSS_CLASS = """
+from dataclasses import dataclass
+from rl_core.model import LOGPROBS
+
+@dataclass(frozen=True)
+class Mine:
+    temperature: float = 1.0
+    columns = {columns}
+    reads = (LOGPROBS,)
+    implementation = "mine:compute"
+
+    def totals(self, batch):
+        return {{"tokens": 1.0}}
+"""

@@ -65,10 +65,17 @@ class ShuffledPool:
         return Rollout(task.prompt.id, tokens, mask, logprobs, spans, (), {"reward": reward}, "stop")
 
 
-def make_source(pool, *, staleness, per_step=4, prompts=PROMPTS, epochs=None):
+def make_source(pool, *, staleness, per_step=4, prompts=PROMPTS, epochs=None, **settings):
     stream = Stream([prompts], seed=1, max_num_epochs=epochs)
     return PacedRolloutSource(
-        pool, stream, sampling=SAMPLING, num_generations=2, seed=7, max_staleness=staleness, prompts_per_step=per_step
+        pool,
+        stream,
+        sampling=SAMPLING,
+        num_generations=2,
+        seed=7,
+        max_staleness=staleness,
+        prompts_per_step=per_step,
+        **settings,
     )
 
 
@@ -222,6 +229,31 @@ def test_a_state_of_other_prompts_is_refused():
         resumed.restore(source.state())
 
 
+def test_metrics_say_how_old_groups_are_and_how_long_training_waited_for_them():
+    # creation, then the begin and the end of two collects
+    times = iter([0.0, 10.0, 40.0, 90.0, 100.0])
+    pool = ShuffledPool()
+    source = make_source(pool, staleness=1, clock=times.__next__)
+    source.adopt(FakeUpdate(1))
+    source.collect(4)
+    first = source.metrics()
+    assert (first["staleness/max"], first["staleness/share_0"]) == (0, 1)
+    assert first["queue/under_way"] + first["queue/finished"] == 4
+    assert first["idle/trainer"] == pytest.approx(30 / 40)
+    source.adopt(FakeUpdate(2))
+    source.collect(4)
+    second = source.metrics()
+    assert (second["staleness/mean"], second["staleness/share_1"]) == (1, 1)
+    assert second["idle/trainer"] == pytest.approx(10 / 60)
+
+
+def test_a_synchronous_source_has_no_metrics_of_its_own():
+    source = make_source(ShuffledPool(), staleness=0)
+    source.adopt(FakeUpdate(1))
+    source.collect(4)
+    assert source.metrics() == {}
+
+
 @settings(deadline=None, max_examples=60)
 @given(
     staleness=st.integers(0, 3),
@@ -234,6 +266,7 @@ def test_every_draw_is_trained_once_dropped_with_a_reason_or_pending_whenever_a_
     source = make_source(pool, staleness=staleness, per_step=3)
     version = 1
     trained: list[str] = []
+    collected: list[RolloutGroup] = []
     source.adopt(FakeUpdate(version))
     saved = (reloaded(source.state()), version, [])
     for step in steps:
@@ -245,17 +278,19 @@ def test_every_draw_is_trained_once_dropped_with_a_reason_or_pending_whenever_a_
             source = make_source(pool, staleness=staleness, per_step=3)
             source.restore(state)
             source.adopt(FakeUpdate(version))
+            collected = []
         elif step == "save":
             saved = (reloaded(source.state()), version, list(trained))
         else:
-            groups = source.collect(3)
-            assert all(version - min(versions_of(group)) <= staleness for group in groups)
+            collected += source.collect(3)
+            assert all(version - min(versions_of(group)) <= staleness for group in collected)
             if step == "train":
-                aside = groups[:1] if chance.random() < 0.3 else []
+                aside = collected[:1] if chance.random() < 0.3 else []
                 source.set_aside(aside, "chance")
                 version += 1
                 source.adopt(FakeUpdate(version))
-                trained += [group.prompt.id for group in groups if group not in aside]
+                trained += [group.prompt.id for group in collected if group not in aside]
+                collected = []
         ledger = ledger_of(source)
         drawn = Stream([PROMPTS], seed=1).take(ledger.num_drawn)
         left = sorted(draw for draws in ledger.trained().values() for draw in draws)

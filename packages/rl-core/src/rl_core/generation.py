@@ -346,6 +346,10 @@ class RolloutSource(Protocol):
         """Note that groups which were collected since the last `adopt` train nothing, and why."""
         ...
 
+    def metrics(self) -> Mapping[str, float]:
+        """Numbers of the groups that were collected since the last `adopt`, by the names that a run records."""
+        ...
+
     def evaluate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, num_generations: int = 1) -> Evaluation:
         """Roll out given prompts with the current weights; trains nothing and moves no data position."""
         ...

@@ -33,6 +33,7 @@ def loss_problems(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> Ite
     """
     loss = config.loss_fn
     yield from _reference(config, algorithm)
+    yield from _uncorrected(config, algorithm)
     if not isinstance(loss, LossConfig):
         yield from _custom_loss_problems(config, algorithm)
         return
@@ -54,6 +55,26 @@ def _reference(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> Iterat
     if algorithm.reference_mixup_alpha != 1 and not algorithm.reference_sync_period:
         yield Problem(
             f"{algorithm.section}.reference_mixup_alpha", "has no effect without reference_sync_period; set it above 0"
+        )
+
+
+def _uncorrected(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> Iterator[Problem]:
+    """Find a loss that takes what older weights sampled for what the policy samples."""
+    if not algorithm.max_staleness:
+        return
+    cause = f"{algorithm.section}.async_grpo lets rollouts be {algorithm.max_staleness} steps old"
+    if not isinstance(config.loss_fn, LossConfig):
+        if "generation_logprobs" not in columns_of(config, algorithm):
+            yield Problem(
+                "loss_fn.name",
+                f"{cause}, but {config.loss_fn.name} does not read generation_logprobs and cannot correct for that; "
+                f"add the column, or set {algorithm.section}.async_grpo.enabled=false",
+            )
+    elif not config.loss_fn.use_importance_sampling_correction and config.loss_fn.ratio_denominator == "prev":
+        yield _problem(
+            "use_importance_sampling_correction",
+            f"{cause}, for which the loss does not correct; set it to true with truncated_importance_sampling_ratio=2, "
+            "or loss_fn.ratio_denominator=generation",
         )
 
 

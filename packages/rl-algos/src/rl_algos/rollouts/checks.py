@@ -15,6 +15,7 @@ def rollout_problems(config: RolloutRoot) -> Iterator[Problem]:
     """Problems of every algorithm that trains on its own rollouts."""
     yield from minibatch_problem(config, "policy.train_global_batch_size", config.policy.train_global_batch_size)
     yield from _sampling(config)
+    yield from _ahead(config)
     try:
         program_named(rollout_config(config).rollout_program)
     except ValueError as error:
@@ -127,6 +128,22 @@ def _sampling(config: RolloutRoot) -> Iterator[Problem]:
             "policy.generation.max_new_tokens",
             f"{generation.max_new_tokens} leaves no room for a prompt within policy.max_total_sequence_length "
             f"{config.policy.max_total_sequence_length}",
+        )
+
+
+def _ahead(config: RolloutRoot) -> Iterator[Problem]:
+    """Problems of rolling out ahead of training."""
+    rollouts = rollout_config(config)
+    section, settings = f"{rollouts.section}.async_grpo", rollouts.async_grpo
+    default = type(settings).model_fields["max_trajectory_age_steps"].default
+    if not settings.enabled and settings.max_trajectory_age_steps != default:
+        yield Problem(f"{section}.max_trajectory_age_steps", f"has no effect without {section}.enabled=true")
+    if rollouts.max_staleness and config.policy.generation.colocated.enabled:
+        yield Problem(
+            f"{section}.enabled",
+            "generation takes turns with the policy on the same devices, so it cannot go on while the policy trains; "
+            "give it devices of its own with policy.generation.colocated.enabled=false and "
+            f"policy.generation.colocated.resources, or set {section}.enabled=false",
         )
 
 

@@ -12,6 +12,17 @@ from rl_core.config import Config, WhenChanged
 from rl_core.model_config import GenerationConfig, TokenizerConfig
 
 
+class AsyncConfig(Config):
+    when_changed: ClassVar[WhenChanged | None] = WhenChanged.RESUME
+
+    enabled: bool = False
+    """Roll out ahead of training, so that generation and training go on at the same time. Generation then needs devices
+    of its own, and the loss a correction for rollouts that older weights sampled."""
+    max_trajectory_age_steps: int = Field(default=1, ge=0)
+    """Most steps that the weights of a rollout may be behind those that train on it. So many steps' prompts run ahead;
+    a step waits for a rollout that would become older, and none is discarded. 0 is the synchronous run."""
+
+
 class RolloutConfig(Config):
     """Base of the section of an algorithm that rolls out prompts: how many, for how long, and what validates them."""
 
@@ -43,6 +54,7 @@ class RolloutConfig(Config):
     rollout_program: str = "multi_turn"
     """The course of a rollout: `multi_turn`, the policy and the environment in turns, or a `RolloutProgram` of your own
     as `file.py:Class` or `package.module:Class`, which is built with `max_turns` and `max_tokens`."""
+    async_grpo: AsyncConfig = AsyncConfig()
     overlong_filtering: bool = False
     """Leave rollouts that ran into a token limit out of the loss, and out of the tokens and sequences that it is
     divided by. Their rewards still count in the baselines of their groups."""
@@ -67,6 +79,11 @@ class RolloutConfig(Config):
     def rollouts_per_step(self) -> int:
         """Rollouts that one step trains on."""
         return self.num_prompts_per_step * self.num_generations_per_prompt
+
+    @property
+    def max_staleness(self) -> int:
+        """Most weight versions between the begin of a rollout and its training."""
+        return self.async_grpo.max_trajectory_age_steps if self.async_grpo.enabled else 0
 
     @property
     def validates(self) -> bool:

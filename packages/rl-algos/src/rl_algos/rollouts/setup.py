@@ -80,6 +80,8 @@ def source_of(config: RolloutRoot, data: RolloutData, pool: RolloutPool) -> Pace
         sampling=training_sampling(config.policy.generation, data.stop_token_ids),
         num_generations=settings.num_generations_per_prompt,
         seed=settings.seed,
+        max_staleness=settings.max_staleness,
+        prompts_per_step=settings.num_prompts_per_step,
         max_failed_share=settings.max_failed_share,
         section=settings.section,
     )

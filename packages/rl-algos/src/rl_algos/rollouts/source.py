@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,6 +12,7 @@ import numpy as np
 from rl_algos.rollouts.failures import FailureWatch
 from rl_algos.rollouts.ledger import Ledger
 from rl_algos.rollouts.saved_groups import group_from, group_state
+from rl_algos.rollouts.staleness import staleness_metrics
 from rl_core.errors import DataError
 from rl_core.generation import Evaluation, RolloutPool, RolloutTask, SamplingParams, Ticket, WeightUpdate
 from rl_core.rollout import Prompt, RolloutGroup
@@ -83,6 +85,7 @@ class PacedRolloutSource:
         prompts_per_step: groups that a step trains on; read above staleness 0 only.
         max_failed_share: share of failed rollouts of one call above which they are refused, as they are if all failed.
         section: config section of that share, named in messages.
+        clock: seconds.
     """
 
     def __init__(
@@ -97,6 +100,7 @@ class PacedRolloutSource:
         prompts_per_step: int = 0,
         max_failed_share: float = 1.0,
         section: str = "",
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         assert max_staleness == 0 or prompts_per_step > 0, "to run ahead of a step its size must be known"
         self._pool = pool
@@ -104,6 +108,7 @@ class PacedRolloutSource:
         self._sampling = sampling
         self._num_generations = num_generations
         self._seed = seed
+        self._max_staleness = max_staleness
         self._num_ahead = max_staleness * prompts_per_step
         self._failures = FailureWatch(max_failed_share, section=section)
         self._ledger = Ledger()
@@ -114,6 +119,10 @@ class PacedRolloutSource:
         self._set_aside: dict[int, str] = {}
         self._draws: dict[Ticket, int] = {}
         self._evaluated: dict[Ticket, RolloutGroup | None] = {}
+        self._clock = clock
+        # a step is measured from the end of the collecting before it
+        self._step_began_at = self._collected_at = clock()
+        self._waited_s = 0.0
 
     def collect(self, num_groups: int) -> list[RolloutGroup]:
         """The next groups, in the order in which their prompts were drawn; fewer at the end of the data.
@@ -121,8 +130,11 @@ class PacedRolloutSource:
         Raises:
             RolloutsFailed: if too many of their rollouts failed.
         """
+        asked_at = self._clock()
         self._begin(num_groups + self._num_ahead)
         chosen = self._wait_for(num_groups)
+        self._collected_at = self._clock()
+        self._waited_s += self._collected_at - asked_at
         self._collected |= {draw: self._open.pop(draw) for draw in chosen}
         groups = [_finished(self._collected[draw]) for draw in chosen]
         self._failures.check(groups)
@@ -132,6 +144,22 @@ class PacedRolloutSource:
         """Note that groups which were collected for this step train nothing, and why."""
         draws = {id(each.group): draw for draw, each in self._collected.items()}
         self._set_aside |= {draws[id(group)]: reason for group in groups}
+
+    def metrics(self) -> Mapping[str, float]:
+        """Ages of the groups that were collected since the last `adopt`, how many are under way or finished behind
+        them, and the share of the step's time that was spent waiting for them; none at staleness 0.
+        """
+        if not self._max_staleness:
+            return {}
+        groups = [_finished(each) for draw, each in self._collected.items() if draw not in self._set_aside]
+        num_finished = sum(each.group is not None for each in self._open.values())
+        elapsed = self._collected_at - self._step_began_at
+        return {
+            **staleness_metrics(groups, self._version, max_staleness=self._max_staleness),
+            "queue/under_way": float(len(self._open) - num_finished),
+            "queue/finished": float(num_finished),
+            "idle/trainer": self._waited_s / elapsed if elapsed > 0 else 0.0,
+        }
 
     def evaluate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, num_generations: int = 1) -> Evaluation:
         """Roll out given prompts with the current weights; the same prompts always get the same seeds."""
@@ -157,6 +185,7 @@ class PacedRolloutSource:
         for draw, reason in self._set_aside.items():
             self._ledger.drop([draw], update.version, reason)
         self._collected, self._set_aside = {}, {}
+        self._step_began_at, self._waited_s = self._collected_at, 0.0
 
     def state(self) -> Mapping[str, Any]:
         """The ledger, data position, finished groups and draws to run again, as of the last `adopt`: groups collected

@@ -85,6 +85,7 @@ class RolloutSteps:
             with run.phase("generation"):
                 groups, aside = collect_groups(self.rollouts, config)
                 greedy = greedy_groups(self.rollouts, groups, self.greedy)
+            run.record(number, self.rollouts.metrics())
             if len(groups) < config.num_prompts_per_step:
                 run.stop("the data has ended")
                 return

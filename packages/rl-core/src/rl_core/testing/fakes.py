@@ -269,6 +269,10 @@ class FakeRolloutSource:
     def set_aside(self, groups: Sequence[RolloutGroup], reason: str) -> None:
         """Do nothing: nobody asks for what became of a prompt."""
 
+    def metrics(self) -> Mapping[str, float]:
+        """No numbers."""
+        return {}
+
     def evaluate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, num_generations: int = 1) -> Evaluation:
         """Groups of the given prompts; the position stays."""
         return Evaluation([self._group(prompt, index, num_generations) for index, prompt in enumerate(prompts)])

@@ -1,0 +1,45 @@
+"""Settings of rollouts that contradict one another, or the rest of the config."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from rl_algos.distillation.config import DistillationConfig
+from rl_algos.grpo.config import GRPOConfig
+from rl_algos.ppo.config import PPOConfig
+from rl_algos.rollouts.checks import rollout_problems
+from rl_algos.rollouts.config import AsyncConfig
+from rl_core.model_config import ColocatedConfig, GenerationConfig
+
+AHEAD = AsyncConfig(enabled=True, max_trajectory_age_steps=2)
+APART = ColocatedConfig(enabled=False)
+
+
+def problems(algorithm, *, colocated=APART):
+    policy = SimpleNamespace(
+        train_global_batch_size=algorithm.rollouts_per_step,
+        max_total_sequence_length=100,
+        generation=GenerationConfig(max_new_tokens=8, colocated=colocated),
+    )
+    data = SimpleNamespace(sections=list, validation_datasets=[])
+    config = SimpleNamespace(section=algorithm, policy=policy, data=data, env=None)
+    return {problem.key: problem.message for problem in rollout_problems(config)}
+
+
+@pytest.mark.parametrize("kind", [GRPOConfig, PPOConfig, DistillationConfig])
+def test_rolling_out_ahead_needs_devices_of_its_own(kind):
+    assert problems(kind(async_grpo=AHEAD)) == {}
+    ((key, message),) = problems(kind(async_grpo=AHEAD), colocated=ColocatedConfig()).items()
+    assert key == f"{kind.section}.async_grpo.enabled"
+    assert "policy.generation.colocated.enabled=false" in message
+
+
+def test_an_age_of_0_shares_devices_as_the_synchronous_run_does():
+    at_once = AsyncConfig(enabled=True, max_trajectory_age_steps=0)
+    assert problems(GRPOConfig(async_grpo=at_once), colocated=ColocatedConfig()) == {}
+    assert GRPOConfig(async_grpo=at_once).max_staleness == 0
+
+
+def test_an_age_without_effect_is_refused():
+    found = problems(GRPOConfig(async_grpo=AsyncConfig(max_trajectory_age_steps=2)))
+    assert found == {"grpo.async_grpo.max_trajectory_age_steps": "has no effect without grpo.async_grpo.enabled=true"}
