@@ -85,10 +85,10 @@ class RolloutSteps:
             with run.phase("generation"):
                 groups, aside = collect_groups(self.rollouts, config)
                 greedy = greedy_groups(self.rollouts, groups, self.greedy)
-            run.record(number, self.rollouts.metrics())
             if len(groups) < config.num_prompts_per_step:
                 run.stop("the data has ended")
                 return
+            run.record(number, self.rollouts.metrics())
             yield Step(number, groups, aside, greedy)
             if run.due(config.val_period, number, at_end=config.val_at_end):
                 self.validation(self.rollouts, run, step=number)
