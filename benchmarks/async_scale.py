@@ -179,7 +179,7 @@ class Measured:
 
     Args:
         step_seconds: of a step, simulated; the first is left out.
-        idle: share of it in which training waited.
+        idle: share of it in which nothing was trained.
         most_under_way: rollouts at a time, begun or waiting.
         cpu_seconds: of the driver per 1,000 finished rollouts.
     """
@@ -205,23 +205,19 @@ def run(chosen: argparse.Namespace, engines: Engines, *, staleness: int, in_flig
         prompts_per_step=chosen.prompts,
         clock=lambda: script.now,
     )
-    began_cpu, first, waited = time.process_time(), 0.0, 0.0
+    began_cpu, first = time.process_time(), 0.0
     source.adopt(FakeUpdate(1))
     for step in range(1, chosen.steps + 1):
-        asked_at = script.now
         source.collect(chosen.prompts)
         source.metrics()
-        if step > 1:
-            waited += script.now - asked_at
         script.now += chosen.train_seconds
         source.adopt(FakeUpdate(step + 1))
         first = first or script.now
     cpu = time.process_time() - began_cpu - script.cpu_seconds
     rollouts = chosen.steps * chosen.prompts * chosen.group
-    elapsed = script.now - first
-    return Measured(
-        elapsed / (chosen.steps - 1), waited / elapsed, pool.most_under_way * chosen.group, 1000 * cpu / rollouts
-    )
+    seconds = (script.now - first) / (chosen.steps - 1)
+    idle = 1 - chosen.train_seconds / seconds
+    return Measured(seconds, idle, pool.most_under_way * chosen.group, 1000 * cpu / rollouts)
 
 
 def main() -> None:
