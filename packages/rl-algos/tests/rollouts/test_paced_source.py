@@ -206,6 +206,29 @@ def test_finished_groups_are_in_the_state_and_are_not_sampled_again():
         assert group.columns.ragged("tokens").values.tolist() == saved.tolist()
 
 
+def test_finished_groups_that_are_older_than_a_lowered_bound_are_sampled_again():
+    pool, again = ShuffledPool(2), ShuffledPool(3)
+    source, lowered = make_source(pool, staleness=2), make_source(again, staleness=0)
+    for version in (1, 2, 3):
+        source.adopt(FakeUpdate(version))
+        source.collect(4)
+    source.adopt(FakeUpdate(4))
+    state = reloaded(source.state())
+    assert {saved["version"] for saved in state["finished"].values()} <= {1, 2, 3}
+    assert state["finished"]
+    lowered.restore(state)
+    lowered.adopt(FakeUpdate(4))
+    ahead = ledger_of(source).pending()
+    trained = []
+    for version in (4, 5):
+        groups = lowered.collect(4)
+        assert {min(versions_of(group)) for group in groups} == {version}
+        trained += [group.prompt.id for group in groups]
+        lowered.adopt(FakeUpdate(version + 1))
+    drawn = Stream([PROMPTS], seed=1).take(len(PROMPTS))
+    assert sorted(trained) == sorted(drawn[draw].id for draw in ahead)
+
+
 def test_a_draw_that_runs_again_has_the_seeds_it_had():
     pool, again = ShuffledPool(2), ShuffledPool(4)
     source, resumed = make_source(pool, staleness=1), make_source(again, staleness=1)

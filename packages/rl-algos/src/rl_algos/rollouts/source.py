@@ -231,6 +231,7 @@ class PacedRolloutSource:
 
     def _begin(self, num_groups: int) -> None:
         """Draw prompts, and hand prompts to the pool, until so many are under way or finished."""
+        self._forget_old()
         missing = num_groups - len(self._open)
         if missing > 0:
             self._draw(missing)
@@ -241,6 +242,15 @@ class PacedRolloutSource:
         for ticket, draw in zip(tickets, draws, strict=True):
             self._draws[ticket] = draw
             self._open[draw].version = self._version
+
+    def _forget_old(self) -> None:
+        """Have finished groups sampled again that are older than the bound, as those of a checkpoint are if the bound
+        was lowered since.
+        """
+        for each in self._open.values():
+            is_old = each.version is not None and each.version < self._version - self._max_staleness
+            if is_old and each.group is not None:
+                each.version, each.group = None, None
 
     def _draw(self, count: int) -> None:
         position = self._prompts.state()
