@@ -277,6 +277,16 @@ def test_a_synchronous_source_has_no_metrics_of_its_own():
     assert source.metrics() == {}
 
 
+def test_a_state_that_has_drawn_beyond_the_end_of_the_data_is_refused():
+    source = make_source(ShuffledPool(), staleness=1, per_step=30)
+    source.adopt(FakeUpdate(1))
+    source.collect(30)
+    source.adopt(FakeUpdate(2))
+    resumed = make_source(ShuffledPool(), staleness=1, per_step=30, epochs=1)
+    with pytest.raises(DataError, match="ends after 40 prompts, but the checkpoint has drawn 60; raise max_num_epochs"):
+        resumed.restore(source.state())
+
+
 @settings(deadline=None, max_examples=60)
 @given(
     staleness=st.integers(0, 3),

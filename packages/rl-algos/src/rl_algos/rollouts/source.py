@@ -208,15 +208,14 @@ class PacedRolloutSource:
         """Go on from a saved state.
 
         Raises:
-            DataError: if the prompts are not those of the state.
+            DataError: if the prompts are not those of the state, or end before them.
         """
         self._ledger = Ledger()
         self._ledger.restore(state["ledger"])
         self._drawings = [_Drawing(each["first"], each["count"], each["prompts"]) for each in state["drawings"]]
         drawn: dict[int, Prompt] = {}
         for drawing in self._drawings:
-            self._prompts.restore(drawing.position)
-            drawn |= dict(zip(_range(drawing), self._prompts.take(drawing.count), strict=True))
+            drawn |= self._drawn_again(drawing)
         self._prompts.restore(state["prompts"])
         self._open = {draw: _Open(drawn[draw]) for draw in self._ledger.pending()}
         for draw, each in self._open.items():
@@ -293,6 +292,16 @@ class PacedRolloutSource:
 
     def _task(self, draw: int) -> RolloutTask:
         return RolloutTask(self._open[draw].prompt, self._sampling, _seeds((self._seed, draw), self._num_generations))
+
+    def _drawn_again(self, drawing: _Drawing) -> dict[int, Prompt]:
+        self._prompts.restore(drawing.position)
+        prompts = self._prompts.take(drawing.count)
+        if len(prompts) < drawing.count:
+            raise DataError(
+                f"the data ends after {drawing.first + len(prompts)} prompts, but the checkpoint has drawn "
+                f"{self._ledger.num_drawn}; raise max_num_epochs, or start a fresh run"
+            )
+        return dict(zip(_range(drawing), prompts, strict=True))
 
     def _check_prompt(self, draw: int, prompt: Prompt) -> None:
         if not self._ledger.is_of(draw, prompt.id):
