@@ -346,6 +346,16 @@ def test_rates_follow_from_counts_and_phases(tmp_path):
     assert row["generation/tokens_per_second"] == pytest.approx(640.0 / row["time/generation"])
 
 
+def test_tokens_that_were_sampled_during_the_whole_step_are_counted_over_it(tmp_path):
+    with RunSession(tmp_path, counting.config()) as session:
+        for step in session.steps(1, models={}, state={}):
+            with session.phase("generation"):
+                pass
+            session.record(step, {"generation/num_tokens": 640.0, "idle/trainer": 0.0})
+    row = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert row["generation/tokens_per_second"] == pytest.approx(640.0 / row["time/step"])
+
+
 def test_metrics_before_the_first_step_have_a_line_of_their_own(tmp_path):
     with RunSession(tmp_path, counting.config()) as session:
         for step in session.steps(1, models={}, state={}):

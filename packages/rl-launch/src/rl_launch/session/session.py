@@ -42,6 +42,9 @@ _RATES = (
     ("train/tokens_per_second", "train/num_tokens", "training"),
 )
 
+_AHEAD = "idle/trainer"
+"""Metric of steps whose rollouts are made ahead of them, so that generation goes on during the whole step."""
+
 
 class SessionConfig(Protocol):
     """The sections of a root config that a session needs."""
@@ -308,8 +311,9 @@ class RunSession:
         timings = {f"time/{name}": value for name, value in self._times.items()} | {"time/step": seconds}
         recorded = self._pending.get(self._step or 0, {})
         for rate, count, phase in _RATES:
-            if count in recorded and self._times.get(phase):
-                timings[rate] = recorded[count] / self._times[phase]
+            took = seconds if phase == "generation" and _AHEAD in recorded else self._times.get(phase)
+            if count in recorded and took:
+                timings[rate] = recorded[count] / took
         return timings
 
     def _write(self, step: int, metrics: Mapping[str, float]) -> None:
