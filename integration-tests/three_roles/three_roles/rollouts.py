@@ -12,7 +12,7 @@ from rl_algos.data.examples import Datasets
 from rl_algos.data.prompts import prompt_stream
 from rl_algos.data.stream import Stream
 from rl_algos.losses.nll import NLLLoss
-from rl_algos.rollouts.source import SyncRolloutSource
+from rl_algos.rollouts.source import PacedRolloutSource
 from rl_core.batch import Batch
 from rl_core.generation import SamplingParams
 from rl_core.model import LOGPROBS, VALUES
@@ -53,7 +53,7 @@ def run(config: Any, components: Components, run: Run) -> None:
     assert components.pool is not None
     assert weights is not None
     sampling = SamplingParams(config.policy.generation.max_new_tokens, stop_token_ids=(data.end_of_sequence,))
-    source = SyncRolloutSource(components.pool, data.train, sampling=sampling, num_generations=1, seed=config.sft.seed)
+    source = PacedRolloutSource(components.pool, data.train, sampling=sampling, num_generations=1, seed=config.sft.seed)
     state = {"rollouts": source, "weights": weights}
     steps = run.steps(config.sft.max_num_steps, models=components.models, state=state)
     source.adopt(weights.publish())

@@ -122,6 +122,18 @@ def test_a_source_runs_ahead_by_the_prompts_of_so_many_steps():
         assert len(pool.tasks) == 4 * (version + 2)
 
 
+def test_nothing_is_begun_that_no_later_step_needs():
+    pool = ShuffledPool()
+    source = make_source(pool, staleness=2)
+    num_begun = []
+    for version in range(1, 6):
+        source.adopt(FakeUpdate(version))
+        assert len(source.collect(4, num_later=4 * (5 - version))) == 4
+        num_begun.append(len(pool.tasks))
+    assert num_begun == [12, 16, 20, 20, 20]
+    assert not pool.under_way
+
+
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_no_group_is_older_than_the_bound_and_none_is_lost(staleness):
     slow = [prompt.id for prompt in PROMPTS[::5]]
@@ -174,6 +186,7 @@ def test_an_evaluation_keeps_the_groups_that_end_meanwhile():
     source.adopt(FakeUpdate(1))
     source.collect(4)
     evaluation = source.evaluate(PROMPTS[:6], SAMPLING, num_generations=3)
+    assert [task.is_urgent for task in pool.tasks] == [False] * 8 + [True] * 6
     assert [group.prompt.id for group in evaluation.groups] == [prompt.id for prompt in PROMPTS[:6]]
     assert [len(group.rollouts) for group in evaluation.groups] == [3] * 6
     source.adopt(FakeUpdate(2))
@@ -253,8 +266,8 @@ def test_a_state_of_other_prompts_is_refused():
 
 
 def test_metrics_say_how_old_groups_are_and_how_long_training_waited_for_them():
-    # creation, then the begin and the end of two collects
-    times = iter([0.0, 10.0, 40.0, 90.0, 100.0])
+    # creation, the first weights, then the begin and the end of two collects
+    times = iter([-500.0, 0.0, 10.0, 40.0, 90.0, 100.0])
     pool = ShuffledPool()
     source = make_source(pool, staleness=1, clock=times.__next__)
     source.adopt(FakeUpdate(1))

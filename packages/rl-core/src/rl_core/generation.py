@@ -247,11 +247,13 @@ class RolloutTask:
         prompt: the prompt to start from.
         sampling: how completions are drawn.
         seeds: one per rollout of the group.
+        is_urgent: whether it begins before groups that wait and are not, such as those of later steps.
     """
 
     prompt: Prompt
     sampling: SamplingParams
     seeds: tuple[int, ...]
+    is_urgent: bool = False
 
 
 Ticket = NewType("Ticket", int)
@@ -272,7 +274,7 @@ class RolloutPool(Protocol):
     """
 
     def submit(self, tasks: Sequence[RolloutTask]) -> list[Ticket]:
-        """Have groups rolled out, begun in this order as the replicas have room; a ticket for each.
+        """Have groups rolled out, begun in this order as the replicas have room, urgent ones first; a ticket for each.
 
         Groups that are submitted together and begin on an idle replica reach its engine together and in order. More
         may be submitted while others are under way.
@@ -338,8 +340,14 @@ class Evaluation:
 class RolloutSource(Protocol):
     """Generation as a loop sees it, synchronous or ahead of training."""
 
-    def collect(self, num_groups: int) -> list[RolloutGroup]:
-        """The next groups, each prompt once; with weights at most the source's staleness old."""
+    def collect(self, num_groups: int, *, num_later: int | None = None) -> list[RolloutGroup]:
+        """The next groups, each prompt once; with weights at most the source's staleness old.
+
+        Args:
+            num_groups: to return; fewer come at the end of the data.
+            num_later: groups that later steps will need, beyond which nothing is sampled ahead; None if that is not
+                known.
+        """
         ...
 
     def set_aside(self, groups: Sequence[RolloutGroup], reason: str) -> None:

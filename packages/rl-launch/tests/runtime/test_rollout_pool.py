@@ -1,5 +1,6 @@
 """Groups shared out among replicas, and replicas that die, hang, refuse or forget; Ray's calls are plain ones."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -42,7 +43,7 @@ class Replica:
         self.index, self.fails, self.starts = index, list(fails), list(starts)
         self.keeps_weights, self.hangs = keeps_weights, hangs
         self.failure = None
-        self.shares, self.finished_prompts, self.events = [], [], []
+        self.shares, self.finished_prompts, self.events, self.pauses = [], [], [], []
         self.under_way, self.held = [], set()
         self.num_sampled = 0
         self.num_starts = 1
@@ -100,6 +101,7 @@ class Replica:
             if self.failure is not None:
                 raise self.failure
             self.events.append(method)
+            self.pauses += args if method == "pause" else ()
             return self.keeps_weights if method == "sleep" else None
 
         return Call(answer)
@@ -199,6 +201,16 @@ def test_what_is_too_much_at_a_time_goes_to_whoever_is_free(monkeypatch):
     assert run(make_pool(replicas), tasks(10)) == groups(10)
     assert [replica.shares[0] for replica in replicas] == [["p0", "p2"], ["p1", "p3"]]
     assert all(len(share) == 1 for replica in replicas for share in replica.shares[1:])
+
+
+def test_urgent_groups_begin_before_others_that_wait(monkeypatch):
+    monkeypatch.setattr(dispatch, "MOST_ROLLOUTS", 2)
+    replicas = [Replica(0), Replica(1)]
+    pool = make_pool(replicas)
+    tickets = pool.submit(tasks(4))
+    tickets += pool.submit([dataclasses.replace(task, is_urgent=True) for task in tasks(6)[4:]])
+    assert len({pool.next_done()[0] for _ in tickets}) == 6
+    assert [[prompt for share in replica.shares for prompt in share][1] for replica in replicas] == ["p4", "p5"]
 
 
 def test_nothing_to_do_asks_nobody():
@@ -401,6 +413,70 @@ def test_groups_go_on_over_an_update(in_flight):
     assert [done[ticket] for ticket in tickets] == groups(4)
     assert [replica.shares for replica in replicas] == [[["p0", "p2"]], [["p1", "p3"]]]
     assert (update.in_flight, update.receivers) == ([in_flight], [[0, 1]])
+    assert [replica.pauses for replica in replicas] == [["interrupt" if in_flight else "finish"]] * 2
+
+
+class Draining(Replica):
+    """Pauses when its longest completion has ended, after so many looks at its health."""
+
+    def __init__(self, index=0, *, num_looks, samples=True):
+        super().__init__(index)
+        self.num_looks, self.samples = num_looks, samples
+
+    def call(self, method, *args):
+        if method == "health":
+            self.num_looks -= 1
+            self.num_sampled += self.samples
+        return super().call(method, *args)
+
+    def generator(self, method, *args):
+        call = super().generator(method, *args)
+        call.late = lambda: method == "pause" and self.failure is None and self.num_looks > 0
+        return call
+
+
+@pytest.fixture
+def long_looks(monkeypatch):
+    """100 s pass at each look; without progress a replica is lost after 600."""
+    clock = itertools.count(0, 100)
+    monkeypatch.setattr(rollout_pool, "ProgressWatch", functools.partial(ProgressWatch, clock=clock.__next__))
+    return clock
+
+
+def test_weights_are_sent_once_the_longest_completion_has_ended_however_long_it_takes(long_looks):
+    replicas = [Replica(0), Draining(1, num_looks=200)]
+    pool = make_pool(replicas)
+    tickets = pool.submit(tasks(4))
+
+    class Sent(Update):
+        def send(self, receivers, *, in_flight=False):
+            assert replicas[1].num_looks <= 0
+            super().send(receivers, in_flight=in_flight)
+
+    update = Sent(2)
+    pool.adopt(update)
+    assert next(long_looks) > 10_000
+    done = dict(pool.next_done() for _ in tickets)
+    assert [done[ticket] for ticket in tickets] == groups(4)
+    assert update.receivers == [[0, 1]]
+    assert not any("start" in replica.events for replica in replicas)
+
+
+def test_a_replica_that_hangs_before_an_update_is_replaced_and_gets_the_weights(long_looks):
+    replicas = [Replica(0), Draining(1, num_looks=200, samples=False)]
+    pool = make_pool(replicas)
+    tickets = pool.submit(tasks(4))
+    for replica in replicas:
+        replica.held |= {"p0", "p1", "p2", "p3"}
+    update = Update(2)
+    pool.adopt(update)
+    assert replicas[1].num_looks > 0
+    for replica in replicas:
+        replica.held.clear()
+    done = dict(pool.next_done() for _ in tickets)
+    assert [done[ticket] for ticket in tickets] == groups(4)
+    assert [replica.events for replica in replicas] == [["pause"], ["stacks", "start"]]
+    assert update.receivers == [[0, 1]]
 
 
 def test_groups_of_a_replica_that_dies_during_an_update_run_again_and_no_others():

@@ -16,20 +16,25 @@ NOT_WANTED = "the step had its groups"
 """Reasons for which dynamic sampling sets groups aside."""
 
 
-def collect_groups(rollouts: RolloutSource, config: RolloutConfig) -> tuple[list[RolloutGroup], list[RolloutGroup]]:
+def collect_groups(
+    rollouts: RolloutSource, config: RolloutConfig, *, num_later: int | None = None
+) -> tuple[list[RolloutGroup], list[RolloutGroup]]:
     """The groups of one step, and those that dynamic sampling set aside (without signal, or beyond those wanted); both
     empty or short when the data ends.
+
+    Args:
+        num_later: groups that later steps train on; None if that is not known.
 
     Raises:
         DataError: if `dynamic_sampling_max_gen_batches` rounds did not find enough groups whose rewards differ.
     """
     if not (isinstance(config, PolicyGradientConfig) and config.use_dynamic_sampling):
-        return rollouts.collect(config.num_prompts_per_step), []
+        return rollouts.collect(config.num_prompts_per_step, num_later=num_later), []
     kept: list[RolloutGroup] = []
     aside: list[RolloutGroup] = []
     for _ in range(config.dynamic_sampling_max_gen_batches):
         drawn = math.ceil((config.num_prompts_per_step - len(kept)) * config.batch_multiplier)
-        groups = rollouts.collect(drawn)
+        groups = rollouts.collect(drawn, num_later=num_later)
         useful = [group for group in groups if varies(group)]
         num_wanted = config.num_prompts_per_step - len(kept)
         kept += useful[:num_wanted]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -66,7 +66,8 @@ class PacedRolloutSource:
     A group is at most `max_staleness` versions old when it is trained, by pacing alone; none is discarded for its age:
 
     - `collect(n)` first hands prompts to the pool until n and `max_staleness * prompts_per_step` are under way or
-      finished. A group that was set aside has left, so another prompt comes in its place.
+      finished, or fewer if later steps need fewer. A group that was set aside has left, so another prompt comes in its
+      place.
     - A batch takes groups by the version at which they were begun, the oldest first. Of the last version that it takes
       not all of, it takes those that are finished, so that a batch waits for slow groups only when they are due.
 
@@ -120,18 +121,17 @@ class PacedRolloutSource:
         self._draws: dict[Ticket, int] = {}
         self._evaluated: dict[Ticket, RolloutGroup | None] = {}
         self._clock = clock
-        # a step is measured from the end of the collecting before it
         self._step_began_at = self._collected_at = clock()
         self._waited_s = 0.0
 
-    def collect(self, num_groups: int) -> list[RolloutGroup]:
+    def collect(self, num_groups: int, *, num_later: int | None = None) -> list[RolloutGroup]:
         """The next groups, in the order in which their prompts were drawn; fewer at the end of the data.
 
         Raises:
             RolloutsFailed: if too many of their rollouts failed.
         """
         asked_at = self._clock()
-        self._begin(num_groups + self._num_ahead)
+        self._begin(num_groups + min(self._num_ahead, self._num_ahead if num_later is None else num_later))
         chosen = self._wait_for(num_groups)
         self._collected_at = self._clock()
         self._waited_s += self._collected_at - asked_at
@@ -164,7 +164,7 @@ class PacedRolloutSource:
     def evaluate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, num_generations: int = 1) -> Evaluation:
         """Roll out given prompts with the current weights; the same prompts always get the same seeds."""
         tasks = evaluation_tasks(prompts, sampling, num_generations=num_generations, seed=self._seed)
-        tickets = self._pool.submit(tasks)
+        tickets = self._pool.submit([replace(task, is_urgent=True) for task in tasks])
         self._evaluated = dict.fromkeys(tickets)
         num_left = len(tickets)
         while num_left:
@@ -181,11 +181,12 @@ class PacedRolloutSource:
         """
         self._pool.adopt(update)
         self._version = update.version
+        # a step is measured from the end of the collecting before it, the first from the first weights
+        self._step_began_at, self._waited_s = self._collected_at if self._collected else self._clock(), 0.0
         self._ledger.train(self._collected.keys() - self._set_aside.keys(), update.version)
         for draw, reason in self._set_aside.items():
             self._ledger.drop([draw], update.version, reason)
         self._collected, self._set_aside = {}, {}
-        self._step_began_at, self._waited_s = self._collected_at, 0.0
 
     def state(self) -> Mapping[str, Any]:
         """The ledger, data position, finished groups and draws to run again, as of the last `adopt`: groups collected

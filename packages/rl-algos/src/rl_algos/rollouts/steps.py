@@ -83,7 +83,8 @@ class RolloutSteps:
             if number == 1:
                 self._evaluate_tasks(0)
             with run.phase("generation"):
-                groups, aside = collect_groups(self.rollouts, config)
+                num_later = (config.max_num_steps - number) * config.num_prompts_per_step
+                groups, aside = collect_groups(self.rollouts, config, num_later=num_later)
                 greedy = greedy_groups(self.rollouts, groups, self.greedy)
             if len(groups) < config.num_prompts_per_step:
                 run.stop("the data has ended")

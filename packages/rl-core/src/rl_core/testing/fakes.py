@@ -259,7 +259,7 @@ class FakeRolloutSource:
         self._position = self._trained = 0
         self.versions: list[int] = []
 
-    def collect(self, num_groups: int) -> list[RolloutGroup]:
+    def collect(self, num_groups: int, *, num_later: int | None = None) -> list[RolloutGroup]:
         """Groups of the next prompts; fewer at their end."""
         start = self._position
         prompts = self._prompts[start : start + num_groups]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from rl_core.generation import RolloutTask, Ticket
 from rl_launch.runtime.replica import FinishedCall, Replica
@@ -28,7 +28,7 @@ class Dispatch:
         self._replicas = list(replicas)
         self._tickets = itertools.count()
         self._tasks: dict[Ticket, RolloutTask] = {}
-        self._waiting: list[Ticket] = []
+        self._waiting: list[tuple[bool, Ticket]] = []
         self._load = dict.fromkeys(self._replicas, 0)
         self._under_way: dict[Replica, set[Ticket]] = {replica: set() for replica in self._replicas}
         self.asked: dict[Replica, FinishedCall] = {}
@@ -48,22 +48,23 @@ class Dispatch:
         return len(self._under_way[replica])
 
     def add(self, tasks: Sequence[RolloutTask]) -> list[Ticket]:
-        """Have groups wait behind those that wait already."""
+        """Have groups wait behind those that wait already; urgent ones behind urgent ones."""
         numbered = {Ticket(next(self._tickets)): task for task in tasks}
         self._tasks |= numbered
-        for ticket in numbered:
-            heapq.heappush(self._waiting, ticket)
+        self._wait(numbered)
         return list(numbered)
 
     def deal(self) -> None:
-        """Begin waiting groups, the oldest first, as far as the replicas have room."""
+        """Begin waiting groups, urgent ones and then the oldest first, as far as the replicas have room."""
         shares: dict[Replica, list[Ticket]] = {}
         while self._waiting:
             replica = min(self._replicas, key=self._load.__getitem__)
-            size = self._size(self._waiting[0])
+            _, ticket = self._waiting[0]
+            size = self._size(ticket)
             if len(self._replicas) > 1 and self._load[replica] and self._load[replica] + size > MOST_ROLLOUTS:
                 break
-            shares.setdefault(replica, []).append(heapq.heappop(self._waiting))
+            heapq.heappop(self._waiting)
+            shares.setdefault(replica, []).append(ticket)
             self._load[replica] += size
         for replica, tickets in shares.items():
             replica.begin([(ticket, self._tasks[ticket]) for ticket in tickets])
@@ -87,8 +88,11 @@ class Dispatch:
         self.asked.pop(replica, None)
         tickets = list(self._under_way[replica])
         self._take_off(replica, tickets)
+        self._wait(tickets)
+
+    def _wait(self, tickets: Iterable[Ticket]) -> None:
         for ticket in tickets:
-            heapq.heappush(self._waiting, ticket)
+            heapq.heappush(self._waiting, (not self._tasks[ticket].is_urgent, ticket))
 
     def _take_off(self, replica: Replica, tickets: Sequence[Ticket]) -> None:
         self._under_way[replica] -= set(tickets)

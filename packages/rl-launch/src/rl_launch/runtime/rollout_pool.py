@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from rl_core.batch import RemoteRows
 from rl_core.errors import GeneratorError, Origin, RLError, WorkerDied
-from rl_core.generation import RolloutTask, Ticket, WeightUpdate
+from rl_core.generation import PauseMode, RolloutTask, Ticket, WeightUpdate
 from rl_core.ray.calls import fetch, outcomes, wait
 from rl_core.ray.rows import refs_of, stored_groups
 from rl_core.rollout import GroupReport, RolloutGroup
@@ -72,7 +72,7 @@ class RolloutPool:
         while not self._done:
             self._begin()
             self._take_ended(self._look_s)
-            self._look()
+            self._look(self._dispatch.busy)
         return self._done.popleft()
 
     def adopt(self, update: WeightUpdate, *, in_flight: bool = False) -> None:
@@ -92,6 +92,7 @@ class RolloutPool:
         """
         self._take_ended(0.0)  # a replica that dies may leave finished groups behind
         starts = {replica: replica.num_starts for replica in self._group.replicas}
+        self._pause("interrupt" if in_flight else "finish")
         self._group.adopt(update, in_flight=in_flight)
         for replica, num_starts in starts.items():
             if replica.num_starts != num_starts:
@@ -168,8 +169,25 @@ class RolloutPool:
         self._watches[replica].moved()
         self._group.deaths.forget()
 
-    def _look(self) -> None:
-        for replica in self._dispatch.busy - self._group.lost:
+    def _pause(self, mode: PauseMode) -> None:
+        """Wait until no replica has a completion under way. That may take as long as the longest completion, so it
+        comes before a transfer, whose bound has no room for it; a replica that makes no progress meanwhile is lost.
+        """
+        busy = self._dispatch.busy - self._group.lost
+        pausing = {each.generator("pause", mode): each for each in self._group.replicas if each in busy}
+        while pausing:
+            ended = wait(list(pausing), self._look_s)
+            origins = [pausing[ref].origin("pause") for ref in ended]
+            for ref, outcome in zip(ended, outcomes(ended, origins), strict=True):
+                replica = pausing.pop(ref)
+                if isinstance(outcome, GeneratorError | WorkerDied):
+                    self._fail(replica, outcome)
+                elif isinstance(outcome, RLError):
+                    raise outcome
+            self._look(pausing.values())
+
+    def _look(self, replicas: Collection[Replica]) -> None:
+        for replica in set(replicas) - self._group.lost:
             try:
                 self._watches[replica].look()
             except (GeneratorError, WorkerDied) as error:
