@@ -1,7 +1,11 @@
 """Rollouts ahead of training: with no lead the run is the synchronous one, and none is lost whatever happens."""
 
+import random
+import sys
+import time
+
 import pytest
-from runs import Run, assert_same, rollouts_of, steps_of
+from runs import Run, assert_same, described, rollouts_of, steps_of
 
 from rl_launch.session.exactly_once import prove
 from rl_launch.session.run_folder import RunFolder
@@ -15,6 +19,7 @@ AHEAD = (
     "loss_fn.truncated_importance_sampling_ratio=2.0",
     "grpo.async_grpo.enabled=true",
 )
+VICTIMS = ("ray::WorkerHost", "ray::AsyncWorkerHost", "ray::RestartingHost", "environments.process", "the driver")
 SAME = ("reward/mean", "train/loss", "train/grad_norm")
 
 
@@ -39,3 +44,36 @@ def test_a_run_ahead_of_training_keeps_its_bound_and_loses_no_prompt(grpo, tmp_p
     proof = prove(RunFolder(run.folder))
     assert (proof.contradictions, proof.gaps) == ((), ())
     assert proof.num_compared == 6
+
+
+def test_no_prompt_is_lost_or_trained_twice_whatever_is_killed(num_kills, grpo, tmp_path):
+    """A trainer, a replica, a process of the environments or everything is killed at random moments, `--kills` times;
+    the proof must hold after each.
+    """
+    seed = random.randrange(2**32)
+    sys.stdout.write(f"kills were drawn with seed {seed}\n")
+    chance = random.Random(seed)
+    num_steps = 2 * num_kills + 3
+    arguments = (*grpo, f"grpo.max_num_steps={num_steps}", "checkpointing.save_period=1", *AHEAD)
+    run = Run.start(tmp_path / "run", *arguments)
+    num_done = 1
+    for _ in range(num_kills):
+        run.await_step(num_done + 1)
+        time.sleep(chance.uniform(0, 2))
+        victim = chance.choice(VICTIMS)
+        if any(victim in described(each) for each in run.processes()):
+            run.kill_one(victim)
+        else:
+            run.kill_all()
+            run = Run.start(run.folder, *arguments)
+        # the kill may have cost the steps since the newest checkpoint
+        num_done = len(steps_of(run.folder))
+        run.await_step(num_done + 1)
+        proof = prove(RunFolder(run.folder))
+        assert proof.contradictions == (), victim
+        sys.stdout.write(f"{victim}: the proof holds at step {proof.step}\n")
+    run.finish()
+    proof = prove(RunFolder(run.folder))
+    assert (proof.step, proof.num_compared) == (num_steps, num_steps)
+    assert (proof.contradictions, proof.gaps, proof.num_pending) == ((), (), 0)
+    assert proof.num_trained == 32 * num_steps
