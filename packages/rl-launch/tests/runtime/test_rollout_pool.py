@@ -485,16 +485,15 @@ def test_groups_of_a_replica_that_dies_during_an_update_run_again_and_no_others(
     tickets = pool.submit(tasks(4))
     replicas[0].held |= {"p0", "p2"}
     replicas[1].held |= {"p1", "p3"}
-    replicas[1].failure = WorkerDied("the process ended", replicas[1].origin("weight sync"))
     # its calls are not answered before the update finds out
     replicas[1].hangs = True
-    update = Update(2)
+    update = Update(2, fails=[WorkerDied("the process ended", replicas[1].origin("weight sync"))])
     pool.adopt(update, in_flight=True)
     for replica in replicas:
         replica.held.clear()
     done = dict(pool.next_done() for _ in tickets)
     assert [done[ticket] for ticket in tickets] == groups(4)
-    assert [replica.events for replica in replicas] == [[], ["start"]]
+    assert [replica.events for replica in replicas] == [["pause"], ["pause", "start"]]
     assert replicas[0].finished_prompts == ["p0", "p2"]
     assert sorted(replicas[1].finished_prompts) == ["p1", "p3"]
     assert (update.in_flight, update.receivers) == ([True, True], [[0, 1], [0, 1]])
