@@ -129,7 +129,7 @@ def test_a_run_accounts_for_every_prompt(whole):
     assert list(described(proof))[-1] == "No prompt was lost or trained twice."
 
 
-@pytest.mark.parametrize("killed_after", [1, 5, 13, 20, 40])
+@pytest.mark.parametrize("killed_after", [1, 5, 13, 20])
 def test_a_run_that_was_killed_accounts_for_every_prompt_and_goes_on(tmp_path, killed_after):
     folder = tmp_path / "run"
     run(folder, steps=2)
