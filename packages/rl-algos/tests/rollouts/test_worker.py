@@ -214,6 +214,91 @@ def test_interruptions_of_a_rollout_of_several_turns_repeat_no_turn_and_lose_no_
     assert seeds == [(first, 0), (first, 1), (second, 0), (second, 0), (second, 1)]
 
 
+class Dialogue:
+    """A generator that counts its answers, and an environment of three turns."""
+
+    def __init__(self, *, question="?", hangs_at=None):
+        self.question, self.hangs_at = question, hangs_at
+        self.sampled, self.version = [], 1
+
+    async def generate(self, request):
+        if len(self.sampled) == self.hangs_at:
+            await asyncio.Event().wait()
+        self.sampled.append(request.seed)
+        tokens = np.array([request.seed % 89 + 3], np.int32)
+        logprobs = np.full(1, -self.version, np.float32)
+        return Completion(tokens, logprobs, "stop", (WeightSpan(self.version, 1),))
+
+    def answer(self, conversation):
+        if conversation.turn == 2:
+            return StepResult(reward=1.0)
+        return StepResult(done=False, observation=({"role": "user", "content": self.question},))
+
+    def worker(self, make_worker):
+        worker, _ = make_worker(self.answer)
+        worker._program = MultiTurnProgram(max_turns=3, max_tokens=1000)
+        worker._generator.generate = self.generate
+        return worker
+
+
+def columns_of(group):
+    return {name: [row.tolist() for row in group.columns.ragged(name)] for name in group.columns if name != "record"}
+
+
+def turns_under_way(make_worker, *, hangs_at):
+    """Turns so far of group 7, once its engine hangs at so many answers."""
+
+    async def run():
+        dialogue = Dialogue(hangs_at=hangs_at)
+        worker = dialogue.worker(make_worker)
+        await worker.begin([(7, task(5, 6))])
+        while len(dialogue.sampled) < hangs_at:
+            await asyncio.sleep(0)
+        found = await worker.turns()
+        for running in worker._under_way:
+            running.cancel()
+        return found
+
+    return asyncio.run(run())
+
+
+def test_a_rollout_goes_on_from_turns_that_another_worker_has_finished(make_worker):
+    whole = run(Dialogue().worker(make_worker), 5, 6)
+    ((number, turns),) = turns_under_way(make_worker, hangs_at=3).items()
+    assert (number, [len(each) for each in turns]) == (7, [2, 1])
+    dialogue = Dialogue()
+    dialogue.version = 4
+    worker = dialogue.worker(make_worker)
+
+    async def go_on():
+        await worker.begin([(8, dataclasses.replace(task(5, 6), turns=turns))])
+        return (await taken(worker, 1))[8], await worker.turns()
+
+    group, left = asyncio.run(go_on())
+    assert len(dialogue.sampled) == 3
+    assert columns_of(group)["tokens"] == columns_of(whole)["tokens"]
+    assert [rollout.spans for rollout in group.rollouts] == [
+        (WeightSpan(1, 1), WeightSpan(1, 1), WeightSpan(4, 1)),
+        (WeightSpan(1, 1), WeightSpan(4, 1), WeightSpan(4, 1)),
+    ]
+    assert left == {}
+
+
+def test_turns_behind_another_answer_of_the_environment_are_sampled_anew(make_worker):
+    turns = turns_under_way(make_worker, hangs_at=4)[7]
+    assert [len(each) for each in turns] == [2, 2]
+    dialogue = Dialogue(question="and now?")
+    worker = dialogue.worker(make_worker)
+
+    async def go_on():
+        await worker.begin([(8, dataclasses.replace(task(5, 6), turns=turns))])
+        return (await taken(worker, 1))[8]
+
+    group = asyncio.run(go_on())
+    assert len(dialogue.sampled) == 4
+    assert columns_of(group) == columns_of(run(Dialogue(question="and now?").worker(make_worker), 5, 6))
+
+
 def test_a_dead_engine_is_no_failed_rollout_but_an_error(make_worker):
     worker, _ = make_worker(lambda conversation: StepResult(), failing="the engine died")
     with pytest.raises(GeneratorError, match="the engine died"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NewType, Protocol
@@ -67,6 +68,13 @@ class GenerationRequest:
     sampling: SamplingParams
     seed: int
     num_sampled: int = 0
+
+    @property
+    def digest(self) -> str:
+        """The same for equal requests, in every process; hexadecimal."""
+        tokens = np.ascontiguousarray(self.token_ids, dtype=np.int32).tobytes()
+        others = repr((self.sampling, self.seed, self.num_sampled)).encode()
+        return hashlib.blake2b(tokens + others, digest_size=16).hexdigest()
 
 
 class Generator(WeightSink, Protocol):
@@ -239,6 +247,10 @@ class WeightUpdate(Protocol):
         ...
 
 
+SampledTurns = Mapping[str, Completion]
+"""Completions of a rollout by the digests of their requests (`GenerationRequest.digest`)."""
+
+
 @dataclass(frozen=True)
 class RolloutTask:
     """A group to roll out.
@@ -248,12 +260,16 @@ class RolloutTask:
         sampling: how completions are drawn.
         seeds: one per rollout of the group.
         is_urgent: whether it begins before groups that wait and are not, such as those of later steps.
+        turns: completions of an earlier run of each rollout, which are not sampled again; empty if there was none. The
+            environment takes its steps again; once it answers otherwise, or the program asks otherwise, the requests
+            differ and further turns are sampled.
     """
 
     prompt: Prompt
     sampling: SamplingParams
     seeds: tuple[int, ...]
     is_urgent: bool = False
+    turns: tuple[SampledTurns, ...] = ()
 
 
 Ticket = NewType("Ticket", int)
@@ -295,6 +311,12 @@ class RolloutPool(Protocol):
         Args:
             in_flight: whether completions under way are interrupted and go on with the new weights, instead of being
                 finished with the old ones first.
+        """
+        ...
+
+    def turns(self) -> Mapping[Ticket, tuple[SampledTurns, ...]]:
+        """Completions so far of the groups that are under way, as `RolloutTask.turns` takes them; groups without any,
+        and those of a replica that does not answer, are left out.
         """
         ...
 

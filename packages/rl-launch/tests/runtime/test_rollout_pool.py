@@ -575,6 +575,34 @@ def test_rollouts_are_written_by_a_living_worker_from_where_their_texts_lie():
         pool.write_rollouts("/run/rollouts/part", rows, [])
 
 
+class Remembering(Replica):
+    """Answers `turns` with one completion of each group that it has under way."""
+
+    def call(self, method, *args):
+        if method != "turns":
+            return super().call(method, *args)
+
+        def answer():
+            if self.failure is not None:
+                raise self.failure
+            return {number: ({f"turn of {task.prompt.id}": None},) for number, task in self.under_way}
+
+        return Call(answer)
+
+
+def test_turns_of_the_groups_under_way_come_from_every_replica_that_answers(caplog):
+    replicas = [Remembering(0), Remembering(1), Remembering(2)]
+    pool = make_pool(replicas)
+    assert pool.turns() == {}
+    tickets = pool.submit(tasks(6))
+    pool.next_done()
+    found = {ticket: ({f"turn of p{index}": None},) for index, ticket in enumerate(tickets) if index}
+    assert pool.turns() == found
+    replicas[1].failure = WorkerDied("the process ended", replicas[1].origin("turns of rollouts"))
+    assert pool.turns() == {ticket: turns for ticket, turns in found.items() if ticket not in (tickets[1], tickets[4])}
+    assert "rollout worker rank 1" in caplog.text
+
+
 def watch_of(replica):
     now = [0.0]
     return now, ProgressWatch(replica, timeout_s=100, period_s=10, clock=lambda: now[0])

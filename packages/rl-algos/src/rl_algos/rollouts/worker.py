@@ -25,6 +25,7 @@ from rl_core.generation import (
     Reply,
     RolloutProgram,
     RolloutTask,
+    SampledTurns,
     SamplingParams,
 )
 from rl_core.interruption import generate_whole
@@ -96,6 +97,7 @@ class RolloutWorker:
         self._finished: deque[tuple[int, asyncio.Task[GroupParts]]] = deque()
         self._any_finished = asyncio.Event()
         self._under_way: set[asyncio.Task[GroupParts]] = set()
+        self._turns: dict[int, list[dict[str, Completion]]] = {}
 
     async def start(self) -> int:
         """Load the engine; returns its number of ranks."""
@@ -108,7 +110,8 @@ class RolloutWorker:
         Their first requests reach the engine together and in order, so that its batches do not depend on timing.
         """
         for number, task in tasks:
-            running = asyncio.create_task(self._run_group(task))
+            self._turns[number] = [dict(turns) for turns in task.turns] or [{} for _ in task.seeds]
+            running = asyncio.create_task(self._run_group(task, self._turns[number]))
             self._under_way.add(running)
             running.add_done_callback(partial(self._note_finished, number))
 
@@ -134,6 +137,14 @@ class RolloutWorker:
             Batch.concat([columns for _, (_, columns, _) in taken]),
             Batch.concat([records for _, (_, _, records) in taken]),
         )
+
+    async def turns(self) -> Mapping[int, tuple[SampledTurns, ...]]:
+        """Completions so far of the groups that have not been taken, by number; groups without any are left out."""
+        return {
+            number: tuple(dict(turns) for turns in rollouts)
+            for number, rollouts in self._turns.items()
+            if any(rollouts)
+        }
 
     async def generator(self, method: str, *args: Any) -> Any:
         """Call a method of the replica."""
@@ -179,14 +190,17 @@ class RolloutWorker:
         number, task = self._finished.popleft()
         if not self._finished:
             self._any_finished.clear()
+        del self._turns[number]
         return number, task.result()
 
-    async def _run_group(self, task: RolloutTask) -> GroupParts:
-        runs = (self._run_one(task.prompt, task.sampling, seed) for seed in task.seeds)
+    async def _run_group(self, task: RolloutTask, turns: Sequence[dict[str, Completion]]) -> GroupParts:
+        runs = (
+            self._run_one(task.prompt, _Client(self, task.prompt, task.sampling, seed, own))
+            for seed, own in zip(task.seeds, turns, strict=True)
+        )
         return parts_of(task.prompt, await asyncio.gather(*runs))
 
-    async def _run_one(self, prompt: Prompt, sampling: SamplingParams, seed: int) -> Rollout:
-        client = _Client(self, prompt, sampling, seed)
+    async def _run_one(self, prompt: Prompt, client: _Client) -> Rollout:
         try:
             async with asyncio.timeout(self._max_seconds) as limit:
                 return await self._program.run(prompt, client)
@@ -217,9 +231,21 @@ def _failed(prompt: Prompt, error: Exception) -> Rollout:
 
 
 class _Client:
-    """The client that one rollout gets."""
+    """The client that one rollout gets.
 
-    def __init__(self, worker: RolloutWorker, prompt: Prompt, sampling: SamplingParams, seed: int) -> None:
+    Args:
+        turns: completions by the digests of their requests, which are not sampled again; those that are sampled are
+            added.
+    """
+
+    def __init__(
+        self,
+        worker: RolloutWorker,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        seed: int,
+        turns: dict[str, Completion],
+    ) -> None:
         self._worker = worker
         self._environment = worker._environments[prompt.environment]
         self._tools = prompt.tools
@@ -227,6 +253,7 @@ class _Client:
         self._seeds = np.random.SeedSequence(seed)
         self._seed = seed
         self._open: set[str] = set()
+        self._turns = turns
 
     @property
     def sampling(self) -> SamplingParams:
@@ -234,7 +261,10 @@ class _Client:
 
     async def generate(self, token_ids: np.ndarray, sampling: SamplingParams | None = None) -> Completion:
         request = GenerationRequest(token_ids, sampling or self._sampling, self._next_seed())
-        return await generate_whole(self._worker._generator.generate, request)
+        digest = request.digest
+        if digest not in self._turns:
+            self._turns[digest] = await generate_whole(self._worker._generator.generate, request)
+        return self._turns[digest]
 
     async def step(self, conversation: Conversation) -> StepResult:
         self._open.add(conversation.id)

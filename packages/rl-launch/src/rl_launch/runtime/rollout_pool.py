@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Collection, Sequence
 
 from rl_core.batch import RemoteRows
 from rl_core.errors import GeneratorError, Origin, RLError, WorkerDied
-from rl_core.generation import PauseMode, RolloutTask, Ticket, WeightUpdate
+from rl_core.generation import PauseMode, RolloutTask, SampledTurns, Ticket, WeightUpdate
 from rl_core.ray.calls import fetch, outcomes, wait
 from rl_core.ray.rows import refs_of, stored_groups
 from rl_core.rollout import GroupReport, RolloutGroup
@@ -16,9 +17,14 @@ from rl_launch.runtime.dispatch import Dispatch
 from rl_launch.runtime.replica import FinishedCall, ProgressWatch, Replica
 from rl_launch.runtime.replica_group import ReplicaGroup
 
+_log = logging.getLogger(__name__)
+
 LOOK_S = 5.0
 """Longest time between two looks at the replicas' progress."""
 
+
+TURNS_TIMEOUT_S = 60.0
+"""Bound of asking the replicas for the turns of rollouts under way."""
 
 WRITE_TIMEOUT_S = 600.0
 """Bound of writing the rollouts of a step."""
@@ -26,7 +32,7 @@ WRITE_TIMEOUT_S = 600.0
 
 class RolloutPool:
     """Runs groups on all replicas. Dead replicas are replaced, all get the current weights, and lost groups run again,
-    each from its prompt: the turns that its rollouts had finished were known to the dead process alone.
+    each from the turns that its task has: those that it finished since were known to the dead process alone.
 
     Its state belongs to the thread that calls it. Replicas roll out by themselves between two calls. A restart, on
     shared devices with the policy offloaded, calls models, so it happens within a call, on the main thread.
@@ -101,6 +107,21 @@ class RolloutPool:
                 self._watches.pop(replica, None)
         if self._dispatch.num_groups:
             self._begin()
+
+    def turns(self) -> dict[Ticket, tuple[SampledTurns, ...]]:
+        """Completions so far of the groups that are under way, by which a later run of them goes on. Groups without any
+        are left out, and so are those of a replica that does not answer.
+        """
+        replicas = self._dispatch.busy - self._group.lost
+        calls = [(replica, replica.call("turns")) for replica in replicas]
+        found: dict[Ticket, tuple[SampledTurns, ...]] = {}
+        for replica, call in calls:
+            try:
+                found |= fetch(call, replica.origin("turns of rollouts"), TURNS_TIMEOUT_S)
+            except (GeneratorError, WorkerDied) as error:
+                # a dead one is noticed and replaced by the next call that needs it
+                _log.warning("%s; its rollouts start again if the run ends here", error)
+        return found
 
     def write_rollouts(self, path: str, rows: RemoteRows, advantages: Sequence[float | None]) -> None:
         """Have a rollout worker write the records of rollouts, so that no text comes to this process; any thread may
