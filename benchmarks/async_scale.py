@@ -142,7 +142,7 @@ class ScriptedPool:
         with self._script.measured():
             return ticket, self._group(task)
 
-    def adopt(self, update: WeightUpdate) -> None:
+    def adopt(self, update: WeightUpdate, *, in_flight: bool = False) -> None:
         """Bring the replicas to the version, once what has begun has ended, or at once."""
         with self._script.measured():
             self._version = update.version

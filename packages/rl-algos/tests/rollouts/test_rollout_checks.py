@@ -40,6 +40,33 @@ def test_an_age_of_0_shares_devices_as_the_synchronous_run_does():
     assert GRPOConfig(async_grpo=at_once).max_staleness == 0
 
 
+@pytest.mark.parametrize("kind", [GRPOConfig, PPOConfig, DistillationConfig])
+def test_updates_in_flight_are_accepted_ahead_of_training_and_refused_without_effect(kind):
+    ahead = kind(async_grpo=AsyncConfig(enabled=True, in_flight_weight_updates=True))
+    assert problems(ahead) == {}
+    assert ahead.updates_in_flight
+    assert not kind(async_grpo=AHEAD).updates_in_flight
+    for settings in (
+        AsyncConfig(in_flight_weight_updates=True),
+        AsyncConfig(enabled=True, max_trajectory_age_steps=0, in_flight_weight_updates=True),
+    ):
+        ((key, message),) = problems(kind(async_grpo=settings)).items()
+        assert key == f"{kind.section}.async_grpo.in_flight_weight_updates"
+        assert "has no effect in a synchronous run" in message
+
+
+def test_updates_in_flight_need_devices_of_their_own():
+    settings = AsyncConfig(enabled=True, in_flight_weight_updates=True)
+    assert set(problems(GRPOConfig(async_grpo=settings), colocated=ColocatedConfig())) == {"grpo.async_grpo.enabled"}
+
+
+def test_keys_and_values_of_older_weights_are_refused():
+    settings = AsyncConfig(enabled=True, in_flight_weight_updates=True, recompute_kv_cache_after_weight_updates=False)
+    ((key, message),) = problems(GRPOConfig(async_grpo=settings)).items()
+    assert key == "grpo.async_grpo.recompute_kv_cache_after_weight_updates"
+    assert "would belong to no weight version" in message
+
+
 def test_an_age_without_effect_is_refused():
     found = problems(GRPOConfig(async_grpo=AsyncConfig(max_trajectory_age_steps=2)))
     assert found == {"grpo.async_grpo.max_trajectory_age_steps": "has no effect without grpo.async_grpo.enabled=true"}

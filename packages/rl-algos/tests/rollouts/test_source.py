@@ -32,7 +32,7 @@ class RecordingPool:
         rollout = Rollout.failed(task.prompt, "no engine") if self._fails else good
         return ticket, RolloutGroup.of(task.prompt, [rollout for _ in task.seeds])
 
-    def adopt(self, update):
+    def adopt(self, update, *, in_flight=False):
         self.updates.append(update)
 
 

@@ -556,7 +556,7 @@ class EchoPool:
         ticket = len(self.asked) - len(self.tasks) - 1
         return ticket, RolloutGroup.of(task.prompt, tuple(self._rollout(task.prompt, seed) for seed in task.seeds))
 
-    def adopt(self, update):
+    def adopt(self, update, *, in_flight=False):
         self.version = update.version
 
     def _rollout(self, prompt, seed):

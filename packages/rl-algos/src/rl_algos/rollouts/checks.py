@@ -138,6 +138,18 @@ def _ahead(config: RolloutRoot) -> Iterator[Problem]:
     default = type(settings).model_fields["max_trajectory_age_steps"].default
     if not settings.enabled and settings.max_trajectory_age_steps != default:
         yield Problem(f"{section}.max_trajectory_age_steps", f"has no effect without {section}.enabled=true")
+    if settings.in_flight_weight_updates and not rollouts.max_staleness:
+        yield Problem(
+            f"{section}.in_flight_weight_updates",
+            "has no effect in a synchronous run, in which no completion is under way when the weights change; set "
+            f"{section}.enabled=true and max_trajectory_age_steps above 0, or remove this key",
+        )
+    if not settings.recompute_kv_cache_after_weight_updates:
+        yield Problem(
+            f"{section}.recompute_kv_cache_after_weight_updates",
+            "false is not supported: an engine drops the keys and values of a request that is interrupted, and "
+            "logprobs over those of older weights would belong to no weight version; set true, or remove this key",
+        )
     if rollouts.max_staleness and config.policy.generation.colocated.enabled:
         yield Problem(
             f"{section}.enabled",

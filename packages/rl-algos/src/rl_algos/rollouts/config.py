@@ -21,6 +21,12 @@ class AsyncConfig(Config):
     max_trajectory_age_steps: int = Field(default=1, ge=0)
     """Most steps that the weights of a rollout may be behind those that train on it. So many steps' prompts run ahead;
     a step waits for a rollout that would become older, and none is discarded. 0 is the synchronous run."""
+    in_flight_weight_updates: bool = False
+    """Interrupt completions under way when the generators take new weights; each goes on with them from the tokens that
+    it has. Otherwise they end first, with the old weights, and the generators wait for the longest."""
+    recompute_kv_cache_after_weight_updates: bool = True
+    """Have a completion that was interrupted go on from keys and values that the new weights compute of all its tokens,
+    so that every token's logprob is that of one weight version. Only true is supported."""
 
 
 class RolloutConfig(Config):
@@ -84,6 +90,11 @@ class RolloutConfig(Config):
     def max_staleness(self) -> int:
         """Most weight versions between the begin of a rollout and its training."""
         return self.async_grpo.max_trajectory_age_steps if self.async_grpo.enabled else 0
+
+    @property
+    def updates_in_flight(self) -> bool:
+        """Whether the completions under way are interrupted when the weights change."""
+        return self.max_staleness > 0 and self.async_grpo.in_flight_weight_updates
 
     @property
     def validates(self) -> bool:

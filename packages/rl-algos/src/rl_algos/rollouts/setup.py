@@ -81,6 +81,7 @@ def source_of(config: RolloutRoot, data: RolloutData, pool: RolloutPool) -> Pace
         num_generations=settings.num_generations_per_prompt,
         seed=settings.seed,
         max_staleness=settings.max_staleness,
+        in_flight=settings.updates_in_flight,
         prompts_per_step=settings.num_prompts_per_step,
         max_failed_share=settings.max_failed_share,
         section=settings.section,

@@ -84,6 +84,7 @@ class PacedRolloutSource:
             the group.
         max_staleness: versions between the begin of a group and its training.
         prompts_per_step: groups that a step trains on; read above staleness 0 only.
+        in_flight: whether new weights interrupt the completions under way, which then go on with them.
         max_failed_share: share of failed rollouts of one call above which they are refused, as they are if all failed.
         section: config section of that share, named in messages.
         clock: seconds.
@@ -99,6 +100,7 @@ class PacedRolloutSource:
         seed: int,
         max_staleness: int = 0,
         prompts_per_step: int = 0,
+        in_flight: bool = False,
         max_failed_share: float = 1.0,
         section: str = "",
         clock: Callable[[], float] = time.monotonic,
@@ -111,6 +113,7 @@ class PacedRolloutSource:
         self._seed = seed
         self._max_staleness = max_staleness
         self._num_ahead = max_staleness * prompts_per_step
+        self._in_flight = in_flight
         self._failures = FailureWatch(max_failed_share, section=section)
         self._ledger = Ledger()
         self._version = 0
@@ -179,7 +182,7 @@ class PacedRolloutSource:
         """Bring the replicas to this version; the groups collected before it count as trained, but for those that were
         set aside.
         """
-        self._pool.adopt(update)
+        self._pool.adopt(update, in_flight=self._in_flight)
         self._version = update.version
         # a step is measured from the end of the collecting before it, the first from the first weights
         self._step_began_at, self._waited_s = self._collected_at if self._collected else self._clock(), 0.0
