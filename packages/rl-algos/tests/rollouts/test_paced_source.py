@@ -15,7 +15,7 @@ from rl_algos.rollouts.ledger import Ledger, digest
 from rl_algos.rollouts.source import PacedRolloutSource
 from rl_core.errors import DataError
 from rl_core.generation import SamplingParams
-from rl_core.rollout import Prompt, Rollout, RolloutGroup, WeightSpan
+from rl_core.rollout import Completion, Prompt, Rollout, RolloutGroup, WeightSpan
 from rl_core.testing.fakes import FakeUpdate
 
 PROMPTS = [Prompt(f"p{i}", (), np.array([i], np.int32), "math") for i in range(40)]
@@ -35,6 +35,7 @@ class ShuffledPool:
         self._random = random.Random(seed)
         self._last, self._alike = frozenset(last), alike
         self.version = 0
+        self.in_flight = []
         self.under_way = {}
         self.tasks = []
         self.most_under_way = 0
@@ -53,8 +54,16 @@ class ShuffledPool:
         rollouts = [self._rollout(task, place, version) for place in range(len(task.seeds))]
         return ticket, RolloutGroup.of(task.prompt, rollouts)
 
-    def adopt(self, update):
+    def adopt(self, update, *, in_flight=False):
         self.version = update.version
+        self.in_flight.append(in_flight)
+
+    def turns(self):
+        """One turn of every rollout under way, sampled at its begin, unless it had turns already."""
+        return {
+            ticket: task.turns or tuple({f"turn of {seed}": turn(version)} for seed in task.seeds)
+            for ticket, (task, version) in self.under_way.items()
+        }
 
     def _rollout(self, task, place, version):
         reward = 0.0 if self._alike(task.prompt.id) else float(place % 2)
@@ -63,6 +72,10 @@ class ShuffledPool:
         mask = np.array([0, 1], np.uint8)
         spans = (WeightSpan(version, 1),)
         return Rollout(task.prompt.id, tokens, mask, logprobs, spans, (), {"reward": reward}, "stop")
+
+
+def turn(version):
+    return Completion(np.array([7], np.int32), np.array([-0.5], np.float32), "stop", (WeightSpan(version, 1),))
 
 
 def make_source(pool, *, staleness, per_step=4, prompts=PROMPTS, epochs=None, **settings):
@@ -196,6 +209,7 @@ def test_an_evaluation_keeps_the_groups_that_end_meanwhile():
 
 def test_finished_groups_are_in_the_state_and_are_not_sampled_again():
     pool = ShuffledPool(2)
+    pool.turns = dict  # none of the others has finished a turn
     source = make_source(pool, staleness=2)
     source.adopt(FakeUpdate(1))
     source.collect(4)
@@ -253,6 +267,64 @@ def test_a_draw_that_runs_again_has_the_seeds_it_had():
     resumed.collect(4)
     seeds = {task.prompt.id: task.seeds for task in pool.tasks}
     assert {task.prompt.id: task.seeds for task in again.tasks[:2]}.items() <= seeds.items()
+
+
+def test_turns_of_groups_under_way_are_in_the_state_and_go_to_those_that_run_again():
+    pool, again = ShuffledPool(2), ShuffledPool(4)
+    source, resumed = make_source(pool, staleness=2), make_source(again, staleness=2)
+    for version in (1, 2):
+        source.adopt(FakeUpdate(version))
+        source.collect(4)
+    source.adopt(FakeUpdate(3))
+    begun = {task.prompt.id: version for task, version in pool.under_way.values()}
+    assert set(begun.values()) == {1, 2}
+    state = reloaded(source.state())
+    resumed.restore(state)
+    # saved again before anything has begun
+    assert str(state["turns"]) == str(reloaded(resumed.state())["turns"])
+    resumed.adopt(FakeUpdate(3))
+    resumed.collect(4)
+    tasks = {task.prompt.id: task for task in again.tasks}
+    for prompt_id, version in begun.items():
+        for seed, turns in zip(tasks[prompt_id].seeds, tasks[prompt_id].turns, strict=True):
+            ((digest, completion),) = turns.items()
+            assert digest == f"turn of {seed}"
+            assert (completion.token_ids.tolist(), completion.logprobs.tolist()) == ([7], [-0.5])
+            assert (completion.stop_reason, completion.spans) == ("stop", (WeightSpan(version, 1),))
+    assert all(not task.turns for prompt_id, task in tasks.items() if prompt_id not in begun)
+    # the age of a group counts from the begin of its first run
+    still = {resumed._draws[ticket]: task.prompt.id for ticket, (task, _) in again.under_way.items()}
+    saved = resumed.state()["turns"]
+    for draw, prompt_id in still.items():
+        assert saved[str(draw)]["version"] == begun.get(prompt_id, 3)
+
+
+def test_turns_that_are_older_than_a_lowered_bound_are_sampled_again():
+    pool, again = ShuffledPool(2), ShuffledPool(4)
+    source, lowered = make_source(pool, staleness=2), make_source(again, staleness=1)
+    for version in (1, 2):
+        source.adopt(FakeUpdate(version))
+        source.collect(4)
+    source.adopt(FakeUpdate(3))
+    begun = {task.prompt.id: version for task, version in pool.under_way.values()}
+    lowered.restore(reloaded(source.state()))
+    lowered.adopt(FakeUpdate(3))
+    lowered.collect(4)
+    tasks = {task.prompt.id: task for task in again.tasks if task.prompt.id in begun}
+    assert {prompt_id: bool(task.turns) for prompt_id, task in tasks.items()} == {
+        prompt_id: begun[prompt_id] == 2 for prompt_id in tasks
+    }
+    assert {begun[prompt_id] for prompt_id in tasks} == {1, 2}
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_the_pool_interrupts_what_is_under_way_only_if_the_source_is_to_update_in_flight(in_flight):
+    pool = ShuffledPool()
+    source = make_source(pool, staleness=1, in_flight=in_flight)
+    source.adopt(FakeUpdate(1))
+    source.collect(4)
+    source.adopt(FakeUpdate(2))
+    assert pool.in_flight == [in_flight] * 2
 
 
 def test_a_state_of_other_prompts_is_refused():

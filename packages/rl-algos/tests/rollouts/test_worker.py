@@ -225,6 +225,7 @@ class Dialogue:
         if len(self.sampled) == self.hangs_at:
             await asyncio.Event().wait()
         self.sampled.append(request.seed)
+        await asyncio.sleep(0)  # the other rollout's turn
         tokens = np.array([request.seed % 89 + 3], np.int32)
         logprobs = np.full(1, -self.version, np.float32)
         return Completion(tokens, logprobs, "stop", (WeightSpan(self.version, 1),))
@@ -252,9 +253,10 @@ def turns_under_way(make_worker, *, hangs_at):
         dialogue = Dialogue(hangs_at=hangs_at)
         worker = dialogue.worker(make_worker)
         await worker.begin([(7, task(5, 6))])
-        while len(dialogue.sampled) < hangs_at:
+        found = {}
+        while sum(map(len, found.get(7, ()))) < hangs_at:
             await asyncio.sleep(0)
-        found = await worker.turns()
+            found = await worker.turns()
         for running in worker._under_way:
             running.cancel()
         return found

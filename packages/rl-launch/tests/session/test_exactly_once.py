@@ -60,8 +60,11 @@ class LastFirstPool:
         ticket, task = self._tasks.popitem()
         return ticket, RolloutGroup.of(task.prompt, [self._rollout(task, place) for place in range(2)])
 
-    def adopt(self, update):
+    def adopt(self, update, *, in_flight=False):
         self.version = update.version
+
+    def turns(self):
+        return {}
 
     def _rollout(self, task, place):
         reward = 0.0 if int(task.prompt.id[1:]) % 5 == 0 else float(place)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -12,9 +12,18 @@ import numpy as np
 from rl_algos.rollouts.failures import FailureWatch
 from rl_algos.rollouts.ledger import Ledger
 from rl_algos.rollouts.saved_groups import group_from, group_state
+from rl_algos.rollouts.saved_turns import turns_from, turns_state
 from rl_algos.rollouts.staleness import staleness_metrics
 from rl_core.errors import DataError
-from rl_core.generation import Evaluation, RolloutPool, RolloutTask, SamplingParams, Ticket, WeightUpdate
+from rl_core.generation import (
+    Evaluation,
+    RolloutPool,
+    RolloutTask,
+    SampledTurns,
+    SamplingParams,
+    Ticket,
+    WeightUpdate,
+)
 from rl_core.rollout import Prompt, RolloutGroup
 
 
@@ -43,11 +52,15 @@ class _Open:
         version: newest weight version when it was handed to the pool, the oldest that its tokens can have; None
             before.
         group: its rollouts, once they are finished.
+        turns: of an earlier run of its rollouts, from which they go on.
+        turned_at: version of that run, as `version`.
     """
 
     prompt: Prompt
     version: int | None = None
     group: RolloutGroup | None = None
+    turns: tuple[SampledTurns, ...] = ()
+    turned_at: int | None = None
 
 
 @dataclass(frozen=True)
@@ -73,7 +86,8 @@ class PacedRolloutSource:
 
     A ledger keeps the state of every draw. Groups that were collected leave it with the next `adopt`, as trained or as
     set aside; until then they come again after `restore`. The state of a checkpoint holds the ledger, finished groups
-    and the draws that are to be run again, whose rollouts have the same seeds.
+    and the draws that are to be run again, whose rollouts have the same seeds and go on from the turns that they had
+    finished.
 
     Args:
         pool: runs the rollouts.
@@ -192,8 +206,8 @@ class PacedRolloutSource:
         self._collected, self._set_aside = {}, {}
 
     def state(self) -> Mapping[str, Any]:
-        """The ledger, data position, finished groups and draws to run again, as of the last `adopt`: groups collected
-        since then have trained nothing yet and come again.
+        """The ledger, data position, finished groups and draws to run again with their turns, as of the last `adopt`:
+        groups collected since then have trained nothing yet and come again.
         """
         pending = {**self._collected, **self._open}
         drawings = [each for each in self._drawings if any(draw in pending for draw in _range(each))]
@@ -206,6 +220,7 @@ class PacedRolloutSource:
                 str(draw): {"version": each.version, **group_state(_finished(each))}
                 for draw, each in sorted(finished.items())
             },
+            "turns": {str(draw): {"version": version, **turns_state(turns)} for draw, version, turns in self._turns()},
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -227,6 +242,9 @@ class PacedRolloutSource:
         for key, saved in state["finished"].items():
             each = self._open[int(key)]
             each.version, each.group = saved["version"], group_from(saved, each.prompt)
+        for key, saved in state.get("turns", {}).items():
+            each = self._open[int(key)]
+            each.turned_at, each.turns = saved["version"], turns_from(saved)
         self._collected, self._set_aside, self._draws = {}, {}, {}
 
     def close(self) -> None:
@@ -244,16 +262,20 @@ class PacedRolloutSource:
         tickets = self._pool.submit([self._task(draw) for draw in draws])
         for ticket, draw in zip(tickets, draws, strict=True):
             self._draws[ticket] = draw
-            self._open[draw].version = self._version
+            each = self._open[draw]
+            each.version = self._version if each.turned_at is None else each.turned_at
 
     def _forget_old(self) -> None:
-        """Have finished groups sampled again that are older than the bound, as those of a checkpoint are if the bound
-        was lowered since.
+        """Have finished groups and turns sampled again that are older than the bound, as those of a checkpoint are if
+        the bound was lowered since.
         """
+        oldest = self._version - self._max_staleness
         for each in self._open.values():
-            is_old = each.version is not None and each.version < self._version - self._max_staleness
+            is_old = each.version is not None and each.version < oldest
             if is_old and each.group is not None:
                 each.version, each.group = None, None
+            if each.version is None and each.turned_at is not None and each.turned_at < oldest:
+                each.turned_at, each.turns = None, ()
 
     def _draw(self, count: int) -> None:
         position = self._prompts.state()
@@ -295,7 +317,20 @@ class PacedRolloutSource:
         return draw
 
     def _task(self, draw: int) -> RolloutTask:
-        return RolloutTask(self._open[draw].prompt, self._sampling, _seeds((self._seed, draw), self._num_generations))
+        each, seeds = self._open[draw], _seeds((self._seed, draw), self._num_generations)
+        return RolloutTask(each.prompt, self._sampling, seeds, turns=each.turns)
+
+    def _turns(self) -> Iterator[tuple[int, int, tuple[SampledTurns, ...]]]:
+        """Draws that are not finished and have turns, with the version that they were begun at."""
+        unfinished = {draw: each for draw, each in self._open.items() if each.group is None}
+        under_way = [ticket for ticket, draw in self._draws.items() if draw in unfinished]
+        latest = self._pool.turns() if under_way else {}
+        turns = {draw: each.turns for draw, each in unfinished.items()}
+        turns |= {self._draws[ticket]: latest[ticket] for ticket in under_way if ticket in latest}
+        for draw, each in sorted(unfinished.items()):
+            version = each.turned_at if each.version is None else each.version
+            if turns[draw] and version is not None:
+                yield draw, version, turns[draw]
 
     def _drawn_again(self, drawing: _Drawing) -> dict[int, Prompt]:
         self._prompts.restore(drawing.position)

@@ -1,0 +1,47 @@
+"""Turns of rollouts under way as plain data of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rl_core.generation import SampledTurns
+from rl_core.rollout import Completion, WeightSpan
+
+
+def turns_state(turns: Sequence[SampledTurns]) -> Mapping[str, Any]:
+    """Plain data of the turns of a group's rollouts; few arrays, however many turns there are."""
+    completions = [completion for each in turns for completion in each.values()]
+    return {
+        "digests": tuple(tuple(each) for each in turns),
+        "lengths": tuple(len(completion.token_ids) for completion in completions),
+        "token_ids": np.concatenate([np.zeros(0, np.int32), *(each.token_ids for each in completions)]),
+        "logprobs": np.concatenate([np.zeros(0, np.float32), *(each.logprobs for each in completions)]),
+        "stop_reasons": tuple(completion.stop_reason for completion in completions),
+        "spans": tuple(tuple((s.version, s.num_tokens) for s in completion.spans) for completion in completions),
+        "routed_experts": {
+            str(index): completion.routed_experts
+            for index, completion in enumerate(completions)
+            if completion.routed_experts is not None
+        },
+    }
+
+
+def turns_from(state: Mapping[str, Any]) -> tuple[SampledTurns, ...]:
+    """The turns whose plain data this is."""
+    ends = np.cumsum(state["lengths"], dtype=np.int64)
+    completions = iter(
+        Completion(token_ids, logprobs, reason, spans, state["routed_experts"].get(str(index)))
+        for index, (token_ids, logprobs, reason, spans) in enumerate(
+            zip(
+                np.split(state["token_ids"], ends)[:-1],
+                np.split(state["logprobs"], ends)[:-1],
+                state["stop_reasons"],
+                [tuple(WeightSpan(version, num_tokens) for version, num_tokens in spans) for spans in state["spans"]],
+                strict=True,
+            )
+        )
+    )
+    return tuple({digest: next(completions) for digest in digests} for digests in state["digests"])
