@@ -56,10 +56,10 @@ def test_a_placement_on_the_cpu_hides_no_gpu(monkeypatch):
     assert CPU.visible() == ("0",)
 
 
-def test_threads_of_cpu_workers_do_not_spin_unless_the_user_has_them(monkeypatch):
+def test_threads_of_cpu_workers_spin_shortly_unless_the_user_says_how(monkeypatch):
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
         monkeypatch.delenv(name, raising=False)
-    assert CPU.worker_variables(2)["GOMP_SPINCOUNT"] == "1000"
+    assert CPU.worker_variables(2)["GOMP_SPINCOUNT"] == "20000"
     monkeypatch.setenv("GOMP_SPINCOUNT", "5")
     assert CPU.worker_variables(2)["GOMP_SPINCOUNT"] == "5"
     monkeypatch.delenv("GOMP_SPINCOUNT")

@@ -17,10 +17,10 @@ KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOL
 """Makes glibc keep the memory that torch frees. By default it gives a large tensor's pages back at once and faults them
 in anew for the next one, which takes a fifth of a training step of large microbatches."""
 
-SPIN = {"GOMP_SPINCOUNT": "1000"}
-"""How often a thread of GCC's OpenMP, which torch computes with, looks for the others before it sleeps. By default it
-looks for about a millisecond at the end of every operation: on cores that other processes use as well, a training step
-then takes several times the processor's time, and as much longer."""
+SPIN = {"GOMP_SPINCOUNT": "20000"}
+"""How often a thread of GCC's OpenMP, which torch computes with, looks for the others before it sleeps: for about a
+millisecond, enough for the pauses between operations. By default it looks for more than ten: on cores that other
+processes use as well, a training step then takes several times the processor's time, and as much longer."""
 
 
 @dataclass(frozen=True)
