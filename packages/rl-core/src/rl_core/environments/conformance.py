@@ -174,11 +174,23 @@ async def _check(
 
 
 class _Process:
-    """A pool with a process of its own, to play conversations on."""
+    """A pool with a process of its own, to play conversations on.
 
-    def __init__(self, instance: EnvironmentInstance, *, max_batch: int = 1) -> None:
+    Args:
+        hash_seed: of Python's hashes of texts, which processes of another number do not share, even if the user's
+            shell has `PYTHONHASHSEED` set.
+    """
+
+    def __init__(self, instance: EnvironmentInstance, *, max_batch: int = 1, hash_seed: int = 1) -> None:
+        env_vars = {"PYTHONHASHSEED": str(hash_seed), **instance.config.env_vars}
         config = instance.config.model_copy(
-            update={"num_workers": 1, "max_batch": max_batch, "max_concurrent": None, "retries": 0}
+            update={
+                "num_workers": 1,
+                "max_batch": max_batch,
+                "max_concurrent": None,
+                "retries": 0,
+                "env_vars": env_vars,
+            }
         )
         self.pool = EnvironmentPool.of(instance.environment, config, name=instance.label)
         self._num_played = 0
@@ -274,7 +286,7 @@ async def _comparisons(instance: EnvironmentInstance, plays: Sequence[_Play]) ->
     used one, and in batches.
     """
     attempts = [play.attempt for play in plays]
-    async with _Process(instance) as process:
+    async with _Process(instance, hash_seed=2) as process:
         again = [await process.play(attempt) for attempt in attempts]
         differs = _difference(plays, again, "in another process")
         if differs:
