@@ -1,6 +1,6 @@
 """Steps of an asynchronous run on 512 replicas, in simulated time, beside the synchronous run and the bound.
 
-    python benchmarks/async_scale.py [--replicas 512] [--train-seconds 200]
+    python benchmarks/async_scale.py [--replicas 512] [--train-seconds 200 330]
 
 The source of rollouts, its ledger and the dispatch of groups to replicas are the product's own. Engines are scripted: a
 replica decodes so many rollouts at a time, each at one speed, and queues the others. Lengths are log-normal with a
@@ -8,8 +8,15 @@ replica decodes so many rollouts at a time, each at one speed, and queues the ot
 calls nobody deals groups to replicas, as in a run. A weight update either lets the rollouts that have begun end
 (`drained`), or interrupts them for a moment and goes on (`in flight`).
 
-The bound of a step is the slower of training and generation at full occupancy. Seconds are simulated; CPU seconds are
-those of the driver's own code, without the script's.
+No schedule can make steps shorter than their bound, which is the largest of
+
+- the training, T;
+- the generation at full occupancy of all replicas;
+- the longest rollout, L, if updates wait for it;
+- otherwise `T + max(0, L - K T) / (K + 1)` at staleness K: a rollout begins with the step's wait for rollouts at the
+  earliest, and K trainings and K + 1 such waits later it is due.
+
+Seconds are simulated; CPU seconds are those of the driver's own code, without the script's.
 """
 
 from __future__ import annotations
@@ -69,6 +76,10 @@ class Engines:
     def mean_seconds(self) -> float:
         """Mean seconds of a rollout."""
         return float(self.seconds(range(200_000)).mean())
+
+    def longest_seconds(self) -> float:
+        """Seconds of a rollout that runs into the limit, as some of every step do."""
+        return self.max_tokens * self.seconds_per_token
 
 
 class Script:
@@ -190,10 +201,42 @@ class Measured:
     cpu_seconds: float
 
 
-def run(chosen: argparse.Namespace, engines: Engines, *, staleness: int, in_flight: bool) -> Measured:
+@dataclass(frozen=True)
+class Setting:
+    """What is simulated.
+
+    Args:
+        train_seconds: of training a step.
+        staleness: of the source.
+        in_flight: whether rollouts go on after a weight update, or end before it.
+    """
+
+    train_seconds: float
+    staleness: int
+    in_flight: bool = False
+
+    @property
+    def name(self) -> str:
+        """In the table."""
+        return f"staleness {self.staleness}, {'in flight' if self.in_flight else 'drained'}"
+
+    def bound(self, engines: Engines, generation: float) -> float:
+        """Seconds below which no schedule can bring a step above staleness 0.
+
+        Args:
+            generation: seconds of a step's rollouts at full occupancy.
+        """
+        training, longest = self.train_seconds, engines.longest_seconds()
+        if not self.in_flight:
+            return max(training, generation, longest)
+        wait = max(0.0, longest - self.staleness * training) / (self.staleness + 1)
+        return max(training + wait, generation)
+
+
+def run(chosen: argparse.Namespace, engines: Engines, setting: Setting) -> Measured:
     """Simulate a run."""
     script = Script()
-    pool = ScriptedPool(script, engines, in_flight=in_flight)
+    pool = ScriptedPool(script, engines, in_flight=setting.in_flight)
     prompts = [Prompt(f"p{index}", (), np.zeros(1, np.int32), "scripted") for index in range(4 * chosen.prompts)]
     source = PacedRolloutSource(
         pool,
@@ -201,7 +244,7 @@ def run(chosen: argparse.Namespace, engines: Engines, *, staleness: int, in_flig
         sampling=SamplingParams(1),
         num_generations=chosen.group,
         seed=0,
-        max_staleness=staleness,
+        max_staleness=setting.staleness,
         prompts_per_step=chosen.prompts,
         clock=lambda: script.now,
     )
@@ -210,13 +253,13 @@ def run(chosen: argparse.Namespace, engines: Engines, *, staleness: int, in_flig
     for step in range(1, chosen.steps + 1):
         source.collect(chosen.prompts)
         source.metrics()
-        script.now += chosen.train_seconds
+        script.now += setting.train_seconds
         source.adopt(FakeUpdate(step + 1))
         first = first or script.now
     cpu = time.process_time() - began_cpu - script.cpu_seconds
     rollouts = chosen.steps * chosen.prompts * chosen.group
     seconds = (script.now - first) / (chosen.steps - 1)
-    idle = 1 - chosen.train_seconds / seconds
+    idle = max(0.0, 1 - setting.train_seconds / seconds)
     return Measured(seconds, idle, pool.most_under_way * chosen.group, 1000 * cpu / rollouts)
 
 
@@ -228,32 +271,39 @@ def main() -> None:
     engines = Engines(chosen.replicas, chosen.slots, chosen.tokens, chosen.max_tokens, chosen.token_seconds, 2.0)
     rollouts = chosen.prompts * chosen.group
     generation = rollouts * engines.mean_seconds() / (chosen.replicas * chosen.slots)
-    bound = max(chosen.train_seconds, generation)
-    sync = run(chosen, engines, staleness=0, in_flight=False)
-    rows = [_row("synchronous", sync, sync, bound)]
-    for in_flight in (False, True):
-        for staleness in chosen.staleness:
-            found = run(chosen, engines, staleness=staleness, in_flight=in_flight)
-            rows.append(_row(f"staleness {staleness}, {'in flight' if in_flight else 'drained'}", found, sync, bound))
     described = (
         f"{chosen.prompts} prompts of {chosen.group} rollouts a step, {chosen.replicas} replicas of {chosen.slots} "
-        f"slots, {chosen.steps} steps; training takes {chosen.train_seconds:g} s, generation at full occupancy "
-        f"{generation:.0f} s."
+        f"slots, {chosen.steps} steps; the longest rollout takes {engines.longest_seconds():.0f} s, generation at full "
+        f"occupancy {generation:.0f} s."
     )
-    heads = ["", "step, s", "speed-up", "bound", "trainer idle", "most rollouts under way", "driver CPU, s per 1,000"]
-    sys.stdout.write(f"{surroundings()}\n\n{described}\n\n{table(heads, rows)}\n")
+    sys.stdout.write(f"{surroundings('rl-algos')}\n\n{described}\n")
+    for train_seconds in chosen.train_seconds:
+        sync = run(chosen, engines, Setting(train_seconds, 0))
+        rows = [("synchronous", f"{sync.step_seconds:.0f}", "1.00", "", "", *_shared_cells(sync))]
+        for in_flight in (False, True):
+            for staleness in chosen.staleness:
+                setting = Setting(train_seconds, staleness, in_flight)
+                found, bound = run(chosen, engines, setting), setting.bound(engines, generation)
+                ratios = (sync.step_seconds / found.step_seconds, sync.step_seconds / bound)
+                cells = (f"{found.step_seconds:.0f}", *(f"{ratio:.2f}" for ratio in ratios))
+                rows.append((setting.name, *cells, f"{ratios[0] / ratios[1]:.0%}", *_shared_cells(found)))
+        sys.stdout.write(f"\nTraining takes {train_seconds:g} s:\n\n{table(HEAD, rows)}\n")
 
 
-def _row(name: str, found: Measured, sync: Measured, bound: float) -> tuple[str, ...]:
-    return (
-        name,
-        f"{found.step_seconds:.0f}",
-        f"{sync.step_seconds / found.step_seconds:.2f}",
-        f"{sync.step_seconds / bound:.2f}",
-        f"{found.idle:.0%}",
-        str(found.most_under_way),
-        f"{found.cpu_seconds:.3f}",
-    )
+HEAD = (
+    "",
+    "step, s",
+    "speed-up",
+    "bound",
+    "share of it",
+    "trainer idle",
+    "most rollouts under way",
+    "driver CPU, s per 1,000",
+)
+
+
+def _shared_cells(found: Measured) -> tuple[str, ...]:
+    return f"{found.idle:.0%}", str(found.most_under_way), f"{found.cpu_seconds:.3f}"
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -268,7 +318,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=1000, help="median tokens of a rollout")
     parser.add_argument("--max-tokens", type=int, default=16384, help="most tokens of a rollout")
     parser.add_argument("--token-seconds", type=float, default=0.02, help="seconds of a token")
-    parser.add_argument("--train-seconds", type=float, default=200.0, help="seconds of training a step")
+    parser.add_argument(
+        "--train-seconds", type=float, nargs="+", default=[200.0, 330.0], help="seconds of training a step (200 330)"
+    )
     parser.add_argument("--quick", action="store_true", help="only show that it runs")
     return parser
 
