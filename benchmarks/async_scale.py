@@ -162,6 +162,9 @@ class ScriptedPool:
             elif self._script.ends:
                 self._script.now = max(self._script.now, *(end for end, _, _ in self._script.ends))
 
+    def idle_share(self) -> None:
+        """Nothing: the script does not measure it."""
+
     def _group(self, task: RolloutTask) -> RolloutGroup:
         count = len(task.seeds)
         stop_reason: StopReason = "stop"

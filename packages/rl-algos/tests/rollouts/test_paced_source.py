@@ -39,6 +39,7 @@ class ShuffledPool:
         self.under_way = {}
         self.tasks = []
         self.most_under_way = 0
+        self.idle = None
 
     def submit(self, tasks):
         tickets = list(range(len(self.tasks), len(self.tasks) + len(tasks)))
@@ -57,6 +58,9 @@ class ShuffledPool:
     def adopt(self, update, *, in_flight=False):
         self.version = update.version
         self.in_flight.append(in_flight)
+
+    def idle_share(self):
+        return self.idle
 
     def turns(self):
         """One turn of every rollout under way, sampled at its begin, unless it had turns already."""
@@ -348,9 +352,12 @@ def test_metrics_say_how_old_groups_are_and_how_long_training_waited_for_them():
     assert (first["staleness/max"], first["staleness/share_0"]) == (0, 1)
     assert first["queue/under_way"] + first["queue/finished"] == 4
     assert first["idle/trainer"] == pytest.approx(30 / 40)
+    assert "idle/generators" not in first
     source.adopt(FakeUpdate(2))
     source.collect(4)
+    pool.idle = 0.25
     second = source.metrics()
+    assert second["idle/generators"] == 0.25
     assert (second["staleness/mean"], second["staleness/share_1"]) == (1, 1)
     assert second["idle/trainer"] == pytest.approx(10 / 60)
 

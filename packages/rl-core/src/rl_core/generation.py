@@ -320,6 +320,12 @@ class RolloutPool(Protocol):
         """
         ...
 
+    def idle_share(self) -> float | None:
+        """Share of the replicas' time since the last call in which they had no rollout under way; None if nothing was
+        measured.
+        """
+        ...
+
 
 class RolloutProgram(Protocol):
     """The course of one rollout. The default is the multi-turn loop over an environment; an agent is another

@@ -575,6 +575,31 @@ def test_rollouts_are_written_by_a_living_worker_from_where_their_texts_lie():
         pool.write_rollouts("/run/rollouts/part", rows, [])
 
 
+class Idling(Replica):
+    """Has been idle for a quarter of its 8 seconds; the second for all of them."""
+
+    def call(self, method, *args):
+        if method != "idle_time":
+            return super().call(method, *args)
+
+        def answer():
+            if self.failure is not None:
+                raise self.failure
+            return (8.0 if self.index else 2.0), 8.0
+
+        return Call(answer)
+
+
+def test_the_idle_share_is_that_of_all_replicas_that_answer():
+    replicas = [Idling(0), Idling(1)]
+    pool = make_pool(replicas)
+    assert pool.idle_share() == 10 / 16
+    replicas[1].failure = WorkerDied("the process ended", replicas[1].origin("idle time"))
+    assert pool.idle_share() == 2 / 8
+    replicas[0].failure = replicas[1].failure
+    assert pool.idle_share() is None
+
+
 class Remembering(Replica):
     """Answers `turns` with one completion of each group that it has under way."""
 

@@ -1,4 +1,5 @@
 import io
+import itertools
 import logging
 
 from rich.console import Console
@@ -40,6 +41,18 @@ def test_a_sparkline_spans_its_values():
 
 def test_durations():
     assert [duration(seconds) for seconds in (5, 187, 3723)] == ["5 s", "3:07", "1:02:03"]
+
+
+def test_a_step_line_says_who_waits_and_what_to_change(caplog):
+    progress = Progress("grpo", Console(file=io.StringIO(), force_terminal=False), clock=itertools.count().__next__)
+    with caplog.at_level(logging.INFO, logger="rl_launch"):
+        for step in range(1, 14):
+            trainer, generators = (0.5, 0.1) if step <= 5 else (0.0, 0.0)
+            progress.begin(step, 20)
+            progress.finish(step, {"idle/trainer": trainer, "idle/generators": generators}, 2.0)
+    assert all("waits" not in message for message in [*caplog.messages[:2], caplog.messages[-1]])
+    assert "training waits for rollouts 50% of the time: give generation more devices" in caplog.messages[2]
+    assert "async_grpo.max_trajectory_age_steps" in caplog.messages[2]
 
 
 class Clock:

@@ -49,6 +49,8 @@ def test_a_healthy_run_is_left_alone():
         (lambda step: {"train/skipped_steps": float(step == 3)}, "1 optimizer steps were skipped", "kwargs.lr"),
         (lambda step: {"mismatch/kl": 0.05}, "mismatch/kl is 0.05", "loss_fn.use_importance_sampling_correction"),
         (lambda step: {"idle/trainer": 0.4}, "waits for rollouts 40% of", "grpo.async_grpo.max_trajectory_age_steps"),
+        (lambda step: {"idle/generators": 0.6}, "have no rollouts 60% of", "colocated.resources.gpus_per_node"),
+        (lambda step: {"idle/trainer": 0.3, "idle/generators": 0.4}, "40% of it", "in_flight_weight_updates"),
         (
             lambda step: {"mismatch/effective_sample_size": 0.25},
             "25% of the tokens are in effect",
@@ -115,6 +117,7 @@ def test_every_key_that_a_remedy_names_exists():
             "train/skipped_steps": 1.0,
             "mismatch/kl": 1.0,
             "idle/trainer": 0.9,
+            "idle/generators": 0.9,
             "mismatch/effective_sample_size": 0.1,
             "rollout/groups_without_signal": 9.0,
             "reward/mean": 0.3,

@@ -164,18 +164,21 @@ class PacedRolloutSource:
 
     def metrics(self) -> Mapping[str, float]:
         """Ages of the groups that were collected since the last `adopt`, how many are under way or finished behind
-        them, and the share of the step's time that was spent waiting for them; none at staleness 0.
+        them, the share of the step's time that was spent waiting for them, and the share of the replicas' time since
+        the last call in which they had no rollouts; none at staleness 0.
         """
         if not self._max_staleness:
             return {}
         groups = [_finished(each) for draw, each in self._collected.items() if draw not in self._set_aside]
         num_finished = sum(each.group is not None for each in self._open.values())
         elapsed = self._collected_at - self._step_began_at
+        idle = self._pool.idle_share()
         return {
             **staleness_metrics(groups, self._version, max_staleness=self._max_staleness),
             "queue/under_way": float(len(self._open) - num_finished),
             "queue/finished": float(num_finished),
             "idle/trainer": self._waited_s / elapsed if elapsed > 0 else 0.0,
+            **({} if idle is None else {"idle/generators": idle}),
         }
 
     def evaluate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, num_generations: int = 1) -> Evaluation:

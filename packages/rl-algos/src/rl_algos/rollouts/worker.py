@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rl_algos.rollouts.chat import Chat
+from rl_algos.rollouts.idle_time import IdleTime
 from rl_algos.tokenizer import load_tokenizer
 from rl_core.batch import Batch
 from rl_core.delivery import Delivery, Taken, take_over, try_out
@@ -98,6 +99,7 @@ class RolloutWorker:
         self._any_finished = asyncio.Event()
         self._under_way: set[asyncio.Task[GroupParts]] = set()
         self._turns: dict[int, list[dict[str, Completion]]] = {}
+        self._idle = IdleTime()
 
     async def start(self) -> int:
         """Load the engine; returns its number of ranks."""
@@ -109,6 +111,7 @@ class RolloutWorker:
 
         Their first requests reach the engine together and in order, so that its batches do not depend on timing.
         """
+        self._idle.begin()
         for number, task in tasks:
             self._turns[number] = [dict(turns) for turns in task.turns] or [{} for _ in task.seeds]
             running = asyncio.create_task(self._run_group(task, self._turns[number]))
@@ -145,6 +148,10 @@ class RolloutWorker:
             for number, rollouts in self._turns.items()
             if any(rollouts)
         }
+
+    async def idle_time(self) -> tuple[float, float]:
+        """Seconds since the last call, or the first group, without a rollout under way, and all seconds since then."""
+        return self._idle.take()
 
     async def generator(self, method: str, *args: Any) -> Any:
         """Call a method of the replica."""
@@ -183,6 +190,8 @@ class RolloutWorker:
 
     def _note_finished(self, number: int, task: asyncio.Task[GroupParts]) -> None:
         self._under_way.discard(task)
+        if not self._under_way:
+            self._idle.end()
         self._finished.append((number, task))
         self._any_finished.set()
 

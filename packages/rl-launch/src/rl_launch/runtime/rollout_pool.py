@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Collection, Sequence
 
@@ -22,6 +23,9 @@ _log = logging.getLogger(__name__)
 LOOK_S = 5.0
 """Longest time between two looks at the replicas' progress."""
 
+
+IDLE_TIMEOUT_S = 5.0
+"""Bound of asking the replicas for the time that they spent without rollouts."""
 
 TURNS_TIMEOUT_S = 60.0
 """Bound of asking the replicas for the turns of rollouts under way."""
@@ -122,6 +126,24 @@ class RolloutPool:
                 # a dead one is noticed and replaced by the next call that needs it
                 _log.warning("%s; its rollouts start again if the run ends here", error)
         return found
+
+    def idle_share(self) -> float | None:
+        """Share of the replicas' time since the last call, or since their first group, in which they had no rollout
+        under way. Replicas that do not answer are left out; None if that is all of them.
+        """
+        replicas = [replica for replica in self._group.replicas if replica not in self._group.lost]
+        calls = [(replica.origin("idle time"), replica.call("idle_time")) for replica in replicas]
+        end = time.monotonic() + IDLE_TIMEOUT_S
+        idle_s = total_s = 0.0
+        for origin, call in calls:
+            try:
+                idle, total = fetch(call, origin, max(0.0, end - time.monotonic()))
+            except (GeneratorError, WorkerDied) as error:
+                # a dead one is noticed and replaced by the next call that needs it
+                _log.debug("%s", error)
+                continue
+            idle_s, total_s = idle_s + idle, total_s + total
+        return idle_s / total_s if total_s > 0 else None
 
     def write_rollouts(self, path: str, rows: RemoteRows, advantages: Sequence[float | None]) -> None:
         """Have a rollout worker write the records of rollouts, so that no text comes to this process; any thread may

@@ -13,6 +13,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from rl_launch.session.balance import Balance
+
 _logger = logging.getLogger(__name__)
 
 SECONDS_PER_LINE = 1.0
@@ -42,6 +44,7 @@ class Progress:
         self._shown: dict[str, float] = {}
         self._trend: deque[float] = deque(maxlen=24)
         self._durations: deque[float] = deque(maxlen=20)
+        self._balance = Balance()
         self._spinner = Spinner("dots")
         self._live = Live(get_renderable=self.render, console=console, refresh_per_second=4, transient=True)
         self._is_live = console.is_terminal and not console.is_dumb_terminal
@@ -66,6 +69,7 @@ class Progress:
     def finish(self, step: int, metrics: Mapping[str, float], seconds: float) -> None:
         """A step is done, with these metrics."""
         self._durations.append(seconds)
+        self._balance.observe(metrics)
         self._shown |= {label: metrics[key] for key, label in _SHOWN if key in metrics}
         trend = next((metrics[key] for key, _ in _SHOWN if key in metrics), None)
         if trend is not None:
@@ -74,7 +78,10 @@ class Progress:
             return
         self._told_at = self._clock()
         values = "  ".join(f"{label} {metrics[key]:.4g}" for key, label in _SHOWN if key in metrics)
-        _logger.info("step %d/%d  %s  %.1f s  %s left", step, self._max_steps, values, seconds, self._left(step))
+        waits = f"  {self._balance}" if str(self._balance) else ""
+        _logger.info(
+            "step %d/%d  %s  %.1f s  %s left%s", step, self._max_steps, values, seconds, self._left(step), waits
+        )
 
     def render(self) -> RenderableType:
         """The live line: as much as fits, the most important first."""
@@ -88,6 +95,8 @@ class Progress:
         texts.extend(Text(f"{label} {value:.4g}") for label, value in self._shown.items())
         if self._durations:
             texts.append(Text(f"{self._left(self._step - 1)} left", style="dim"))
+        if str(self._balance):
+            texts.append(Text(str(self._balance), style="yellow"))
         if self._trend:
             texts.append(Text(sparkline(self._trend), style="green"))
         line = Text(no_wrap=True, overflow="ellipsis")

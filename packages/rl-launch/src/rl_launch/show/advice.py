@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from rl_launch.session.balance import imbalance
+
 FEWEST_STEPS = 8
 """Steps before trends are judged."""
 
@@ -33,9 +35,6 @@ CLIPPED = 0.3
 
 MISMATCH_KL = 0.01
 """Mean KL divergence between generator and trainer, in nats per token."""
-
-WAITING = 0.2
-"""Share of the time for which training waits for rollouts that run ahead of it."""
 
 EFFECTIVE_SAMPLES = 0.5
 """Share of the sampled tokens that the importance weights leave in effect."""
@@ -106,14 +105,10 @@ def _mismatch(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
 
 
 def _waits(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
-    values = _last_quarter("idle/trainer", rows)
-    if values and fmean(values) > WAITING:
-        yield Advice(
-            f"training waits for rollouts {fmean(values):.0%} of the time",
-            "give generation more devices (policy.generation.colocated.resources.gpus_per_node), have more prompts run "
-            f"ahead ({_section(config)}.async_grpo.max_trajectory_age_steps), or bound the longest rollout "
-            "(policy.generation.max_new_tokens)",
-        )
+    trainer, generators = (_last_quarter(f"idle/{side}", rows) for side in ("trainer", "generators"))
+    found = imbalance(fmean(trainer or [0.0]), fmean(generators or [0.0]), section=_section(config))
+    if found is not None:
+        yield Advice(*found)
 
 
 def _off_policy(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:

@@ -1,0 +1,58 @@
+"""Which of two sides that run at the same time waits for the other, and what to change."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from statistics import fmean
+
+IDLE = 0.2
+"""Share of the time for which training, or the generators, may have nothing to do."""
+
+FEWEST_STEPS, MOST_STEPS = 3, 8
+"""Last steps that the progress of a run judges by: the first one always waits for its rollouts."""
+
+
+def imbalance(trainer: float, generators: float, *, section: str = "") -> tuple[str, str] | None:
+    """Return who waits, with the figures, and what to change; None if neither waits for long.
+
+    Args:
+        trainer, generators: shares of the time without work, `idle/trainer` and `idle/generators`.
+        section: of the config that has `async_grpo`, as a prefix of keys.
+    """
+    ahead = f"{section}.async_grpo" if section else "async_grpo"
+    resources = "policy.generation.colocated.resources.gpus_per_node"
+    training_waits = f"training waits for rollouts {trainer:.0%} of the time"
+    rollouts = (
+        f"have more prompts run ahead ({ahead}.max_trajectory_age_steps), or bound the longest rollout "
+        "(policy.generation.max_new_tokens)"
+    )
+    if trainer > IDLE and generators > IDLE:
+        interrupt = f"let weight updates interrupt rollouts ({ahead}.in_flight_weight_updates)"
+        return f"{training_waits}, and generators have none {generators:.0%} of it", f"{interrupt}, {rollouts}"
+    if trainer > IDLE:
+        return training_waits, f"give generation more devices ({resources}), {rollouts}"
+    if generators > IDLE:
+        slower = f"training is the slower side: give generation fewer devices ({resources}) and training more"
+        return f"generators have no rollouts {generators:.0%} of the time", slower
+    return None
+
+
+class Balance:
+    """Watches the last steps of a run for a side that waits."""
+
+    def __init__(self) -> None:
+        self._shares: deque[tuple[float, float]] = deque(maxlen=MOST_STEPS)
+
+    def observe(self, metrics: Mapping[str, float]) -> None:
+        """Take the metrics of a step; one whose rollouts do not run ahead of training says nothing."""
+        if "idle/trainer" in metrics:
+            self._shares.append((metrics["idle/trainer"], metrics.get("idle/generators", 0.0)))
+
+    def __str__(self) -> str:
+        """Who waits and what to change; empty if neither side waits for long."""
+        if len(self._shares) < FEWEST_STEPS:
+            return ""
+        trainer, generators = (fmean(shares) for shares in zip(*self._shares, strict=True))
+        found = imbalance(trainer, generators)
+        return "" if found is None else f"{found[0]}: {found[1]}"
