@@ -208,8 +208,8 @@ class SimulatedRank:
         return getattr(self._host, name)
 
 
-def replicas(hosts: Sequence[Any], count: int) -> list[Any]:
-    """Replicas that are started already; several share a host."""
+def replicas(hosts: Sequence[Any]) -> list[Any]:
+    """Replicas that are started already, one on each host."""
     from rl_launch.runtime.model_group import StartTimeouts
     from rl_launch.runtime.replica import Replica
 
@@ -218,7 +218,7 @@ def replicas(hosts: Sequence[Any], count: int) -> list[Any]:
             super().__init__(lambda: host, None, {}, index=index, logs="", timeouts=StartTimeouts(300.0, 300.0))  # type: ignore[arg-type]  # nothing is built of a spec
             self._actor = host
 
-    return [SimulatedReplicaProcess(hosts[index % len(hosts)], index) for index in range(count)]
+    return [SimulatedReplicaProcess(host, index) for index, host in enumerate(hosts)]
 
 
 def measured_steps(cluster: VirtualCluster, run_dir: Path, tokens: int, chosen: argparse.Namespace) -> MeasuredRun:
@@ -231,7 +231,7 @@ def measured_steps(cluster: VirtualCluster, run_dir: Path, tokens: int, chosen: 
     process = WorkerProcess(sys.executable, {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
     (bundles,) = cluster.reserve(1, 1)
     rank_hosts = [cluster.start_worker(process, bundles[0]) for _ in range(chosen.processes)]
-    replica_hosts = [cluster.start_async_worker(process) for _ in range(chosen.processes)]
+    replica_hosts = [cluster.start_async_worker(process) for _ in range(chosen.replicas)]
     started = [host.build.remote("simulated_workers:SimulatedRanks") for host in rank_hosts]
     started += [host.start.remote("simulated_workers:SimulatedReplica", tokens) for host in replica_hosts]
     gather(started, [Origin("simulated worker", index, "", "start") for index in range(len(started))], 300.0)
@@ -239,7 +239,7 @@ def measured_steps(cluster: VirtualCluster, run_dir: Path, tokens: int, chosen: 
     num_ranks = chosen.workers - chosen.replicas
     ranks = [SimulatedRank(rank_hosts[rank % len(rank_hosts)], rank, num_ranks) for rank in range(num_ranks)]
     policy = RemoteModel(ranks, role="policy", nodes=["here"] * num_ranks)
-    pool = RolloutPool(replicas(replica_hosts, chosen.replicas), None, stall_timeout_s=600.0)
+    pool = RolloutPool(replicas(replica_hosts), None, stall_timeout_s=600.0)
     config = GRPOConfig(
         num_prompts_per_step=chosen.prompts,
         num_generations_per_prompt=chosen.group,

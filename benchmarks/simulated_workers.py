@@ -66,7 +66,7 @@ class SimulatedReplica:
         number, task = self._tasks.popleft()
         if not self._tasks:
             self._has_tasks.clear()
-        report, columns, records = parts_of(task.prompt, [self._rollout(task.prompt) for _ in task.seeds])
+        (report,), columns, records = parts_of([(task.prompt, [self._rollout(task.prompt) for _ in task.seeds])])
         return [(number, report)], columns, records
 
     async def write_rollouts(self, path: str, part: Any, row: Any, advantages: Any, *stores: Batch) -> None:

@@ -323,7 +323,7 @@ class RolloutGroup:
     @classmethod
     def of(cls, prompt: Prompt, rollouts: Sequence[Rollout]) -> RolloutGroup:
         """A group whose columns are in this process."""
-        report, columns, records = parts_of(prompt, rollouts)
+        (report,), columns, records = parts_of([(prompt, rollouts)])
         return cls(prompt, report.rollouts, columns.with_columns(records.columns))
 
     def rewards(self) -> np.ndarray:
@@ -334,10 +334,11 @@ class RolloutGroup:
         )
 
 
-def parts_of(prompt: Prompt, rollouts: Sequence[Rollout]) -> tuple[GroupReport, Batch, Batch]:
-    """The report of a group, the columns that training reads, and those that people read; each can be used without
-    the others.
+def parts_of(groups: Sequence[tuple[Prompt, Sequence[Rollout]]]) -> tuple[list[GroupReport], Batch, Batch]:
+    """The report of each group, the columns that training reads, and those that people read, of the rollouts of all
+    groups in order; each part can be used without the others.
     """
+    rollouts = [rollout for _, own in groups for rollout in own]
     columns: dict[str, Column] = {
         TOKENS: Ragged.from_rows([rollout.tokens for rollout in rollouts], np.int32),
         LOSS_MASK: Ragged.from_rows([rollout.loss_mask for rollout in rollouts], np.uint8),
@@ -345,10 +346,15 @@ def parts_of(prompt: Prompt, rollouts: Sequence[Rollout]) -> tuple[GroupReport, 
         WEIGHT_VERSIONS: Ragged.from_rows([rollout.weight_versions for rollout in rollouts], np.int32),
     }
     columns.update(_routing(rollouts))
-    record = [rollout_record(prompt, index, rollout) for index, rollout in enumerate(rollouts)]
+    record = [rollout_record(prompt, index, rollout) for prompt, own in groups for index, rollout in enumerate(own)]
     records: dict[str, Column] = {RECORD: Ragged.from_rows(record, np.uint8)}
-    report = GroupReport(RolloutReports.of(prompt.id, rollouts), tuple(columns), tuple(records))
-    return report, Batch(columns), Batch(records)
+    reports = [GroupReport(RolloutReports.of(prompt.id, own), tuple(columns), tuple(records)) for prompt, own in groups]
+    return reports, Batch(columns), Batch(records)
+
+
+def has_routing(rollouts: Sequence[Rollout]) -> bool:
+    """Whether the columns of these rollouts name the experts of their tokens."""
+    return any(rollout.routed_experts is not None for rollout in rollouts)
 
 
 def unknown_routing(num_tokens: int, shape: tuple[int, ...]) -> np.ndarray:

@@ -32,7 +32,7 @@ from rl_core.generation import (
 from rl_core.interruption import generate_whole
 from rl_core.model_config import TokenizerConfig
 from rl_core.plugins import resolve
-from rl_core.rollout import RECORD, Completion, GroupReport, Message, Prompt, Rollout, parts_of
+from rl_core.rollout import RECORD, Completion, GroupReport, Message, Prompt, Rollout, has_routing, parts_of
 from rl_core.rollout_record import write_records
 from rl_core.user_code import FromFile
 from rl_core.weights import Manifest
@@ -42,8 +42,8 @@ _log = logging.getLogger(__name__)
 MOST_TOGETHER = 16
 """Most groups whose columns are joined in one answer, as a node that needs one of their rows fetches all of them."""
 
-GroupParts = tuple[GroupReport, Batch, Batch]
-"""A group as `rl_core.rollout.parts_of` splits it."""
+Group = tuple[Prompt, Sequence[Rollout]]
+"""A prompt and its rollouts, in the order of their seeds."""
 
 
 class EnvironmentClient(Protocol):
@@ -95,9 +95,9 @@ class RolloutWorker:
         self._max_seconds = spec.max_seconds
         self._chat = Chat(load_tokenizer(spec.tokenizer, spec.model_name), spec.tokenizer.tool_format)
         self._environments = dict(environments)
-        self._finished: deque[tuple[int, asyncio.Task[GroupParts]]] = deque()
+        self._finished: deque[tuple[int, asyncio.Task[Group]]] = deque()
         self._any_finished = asyncio.Event()
-        self._under_way: set[asyncio.Task[GroupParts]] = set()
+        self._under_way: set[asyncio.Task[Group]] = set()
         self._turns: dict[int, list[dict[str, Completion]]] = {}
         self._idle = IdleTime()
 
@@ -114,7 +114,12 @@ class RolloutWorker:
         self._idle.begin()
         for number, task in tasks:
             self._turns[number] = [dict(turns) for turns in task.turns] or [{} for _ in task.seeds]
-            running = asyncio.create_task(self._run_group(task, self._turns[number]))
+            # tasks of their own at once: the engine has the first request before the last group has been looked at
+            rollouts = [
+                asyncio.create_task(self._run_one(task.prompt, _Client(self, task.prompt, task.sampling, seed, turns)))
+                for seed, turns in zip(task.seeds, self._turns[number], strict=True)
+            ]
+            running = asyncio.create_task(self._whole_group(task.prompt, rollouts))
             self._under_way.add(running)
             running.add_done_callback(partial(self._note_finished, number))
 
@@ -129,17 +134,11 @@ class RolloutWorker:
         """
         await self._any_finished.wait()
         taken = [self._take()]
-        first = taken[0][1][0]
+        _, (_, first) = taken[0]
         while self._finished and len(taken) < MOST_TOGETHER and _has_columns_of(first, self._finished[0][1]):
             taken.append(self._take())
-        reports = [(number, report) for number, (report, _, _) in taken]
-        if len(taken) == 1:
-            return reports, *taken[0][1][1:]
-        return (
-            reports,
-            Batch.concat([columns for _, (_, columns, _) in taken]),
-            Batch.concat([records for _, (_, _, records) in taken]),
-        )
+        reports, columns, records = parts_of([group for _, group in taken])
+        return list(zip([number for number, _ in taken], reports, strict=True)), columns, records
 
     async def turns(self) -> Mapping[int, tuple[SampledTurns, ...]]:
         """Completions so far of the groups that have not been taken, by number; groups without any are left out."""
@@ -188,26 +187,22 @@ class RolloutWorker:
         """End the replica."""
         await self._generator.close()
 
-    def _note_finished(self, number: int, task: asyncio.Task[GroupParts]) -> None:
+    def _note_finished(self, number: int, task: asyncio.Task[Group]) -> None:
         self._under_way.discard(task)
         if not self._under_way:
             self._idle.end()
         self._finished.append((number, task))
         self._any_finished.set()
 
-    def _take(self) -> tuple[int, GroupParts]:
+    def _take(self) -> tuple[int, Group]:
         number, task = self._finished.popleft()
         if not self._finished:
             self._any_finished.clear()
         del self._turns[number]
         return number, task.result()
 
-    async def _run_group(self, task: RolloutTask, turns: Sequence[dict[str, Completion]]) -> GroupParts:
-        runs = (
-            self._run_one(task.prompt, _Client(self, task.prompt, task.sampling, seed, own))
-            for seed, own in zip(task.seeds, turns, strict=True)
-        )
-        return parts_of(task.prompt, await asyncio.gather(*runs))
+    async def _whole_group(self, prompt: Prompt, rollouts: Sequence[asyncio.Task[Rollout]]) -> Group:
+        return prompt, await asyncio.gather(*rollouts)
 
     async def _run_one(self, prompt: Prompt, client: _Client) -> Rollout:
         try:
@@ -228,9 +223,9 @@ class RolloutWorker:
         return TimeoutError(f"the rollout took longer than the {self._max_seconds:g} s that max_rollout_seconds allows")
 
 
-def _has_columns_of(report: GroupReport, task: asyncio.Task[GroupParts]) -> bool:
+def _has_columns_of(rollouts: Sequence[Rollout], task: asyncio.Task[Group]) -> bool:
     """Whether a group that ended did not fail, and has the columns of another."""
-    return task.exception() is None and task.result()[0].columns == report.columns
+    return task.exception() is None and has_routing(task.result()[1]) == has_routing(rollouts)
 
 
 def _failed(prompt: Prompt, error: Exception) -> Rollout:
@@ -259,8 +254,8 @@ class _Client:
         self._environment = worker._environments[prompt.environment]
         self._tools = prompt.tools
         self._sampling = sampling
-        self._seeds = np.random.SeedSequence(seed)
         self._seed = seed
+        self._later_seeds: np.random.SeedSequence | None = None
         self._open: set[str] = set()
         self._turns = turns
 
@@ -301,5 +296,8 @@ class _Client:
             _log.warning("an environment did not free %s: %s: %s", sorted(self._open), type(error).__name__, error)
 
     def _next_seed(self) -> int:
-        seed, self._seed = self._seed, int(self._seeds.spawn(1)[0].generate_state(1)[0])
-        return seed
+        """That of the rollout for its first turn; the later ones follow from it."""
+        if self._later_seeds is None:
+            self._later_seeds = np.random.SeedSequence(self._seed)
+            return self._seed
+        return int(self._later_seeds.spawn(1)[0].generate_state(1)[0])
