@@ -199,6 +199,19 @@ def test_a_loss_that_corrects_takes_older_rollouts(written):
     assert ahead(configured(written)) == []
 
 
+def test_weights_by_age_need_rollouts_that_run_ahead():
+    decaying = configured({**TIS, "staleness_decay": 0.9})
+    assert ahead(decaying) == []
+    config = SimpleNamespace(
+        grpo=GRPOConfig(num_prompts_per_step=4, num_generations_per_prompt=2),
+        loss_fn=decaying,
+        policy=SimpleNamespace(train_global_batch_size=8, generation=GenerationConfig()),
+    )
+    (problem,) = loss_problems(config, config.grpo)
+    assert problem.key == "loss_fn.staleness_decay"
+    assert "grpo.async_grpo.enabled=true" in problem.message
+
+
 def test_a_loss_that_does_not_correct_is_refused_for_older_rollouts():
     ((key, message),) = ahead(configured({}))
     assert key == "loss_fn.use_importance_sampling_correction"

@@ -12,10 +12,11 @@ from rl_algos.grpo.objective import Objective, RewardKL, with_logprobs
 from rl_algos.grpo.step_statistics import StepData, high_covariance, high_entropy, positive_examples
 from rl_algos.losses.kl import KLPenalty
 from rl_algos.losses.policy import PolicyLoss
+from rl_algos.losses.staleness import StalenessDecay
 from rl_algos.losses.surrogates import ClipCov, KLCov
 from rl_algos.rollouts.batch import build_batch, with_advantages
 from rl_core.metrics import Metric
-from rl_core.testing.fakes import FakeModel
+from rl_core.testing.fakes import FakeModel, FakeWeights
 from rl_core.token_filter import TokenFilter
 
 GROUPS = [make_group("a", [1.0, 0.0, -0.5]), make_group("b", [0.5, 2.0])]
@@ -59,6 +60,15 @@ def test_a_penalty_without_clamps_is_finite_in_float32_at_extreme_log_ratios(est
     found = reward_kl.estimates(batch.with_columns(columns)).values.astype(np.float32)
     assert np.isfinite(found).all()
     assert not found[mask.values == 0].any()
+
+
+def test_weights_by_age_are_told_the_version_of_the_policy():
+    weights = FakeWeights(FakeModel())
+    objective = Objective(PolicyLoss(staleness=StalenessDecay(0.9)), weights=weights)
+    assert "weight_versions" in objective.columns
+    for version in (1, 2):
+        weights.publish()
+        assert objective.loss.staleness == StalenessDecay(0.9, version)
 
 
 def test_an_objective_without_parts_adds_nothing():

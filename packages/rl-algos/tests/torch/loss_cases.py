@@ -7,6 +7,7 @@ from rl_algos.losses.aggregation import Aggregation
 from rl_algos.losses.importance import ImportanceCorrection, Rejection
 from rl_algos.losses.kl import KLPenalty
 from rl_algos.losses.policy import PolicyLoss
+from rl_algos.losses.staleness import StalenessDecay
 from rl_algos.losses.surrogates import (
     CISPO,
     DPPOKL,
@@ -94,6 +95,13 @@ LOSSES = {
     "normalized, rejecting": _weighed(
         Clip(), SEQUENCE_MEAN, rejection=Rejection("max", "k2", high=0.02), batch_normalize=True
     ),
+    "staleness": PolicyLoss(staleness=StalenessDecay(0.7, version=9), kl=KLPenalty(0.3), entropy_weight=0.4),
+    "staleness, weights": PolicyLoss(
+        CISPO(), SEQUENCE_MEAN, staleness=StalenessDecay(0.5, version=9), importance=ImportanceCorrection(high=1.1)
+    ),
+    "staleness, normalized weights": PolicyLoss(
+        staleness=StalenessDecay(0.5, version=9), importance=ImportanceCorrection(batch_normalize=True)
+    ),
     "off-policy sequence mask": PolicyLoss(off_policy_threshold=0.02, kl=KLPenalty(0.3)),
     "mismatch threshold": PolicyLoss(mismatch_threshold=1.12, kl=KLPenalty(0.3)),
     "entropy bonus": PolicyLoss(entropy_weight=0.4),
@@ -132,6 +140,9 @@ def make_batch(seed: int = 0, *, scale: float = 1.0) -> Batch:
             "loss_mask": Ragged.from_rows(mask, np.uint8),
             "advantages": np.array([1.0, -2.0, 1.5, -0.5, 0.0]),
             "high_covariance": generation.like((random.random(total) < 0.3).astype(np.uint8)),
+            "weight_versions": generation.like(
+                np.where(np.concatenate(mask) > 0, random.integers(5, 10, total), -1).astype(np.int32)
+            ),
             "positive": np.array([1, 0, 1, 0, 1], np.uint8),
             "high_entropy": generation.like((random.random(total) < 0.4).astype(np.uint8)),
         }

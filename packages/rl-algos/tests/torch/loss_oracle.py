@@ -74,7 +74,12 @@ class Sequence:
         distance = self.mean(lambda i: self.gen[i] - self.frozen[i])
         if threshold is not None and self.mean(lambda i: self.advantages[i]) < 0 and distance > threshold:
             return 0.0
-        return weight_of(self.loss, self, t)
+        return weight_of(self.loss, self, t) * self.by_age(t)
+
+    def by_age(self, t: int) -> float:
+        if self.loss.staleness is None:
+            return 1.0
+        return self.loss.staleness.decay ** max(0, self.loss.staleness.version - int(self.column["weight_versions"][t]))
 
     def policy(self, t: int) -> float:
         if self.loss.high_entropy_only and not self.column["high_entropy"][t]:

@@ -340,6 +340,11 @@ class RolloutProgram(Protocol):
 class Weights(Protocol):
     """The publishing side of weight sync. Its state, saved with a checkpoint, is the last version given."""
 
+    @property
+    def version(self) -> int:
+        """The last version given, that of the policy's present weights until it steps; 0 before the first."""
+        ...
+
     def publish(self) -> WeightUpdate:
         """Give the policy's present weights the next version."""
         ...

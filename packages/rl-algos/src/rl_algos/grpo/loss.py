@@ -16,9 +16,11 @@ from rl_algos.losses.custom import PATH, is_path, loss_class
 from rl_algos.losses.importance import ImportanceCorrection, Rejection
 from rl_algos.losses.kl import KLPenalty
 from rl_algos.losses.policy import PolicyLoss
+from rl_algos.losses.staleness import StalenessDecay
 from rl_algos.losses.surrogates import SURROGATES, ClipCov, KLCov, Surrogate
 from rl_algos.rollouts.config import PolicyGradientConfig
 from rl_core.config import Config, did_you_mean, section_of, settings_of
+from rl_core.generation import Weights
 from rl_core.model import Loss
 
 COLUMNS = ("loss_mask", "advantages", "generation_logprobs", "prev_logprobs", "ref_logprobs")
@@ -92,13 +94,18 @@ def loss_of(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> Loss:
 
 
 def objective_of(
-    config: ObjectiveRoot, algorithm: PolicyGradientConfig, *, read_before: Collection[str] = ()
+    config: ObjectiveRoot,
+    algorithm: PolicyGradientConfig,
+    *,
+    read_before: Collection[str] = (),
+    weights: Weights | None = None,
 ) -> Objective:
     """The loss of a run with what is computed once a step for it.
 
     Args:
         algorithm: section of the algorithm.
         read_before: columns that its advantages read, of those that the policy gives before the update.
+        weights: of the policy, whose version tells the age of rollouts; None if no step is taken with the loss.
     """
     loss, settings = loss_of(config, algorithm), config.loss_fn
     if not isinstance(settings, LossConfig):
@@ -119,6 +126,7 @@ def objective_of(
         loss,
         statistics=statistics,
         read_before=read_before,
+        weights=weights,
         reward_kl=_reward_kl(settings) if settings.use_kl_in_reward and penalty else None,
         kl_weight=AdaptiveKL(penalty, target=kl.target, rate=rate) if kl.target else None,
         entropy_weight=(
@@ -147,6 +155,7 @@ def policy_loss(config: ObjectiveRoot, algorithm: PolicyGradientConfig, loss: Lo
         on_policy=on_policy if loss.force_on_policy_ratio is None else loss.force_on_policy_ratio,
         kl=_kl(loss) if loss.reference_policy_kl_penalty and not loss.use_kl_in_reward else None,
         importance=_importance(loss, surrogate) if loss.use_importance_sampling_correction else None,
+        staleness=StalenessDecay(loss.staleness_decay) if loss.staleness_decay < 1 else None,
         off_policy_threshold=loss.off_policy_sequence_mask_threshold,
         mismatch_threshold=algorithm.seq_logprob_error_threshold,
         entropy_weight=bonus.weight if bonus.weight or bonus.target else None,

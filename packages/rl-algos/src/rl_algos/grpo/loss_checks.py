@@ -34,6 +34,12 @@ def loss_problems(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> Ite
     loss = config.loss_fn
     yield from _reference(config, algorithm)
     yield from _uncorrected(config, algorithm)
+    if isinstance(loss, LossConfig) and loss.staleness_decay < 1 and not algorithm.max_staleness:
+        yield _problem(
+            "staleness_decay",
+            "has no effect in a synchronous run, in which every rollout is of the newest weights; set "
+            f"{algorithm.section}.async_grpo.enabled=true and max_trajectory_age_steps above 0, or remove this key",
+        )
     if not isinstance(loss, LossConfig):
         yield from _custom_loss_problems(config, algorithm)
         return

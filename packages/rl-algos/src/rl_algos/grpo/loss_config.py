@@ -121,6 +121,10 @@ class LossConfig(NamedConfig):
     """Upper bound of the importance weight; unset, it is not bounded."""
     truncated_importance_sampling_ratio_min: float | None = Field(default=None, ge=0)
     """Lower bound of the importance weight."""
+    staleness_decay: float = Field(default=1.0, gt=0, le=1)
+    """Factor of the policy term of a token for every version that the weights which sampled it are behind those that
+    train: `staleness_decay ** age`, beside the importance weight. The counts that the loss is divided by stay as they
+    are, so older rollouts take smaller steps. 1 weighs all ages alike."""
     off_policy_sequence_mask_threshold: float | None = Field(default=None, gt=0)
     """Leave sequences with a negative advantage out of the policy term whose mean `generation - logp` logprob is above
     this (DeepSeek-V3.2)."""

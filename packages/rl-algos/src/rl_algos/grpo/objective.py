@@ -15,6 +15,7 @@ from rl_algos.losses.importance import LOG_RATIO_BOUND
 from rl_algos.losses.kl import KLType
 from rl_algos.losses.policy import PolicyLoss
 from rl_core.batch import Batch
+from rl_core.generation import Weights
 from rl_core.metrics import Metric
 from rl_core.model import COLLISION, ENTROPY, LOGPROBS, Loss, Model, Read
 from rl_core.ragged import Ragged
@@ -69,6 +70,8 @@ class Objective:
         loss: what a step minimises.
         statistics: columns of the whole step by name, for a loss that reads them.
         read_before: columns that statistics and the estimator read, of those that `with_logprobs` adds.
+        weights: of the policy, whose version tells a loss with weights by age how old tokens are; then `loss` is a
+            `PolicyLoss`.
         reward_kl: the KL penalty on rewards, None for none.
         kl_weight: the weight of the KL term, or of the penalty on rewards, if it adapts; then `loss` is a `PolicyLoss`.
         entropy_weight: the weight of the entropy bonus, if it adapts; likewise.
@@ -80,6 +83,7 @@ class Objective:
         *,
         statistics: Mapping[str, Statistic] | None = None,
         read_before: Collection[str] = (),
+        weights: Weights | None = None,
         reward_kl: RewardKL | None = None,
         kl_weight: AdaptiveWeight | None = None,
         entropy_weight: AdaptiveWeight | None = None,
@@ -87,18 +91,21 @@ class Objective:
         self._loss = loss
         self._statistics = dict(statistics or {})
         self._read_before = frozenset(read_before)
+        self._versions = weights
         self._reward_kl = reward_kl
-        weights = {"kl_weight": kl_weight, "entropy_weight": entropy_weight}
-        self._weights = {name: weight for name, weight in weights.items() if weight is not None}
+        adaptive = {"kl_weight": kl_weight, "entropy_weight": entropy_weight}
+        self._weights = {name: weight for name, weight in adaptive.items() if weight is not None}
         self._measured: dict[str, float] = {}
 
     @property
     def loss(self) -> Loss:
-        """The loss with the weights in force."""
-        if not self._weights:
-            return self._loss
-        assert isinstance(self._loss, PolicyLoss)
+        """The loss with the weights in force, and the version of the policy's weights."""
         loss = self._loss
+        if not isinstance(loss, PolicyLoss):
+            return loss
+        if loss.staleness is not None and self._versions is not None:
+            staleness = dataclasses.replace(loss.staleness, version=self._versions.version)
+            loss = dataclasses.replace(loss, staleness=staleness)
         if "kl_weight" in self._weights and loss.kl is not None:
             loss = dataclasses.replace(loss, kl=dataclasses.replace(loss.kl, weight=self._weights["kl_weight"].value))
         if "entropy_weight" in self._weights:

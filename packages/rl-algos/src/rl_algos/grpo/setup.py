@@ -14,7 +14,7 @@ def run(config: GRPORoot, components: Components, run: Run) -> None:
     """Train as the config says."""
     train(
         config.grpo,
-        objective_of(config, config.grpo, read_before=columns_before(config.grpo)),
+        objective_of(config, config.grpo, read_before=columns_before(config.grpo), weights=components.weights),
         policy=components.models["policy"],
         steps=steps_of(config, components, run, with_greedy=reads(config.grpo, "baselines")),
         rows_per_minibatch=config.policy.train_global_batch_size,

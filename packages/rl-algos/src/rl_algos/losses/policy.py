@@ -4,6 +4,7 @@ It is put together from parts that know nothing of one another:
 
 - a surrogate (`rl_algos.losses.surrogates`), the policy term of a token;
 - an importance correction (`rl_algos.losses.importance`), weights of that term, and filters of whole sequences;
+- weights of that term by the age of tokens (`rl_algos.losses.staleness`);
 - a KL penalty (`rl_algos.losses.kl`), an entropy bonus and a term for positive examples, each added to it;
 - an aggregation (`rl_algos.losses.aggregation`), from tokens to one number.
 
@@ -23,6 +24,7 @@ import numpy as np
 from rl_algos.losses.aggregation import Aggregation
 from rl_algos.losses.importance import ImportanceCorrection, importance_weights
 from rl_algos.losses.kl import KLPenalty
+from rl_algos.losses.staleness import StalenessDecay
 from rl_algos.losses.surrogates import Clip, Surrogate
 from rl_core.batch import Batch
 from rl_core.model import ENTROPY, LOGPROBS, Read
@@ -45,6 +47,7 @@ class PolicyLoss:
             `prev`, in the surrogate alone: the behaviour policy is then the centre of the clip.
         kl: the KL term, None for none.
         importance: the correction w, None for none.
+        staleness: weights by age, by which w is multiplied; None for none.
         off_policy_threshold: leaves sequences with a negative advantage out of the policy term whose mean
             `generation - logp` is above it (off-policy sequence masking, DeepSeek-V3.2, arXiv:2512.02556).
         mismatch_threshold: leaves sequences whose mean `exp|prev - generation|` is above it out of all terms.
@@ -64,6 +67,7 @@ class PolicyLoss:
     denominator: RatioDenominator = "prev"
     kl: KLPenalty | None = None
     importance: ImportanceCorrection | None = None
+    staleness: StalenessDecay | None = None
     off_policy_threshold: float | None = None
     mismatch_threshold: float | None = None
     entropy_weight: float | None = None
@@ -82,7 +86,8 @@ class PolicyLoss:
         ref = ("ref_logprobs",) if self.kl else ()
         entropy = ("high_entropy",) if self.high_entropy_only else ()
         positive = ("positive",) if self.positive_nll_weight else ()
-        terms = (*prev, *ref, *entropy, *positive, *self.surrogate.columns)
+        versions = ("weight_versions",) if self.staleness else ()
+        terms = (*prev, *ref, *entropy, *positive, *versions, *self.surrogate.columns)
         return ("loss_mask", "advantages", "generation_logprobs", *terms)
 
     @property

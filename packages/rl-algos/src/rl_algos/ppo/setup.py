@@ -13,7 +13,7 @@ def run(config: PPORoot, components: Components, run: Run) -> None:
     """Train as the config says."""
     train(
         config.ppo,
-        objective_of(config, config.ppo),
+        objective_of(config, config.ppo, weights=components.weights),
         policy=components.models["policy"],
         critic=components.models["critic"],
         steps=steps_of(config, components, run),

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rl_algos.losses.aggregation import Aggregation
 from rl_algos.losses.policy import PolicyLoss
+from rl_algos.losses.staleness import StalenessDecay
 from rl_algos.torch.importance import importance_weights, mismatched_sequences, off_policy_sequences
 from rl_algos.torch.kl import reference_kl, weighed
 from rl_algos.torch.sampled import Sampled, bounded
@@ -29,6 +30,10 @@ def compute(loss: PolicyLoss, reads: Mapping[str, Tensor], rows: Rows) -> LossSu
     terms = policy_terms(loss.surrogate, compared)
     policy, without_policy = _corrected(loss, terms.loss, sampled)
     penalties, metrics = _penalties(loss, reads, sampled)
+    if loss.staleness is not None:
+        weights = _staleness_weights(loss.staleness, sampled)
+        policy = policy * weights
+        metrics["policy/staleness_weight"] = _token_mean(weights, sampled)
     left_out = torch.zeros_like(without_policy)
     if loss.mismatch_threshold is not None:
         left_out = mismatched_sequences(loss.mismatch_threshold, sampled)
@@ -62,6 +67,12 @@ def _corrected(loss: PolicyLoss, policy: Tensor, sampled: Sampled) -> tuple[Tens
         weight, without_weight = importance_weights(loss.importance, sampled)
         policy, dropped = policy * weight, dropped | without_weight
     return policy, dropped
+
+
+def _staleness_weights(staleness: StalenessDecay, sampled: Sampled) -> Tensor:
+    """`[tokens]`, `decay ** age` at sampled tokens and 1 at all others."""
+    age = sampled.select(staleness.version - sampled.rows["weight_versions"]).clamp(min=0)
+    return staleness.decay ** age.to(sampled.logprobs.dtype)
 
 
 def _penalties(

@@ -129,6 +129,11 @@ class FakeWeights:
         self._version = 0
         self.published: dict[int, int] = {}
 
+    @property
+    def version(self) -> int:
+        """The last version given."""
+        return self._version
+
     def publish(self) -> WeightUpdate:
         """The next version."""
         self._version += 1

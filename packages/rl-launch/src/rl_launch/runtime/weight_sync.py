@@ -148,6 +148,11 @@ class WeightSync:
         self._receivers: list[tuple[Receiver, int]] = []
         self._served: list[tuple[Receiver, int]] = []
 
+    @property
+    def version(self) -> int:
+        """The last version given."""
+        return self._version
+
     def publish(self) -> PublishedWeights:
         """Give the policy's present weights the next version."""
         self._version += 1
