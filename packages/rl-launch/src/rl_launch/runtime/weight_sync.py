@@ -183,11 +183,10 @@ class WeightSync:
                 _log.warning("%s; sending version %d again", error, update.version)
 
     def _transfer(self, update: PublishedWeights, replicas: Sequence[Receiver], *, in_flight: bool) -> None:
-        early: Ragged | None = None
         with self._residency.hold(POLICY) if self._residency else nullcontext():
+            # before the weights are sent: the replicas, which may have the same cores or memory, work behind that
+            finish = self._start_canary()
             if self._residency:
-                # before the replicas take memory
-                early = self._start_canary()()
                 self._policy.offload(["optimizer"])
             manifest = self._manifest(self._form(replicas), update.version)
         self._served = []  # after a failure everything is sent again
@@ -195,17 +194,14 @@ class WeightSync:
         self._transport = None  # until this transfer has succeeded
         shared = ray.put(manifest)
         sending = self._policy.start_send(shared, transport)
-        # the policy is done before the replicas are, which load what arrives and score the canary too
-        finish = self._start_canary() if early is None else None
         taken = self._exchange(manifest, shared, sending, transport, replicas, in_flight=in_flight)
         self._transport = transport
-        expected = early if finish is None else finish()
+        expected = finish()
         scores = [found.scores for found in taken]
         if self._residency:
             self._policy.offload(["parameters"])
             self._residency.hand_over(GENERATION)
             scores = self._all(replicas, "try_out", tuple(self._canary.rows))
-        assert expected is not None, "the canary is scored either before or behind the send"
         self._check_canary(update, expected, replicas, scores)
         refs = [replica.generator("resume") for replica in replicas]
         gather(refs, [replica.origin("weight sync (resume)") for replica in replicas], self._timeout_s)
