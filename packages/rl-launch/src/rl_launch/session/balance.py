@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from statistics import fmean
+from statistics import median
 
 IDLE = 0.2
 """Share of the time for which training, or the generators, may have nothing to do."""
 
 FEWEST_STEPS, MOST_STEPS = 3, 8
-"""Last steps that the progress of a run judges by: the first one always waits for its rollouts."""
+"""Last steps that the progress of a run judges by, by their median: the first one always waits for its rollouts."""
 
 
 def imbalance(trainer: float, generators: float, *, section: str = "") -> tuple[str, str] | None:
@@ -53,6 +53,6 @@ class Balance:
         """Who waits and what to change; empty if neither side waits for long."""
         if len(self._shares) < FEWEST_STEPS:
             return ""
-        trainer, generators = (fmean(shares) for shares in zip(*self._shares, strict=True))
+        trainer, generators = (median(shares) for shares in zip(*self._shares, strict=True))
         found = imbalance(trainer, generators)
         return "" if found is None else f"{found[0]}: {found[1]}"
