@@ -1,0 +1,1 @@
+"""Games of the gymnasium package that can be played in text, with generated starts."""
