@@ -6,7 +6,8 @@ A rollout worker plays conversations of several turns on an engine that answers 
 environment that answers at once with a message or the results of tool calls. So all time is the rollout layer's: the
 transcript, reading turns, tool calls, the chat template, and the columns of the groups. The baseline is the same number
 of calls of the engine and the environment without that layer. Throughput is measured on engines that take a fixed time
-for a turn, each with a rollout worker in a process of its own, as replicas have.
+for a turn, each with a rollout worker in a process of its own, as replicas have. Nearly all of that time is waiting, so
+four replicas need not have four cores; the CPU time of a rollout beside it says how many a core carries.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from rl_core.rollout import Completion, Prompt, WeightSpan
 NUM_TURNS = 4
 NUM_TOKENS = 64
 """Tokens of a plain turn."""
-TURN_S = 0.1
+TURN_S = 1.0
 """Seconds of a turn on an engine that is not instant."""
 REPLICAS = (1, 2, 4)
 CALL = '<tool_call>\n{"name": "look_up", "arguments": {"word": "two"}}\n</tool_call>'
@@ -140,8 +141,10 @@ def resident_mib() -> float:
     return pages * 4096 / 2**20
 
 
-def rollouts_per_second(folder: str, num_replicas: int, num_batches: int, concurrent: int) -> float:
-    """Throughput of replicas that play so many batches of so many rollouts each, all at the same time."""
+def throughput(folder: str, num_replicas: int, num_batches: int, concurrent: int) -> tuple[float, float]:
+    """Rollouts per second, and CPU seconds of one, of replicas that play so many batches of so many rollouts each, all
+    at the same time.
+    """
     context = multiprocessing.get_context("spawn")
     start, times = context.Barrier(num_replicas), context.SimpleQueue()
     arguments = (folder, num_batches, concurrent, start, times)
@@ -152,21 +155,22 @@ def rollouts_per_second(folder: str, num_replicas: int, num_batches: int, concur
         process.join()
         if process.exitcode:
             raise SystemExit("a replica failed")
-    begins, ends = zip(*(times.get() for _ in processes), strict=True)
-    return num_replicas * num_batches * concurrent / (max(ends) - min(begins))
+    begins, ends, cpu_s = zip(*(times.get() for _ in processes), strict=True)
+    num_rollouts = num_replicas * num_batches * concurrent
+    return num_rollouts / (max(ends) - min(begins)), sum(cpu_s) / num_rollouts
 
 
 def play_as_replica(folder: str, num_batches: int, concurrent: int, start: Barrier, times: Any) -> None:
-    """Play in this process once all replicas are ready; puts the times of begin and end into a queue."""
+    """Play in this process once all replicas are ready; puts begin, end and CPU seconds into a queue."""
 
-    async def play() -> tuple[float, float]:
+    async def play() -> tuple[float, float, float]:
         bench = Bench(folder, with_calls=True, turn_s=TURN_S)
         await bench.play(concurrent)
         start.wait()
-        begin = time.monotonic()
+        begin, cpu_before = time.monotonic(), time.process_time()
         for _ in range(num_batches):
             await bench.play(concurrent)
-        return begin, time.monotonic()
+        return begin, time.monotonic(), time.process_time() - cpu_before
 
     times.put(asyncio.run(play()))
 
@@ -186,12 +190,12 @@ def measure_scaling(folder: str, num_batches: int, concurrent: int) -> None:
     """Measure throughput by number of replicas, and print the table."""
     rows, alone = [], 0.0
     for count in REPLICAS:
-        found = rollouts_per_second(folder, count, num_batches, concurrent)
+        found, cpu_s = throughput(folder, count, num_batches, concurrent)
         alone = alone or found
-        rows.append([str(count), f"{found:.0f}", f"{found / alone:.2f}"])
+        rows.append([str(count), f"{found:.1f}", f"{found / alone:.2f}", f"{1000 * cpu_s:.2f}"])
     ideal = concurrent / (NUM_TURNS * TURN_S)
     print(f"\nOf {concurrent} at a time; {ideal:.0f} a second and replica are possible.\n")
-    print(table(["replicas", "rollouts per second", "of one replica"], rows))
+    print(table(["replicas", "rollouts per second", "of one replica", "CPU ms per rollout"], rows))
 
 
 async def measure(folder: str, repeats: int, num_rollouts: int) -> None:
@@ -219,7 +223,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         make_tiny_model(folder)
         asyncio.run(measure(folder, 2 if arguments.quick else 9, 256 if arguments.quick else arguments.rollouts))
-        measure_scaling(folder, 2 if arguments.quick else 40, 32)
+        measure_scaling(folder, 1 if arguments.quick else 10, 32)
 
 
 if __name__ == "__main__":
