@@ -67,13 +67,6 @@ def test_threads_of_cpu_workers_spin_shortly_unless_the_user_says_how(monkeypatc
     assert "GOMP_SPINCOUNT" not in CPU.worker_variables(2)
 
 
-def test_cpu_workers_keep_few_compiled_kernels_unless_the_user_says_how_many(monkeypatch):
-    monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", raising=False)
-    assert CPU.worker_variables(1)["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "128"
-    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "1024")
-    assert CPU.worker_variables(1)["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "1024"
-
-
 def test_logical_gpus_share_memory_by_node_and_gpu(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     monkeypatch.setenv(NODE_ADDRESS, "127.0.0.7")

@@ -23,11 +23,6 @@ millisecond, enough for the pauses between operations. By default it looks for m
 processes use as well, a training step then takes several times the processor's time, and as much longer."""
 
 
-KERNELS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
-"""Compiled kernels that oneDNN keeps, one for each shape. By default it keeps 1,024; a vLLM replica whose batches
-have ever other sizes then grows by about a mebibyte a batch, over 150 batches twice as much as with 128."""
-
-
 @dataclass(frozen=True)
 class CpuDevice(Device):
     """The cores and the memory of a node."""
@@ -44,7 +39,7 @@ class CpuDevice(Device):
 
     def worker_variables(self, num_threads: int) -> Mapping[str, str]:
         threads = {"OMP_NUM_THREADS": str(num_threads), "MKL_NUM_THREADS": str(num_threads)}
-        tuning = {**KEEP_FREED_MEMORY, **KERNELS, **({} if "OMP_WAIT_POLICY" in os.environ else SPIN)}
+        tuning = KEEP_FREED_MEMORY if "OMP_WAIT_POLICY" in os.environ else {**KEEP_FREED_MEMORY, **SPIN}
         chosen = {name: os.environ.get(name, value) for name, value in tuning.items()}
         return {**threads, **chosen, VISIBLE: ""}
 
