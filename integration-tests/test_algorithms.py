@@ -143,6 +143,16 @@ FAMILIES = {
         {"its teacher on megatron": TEACHER_ON_MEGATRON, "its teacher on dtensor": TEACHER_ON_DTENSOR},
         tolerance=1e-3,
     ),
+    "offline distillation": Family(
+        "distill-offline-tiny",
+        (
+            "distillation.max_num_steps=4",
+            "distillation.val_period=4",
+            "distillation.val_batches=1",
+            "teacher.model_name=TEACHER",
+        ),
+        {"its teacher on megatron": TEACHER_ON_MEGATRON, "its teacher on dtensor": TEACHER_ON_DTENSOR},
+    ),
 }
 
 IN_ENVIRONMENTS = ("grpo-multi-env-tiny", "grpo-sliding-puzzle-tiny", "grpo-tools-tiny")
@@ -151,7 +161,7 @@ IN_ENVIRONMENTS = ("grpo-multi-env-tiny", "grpo-sliding-puzzle-tiny", "grpo-tool
 TINY_GRPO = [name for name in recipe_names() if name.endswith("-tiny") and read_raw(name).select("algorithm") == "grpo"]
 VARIANTS = [name for name in TINY_GRPO if name not in IN_ENVIRONMENTS]
 
-KILLED = ("ppo", "dpo", "rm", "distillation")
+KILLED = ("ppo", "dpo", "kto", "rm", "distillation", "offline distillation")
 """Families whose models are not those of the runs that `test_faults` kills."""
 
 UNDISTURBED = [(name, each) for name in FAMILIES for each in list(FAMILIES[name].layouts)[name in KILLED :]]
