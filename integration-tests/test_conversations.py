@@ -2,7 +2,11 @@
 
 import zlib
 
+import numpy as np
 from runs import rollouts_of, steps_of
+
+from rl_algos.tiny_model import make_tokenizer
+from rl_algos.tokenizer import encode_prompt
 
 ENVIRONMENT = '''
 import zlib
@@ -67,3 +71,51 @@ def test_the_logprobs_of_a_thousand_conversations_are_those_of_the_engine(driver
         if zlib.crc32(f"{number} {turn['text']}".encode()) % 3
     ]
     assert any(text[:-1].isdigit() and text[-1:] in ("1", "2") for text in after_stops)
+
+
+SHORTENING = (
+    "{%- for message in messages -%}{{- '<|' ~ message.role ~ '|>' -}}"
+    "{{- message.content[-1:] if message.role == 'assistant' else message.content -}}{{- '<|end|>' -}}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
+)
+"""Drops all of an earlier turn but its last character, as templates of reasoning models drop thoughts."""
+
+
+def test_a_rewritten_history_is_trained_on_as_the_engine_read_it_at_each_turn(driver, warm_model, tmp_path):
+    (tmp_path / "talk.py").write_text(ENVIRONMENT)
+    (tmp_path / "shortening.jinja").write_text(SHORTENING)
+    driver.train(
+        tmp_path / "run",
+        "grpo-arithmetic",
+        f"policy.model_name={warm_model}",
+        f"policy.tokenizer.chat_template={tmp_path / 'shortening.jinja'}",
+        f"data.train.env_name={tmp_path / 'talk.py'}:Talk",
+        "data.validation=null",
+        "policy.max_total_sequence_length=160",
+        "policy.train_global_batch_size=24",
+        "policy.sequence_packing={enabled: true, train_mb_tokens: 256, logprob_mb_tokens: 256}",
+        "grpo={num_prompts_per_step: 12, num_generations_per_prompt: 4, max_rollout_turns: 4, max_num_steps: 2}",
+        "grpo.rewritten_history=split",
+        "grpo.val_period=0",
+        "loss_fn={sequence_level_importance_ratios: true, token_level_loss: false}",
+        "checkpointing.enabled=false",
+        "checkpointing.metric_name=null",
+    )
+    for line in steps_of(tmp_path / "run"):
+        assert line["rollout/failed"] == 0
+        assert line["mismatch/max"] < 1e-3
+        assert line["rollout/segments"] > 1
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = SHORTENING
+    rollouts = [row for rows in rollouts_of(tmp_path / "run").values() for row in rows]
+    assert len(rollouts) == 96
+    for rollout in rollouts:
+        begins = np.cumsum([0, *rollout.get("segments", [])])
+        messages = list(rollout["prompt"])
+        # a span of sampled tokens for each turn: what lies before it in its row is the conversation so far
+        for turn, span in zip(rollout["turns"], rollout["weight_spans"], strict=True):
+            row_begin = begins[begins <= span["start"]][-1]
+            assert span["start"] - row_begin == len(encode_prompt(tokenizer, messages))
+            messages += [{"role": "assistant", "content": turn["text"]}, *(turn["observation"] or ())]
+    # turns of one character are not rewritten, and do not begin a segment
+    assert any(len(rollout.get("segments", [0])) < len(rollout["turns"]) for rollout in rollouts)

@@ -1,5 +1,7 @@
 """Rollouts and groups made up for tests."""
 
+import dataclasses
+
 import numpy as np
 
 from rl_core.rollout import Prompt, Rollout, RolloutGroup, WeightSpan
@@ -23,6 +25,22 @@ def make_rollout(
         rewards={"reward": reward},
         stop_reason=stop_reason,
         status=status,
+    )
+
+
+def make_split_rollout(prompt: Prompt, reward: float, *turns: tuple[int, ...], status: str = "ok") -> Rollout:
+    """A rollout with a segment per turn, whose prompts differ by a token."""
+    segments = [make_rollout(prompt, reward, sampled) for sampled in turns]
+    tokens = [np.insert(each.tokens, 0, number) if number else each.tokens for number, each in enumerate(segments)]
+    mask = [np.insert(each.loss_mask, 0, 0) if n else each.loss_mask for n, each in enumerate(segments)]
+    return dataclasses.replace(
+        segments[0],
+        tokens=np.concatenate(tokens),
+        loss_mask=np.concatenate(mask),
+        generation_logprobs=-0.5 * np.concatenate(mask).astype(np.float32),
+        spans=(WeightSpan(1, sum(map(len, turns))),),
+        status=status,
+        segments=tuple(map(len, tokens)),
     )
 
 

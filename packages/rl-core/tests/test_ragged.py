@@ -123,3 +123,10 @@ def test_values_of_one_kind_are_joined() -> None:
     assert lists(Ragged.from_rows([["a", "bc"], []])) == [["a", "bc"], []]  # type: ignore[comparison-overlap]
     assert Ragged.from_rows([[True], [2], [0.5]]).values.tolist() == [1.0, 2.0, 0.5]
     assert Ragged.from_rows([np.array([[1, 2]]), np.zeros((0, 2), dtype=int)]).values.shape == (1, 2)
+
+
+@given(st.lists(st.lists(st.lists(st.integers(0, 9), max_size=3), max_size=3), max_size=4))
+def test_joined_rows_are_concatenated(parts: list[list[list[int]]]) -> None:
+    column = Ragged.from_rows([row for part in parts for row in part], np.int32)
+    joined = column.joined([len(part) for part in parts])
+    assert [row.tolist() for row in joined] == [[value for row in part for value in row] for part in parts]

@@ -132,3 +132,36 @@ def test_reports_by_column_are_those_of_the_single_rollouts() -> None:
     assert list(reports) == [RolloutReport.of(each) for each in rollouts]
     assert reports[-1] == reports[1:][1] == RolloutReport.of(rollouts[2])
     assert reports.status == ("ok", "failed", "truncated")
+
+
+def test_segments_are_rows_and_the_record_is_at_the_first() -> None:
+    experts = np.arange(5, dtype=np.int16)[:, None, None]
+    split = rollout(segments=(3, 2), routed_experts=experts)
+    group = RolloutGroup.of(PROMPT, [rollout(), split, Rollout.failed(PROMPT, "x")])
+    for name, whole in (
+        ("tokens", split.tokens),
+        ("loss_mask", split.loss_mask),
+        ("generation_logprobs", split.generation_logprobs),
+        ("weight_versions", split.weight_versions),
+        ("routed_experts", experts),
+    ):
+        rows = group.columns.ragged(name)
+        assert [len(row) for row in rows] == [5, 3, 2, 3]
+        np.testing.assert_array_equal(rows[1], whole[:3])
+        np.testing.assert_array_equal(rows[2], whole[3:])
+    assert group.rollouts.row_lengths == ((5,), (3, 2), (3,))
+    assert [report.segments for report in group.rollouts] == [(), (3, 2), ()]
+    records = [json.loads(record.tobytes()) for record in group.records.ragged("record")]
+    assert [record["index"] for record in records] == [0, 1, 2]
+    assert [record.get("segments") for record in records] == [None, [3, 2], None]
+
+
+def test_without_segments_records_are_the_rows() -> None:
+    group = RolloutGroup.of(PROMPT, [rollout(), rollout()])
+    assert group.rollouts.segments == ()
+    assert group.records.ragged("record").equals(group.columns.ragged("record"))
+
+
+def test_segments_that_do_not_cover_the_rollout_are_refused() -> None:
+    with pytest.raises(ValueError, match="segments of 4 tokens, but 5"):
+        rollout(segments=(2, 2))

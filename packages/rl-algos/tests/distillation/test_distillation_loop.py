@@ -11,6 +11,7 @@ from rl_algos.distillation.setup import text_objective
 from rl_algos.distillation.teachers import Teachers
 from rl_algos.distillation.validation import DistillationValidation
 from rl_algos.losses.distillation import DistillationLoss
+from rl_algos.rollouts.batch import build_batch
 from rl_algos.rollouts.steps import RolloutSteps
 from rl_algos.sft.data import TrainingRow
 from rl_algos.supervised.data import SupervisedData
@@ -18,7 +19,7 @@ from rl_algos.supervised.loop import train as learn
 from rl_core.generation import SamplingParams
 from rl_core.metrics import Metric
 from rl_core.model import topk
-from rl_core.rollout import Prompt
+from rl_core.rollout import Prompt, Rollout, RolloutGroup, WeightSpan
 from rl_core.testing.fakes import FakeModel, FakeRolloutSource, FakeRun, FakeWeights
 
 LOSS = DistillationLoss(temperature=0.5)
@@ -67,6 +68,27 @@ def on_text(run, *, teachers=None, epochs=None, teacher=lambda number: "teacher"
     data = SupervisedData(Stream([rows], seed=1, max_num_epochs=epochs), {"sums": [rows[:4], rows[4:6]]})
     learn(config, text_objective(LOSS, teachers_in(teachers)), student, data, run, batch_size=4)
     return student
+
+
+def test_every_segment_of_a_rollout_goes_to_the_teacher_of_its_prompt():
+    whole = FakeRolloutSource([prompt(0), prompt(1, "chess")], lambda prompt, tokens: 0.5, num_generations=2)
+    whole.adopt(FakeWeights(FakeModel()).publish())
+    groups = []
+    for group in whole.collect(2):
+        tokens = group.columns.ragged("tokens")
+        made = [
+            Rollout(group.prompt.id, row, np.array([0, 0, 1, 0, 1], np.uint8), np.zeros(5, np.float32),
+                    (WeightSpan(0, 2),), (), {"reward": 0.5}, "stop", segments=(3, 2) if place else ())
+            for place, row in enumerate(tokens)
+        ]  # fmt: skip
+        groups.append(RolloutGroup.of(group.prompt, made))
+    models = {"teacher": FakeModel(), "teacher_chess": FakeModel()}
+    batch = build_batch(groups, DistillationConfig(rewritten_history="split"))
+    scored = teachers_in(models).scored(batch, groups)
+    assert scored.ragged("teacher_ids").lengths.tolist() == [5, 3, 2, 5, 3, 2]
+    (_, seen), (_, seen_by_chess) = models["teacher"].calls[0], models["teacher_chess"].calls[0]
+    assert seen.ragged("tokens").equals(batch.select(range(3)).ragged("tokens"))
+    assert seen_by_chess.ragged("tokens").equals(batch.select(range(3, 6)).ragged("tokens"))
 
 
 def trained(student):

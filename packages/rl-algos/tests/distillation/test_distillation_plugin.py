@@ -76,6 +76,7 @@ def test_rows_go_to_the_teacher_of_their_environment_or_dataset_or_to_the_one_fo
     [
         (PLUGIN, "loss_fn={kl_type: forward, mixed_kl_weight: 0.3}", "loss_fn.mixed_kl_weight"),
         (OFFLINE, "loss_fn={jensen_shannon_beta: 0.3}", "loss_fn.jensen_shannon_beta"),
+        (PLUGIN, "distillation={cross_tokenizer: true, rewritten_history: split}", "distillation.rewritten_history"),
         (PLUGIN, "loss_fn.nll_weight=0.5", "loss_fn.nll_weight"),
         (PLUGIN, "policy.train_global_batch_size=7", "policy.train_global_batch_size"),
         (PLUGIN, "distillation.val_period=5", "data.validation"),

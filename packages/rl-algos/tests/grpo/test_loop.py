@@ -1,18 +1,26 @@
+import dataclasses
+
 import numpy as np
 import pytest
 
 from rl_algos.grpo.adaptive import AdaptiveKL
+from rl_algos.grpo.advantages import grpo
 from rl_algos.grpo.config import EstimatorConfig, GRPOConfig
 from rl_algos.grpo.estimators import reads
 from rl_algos.grpo.loop import train
 from rl_algos.grpo.objective import Objective, RewardKL
+from rl_algos.grpo.step_statistics import rollouts_of_rows
+from rl_algos.losses.aggregation import Aggregation
 from rl_algos.losses.policy import KLPenalty, PolicyLoss
+from rl_algos.losses.surrogates import GSPO, Clip
 from rl_algos.rollouts.batch import build_batch
 from rl_algos.rollouts.rewards import varies
+from rl_algos.rollouts.segments import ROLLOUT
 from rl_algos.rollouts.steps import RolloutSteps
 from rl_algos.rollouts.validation import Validation
 from rl_core.errors import DataError
 from rl_core.generation import SamplingParams
+from rl_core.microbatch import PAIR
 from rl_core.rollout import Prompt, Rollout, RolloutGroup, Turn, WeightSpan
 from rl_core.testing.fakes import FakeModel, FakeRolloutSource, FakeRun, FakeWeights
 
@@ -67,6 +75,43 @@ def test_the_reference_follows_the_policy_after_every_period(alpha, seen):
     loss = PolicyLoss(kl=KLPenalty(0.1))
     run_loop(FakeRun(), loss=loss, model=policy, rows=8, reference_sync_period=2, reference_mixup_alpha=alpha)
     assert policy.references == seen
+
+
+@pytest.mark.parametrize("surrogate", [Clip(), GSPO()])
+def test_the_segments_of_a_rollout_train_in_one_update_with_its_advantage(surrogate):
+    class InSegments(FakeRolloutSource):
+        """Every second rollout is two rows."""
+
+        def _rollout(self, prompt, draw, place):
+            rollout = super()._rollout(prompt, draw, place)
+            return dataclasses.replace(rollout, segments=(3, 2)) if place % 2 else rollout
+
+    config = GRPOConfig(
+        num_prompts_per_step=3, num_generations_per_prompt=4, max_num_steps=1, rewritten_history="split"
+    )
+    run, policy = FakeRun(), FakeModel()
+    steps = RolloutSteps(
+        config,
+        InSegments(PROMPTS, even_share, num_generations=4),
+        FakeWeights(policy),
+        Validation(PROMPTS[-7:], SamplingParams(max_new_tokens=3), config),
+        run,
+    )
+    name = "sequence-mean" if surrogate.level == "sequence" else "token-mean"
+    loss = PolicyLoss(surrogate, Aggregation(name), has_segments=True)
+    objective = Objective(loss, statistics={PAIR: rollouts_of_rows} if PAIR in loss.columns else {})
+    train(config, objective, policy=policy, steps=steps, rows_per_minibatch=5)
+    parts = [batch for name, batch in policy.calls if name == "train_step"]
+    numbers = [part.array(ROLLOUT).tolist() for part in parts]
+    assert numbers == [[0, 1, 1, 2, 3, 3, 4], [5, 5, 6, 7, 7, 8, 9, 9], [10, 11, 11]]
+    expected = np.concatenate([grpo(group.rewards(), np.zeros(4, int)) for group in run.groups[1]])
+    for part, rollouts in zip(parts, numbers, strict=True):
+        np.testing.assert_allclose(part.array("advantages"), expected[rollouts], rtol=1e-6)
+        assert (PAIR in part) == (surrogate.level == "sequence")
+        if PAIR in part:
+            assert part.array(PAIR).tolist() == rollouts
+            assert loss.totals(part)["sequences"] == len(set(rollouts))
+    assert run.metrics[1]["rollout/segments"] == 1.5
 
 
 def test_an_on_policy_ratio_spares_the_logprob_pass():

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from rl_algos.grpo.config import GRPOConfig
-from rl_algos.grpo.loss import loss_of
+from rl_algos.grpo.loss import loss_of, objective_of
 from rl_algos.grpo.loss_checks import loss_problems, policy_loss_problems
 from rl_algos.grpo.loss_config import LossConfig
 from rl_algos.grpo.plugin import loss_fn_section
@@ -225,6 +225,22 @@ def test_a_loss_of_ones_own_takes_older_rollouts_if_it_reads_their_logprobs(tmp_
     written = {"name": f"{tmp_path}/mine.py:Mine"}
     found = ahead(loss_fn_section(written).model_validate(written))
     assert [key for key, _ in found] == ([] if reads else ["loss_fn.name"])
+
+
+@pytest.mark.parametrize("reads", [True, False])
+@pytest.mark.parametrize("policy", ["split", "keep"])
+def test_a_loss_of_ones_own_takes_segments_if_it_reads_what_they_are_part_of(tmp_path, reads, policy):
+    (tmp_path / "mine.py").write_text(LOSS_CLASS.format(columns=("loss_mask", *(["pair"] if reads else []))))
+    written = {"name": f"{tmp_path}/mine.py:Mine"}
+    config = SimpleNamespace(
+        grpo=GRPOConfig(num_prompts_per_step=4, num_generations_per_prompt=2, rewritten_history=policy),
+        loss_fn=loss_fn_section(written).model_validate(written),
+        policy=SimpleNamespace(train_global_batch_size=8, generation=GenerationConfig()),
+    )
+    found = [problem.key for problem in loss_problems(config, config.grpo)]
+    expected = {("split", False): ["grpo.rewritten_history"], ("keep", True): ["loss_fn.name"]}
+    assert found == expected.get((policy, reads), [])
+    assert ("pair" in objective_of(config, config.grpo).columns) == (policy == "keep" and reads)
 
 
 LOSS_CLASS = """

@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 from gae_oracle import written_out
-from rollouts_builder import make_prompt, make_rollout
+from rollouts_builder import make_prompt, make_rollout, make_split_rollout
 
 from rl_algos.ppo.config import PPOConfig
 from rl_algos.ppo.estimates import Values, estimates_of, value_metrics, values_of, with_returns
 from rl_algos.rollouts.batch import build_batch
+from rl_core.batch import Batch
 from rl_core.model import SCORES
 from rl_core.ragged import Ragged
 from rl_core.rollout import Rollout, RolloutGroup
@@ -44,6 +45,46 @@ def oracle(batch, values, gamma, lam, rewards, penalties=None):
 
 
 REWARDS = [1.0, 0.25, -1.0, np.nan]
+
+
+@pytest.mark.parametrize("bootstraps", [False, True])
+@pytest.mark.parametrize("alpha", [None, 0.5])
+def test_the_segments_of_a_rollout_follow_one_another_as_its_turns_do(bootstraps, alpha):
+    turns = [(4, 5), (6,), (7, 8, 9)]
+
+    class Valuing(FakeModel):
+        """Values by place among the sampled tokens, and scores of rows by their last tokens."""
+
+        def infer(self, batch, reads, **_):
+            mask = batch.ragged("loss_mask")
+            values = np.where(mask.values > 0, np.cos(mask.values.cumsum()), 99.0)
+            scores = np.array([row[-1] / 10 for row in batch.ragged("tokens")])
+            return Batch({"values": mask.like(values), "scores": scores})
+
+    found = []
+    for split in (True, False):
+        settings = {"bootstrap_truncated": bootstraps, "length_adaptive_alpha": alpha, "gamma": 0.9, "gae_lambda": 0.8}
+        config = PPOConfig(rewritten_history="split" if split else None, **settings)
+        if split:
+            cut = make_split_rollout(PROMPT, 0.25, *turns, status="truncated")
+            ended = make_split_rollout(PROMPT, 1.0, *turns[:2])
+        else:
+            cut = make_rollout(PROMPT, 0.25, sum(turns, ()), status="truncated")
+            ended = make_rollout(PROMPT, 1.0, sum(turns[:2], ()))
+        groups = [RolloutGroup.of(PROMPT, (cut, ended)), RolloutGroup.of(PROMPT, (Rollout.failed(PROMPT, "hung"),))]
+        batch = build_batch(groups, config)
+        sampled = batch.ragged("loss_mask")
+        penalties = np.where(sampled.values > 0, np.sin(sampled.values.cumsum()), 0.0)
+        values = values_of(batch, groups, Valuing(), config)
+        estimates = estimates_of(batch, groups, values, config, penalties=sampled.like(penalties))
+        learned = with_returns(batch, values, estimates)
+        assert learned.ragged("returns").lengths.tolist() == batch.lengths.tolist()
+        found.append([learned.ragged(name).values[sampled.values > 0] for name in ("returns", "values")])
+        found[-1].append(estimates.advantages.values[sampled.values > 0])
+        found[-1].append(values.last)
+    for ours, expected in zip(*found, strict=True):
+        np.testing.assert_allclose(ours, expected, atol=1e-6)
+    assert found[0][3].any() == bootstraps
 
 
 def test_the_policy_and_the_critic_have_lambdas_of_their_own():

@@ -28,8 +28,23 @@ def test_a_template_that_rewrites_turns_needs_a_decision_if_there_are_several():
     tokenizer = tokenizer_of("qwen3")
     check(tokenizer)
     check(tokenizer, max_rollout_turns=2, rewritten_history="keep")
-    with pytest.raises(ConfigError, match=r"grpo.rewritten_history: .* `keep`"):
+    check(tokenizer, max_rollout_turns=2, rewritten_history="split")
+    with pytest.raises(ConfigError, match=r"grpo.rewritten_history: .* `keep` .* `split`"):
         check(tokenizer, max_rollout_turns=2)
+
+
+def test_a_template_that_cannot_be_continued_may_be_rendered_anew():
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content[-1:] if m.role == 'assistant' else m.content }}<|end|>"
+        "{% if m.role == 'assistant' and m.tool_calls %}{{ raise_exception('no calls here') }}{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    check(tokenizer, max_rollout_turns=2, rewritten_history="split")
+    with pytest.raises(ConfigError, match=r"policy.tokenizer.chat_template: .* behind a turn of the policy"):
+        check(tokenizer, max_rollout_turns=2, rewritten_history="keep")
+    with pytest.raises(ConfigError, match=r"policy.tokenizer.chat_template: no calls here"):
+        check(tokenizer, TOOLS, "hermes", max_rollout_turns=2, rewritten_history="split")
 
 
 def test_a_program_of_ones_own_decides_itself():

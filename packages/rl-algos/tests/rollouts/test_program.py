@@ -39,6 +39,11 @@ class ScriptedClient:
     def continuation(self, turn, observation, sampled):
         return np.array([50 + len(turn["content"])] * len(observation), np.int32)
 
+    def rendered(self, messages, so_far):
+        """Goes on from what was said, unless it was told to forget that."""
+        forgets = messages[-1]["content"] == "forget"
+        return np.array([1, 60 + len(messages)] if forgets else [*so_far, 60 + len(messages)], np.int32)
+
 
 def said(*tokens, reason="stop", version=3):
     logprobs = -np.arange(1, len(tokens) + 1, dtype=np.float32)
@@ -55,8 +60,9 @@ def observed(text="go on", **kwargs):
     return StepResult(done=False, observation=({"role": "user", "content": text},), **kwargs)
 
 
-def play(client, *, max_turns=5, max_tokens=100):
-    return asyncio.run(MultiTurnProgram(max_turns=max_turns, max_tokens=max_tokens).run(PROMPT, client))
+def play(client, *, max_turns=5, max_tokens=100, **settings):
+    program = MultiTurnProgram(max_turns=max_turns, max_tokens=max_tokens, **settings)
+    return asyncio.run(program.run(PROMPT, client))
 
 
 def test_a_single_turn_keeps_the_sampled_tokens_and_masks_the_prompt():
@@ -169,3 +175,32 @@ def test_the_environment_sees_the_calls_of_a_turn():
 def test_an_environment_that_goes_on_without_an_observation_is_refused():
     with pytest.raises(ValueError, match="gave no observation"):
         play(ScriptedClient([said(4)], [StepResult(done=False)]))
+
+
+def test_a_rewritten_history_begins_a_segment_and_an_appended_one_does_not():
+    client = ScriptedClient(
+        [said(4, 5), said(6, version=4), said(7, version=4)],
+        [observed("on", reward=0.5), observed("forget"), StepResult(reward=1.0)],
+    )
+    rollout = play(client, split=True)
+    assert client.contexts == [[1, 2, 3], [1, 2, 3, 4, 5, 63], [1, 65]]
+    assert rollout.segments == (7, 3)
+    assert [row.tolist() for row in rollout.by_segment(rollout.tokens)] == [[1, 2, 3, 4, 5, 63, 6], [1, 65, 7]]
+    assert rollout.loss_mask.tolist() == [0, 0, 0, 1, 1, 0, 1, 0, 0, 1]
+    assert rollout.generation_logprobs.tolist() == [0, 0, 0, -1, -2, 0, -1, 0, 0, -1]
+    assert rollout.spans == (WeightSpan(3, 2), WeightSpan(4, 1), WeightSpan(4, 1))
+    assert (rollout.reward, len(rollout.turns)) == (1.5, 3)
+
+
+def test_the_token_limit_is_that_of_each_segment():
+    turns = [said(4, 5), said(6, 7), said(8)]
+    client = ScriptedClient(turns, [observed("forget"), observed("forget"), StepResult()])
+    rollout = play(client, max_tokens=6, split=True)
+    assert [each.max_new_tokens for each in client.asked] == [3, 4, 4]
+    assert (rollout.segments, rollout.status) == ((5, 4, 3), "ok")
+
+
+def test_routing_of_a_segment_is_that_of_its_own_passes():
+    turns = [routed(said(4), [10, 11, 12]), routed(said(5), [20, 21])]
+    rollout = play(ScriptedClient(turns, [observed("forget"), StepResult()]), split=True)
+    assert rollout.routed_experts[:, 0, 0].tolist() == [10, 11, 12, -1, 20, 21, -1]

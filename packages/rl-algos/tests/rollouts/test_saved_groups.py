@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from rollouts_builder import make_group, make_prompt, make_rollout
+from rollouts_builder import make_group, make_prompt, make_rollout, make_split_rollout
 
 from rl_algos.rollouts.saved_groups import group_from, group_state
 from rl_core.batch import Batch, RemoteRows
@@ -33,6 +33,12 @@ def assert_equal(found, expected):
 def test_a_group_comes_back_as_it_was():
     group = whole_group()
     assert_equal(group_from(group_state(group), group.prompt), group)
+
+
+def test_segments_come_back_as_they_were():
+    prompt = make_prompt("p7")
+    group = RolloutGroup.of(prompt, [make_split_rollout(prompt, 1.0, (4, 5), (6,)), make_rollout(prompt, 0.0)])
+    assert_equal(group_from(group_state(group), prompt), group)
 
 
 def test_columns_that_lie_elsewhere_are_fetched():

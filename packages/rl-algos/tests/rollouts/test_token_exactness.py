@@ -10,7 +10,7 @@ from chat_tokenizers import CHARACTERS, tokenizer_of
 
 from rl_algos.rollouts.chat import Chat
 from rl_algos.rollouts.program import MultiTurnProgram
-from rl_algos.tokenizer import encode_prompt
+from rl_algos.tokenizer import encode_prompt, render
 from rl_core.environment import StepResult
 from rl_core.generation import SamplingParams
 from rl_core.rollout import Completion, Prompt, WeightSpan
@@ -28,6 +28,8 @@ WRITTEN = {
     "gpt_oss": "<|channel|>commentary to=functions.echo <|constrain|>json<|message|>{}",
 }
 """Calls, with the place of the call's JSON, of its arguments' JSON or of the argument itself."""
+ALWAYS_REWRITTEN = {"qwen3_6", "glm4_moe", "gpt_oss"}
+"""Templates that write every earlier turn in another way than the policy does here."""
 CALL_ENDS = {"llama3_1": "<|eom_id|>", "glm4_moe": "<|observation|>", "gpt_oss": "<|call|>"}
 
 
@@ -45,7 +47,7 @@ def chat_of(family):
     return Chat(tokenizer_of(family))
 
 
-def play(family, count):
+def play(family, count, **settings):
     """The engine and the rollout of so many conversations."""
     played = []
 
@@ -55,7 +57,7 @@ def play(family, count):
             messages, tools = ({"role": "user", "content": engine.some_text()},), tuple(ENVIRONMENT.tools)
             tokens = encode_prompt(tokenizer_of(family), messages, tools)
             prompt = Prompt("p", messages, tokens, "tools", tools=tools)
-            rollout = await MultiTurnProgram(max_turns=4, max_tokens=2000).run(prompt, engine)
+            rollout = await MultiTurnProgram(max_turns=4, max_tokens=2000, **settings).run(prompt, engine)
             played.append((engine, rollout))
 
     asyncio.run(play_all())
@@ -70,7 +72,7 @@ class ScriptedEngine:
     def __init__(self, family, chat, random):
         self.family, self.chat, self.random = family, chat, random
         self.tokenizer = tokenizer_of(family)
-        self.consumed, self.produced, self.observed = [], [], []
+        self.consumed, self.produced, self.observed, self.conversations = [], [], [], []
         self._state = None
 
     def some_text(self):
@@ -116,6 +118,10 @@ class ScriptedEngine:
         self.observed.append(self.chat.continuation(turn, observation, sampled))
         return self.observed[-1]
 
+    def rendered(self, messages, so_far):
+        self.conversations.append(list(messages))
+        return self.chat.rendered(messages, so_far, ENVIRONMENT.tools)
+
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_trained_tokens_are_those_that_the_engine_consumed_and_produced(family):
@@ -133,6 +139,39 @@ def test_trained_tokens_are_those_that_the_engine_consumed_and_produced(family):
         assert ((rollout.generation_logprobs < 0) == (sampled > 0)).all()
         assert rollout.num_sampled == sum(span.num_tokens for span in rollout.spans)
     assert set(num_turns) == {1, 2, 3, 4}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_segments_are_what_the_engine_consumed_and_produced_at_each_turn(family):
+    num_segments, kept = [], 0
+    for engine, rollout in play(family, 40, split=True):
+        rows: list[list[int]] = []
+        masks: list[list[int]] = []
+        for consumed, sampled in zip(engine.consumed, engine.produced, strict=True):
+            if rows and consumed[: len(rows[-1])].tolist() == rows[-1]:
+                kept += 1
+                masks[-1] += [0] * (len(consumed) - len(rows[-1])) + [1] * len(sampled)
+                rows[-1] = [*consumed, *sampled]
+            else:
+                rows.append([*consumed, *sampled])
+                masks.append([0] * len(consumed) + [1] * len(sampled))
+        assert [row.tolist() for row in rollout.by_segment(rollout.tokens)] == rows
+        assert [row.tolist() for row in rollout.by_segment(rollout.loss_mask)] == masks
+        assert ((rollout.generation_logprobs < 0) == (rollout.loss_mask > 0)).all()
+        num_segments.append(len(rows))
+    assert max(num_segments) > 1
+    assert bool(kept) == (family not in ALWAYS_REWRITTEN)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_turn_of_a_split_conversation_begins_with_what_the_template_renders(family):
+    tokenizer = tokenizer_of(family)
+    for engine, rollout in play(family, 15, split=True):
+        assert len(rollout.turns) == len(engine.consumed)
+        # the prompt itself was rendered before
+        for consumed, messages in zip(engine.consumed[1:], engine.conversations, strict=True):
+            text = render(tokenizer, messages, add_generation_prompt=True, tools=ENVIRONMENT.tools)
+            assert tokenizer.decode(consumed, skip_special_tokens=False) == text
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -17,6 +17,8 @@ from rl_algos.losses.surrogates import GSPO, SURROGATES
 from rl_algos.torch.policy_loss import compute
 from rl_algos.torch.surrogates import COMPUTATIONS
 from rl_core.batch import Batch
+from rl_core.microbatch import PAIR
+from rl_core.ragged import Ragged
 from rl_core.token_filter import TokenFilter
 
 WHOLE, SPLIT = [range(5)], [[3], [0, 4], [2], [1]]
@@ -67,6 +69,47 @@ def test_microbatches_add_up_to_the_whole(name):
     assert split[0] == pytest.approx(whole[0], rel=1e-12, abs=1e-14)
     for read in ("logprobs", "entropy"):
         np.testing.assert_allclose(split[1][read], whole[1][read], atol=1e-14)
+
+
+def in_segments(batch: Batch) -> Batch:
+    """The same tokens, with rows cut in several, and `pair`, the number of the row that each is a part of."""
+    counts = [2, 3, 1, 2, 1]
+    cut = [part for n, count in zip(LENGTHS, counts, strict=True) for part in np.array_split(np.arange(n), count)]
+    offsets = np.cumsum([0, *map(len, cut)])
+    columns = {
+        name: Ragged(column.values, offsets) if isinstance(column := batch[name], Ragged) else np.repeat(column, counts)
+        for name in batch
+    }
+    return Batch({**columns, PAIR: np.repeat(np.arange(5), counts)})
+
+
+@pytest.mark.parametrize("scale", [1.0, 8.0])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_sequence_of_several_rows_has_the_loss_of_one_row(name, scale):
+    loss = dataclasses.replace(LOSSES[name], has_segments=True)
+    for batch in (make_batch(scale=scale), with_token_advantages(make_batch(2, scale=scale))):
+        segments = in_segments(batch)
+        reads_whole_sequences = PAIR in loss.columns
+        parts = (
+            [range(9)],
+            [[6, 7], [0, 1, 8], [5], [2, 3, 4]] if reads_whole_sequences else [[3, 8, 0], [1, 2], [4, 5, 6, 7]],
+        )
+        if not reads_whole_sequences:
+            segments = segments.only([column for column in segments if column != PAIR])
+        _, expected = loss_and_gradients(LOSSES[name], batch, WHOLE)
+        for microbatches in parts:
+            value, gradients = loss_and_gradients(loss, segments, microbatches)
+            assert value == pytest.approx(oracle(LOSSES[name], batch), rel=1e-9, abs=1e-12)
+            for read, gradient in gradients.items():
+                np.testing.assert_allclose(gradient, expected[read], atol=1e-12)
+
+
+def test_only_terms_of_whole_sequences_keep_the_rows_of_one_together():
+    together = {name for name in LOSSES if PAIR in dataclasses.replace(LOSSES[name], has_segments=True).columns}
+    assert {"sequence mean", "gspo", "vespo", "seq mask", "sequence weights", "rejection by max k3"} <= together
+    assert {"off-policy sequence mask", "mismatch threshold", "drgrpo"} <= together
+    assert not {"clip", "token sum", "cispo", "tis", "icepop", "k3 unbiased", "positive nll"} & together
+    assert not any(PAIR in loss.columns for loss in LOSSES.values())
 
 
 TOKEN_COLUMNS = ("logprobs", "entropy", "prev_logprobs", "ref_logprobs", "generation_logprobs")

@@ -222,6 +222,15 @@ class GenerationClient(Protocol):
         """
         ...
 
+    def rendered(self, messages: Sequence[Message], so_far: np.ndarray) -> np.ndarray:
+        """int32 tokens of the conversation, up to the start of the policy's next turn, as the chat template renders it.
+
+        They begin with `so_far`, the tokens that the engine consumed and sampled last, if the rendered text begins with
+        the text of these: nothing is tokenised again then. Otherwise the template has rewritten what it had rendered
+        before, and all of them are of the new text.
+        """
+        ...
+
 
 class WeightUpdate(Protocol):
     """Weights that the policy has published under a version, and the way in which they travel to the generators.

@@ -106,6 +106,15 @@ class Ragged:
             totals[filled] = np.add.reduceat(self.values, self.offsets[:-1][filled], axis=0, dtype=np.float64)
         return totals
 
+    def joined(self, counts: ArrayLike) -> Ragged:
+        """The same values with rows joined: the first `counts[0]` rows are one, the next `counts[1]` another.
+
+        Args:
+            counts: `[joined rows]`, which add up to all rows.
+        """
+        ends = np.cumsum(np.asarray(counts, dtype=np.int64))
+        return Ragged(self.values, self.offsets[np.concatenate([[0], ends])])
+
     def like(self, values: np.ndarray) -> Ragged:
         """Other values on the same rows."""
         return Ragged(values, self.offsets)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, overload
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from rl_core.batch import TOKENS, Batch, Column
 from rl_core.ragged import Ragged
@@ -106,6 +107,7 @@ class Rollout:
     Args:
         prompt_id: of the prompt it came from.
         tokens: int32 `[tokens]`, prompt, completions and observations in order; sampled tokens are never re-tokenised.
+            Those of several segments lie end to end.
         loss_mask: uint8 `[tokens]`, 1 only on tokens the policy sampled.
         generation_logprobs: float32 `[tokens]`, the engine's, 0 where `loss_mask` is 0.
         spans: weight version of each run of sampled tokens, in order; together they have as many tokens as `loss_mask`
@@ -118,6 +120,9 @@ class Rollout:
         info: what the environment reported (numbers are averaged into metrics).
         routed_experts: int16 `[tokens, layers, experts_per_token]`, the experts that each token was sent to;
             `UNKNOWN_EXPERT` for tokens of which the engine reported none. None if it reports none at all.
+        segments: number of tokens of each segment, if there are several. A segment begins where the engine consumed
+            something else than all tokens before, as when the chat template rewrote earlier turns; it is a row of its
+            own, which begins with what the engine consumed. Empty for a rollout of one row.
     """
 
     prompt_id: str
@@ -132,8 +137,14 @@ class Rollout:
     failure: str = ""
     info: Mapping[str, Any] = field(default_factory=dict)
     routed_experts: np.ndarray | None = None
+    segments: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.segments and sum(self.segments) != len(self.tokens):
+            raise ValueError(
+                f"a rollout of {self.prompt_id} has segments of {sum(self.segments)} tokens, but {len(self.tokens)} "
+                "tokens; every token belongs to one segment"
+            )
         in_spans = sum(span.num_tokens for span in self.spans)
         if in_spans != self.num_sampled:
             raise ValueError(
@@ -159,6 +170,10 @@ class Rollout:
         versions[self.loss_mask != 0] = np.repeat([s.version for s in spans], [s.num_tokens for s in spans])
         return versions
 
+    def by_segment(self, values: np.ndarray) -> list[np.ndarray]:
+        """Token-aligned values `[tokens, ...]`, as those of each row."""
+        return np.split(values, np.cumsum(self.segments)[:-1]) if self.segments else [values]
+
     @classmethod
     def failed(cls, prompt: Prompt, reason: str) -> Rollout:
         """A rollout that trains nothing and says why."""
@@ -182,7 +197,7 @@ class RolloutReport:
     """The part of a `Rollout` that a loop decides by: all but its tokens and texts.
 
     Args:
-        num_tokens: of the row, the prompt's included.
+        num_tokens: of all its rows, prompts included.
         num_sampled: tokens that the policy sampled.
         num_turns: completions.
         info: the numbers that the environment reported.
@@ -200,6 +215,7 @@ class RolloutReport:
     status: Status = "ok"
     failure: str = ""
     info: Mapping[str, float] = field(default_factory=dict)
+    segments: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, rollout: Rollout) -> RolloutReport:
@@ -215,6 +231,7 @@ class RolloutReport:
             status=rollout.status,
             failure=rollout.failure,
             info={name: value for name, value in rollout.info.items() if isinstance(value, int | float)},
+            segments=rollout.segments,
         )
 
     @property
@@ -229,6 +246,7 @@ class RolloutReports(Sequence[RolloutReport]):
 
     Args:
         prompt_id: of all of them.
+        segments: of each rollout; empty if each has one row.
 
     The others are the fields of `RolloutReport`, each with a value per rollout; a span is a version and a number of
     tokens.
@@ -244,6 +262,7 @@ class RolloutReports(Sequence[RolloutReport]):
     status: tuple[Status, ...]
     failure: tuple[str, ...]
     info: tuple[Mapping[str, float], ...]
+    segments: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
     def of(cls, prompt_id: str, rollouts: Sequence[Rollout]) -> RolloutReports:
@@ -260,7 +279,15 @@ class RolloutReports(Sequence[RolloutReport]):
             tuple(report.status for report in reports),
             tuple(report.failure for report in reports),
             tuple(report.info for report in reports),
+            tuple(report.segments for report in reports) if any(report.segments for report in reports) else (),
         )
+
+    @property
+    def row_lengths(self) -> tuple[tuple[int, ...], ...]:
+        """Of each rollout, the tokens of each of its rows."""
+        if not self.segments:
+            return tuple((length,) for length in self.num_tokens)
+        return tuple(own or (length,) for own, length in zip(self.segments, self.num_tokens, strict=True))
 
     def __len__(self) -> int:
         return len(self.num_tokens)
@@ -285,6 +312,7 @@ class RolloutReports(Sequence[RolloutReport]):
             self.status[index],
             self.failure[index],
             self.info[index],
+            self.segments[index] if self.segments else (),
         )
 
 
@@ -310,10 +338,10 @@ class RolloutGroup:
     Args:
         prompt: of all of them.
         rollouts: what is known of each without reading its columns.
-        columns: a row per rollout: `tokens` int32, `loss_mask` uint8, `generation_logprobs` float32 and
-            `weight_versions` int32 `[tokens]` (`NOT_SAMPLED` where `loss_mask` is 0), `routed_experts` int16 `[tokens,
-            layers, experts_per_token]` if the engine reports them, and `record` uint8 `[bytes]`, a JSON object for
-            people.
+        columns: a row per rollout, or per segment of one that has several: `tokens` int32, `loss_mask` uint8,
+            `generation_logprobs` float32 and `weight_versions` int32 `[tokens]` (`NOT_SAMPLED` where `loss_mask` is 0),
+            `routed_experts` int16 `[tokens, layers, experts_per_token]` if the engine reports them, and `record` uint8
+            `[bytes]`, a JSON object for people at the first row of each rollout.
     """
 
     prompt: Prompt
@@ -325,6 +353,15 @@ class RolloutGroup:
         """A group whose columns are in this process."""
         (report,), columns, records = parts_of([(prompt, rollouts)])
         return cls(prompt, report.rollouts, columns.with_columns(records.columns))
+
+    @property
+    def records(self) -> Batch:
+        """The column `record` with a row per rollout."""
+        records = self.columns.only([RECORD])
+        if not self.rollouts.segments:
+            return records
+        num_rows = [len(lengths) for lengths in self.rollouts.row_lengths]
+        return records.select(np.cumsum(num_rows) - num_rows)
 
     def rewards(self) -> np.ndarray:
         """float64 `[rollouts]`, the rewards trained on; NaN for failed rollouts."""
@@ -339,14 +376,23 @@ def parts_of(groups: Sequence[tuple[Prompt, Sequence[Rollout]]]) -> tuple[list[G
     groups in order; each part can be used without the others.
     """
     rollouts = [rollout for _, own in groups for rollout in own]
+
+    def column(of: Callable[[Rollout], np.ndarray], dtype: DTypeLike) -> Ragged:
+        return Ragged.from_rows([row for rollout in rollouts for row in rollout.by_segment(of(rollout))], dtype)
+
     columns: dict[str, Column] = {
-        TOKENS: Ragged.from_rows([rollout.tokens for rollout in rollouts], np.int32),
-        LOSS_MASK: Ragged.from_rows([rollout.loss_mask for rollout in rollouts], np.uint8),
-        GENERATION_LOGPROBS: Ragged.from_rows([rollout.generation_logprobs for rollout in rollouts], np.float32),
-        WEIGHT_VERSIONS: Ragged.from_rows([rollout.weight_versions for rollout in rollouts], np.int32),
+        TOKENS: column(lambda rollout: rollout.tokens, np.int32),
+        LOSS_MASK: column(lambda rollout: rollout.loss_mask, np.uint8),
+        GENERATION_LOGPROBS: column(lambda rollout: rollout.generation_logprobs, np.float32),
+        WEIGHT_VERSIONS: column(lambda rollout: rollout.weight_versions, np.int32),
     }
     columns.update(_routing(rollouts))
-    record = [rollout_record(prompt, index, rollout) for prompt, own in groups for index, rollout in enumerate(own)]
+    record = [
+        part
+        for prompt, own in groups
+        for index, rollout in enumerate(own)
+        for part in (rollout_record(prompt, index, rollout), *([_NO_RECORD] * (len(rollout.segments) - 1)))
+    ]
     records: dict[str, Column] = {RECORD: Ragged.from_rows(record, np.uint8)}
     reports = [GroupReport(RolloutReports.of(prompt.id, own), tuple(columns), tuple(records)) for prompt, own in groups]
     return reports, Batch(columns), Batch(records)
@@ -368,7 +414,15 @@ def _routing(rollouts: Sequence[Rollout]) -> dict[str, Column]:
     if not shapes:
         return {}
     rows = [
-        unknown_routing(len(rollout.tokens), shapes[0]) if rollout.routed_experts is None else rollout.routed_experts
+        row
         for rollout in rollouts
+        for row in rollout.by_segment(
+            unknown_routing(len(rollout.tokens), shapes[0])
+            if rollout.routed_experts is None
+            else rollout.routed_experts
+        )
     ]
     return {ROUTED_EXPERTS: Ragged.from_rows(rows, np.int16, shapes[0])}
+
+
+_NO_RECORD = np.zeros(0, dtype=np.uint8)

@@ -15,7 +15,11 @@ if TYPE_CHECKING:
 
 
 def rollout_record(prompt: Prompt, index: int, rollout: Rollout) -> np.ndarray:
-    """uint8 `[bytes]`, UTF-8 of a JSON object on one line; `index` is the rollout's place in its group."""
+    """uint8 `[bytes]`, UTF-8 of a JSON object on one line; `index` is the rollout's place in its group.
+
+    `weight_spans` count tokens from the start of the rollout; with several segments, whose numbers of tokens are then
+    in `segments`, these lie end to end.
+    """
     described = {
         "prompt_id": prompt.id,
         "dataset": prompt.dataset,
@@ -35,6 +39,8 @@ def rollout_record(prompt: Prompt, index: int, rollout: Rollout) -> np.ndarray:
         "weight_spans": _weight_spans(rollout.weight_versions),
         "info": rollout.info,
     }
+    if rollout.segments:
+        described["segments"] = rollout.segments
     text = json.dumps(described, default=_foreign, ensure_ascii=False)
     # half of a surrogate pair has no UTF-8, but an escape that JSON knows
     return np.frombuffer(text.encode(errors="backslashreplace"), dtype=np.uint8)
@@ -59,7 +65,7 @@ _BUFFER_BYTES = 2**20
 
 
 def _weight_spans(versions: np.ndarray) -> list[dict[str, int]]:
-    """Runs of tokens that were sampled with one weight version: `start` and `end` in the row, and `version`.
+    """Runs of tokens that were sampled with one weight version: `start` and `end` in the rollout, and `version`.
 
     Args:
         versions: int32 `[tokens]`, negative for tokens that were not sampled.

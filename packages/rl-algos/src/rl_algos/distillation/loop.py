@@ -29,7 +29,7 @@ def train(
     Args:
         teachers: that score the rollouts.
         steps: rollouts of each step, weight sync, validation and checkpoints.
-        rows_per_minibatch: of one optimizer step.
+        rows_per_minibatch: rollouts of one optimizer step.
     """
     run = steps.run
     for step, groups, *_ in steps.take(models={"policy": policy}):

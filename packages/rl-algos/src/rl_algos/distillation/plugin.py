@@ -72,6 +72,11 @@ def _cross_tokenizer(config: RolloutsRoot) -> Iterator[Problem]:
         yield Problem("loss_fn.kl_type", "has no effect with distillation.cross_tokenizer; remove this key")
     if settings.max_rollout_turns > 1:
         yield Problem("distillation.max_rollout_turns", "cross_tokenizer takes rollouts of one turn; set it to 1")
+    if settings.splits:
+        yield Problem(
+            "distillation.rewritten_history",
+            "cross_tokenizer takes rollouts of one turn, which has no earlier turns to rewrite; remove this key",
+        )
     if list(teacher_sections(config)) != ["teacher"]:
         yield Problem("distillation.cross_tokenizer", "takes one teacher, `teacher`; remove `teachers`")
 

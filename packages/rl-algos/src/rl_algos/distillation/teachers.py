@@ -39,7 +39,7 @@ class RolloutScorer(Protocol):
         """The rows with the columns of the loss.
 
         Args:
-            batch: one row per rollout.
+            batch: as `rl_algos.rollouts.batch.build_batch` makes it of the groups.
             groups: of the rollouts, in the order of the rows.
         """
         ...
@@ -64,7 +64,8 @@ class Teachers:
         roles = [
             teacher_of(self._models, group.prompt.environment, group.prompt.dataset)
             for group in groups
-            for _ in range(len(group.rollouts))
+            for rows in group.rollouts.row_lengths
+            for _ in rows
         ]
         return self.scored_rows(batch, roles)
 

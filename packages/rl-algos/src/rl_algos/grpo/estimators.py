@@ -15,6 +15,7 @@ from rl_algos.grpo.advantages import clip_advantages
 from rl_algos.grpo.config import EstimatorConfig, GRPOConfig
 from rl_algos.rollouts.batch import Advantages
 from rl_algos.rollouts.rewards import lengths_of, scores_of, trained_rewards
+from rl_algos.rollouts.segments import whole_rollouts
 from rl_core.batch import Batch
 from rl_core.config import Config, section_of, settings_of
 from rl_core.plugins import resolve
@@ -54,9 +55,9 @@ class _Step:
 
     Args:
         groups, config: of the step.
-        penalties: `[tokens]`, what each sampled token takes from the reward; None for nothing.
+        penalties: `[tokens]`, a row per rollout, what each sampled token takes from the reward; None for nothing.
         greedy: one greedy rollout of each group's prompt; empty if the estimator reads none.
-        batch: one row per rollout, with logprobs; None if the estimator reads none.
+        batch: of the rollouts, with logprobs; None if the estimator reads none.
         by_token: whether the estimator takes the penalties off by token itself.
     """
 
@@ -100,7 +101,8 @@ class _Step:
 
 
 def _masks(groups: Sequence[RolloutGroup]) -> Ragged:
-    return Ragged.concat([group.columns.ragged(LOSS_MASK) for group in groups])
+    """uint8 `[tokens]`, a row per rollout."""
+    return whole_rollouts(Ragged.concat([group.columns.ragged(LOSS_MASK) for group in groups]), groups)
 
 
 INPUTS: Mapping[str, Callable[[_Step], Any]] = {
@@ -123,7 +125,7 @@ INPUTS: Mapping[str, Callable[[_Step], Any]] = {
 - `baselines` float64 `[rollouts]`, the reward of a greedy rollout of the same prompt, scaled and shaped;
 - `groups` int64 `[rollouts]`, the group of each;
 - `lengths` int64 `[rollouts]`, sampled tokens;
-- `loss_mask` uint8 `[tokens]` (a `Ragged`), 1 on sampled tokens;
+- `loss_mask` uint8 `[tokens]` (a `Ragged` with a row per rollout), 1 on sampled tokens;
 - `penalties` float64 `[tokens]` (a `Ragged`), with KL in the reward what each sampled token takes from it, None
   without: an estimator that does not read them finds their sums taken off `rewards`;
 - `squared_scores` float64 `[tokens]` (a `Ragged`), the squared norm of the gradient of each sampled token's logprob by
@@ -181,9 +183,9 @@ def advantages_of(
     """Advantages of all rollouts, in the order of groups and of rollouts within them.
 
     Args:
-        penalties: `[tokens]`, what each sampled token takes from the reward; None for nothing.
+        penalties: `[tokens]`, by rows of the batch, what each sampled token takes from the reward; None for nothing.
         greedy: one greedy rollout of each group's prompt, for an estimator that reads `baselines`.
-        batch: one row per rollout, with `prev_logprobs` and `prev_collision` for one that reads `squared_scores`.
+        batch: as `build_batch` makes it, with `prev_logprobs` and `prev_collision` for one that reads `squared_scores`.
 
     Raises:
         ValueError: if the estimator returns something else, or numbers that are not finite.
@@ -191,6 +193,7 @@ def advantages_of(
     name = chosen(config)
     function = _function(name)
     wanted = inputs_of(function)
+    penalties = None if penalties is None else whole_rollouts(penalties, groups)
     step = _Step(groups, config, penalties, greedy, batch, by_token="penalties" in wanted)
     advantages = function(*[INPUTS[name](step) for name in wanted], **settings_of(config.adv_estimator))
     _check(advantages, name, groups)

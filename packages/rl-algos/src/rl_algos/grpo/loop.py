@@ -22,7 +22,7 @@ def train(
     Args:
         steps: rollouts of each step, weight sync, validation and checkpoints; with greedy rollouts for an estimator
             that compares with them.
-        rows_per_minibatch: of one optimizer step.
+        rows_per_minibatch: rollouts of one optimizer step.
     """
     run = steps.run
     for step, groups, aside, greedy in steps.take(models={"policy": policy}, state={"objective": objective}):

@@ -10,7 +10,13 @@ from rl_algos.grpo.adaptive import AdaptiveEntropy, AdaptiveKL
 from rl_algos.grpo.config import ObjectiveRoot
 from rl_algos.grpo.loss_config import CustomLossConfig, LossConfig, RejectionConfig, SurrogateConfig
 from rl_algos.grpo.objective import Objective, RewardKL
-from rl_algos.grpo.step_statistics import Statistic, high_covariance, high_entropy, positive_examples
+from rl_algos.grpo.step_statistics import (
+    Statistic,
+    high_covariance,
+    high_entropy,
+    positive_examples,
+    rollouts_of_rows,
+)
 from rl_algos.losses.aggregation import Aggregation
 from rl_algos.losses.custom import PATH, is_path, loss_class
 from rl_algos.losses.importance import ImportanceCorrection, Rejection
@@ -21,6 +27,7 @@ from rl_algos.losses.surrogates import SURROGATES, ClipCov, KLCov, Surrogate
 from rl_algos.rollouts.config import PolicyGradientConfig
 from rl_core.config import Config, did_you_mean, section_of, settings_of
 from rl_core.generation import Weights
+from rl_core.microbatch import PAIR
 from rl_core.model import Loss
 
 COLUMNS = ("loss_mask", "advantages", "generation_logprobs", "prev_logprobs", "ref_logprobs")
@@ -108,10 +115,12 @@ def objective_of(
         weights: of the policy, whose version tells the age of rollouts; None if no step is taken with the loss.
     """
     loss, settings = loss_of(config, algorithm), config.loss_fn
-    if not isinstance(settings, LossConfig):
-        return Objective(loss, read_before=read_before)
-    assert isinstance(loss, PolicyLoss)
     statistics: dict[str, Statistic] = {}
+    if algorithm.splits and PAIR in loss.columns:
+        statistics[PAIR] = rollouts_of_rows
+    if not isinstance(settings, LossConfig):
+        return Objective(loss, statistics=statistics, read_before=read_before)
+    assert isinstance(loss, PolicyLoss)
     if isinstance(loss.surrogate, ClipCov | KLCov):
         statistics["high_covariance"] = high_covariance(loss.surrogate, algorithm.seed)
     if settings.top_entropy_share is not None:
@@ -161,6 +170,7 @@ def policy_loss(config: ObjectiveRoot, algorithm: PolicyGradientConfig, loss: Lo
         entropy_weight=bonus.weight if bonus.weight or bonus.target else None,
         high_entropy_only=loss.top_entropy_share is not None,
         positive_nll_weight=loss.positive_example_nll_weight,
+        has_segments=algorithm.splits,
         temperature=config.policy.generation.temperature,
         token_filter=config.policy.generation.token_filter,
     )

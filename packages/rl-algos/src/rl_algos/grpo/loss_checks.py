@@ -23,6 +23,7 @@ from rl_algos.losses.surrogates import SURROGATES
 from rl_algos.rollouts.checks import filter_problems
 from rl_algos.rollouts.config import PolicyGradientConfig
 from rl_core.config import Problem
+from rl_core.microbatch import PAIR
 
 
 def loss_problems(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> Iterator[Problem]:
@@ -92,7 +93,14 @@ def _custom_loss_problems(config: ObjectiveRoot, algorithm: PolicyGradientConfig
     except (ValueError, TypeError) as error:
         yield Problem("loss_fn", f"{name}: {error}")
         return
-    unknown = [column for column in columns if column not in COLUMNS]
+    unknown = [column for column in columns if column not in COLUMNS and not (algorithm.splits and column == PAIR)]
+    if algorithm.splits and PAIR not in columns:
+        yield Problem(
+            f"{algorithm.section}.rewritten_history",
+            f"split makes several rows of a rollout, and {name} may take each for a rollout; add `{PAIR}` to its "
+            "columns, the number of each row's rollout, and count rows with the same number as one, or set this key to "
+            "`keep`",
+        )
     if unknown:
         yield Problem("loss_fn.name", f"{name} needs {', '.join(unknown)}; a batch has {', '.join(COLUMNS)}")
     if temperature != config.policy.generation.temperature:

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
+from rl_algos.rollouts.segments import ROLLOUT, to_rows
 from rl_core.batch import Batch, Column
 from rl_core.ragged import Ragged
 from rl_core.rollout import LOSS_MASK, RolloutGroup
@@ -21,7 +22,7 @@ class StepData:
     Args:
         step: number of the step.
         groups: trained on.
-        batch: one row per rollout, with advantages and logprobs.
+        batch: of the rollouts, with advantages and logprobs.
     """
 
     step: int
@@ -86,4 +87,9 @@ def positive_examples(data: StepData) -> Column:
     """uint8 `[rows]`, 1 for rollouts whose environment gave them a reward above 0."""
     # NaN, that of a failed rollout, is not above 0
     positive: np.ndarray = np.concatenate([group.rewards() for group in data.groups]) > 0
-    return positive.astype(np.uint8)
+    return to_rows(data.batch, positive.astype(np.uint8))
+
+
+def rollouts_of_rows(data: StepData) -> Column:
+    """int64 `[rows]`, the number of each row's rollout."""
+    return data.batch.array(ROLLOUT)

@@ -8,6 +8,7 @@ from typing import Literal
 import numpy as np
 
 from rl_algos.losses.kl import KLType
+from rl_algos.losses.sequences import by_sequence
 from rl_algos.losses.surrogates import Level
 from rl_core.batch import Batch
 from rl_core.ragged import Ragged
@@ -63,14 +64,19 @@ class ImportanceCorrection:
     rejection: Rejection | None = None
     batch_normalize: bool = False
 
+    @property
+    def is_by_sequence(self) -> bool:
+        """Whether the weight of a token depends on other tokens of its sequence."""
+        return self.level == "sequence" or self.truncation == "seq-mask-tis" or self.rejection is not None
+
 
 def importance_weights(correction: ImportanceCorrection, batch: Batch) -> Ragged:
-    """float64 `[tokens]`, the weights that `rl_algos.torch.importance` computes; 0 off the loss mask.
+    """float64 `[tokens]`, the weights of `rl_algos.torch.importance`, 0 off the loss mask; a row per sequence.
 
     Args:
         batch: with `loss_mask`, `prev_logprobs` and `generation_logprobs`.
     """
-    mask = batch.ragged("loss_mask")
+    mask = by_sequence(batch, batch.ragged("loss_mask"))
     sampled = mask.values > 0
     prev, generation = batch.ragged("prev_logprobs").values, batch.ragged("generation_logprobs").values
     d = np.zeros(len(sampled))

@@ -9,8 +9,9 @@ It is put together from parts that know nothing of one another:
 - an aggregation (`rl_algos.losses.aggregation`), from tokens to one number.
 
 Each is a function of one sequence, and the loss is sums over sequences divided by global counts: microbatches, packing
-and meshes change nothing. What needs the whole step (the tokens of highest covariance, weights that adapt) comes as a
-column or as a setting, computed before the step (`rl_algos.grpo.objective`).
+and meshes change nothing. A sequence is a row, or the rows of equal `pair`, the segments of a rollout. What needs the
+whole step (the tokens of highest covariance, weights that adapt) comes as a column or as a setting, computed before the
+step (`rl_algos.grpo.objective`).
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ import numpy as np
 from rl_algos.losses.aggregation import Aggregation
 from rl_algos.losses.importance import ImportanceCorrection, importance_weights
 from rl_algos.losses.kl import KLPenalty
+from rl_algos.losses.sequences import by_sequence
 from rl_algos.losses.staleness import StalenessDecay
 from rl_algos.losses.surrogates import Clip, Surrogate
 from rl_core.batch import Batch
+from rl_core.microbatch import PAIR
 from rl_core.model import ENTROPY, LOGPROBS, Read
 from rl_core.token_filter import TokenFilter
 
@@ -56,6 +59,8 @@ class PolicyLoss:
             they stay in the other terms and in the counts.
         positive_nll_weight: of the mean `-logp` over the tokens of positive examples (VAPO, arXiv:2504.05118),
             the rows whose column `positive` is 1.
+        has_segments: whether a sequence may be several rows. Terms of whole sequences then read the column `pair`, the
+            number of each row's sequence, which also keeps its rows in one microbatch.
         temperature: of sampling.
         token_filter: of sampling; logprobs and entropy are those of the tokens that it keeps. The reference's are those
             of all tokens.
@@ -73,6 +78,7 @@ class PolicyLoss:
     entropy_weight: float | None = None
     high_entropy_only: bool = False
     positive_nll_weight: float = 0.0
+    has_segments: bool = False
     temperature: float = 1.0
     token_filter: TokenFilter | None = None
     implementation: str = "rl_algos.torch.policy_loss:compute"
@@ -87,7 +93,8 @@ class PolicyLoss:
         entropy = ("high_entropy",) if self.high_entropy_only else ()
         positive = ("positive",) if self.positive_nll_weight else ()
         versions = ("weight_versions",) if self.staleness else ()
-        terms = (*prev, *ref, *entropy, *positive, *versions, *self.surrogate.columns)
+        pair = (PAIR,) if self.has_segments and self._has_sequence_terms else ()
+        terms = (*prev, *ref, *entropy, *positive, *versions, *self.surrogate.columns, *pair)
         return ("loss_mask", "advantages", "generation_logprobs", *terms)
 
     @property
@@ -101,9 +108,17 @@ class PolicyLoss:
         """Whether the policy term is divided by importance weights in place of a count."""
         return self.importance is not None and self.importance.batch_normalize
 
+    @property
+    def _has_sequence_terms(self) -> bool:
+        """Whether the loss of a token depends on other tokens of its sequence, or on how many these are."""
+        of_weights = self.importance is not None and self.importance.is_by_sequence
+        filters = self.off_policy_threshold is not None or self.mismatch_threshold is not None
+        of_surrogate = self.surrogate.level == "sequence"
+        return of_surrogate or of_weights or filters or self.aggregation.denominator == "sequences"
+
     def totals(self, batch: Batch) -> Mapping[str, float]:
         """`tokens` that train, `sequences` with at least one, and what the terms in use are divided by besides."""
-        mask = batch.ragged("loss_mask")
+        mask = by_sequence(batch, batch.ragged("loss_mask"))
         sampled = mask.sums()
         totals = {"tokens": float(sampled.sum()), "sequences": float(np.count_nonzero(sampled))}
         if self.importance is not None and self.importance.batch_normalize:
@@ -111,5 +126,6 @@ class PolicyLoss:
             of_tokens = self.aggregation.denominator == "tokens"
             totals["importance_weights"] = float((weights if of_tokens else weights / np.maximum(sampled, 1)).sum())
         if self.positive_nll_weight:
-            totals["positive_tokens"] = float(sampled[batch.array("positive") > 0].sum())
+            of_rows = batch.ragged("loss_mask").sums()
+            totals["positive_tokens"] = float(of_rows[batch.array("positive") > 0].sum())
         return totals

@@ -12,6 +12,7 @@ from rl_algos.grpo.batch_advantages import whitened
 from rl_algos.ppo.config import PPOConfig
 from rl_algos.ppo.gae import gae, length_adaptive_lambda, reward_at_last
 from rl_algos.rollouts.rewards import trained_rewards
+from rl_algos.rollouts.segments import rows_by_rollout, token_rows, whole_rollouts
 from rl_core.batch import Batch
 from rl_core.model import SCORES, VALUES, Model
 from rl_core.ragged import Ragged
@@ -25,8 +26,8 @@ class Values:
     """The critic's values before the step.
 
     Args:
-        before: float32 `[tokens]`, of the state before each token.
-        last: float `[rows]`, of the state after the last token of a rollout that goes on; 0 for one that has ended.
+        before: float32 `[tokens]`, by rows of the batch, of the state before each token.
+        last: float `[rollouts]`, of the state after the last token of one that goes on; 0 for one that has ended.
     """
 
     before: Ragged
@@ -35,7 +36,7 @@ class Values:
 
 @dataclass(frozen=True)
 class Estimates:
-    """Results for the sampled tokens, 0 at all others.
+    """Results for the sampled tokens, 0 at all others, with a row per rollout.
 
     Args:
         advantages: float64 `[tokens]`, what the policy learns from.
@@ -48,34 +49,37 @@ class Estimates:
 
 def values_of(batch: Batch, groups: Sequence[RolloutGroup], critic: Model, config: PPOConfig) -> Values:
     """The critic's values of a batch of all rollouts of the groups."""
+    goes_on = np.array([status == "truncated" for group in groups for status in group.rollouts.status])
     if not config.bootstrap_truncated:
-        return Values(critic.infer(batch, [VALUES]).ragged(VALUES.name), np.zeros(len(batch)))
+        return Values(critic.infer(batch, [VALUES]).ragged(VALUES.name), np.zeros(len(goes_on)))
     # a rollout ends with a token that was sampled, so that the last state is that after the last action
     found = critic.infer(batch, [VALUES, SCORES])
-    goes_on = np.array([status == "truncated" for group in groups for status in group.rollouts.status])
-    return Values(found.ragged(VALUES.name), np.where(goes_on, found.array(SCORES.name), 0.0))
+    after_rows = found.array(SCORES.name)
+    last_rows = rows_by_rollout(batch).offsets[1:] - 1
+    return Values(found.ragged(VALUES.name), np.where(goes_on, after_rows[last_rows], 0.0))
 
 
 def estimates_of(
     batch: Batch, groups: Sequence[RolloutGroup], values: Values, config: PPOConfig, *, penalties: Ragged | None = None
 ) -> Estimates:
     """Advantages by GAE with the policy's lambda, and returns `A + V` with the critic's (decoupled GAE of VAPO,
-    arXiv:2504.05118).
+    arXiv:2504.05118). The segments of a rollout follow one another as its turns do.
 
     Args:
-        batch: a row for each rollout of the groups.
-        penalties: `[tokens]`, what each sampled token takes from the reward; None for nothing.
+        batch: of all rollouts of the groups.
+        penalties: `[tokens]`, by rows of the batch, what each sampled token takes from the reward; None for nothing.
     """
-    mask = batch.ragged(LOSS_MASK)
+    mask, before = whole_rollouts(batch.ragged(LOSS_MASK), groups), whole_rollouts(values.before, groups)
+    penalties = None if penalties is None else whole_rollouts(penalties, groups)
     rewards = reward_at_last(trained_rewards(groups, config), mask, penalties)
 
     def advantages(lam: float | np.ndarray) -> Ragged:
-        return gae(rewards, values.before, mask, last_values=values.last, gamma=config.gamma, lam=lam)
+        return gae(rewards, before, mask, last_values=values.last, gamma=config.gamma, lam=lam)
 
     alpha = config.length_adaptive_alpha
     of_policy = advantages(config.gae_lambda if alpha is None else length_adaptive_lambda(mask.sums(), alpha))
     of_critic = advantages(config.gae_lambda if config.critic_gae_lambda is None else config.critic_gae_lambda)
-    returns = of_critic.values + np.where(mask.values > 0, values.before.values, 0.0)
+    returns = of_critic.values + np.where(mask.values > 0, before.values, 0.0)
     if config.normalize_advantages:
         of_policy = mask.like(whitened(of_policy.values, mask.values, _EPS))
     clipped = clip_advantages(of_policy, config.advantage_clip_low, config.advantage_clip_high)
@@ -86,7 +90,7 @@ def estimates_of(
 def with_returns(batch: Batch, values: Values, estimates: Estimates) -> Batch:
     """The batch with what the critic learns, `returns`, and its `values` before the step; float32 `[tokens]`."""
     returns = estimates.returns.like(estimates.returns.values.astype(np.float32))
-    return batch.with_columns({"values": values.before, "returns": returns})
+    return batch.with_columns({"values": values.before, "returns": token_rows(batch, returns)})
 
 
 def value_metrics(batch: Batch, values: Values, estimates: Estimates) -> dict[str, float]:

@@ -30,7 +30,7 @@ def train(
     Args:
         objective: of the policy, GRPO's.
         steps: rollouts of each step, weight sync, validation and checkpoints.
-        policy_rows, critic_rows: of one optimizer step of either.
+        policy_rows, critic_rows: rollouts of one optimizer step of either.
     """
     run, value_loss = steps.run, ValueLoss(config.value_clip)
     models = {"policy": policy, "critic": critic}

@@ -14,6 +14,7 @@ from rl_algos.rollouts.continuation import Continuation
 from rl_algos.rollouts.tool_calls.formats import PLAIN, ToolFormat, format_of
 from rl_algos.rollouts.tool_calls.parsed import schemas_of
 from rl_algos.rollouts.turn_ends import TurnEnds, find_turn_ends
+from rl_algos.tokenizer import render
 from rl_core.environment import ToolCall
 from rl_core.generation import Reply
 from rl_core.rollout import Message
@@ -64,6 +65,16 @@ class Chat:
     def continuation(self, turn: Message, observation: Sequence[Message], sampled: np.ndarray) -> np.ndarray:
         """int32 `[tokens]` to append after `sampled`; as `Continuation.tokens`."""
         return self._continuation.tokens(turn, observation, sampled)
+
+    def rendered(
+        self, messages: Sequence[Message], so_far: np.ndarray, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> np.ndarray:
+        """As `rl_core.generation.GenerationClient.rendered`, with the tools that the policy may call."""
+        text = render(self._tokenizer, messages, add_generation_prompt=True, tools=tools)
+        before = self._tokenizer.decode(so_far.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        kept, rest = (so_far, text[len(before) :]) if text.startswith(before) else (so_far[:0], text)
+        behind = self._tokenizer.encode(rest, add_special_tokens=False)
+        return np.concatenate([kept, np.asarray(behind, dtype=np.int32)]).astype(np.int32)
 
     @cached_property
     def _continuation(self) -> Continuation:

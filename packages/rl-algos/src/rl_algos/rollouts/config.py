@@ -53,10 +53,13 @@ class RolloutConfig(Config):
     max_rollout_seconds: Annotated[float | None, WhenChanged.RESUME] = Field(default=None, gt=0)
     """Most seconds of one rollout, all its turns and its waits for the engine included; one that takes longer fails.
     Unset, only the calls of its environment have deadlines (`env.<name>.deadline_s`)."""
-    rewritten_history: Literal["keep"] | None = None
+    rewritten_history: Literal["keep", "split"] | None = None
     """For several turns with a chat template that renders earlier turns in another way than the policy wrote them, as
     those do that drop thoughts. `keep`: go on from the tokens as the engine consumed and sampled them, thoughts
-    included, so that training sees what sampling saw. Unset, such a template is refused."""
+    included, so that training sees what sampling saw. `split`: render the conversation for every turn, as a chat server
+    does, and cut the rollout into segments where that rewrites earlier turns; each is a row of the batch that begins
+    with what the engine consumed, and the rows of a rollout count as one sequence. `max_total_sequence_length` then
+    limits each segment. Unset, such a template is refused."""
     rollout_program: str = "multi_turn"
     """The course of a rollout: `multi_turn`, the policy and the environment in turns, or a `RolloutProgram` of your own
     as `file.py:Class` or `package.module:Class`, which is built with `max_turns` and `max_tokens`."""
@@ -85,6 +88,11 @@ class RolloutConfig(Config):
     def rollouts_per_step(self) -> int:
         """Rollouts that one step trains on."""
         return self.num_prompts_per_step * self.num_generations_per_prompt
+
+    @property
+    def splits(self) -> bool:
+        """Whether a rollout may be several rows of a batch, its segments."""
+        return self.rewritten_history == "split"
 
     @property
     def max_staleness(self) -> int:

@@ -12,6 +12,7 @@ from jinja2 import TemplateError
 from rl_algos.rollouts.chat import Chat
 from rl_algos.rollouts.config import EvaluationRoot, RolloutRoot, rollout_config
 from rl_algos.rollouts.continuation import rewrites_history
+from rl_algos.rollouts.programs import DEFAULT_PROGRAM
 from rl_algos.rollouts.tool_calls.formats import FORMATS, PLAIN
 from rl_algos.rollouts.turn_ends import TurnEnds
 from rl_algos.tokenizer import render, require_chat_template
@@ -40,13 +41,16 @@ def check_conversations(
     settings = rollout_config(config)
     turns, program = settings.max_rollout_turns, settings.rollout_program
     key = f"{settings.section}.max_rollout_turns"
-    ends = check_turns(config, tokenizer, tools, program=program, max_turns=turns, turns_key=key)
-    is_rendered = turns > 1 and program == "multi_turn"
+    ends = check_turns(
+        config, tokenizer, tools, program=program, max_turns=turns, turns_key=key, splits=settings.splits
+    )
+    is_rendered = turns > 1 and program == DEFAULT_PROGRAM
     if is_rendered and settings.rewritten_history is None and rewrites_history(tokenizer, ends):
         raise ConfigError(
             f"{settings.section}.rewritten_history: the chat template renders earlier turns in another way than "
             "the policy writes them (such as without their thoughts). Set this key to `keep` to go on from the "
-            "tokens as they were sampled, or policy.tokenizer.chat_template to a template that only appends"
+            "tokens as they were sampled, to `split` to train on what the template renders for each turn, or "
+            "policy.tokenizer.chat_template to a template that only appends"
         )
     return ends
 
@@ -59,20 +63,21 @@ def check_turns(
     program: str,
     max_turns: int,
     turns_key: str,
+    splits: bool,
 ) -> TurnEnds:
     """As `check_conversations`, of a model that does not train on what it says, so that its template may rewrite
     earlier turns.
 
     Args:
-        program, max_turns: of the rollouts.
+        program, max_turns, splits: of the rollouts.
         turns_key: key of `max_turns`, for messages.
     """
     require_chat_template(tokenizer)
     chat = Chat(tokenizer, config.policy.tokenizer.tool_format)
     if tools:
         _check_tools(chat, tokenizer, max_turns, turns_key, tools)
-    if max_turns > 1 and program == "multi_turn":
-        _check_continuation(chat, with_tools=bool(tools))
+    if max_turns > 1 and program == DEFAULT_PROGRAM:
+        _check_continuation(chat, with_tools=bool(tools), splits=splits)
     return chat.ends
 
 
@@ -95,15 +100,19 @@ def _check_tools(
         _log.warning("the chat template does not show the tools of %s; the prompts must describe them", name)
 
 
-def _check_continuation(chat: Chat, *, with_tools: bool) -> None:
+def _check_continuation(chat: Chat, *, with_tools: bool, splits: bool) -> None:
     said: Message = {"role": "assistant", "content": "An answer."}
     seams: list[tuple[Message, Message]] = [(said, _ASKED)]
     if with_tools:
         call = {"type": "function", "id": "call00000", "function": {"name": "look_up", "arguments": {}}}
         result = {"role": "tool", "name": "look_up", "content": "A result.", "tool_call_id": "call00000"}
         seams = [({**said, "tool_calls": [call]}, result)]
+    nothing = np.zeros(0, dtype=np.int32)
     for turn, observation in seams:
         try:
-            chat.continuation(turn, [observation], np.zeros(0, dtype=np.int32))
+            if splits:
+                chat.rendered([_ASKED, turn, observation], nothing)
+            else:
+                chat.continuation(turn, [observation], nothing)
         except (ValueError, TemplateError) as error:
             raise ConfigError(f"policy.tokenizer.chat_template: {error}") from error

@@ -15,6 +15,7 @@ from rl_algos.rollouts.config import RolloutConfig
 from rl_algos.rollouts.data import attempts as attempts_on_data
 from rl_algos.rollouts.data import tools_by_environment
 from rl_algos.rollouts.evaluation_plan import EvaluationPlan, EvaluationTask
+from rl_algos.rollouts.programs import DEFAULT_PROGRAM
 from rl_algos.rollouts.setup import program_needs, validation_sampling
 from rl_algos.rollouts.source import evaluation_tasks
 from rl_core.environments.instance import problem_with, unknown_environment
@@ -28,8 +29,6 @@ VALIDATION = "validation"
 """Name of the task that is the run's validation data."""
 
 DEFAULT_SEED = 42
-
-_DEFAULT_PROGRAM = "multi_turn"
 
 _ANY_LENGTH = 2**31
 _SAMPLING = ("temperature", "top_p", "top_k", "max_new_tokens")
@@ -87,19 +86,24 @@ class RolloutEvaluation:
         from rl_algos.rollouts.conversation_checks import check_turns
 
         turns, key = self._max_turns
-        program = self._of_run.rollout_program if self._of_run else _DEFAULT_PROGRAM
+        program = self._of_run.rollout_program if self._of_run else DEFAULT_PROGRAM
+        splits = self._of_run is not None and self._of_run.splits
         environments = frozenset(
             name for loaded in self._loaded for dataset in loaded.datasets for name in dataset.environments()
         )
         tools = tools_by_environment(self._config, environments)
-        ends = check_turns(self._config, tokenizer, tools, program=program, max_turns=turns, turns_key=key)
+        ends = check_turns(
+            self._config, tokenizer, tools, program=program, max_turns=turns, turns_key=key, splits=splits
+        )
         tasks = [self._planned(loaded, tokenizer, tools, ends.sampled) for loaded in self._loaded]
         prompts = [group.prompt for task in tasks for group in task.groups]
         if not prompts:
             reasons = "; ".join(reason for task in tasks for _, reason in task.refused[:1])
             raise ConfigError(f"no prompt leaves room for a completion: {reasons}")
         seconds = self._of_run.max_rollout_seconds if self._of_run else None
-        needs = program_needs(self._config, environments, program=program, max_turns=turns, max_seconds=seconds)
+        needs = program_needs(
+            self._config, environments, program=program, max_turns=turns, splits=splits, max_seconds=seconds
+        )
         return EvaluationPlan(tasks, needs, self._scoring(max(task.num_samples for task in tasks)))
 
     @property

@@ -65,6 +65,9 @@ def rollout_metrics(groups: Sequence[RolloutGroup], advantages: Advantages | Non
         "rollout/turns": float(turns.mean()),
         "generation/num_tokens": float(lengths.sum()),
     }
+    if any(group.rollouts.segments for group in groups):
+        num_rows = np.array([len(rows) for group in groups for rows in group.rollouts.row_lengths])[usable]
+        metrics["rollout/segments"] = float(num_rows.mean())
     named = [rewards for group in groups for rewards in group.rollouts.rewards]
     reported = [info for group in groups for info in group.rollouts.info]
     return metrics | _named_rewards(compress(named, usable)) | _reported(compress(reported, usable))

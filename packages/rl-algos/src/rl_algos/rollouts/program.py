@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import uuid
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -18,12 +19,15 @@ class MultiTurnProgram:
 
     Args:
         max_turns: most completions.
-        max_tokens: most tokens of the whole rollout.
+        max_tokens: most tokens of the whole rollout, or of each segment of one that is split.
+        split: render the whole conversation for every turn, and begin a segment where the chat template rewrites
+            earlier turns; otherwise go on from the tokens as they are.
     """
 
-    def __init__(self, *, max_turns: int, max_tokens: int) -> None:
+    def __init__(self, *, max_turns: int, max_tokens: int, split: bool = False) -> None:
         self._max_turns = max_turns
         self._max_tokens = max_tokens
+        self._split = split
 
     async def run(self, prompt: Prompt, client: GenerationClient) -> Rollout:
         """Play one rollout."""
@@ -43,14 +47,15 @@ class MultiTurnProgram:
             )
             # an observation that nothing follows need not be rendered
             goes_on = not (result.done or cut or turn == self._max_turns)
-            observed = self._observation(client, reply.message, result, completion) if goes_on else _NOTHING
-            fits = len(transcript.tokens) + len(observed) < self._max_tokens
+            messages.extend(result.observation if goes_on else ())
+            so_far = transcript.tokens
+            following = self._following(client, so_far, messages, result, completion) if goes_on else so_far
+            fits = len(following) < self._max_tokens
             ends = not (goes_on and fits)
             transcript.add_result(reply.text, result, ends=ends)
             if ends:
                 return transcript.rollout(truncated=cut or not result.done)
-            transcript.add_context(observed)
-            messages.extend(result.observation)
+            transcript.go_on(following)
             sampling = _for_next_turn(sampling, client.sampling, result)
         raise AssertionError("the last turn ends the rollout")
 
@@ -60,11 +65,26 @@ class MultiTurnProgram:
             raise ValueError(f"the prompt alone has {len(transcript.tokens)} of at most {self._max_tokens} tokens")
         return sampling if sampling.max_new_tokens <= room else dataclasses.replace(sampling, max_new_tokens=room)
 
-    @staticmethod
-    def _observation(client: GenerationClient, turn: Message, result: StepResult, completion: Completion) -> np.ndarray:
+    def _following(
+        self,
+        client: GenerationClient,
+        so_far: np.ndarray,
+        messages: Sequence[Message],
+        result: StepResult,
+        completion: Completion,
+    ) -> np.ndarray:
+        """int32 `[tokens]` that the engine consumes for the next turn.
+
+        Args:
+            so_far: all tokens of the last request and its completion.
+            messages: the conversation with the newest turn and the observation of it.
+        """
         if not result.observation:
             raise ValueError("the environment gave no observation, so there is nothing that the policy could answer")
-        return client.continuation(turn, result.observation, completion.token_ids)
+        if self._split:
+            return client.rendered(messages, so_far)
+        turn = messages[-len(result.observation) - 1]
+        return np.concatenate([so_far, client.continuation(turn, result.observation, completion.token_ids)])
 
 
 def _for_next_turn(present: SamplingParams, configured: SamplingParams, result: StepResult) -> SamplingParams:
@@ -75,6 +95,3 @@ def _for_next_turn(present: SamplingParams, configured: SamplingParams, result: 
         stop_strings=present.stop_strings if result.stop_strings is None else result.stop_strings,
         max_new_tokens=most if result.max_new_tokens is None else min(result.max_new_tokens, most),
     )
-
-
-_NOTHING = np.zeros(0, dtype=np.int32)

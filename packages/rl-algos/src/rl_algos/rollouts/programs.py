@@ -7,7 +7,9 @@ import importlib.util
 from rl_core.config import did_you_mean
 from rl_core.user_code import FromFile, is_in_file
 
-PROGRAMS = {"multi_turn": "rl_algos.rollouts.program:MultiTurnProgram"}
+DEFAULT_PROGRAM = "multi_turn"
+
+PROGRAMS = {DEFAULT_PROGRAM: "rl_algos.rollouts.program:MultiTurnProgram"}
 """`"package.module:Class"` of the installed programs."""
 
 

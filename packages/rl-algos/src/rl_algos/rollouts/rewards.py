@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rl_algos.rollouts.config import PolicyGradientConfig, RewardScalingConfig, RewardShapingConfig
+from rl_algos.rollouts.segments import whole_rollouts
 from rl_core.batch import TOKENS
 from rl_core.rollout import LOSS_MASK, RECORD, RolloutGroup
 
@@ -165,12 +166,16 @@ def _repeated(groups: Sequence[RolloutGroup], size: int) -> np.ndarray:
     shares = [
         repeated_share(tokens[mask > 0], size)
         for group in groups
-        for tokens, mask in zip(group.columns.ragged(TOKENS), group.columns.ragged(LOSS_MASK), strict=True)
+        for tokens, mask in zip(
+            whole_rollouts(group.columns.ragged(TOKENS), [group]),
+            whole_rollouts(group.columns.ragged(LOSS_MASK), [group]),
+            strict=True,
+        )
     ]
     return np.array(shares)
 
 
 def _texts(groups: Sequence[RolloutGroup]) -> list[list[str]]:
     """Text of the policy in each rollout, by turn."""
-    records = [json.loads(record.tobytes()) for group in groups for record in group.columns.ragged(RECORD)]
+    records = [json.loads(record.tobytes()) for group in groups for record in group.records.ragged(RECORD)]
     return [[turn["text"] for turn in record["turns"]] for record in records]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from rl_algos.rollouts.config import EvaluationRoot, RolloutRoot, rollout_config
 from rl_algos.rollouts.data import RolloutData
-from rl_algos.rollouts.programs import program_named
+from rl_algos.rollouts.programs import DEFAULT_PROGRAM, PROGRAMS, program_named
 from rl_algos.rollouts.source import PacedRolloutSource
 from rl_algos.rollouts.steps import RolloutSteps
 from rl_algos.rollouts.task_evaluation import TaskEvaluation
@@ -25,22 +25,32 @@ def needs(config: RolloutRoot, data: RolloutData) -> RolloutNeeds:
         _environments(data) if data.environments is None else data.environments,
         program=settings.rollout_program,
         max_turns=settings.max_rollout_turns,
+        splits=settings.splits,
         max_seconds=settings.max_rollout_seconds,
     )
 
 
 def program_needs(
-    config: EvaluationRoot, environments: frozenset[str], *, program: str, max_turns: int, max_seconds: float | None
+    config: EvaluationRoot,
+    environments: frozenset[str],
+    *,
+    program: str,
+    max_turns: int,
+    splits: bool,
+    max_seconds: float | None,
 ) -> RolloutNeeds:
     """A rollout program over these environments.
 
     Args:
-        program, max_turns, max_seconds: as `rollout_program`, `max_rollout_turns` and `max_rollout_seconds` of
-            `rl_algos.rollouts.config.RolloutConfig`.
+        program, max_turns, splits, max_seconds: as `rollout_program`, `max_rollout_turns`, `splits` and
+            `max_rollout_seconds` of `rl_algos.rollouts.config.RolloutConfig`; a program of one's own makes its segments
+            itself.
     """
+    args = {"max_turns": max_turns, "max_tokens": config.policy.max_total_sequence_length}
+    found = program_named(program)
     return RolloutNeeds(
-        program=program_named(program),
-        program_args={"max_turns": max_turns, "max_tokens": config.policy.max_total_sequence_length},
+        program=found,
+        program_args={**args, "split": True} if splits and found == PROGRAMS[DEFAULT_PROGRAM] else args,
         max_seconds=max_seconds,
         environments=environments,
     )

@@ -54,5 +54,5 @@ class TaskEvaluation:
         if all(k == 1 for k in self._plan.scoring.k):
             return PromptScore.of_group(group)
         # cons@k needs the answers, which only the records hold
-        records = group.columns.ragged(RECORD)
+        records = group.records.ragged(RECORD)
         return PromptScore.of_records([json.loads(record.tobytes()) for record in records])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -11,14 +12,18 @@ from rl_core.rollout import Completion, Prompt, Rollout, Turn, WeightSpan, unkno
 
 
 class Transcript:
-    """Tokens, mask and logprobs of a rollout, always of one length, with its turns and rewards."""
+    """Tokens, mask and logprobs of a rollout, always of one length, with its turns and rewards.
+
+    Its tokens are segments end to end, one unless the engine is given something else than all tokens before.
+    """
 
     def __init__(self, prompt: Prompt) -> None:
         self._prompt = prompt
         self._tokens: list[np.ndarray] = []
         self._mask: list[np.ndarray] = []
         self._logprobs: list[np.ndarray] = []
-        self._routing: list[np.ndarray] = []
+        self._routing: list[list[np.ndarray]] = [[]]
+        self._begins = [0]
         self._spans: list[WeightSpan] = []
         self._turns: list[Turn] = []
         self._rewards: Counter[str] = Counter()
@@ -28,8 +33,18 @@ class Transcript:
 
     @property
     def tokens(self) -> np.ndarray:
-        """int32 `[tokens]` so far."""
-        return np.concatenate(self._tokens)
+        """int32 `[tokens]` of the last segment: those that the engine consumed and sampled last."""
+        return np.concatenate(self._tokens[self._begins[-1] :])
+
+    def go_on(self, tokens: np.ndarray) -> None:
+        """Take what the engine consumes next; a segment begins unless it begins with all tokens of the last one."""
+        before = self.tokens
+        if np.array_equal(tokens[: len(before)], before):
+            self.add_context(tokens[len(before) :])
+            return
+        self._begins.append(len(self._tokens))
+        self._routing.append([])
+        self.add_context(tokens)
 
     def add_context(self, tokens: np.ndarray) -> None:
         """Append tokens that the policy did not sample."""
@@ -41,7 +56,8 @@ class Transcript:
         If the experts of a token are reported more than once, the first report stays: that of the pass that sampled it.
         """
         if completion.routed_experts is not None:
-            self._routing.append(completion.routed_experts[sum(map(len, self._routing)) :])
+            own = self._routing[-1]
+            own.append(completion.routed_experts[sum(map(len, own)) :])
         self._append(completion.token_ids, 1, completion.logprobs)
         self._spans.extend(completion.spans)
         self._stop_reason = completion.stop_reason
@@ -56,9 +72,10 @@ class Transcript:
 
     def rollout(self, *, truncated: bool) -> Rollout:
         """The finished rollout."""
+        segments = self._segments()
         return Rollout(
             prompt_id=self._prompt.id,
-            tokens=self.tokens,
+            tokens=np.concatenate(self._tokens),
             loss_mask=np.concatenate(self._mask),
             generation_logprobs=np.concatenate(self._logprobs),
             spans=tuple(self._spans),
@@ -67,14 +84,23 @@ class Transcript:
             stop_reason=self._stop_reason,  # type: ignore[arg-type]  # set from Completion.stop_reason
             status="truncated" if truncated else "ok",
             info=dict(self._info),
-            routed_experts=self._routed_experts(),
+            routed_experts=self._routed_experts(segments),
+            segments=segments if len(segments) > 1 else (),
         )
 
-    def _routed_experts(self) -> np.ndarray | None:
-        if not self._routing:
+    def _segments(self) -> tuple[int, ...]:
+        """Tokens of each segment."""
+        ends = [*self._begins[1:], len(self._tokens)]
+        return tuple(sum(map(len, self._tokens[begin:end])) for begin, end in zip(self._begins, ends, strict=True))
+
+    def _routed_experts(self, segments: Sequence[int]) -> np.ndarray | None:
+        known = [part for own in self._routing for part in own]
+        if not known:
             return None
-        num_missing = len(self.tokens) - sum(map(len, self._routing))
-        return np.concatenate([*self._routing, unknown_routing(num_missing, self._routing[0].shape[1:])])
+        parts: list[np.ndarray] = []
+        for own, length in zip(self._routing, segments, strict=True):
+            parts += [*own, unknown_routing(length - sum(map(len, own)), known[0].shape[1:])]
+        return np.concatenate(parts)
 
     def _append(self, tokens: np.ndarray, mask: int, logprobs: np.ndarray) -> None:
         self._tokens.append(np.asarray(tokens, dtype=np.int32))

@@ -286,6 +286,9 @@ class _Client:
     def continuation(self, turn: Message, observation: Sequence[Message], sampled: np.ndarray) -> np.ndarray:
         return self._worker._chat.continuation(turn, observation, sampled)
 
+    def rendered(self, messages: Sequence[Message], so_far: np.ndarray) -> np.ndarray:
+        return self._worker._chat.rendered(messages, so_far, self._tools)
+
     async def release(self) -> None:
         """Free conversations that the environment did not end; a failure to do so is logged and harms no rollout."""
         if not self._open:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rl_algos.losses.importance import LOG_RATIO_BOUND
+from rl_core.microbatch import PAIR
 from rl_core.torch.loss import Rows
 
 
@@ -17,12 +18,20 @@ def bounded(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
+def by_sequence(rows: Rows) -> Rows:
+    """The same tokens with a row per sequence: rows of equal `pair`, which lie side by side, end to end."""
+    if PAIR not in rows:
+        return rows
+    begins = torch.cat([rows[PAIR].new_ones(1, dtype=torch.bool), rows[PAIR].diff() != 0])
+    return replace(rows, offsets=torch.cat([rows.offsets[:-1][begins], rows.offsets[-1:]]))
+
+
 @dataclass(frozen=True)
 class Sampled:
     """Columns at the sampled tokens and 0 at all others, whatever lies there: NaN times 0 would be NaN.
 
     Args:
-        rows: of the microbatch.
+        rows: of the microbatch, those of one sequence joined; row columns are not to be read from them.
         mask: bool `[tokens]`, the tokens that the policy sampled.
         logprobs: `[tokens]`, with gradient.
         prev: `[tokens]`, logprobs before the step.
@@ -43,7 +52,7 @@ class Sampled:
         mask = rows["loss_mask"] > 0
         selected = torch.where(mask, logprobs, 0.0)
         return cls(
-            rows=rows,
+            rows=by_sequence(rows),
             mask=mask,
             logprobs=selected,
             prev=selected.detach() if on_policy else torch.where(mask, rows["prev_logprobs"], 0.0),

@@ -62,12 +62,13 @@ def stored_groups(
         columns, records: of the rollouts of all groups, one group after the other.
         origin: the worker that made them, for messages.
     """
-    lengths = np.array([length for report in reports for length in report.rollouts.num_tokens], dtype=np.int64)
+    by_group = [[length for own in report.rollouts.row_lengths for length in own] for report in reports]
+    lengths = np.array([length for own in by_group for length in own], dtype=np.int64)
     rows, text = (RemoteRows.of(StoredRows(ref, origin), lengths) for ref in (columns, records))
     groups, start = [], 0
-    for prompt, report in zip(prompts, reports, strict=True):
-        end = start + len(report.rollouts)
-        own = {**rows.between(start, end).columns(report.columns), **text.between(start, end).columns(report.records)}
-        groups.append(RolloutGroup(prompt, report.rollouts, Batch(own)))
+    for prompt, report, own_lengths in zip(prompts, reports, by_group, strict=True):
+        end = start + len(own_lengths)
+        held = {**rows.between(start, end).columns(report.columns), **text.between(start, end).columns(report.records)}
+        groups.append(RolloutGroup(prompt, report.rollouts, Batch(held)))
         start = end
     return groups

@@ -135,7 +135,13 @@ def model_player(model: str, overrides: Sequence[str], course: Course, given: Gi
     tokenizer = load_tokenizer(policy.tokenizer, policy.model_name)
     tools = {given.instance.name: given.tools} if given.tools else {}
     ends = check_turns(
-        config, tokenizer, tools, program=course.program, max_turns=course.max_turns, turns_key=TURNS_KEY
+        config,
+        tokenizer,
+        tools,
+        program=course.program,
+        max_turns=course.max_turns,
+        turns_key=TURNS_KEY,
+        splits=False,
     )
     spec = RolloutWorkerSpec(
         backend.plugin.worker,

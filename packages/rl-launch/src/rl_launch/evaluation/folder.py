@@ -93,7 +93,7 @@ class EvaluationFolder:
     def append(self, task: str, group: RolloutGroup) -> PromptScore:
         """Write the rollouts of a finished group; returns its scores."""
         assert self._file is not None, "the folder is open"
-        records = [row.tobytes() for row in group.columns.ragged(RECORD)]
+        records = [row.tobytes() for row in group.records.ragged(RECORD)]
         # an object on one line, to which one entry is added
         ending = f', "task": {json.dumps(task)}}}\n'.encode()
         self._file.write(b"".join(record[:-1] + ending for record in records))

@@ -101,7 +101,7 @@ class RolloutFiles:
         while len(self._writing) >= MOST_STEPS or (self._writing and self._writing[0].done()):
             self._writing.popleft().result()
         # the other columns need not stay until the thread is here
-        records = [(group.prompt.id, group.columns.only([RECORD])) for group in groups]
+        records = [(group.prompt.id, group.records) for group in groups]
         if self._threads is None:
             self._threads = ThreadPoolExecutor(1, thread_name_prefix="rollout-files")
         padded = [*np.asarray(advantages).tolist(), *[None] * (num_rollouts - len(advantages))]

@@ -1,0 +1,55 @@
+"""Rollouts of several segments: from rows of a batch to rollouts, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rl_core.batch import Batch
+from rl_core.ragged import Ragged
+from rl_core.rollout import RolloutGroup
+
+ROLLOUT = "rollout"
+"""Column of a batch whose rows are segments, int64: the number of each row's rollout, rising from 0. The rows of a
+rollout lie side by side."""
+
+
+def rollout_numbers(groups: Sequence[RolloutGroup]) -> np.ndarray:
+    """int64 `[rows]`, the column `rollout` of the rollouts of these groups."""
+    return np.repeat(np.arange(sum(len(group.rollouts) for group in groups)), _num_rows(groups))
+
+
+def whole_rollouts(column: Ragged, groups: Sequence[RolloutGroup]) -> Ragged:
+    """A token-aligned column with a row per rollout, its segments end to end, in place of one per segment.
+
+    Args:
+        groups: whose rollouts the column is of, in order.
+    """
+    return column.joined(_num_rows(groups)) if any(group.rollouts.segments for group in groups) else column
+
+
+def to_rows(batch: Batch, values: np.ndarray) -> np.ndarray:
+    """Values `[rollouts]` at every row of the batch."""
+    return values[batch.array(ROLLOUT)] if ROLLOUT in batch else values
+
+
+def token_rows(batch: Batch, column: Ragged) -> Ragged:
+    """A token-aligned column of whole rollouts, as rows of the batch."""
+    if ROLLOUT not in batch:
+        return column
+    return Ragged(column.values, np.concatenate([[0], np.cumsum(batch.lengths)]))
+
+
+def rows_by_rollout(batch: Batch) -> Ragged:
+    """int64, the rows of each rollout of a batch."""
+    rows = np.arange(len(batch))
+    if ROLLOUT not in batch:
+        return Ragged(rows, np.arange(len(batch) + 1))
+    is_first = np.diff(batch.array(ROLLOUT), prepend=-1) != 0
+    return Ragged(rows, np.append(np.flatnonzero(is_first), len(batch)))
+
+
+def _num_rows(groups: Sequence[RolloutGroup]) -> np.ndarray:
+    """int64 `[rollouts]`, the rows of each."""
+    return np.array([len(lengths) for group in groups for lengths in group.rollouts.row_lengths], dtype=np.int64)
