@@ -1,6 +1,6 @@
 """Seconds of the driver in a GRPO step of 10,000 rollouts on 64 workers, by phase and by thread.
 
-    python benchmarks/driver.py [--tokens 256 4096]
+    python benchmarks/driver.py [--tokens 256 4096] [--together 1]
 
 The driver's side is the product's own: the GRPO loop, the stream of prompts, the pool of replicas, the facade of a
 model of many ranks, Ray, the run session with its files. The workers (56 policy ranks and 8 replicas) are Ray actors
@@ -105,6 +105,9 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=16, help="rollouts per prompt (%(default)s)")
     parser.add_argument(
         "--tokens", type=int, nargs="+", default=[256, 4096], help="tokens of each rollout; a table for each number"
+    )
+    parser.add_argument(
+        "--together", type=int, default=1, help="groups that finish together; 1 costs the driver most (%(default)s)"
     )
     parser.add_argument("--steps", type=int, default=5, help="measured steps, after one that is not (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="test run: 400 rollouts, 1 process, 2 steps")
@@ -233,7 +236,7 @@ def measured_steps(cluster: VirtualCluster, run_dir: Path, tokens: int, chosen: 
     rank_hosts = [cluster.start_worker(process, bundles[0]) for _ in range(chosen.processes)]
     replica_hosts = [cluster.start_async_worker(process) for _ in range(chosen.replicas)]
     started = [host.build.remote("simulated_workers:SimulatedRanks") for host in rank_hosts]
-    started += [host.start.remote("simulated_workers:SimulatedReplica", tokens) for host in replica_hosts]
+    started += [host.start.remote("simulated_workers:SimulatedReplica", tokens, chosen.together) for host in replica_hosts]
     gather(started, [Origin("simulated worker", index, "", "start") for index in range(len(started))], 300.0)
 
     num_ranks = chosen.workers - chosen.replicas

@@ -1,6 +1,6 @@
 """Prompts per second of `rl eval`, beside calling its engine directly in a process of its own.
 
-    uv run benchmarks/eval_throughput.py [--generator vllm|hf|scripted] [--prompts 2000] [--tokens 64]
+    uv run benchmarks/eval_throughput.py [--generator vllm|hf|scripted] [--prompts 2000] [--tokens 256]
 
 Both serve the same requests with the same seeds after a warm-up, and neither counts the start of the engine. `rl eval`
 also decodes, scores every completion by its environment and writes it. The scripted engine answers after a fixed time,
@@ -78,7 +78,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--generator", default="vllm", choices=["vllm", "hf", SCRIPTED], help="engine (%(default)s)")
     parser.add_argument("--prompts", type=int, default=2000, help="prompts (%(default)s)")
-    parser.add_argument("--tokens", type=int, default=64, help="most tokens of a completion (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=256, help="most tokens of a completion (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="100 prompts: only shows that it runs")
     given = parser.parse_args()
     num_prompts = 100 if given.quick else given.prompts

@@ -43,10 +43,12 @@ class SimulatedReplica:
 
     Args:
         completion_length: tokens of each.
+        together: most groups in an answer.
     """
 
-    def __init__(self, completion_length: int) -> None:
+    def __init__(self, completion_length: int, together: int) -> None:
         self._length = completion_length
+        self._together = together
         self._text = TEXT_PER_TOKEN * completion_length
         self._random = np.random.default_rng(0)
         self._tasks: deque[tuple[int, RolloutTask]] = deque()
@@ -61,13 +63,14 @@ class SimulatedReplica:
         self._has_tasks.set()
 
     async def finished(self) -> tuple[Sequence[tuple[int, GroupReport]], Batch, Batch]:
-        """One group at a time, as if none finished while another was taken: the most expensive case for the driver."""
+        """The next groups, as if all of them had finished together."""
         await self._has_tasks.wait()
-        number, task = self._tasks.popleft()
+        taken = [self._tasks.popleft() for _ in range(min(self._together, len(self._tasks)))]
         if not self._tasks:
             self._has_tasks.clear()
-        (report,), columns, records = parts_of([(task.prompt, [self._rollout(task.prompt) for _ in task.seeds])])
-        return [(number, report)], columns, records
+        groups = [(task.prompt, [self._rollout(task.prompt) for _ in task.seeds]) for _, task in taken]
+        reports, columns, records = parts_of(groups)
+        return list(zip([number for number, _ in taken], reports, strict=True)), columns, records
 
     async def write_rollouts(self, path: str, part: Any, row: Any, advantages: Any, *stores: Batch) -> None:
         """As a rollout worker does."""
