@@ -236,7 +236,9 @@ def measured_steps(cluster: VirtualCluster, run_dir: Path, tokens: int, chosen: 
     rank_hosts = [cluster.start_worker(process, bundles[0]) for _ in range(chosen.processes)]
     replica_hosts = [cluster.start_async_worker(process) for _ in range(chosen.replicas)]
     started = [host.build.remote("simulated_workers:SimulatedRanks") for host in rank_hosts]
-    started += [host.start.remote("simulated_workers:SimulatedReplica", tokens, chosen.together) for host in replica_hosts]
+    started += [
+        host.start.remote("simulated_workers:SimulatedReplica", tokens, chosen.together) for host in replica_hosts
+    ]
     gather(started, [Origin("simulated worker", index, "", "start") for index in range(len(started))], 300.0)
 
     num_ranks = chosen.workers - chosen.replicas
