@@ -48,6 +48,10 @@ LINEAR = {"name": "torch.optim.lr_scheduler.LinearLR"}
         ({"scheduler": [LINEAR, LINEAR]}, "scheduler: 2 schedules need 1 milestones .* got 0"),
         ({"scheduler": [LINEAR, {"milestones": [2]}]}, r"scheduler: milestones \[\[2\]\] separate schedules"),
         ({"lora_cfg": {"enabled": True, "target_modules": ["q_proj"]}}, "lora_cfg.match_all_linear: puts an adapter"),
+        (
+            {"lora_cfg": {"enabled": True, "dropout": 0.1, "target_parameters": ["experts.down_proj"]}},
+            "lora_cfg.dropout: got 0.1, but adapters of experts",
+        ),
         ({"lora_cfg": {"adapter": "folder"}}, "lora_cfg.adapter: no adapters train"),
     ],
 )

@@ -5,6 +5,7 @@ import warnings
 import numpy as np
 import pytest
 from peft import PeftModel
+from transformers import AutoConfig
 
 from rl_core.errors import WorkerError
 from rl_core.model import LOGPROBS, SCORES, ModelSpec
@@ -13,8 +14,9 @@ from rl_core.testing.losses import PairLoss, TokenLoss
 from rl_core.testing.model_worker import make_batch, make_pairs
 from rl_core.testing.pooled_model import PooledModel
 from rl_core.testing.torch.oracle import Oracle
+from rl_core.testing.torch.selfcheck import case_on
 from rl_core.testing.torch.tiny_model import write_tiny_model
-from rl_dtensor.selfcheck import MESHES
+from rl_dtensor.selfcheck import MESHES, check_of, write_tiny
 
 SGD = OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 0.5})
 ATTENTION = LoraConfig(enabled=True, match_all_linear=False, target_modules=["q_proj", "self_attn.v_proj"])
@@ -100,11 +102,96 @@ def test_a_model_without_adapters_exports_none(ranks, folder, tmp_path):
     ("targets", "message"),
     [
         (["q_proj", "q_projj"], "'q_projj' is not a linear layer of this .*; name some of down_proj, "),
-        (["lm_head"], "'lm_head' gets no adapter, as a head"),
+        (["lm_head"], "'lm_head' names the head, a router or stacked experts .* which get no adapter from this key"),
         ([], "match no linear layer"),
     ],
 )
 def test_targets_that_get_no_adapter_are_refused_by_name(ranks, folder, targets, message):
     lora = LoraConfig(enabled=True, match_all_linear=False, target_modules=targets)
     with pytest.raises(WorkerError, match=message):
+        open_model(ranks, folder, "1", lora)
+
+
+STACKS = ["experts.gate_up_proj", "experts.down_proj"]
+EXPERTS = LoraConfig(enabled=True, dim=4, alpha=8, target_parameters=STACKS)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    return write_tiny(AutoConfig.for_model("qwen3_moe"), tmp_path_factory.mktemp("mixture"))
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh"),
+    [
+        ("qwen3_moe", "tp2+sp"),
+        ("qwen3_moe", "ep2 x fsdp2"),
+        ("qwen3_moe", "pp2 x fsdp2"),
+        ("gpt_oss", "1"),  # transposed weights, which the files hold stacked
+        ("glm4_moe", "fsdp2"),  # beside linear layers whose names end alike
+    ],
+)
+def test_adapters_on_experts_train_merge_and_export_as_in_one_process(ranks, tmp_path, family, mesh):
+    folder = write_tiny(AutoConfig.for_model(family), tmp_path / "model")
+    case = case_on(MESHES, mesh, is_packed=family != "gpt_oss", has_adapters=True)
+    check = check_of(AutoConfig.from_pretrained(folder))
+    assert sorted(check.lora.target_parameters) == sorted(STACKS)
+    outcome = check.check_case(ranks, folder, case, check.expect(folder, has_adapters=True))
+    assert outcome.verdict == "exact", outcome
+
+
+@pytest.mark.parametrize("lora", [EXPERTS, EXPERTS.model_copy(update={"match_all_linear": False})])
+def test_peft_gives_the_logprobs_of_adapters_on_experts(ranks, mixture, tmp_path, lora):
+    batch = make_batch(seed=7)
+    with open_model(ranks, mixture, "ep2 x fsdp2", lora) as model:
+        for seed in range(2):
+            model.train_step(make_batch(seed=seed), TokenLoss())
+        expected = model.infer(batch, [LOGPROBS]).ragged("logprobs").values
+        model.export_adapter(str(tmp_path))
+    before = Oracle(mixture).infer(batch, [LOGPROBS])["logprobs"]
+    found = with_adapter(Oracle(mixture), tmp_path).infer(batch, [LOGPROBS])["logprobs"]
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    assert abs(found - before).max() > 1e-3
+
+
+def test_adapters_on_experts_go_on_from_a_checkpoint_or_a_folder_on_another_mesh(ranks, mixture, tmp_path):
+    saved, adapter = str(tmp_path / "saved"), str(tmp_path / "adapter")
+    with open_model(ranks, mixture, "ep2 x fsdp2", EXPERTS) as model:
+        model.train_step(make_batch(), TokenLoss())
+        model.save(saved)
+        model.export_adapter(adapter)
+        expected = [model.train_step(make_batch(seed=seed), TokenLoss()) for seed in (1, 2)]
+    with open_model(ranks, mixture, "tp2", EXPERTS) as model:
+        model.load(saved)
+        assert_alike([model.train_step(make_batch(seed=seed), TokenLoss()) for seed in (1, 2)], expected)
+    start = EXPERTS.model_copy(update={"adapter": adapter})
+    with open_model(ranks, mixture, "tp2", start, ModelSpec(keeps_reference=True)) as model:
+        before = model.infer(make_batch(), [LOGPROBS]).ragged("logprobs").values
+        assert_alike([model.train_step(make_batch(seed=seed), TokenLoss()) for seed in (1, 2)], expected)
+        reference = model.infer(make_batch(), [LOGPROBS], reference=True).ragged("logprobs").values
+    assert np.array_equal(reference, before)
+
+
+def assert_alike(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        for name in ("loss", "grad_norm"):
+            assert one[name] == pytest.approx(other[name], rel=1e-5), name
+
+
+def test_the_reference_of_new_adapters_on_experts_is_the_model_without_them(ranks, mixture):
+    batch = make_batch(seed=7)
+    with open_model(ranks, mixture, "ep2 x fsdp2", EXPERTS, ModelSpec(keeps_reference=True)) as model:
+        model.train_step(make_batch(), TokenLoss())
+        trained = model.infer(batch, [LOGPROBS]).ragged("logprobs").values
+        reference = model.infer(batch, [LOGPROBS], reference=True).ragged("logprobs").values
+    plain = Oracle(mixture).infer(batch, [LOGPROBS])["logprobs"]
+    np.testing.assert_allclose(reference, plain, atol=1e-5)
+    assert abs(trained - plain).max() > 1e-3
+
+
+def test_stacked_weights_that_are_not_there_are_refused_by_name(ranks, folder, mixture):
+    lora = LoraConfig(enabled=True, target_parameters=["experts.up_proj"])
+    with pytest.raises(WorkerError, match=r"'experts.up_proj' is not a weight .* name some of experts.down_proj, exp"):
+        open_model(ranks, mixture, "1", lora)
+    with pytest.raises(WorkerError, match=r"target_parameters: 'experts.up_proj' .* this model has none"):
         open_model(ranks, folder, "1", lora)

@@ -34,6 +34,14 @@ def test_a_config_starts_from_an_adapter_with_its_settings(tmp_path):
     assert list(initial_adapter_problems("policy.lora_cfg", lora)) == []
 
 
+def test_adapters_of_stacked_experts_are_told_from_those_of_linear_layers(tmp_path):
+    experts = "model.layers.0.mlp.experts"
+    stacks = [f"{experts}.gate_up_proj", f"{experts}.down_proj"]
+    layers = (*LAYERS, experts, f"{experts}.base_layer")
+    lora = LoraConfig(**AdapterFolder.read(write(tmp_path, layers, target_parameters=stacks)).settings())
+    assert (lora.target_modules, lora.target_parameters) == (list(LAYERS), stacks)
+
+
 def test_settings_that_differ_from_the_adapters_are_named(tmp_path):
     lora = LoraConfig(enabled=True, dim=8, alpha=8, adapter=str(write(tmp_path)))
     found = {problem.key: problem.message for problem in initial_adapter_problems("policy.lora_cfg", lora)}

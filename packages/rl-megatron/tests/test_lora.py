@@ -242,3 +242,9 @@ def test_what_gets_no_adapter_is_refused_by_name(ranks, folders, model, targets,
     lora = LoraConfig(enabled=True, match_all_linear=False, target_modules=targets)
     with pytest.raises(WorkerError, match=message):
         open_model(ranks, folders(model), "tp1", lora)
+
+
+def test_adapters_on_experts_are_refused(ranks, folders):
+    lora = LoraConfig(enabled=True, target_parameters=["experts.down_proj"])
+    with pytest.raises(WorkerError, match=r"lora_cfg.target_parameters: rl-megatron adapts linear layers alone"):
+        open_model(ranks, folders("qwen3_moe"), "tp1", lora)

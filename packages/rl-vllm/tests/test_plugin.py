@@ -84,6 +84,7 @@ def test_adapters_that_the_engine_cannot_apply_are_named(tmp_path: Path) -> None
     assert "dim 512 at most, got lora_cfg.dim=513" in problem(dim=513)
     assert "sleep_level=2 drops them" in problem(VllmConfig(sleep_level=2))
     assert "policy.precision=bfloat16" in problem(precision="float32")
+    assert "set lora_sync=merged" in problem(target_parameters=["experts.down_proj"])
     (tmp_path / "config.json").write_text('{"kv_lora_rank": 8}')
     some = {"match_all_linear": False, "target_modules": ["q_a_proj", "self_attn.o_proj"]}
     assert problem(**some) == problem(exclude_modules=["kv_b_proj"]) == ""

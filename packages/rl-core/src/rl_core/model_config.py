@@ -132,11 +132,15 @@ class LoraConfig(Config):
     enabled: bool = False
     """Train low-rank adapters on linear layers and leave the weights they sit on as they are."""
     target_modules: list[str] = []
-    """Names, or ends of names, of the linear layers that get one."""
+    """Names, or ends of names, of the linear layers that get one; read if `match_all_linear` is false."""
+    target_parameters: list[str] = []
+    """Names, or ends of names, of the stacked weights of experts that get an adapter for each expert, such as
+    `experts.gate_up_proj` and `experts.down_proj`; beside the linear layers that get one. rl-dtensor only."""
     exclude_modules: list[str] = []
-    """Names, or ends of names, of layers that get none."""
+    """Names, or ends of names, of layers and stacked weights that get none."""
     match_all_linear: bool = True
-    """Put one on every linear layer but the head, and routers and experts, whatever `target_modules` says."""
+    """Put one on every linear layer but the head, whatever `target_modules` says; not on routers, and on experts only
+    as `target_parameters` says."""
     dim: int = Field(default=8, gt=0)
     """Rank of an adapter."""
     alpha: Annotated[float, WhenChanged.BRANCH] = Field(default=32, gt=0)
@@ -239,6 +243,12 @@ def _adapter_problems(lora: LoraConfig) -> Iterator[Problem]:
             "lora_cfg.match_all_linear",
             "puts an adapter on every linear layer, whatever target_modules says; set it to false, or leave "
             "target_modules empty",
+        )
+    if lora.enabled and lora.target_parameters and lora.dropout:
+        yield Problem(
+            "lora_cfg.dropout",
+            f"got {lora.dropout}, but adapters of experts (target_parameters) are added to weights, with no inputs of "
+            "their own to drop; set dropout to 0, or leave target_parameters empty",
         )
 
 

@@ -1,8 +1,15 @@
-"""Low-rank adapters on linear layers, by peft; the weights that leave the model have them merged in."""
+"""Low-rank adapters on linear layers, by peft, and on stacked experts; the weights that leave the model have them
+merged in.
+
+The adapters of stacked experts are parameters of the experts' module, stacked alike, so that whatever splits experts
+over ranks splits them too; the module computes with `weight + scale * up @ down`. (peft's own for such weights keep the
+experts in the last dim of `up`, where no mesh can split them.)
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from peft import LoraConfig as PeftConfig
@@ -13,11 +20,23 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rl_core.model_config import LoraConfig
-from rl_core.torch.training.lora import InitialFactors, ends_with, is_adapted, nothing_adapted
+from rl_core.torch.training.lora import (
+    InitialFactors,
+    ends_with,
+    is_adapted,
+    is_adapted_stack,
+    nothing_adapted,
+    peft_layers,
+)
+from rl_dtensor.parallel.experts import expert_modules
 from rl_dtensor.parallel.fsdp import local, local_slices, whole
+from rl_dtensor.parallel.local_parameters import Parameters, compute_on
 
 ADAPTER = "default"
 BASE = ".base_layer"
+STACKED_A, STACKED_B = "lora_A_", "lora_B_"
+"""Prefixes of the name of a stacked weight in the names of its factors, parameters of the same module."""
+STACK_DIMS = 3
 LINEAR = (nn.Linear.forward, Conv1D.forward)
 """Forward functions of the modules that take adapters. The latter is that of GPT-2 and its kin, whose weights are
 transposed. A router may be a linear layer that returns more than its product, which is another function."""
@@ -25,7 +44,8 @@ transposed. A router may be a linear layer that returns more than its product, w
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter: `scale * up @ down` is added to the weight.
+    """An adapter: `scale * up @ down` is added to the weight. With stacked experts every tensor has a first dim of
+    experts.
 
     Args:
         down: `[dim, inputs]`.
@@ -42,19 +62,31 @@ class Adapter:
         """The whole weight with the adapter, added in float32; collective over the ranks that share it."""
         total = whole(weight, torch.float32)
         added = self.scale * (whole(self.up, torch.float32) @ whole(self.down, torch.float32))
-        return (total + (added.T if self.is_transposed else added)).to(dtype)
+        return (total + (added.mT if self.is_transposed else added)).to(dtype)
 
 
 def add_adapters(hf: PreTrainedModel, config: LoraConfig) -> None:
-    """Put adapters on linear layers of a model and freeze everything else but a score head.
+    """Put adapters on linear layers and stacked experts of a model and freeze everything else but a score head.
 
     Raises:
-        ValueError: if the config names no linear layer of the model, or something of it that gets no adapter.
+        ValueError: if the config names no layer of the model, or something of it that gets no adapter.
     """
     _check_targets(hf, config)
+    stacks = {name: module for name, module in stacked_weights(hf).items() if is_adapted_stack(name, config)}
     targets = adapted_modules(hf, config)
-    if not targets:
+    if not targets and not stacks:
         raise nothing_adapted(config, type(hf).__name__)
+    hf.requires_grad_(False)
+    if targets:
+        _adapt_linear(hf, targets, config)
+    for module in dict.fromkeys(stacks.values()):
+        _adapt_stacks(module, [name.rpartition(".")[2] for name, of in stacks.items() if of is module], config)
+    score = dict(hf.named_children()).get("score")
+    if score is not None:
+        score.requires_grad_(True)
+
+
+def _adapt_linear(hf: PreTrainedModel, targets: list[str], config: LoraConfig) -> None:
     # if peft knows the family, it takes any `gate_proj` in a model with experts for one of theirs
     shell = nn.ModuleDict({"hf": hf})
     peft = PeftConfig(
@@ -65,20 +97,48 @@ def add_adapters(hf: PreTrainedModel, config: LoraConfig) -> None:
         target_modules=[f"hf.{name}" for name in targets],
     )
     inject_adapter_in_model(peft, shell, adapter_name=ADAPTER)
-    score = dict(hf.named_children()).get("score")
-    if score is not None:
-        score.requires_grad_(True)
+
+
+def _adapt_stacks(module: nn.Module, names: list[str], config: LoraConfig) -> None:
+    """Have stacked experts compute with adapters.
+
+    Args:
+        names: of the module's parameters that get them.
+    """
+    is_transposed = _is_transposed(module)
+    for name in names:
+        weight = _existing(module._parameters, name)
+        num_experts, outputs, inputs = weight.mT.shape if is_transposed else weight.shape
+        module.register_parameter(STACKED_A + name, nn.Parameter(weight.new_empty(num_experts, config.dim, inputs)))
+        module.register_parameter(STACKED_B + name, nn.Parameter(weight.new_empty(num_experts, outputs, config.dim)))
+    scale = config.scale
+    module.lora_scale = scale
+
+    def merged(held: Parameters) -> Parameters:
+        computed = dict(held)
+        for name in names:
+            weight, down, up = (_existing(held, each) for each in (name, STACKED_A + name, STACKED_B + name))
+            left, right = (down.mT, up.mT) if is_transposed else (up, down)
+            computed[name] = torch.baddbmm(weight, left, right, alpha=scale)
+        return computed
+
+    compute_on(module, merged)
+
+
+def _existing(parameters: Parameters, name: str) -> Tensor:
+    parameter = parameters[name]
+    assert parameter is not None
+    return parameter
 
 
 def adapted_modules(hf: PreTrainedModel, config: LoraConfig) -> list[str]:
-    """Names of the linear layers that get an adapter: never the head, nor stacked experts, which are
-    not linear layers."""
+    """Names of the linear layers that get an adapter: never the head."""
     return [name for name in _linear_layers(hf) if is_adapted(name, config)]
 
 
 def adapters_of(hf: PreTrainedModel) -> dict[str, Adapter]:
     """Name of each weight without adapters in it to its adapter."""
-    return {
+    linear = {
         f"{name}.weight": Adapter(
             module.lora_A[ADAPTER].weight,
             module.lora_B[ADAPTER].weight,
@@ -88,6 +148,30 @@ def adapters_of(hf: PreTrainedModel) -> dict[str, Adapter]:
         for name, module in hf.named_modules()
         if isinstance(module, LoraLayer)
     }
+    stacked = {}
+    for name, module in stacked_weights(hf).items():
+        short = name.rpartition(".")[2]
+        down, up = (module._parameters.get(prefix + short) for prefix in (STACKED_A, STACKED_B))
+        if down is not None and up is not None:
+            stacked[name] = Adapter(down, up, module.lora_scale, is_transposed=_is_transposed(module))
+    return linear | stacked
+
+
+def stacked_weights(hf: PreTrainedModel) -> dict[str, Any]:
+    """Name of each weight of stacked experts to their module."""
+    experts = {id(module) for module in expert_modules(hf)}
+    return {
+        f"{module_name}.{name}": module
+        for module_name, module in hf.named_modules()
+        if id(module) in experts
+        for name, parameter in module._parameters.items()
+        if parameter is not None and parameter.dim() == STACK_DIMS and not name.startswith((STACKED_A, STACKED_B))
+    }
+
+
+def _is_transposed(module: Any) -> bool:
+    """Whether weights of stacked experts are `[experts, inputs, outputs]`, as peft tells."""
+    return bool(getattr(module, "is_transposed", False))
 
 
 def _linear_layers(hf: PreTrainedModel) -> list[str]:
@@ -100,6 +184,15 @@ def _linear_layers(hf: PreTrainedModel) -> list[str]:
 
 
 def _check_targets(hf: PreTrainedModel, config: LoraConfig) -> None:
+    stacks = stacked_weights(hf)
+    for ending in config.target_parameters:
+        if not any(ends_with(name, [ending]) for name in stacks):
+            known = sorted({".".join(name.split(".")[-2:]) for name in stacks})
+            advice = f"name some of {', '.join(known)}" if known else "this model has none, leave it empty"
+            raise ValueError(
+                f"lora_cfg.target_parameters: {ending!r} is not a weight of stacked experts of this "
+                f"{type(hf).__name__}; {advice}"
+            )
     if config.match_all_linear:
         return
     linear = _linear_layers(hf)
@@ -108,17 +201,25 @@ def _check_targets(hf: PreTrainedModel, config: LoraConfig) -> None:
         if any(ends_with(name, [ending]) for name in linear):
             continue
         is_there = any(ends_with(name, [ending]) for name in others)
-        what = "gets no adapter, as a head, a router or an expert does not," if is_there else "is not a linear layer"
+        kind = type(hf).__name__
+        what = (
+            f"names the head, a router or stacked experts of this {kind}, which get no adapter from this key"
+            if is_there
+            else f"is not a linear layer of this {kind}"
+        )
         raise ValueError(
-            f"lora_cfg.target_modules: {ending!r} {what} of this {type(hf).__name__}; name some of "
-            f"{', '.join(sorted({name.rpartition('.')[2] for name in linear}))}"
+            f"lora_cfg.target_modules: {ending!r} {what}; name some of "
+            f"{', '.join(sorted({name.rpartition('.')[2] for name in linear}))}, or name stacked experts in "
+            "target_parameters"
         )
 
 
 def init_adapters(hf: PreTrainedModel, initial: InitialFactors) -> None:
     """Fill adapters, the same on any mesh."""
     with torch.no_grad():
-        for name, adapter in adapters_of(hf).items():
-            down, up = initial.of_weight(name, adapter.down.shape, adapter.up.shape)
+        adapters = adapters_of(hf)
+        layers = peft_layers(adapters)
+        for name, adapter in adapters.items():
+            down, up = initial.of_weight(name, adapter.down.shape, adapter.up.shape, layer=layers[name])
             local(adapter.down).copy_(down[local_slices(adapter.down)])
             local(adapter.up).copy_(up[local_slices(adapter.up)])

@@ -6,15 +6,17 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from rl_core.errors import ConfigError
 from rl_core.model import ModelSpec, Rendezvous
-from rl_core.model_config import ModelConfig
+from rl_core.model_config import LoraConfig, ModelConfig
 from rl_core.selfcheck import FamilyCase, MeshCase
 from rl_core.testing.pooled_model import PooledModel
 from rl_core.testing.rank_pool import RankPool, free_port
@@ -22,6 +24,7 @@ from rl_core.testing.torch.received import receive
 from rl_core.testing.torch.selfcheck import SelfCheck, all_cases, write_random
 from rl_core.weights import Transport
 from rl_dtensor.config import DTensorConfig
+from rl_dtensor.lora import stacked_weights
 from rl_dtensor.worker import DTensorWorker
 
 TENSOR = {"tensor_parallel_size": 2}
@@ -120,7 +123,8 @@ def cases_of(model: str, only: MeshCase | None = None) -> Iterator[FamilyCase]:
         )
     cases = all_cases(MESHES) if only is None else [only]
     with RankPool(max(case.num_ranks for case in cases)) as pool, tempfile.TemporaryDirectory() as workspace:
-        yield from CHECK.check_family(pool, write_tiny(config, Path(workspace, "tiny")), cases)
+        tiny = write_tiny(config, Path(workspace, "tiny"))
+        yield from check_of(AutoConfig.from_pretrained(tiny)).check_family(pool, tiny, cases)
 
 
 def build(config: ModelConfig, spec: ModelSpec, rendezvous: Rendezvous, **settings: Any) -> DTensorWorker:
@@ -141,6 +145,14 @@ def streamed(model: PooledModel) -> dict[str, Tensor]:
 
 
 CHECK = SelfCheck("rl_dtensor.selfcheck:build", streamed)
+
+
+def check_of(config: PreTrainedConfig) -> SelfCheck:
+    """Return the check for a family, whose adapters are also on stacked experts if it has them."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    stacks = sorted({".".join(name.split(".")[-2:]) for name in stacked_weights(model)})
+    return replace(CHECK, lora=LoraConfig(enabled=True, target_parameters=stacks))
 
 
 def shrink(config: PreTrainedConfig, sizes: Mapping[str, Any] = SMALL) -> PreTrainedConfig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from rl_launch.weight_files import Header
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
-_PREFIX, _DOWN = "base_model.model.", ".lora_A"
+_PREFIX, _DOWN, _WRAPPED = "base_model.model.", ".lora_A", ".base_layer"
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,8 @@ class AdapterFolder:
 
     Args:
         base: the model that it sits on, as the folder names it.
-        layers: names of the layers that it adapts.
+        layers: names of the linear layers that it adapts.
+        parameters: names, or ends of names, of the stacked weights of experts that it adapts.
     """
 
     path: Path
@@ -36,6 +37,7 @@ class AdapterFolder:
     alpha: float
     use_rslora: bool
     layers: tuple[str, ...]
+    parameters: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, path: Path) -> AdapterFolder:
@@ -59,8 +61,10 @@ class AdapterFolder:
         layers = tuple(name.removesuffix(_DOWN) for name in names)
         if not layers:
             raise ConfigError(f"{path} has no factors of layers in {ADAPTER_WEIGHTS}; save the adapter again")
+        parameters = tuple(said.get("target_parameters") or ())
+        linear = tuple(layer for layer in layers if not _is_of_parameters(layer, parameters))
         base = str(said.get("base_model_name_or_path") or "")
-        return cls(path, base, dim, alpha, bool(said.get("use_rslora")), layers)
+        return cls(path, base, dim, alpha, bool(said.get("use_rslora")), linear, parameters)
 
     def settings(self) -> dict[str, Any]:
         """A `lora_cfg` that starts from this adapter."""
@@ -68,11 +72,18 @@ class AdapterFolder:
             "enabled": True,
             "match_all_linear": False,
             "target_modules": list(self.layers),
+            "target_parameters": list(self.parameters),
             "dim": self.dim,
             "alpha": self.alpha,
             "use_rslora": self.use_rslora,
             "adapter": str(self.path.absolute()),
         }
+
+
+def _is_of_parameters(layer: str, parameters: Sequence[str]) -> bool:
+    """Whether factors under this name are those of a module's parameters, around which peft puts a wrapper each."""
+    module = "." + layer.replace(_WRAPPED, "")
+    return any(module.endswith("." + parameter.rpartition(".")[0]) for parameter in parameters)
 
 
 def _check_weights(folder: Path) -> None:

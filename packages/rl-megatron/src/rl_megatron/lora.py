@@ -32,6 +32,7 @@ from rl_megatron.conversion.weight_map import AdapterMap, HFTensor, WeightMap
 from rl_megatron.families.catalog import family_of
 from rl_megatron.mla import WholeProjection
 from rl_megatron.model import ReadingModel
+from rl_megatron.plugin import EXPERTS_PROBLEM
 
 LINEAR = (ColumnParallelLinear, RowParallelLinear, WholeProjection)
 
@@ -231,6 +232,8 @@ def _is_of_experts(entry: WeightMap) -> bool:
 
 
 def _check_targets(maps: Sequence[WeightMap], kind: str, config: LoraConfig) -> None:
+    if config.target_parameters:
+        raise ValueError(f"lora_cfg.target_parameters: {EXPERTS_PROBLEM}")
     linear = [source.name for entry in maps if _is_linear(entry) for source in entry.sources]
     experts = [source.name for entry in maps if _is_of_experts(entry) for source in entry.sources]
     for ending in () if config.match_all_linear else config.target_modules:

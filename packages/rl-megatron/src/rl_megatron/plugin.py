@@ -15,6 +15,12 @@ from rl_megatron.config import MegatronConfig
 
 KEY = "megatron_cfg"
 
+EXPERTS_PROBLEM = (
+    "rl-megatron adapts linear layers alone, no experts; leave it empty, or train with dtensor_cfg in place of "
+    "megatron_cfg"
+)
+"""Why `lora_cfg.target_parameters` is refused."""
+
 TRANSFORMER_ENGINE = Requirement("rl-megatron", extras={"cuda": ("te",)})
 
 
@@ -113,6 +119,8 @@ def check_8_bit(section: Any, config: Any) -> Iterable[Problem]:
 
 def check_lora(section: Any, config: Any) -> Iterable[Problem]:
     """Adapters on layers that do not take them."""
+    if section.lora_cfg.enabled and section.lora_cfg.target_parameters:
+        yield Problem("lora_cfg.target_parameters", EXPERTS_PROBLEM)
     if section.lora_cfg.enabled and section.megatron_cfg.fp8_cfg.enabled:
         yield Problem(
             f"{KEY}.fp8_cfg.enabled",

@@ -72,6 +72,11 @@ def adapter_problem(config: VllmConfig, model: ModelConfig, device: Device) -> s
     lora = model.lora_cfg
     if lora.dim > MAX_ADAPTER_DIM:
         return f"vLLM applies adapters of dim {MAX_ADAPTER_DIM} at most, got lora_cfg.dim={lora.dim}"
+    if lora.target_parameters:
+        return (
+            "vLLM is sent no adapters of experts (lora_cfg.target_parameters) by themselves; set lora_sync=merged, or "
+            "empty target_parameters"
+        )
     if config.sleep_level == 2:
         return "the engine must keep the weights that adapters sit on, but vllm_cfg.sleep_level=2 drops them in sleep"
     if device.runs_on_gpus and model.precision == "float32":

@@ -5,7 +5,15 @@ import torch
 from safetensors.torch import save_file
 
 from rl_core.model_config import LoraConfig
-from rl_core.torch.training.lora import InitialFactors, initial_down, is_adapted
+from rl_core.torch.training.lora import (
+    InitialFactors,
+    flat_factors,
+    initial_down,
+    is_adapted,
+    is_adapted_stack,
+    peft_layers,
+    stacked_factors,
+)
 
 
 def test_layers_are_chosen_by_whole_parts_of_their_names():
@@ -58,3 +66,26 @@ def test_an_adapter_of_another_model_is_refused_by_name(folder):
             given.of_weight(weight, down, (4, 2))
     with pytest.raises(ValueError, match=r"has no adapter_model\.safetensors"):
         InitialFactors.of(LoraConfig(enabled=True, adapter=str(folder / "none")), seed=1)
+
+
+def test_stacked_experts_are_chosen_by_their_own_key():
+    config = LoraConfig(target_parameters=["experts.down_proj"], exclude_modules=["1.mlp.experts.down_proj"])
+    assert is_adapted_stack("layers.0.mlp.experts.down_proj", config)
+    assert not is_adapted_stack("layers.1.mlp.experts.down_proj", config)
+    assert not is_adapted_stack("layers.0.mlp.experts.gate_up_proj", config)
+    assert not is_adapted_stack("layers.0.mlp.experts.down_proj", LoraConfig())
+
+
+def test_factors_of_stacked_experts_are_named_and_laid_out_as_in_peft():
+    assert peft_layers(["0.q_proj.weight", "0.experts.gate_up_proj", "0.experts.down_proj", "1.experts.down_proj"]) == {
+        "0.q_proj.weight": "0.q_proj",
+        "0.experts.gate_up_proj": "0.experts.base_layer",
+        "0.experts.down_proj": "0.experts",
+        "1.experts.down_proj": "1.experts",
+    }
+    down, up = torch.randn(3, 2, 5), torch.randn(3, 4, 2)
+    flat_down, flat_up = flat_factors(down, up)
+    in_peft = torch.einsum("ore,eri->eoi", flat_up.reshape(4, 2, 3), flat_down.reshape(3, 2, 5))  # its get_delta_weight
+    torch.testing.assert_close(in_peft, up @ down)
+    for found, expected in zip(stacked_factors(flat_down, flat_up, 3), (down, up), strict=True):
+        assert torch.equal(found, expected)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,6 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
 from rl_dtensor.parallel.collectives import scale_grad
+
+Parameters = Mapping[str, Tensor | None]
+"""A module's own parameters by name."""
 
 
 def localize(module: nn.Module, placements: Mapping[str, Placement], grad_scale: float = 1.0) -> None:
@@ -19,14 +23,28 @@ def localize(module: nn.Module, placements: Mapping[str, Placement], grad_scale:
         placements: parameter name to the placement of the gradient that its computation gives.
         grad_scale: multiplies gradients.
     """
-    original = module.forward
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        held = module.__dict__["_parameters"]
-        module.__dict__["_parameters"] = {
+    def local_parts(held: Parameters) -> Parameters:
+        return {
             name: None if parameter is None else to_local(parameter, placements[name], grad_scale)
             for name, parameter in held.items()
         }
+
+    compute_on(module, local_parts)
+
+
+def compute_on(module: nn.Module, replaced: Callable[[Parameters], Parameters]) -> None:
+    """Have a module compute on other tensors in the place of its own parameters.
+
+    Args:
+        replaced: from the parameters to these tensors; called in each forward pass.
+    """
+    original = module.forward
+
+    @wraps(original)  # how experts are called is read off the signature
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        held = module.__dict__["_parameters"]
+        module.__dict__["_parameters"] = replaced(held)
         try:
             return original(*args, **kwargs)
         finally:

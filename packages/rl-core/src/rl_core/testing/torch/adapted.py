@@ -4,21 +4,45 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized, register_parametrization, remove_parametrizations
 from transformers.pytorch_utils import Conv1D
 
 from rl_core.model import ModelSpec
 from rl_core.model_config import LoraConfig
-from rl_core.torch.training.lora import initial_down, is_adapted
+from rl_core.torch.training.lora import initial_down, is_adapted, is_adapted_stack
 
 LINEAR = (nn.Linear.forward, Conv1D.forward)
 """Forward functions of linear layers; the weights of the second are transposed. Routers may inherit from the first, and
 return more than its product."""
+
+
+class AdaptedExperts(nn.Module):
+    """Adapters of a stacked weight, one for each expert, as a parametrization of it.
+
+    Args:
+        name: of the weight, which seeds the adapters.
+        weight: `[experts, outputs, inputs]`, or `[experts, inputs, outputs]` if transposed.
+    """
+
+    def __init__(self, name: str, weight: Tensor, config: LoraConfig, *, is_transposed: bool) -> None:
+        super().__init__()
+        self.is_transposed = is_transposed
+        num_experts, outputs, inputs = weight.mT.shape if is_transposed else weight.shape
+        self.scale = config.scale
+        self.down = nn.Parameter(initial_down(name, (num_experts, config.dim, inputs), ModelSpec().seed).to(weight))
+        self.up = nn.Parameter(weight.new_zeros(num_experts, outputs, config.dim))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """The weights with the adapters, expert by expert."""
+        added = torch.stack([self.scale * up @ down for up, down in zip(self.up, self.down, strict=True)])
+        return weight + (added.mT if self.is_transposed else added)
 
 
 class AdaptedLinear(nn.Module):
@@ -51,12 +75,18 @@ class AdaptedLinear(nn.Module):
 
 
 def adapt(model: Any, config: LoraConfig) -> None:
-    """Put adapters on the linear layers of a model but its head, and freeze the rest."""
+    """Put adapters on the linear layers of a model but its head, and on stacked experts, and freeze the rest."""
     model.requires_grad_(False)
     head = model.get_output_embeddings()
     for name, module in list(model.named_modules()):
         if type(module).forward in LINEAR and module is not head and is_adapted(name, config):
             model.set_submodule(name, AdaptedLinear(module, name, config))
+    for name, weight in list(model.named_parameters()):
+        if is_adapted_stack(name, config):
+            owner, _, short = name.rpartition(".")
+            experts = model.get_submodule(owner)
+            adapters = AdaptedExperts(name, weight, config, is_transposed=_is_transposed(experts))
+            register_parametrization(experts, short, adapters)
 
 
 @torch.no_grad()
@@ -66,6 +96,10 @@ def merge(model: nn.Module) -> None:
         if isinstance(module, AdaptedLinear):
             module.merge()
             model.set_submodule(name, module.base)
+    for module in list(model.modules()):
+        if is_parametrized(module):
+            for short in list(module.parametrizations):
+                remove_parametrizations(module, short)
 
 
 @torch.no_grad()
@@ -88,9 +122,16 @@ def merge_files(model: nn.Module, folder: Path) -> None:
         if type(module).forward in LINEAR
         and any(f".{name}".endswith(f".{target}") for target in config["target_modules"])
     }
-    if named != layers:
-        raise ValueError(f"{folder} names {sorted(named ^ layers)}, of which it has no factors, or has them unnamed")
-    for layer in layers:
+    stacks = _wrapped_parameters(model, config.get("target_parameters") or ())
+    if named | stacks.keys() != layers:
+        odd = sorted((named | stacks.keys()) ^ layers)
+        raise ValueError(f"{folder} names {odd}, of which it has no factors, or has them unnamed")
+    for layer, stack in stacks.items():
+        down, up = (factors.pop(f"{layer}.lora_{which}.weight").to(stack.dtype) for which in "AB")
+        for expert, stacked in enumerate(stack):
+            rows = slice(expert * config["r"], (expert + 1) * config["r"])
+            stacked += scale * up[:, expert :: len(stack)] @ down[rows]
+    for layer in named:
         weight: Any = model.get_submodule(layer).weight
         down, up = (factors.pop(f"{layer}.lora_{which}.weight").to(weight.dtype) for which in "AB")
         added = scale * up @ down
@@ -99,3 +140,22 @@ def merge_files(model: nn.Module, folder: Path) -> None:
         model.get_submodule(name).weight.copy_(factors.pop(f"{name}.weight"))
     if factors:
         raise ValueError(f"{folder} holds {sorted(factors)}, which belong to no adapter")
+
+
+def _is_transposed(experts: Any) -> bool:
+    return bool(getattr(experts, "is_transposed", False))
+
+
+def _wrapped_parameters(model: nn.Module, targets: Sequence[str]) -> dict[str, Tensor]:
+    """Names of the wrappers that peft puts around a module for its parameters, the last one's outermost, to these
+    as `[experts, outputs, inputs]`.
+
+    Args:
+        targets: names of the parameters, whole.
+    """
+    wrapped: dict[str, Tensor] = {}
+    for name, module in model.named_modules():
+        own = [parameter for short, parameter in module.named_parameters(recurse=False) if f"{name}.{short}" in targets]
+        for depth, parameter in enumerate(reversed(own)):
+            wrapped[name + ".base_layer" * depth] = parameter.mT if _is_transposed(module) else parameter
+    return wrapped

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,6 @@ NUM_STEPS = 3
 LENGTHS = (9, 3, 17, 1, 12, 2, 7)
 VOCABULARY = 101
 SGD = OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 0.05, "momentum": 0.9})
-LORA = LoraConfig(enabled=True)
 
 Layouts = Mapping[str, tuple[int, Mapping[str, Any]]]
 """Name of a mesh to its ranks and the settings of the backend's config."""
@@ -63,11 +62,13 @@ class SelfCheck:
         build: `"package.module:function"`, a factory of workers for `PooledModel`.
         weights_of: the weights that a model sends or exports, by name in the files.
         first_token: smallest token id of the batches.
+        lora: adapters of the cases that have some.
     """
 
     build: str
     weights_of: Callable[[PooledModel], Mapping[str, Tensor]]
     first_token: int = 0
+    lora: LoraConfig = field(default_factory=lambda: LoraConfig(enabled=True))
 
     def check_family(self, pool: RankPool, folder: Path, cases: Sequence[MeshCase]) -> Iterator[FamilyCase]:
         """Train a tiny model in each way; the failure of one case leaves the others to be tried.
@@ -92,7 +93,7 @@ class SelfCheck:
             model_name=str(folder),
             precision="float32",
             optimizer=SGD,
-            lora_cfg=LORA if case.has_adapters else LoraConfig(),
+            lora_cfg=self.lora if case.has_adapters else LoraConfig(),
             train_micro_batch_size=3,
             sequence_packing=SequencePackingConfig(enabled=case.is_packed, train_mb_tokens=16),
         )
@@ -121,7 +122,7 @@ class SelfCheck:
         """Train in one process."""
         oracle = Oracle(folder)
         if has_adapters:
-            adapt(oracle.model, LORA)
+            adapt(oracle.model, self.lora)
         steps = tuple(oracle.train_step(self.batch(seed), TokenLoss(), SGD, 1.0) for seed in range(NUM_STEPS))
         merge(oracle.model)
         with tempfile.TemporaryDirectory() as trained:

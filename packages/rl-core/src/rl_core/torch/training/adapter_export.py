@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,15 @@ from rl_core.model import HEADLESS_ROLES, Role
 from rl_core.model_config import ModelConfig
 from rl_core.torch.collective_errors import on_rank0
 from rl_core.torch.training.backend import RankMesh, RankWeights
-from rl_core.torch.training.lora import ADAPTER_PREFIX, ADAPTER_WEIGHTS, LORA_A, WEIGHT
+from rl_core.torch.training.lora import (
+    ADAPTER_PREFIX,
+    ADAPTER_WEIGHTS,
+    LORA_A,
+    LORA_B,
+    WEIGHT,
+    flat_factors,
+    peft_layers,
+)
 
 CONFIG = "adapter_config.json"
 SCORE = "score"
@@ -30,14 +38,20 @@ def export_adapter(weights: RankWeights, path: Path, *, config: ModelConfig, rol
     for name, tensor in weights.adapters():
         if mesh.rank == 0:
             assert tensor is not None, f"{name} did not reach the rank that writes it"
-            gathered[ADAPTER_PREFIX + name] = tensor.cpu().contiguous()
+            gathered[name] = tensor.cpu()
 
     def write() -> None:
         path.mkdir(parents=True, exist_ok=True)
-        layers = {name.removeprefix(ADAPTER_PREFIX).removesuffix(LORA_A) for name in gathered if name.endswith(LORA_A)}
+        downs = {name.removesuffix(LORA_A): factor for name, factor in gathered.items() if name.endswith(LORA_A)}
+        stacks = [name for name, down in downs.items() if down.dim() > 2]
+        layers = downs.keys() - set(stacks)
         others = {spec.name.removesuffix(WEIGHT) for spec in weights.specs("float32")} - layers
-        described = AdapterConfig.of(config, role, endings(layers, others)).as_json()
-        save_file(gathered, path / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        described = AdapterConfig.of(config, role, endings(layers, others), stacks).as_json()
+        for weight, layer in peft_layers(stacks).items():
+            factors = flat_factors(gathered.pop(weight + LORA_A), gathered.pop(weight + LORA_B))
+            gathered.update(zip((layer + LORA_A, layer + LORA_B), factors, strict=True))
+        files = {ADAPTER_PREFIX + name: tensor.contiguous() for name, tensor in gathered.items()}
+        save_file(files, path / ADAPTER_WEIGHTS, metadata={"format": "pt"})
         (path / CONFIG).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
 
     on_rank0(mesh.control, write)
@@ -56,11 +70,13 @@ class AdapterConfig:
     Args:
         base: the model that the adapters sit on.
         targets: ends of the names of the layers that have one.
+        stacks: names of the weights of stacked experts that have one for each.
         scores: whether the model has a score head in the place of its language-model head.
     """
 
     base: str
     targets: list[str]
+    stacks: list[str]
     dim: int
     alpha: float
     dropout: float
@@ -68,11 +84,13 @@ class AdapterConfig:
     scores: bool
 
     @classmethod
-    def of(cls, config: ModelConfig, role: Role, targets: list[str]) -> AdapterConfig:
+    def of(cls, config: ModelConfig, role: Role, targets: list[str], stacks: Sequence[str] = ()) -> AdapterConfig:
         """Of the adapters of a model."""
         lora = config.lora_cfg
         scores = role in HEADLESS_ROLES
-        return cls(config.model_name, targets, lora.dim, lora.alpha, lora.dropout, lora.use_rslora, scores)
+        return cls(
+            config.model_name, targets, list(stacks), lora.dim, lora.alpha, lora.dropout, lora.use_rslora, scores
+        )
 
     def as_json(self) -> dict[str, Any]:
         """The fields that `peft` and vLLM read."""
@@ -87,6 +105,7 @@ class AdapterConfig:
             "use_rslora": self.use_rslora,
             "use_dora": False,
             "target_modules": self.targets,
+            "target_parameters": self.stacks or None,
             "modules_to_save": [SCORE] if self.scores else None,
             "bias": "none",
             "fan_in_fan_out": False,

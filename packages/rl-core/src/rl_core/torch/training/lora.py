@@ -17,7 +17,8 @@ from rl_core.model_config import LoraConfig
 WEIGHT = ".weight"
 LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
 """Suffixes of a layer's name in the names of its adapter's factors: `[dim, inputs]` and `[outputs, dim]`, as in the
-files of peft."""
+files of peft. Those of stacked experts are `[experts, dim, inputs]` and `[experts, outputs, dim]` under the name of the
+stacked weight, and are renamed and reshaped for peft: `peft_layers`, `flat_factors`."""
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_PREFIX = "base_model.model."
 """Begins every name in that file: peft wraps a model twice."""
@@ -34,15 +35,59 @@ def ends_with(layer: str, endings: Sequence[str]) -> bool:
     return any(f".{layer}".endswith(f".{ending}") for ending in endings)
 
 
+def is_adapted_stack(weight: str, config: LoraConfig) -> bool:
+    """Whether a weight of stacked experts of this name gets an adapter for each of them."""
+    return ends_with(weight, config.target_parameters) and not ends_with(weight, config.exclude_modules)
+
+
+def peft_layers(weights: Iterable[str]) -> dict[str, str]:
+    """Name of each adapted weight to the name of its layer in the files of peft.
+
+    peft adapts the parameters of a module (`target_parameters`) by wrappers around one another, the last parameter's
+    outermost, and names a factor by its wrapper.
+
+    Args:
+        weights: in the model's order; stacked ones are those that do not end in `.weight`.
+    """
+    layers: dict[str, str] = {}
+    stacks: dict[str, list[str]] = {}
+    for weight in weights:
+        if weight.endswith(WEIGHT):
+            layers[weight] = weight.removesuffix(WEIGHT)
+        else:
+            stacks.setdefault(weight.rpartition(".")[0], []).append(weight)
+    for module, stacked in stacks.items():
+        layers |= {weight: module + ".base_layer" * depth for depth, weight in enumerate(reversed(stacked))}
+    return layers
+
+
+def flat_factors(down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Factors of stacked experts as peft keeps them.
+
+    Args:
+        down: `[experts, dim, inputs]`.
+        up: `[experts, outputs, dim]`.
+
+    Returns:
+        `[experts * dim, inputs]`, expert by expert, and `[outputs, dim * experts]`, in which the expert changes first.
+    """
+    return down.flatten(0, 1), up.permute(1, 2, 0).flatten(1)
+
+
+def stacked_factors(down: Tensor, up: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """The inverse of `flat_factors`."""
+    return down.unflatten(0, (num_experts, -1)), up.unflatten(1, (-1, num_experts)).permute(2, 0, 1)
+
+
 def initial_down(weight: str, shape: Sequence[int], seed: int) -> Tensor:
-    """float32 `[dim, inputs]` that the adapter of a weight starts from, uniform as peft draws it and the same on any
-    mesh; its other factor starts from zero.
+    """float32 `[dim, inputs]`, or `[experts, dim, inputs]`, that the adapter of a weight starts from, uniform as peft
+    draws it and the same on any mesh; its other factor starts from zero.
 
     Args:
         weight: name of the weight, which seeds it.
     """
     generator = torch.Generator().manual_seed(seed + zlib.crc32(weight.encode()))
-    bound = 1.0 / math.sqrt(shape[1])
+    bound = 1.0 / math.sqrt(shape[-1])
     return torch.empty(tuple(shape)).uniform_(-bound, bound, generator=generator)
 
 
@@ -80,36 +125,49 @@ class InitialFactors:
         """Refuse factors of layers that get no adapter.
 
         Args:
-            weights: names of all weights of the model that get one.
+            weights: names of all weights of the model that get one, in its order.
 
         Raises:
             ValueError: naming the layers.
         """
-        layers = {weight.removesuffix(WEIGHT) for weight in weights}
+        layers = set(peft_layers(weights).values())
         others = sorted({name for name in self.given if name.removesuffix(LORA_A).removesuffix(LORA_B) not in layers})
         if others:
             raise ValueError(
                 f"lora_cfg.adapter: {self.folder} has {len(others)} tensors of layers without an adapter here, such as "
-                f"{others[0]}; set target_modules to the layers of that adapter"
+                f"{others[0]}; set target_modules (of experts target_parameters) to the layers of that adapter"
             )
 
-    def of_weight(self, weight: str, down: Sequence[int], up: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """float32 `[dim, inputs]` and `[outputs, dim]` that the adapter of a weight starts from.
+    def of_weight(
+        self, weight: str, down: Sequence[int], up: Sequence[int], *, layer: str | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """float32 `[dim, inputs]` and `[outputs, dim]` that the adapter of a weight starts from; for stacked experts
+        with a first dim of experts.
+
+        Args:
+            down: shape of the first factor.
+            up: shape of the second factor.
+            layer: of the weight in `peft_layers`, which a stacked one needs.
 
         Raises:
             ValueError: if the folder has none of these shapes.
         """
         if not self.given:
             return initial_down(weight, down, self.seed), torch.zeros(tuple(up))
-        layer = weight.removesuffix(WEIGHT)
+        layer = layer or weight.removesuffix(WEIGHT)
         found = self.given.get(layer + LORA_A), self.given.get(layer + LORA_B)
         shapes = [None if factor is None else tuple(factor.shape) for factor in found]
-        if shapes != [tuple(down), tuple(up)] or found[0] is None or found[1] is None:
+        needed = [tuple(down), tuple(up)]
+        if len(down) > 2:
+            needed = [
+                tuple(each.shape) for each in flat_factors(*(torch.empty(each, device="meta") for each in needed))
+            ]
+        if shapes != needed or found[0] is None or found[1] is None:
             raise ValueError(
                 f"lora_cfg.adapter: {self.folder} has factors of shapes {shapes} for {layer}, which needs "
-                f"{tuple(down)} and {tuple(up)}; set dim and target_modules as they are in that adapter"
+                f"{needed[0]} and {needed[1]}; set dim and target_modules as they are in that adapter"
             )
-        return found[0], found[1]
+        return (found[0], found[1]) if len(down) == 2 else stacked_factors(found[0], found[1], down[0])
 
 
 def nothing_adapted(config: LoraConfig, kind: str) -> ValueError:
