@@ -15,7 +15,7 @@ from rl_algos.distillation.config import DistillationConfig, DistillationLossCon
 from rl_algos.distillation.data import prepare_text
 from rl_algos.distillation.loop import train
 from rl_algos.distillation.plugin import OFFLINE
-from rl_algos.distillation.setup import loss_of, run_text, to_batch
+from rl_algos.distillation.setup import loss_of, run_text, teachers_of, to_batch
 from rl_algos.distillation.span_teacher import SpanTeacher, Translator
 from rl_algos.distillation.teachers import Teachers
 from rl_algos.distillation.validation import DistillationValidation
@@ -102,6 +102,43 @@ def test_hidden_states_of_a_teacher_teach_as_its_whole_distributions_do(tmp_path
                     assert by_hidden[step][key] == pytest.approx(metrics[key], rel=1e-4), (step, key)
     assert by_hidden[0]["val/teacher_head_error"] < 1e-5
     assert "val/teacher_head_error" not in whole[0]
+
+
+def test_hidden_states_of_teachers_of_several_sizes_teach_as_their_whole_distributions_do(
+    tmp_path, tokenizer, monkeypatch
+):
+    models, named = {}, {}
+    for seed, (name, size) in enumerate({"sums": 48, "products": 24}.items(), start=3):
+        models[f"teacher_{name}"] = TorchModel(len(tokenizer), hidden_size=size, seed=seed, scale=20.0)
+        models[f"teacher_{name}"].net.save_pretrained(tmp_path / name)
+        named[name] = ModelConfig(model_name=str(tmp_path / name), precision="float32")
+    one = text_config(tmp_path, kind="mixed", k=None)
+    root = assemble(
+        "Several",
+        {
+            "policy": ModelConfig,
+            "teachers": assemble("Teachers", dict.fromkeys(named, ModelConfig)),
+            "data": DataConfig,
+            "distillation": OfflineDistillationConfig,
+            "loss_fn": DistillationLossConfig,
+        },
+    )
+    config = root(policy=one.policy, teachers=named, data=one.data, distillation=one.distillation, loss_fn=one.loss_fn)
+    data = prepare_text(one, tokenizer, load(one))
+    rows = to_batch(next(iter(data.validation.values()))[0][:8])
+    runs = []
+    for most_bytes in (8, 2**16):
+        monkeypatch.setattr(vocabulary, "MOST_BYTES", most_bytes)
+        loss, teachers = loss_of(config, vocabulary=data.vocabulary), teachers_of(config, Components(models, data))
+        student = TorchModel(len(tokenizer), seed=2)
+        scored = teachers.scored_rows(
+            rows, ["teacher_sums", "teacher_products", "teacher_products", "teacher_sums"] * 2
+        )
+        runs.append([student.train_step(scored, loss) for _ in range(3)])
+    for by_hidden, whole in zip(*runs, strict=True):
+        for key in ("loss", "forward_kl", "reverse_kl"):
+            assert by_hidden[key].result() == pytest.approx(whole[key].result(), rel=1e-4), key
+    assert runs[0][0][HEAD_ERROR].result() < 1e-5
 
 
 def test_a_head_that_is_not_the_teachers_is_seen(tmp_path, tokenizer, monkeypatch):

@@ -111,14 +111,9 @@ def test_more_tokens_than_there_are_or_than_can_travel_are_refused(k, vocabulary
 
 
 def test_a_vocabulary_may_be_taken_whole():
-    check_k(None, 8192, num_teachers=2)
-    check_k(64, 150_000, num_teachers=2)
+    check_k(None, 8192)
+    check_k(64, 150_000)
     check_k(None, 150_000)
     assert not sends_hidden(None, 8192)
     assert sends_hidden(None, 150_000)
     assert not sends_hidden(64, 150_000)
-
-
-def test_a_large_vocabulary_is_taken_whole_from_one_teacher():
-    with pytest.raises(ConfigError, match="keep one teacher, or set topk_logits_k=64"):
-        check_k(None, 150_000, num_teachers=2)

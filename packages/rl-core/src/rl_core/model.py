@@ -63,7 +63,8 @@ class Read:
     -1 stands for no id, and its logprob is 0. `collision` is float32 `[tokens]`, the sum of the squared probabilities
     of all tokens. `hidden` is float32 `[tokens, hidden]`: at index i the hidden state, after the last norm, that the
     head makes the distribution of token i from. `divergences` is float32 `[tokens, 6]`, the numbers of `DIVERGENCES`
-    from the distribution of token i by another model, whose `hidden` a column of the batch has.
+    from the distribution of token i by another model, whose `hidden` a column of the batch has. There may be several
+    other models; another column tells which one's the hidden state of a token is.
 
     Args:
         name: of the result.
@@ -73,7 +74,9 @@ class Read:
         token_filter: of `logprobs`, `entropy` and `collision`, those of the distribution over the tokens that it keeps
             and the token that is there, which the generator may have drawn although it is left out here, by another
             rounding. None keeps all.
-        head: of the other model of `divergences`.
+        heads: of the other models of `divergences`.
+        choice: column that has the number of the other model of each token, int32 `[tokens]`.
+        width: of `hidden`: narrower hidden states are followed by zeros; 0 for the model's own width.
         beta: weight of the other model in the mixture of `divergences`.
     """
 
@@ -84,7 +87,9 @@ class Read:
     below: int = 0
     column: str = ""
     token_filter: TokenFilter | None = None
-    head: HeadFiles | None = None
+    heads: tuple[HeadFiles, ...] = ()
+    choice: str = ""
+    width: int = 0
     beta: float = 0.5
 
     @property
@@ -126,24 +131,37 @@ def logprobs_at(column: str) -> Read:
     return Read("logprobs_at", column=column)
 
 
-def divergences_from(head: HeadFiles, column: str, *, below: int, beta: float = 0.5) -> Read:
-    """The divergences from another model whose hidden states a column of the batch, float32 `[tokens, hidden]`, has.
+def hidden_states(width: int) -> Read:
+    """The read `hidden`, `[tokens, width]`, with zeros behind hidden states that are narrower: so those of models of
+    several sizes fit in one column."""
+    if width < 1:
+        raise ValueError(f"hidden_states needs width >= 1, got {width}")
+    return Read("hidden", width=width)
+
+
+def divergences_from(heads: Sequence[HeadFiles], column: str, choice: str, *, below: int, beta: float = 0.5) -> Read:
+    """The divergences from other models, of each token from one of them.
 
     Args:
-        head: of the other model.
-        below: number of ids that both models know.
+        heads: of the other models.
+        column: of the batch, float32 `[tokens, width]`: hidden states, of each token by its other model. Numbers beyond
+            the width of that model's head are left out.
+        choice: column of the batch, int32 `[tokens]`: number of the other model in `heads`.
+        below: number of ids that all models know.
         beta: weight of the other model in the mixture.
     """
+    if not heads:
+        raise ValueError("divergences_from needs at least one head")
     if below < 1:
         raise ValueError(f"divergences_from needs below >= 1, got {below}")
     if not 0 < beta < 1:
         raise ValueError(f"beta must be above 0 and below 1, got {beta}")
-    return Read("divergences", below=below, column=column, head=head, beta=beta)
+    return Read("divergences", below=below, column=column, heads=tuple(heads), choice=choice, beta=beta)
 
 
 def read_columns(reads: Sequence[Read]) -> tuple[str, ...]:
     """Columns of the batch that reads take, beside `tokens`."""
-    return tuple(dict.fromkeys(read.column for read in reads if read.column))
+    return tuple(dict.fromkeys(name for read in reads for name in (read.column, read.choice) if name))
 
 
 class Loss(Protocol):

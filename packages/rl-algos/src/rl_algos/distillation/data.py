@@ -68,7 +68,7 @@ def prepare(config: RolloutsRoot, tokenizer: Any, datasets: Datasets) -> Distill
     if config.distillation.cross_tokenizer:
         translator = Translator(tokenizer, teacher_tokenizer(config, "teacher"), key="teacher.model_name")
     else:
-        check_k(config.distillation.topk_logits_k, len(tokenizer), num_teachers=len(teacher_sections(config)))
+        check_k(config.distillation.topk_logits_k, len(tokenizer))
         check_teachers(config, tokenizer)
     for dataset in (*datasets.train, *datasets.validation):
         for environment in dataset.environments():
@@ -93,7 +93,7 @@ def prepare_text(config: TextRoot, tokenizer: Any, datasets: Datasets) -> TextDa
         ConfigError: if the tokenizer has no chat template, or a teacher has other tokens than the student.
     """
     require_chat_template(tokenizer)
-    check_k(config.distillation.topk_logits_k, len(tokenizer), num_teachers=len(teacher_sections(config)))
+    check_k(config.distillation.topk_logits_k, len(tokenizer))
     check_teachers(config, tokenizer)
 
     def rows_of(dataset: Dataset) -> Sequence[TextRow]:

@@ -9,6 +9,7 @@ from operator import attrgetter
 from typing import Any
 
 import numpy as np
+from transformers import AutoConfig
 
 from rl_algos.distillation import loop
 from rl_algos.distillation.config import DistillationLossConfig, RolloutsRoot, TextRoot, teacher_sections
@@ -24,7 +25,7 @@ from rl_algos.sft.data import to_batch as text_batch
 from rl_algos.supervised.loop import Objective
 from rl_algos.supervised.loop import train as learn
 from rl_core.batch import Batch
-from rl_core.model import HIDDEN, LOGPROBS, HeadFiles, Loss, Model, topk
+from rl_core.model import HIDDEN, LOGPROBS, HeadFiles, Loss, Model, hidden_states, topk
 from rl_core.model_config import ModelConfig
 from rl_core.run import Components, Run
 
@@ -42,9 +43,8 @@ def loss_of(config: Any, *, vocabulary: int) -> DistillationLoss | WholeDistilla
     divergence = Divergence(settings.kl_type, settings.mixed_kl_weight, settings.jensen_shannon_beta)
     if not sends_hidden(config.distillation.topk_logits_k, vocabulary):
         return DistillationLoss(divergence, nll_weight=settings.nll_weight, temperature=settings.temperature)
-    (key,) = teacher_sections(config).values()
     return WholeDistillationLoss(
-        head_files(attrgetter(key)(config)),
+        tuple(head_files(attrgetter(key)(config)) for key in teacher_sections(config).values()),
         vocabulary,
         divergence,
         nll_weight=settings.nll_weight,
@@ -112,5 +112,14 @@ def teachers_of(config: Any, components: Components) -> Teachers:
     vocabulary = components.data.vocabulary
     models = {role: components.models[role] for role in teacher_sections(config)}
     k = config.distillation.topk_logits_k
-    reads = [HIDDEN, LOGPROBS] if sends_hidden(k, vocabulary) else [topk(k or vocabulary, below=vocabulary)]
+    reads = [topk(k or vocabulary, below=vocabulary)]
+    if sends_hidden(k, vocabulary):
+        reads = [HIDDEN if len(models) == 1 else hidden_states(_widest(config)), LOGPROBS]
     return Teachers(models, reads, temperature=config.loss_fn.temperature)
+
+
+def _widest(config: Any) -> int:
+    """The largest hidden size of the teachers."""
+    teachers = [attrgetter(key)(config) for key in teacher_sections(config).values()]
+    found = [AutoConfig.from_pretrained(each.model_name, **each.hf_config_overrides) for each in teachers]
+    return max(each.get_text_config().hidden_size for each in found)

@@ -11,10 +11,12 @@ from rl_algos.losses.distillation import (
     TEACHER_HIDDEN,
     TEACHER_IDS,
     TEACHER_LOGPROBS,
+    TEACHER_NUMBER,
     TEACHER_TOKEN_LOGPROBS,
 )
 from rl_core.batch import TOKENS, Batch
 from rl_core.model import Model, Read
+from rl_core.ragged import Ragged
 from rl_core.rollout import RolloutGroup
 
 COLUMNS = {
@@ -49,7 +51,7 @@ class Teachers:
     """The teachers of a run.
 
     Args:
-        models: by role.
+        models: by role, in the order of the heads of the loss.
         reads: the results that the loss takes.
         temperature: divides the logits.
     """
@@ -84,4 +86,16 @@ class Teachers:
             rows.append(own)
             parts.append(self._models[role].infer(its_tokens, self._reads, temperature=self._temperature))
         found = parts[0] if len(parts) == 1 else Batch.concat(parts).select(np.argsort(np.concatenate(rows)))
-        return batch.with_columns({COLUMNS[name]: column for name, column in found.columns.items()})
+        numbers = [list(self._models).index(role) for role in roles]
+        return batch.with_columns(
+            {
+                **{COLUMNS[name]: column for name, column in found.columns.items()},
+                TEACHER_NUMBER: _at_every_token(numbers, batch.lengths),
+            }
+        )
+
+
+def _at_every_token(values: Sequence[int], lengths: np.ndarray) -> Ragged:
+    """Rows of these lengths that repeat their value, int32."""
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    return Ragged(np.repeat(np.asarray(values, np.int32), lengths), offsets)

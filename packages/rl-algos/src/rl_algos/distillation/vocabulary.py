@@ -28,24 +28,17 @@ def sends_hidden(k: int | None, vocabulary: int) -> bool:
     return k is None and BYTES_PER_TOKEN * vocabulary > MOST_BYTES
 
 
-def check_k(k: int | None, vocabulary: int, *, num_teachers: int = 1) -> None:
+def check_k(k: int | None, vocabulary: int) -> None:
     """Refuse more of the teacher's tokens than there are, or than can travel.
 
     Args:
         k: as configured; None for the whole vocabulary.
         vocabulary: number of tokens.
-        num_teachers: of the run.
 
     Raises:
         ConfigError: naming the bytes of a position.
     """
     if sends_hidden(k, vocabulary):
-        if num_teachers > 1:
-            raise ConfigError(
-                f"distillation.topk_logits_k: null compares the {vocabulary:,} tokens of a large vocabulary, which "
-                f"takes the head of one teacher, and there are {num_teachers}; keep one teacher, or set "
-                f"topk_logits_k={DEFAULT_K}: all other tokens count together, as the tail"
-            )
         return
     if k is not None and k > vocabulary:
         raise ConfigError(

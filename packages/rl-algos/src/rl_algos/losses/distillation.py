@@ -30,7 +30,10 @@ NLL = "nll"
 """The mean negative log-likelihood of the text, if it is learned as well."""
 
 TEACHER_HIDDEN = "teacher_hidden"
-"""Column of the teacher's hidden states, float32 `[tokens, hidden]`."""
+"""Column of the teacher's hidden states, float32 `[tokens, hidden]`; zeros follow those of the smaller of several."""
+
+TEACHER_NUMBER = "teacher_number"
+"""Column of the number of each token's teacher among the heads of the loss, int32 `[tokens]`."""
 
 TEACHER_TOKEN_LOGPROBS = "teacher_token_logprobs"
 """Column of the teacher's logprobs of the tokens that are there, float32 `[tokens]`."""
@@ -118,17 +121,17 @@ class DistillationLoss:
 class WholeDistillationLoss:
     """As `DistillationLoss`, over all tokens that student and teacher share, however many.
 
-    Distributions of a large vocabulary are too large to travel. The teacher sends its hidden states, and the student's
-    ranks read the teacher's head from its files and compute its distributions, a chunk of tokens at a time. Tokens that
-    only one of the two has are the tail.
+    Distributions of a large vocabulary are too large to travel. Teachers send their hidden states, and the student's
+    ranks read the teachers' heads from their files and compute their distributions, a chunk of tokens at a time. Tokens
+    that only one of student and teacher has are the tail.
 
     Args:
-        head: of the teacher.
-        vocabulary: number of tokens that student and teacher share.
+        heads: of the teachers, by their numbers.
+        vocabulary: number of tokens that student and teachers share.
         divergence, nll_weight, temperature: as of `DistillationLoss`.
     """
 
-    head: HeadFiles
+    heads: tuple[HeadFiles, ...]
     vocabulary: int
     divergence: Divergence = _FORWARD
     nll_weight: float = 0.0
@@ -137,13 +140,15 @@ class WholeDistillationLoss:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """`loss_mask` uint8 `[tokens]`, and the teacher's hidden states and logprobs."""
-        return ("loss_mask", TEACHER_HIDDEN, TEACHER_TOKEN_LOGPROBS)
+        """`loss_mask` uint8 `[tokens]`, and the teachers' hidden states, numbers and logprobs."""
+        return ("loss_mask", TEACHER_HIDDEN, TEACHER_NUMBER, TEACHER_TOKEN_LOGPROBS)
 
     @property
     def reads(self) -> tuple[Read, ...]:
         """The divergences, and the student's logprobs of the text if they are learned as well."""
-        read = divergences_from(self.head, TEACHER_HIDDEN, below=self.vocabulary, beta=self.divergence.beta)
+        read = divergences_from(
+            self.heads, TEACHER_HIDDEN, TEACHER_NUMBER, below=self.vocabulary, beta=self.divergence.beta
+        )
         return (read, LOGPROBS) if self.nll_weight else (read,)
 
     def totals(self, batch: Batch) -> Mapping[str, float]:

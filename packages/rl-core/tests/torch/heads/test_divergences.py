@@ -6,10 +6,12 @@ import pytest
 import split_cases
 import torch
 
-from rl_core.model import DIVERGENCES
+from rl_core.model import DIVERGENCES, HeadFiles, divergences_from
 from rl_core.testing.torch.live_memory import LiveMemory
+from rl_core.torch.heads import reads as reads_module
 from rl_core.torch.heads.divergences import Other, divergences
 from rl_core.torch.heads.logprobs import Head, LogitTransform
+from rl_core.torch.loss import Rows
 
 NUM, BETA, TEMPERATURE = 6, 0.3, 0.7
 CAP = LogitTransform(scale=2.0, softcap=1.5)
@@ -166,3 +168,50 @@ def test_gradients_need_no_small_tail():
     by_logits[:, :9] -= p[:, :9]
     torch.testing.assert_close(grad, by_logits @ sure.weight, rtol=1e-8, atol=1e-10)
     assert found[:, 4].max() < math.exp(-100)
+
+
+@pytest.mark.parametrize("numbers", [[0, 1, 1, 0, 2, 1], [1] * NUM], ids=["mixed", "one of three"])
+def test_each_token_is_compared_with_its_own_of_several_models(monkeypatch, numbers):
+    hidden, head, _ = models(11, 11)
+    widths = {"small": 3, "large": 4, "capped": 2}
+    heads = {
+        name: Head(draw(11 + place, width, seed=10 + place), None, CAP if name == "capped" else LogitTransform())
+        for place, (name, width) in enumerate(widths.items())
+    }
+    monkeypatch.setattr(reads_module, "read_head", lambda files, start, stop: heads[files.model_name])
+    chosen = [list(heads.values())[number] for number in numbers]
+    states = torch.zeros(NUM, 4, dtype=torch.float64)
+    for place, other in enumerate(chosen):
+        states[place, : other.weight.shape[1]] = draw(other.weight.shape[1], seed=20 + place)
+    read = divergences_from([HeadFiles(name, "float32") for name in heads], "states", "number", below=9, beta=BETA)
+    columns = {"tokens": torch.arange(NUM), "states": states, "number": torch.tensor(numbers, dtype=torch.int32)}
+    inputs = [tensor.clone().requires_grad_() for tensor in (hidden, head.weight, head.bias)]
+    found = reads_module.position_reads(
+        inputs[0],
+        Head(inputs[1], inputs[2], CAP),
+        Rows(torch.tensor([0, NUM]), columns),
+        torch.arange(NUM),
+        [read],
+        temperature=TEMPERATURE,
+        chunk_size=2,
+    )["divergences"]
+
+    def logits(place):
+        other = chosen[place]
+        return other.transform(states[place : place + 1, : other.weight.shape[1]] @ other.weight.T)
+
+    def divergences_at(place):
+        p = grouped(logits(place), 9)
+        q = grouped(CAP(inputs[0][place : place + 1] @ inputs[1].T + inputs[2]), 9)
+        m = BETA * p + (1 - BETA) * q
+        kls = [(a * (a.log() - b.log())).sum(1) for a, b in ((p, q), (q, p), (p, m), (q, m))]
+        return torch.stack([kls[0], kls[1], BETA * kls[2] + (1 - BETA) * kls[3]], 1)
+
+    expected = torch.cat([divergences_at(place) for place in range(NUM)])
+    torch.testing.assert_close(found[:, :3], expected, rtol=1e-10, atol=1e-12)
+    own = torch.stack([(logits(place) / TEMPERATURE).log_softmax(-1)[0, place] for place in range(NUM)])
+    torch.testing.assert_close(found[:, 5], own)
+    weights = draw(NUM, 3, seed=7)
+    grads = torch.autograd.grad((found[:, :3] * weights).sum(), inputs)
+    for grad, by_oracle in zip(grads, torch.autograd.grad((expected * weights).sum(), inputs), strict=True):
+        torch.testing.assert_close(grad, by_oracle, rtol=1e-8, atol=1e-10)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from rl_core.torch.files.model_files import WeightFiles, model_folder, read_hf_c
 from rl_core.torch.heads.logprobs import Head, logit_transform
 
 
-@lru_cache(maxsize=2)
+@cache
 def read_head(files: HeadFiles, start: int = 0, stop: int | None = None) -> Head:
     """Rows `start` to `stop` of a model's head, on the CPU, in the model's precision. They are kept for the next call.
 

@@ -7,6 +7,7 @@ from typing import TypedDict
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from rl_core.batch import TOKENS
 from rl_core.model import HeadFiles, Read, Role, read_columns
@@ -45,7 +46,7 @@ def check_reads(role: Role, reads: Sequence[Read]) -> None:
     if len({read.column for read in reads if read.name == "logprobs_at"}) > 1:
         raise ValueError("one pass reads logprobs_at of one column; put all ids in one, `[tokens, k]`")
     if sum(read.name == "divergences" for read in reads) > 1:
-        raise ValueError("one pass reads the divergences from one other model; take a pass for each")
+        raise ValueError("one pass reads the divergences once; name the heads of all other models in one read")
     if any(read.token_filter is not None for read in reads):
         whole = [read.name for read in reads if read.name not in FILTERED_READS]
         if whole:
@@ -97,17 +98,18 @@ def position_reads(
         ValueError: for ids that are not in the vocabulary, or not `[tokens, k]`.
     """
     targets = rows[TOKENS][places]
-    columns = {"hidden": hidden.to(wide_dtype(hidden.dtype))} if any(read.name == "hidden" for read in reads) else {}
+    columns: dict[str, Tensor] = {}
     for read in reads:
+        if read.name == "hidden":
+            wide = hidden.to(wide_dtype(hidden.dtype))
+            columns["hidden"] = pad(wide, (0, max(0, read.width - wide.shape[1])))
         if read.name == "divergences":
-            assert read.head is not None, "divergences_from names the head"
-            columns["divergences"] = divergences(
+            columns["divergences"] = _divergences(
                 hidden,
                 head,
                 targets,
-                Other(rows[read.column][places], _other_head(read.head, head, shard)),
-                below=read.below,
-                beta=read.beta,
+                (rows[read.column][places], rows[read.choice][places]),
+                read,
                 temperature=temperature,
                 chunk_size=chunk_size,
                 shard=shard,
@@ -132,6 +134,52 @@ def position_reads(
             )
         columns |= columns_of(found, of_head)
     return columns
+
+
+def _divergences(
+    hidden: Tensor,
+    head: Head,
+    targets: Tensor,
+    others: tuple[Tensor, Tensor],
+    read: Read,
+    *,
+    temperature: float,
+    chunk_size: int,
+    shard: VocabShard | None,
+    sums_hidden_grad: bool,
+) -> Tensor:
+    """`[n, 6]`, for the tokens of one other model after those of another; collective over the group of a shard, whose
+    ranks have the same tokens.
+
+    Args:
+        others: hidden states `[n, width]` of the other models, and the number of each token's, int `[n]`.
+    """
+    states, numbers = others
+    found, rows = [], []
+    # without tokens the first is there for the gradients, which are 0
+    for number in numbers.unique().tolist() or [0]:
+        own = (numbers == number).nonzero()[:, 0]
+        # if one model has all tokens, they are not copied
+        its_hidden, its_states, its_targets = (
+            values if len(own) == len(numbers) else values[own] for values in (hidden, states, targets)
+        )
+        other = _other_head(read.heads[number], head, shard)
+        rows.append(own)
+        found.append(
+            divergences(
+                its_hidden,
+                head,
+                its_targets,
+                Other(its_states[:, : other.weight.shape[1]], other),
+                below=read.below,
+                beta=read.beta,
+                temperature=temperature,
+                chunk_size=chunk_size,
+                shard=shard,
+                sums_hidden_grad=sums_hidden_grad,
+            )
+        )
+    return found[0] if len(found) == 1 else torch.cat(found)[torch.cat(rows).argsort()]
 
 
 def _other_head(files: HeadFiles, head: Head, shard: VocabShard | None) -> Head:

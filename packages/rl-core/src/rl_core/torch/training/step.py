@@ -178,7 +178,7 @@ def in_row_order(
 def _inner_shape(read: Read, batch: Batch, hidden_size: int) -> tuple[int, ...]:
     """Shape of the result of a read at one token, or of one row."""
     if read.name == "hidden":
-        return (hidden_size,)
+        return (max(hidden_size, read.width),)
     if read.name == "divergences":
         return (len(DIVERGENCES),)
     if read.column:
