@@ -1,15 +1,17 @@
 """Cases run by the ranks of a pool: float64 reads from parts of a vocabulary and of rows."""
 
 from dataclasses import dataclass, field
+from unittest.mock import patch
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from joined_rank import joined
 
-from rl_core.model import COLLISION, ENTROPY, LOGPROBS, logprobs_at, topk
+from rl_core.model import COLLISION, ENTROPY, LOGPROBS, HeadFiles, divergences_from, logprobs_at, topk
 from rl_core.testing.rank_pool import Rank
 from rl_core.token_filter import TokenFilter
+from rl_core.torch.heads import reads
 from rl_core.torch.heads.divergences import Other, divergences
 from rl_core.torch.heads.kept_tokens import WholeVocabulary, lowest_kept
 from rl_core.torch.heads.logprobs import Head, LogitTransform
@@ -199,4 +201,38 @@ def diverging(rank: Rank, below: int) -> dict[str, float]:
             "grad_hidden": (local[0].grad - whole[0].grad).abs().max().item(),
             "grad_weight": (local[1].grad[: len(of_weight)] - of_weight).abs().max().item(),
             "grad_padding": local[1].grad[len(of_weight) :].abs().sum().item(),
+        }
+
+
+def diverging_from_several(rank: Rank) -> dict[str, float]:
+    """As `diverging`, from heads of two models of other sizes, of which each token has one."""
+    heads = {"small": draw(13, 3, seed=3), "large": draw(11, 4, seed=4)}
+
+    def read_head(files: HeadFiles, start: int, stop: int | None) -> Head:
+        return Head(heads[files.model_name][start:stop])
+
+    with joined(rank) as group, patch.object(reads, "read_head", read_head):
+        case, index = Case(), rank.rendezvous.rank
+        hidden, weight = draw(NUM, HIDDEN, seed=0), draw(case.vocab, HIDDEN, seed=1)
+        columns = {
+            "tokens": torch.arange(NUM),
+            "states": draw(NUM, 4, seed=2),
+            "number": torch.tensor([0, 1, 1, 0, 1, 0, 0], dtype=torch.int32),
+        }
+        read = divergences_from([HeadFiles(name, "float32") for name in heads], "states", "number", below=9, beta=0.3)
+        rows, places = Rows(torch.tensor([0, NUM]), columns), torch.arange(NUM)
+        whole = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+        options = {"temperature": 0.7, "chunk_size": 3}
+        expected = reads.position_reads(whole[0], Head(whole[1]), rows, places, [read], **options)["divergences"]
+        weighted([expected[:, :3]]).backward()
+        start = index * case.rows_per_rank
+        local = [hidden.clone().requires_grad_(), rows_of(rank, case, weight).requires_grad_()]
+        shard = VocabShard(start, case.vocab, group)
+        found = reads.position_reads(local[0], Head(local[1]), rows, places, [read], shard=shard, **options)
+        weighted([found["divergences"][:, :3]]).backward()
+        of_weight = whole[1].grad[start : start + case.rows_per_rank]
+        return {
+            "values": (found["divergences"] - expected).abs().max().item(),
+            "grad_hidden": (local[0].grad - whole[0].grad).abs().max().item(),
+            "grad_weight": (local[1].grad[: len(of_weight)] - of_weight).abs().max().item(),
         }

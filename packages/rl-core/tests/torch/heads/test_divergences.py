@@ -155,6 +155,11 @@ def test_a_split_vocabulary_diverges_as_a_whole_one(pool, below):
         assert max(errors.values()) < 1e-10, errors
 
 
+def test_a_split_vocabulary_diverges_from_several_models_as_a_whole_one(pool):
+    for errors in pool.run(split_cases.diverging_from_several, [()] * 2):
+        assert max(errors.values()) < 1e-10, errors
+
+
 def test_gradients_need_no_small_tail():
     """A tail at its least is a constant."""
     hidden, head, other = models(11, 13)
