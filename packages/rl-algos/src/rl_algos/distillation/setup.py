@@ -9,7 +9,6 @@ from operator import attrgetter
 from typing import Any
 
 import numpy as np
-from transformers import AutoConfig
 
 from rl_algos.distillation import loop
 from rl_algos.distillation.config import DistillationLossConfig, RolloutsRoot, TextRoot, teacher_sections
@@ -120,6 +119,9 @@ def teachers_of(config: Any, components: Components) -> Teachers:
 
 def _widest(config: Any) -> int:
     """The largest hidden size of the teachers."""
+    # imports torch where it is installed
+    from transformers import AutoConfig
+
     teachers = [attrgetter(key)(config) for key in teacher_sections(config).values()]
     found = [AutoConfig.from_pretrained(each.model_name, **each.hf_config_overrides) for each in teachers]
     return max(each.get_text_config().hidden_size for each in found)

@@ -26,6 +26,9 @@ class Channel:
     """
 
     def __init__(self, connection: socket.socket, peer: str, timeout_s: float) -> None:
+        if connection.family != socket.AF_UNIX:
+            # otherwise a message waits up to 40 ms for the peer's kernel to acknowledge the one before
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connection
         self.peer = peer
         self._timeout_s = timeout_s
