@@ -1,6 +1,7 @@
 """The light half: config, requirement and static checks."""
 
 import json
+from importlib.resources import files
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from rl_core.model_config import ModelConfig
 from rl_core.plugins import POLICIES, plugin, resolve
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.plugin import PLUGIN
+from rl_dtensor.selfcheck import MESHES
 from rl_dtensor.worker import DTensorWorker
 
 
@@ -125,3 +127,13 @@ def test_attention_that_a_device_or_a_precision_cannot_run_is_refused():
     assert "precision=bfloat16" in problems(dtensor_cfg=flash, device="cuda", precision="float32")[key]
     assert not problems(dtensor_cfg={"attention_backend": "flex"}, device="cuda", precision="float32")
     assert not problems(dtensor_cfg={"attention_backend": "eager"}, precision="float32")
+
+
+def test_the_table_of_families_has_cases_of_the_self_check_and_none_is_off_without_a_reason():
+    package, _, name = PLUGIN.family_table.partition(":")
+    families = json.loads(files(package).joinpath(name).read_text(encoding="utf-8"))["families"]
+    cases = [case for family in families.values() for case in family["cases"]]
+    assert {"llama", "qwen3_moe", "olmo2"} <= set(families)
+    for case in cases:
+        assert (case["num_ranks"], case["settings"]) == MESHES[case["mesh"]]
+        assert (case["verdict"] == "exact") == (not case["reason"])

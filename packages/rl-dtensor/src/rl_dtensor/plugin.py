@@ -93,4 +93,5 @@ PLUGIN = BackendPlugin(
     mesh_case=mesh_case,
     replay_key="moe_router_replay",
     held_families=HELD_FAMILIES,
+    family_table="rl_dtensor:families.json",
 )

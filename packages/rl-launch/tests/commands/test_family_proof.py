@@ -8,9 +8,13 @@ import pytest
 
 from rl_core.config import Config
 from rl_core.errors import ConfigError
+from rl_core.model_config import ModelConfig
 from rl_core.plugins import BackendPlugin, Requirement
 from rl_core.selfcheck import MeshCase
+from rl_dtensor.config import DTensorConfig
+from rl_dtensor.plugin import PLUGIN as DTENSOR
 from rl_launch.commands.family_proof import prove_family
+from rl_launch.doctor.family_table import FamilyTable
 
 CHECK = """
 from pathlib import Path
@@ -165,3 +169,30 @@ def test_another_version_kind_or_mesh_than_in_the_table_is_checked(model, table,
     case = MeshCase("tp2", 2, mesh, is_packed=True, has_adapters=False)
     prove(model, replace(table(**other), mesh_case=lambda section: case))
     assert num_checks(model) == 1
+
+
+OLMO_2 = {
+    "architectures": ["Olmo2ForCausalLM"],
+    "model_type": "olmo2",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "eos_token_id": 100257,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "num_hidden_layers": 16,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "transformers_version": "4.48.0",
+    "use_cache": True,
+}
+"""Fields of a `config.json` on the hub."""
+
+
+def test_a_family_in_the_table_of_the_dtensor_backend_is_not_checked_again():
+    table = FamilyTable.of(DTENSOR)
+    policy = ModelConfig(model_name="some/olmo", sequence_packing={"enabled": True})
+    section = SimpleNamespace(**dict(policy), dtensor_cfg=DTensorConfig(tensor_parallel_size=4))
+    found = table.find(OLMO_2, DTENSOR.mesh_case(section), DTensorConfig, table.versions)
+    assert (found.mesh, found.layout, found.verdict) == ("tp2", "packed, full", "exact")
+    biased = {**OLMO_2, "attention_bias": True}
+    assert table.find(biased, DTENSOR.mesh_case(section), DTensorConfig, table.versions) is None
