@@ -8,20 +8,20 @@ from rl_algos.distillation.config import DistillationConfig
 from rl_algos.grpo.config import GRPOConfig
 from rl_algos.ppo.config import PPOConfig
 from rl_algos.rollouts.checks import rollout_problems
-from rl_algos.rollouts.config import AsyncConfig
+from rl_algos.rollouts.config import AsyncConfig, CurriculumConfig
 from rl_core.model_config import ColocatedConfig, GenerationConfig
 
 AHEAD = AsyncConfig(enabled=True, max_trajectory_age_steps=2)
 APART = ColocatedConfig(enabled=False)
 
 
-def problems(algorithm, *, colocated=APART):
+def problems(algorithm, *, colocated=APART, num_datasets=1):
     policy = SimpleNamespace(
         train_global_batch_size=algorithm.rollouts_per_step,
         max_total_sequence_length=100,
         generation=GenerationConfig(max_new_tokens=8, colocated=colocated),
     )
-    data = SimpleNamespace(sections=list, validation_datasets=[])
+    data = SimpleNamespace(sections=list, validation_datasets=[], train_datasets=[None] * num_datasets)
     config = SimpleNamespace(section=algorithm, policy=policy, data=data, env=None)
     return {problem.key: problem.message for problem in rollout_problems(config)}
 
@@ -70,3 +70,18 @@ def test_keys_and_values_of_older_weights_are_refused():
 def test_an_age_without_effect_is_refused():
     found = problems(GRPOConfig(async_grpo=AsyncConfig(max_trajectory_age_steps=2)))
     assert found == {"grpo.async_grpo.max_trajectory_age_steps": "has no effect without grpo.async_grpo.enabled=true"}
+
+
+@pytest.mark.parametrize("kind", [GRPOConfig, PPOConfig])
+def test_a_curriculum_needs_several_datasets(kind):
+    config = kind(curriculum=CurriculumConfig(enabled=True, window=8))
+    assert problems(config, num_datasets=2) == {}
+    ((key, message),) = problems(config).items()
+    assert key == f"{kind.section}.curriculum.enabled"
+    assert "chooses among training datasets, and there is one" in message
+
+
+def test_keys_of_a_curriculum_without_effect_are_refused():
+    found = problems(GRPOConfig(curriculum=CurriculumConfig(window=8, floor=0.5)), num_datasets=2)
+    assert set(found) == {"grpo.curriculum.window", "grpo.curriculum.floor"}
+    assert found["grpo.curriculum.window"] == "has no effect without grpo.curriculum.enabled=true"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,6 +16,29 @@ Purpose = Literal["train", "validation"]
 
 OnFault = Literal["error", "skip"]
 """Whether a row that cannot be used ends the run, or is left out."""
+
+
+class PassRateConfig(Config):
+    results: PathText
+    """Folder of an evaluation of the rows with several samples each, as `rl eval` makes it; prompts are compared as
+    texts."""
+    above: float | None = 0.0
+    """Leave out rows with this pass rate or a lower one; null keeps them."""
+    below: float | None = 1.0
+    """Leave out rows with this pass rate or a higher one; null keeps them."""
+    pass_threshold: float = 1.0
+    """Reward from which on a sample is right."""
+
+    @property
+    def bounds(self) -> str:
+        """The rates that are kept, in words."""
+        words = (("above", self.above), ("below", self.below))
+        return " and ".join(f"{word} {bound:g}" for word, bound in words if bound is not None) or "of any value"
+
+    def keeps(self, rate: float) -> bool:
+        """Whether rows with this pass rate, NaN for those that were not evaluated, are kept."""
+        is_above = rate > (-math.inf if self.above is None else self.above)
+        return is_above and rate < (math.inf if self.below is None else self.below)
 
 
 class DatasetConfig(Config):
@@ -38,6 +62,8 @@ class DatasetConfig(Config):
     split_validation_size: float | None = Field(default=None, gt=0)
     """Rows of a training dataset that are held out to validate on: a share below 1, or a number of rows. They are
     chosen by chance, the same in every run, and join `data.validation`."""
+    pass_rate: PassRateConfig | None = None
+    """Train only on rows that a model sometimes solves, by the results of an evaluation."""
     settings: dict[str, Any] = Field(default_factory=dict)
     """Settings of an installed dataset; `rl data list` shows them."""
     input_key: str | None = None
@@ -209,6 +235,13 @@ def _held_out_problems(data: DataConfig) -> list[Problem]:
         if dataset.streaming and is_validation:
             says = "is for training; give a split that fits the memory, such as test[:1000]"
             problems.append(Problem(f"{at}.streaming", says))
+        elif dataset.pass_rate is not None and (is_validation or dataset.streaming):
+            says = (
+                "selects training rows; remove it, or a score would be that of a selection"
+                if is_validation
+                else "needs rows that are at hand, which those of a dataset with `streaming` are not; remove one of them"
+            )
+            problems.append(Problem(f"{at}.pass_rate", says))
         elif size is not None and is_validation:
             says = "belongs to a dataset of data.train, of which rows are held out; remove it"
             problems.append(Problem(f"{at}.split_validation_size", says))

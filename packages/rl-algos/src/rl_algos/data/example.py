@@ -58,6 +58,11 @@ class Example:
         return self.answer is None and self.solution is not None
 
     @property
+    def prompt(self) -> tuple[Message, ...]:
+        """The conversation up to the assistant's last message, if it ends with that."""
+        return self.messages[:-1] if self.has_response else self.messages
+
+    @property
     def has_response(self) -> bool:
         """Whether the conversation ends with the assistant."""
         return bool(self.messages) and self.messages[-1]["role"] == "assistant"

@@ -21,6 +21,7 @@ from rl_algos.data.files import Rows
 from rl_algos.data.hub_datasets import with_known
 from rl_algos.data.lazily import Lazily, RowMapping
 from rl_algos.data.load import load_rows, stream_rows
+from rl_algos.data.pass_rates import positions_within
 from rl_algos.data.permutation import permutation
 from rl_algos.data.preference import preference
 from rl_algos.data.processors import arranged, check_streamable, processor
@@ -107,8 +108,19 @@ class Dataset:
         if num == total:
             raise DataError(f"{what}; name the column of the answer in `output_key`, or choose another dataset")
         _log.warning("%s; left out", what)
-        positions = np.delete(np.arange(total), self.unanswered)
-        return replace(self, examples=self.examples.select(positions), unanswered=())
+        return self.select(np.delete(np.arange(total), self.unanswered))
+
+    def within_pass_rates(self) -> Dataset:
+        """The dataset without the rows that its `pass_rate` leaves out; raises a `DataError` if nothing is left."""
+        if self.settings.pass_rate is None:
+            return self
+        prompts = (example.prompt for example in self.examples.values_in_order)
+        return self.select(positions_within(self.settings.pass_rate, self.name, prompts))
+
+    def select(self, positions: np.ndarray) -> Dataset:
+        """The dataset with the examples at these positions, ascending, alone."""
+        unanswered = np.flatnonzero(np.isin(positions, self.unanswered)).tolist()
+        return replace(self, examples=self.examples.select(positions), unanswered=unanswered)
 
     def _environment(self, named: str, row_id: str) -> str:
         name = named or self.default_environment
@@ -203,7 +215,8 @@ def load_datasets(config: DataConfig, purpose: Purpose, default: Processor = by_
     """
     settings = config.train_datasets if purpose == "train" else config.validation_datasets
     named = zip(dataset_names(settings, purpose), settings, strict=True)
-    return [_dataset(name, one, purpose, default, config.malformed) for name, one in named]
+    datasets = [_dataset(name, one, purpose, default, config.malformed) for name, one in named]
+    return [dataset.within_pass_rates() for dataset in datasets] if purpose == "train" else datasets
 
 
 def _dataset(name: str, settings: DatasetConfig, purpose: Purpose, default: Processor, malformed: OnFault) -> Dataset:

@@ -6,9 +6,8 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
-import numpy as np
-
 from rl_algos.data.permutation import permutation
+from rl_algos.data.shares import Shares
 from rl_core.errors import DataError
 
 _log = logging.getLogger(__name__)
@@ -139,8 +138,8 @@ class FlowStream(Generic[T]):
         if len(flows) > 1 and weights is None:
             raise DataError("several datasets with `streaming` need a `weight` each, as their sizes are not known")
         self._flows = tuple(flows)
-        self._weights = np.asarray([1.0] if weights is None else weights, dtype=np.float64)
-        self._drawn = np.zeros(len(self._flows), dtype=np.int64)
+        self._weights = [1.0] if weights is None else [float(each) for each in weights]
+        self._shares = Shares(self._weights)
 
     @property
     def names(self) -> list[str]:
@@ -153,9 +152,18 @@ class FlowStream(Generic[T]):
         return tuple(flow.at_hand() for flow in self._flows)
 
     @property
+    def weights(self) -> Sequence[float]:
+        """Weights of the datasets, as configured."""
+        return self._weights
+
+    def weigh(self, weights: Sequence[float]) -> None:
+        """Draw in proportion to these weights from here on."""
+        self._shares.change(weights)
+
+    @property
     def num_drawn(self) -> int:
         """Draws so far."""
-        return int(self._drawn.sum())
+        return int(self._shares.drawn.sum())
 
     @property
     def num_left(self) -> None:
@@ -178,7 +186,7 @@ class FlowStream(Generic[T]):
     def state(self) -> Mapping[str, Any]:
         """The position, as JSON."""
         flows = [dict(flow.state()) for flow in self._flows]
-        return {"drawn": self._drawn.tolist(), "flows": flows, **self._identity()}
+        return {**self._shares.state(), "flows": flows, **self._identity()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a position; raises a `DataError` if the data or its weights differ from those of the state."""
@@ -190,12 +198,10 @@ class FlowStream(Generic[T]):
                 )
         for flow, position in zip(self._flows, state["flows"], strict=True):
             flow.restore(position)
-        self._drawn = np.asarray(state["drawn"], dtype=np.int64)
+        self._shares.restore(state)
 
     def _identity(self) -> dict[str, Any]:
-        return {"streamed": self.names, "weights": self._weights.tolist()}
+        return {"streamed": self.names, "weights": self._weights}
 
     def _draw(self) -> T:
-        which = int(np.argmin((self._drawn + 1) / self._weights))
-        self._drawn[which] += 1
-        return self._flows[which].draw()
+        return self._flows[self._shares.next()].draw()

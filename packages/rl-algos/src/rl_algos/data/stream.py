@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from rl_algos.data.permutation import permutation
+from rl_algos.data.shares import Shares
 from rl_core.errors import DataError
 
 T = TypeVar("T")
@@ -45,17 +46,26 @@ class Stream(Generic[T]):
             raise DataError(f"{len(datasets)} datasets need as many weights above 0, got {list(weights)}")
         self._datasets = tuple(datasets)
         self._sizes = [len(dataset) for dataset in datasets]
-        self._weights = np.asarray(self._sizes if weights is None else weights, dtype=np.float64)
+        self._weights = [float(each) for each in (self._sizes if weights is None else weights)]
+        self._shares = Shares(self._weights)
         self._seed = seed
         self._shuffle = shuffle
         self._max_num_epochs = max_num_epochs
-        self._drawn = np.zeros(len(self._sizes), dtype=np.int64)
         self._orders: dict[int, tuple[int, np.ndarray]] = {}
 
     @property
     def datasets(self) -> tuple[Sequence[T], ...]:
         """The datasets that the stream draws from."""
         return self._datasets
+
+    @property
+    def weights(self) -> Sequence[float]:
+        """Weights of the datasets, as configured."""
+        return self._weights
+
+    def weigh(self, weights: Sequence[float]) -> None:
+        """Draw in proportion to these weights from here on."""
+        self._shares.change(weights)
 
     @property
     def num_items(self) -> int:
@@ -65,7 +75,7 @@ class Stream(Generic[T]):
     @property
     def num_drawn(self) -> int:
         """Draws so far."""
-        return int(self._drawn.sum())
+        return int(self._shares.drawn.sum())
 
     @property
     def num_left(self) -> int | None:
@@ -88,7 +98,7 @@ class Stream(Generic[T]):
 
     def state(self) -> Mapping[str, Any]:
         """The position, as JSON."""
-        return {"drawn": self._drawn.tolist(), **self._identity()}
+        return {**self._shares.state(), **self._identity()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a position.
@@ -102,21 +112,20 @@ class Stream(Generic[T]):
                     f"the data has changed since the checkpoint: {name} was {state[name]} and is {value}; "
                     "restore the data and its settings, or start a fresh run"
                 )
-        self._drawn = np.asarray(state["drawn"], dtype=np.int64)
+        self._shares.restore(state)
 
     def _identity(self) -> dict[str, Any]:
         return {
             "sizes": self._sizes,
-            "weights": self._weights.tolist(),
+            "weights": self._weights,
             "seed": self._seed,
             "shuffle": self._shuffle,
         }
 
     def _draw(self) -> T:
-        # stride scheduling: whose next draw is due first; with sizes as weights, passes over all datasets end together
-        which = int(np.argmin((self._drawn + 1) / self._weights))
-        turn, position = divmod(int(self._drawn[which]), self._sizes[which])
-        self._drawn[which] += 1
+        # with sizes as weights, passes over all datasets end together
+        which = self._shares.next()
+        turn, position = divmod(int(self._shares.drawn[which]) - 1, self._sizes[which])
         if self._shuffle:
             position = int(self._order(which, turn)[position])
         return self._datasets[which][position]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rl_algos.data.config import dataset_names
 from rl_algos.rollouts.config import EvaluationRoot, PolicyGradientConfig, RolloutRoot, rollout_config
 from rl_algos.rollouts.programs import program_named
-from rl_core.config import Problem
+from rl_core.config import Problem, is_changed
 from rl_core.environments.instance import problem_with
 
 
@@ -16,6 +16,7 @@ def rollout_problems(config: RolloutRoot) -> Iterator[Problem]:
     yield from minibatch_problem(config, "policy.train_global_batch_size", config.policy.train_global_batch_size)
     yield from _sampling(config)
     yield from _ahead(config)
+    yield from _curriculum(config)
     try:
         program_named(rollout_config(config).rollout_program)
     except ValueError as error:
@@ -156,6 +157,24 @@ def _ahead(config: RolloutRoot) -> Iterator[Problem]:
             "generation takes turns with the policy on the same devices, so it cannot go on while the policy trains; "
             "give it devices of its own with policy.generation.colocated.enabled=false and "
             f"policy.generation.colocated.resources, or set {section}.enabled=false",
+        )
+
+
+def _curriculum(config: RolloutRoot) -> Iterator[Problem]:
+    """Problems of weights that follow success."""
+    rollouts = rollout_config(config)
+    if not isinstance(rollouts, PolicyGradientConfig):
+        return
+    section, settings = f"{rollouts.section}.curriculum", rollouts.curriculum
+    if not settings.enabled:
+        for key in ("success_reward", "window", "floor"):
+            if is_changed(settings, key):
+                yield Problem(f"{section}.{key}", f"has no effect without {section}.enabled=true")
+    elif len(config.data.train_datasets) == 1:
+        yield Problem(
+            f"{section}.enabled",
+            "chooses among training datasets, and there is one; give several in data.train (such as one for each level "
+            "of difficulty), or select its rows by data.train.pass_rate",
         )
 
 

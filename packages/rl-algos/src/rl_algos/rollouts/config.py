@@ -29,6 +29,19 @@ class AsyncConfig(Config):
     so that every token's logprob is that of one weight version. Only true is supported."""
 
 
+class CurriculumConfig(Config):
+    enabled: bool = False
+    """Draw more prompts from the datasets that the policy sometimes solves, and fewer from those that it always or
+    never solves: the weight of a dataset is multiplied by `4 s (1 - s)`, where s is the share of its rollouts that
+    succeed. For several training datasets."""
+    success_reward: float = 1.0
+    """Reward from which on a rollout has succeeded."""
+    window: int = Field(default=32, gt=0)
+    """Groups of a dataset over which its success is averaged."""
+    floor: float = Field(default=0.1, gt=0, le=1)
+    """Smallest factor of a weight, so that every dataset is tried again."""
+
+
 class RolloutConfig(Config):
     """Base of the section of an algorithm that rolls out prompts: how many, for how long, and what validates them."""
 
@@ -177,6 +190,7 @@ class PolicyGradientConfig(RolloutConfig):
     reference_mixup_alpha: float = Field(default=1.0, gt=0, le=1)
     """Share of the way from the reference to the policy that such a move takes (arXiv:2404.09656): `reference + alpha
     (policy - reference)`, weight by weight; 1 makes the reference the policy. With LoRA the adapters are mixed."""
+    curriculum: CurriculumConfig = CurriculumConfig()
     reward_scaling: RewardScalingConfig = RewardScalingConfig()
     reward_shaping: RewardShapingConfig = RewardShapingConfig()
 

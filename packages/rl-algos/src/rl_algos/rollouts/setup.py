@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rl_algos.rollouts.config import EvaluationRoot, RolloutRoot, rollout_config
+from rl_algos.rollouts.config import EvaluationRoot, PolicyGradientConfig, RolloutRoot, rollout_config
 from rl_algos.rollouts.data import RolloutData
+from rl_algos.rollouts.mixture import Mixture
 from rl_algos.rollouts.programs import DEFAULT_PROGRAM, PROGRAMS, program_named
 from rl_algos.rollouts.source import PacedRolloutSource
 from rl_algos.rollouts.steps import RolloutSteps
@@ -78,7 +79,17 @@ def steps_of(config: RolloutRoot, components: Components, run: Run, *, with_gree
         run,
         greedy if with_greedy else None,
         None if components.evaluation is None else TaskEvaluation(components.evaluation, config.eval),
+        mixture_of(config, data),
     )
+
+
+def mixture_of(config: RolloutRoot, data: RolloutData) -> Mixture | None:
+    """The datasets of a run that learns from the rewards on several; None for others."""
+    settings = rollout_config(config)
+    if len(data.train.datasets) == 1 or not isinstance(settings, PolicyGradientConfig):
+        return None
+    names = [prompts[0].dataset for prompts in data.train.datasets]
+    return Mixture(data.train, names, settings.curriculum if settings.curriculum.enabled else None)
 
 
 def source_of(config: RolloutRoot, data: RolloutData, pool: RolloutPool) -> PacedRolloutSource:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from rl_algos.rollouts.collect import collect_groups, greedy_groups
 from rl_algos.rollouts.config import RolloutConfig
+from rl_algos.rollouts.mixture import Mixture
 from rl_algos.rollouts.task_evaluation import TaskEvaluation
 from rl_algos.rollouts.validation import RolloutValidation
 from rl_core.generation import RolloutSource, SamplingParams, Weights
@@ -55,6 +56,7 @@ class RolloutSteps:
         run: owns steps, timing and checkpoints.
         greedy: how a greedy rollout of each prompt is drawn; None for none.
         evaluation: of the tasks that the run scores beside its validation data; None for none.
+        mixture: of the datasets that the prompts come from; None for one.
     """
 
     config: RolloutConfig
@@ -64,6 +66,7 @@ class RolloutSteps:
     run: Run
     greedy: SamplingParams | None = None
     evaluation: TaskEvaluation | None = None
+    mixture: Mixture | None = None
 
     def take(self, *, models: Mapping[str, Model], state: Mapping[str, Checkpointable] | None = None) -> Iterator[Step]:
         """Steps still to do, until `config.max_num_steps`, or until the data or the run ends.
@@ -74,6 +77,8 @@ class RolloutSteps:
         """
         config, run = self.config, self.run
         held: dict[str, Checkpointable] = {"rollouts": self.rollouts, "weights": self.weights, **(state or {})}
+        if self.mixture is not None and self.mixture.has_curriculum:
+            held["curriculum"] = self.mixture
         numbers = run.steps(config.max_num_steps, models=models, state=held)
         with run.phase("weight_sync"):
             self.rollouts.adopt(self.weights.publish())
@@ -90,6 +95,8 @@ class RolloutSteps:
                 run.stop("the data has ended")
                 return
             run.record(number, self.rollouts.metrics())
+            if self.mixture is not None:
+                run.record(number, self.mixture.learn([*groups, *aside]))
             yield Step(number, groups, aside, greedy)
             if run.due(config.val_period, number, at_end=config.val_at_end):
                 self.validation(self.rollouts, run, step=number)

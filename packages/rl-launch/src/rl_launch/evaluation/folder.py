@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from rl_algos.evaluation.scores import PromptScore
+from rl_algos.evaluation.scores import ROLLOUTS, PromptScore
 from rl_core.config import Config, tree_to_yaml, with_absolute_paths
 from rl_core.errors import RunDirectoryError
 from rl_core.rollout import RECORD, RolloutGroup
@@ -19,7 +19,6 @@ from rl_launch.session.writable import check_writable
 CONFIG = "config.yaml"
 PLAN = "plan.json"
 RESULT = "eval.json"
-ROLLOUTS = "rollouts.jsonl"
 
 Done = dict[tuple[str, str], PromptScore]
 """Scores by name of the task and id of the prompt."""

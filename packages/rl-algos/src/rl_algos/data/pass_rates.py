@@ -1,0 +1,87 @@
+"""Rows by the share of completions that an evaluation has found right."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rl_algos.data.config import PassRateConfig
+from rl_algos.evaluation.scores import ROLLOUTS, sample_of
+from rl_core.errors import DataError
+from rl_core.rollout import Message
+
+_log = logging.getLogger(__name__)
+
+
+def positions_within(settings: PassRateConfig, name: str, prompts: Iterable[Sequence[Message]]) -> np.ndarray:
+    """Positions of the prompts whose pass rate is within the bounds.
+
+    Args:
+        name: of their dataset, for messages.
+
+    Raises:
+        DataError: if there are no results, or no prompt is within the bounds.
+    """
+    known = pass_rates(settings)
+    rates = np.array([known.get(_digest(prompt), np.nan) for prompt in prompts])
+    kept = np.flatnonzero([settings.keeps(rate) for rate in rates])
+    num_known = int(np.isfinite(rates).sum())
+    what = (
+        f"{name}: {len(kept)} of {len(rates)} rows have a pass rate {settings.bounds} in {settings.results}; "
+        f"{num_known - len(kept)} have another one, and {len(rates) - num_known} were not evaluated"
+    )
+    if not num_known:
+        raise DataError(
+            f"{what}. Prompts are compared as texts: evaluate this split, with the same prompt_file and "
+            "system_prompt_file"
+        )
+    if not len(kept):
+        raise DataError(f"{what}, so that no row is left; change pass_rate.above or pass_rate.below")
+    _log.info("%s; the others are left out", what)
+    return kept
+
+
+def pass_rates(settings: PassRateConfig) -> Mapping[bytes, float]:
+    """Share of samples with at least the reward that counts as right, by the digest of the prompt; samples that failed
+    say nothing.
+
+    Raises:
+        DataError: if the folder has no results.
+    """
+    counts: dict[bytes, list[int]] = {}
+    for record in _records(Path(settings.results)):
+        sample = sample_of(record)
+        if sample.status != "failed":
+            passed, total = counts.get(key := _digest(record["prompt"]), (0, 0))
+            counts[key] = [passed + (sample.reward >= settings.pass_threshold), total + 1]
+    if not counts:
+        raise DataError(f"{settings.results} (pass_rate.results) has no samples; every one of them failed")
+    return {key: passed / total for key, (passed, total) in counts.items()}
+
+
+def _records(folder: Path) -> Iterator[Mapping[str, Any]]:
+    path = folder / ROLLOUTS
+    if not path.is_file():
+        raise DataError(
+            f"{folder} (pass_rate.results) has no {ROLLOUTS}; name the folder of an evaluation, which "
+            "`rl eval ... run_dir=FOLDER` makes"
+        )
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                yield json.loads(line)
+            except ValueError:
+                # that of an evaluation which was killed, or still goes on, may end within a line
+                if line.endswith(b"\n"):
+                    raise DataError(f"{path}, line {number}: not a JSON object; evaluate again") from None
+
+
+def _digest(messages: Sequence[Message]) -> bytes:
+    text = json.dumps(list(messages), sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode("utf-8", errors="surrogatepass"), digest_size=16).digest()

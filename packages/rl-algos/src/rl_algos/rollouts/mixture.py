@@ -1,0 +1,96 @@
+"""What the policy earns on each of a run's datasets, and how often each is drawn from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from rl_algos.rollouts.config import CurriculumConfig
+from rl_core.rollout import RolloutGroup
+
+
+class Weighed(Protocol):
+    """The part of a stream of prompts that chooses among datasets."""
+
+    @property
+    def weights(self) -> Sequence[float]:
+        """Weights of the datasets, as configured."""
+        ...
+
+    def weigh(self, weights: Sequence[float]) -> None:
+        """Draw in proportion to these weights from here on."""
+        ...
+
+
+class Mixture:
+    """The datasets of a run that has several, in training.
+
+    With a curriculum, a dataset of configured weight w on which a share s of the rollouts succeeds is drawn with weight
+    `w * max(floor, 4 s (1 - s))`: the variance of success, from which algorithms that compare rollouts learn, relative
+    to its largest. s is the mean over the groups of the dataset, and from the `window`-th on its exponential average
+    over so many; a dataset without a group yet counts fully.
+
+    Args:
+        stream: of the prompts.
+        names: of its datasets, as prompts have them.
+        curriculum: by which weights change; None for those that are configured.
+    """
+
+    def __init__(self, stream: Weighed, names: Sequence[str], curriculum: CurriculumConfig | None) -> None:
+        self._stream = stream
+        self._curriculum = curriculum
+        self._success = dict.fromkeys(names, 0.0)
+        self._num_groups = dict.fromkeys(names, 0)
+
+    @property
+    def has_curriculum(self) -> bool:
+        """Whether weights change, and there is a state to save."""
+        return self._curriculum is not None
+
+    def learn(self, groups: Sequence[RolloutGroup]) -> Mapping[str, float]:
+        """Take a step's groups into account; returns its metrics."""
+        metrics: dict[str, float] = {}
+        for name in self._success:
+            own = [group for group in groups if group.prompt.dataset == name]
+            metrics[f"dataset/{name}/prompts"] = float(len(own))
+            rewards = [_usable(group) for group in own]
+            if any(map(len, rewards)):
+                metrics[f"dataset/{name}/reward"] = float(np.concatenate(rewards).mean())
+            if self._curriculum is not None:
+                self._count(name, rewards, self._curriculum)
+                metrics[f"dataset/{name}/success"] = self._success[name]
+        if self._curriculum is None:
+            return metrics
+        factors = [self._factor(name, self._curriculum) for name in self._success]
+        self._stream.weigh([weight * factor for weight, factor in zip(self._stream.weights, factors, strict=True)])
+        return metrics | {f"dataset/{name}/weight": each for name, each in zip(self._success, factors, strict=True)}
+
+    def state(self) -> Mapping[str, Any]:
+        """Success by dataset, as JSON."""
+        return {"success": self._success, "num_groups": self._num_groups}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state; the weights in force are part of the stream's own."""
+        self._success |= {name: state["success"].get(name, 0.0) for name in self._success}
+        self._num_groups |= {name: state["num_groups"].get(name, 0) for name in self._num_groups}
+
+    def _count(self, name: str, rewards: Sequence[np.ndarray], curriculum: CurriculumConfig) -> None:
+        for group in rewards:
+            if not len(group):
+                continue
+            self._num_groups[name] += 1
+            found = float((group >= curriculum.success_reward).mean())
+            share = 1 / min(self._num_groups[name], curriculum.window)
+            self._success[name] += share * (found - self._success[name])
+
+    def _factor(self, name: str, curriculum: CurriculumConfig) -> float:
+        if not self._num_groups[name]:
+            return 1.0
+        return max(curriculum.floor, 4 * self._success[name] * (1 - self._success[name]))
+
+
+def _usable(group: RolloutGroup) -> np.ndarray:
+    """Rewards of the rollouts that did not fail."""
+    return group.rewards()[np.array([status != "failed" for status in group.rollouts.status])]
