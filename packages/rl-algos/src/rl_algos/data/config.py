@@ -239,7 +239,7 @@ def _held_out_problems(data: DataConfig) -> list[Problem]:
             says = (
                 "selects training rows; remove it, or a score would be that of a selection"
                 if is_validation
-                else "needs rows that are at hand, which those of a dataset with `streaming` are not; remove one of them"
+                else "needs all rows at hand, and those of a dataset with `streaming` are not; remove one of the two"
             )
             problems.append(Problem(f"{at}.pass_rate", says))
         elif size is not None and is_validation:
