@@ -120,7 +120,7 @@ def test_an_evaluation_that_broke_off_within_a_line_is_read_up_to_it(tmp_path, r
         (
             {"dataset_name": "a/b", "data_path": None, "streaming": True, "pass_rate": {"results": "r"}},
             {},
-            r"train\.pass_rate: needs rows that are at hand",
+            r"train\.pass_rate: needs all rows at hand",
         ),
     ],
 )
