@@ -138,6 +138,11 @@ def test_what_a_block_prints_is_compared_with_the_output_that_is_shown(written, 
         outputs(written("```sh", "echo a", "```", "```text output", "b", "```"), workbook)
 
 
+def test_output_of_a_busy_machine_is_that_of_a_quiet_one(written, workbook):
+    slow = "12:00:05 trying the environment x on the first rows takes more than 5 s"
+    outputs(written("```sh", f"printf 'a\\n{slow}\\nb\\n'", "```", "```text output", "a", "b", "```"), workbook)
+
+
 def test_a_command_may_have_to_fail(written, workbook):
     assert outputs(written("```sh fails", "echo why", "false", "```"), workbook) == ["why\n"]
     with pytest.raises(DocumentError, match="exit code 0"):
