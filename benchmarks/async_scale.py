@@ -162,6 +162,11 @@ class ScriptedPool:
             elif self._script.ends:
                 self._script.now = max(self._script.now, *(end for end, _, _ in self._script.ends))
 
+    @property
+    def num_replicas(self) -> int:
+        """Nothing that changes: the scripted replicas stay."""
+        return 1
+
     def idle_share(self) -> None:
         """Nothing: the script does not measure it."""
 

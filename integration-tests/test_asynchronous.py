@@ -1,11 +1,13 @@
 """Rollouts ahead of training: with no lead the run is the synchronous one, and none is lost whatever happens."""
 
 import random
+import signal
 import sys
 import time
 from itertools import pairwise
 
 import pytest
+from logical_cluster import LogicalCluster
 from runs import Run, assert_same, described, rollouts_of, steps_of
 
 from rl_launch.session.exactly_once import prove
@@ -112,3 +114,42 @@ def test_updates_in_flight_interrupt_rollouts_that_go_on_as_if_nothing_had_happe
     assert max(line["mismatch/max"] for line in steps) < 1e-3
     proof = prove(RunFolder(run.folder))
     assert (proof.contradictions, proof.gaps) == ((), ())
+
+
+def test_replicas_join_and_leave_a_run_that_goes_on(grpo, tmp_path):
+    bounds = ("policy.generation.min_replicas=1", "policy.generation.max_replicas=2")
+    devices = ("cluster.device=rehearsal", "cluster.gpus_per_node=2")
+    # every version has the same weights, so that the policy finds the logprobs of every replica
+    same = "policy.optimizer.kwargs.lr=0.0"
+    arguments = (*grpo, *AHEAD, *devices, *bounds, same, "grpo.max_num_steps=10000")
+    with LogicalCluster(tmp_path / "ray") as cluster:
+        cluster.add(num_gpus=2)
+        run = Run.start(tmp_path / "run", *arguments, RAY_ADDRESS=cluster.address)
+        run.await_step(1)
+        further = cluster.add(num_gpus=1)
+        await_replicas(run, 2)
+        further.kill()
+        await_replicas(run, 1)
+        # the only replica dies: the run waits for another one
+        cluster.kill_one("ray::AsyncWorkerHost")
+        num_steps = len(steps_of(run.folder))
+        run.await_step(num_steps + 3)
+        run.process.send_signal(signal.SIGTERM)
+        run.finish()
+    steps = steps_of(run.folder)
+    assert [line["step"] for line in steps] == list(range(1, len(steps) + 1))
+    assert max(line["mismatch/max"] for line in steps) < 1e-3
+    assert max(line["staleness/max"] for line in steps) == 1
+    proof = prove(RunFolder(run.folder))
+    assert (proof.contradictions, proof.gaps, proof.num_compared) == ((), (), len(steps))
+    assert proof.num_trained == 32 * len(steps)
+
+
+def await_replicas(run, count, timeout=300):
+    """Wait until a later step was made with so many replicas."""
+    num_steps = len(steps_of(run.folder))
+    deadline = time.monotonic() + timeout
+    while not any(line["generation/replicas"] == count for line in steps_of(run.folder)[num_steps:]):
+        assert run.process.poll() is None, run.output
+        assert time.monotonic() < deadline, run.output
+        time.sleep(0.1)

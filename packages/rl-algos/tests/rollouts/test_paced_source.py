@@ -59,6 +59,8 @@ class ShuffledPool:
         self.version = update.version
         self.in_flight.append(in_flight)
 
+    num_replicas = 2
+
     def idle_share(self):
         return self.idle
 
@@ -362,11 +364,11 @@ def test_metrics_say_how_old_groups_are_and_how_long_training_waited_for_them():
     assert second["idle/trainer"] == pytest.approx(10 / 60)
 
 
-def test_a_synchronous_source_has_no_metrics_of_its_own():
+def test_a_synchronous_source_says_the_number_of_replicas_alone():
     source = make_source(ShuffledPool(), staleness=0)
     source.adopt(FakeUpdate(1))
     source.collect(4)
-    assert source.metrics() == {}
+    assert source.metrics() == {"generation/replicas": 2.0}
 
 
 def test_a_state_that_has_drawn_beyond_the_end_of_the_data_is_refused():

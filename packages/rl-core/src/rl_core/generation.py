@@ -329,6 +329,11 @@ class RolloutPool(Protocol):
         """
         ...
 
+    @property
+    def num_replicas(self) -> int:
+        """Replicas that groups go to; it may change at every call."""
+        ...
+
     def idle_share(self) -> float | None:
         """Share of the replicas' time since the last call in which they had no rollout under way; None if nothing was
         measured.

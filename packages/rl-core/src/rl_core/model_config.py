@@ -346,6 +346,13 @@ class GenerationConfig(Config):
     """Nucleus mass kept in validation."""
     val_top_k: Annotated[int | None, WhenChanged.RESUME] = Field(default=None, gt=0)
     """Most likely tokens kept in validation; all if unset."""
+    min_replicas: Annotated[int | None, WhenChanged.RESUME] = Field(default=None, gt=0)
+    """Fewest replicas that a run goes on with if it loses others and the cluster has no devices to replace them; below
+    that it waits for devices, for `cluster.replacement_timeout_s` at most. Unset: all that it starts with. For
+    generation with devices of its own."""
+    max_replicas: Annotated[int | None, WhenChanged.RESUME] = Field(default=None, gt=0)
+    """Most replicas: further ones are started in the background if the cluster has free devices of their size, and join
+    at the next weight update. Unset: as many as the run starts with. For generation with devices of its own."""
     stall_timeout_s: Annotated[float, WhenChanged.RESUME] = Field(default=600.0, gt=0)
     """Seconds for which a replica that has work may make no progress (no token, no finished group); past it the stacks
     of its threads are written to its log, and it is replaced."""

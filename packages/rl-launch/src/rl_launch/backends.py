@@ -24,7 +24,7 @@ from rl_core.plugins import (
     plugin,
 )
 from rl_core.weights import WeightSyncChoice
-from rl_launch.placement.topology import GENERATION, Claim
+from rl_launch.placement.topology import GENERATION, Claim, ReplicaBounds
 
 POLICY = "policy"
 """Role of the model whose weights are published and exported, and its config section."""
@@ -104,6 +104,13 @@ class Backends:
     def weight_sync(self) -> WeightSyncChoice:
         """`policy.generation.weight_sync`."""
         return self.generation.config.weight_sync if self.generation is not None else "auto"
+
+    @property
+    def replica_bounds(self) -> ReplicaBounds:
+        """Bounds of the number of replicas; without models their weights never change, and no replica joins."""
+        if self.generation is None or not self.models:
+            return ReplicaBounds()
+        return ReplicaBounds(self.generation.config.min_replicas, self.generation.config.max_replicas)
 
     @property
     def claims(self) -> list[Claim]:

@@ -52,7 +52,14 @@ from rl_launch.backends import (
 from rl_launch.cluster.device import AUTO, resolve_device
 from rl_launch.local_models import MADE_HERE
 from rl_launch.model_folder import MODEL_FILES, TOKENIZER_FILES, adapter_problems, folder_problems
-from rl_launch.placement.topology import Topology, colocated_problems, plan, topology_problems, weight_sync_problems
+from rl_launch.placement.topology import (
+    Topology,
+    colocated_problems,
+    plan,
+    replica_bound_problems,
+    topology_problems,
+    weight_sync_problems,
+)
 from rl_launch.recipes import RECIPES
 from rl_launch.session.config import CheckpointingConfig, LoggerConfig
 from rl_launch.session.run_folder import is_run
@@ -414,8 +421,14 @@ def check_placement(cluster: Any, backends: Backends, device: Device) -> None:
 def topology_of(cluster: Any, backends: Backends, device: Device) -> Topology:
     """The devices of a `cluster` section as a run distributes them."""
     ranks = device.ranks_per_node(cluster)
-    sizes = {"num_nodes": cluster.num_nodes, "ranks_per_node": ranks}
-    return plan(backends.claims, **sizes, device=device, weight_sync=backends.weight_sync)
+    return plan(
+        backends.claims,
+        num_nodes=cluster.num_nodes,
+        ranks_per_node=ranks,
+        device=device,
+        weight_sync=backends.weight_sync,
+        replica_bounds=backends.replica_bounds,
+    )
 
 
 def _placement_problems(cluster: Any, backends: Backends) -> Iterator[Problem]:
@@ -426,4 +439,5 @@ def _placement_problems(cluster: Any, backends: Backends) -> Iterator[Problem]:
 
 def _problems_of(topology: Topology) -> Iterator[Problem]:
     yield from weight_sync_problems(topology)
+    yield from replica_bound_problems(topology)
     yield from topology_problems(topology)

@@ -5,8 +5,10 @@ from rl_core.model_config import ColocatedConfig, ColocatedResources
 from rl_launch.placement.topology import (
     Claim,
     Devices,
+    ReplicaBounds,
     colocated_problems,
     plan,
+    replica_bound_problems,
     topology_problems,
     weight_sync_problems,
 )
@@ -30,8 +32,15 @@ def generation(colocated=SHARED, ranks=2):
     return Claim("generation", "policy.generation", ranks, colocated)
 
 
-def make(*claims, num_nodes=1, ranks=8, device=CUDA, sync="auto"):
-    return plan(claims, num_nodes=num_nodes, ranks_per_node=ranks, device=device, weight_sync=sync)
+def make(*claims, num_nodes=1, ranks=8, device=CUDA, sync="auto", bounds=(None, None)):
+    return plan(
+        claims,
+        num_nodes=num_nodes,
+        ranks_per_node=ranks,
+        device=device,
+        weight_sync=sync,
+        replica_bounds=ReplicaBounds(*bounds),
+    )
 
 
 def test_colocated_generation_has_the_policys_devices():
@@ -169,3 +178,29 @@ def test_own_devices_of_one_that_shares_the_policys_are_refused():
         ]
         assert all(f"{claim.key}.colocated.enabled=false" in problem.message for problem in refused)
     assert not list(colocated_problems([policy(), generation(apart(gpus=2)), teacher()]))
+
+
+@pytest.mark.parametrize(
+    ("bounds", "fewest", "most"), [((None, None), 2, 2), ((1, None), 1, 2), ((None, 3), 2, 3), ((1, 8), 1, 8)]
+)
+def test_bounds_of_the_number_of_replicas_default_to_those_at_the_start(bounds, fewest, most):
+    topology = make(policy(), generation(apart(gpus=4)), bounds=bounds)
+    assert list(replica_bound_problems(topology)) == []
+    assert (topology.fewest_replicas, topology.num_replicas, topology.most_replicas) == (fewest, 2, most)
+    assert topology.is_elastic == (bounds != (None, None))
+
+
+@pytest.mark.parametrize(
+    ("colocated", "bounds", "key", "said"),
+    [
+        (SHARED, (1, None), "min_replicas", "got 1, but generation shares the policy's devices"),
+        (SHARED, (None, 8), "max_replicas", "set policy.generation.colocated.enabled=false"),
+        (apart(gpus=4), (3, 2), "min_replicas", "got 3, more than max_replicas (2)"),
+        (apart(gpus=4), (3, None), "min_replicas", "got 3, but the run starts with 2"),
+        (apart(gpus=4), (None, 1), "max_replicas", "got 1, but the run starts with 2"),
+    ],
+)
+def test_bounds_of_the_number_of_replicas_that_cannot_hold_are_refused(colocated, bounds, key, said):
+    (problem,) = replica_bound_problems(make(policy(), generation(colocated), bounds=bounds))
+    assert problem.key == f"policy.generation.{key}"
+    assert said in problem.message

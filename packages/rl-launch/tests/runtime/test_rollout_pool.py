@@ -692,3 +692,99 @@ def test_a_dead_engine_is_found_by_its_health():
     now, watch = watch_of(replica)
     with pytest.raises(GeneratorError, match="the engine died"):
         look_until(now, watch, 1000)
+
+
+class Joining:
+    """`Recruits` whose replicas are ready when the test says so; `late` become ready once they are waited for."""
+
+    def __init__(self, least, *, late=()):
+        self.least, self.ready, self.late, self.replaced = least, [], list(late), []
+
+    def begin(self, num_present):
+        self.num_present = num_present
+
+    def replace(self, replica):
+        self.replaced.append(replica)
+
+    def take(self):
+        ready, self.ready = self.ready, []
+        return ready
+
+    def await_any(self, num_present):
+        self.num_present = num_present
+        return [self.late.pop(0)]
+
+
+def elastic_pool(replicas, joining):
+    pool = RolloutPool(replicas, None, stall_timeout_s=600, recruits=joining)
+    assert joining.num_present == len(replicas)
+    return pool
+
+
+def dies(replica):
+    return WorkerDied("the node is lost", replica.origin("rollouts"))
+
+
+def test_a_replica_that_is_ready_joins_at_the_next_update_and_gets_groups():
+    replicas, joining = [Replica(0)], Joining(1)
+    pool = elastic_pool(replicas, joining)
+    pool.adopt(Update(1))
+    joining.ready = [Replica(1)]
+    assert run(pool, tasks(2)) == groups(2)
+    assert pool.num_replicas == 1
+    update = Update(2)
+    pool.adopt(update)
+    assert (update.receivers, pool.num_replicas) == ([[0, 1]], 2)
+    assert run(pool, tasks(4)) == groups(4)
+    assert replicas[0].shares[-1] == ["p0", "p2"]
+
+
+def test_a_run_goes_on_at_once_without_a_replica_that_died():
+    replicas, joining = [Replica(0), Replica(1)], Joining(1)
+    replicas[1].fails = [(1, dies(replicas[1]))]
+    pool = elastic_pool(replicas, joining)
+    pool.adopt(Update(1))
+    assert run(pool, tasks(6)) == groups(6)
+    assert joining.replaced == [replicas[1]]
+    assert pool.num_replicas == 1
+    assert replicas[1].num_starts == 1
+    update = Update(2)
+    pool.adopt(update)
+    assert update.receivers == [[0]]
+
+
+def test_below_the_least_number_a_run_waits_and_the_new_replica_gets_the_weights():
+    replicas, late = [Replica(0), Replica(1)], Replica(2)
+    replicas[1].fails = [(1, dies(replicas[1]))]
+    joining = Joining(2, late=[late])
+    pool = elastic_pool(replicas, joining)
+    update = Update(1)
+    pool.adopt(update)
+    assert run(pool, tasks(6)) == groups(6)
+    assert update.receivers == [[0, 1], [0, 2]]
+    assert late.finished_prompts
+    assert (joining.num_present, pool.num_replicas) == (1, 2)
+
+
+def test_a_replica_that_dies_as_it_joins_holds_nothing_up():
+    replicas, joining = [Replica(0)], Joining(1)
+    pool = elastic_pool(replicas, joining)
+    weak = Replica(1)
+    weak.failure = dies(weak)
+    joining.ready = [weak]
+    update = Update(1)
+    pool.adopt(update)
+    assert (update.receivers, joining.replaced) == ([[0, 1], [0]], [weak])
+    assert run(pool, tasks(2)) == groups(2)
+
+
+def test_a_replica_that_dies_during_an_update_leaves_its_groups_to_the_others():
+    replicas, joining = [Replica(0), Replica(1)], Joining(1)
+    pool = elastic_pool(replicas, joining)
+    pool.adopt(Update(1))
+    tickets = pool.submit(tasks(4))
+    replicas[1].failure = dies(replicas[1])
+    pool.adopt(Update(2), in_flight=True)
+    done = dict(pool.next_done() for _ in tickets)
+    assert [done[ticket] for ticket in tickets] == groups(4)
+    assert (joining.replaced, pool.num_replicas) == ([replicas[1]], 1)

@@ -66,6 +66,8 @@ class LastFirstPool:
     def turns(self):
         return {}
 
+    num_replicas = 1
+
     def idle_share(self):
         return None
 

@@ -88,3 +88,14 @@ def test_the_live_line_fits_the_terminal():
         assert len(lines) == 1
         assert len(lines[0]) <= width
         assert "step 1000/1000" in lines[0]
+
+
+def test_the_number_of_replicas_is_told_once_it_has_changed(caplog):
+    progress = Progress(
+        "grpo", Console(file=io.StringIO(), force_terminal=False), clock=itertools.count(0, 10).__next__
+    )
+    with caplog.at_level(logging.INFO, logger="rl_launch"):
+        for step, count in enumerate((1.0, 2.0, 2.0), 1):
+            progress.finish(step, {"reward/mean": 0.5, "generation/replicas": count}, 2.0)
+    assert ["replicas 2" in text for text in caplog.messages] == [False, True, True]
+    assert "replicas" not in caplog.messages[0]

@@ -542,6 +542,8 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_anew(tmp_path):
 class EchoPool:
     """Answers every prompt with its own tokens."""
 
+    num_replicas = 1
+
     def __init__(self):
         self.asked = []
         self.tasks = []

@@ -163,17 +163,19 @@ class PacedRolloutSource:
         self._set_aside |= {draws[id(group)]: reason for group in groups}
 
     def metrics(self) -> Mapping[str, float]:
-        """Ages of the groups that were collected since the last `adopt`, how many are under way or finished behind
-        them, the share of the step's time that was spent waiting for them, and the share of the replicas' time since
-        the last call in which they had no rollouts; none at staleness 0.
+        """The number of replicas and, above staleness 0, ages of the groups that were collected since the last `adopt`,
+        how many are under way or finished behind them, the share of the step's time that was spent waiting for them,
+        and the share of the replicas' time since the last call in which they had no rollouts.
         """
+        replicas = {"generation/replicas": float(self._pool.num_replicas)}
         if not self._max_staleness:
-            return {}
+            return replicas
         groups = [_finished(each) for draw, each in self._collected.items() if draw not in self._set_aside]
         num_finished = sum(each.group is not None for each in self._open.values())
         elapsed = self._collected_at - self._step_began_at
         idle = self._pool.idle_share()
         return {
+            **replicas,
             **staleness_metrics(groups, self._version, max_staleness=self._max_staleness),
             "queue/under_way": float(len(self._open) - num_finished),
             "queue/finished": float(num_finished),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -153,16 +153,27 @@ class VirtualCluster:
         """
         return self._reserve([[self.device.bundle(1)] * ranks_per_node] * num_nodes)
 
-    def reserve_replicas(self, num_replicas: int, ranks: int) -> list[list[Bundle]]:
-        """One bundle with the devices of all ranks for each replica; raises as `reserve`."""
-        return self._reserve([[self.device.bundle(ranks)]] * num_replicas)
+    def reserve_replicas(self, num_replicas: int, ranks: int, *, least: int) -> list[Bundle]:
+        """One bundle with the devices of all ranks for each replica, for at least so many of them; raises as `reserve`.
+
+        Those beyond the least are waited for only as long as Ray takes to place them on free devices.
+        """
+        return [bundle for (bundle,) in self._reserve([[self.device.bundle(ranks)]] * num_replicas, least=least)]
+
+    def request_replica(self, ranks: int) -> Bundle:
+        """Ask for the devices of all ranks of one replica, without waiting; they are placed once `is_placed`."""
+        resources = self.device.bundle(ranks)
+        group = placement_group([dict(resources)], strategy="STRICT_PACK")
+        self._groups[group] = resources
+        return Bundle(group, 0, "")
+
+    def is_placed(self, bundle: Bundle) -> bool:
+        """Whether a requested bundle is on a living node."""
+        return _is_placed(bundle.group) and _placed(bundle.group).get(bundle.index, "") in _living()
 
     def release(self, bundles: Sequence[Sequence[Bundle]]) -> None:
         """Release reserved bundles."""
-        for node in bundles:
-            group = node[0].group
-            del self._groups[group]
-            remove_placement_group(group)
+        self._remove(node[0].group for node in bundles)
 
     def node_of(self, bundle: Bundle) -> str:
         """Ray's id of the node that a bundle is on now: Ray moves it if its node is lost.
@@ -187,19 +198,34 @@ class VirtualCluster:
         loopback = {NODE_ADDRESS: "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         return {name: os.environ.get(name, value) for name, value in loopback.items()}
 
-    def _reserve(self, nodes: Sequence[Sequence[Resources]]) -> list[list[Bundle]]:
+    def _reserve(self, nodes: Sequence[Sequence[Resources]], *, least: int | None = None) -> list[list[Bundle]]:
+        earlier = list(self._groups.values())
         groups = [placement_group([dict(each) for each in bundles], strategy="STRICT_PACK") for bundles in nodes]
         self._groups |= {group: _sum(bundles) for group, bundles in zip(groups, nodes, strict=True)}
-        wait = Wait(list(self._groups.values()), self._patience, keys=f"cluster.num_nodes and {self.device.ranks_key}")
-        pause_s = _POLL_S
+        num_needed = len(groups) if least is None else least
+        needed = [*earlier, *(self._groups[group] for group in groups[:num_needed])]
+        wait = Wait(needed, self._patience, keys=f"cluster.num_nodes and {self.device.ranks_key}")
+        pause_s, settled = _POLL_S, time.monotonic() + REPLACEMENT_S
         while waiting := [group for group in groups if not _is_placed(group)]:
-            wait.check(list(_living().values()), len(self._groups) - len(waiting), time.monotonic())
+            num_placed = len(groups) - len(waiting)
+            if num_placed >= num_needed:
+                if time.monotonic() >= settled:
+                    break
+            else:
+                wait.check(list(_living().values()), len(earlier) + num_placed, time.monotonic())
             time.sleep(pause_s)
             pause_s = min(1.0, 1.5 * pause_s)
+        self._remove(waiting)
         return [
             [Bundle(group, index, _placed(group)[index]) for index in range(len(bundles))]
             for group, bundles in zip(groups, nodes, strict=True)
+            if group not in waiting
         ]
+
+    def _remove(self, groups: Iterable[PlacementGroup]) -> None:
+        for group in groups:
+            del self._groups[group]
+            remove_placement_group(group)
 
     def start_worker(self, process: WorkerProcess, bundle: Bundle) -> ActorHandle:
         """An empty `WorkerHost` on a bundle."""

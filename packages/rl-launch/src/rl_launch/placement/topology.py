@@ -50,6 +50,19 @@ class Devices:
 
 
 @dataclass(frozen=True)
+class ReplicaBounds:
+    """Bounds of the number of replicas, which otherwise stays as it is at the start.
+
+    Args:
+        least: `policy.generation.min_replicas`.
+        most: `policy.generation.max_replicas`.
+    """
+
+    least: int | None = None
+    most: int | None = None
+
+
+@dataclass(frozen=True)
 class Topology:
     """Devices of a run.
 
@@ -59,6 +72,7 @@ class Topology:
         own: devices of the others, by name.
         device: the kind of all devices.
         weight_sync: `policy.generation.weight_sync`.
+        replica_bounds: bounds of the number of replicas.
     """
 
     claims: Mapping[str, Claim]
@@ -66,6 +80,7 @@ class Topology:
     own: Mapping[str, Devices]
     device: Device
     weight_sync: WeightSyncChoice = "auto"
+    replica_bounds: ReplicaBounds = ReplicaBounds()
 
     def devices(self, name: str) -> Devices:
         """Devices of a model or of generation."""
@@ -91,6 +106,31 @@ class Topology:
         return self.devices(GENERATION).ranks // self.replica_ranks if self.device.has_gpus else 1
 
     @property
+    def num_replicas(self) -> int:
+        """Replicas that a run starts with."""
+        return self.devices(GENERATION).num_nodes * self.replicas_per_node
+
+    @property
+    def replica_resources(self) -> int:
+        """Devices that a replica with devices of its own takes from its node."""
+        return self.replica_ranks if self.device.has_gpus else self.devices(GENERATION).ranks
+
+    @property
+    def fewest_replicas(self) -> int:
+        """Replicas with which a run goes on."""
+        return self.replica_bounds.least or self.num_replicas
+
+    @property
+    def most_replicas(self) -> int:
+        """Replicas that a run has at most."""
+        return self.replica_bounds.most or self.num_replicas
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether replicas come and go while the run goes on."""
+        return self.replica_bounds != ReplicaBounds()
+
+    @property
     def transport(self) -> TransportKind:
         """The transport of weights: as the config says, or through memory if sender and receivers share it, else by
         collectives.
@@ -112,6 +152,7 @@ def plan(
     ranks_per_node: int,
     device: Device,
     weight_sync: WeightSyncChoice = "auto",
+    replica_bounds: ReplicaBounds = ReplicaBounds(),
 ) -> Topology:
     """The topology of a run. Devices of a model's own are taken from the shared ones: some devices of the only node, or
     whole nodes.
@@ -123,7 +164,7 @@ def plan(
         shared = Devices(1, ranks_per_node - sum(found.ranks for found in own.values()))
     else:
         shared = Devices(num_nodes - sum(found.num_nodes for found in own.values()), ranks_per_node)
-    return Topology({claim.name: claim for claim in claims}, shared, own, device, weight_sync)
+    return Topology({claim.name: claim for claim in claims}, shared, own, device, weight_sync, replica_bounds)
 
 
 def colocated_problems(claims: Sequence[Claim]) -> Iterator[Problem]:
@@ -154,6 +195,34 @@ def weight_sync_problems(topology: Topology) -> Iterator[Problem]:
             "got collective, but policy and generators share GPUs, and a collective takes one process per GPU; set it "
             "to auto, ipc or disk",
         )
+
+
+def replica_bound_problems(topology: Topology) -> Iterator[Problem]:
+    """Find bounds of the number of replicas that cannot hold."""
+    if not topology.is_elastic:
+        return
+    bounds, key = topology.replica_bounds, topology.claims[GENERATION].key
+    if GENERATION in topology.sharing:
+        for name, value in (("min_replicas", bounds.least), ("max_replicas", bounds.most)):
+            if value is None:
+                continue
+            yield Problem(
+                f"{key}.{name}",
+                f"got {value}, but generation shares the policy's devices, so that its replicas are always as many; "
+                f"set {key}.colocated.enabled=false, or remove this key",
+            )
+        return
+    if bounds.least and bounds.most and bounds.least > bounds.most:
+        yield Problem(
+            f"{key}.min_replicas",
+            f"got {bounds.least}, more than max_replicas ({bounds.most}); lower it, or raise max_replicas",
+        )
+        return
+    start = f"the run starts with {topology.num_replicas}, on the devices of {key}.colocated.resources"
+    if bounds.least and bounds.least > topology.num_replicas:
+        yield Problem(f"{key}.min_replicas", f"got {bounds.least}, but {start}; lower it, or give generation more")
+    if bounds.most and bounds.most < topology.num_replicas:
+        yield Problem(f"{key}.max_replicas", f"got {bounds.most}, but {start}; raise it, or give generation fewer")
 
 
 def topology_problems(topology: Topology) -> Iterator[Problem]:

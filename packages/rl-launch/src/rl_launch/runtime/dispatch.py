@@ -43,6 +43,23 @@ class Dispatch:
         """Replicas with groups under way."""
         return {replica for replica, tickets in self._under_way.items() if tickets}
 
+    def add_replica(self, replica: Replica) -> None:
+        """Have groups go to one more replica."""
+        self._replicas.append(replica)
+        self._load[replica] = 0
+        self._under_way[replica] = set()
+
+    def remove_replica(self, replica: Replica) -> None:
+        """Have no group go to a replica any more, and return those that it has to the queue."""
+        self.give_up(replica)
+        self._replicas.remove(replica)
+        del self._load[replica], self._under_way[replica]
+
+    @property
+    def replicas(self) -> list[Replica]:
+        """Replicas that groups go to."""
+        return list(self._replicas)
+
     def num_under_way(self, replica: Replica) -> int:
         """Groups that a replica has."""
         return len(self._under_way[replica])

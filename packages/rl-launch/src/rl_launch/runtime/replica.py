@@ -71,6 +71,9 @@ class Replica:
         self.num_starts = 0
         self.node = ""
 
+    def __str__(self) -> str:
+        return f"{ROLE} {self.index}" + (f" on {self.node}" if self.node else "")
+
     def begin_start(self) -> Callable[[], None]:
         """Start process and engine; the returned function waits until it is ready."""
         self._actor = self._start()

@@ -12,6 +12,7 @@ from rl_core.ray.calls import fetch
 from rl_launch.placement.residency import Residency, Tenant
 from rl_launch.placement.topology import GENERATION
 from rl_launch.runtime.deaths import Deaths
+from rl_launch.runtime.recruits import Recruits
 from rl_launch.runtime.replica import ROLE, Replica
 
 _log = logging.getLogger(__name__)
@@ -22,16 +23,21 @@ TURN_TIMEOUT_S = 600.0
 
 
 class ReplicaGroup:
-    """Replicas that serve the same weights; one that died is lost until `mend` has replaced it.
+    """Replicas that serve the same weights; one that died is lost until `mend` has replaced it, or `part` has taken it
+    out of the group.
 
     Args:
         replicas: started, and on their devices.
         residency: of devices that the replicas share with others; None if they share none.
+        recruits: replicas that join; None if there are always the same.
     """
 
-    def __init__(self, replicas: Sequence[Replica], residency: Residency | None) -> None:
+    def __init__(
+        self, replicas: Sequence[Replica], residency: Residency | None, recruits: Recruits | None = None
+    ) -> None:
         self.replicas = list(replicas)
         self._residency = residency
+        self._recruits = recruits
         self._update: WeightUpdate | None = None
         self._lost: dict[Replica, RLError] = {}
         self._has_weights = True
@@ -39,11 +45,18 @@ class ReplicaGroup:
         if residency is not None:
             self.sleep()
             residency.join(GENERATION, Tenant(self.sleep, self.wake))
+        if recruits is not None:
+            recruits.begin(len(self.replicas))
 
     @property
     def lost(self) -> frozenset[Replica]:
         """Replicas that have died and are not replaced yet."""
         return frozenset(self._lost)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the run goes on with the replicas that it has."""
+        return not self._lost and (self._recruits is None or len(self.replicas) >= self._recruits.least)
 
     def hold(self) -> AbstractContextManager[None]:
         """Context in which the replicas are on their devices; entering it may lose some."""
@@ -64,9 +77,25 @@ class ReplicaGroup:
 
         Raises:
             GeneratorError, WorkerDied: with the cause, if replicas have died too often.
+            PlacementError: if the cluster has no devices for replicas that the run needs.
         """
-        if self._lost or not self._has_weights:
+        if not self.is_whole or not self._has_weights:
             self._bring(self._update)
+
+    def part(self) -> None:
+        """Take lost replicas out of the group if others may join it later.
+
+        Raises:
+            GeneratorError, WorkerDied: with the cause, if replicas have died too often.
+        """
+        if self._recruits is None or not self._lost:
+            return
+        self.deaths.note(next(iter(self._lost.values())))
+        for replica in self._lost:
+            self.replicas.remove(replica)
+            self._recruits.replace(replica)
+        self._lost = {}
+        _log.warning("replicas left until others join: %d", len(self.replicas))
 
     def fail(self, replica: Replica, error: RLError, *, num_groups: int) -> None:
         """Lose a replica one of whose calls failed, unless that is known already.
@@ -82,7 +111,7 @@ class ReplicaGroup:
         located = _located(error, replica, "rollouts")
         if isinstance(error, GeneratorError) and not self._ill([replica]):
             raise located
-        _log.warning("%s; restarting it and running its %d unfinished groups again", located, num_groups)
+        _log.warning("%s; replacing it and running its %d unfinished groups again", located, num_groups)
         if isinstance(error, WorkerStalled):
             replica.write_stacks()
         self._lose(replica, located)
@@ -98,6 +127,8 @@ class ReplicaGroup:
 
     def close(self) -> None:
         """End all engines, then their processes."""
+        if self._recruits is not None:
+            self._recruits.close()
         closing = [(replica, replica.call("close")) for replica in self.replicas]
         for replica, ref in closing:
             try:
@@ -128,11 +159,13 @@ class ReplicaGroup:
     def _bring(self, update: WeightUpdate | None, *, in_flight: bool = False) -> None:
         """Replace lost replicas, and bring every replica to this version, if there is one."""
         while True:
+            self.part()
             if self._lost:
                 # once for all that were lost together
                 self.deaths.note(next(iter(self._lost.values())))
             try:
                 self._replace_lost()
+                self._join()
                 if update is not None:
                     update.send(self.replicas, in_flight=in_flight)
                     self._update = update
@@ -169,6 +202,17 @@ class ReplicaGroup:
         self._lost = failures
         if failures:
             raise next(iter(failures.values()))
+
+    def _join(self) -> None:
+        """Take in replicas that have become ready, and wait for those that the run needs."""
+        if self._recruits is None:
+            return
+        joining = self._recruits.take()
+        while len(self.replicas) + len(joining) < self._recruits.least:
+            joining += self._recruits.await_any(len(self.replicas) + len(joining))
+        self.replicas += joining
+        for replica in joining:
+            _log.info("%s joins; replicas: %d", replica, len(self.replicas))
 
     def _ill(self, replicas: Sequence[Replica]) -> list[Replica]:
         """The replicas that do not answer, or whose engine is dead."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -74,25 +75,31 @@ class Replicas:
         self._logs = logs
         self._timeouts = timeouts
         self._stack = stack
-        self._bundles: list[list[Bundle]] = []
+        self._bundles: list[Bundle] = []
+        self._environments: dict[str, RemoteEnvironment] = {}
+        self._devices: dict[Replica, Bundle] = {}
 
     def reserve(self) -> None:
         """Take devices for replicas alone."""
-        devices, ranks = self._topology.devices(GENERATION), self._topology.replica_ranks
-        count = devices.num_nodes * self._topology.replicas_per_node
-        size = ranks if self._topology.device.has_gpus else devices.ranks
-        self._bundles = self._cluster.reserve_replicas(count, size)
-        self._stack.callback(self._cluster.release, self._bundles)
+        topology = self._topology
+        self._bundles = self._cluster.reserve_replicas(
+            topology.num_replicas, topology.replica_resources, least=topology.fewest_replicas
+        )
+        self._stack.callback(lambda: self._cluster.release([[bundle] for bundle in self._bundles]))
 
     def roles(self, beside: Sequence[str]) -> Iterator[tuple[str, str]]:
         """Ray's id of a node, and the role of a worker on it.
 
         Args:
-            beside: nodes of the devices that replicas share if they have none of their own.
+            beside: nodes of the policy: of the devices that replicas share if they have none of their own, and of the
+                environments if the nodes of replicas may be lost.
         """
-        for node in [bundle.node for (bundle,) in self._bundles] or beside:
+        for node in [bundle.node for bundle in self._bundles] or beside:
             for role in self._roles:
                 yield node, role
+        if self._topology.is_elastic:
+            for name in sorted(self._needs.environments):
+                yield beside[0], environment_role(name)
 
     def begin_beside(self, places: Sequence[Place]) -> Callable[[], list[Replica]]:
         """Begin to start replicas beside the policy's ranks, on the GPUs that Ray gave those; see `begin_alone`."""
@@ -105,20 +112,59 @@ class Replicas:
             starts += [(start, placement) for placement in self._shared([g for p in here for g in p.gpus], node)]
         return self._begin(starts, places[0].node)
 
-    def begin_alone(self, *, awaits_weights: bool) -> Callable[[], list[Replica]]:
+    def begin_alone(self, beside: str = "", *, awaits_weights: bool) -> Callable[[], list[Replica]]:
         """Begin to start replicas on devices of their own, and environments; the returned function waits until they are
         ready.
 
         Args:
+            beside: a node of the policy, on which environments run if the nodes of replicas may be lost.
             awaits_weights: whether a policy will send them weights before they generate.
         """
-        starts: list[Start] = []
-        for (bundle,) in self._bundles:
-            # its GPUs are those that Ray shows its process
-            threads = self._processes.cores(bundle.node) // (2 * self._topology.replica_ranks) or 1
-            placement = Placement(self._topology.device.name, (), threads, awaits_weights=awaits_weights)
-            starts.append((partial(self._start_on, bundle), placement))
-        return self._begin(starts, self._bundles[0][0].node)
+        starts = [self._start_alone(bundle, bundle.node, awaits_weights=awaits_weights) for bundle in self._bundles]
+        finish = self._begin(starts, beside if self._topology.is_elastic else self._bundles[0].node)
+
+        def finish_alone() -> list[Replica]:
+            replicas = finish()
+            self._devices = dict(zip(replicas, self._bundles, strict=True))
+            return replicas
+
+        return finish_alone
+
+    def request(self) -> Bundle:
+        """Ask the cluster for the devices of one more replica, without waiting."""
+        bundle = self._cluster.request_replica(self._topology.replica_resources)
+        self._bundles.append(bundle)
+        return bundle
+
+    def is_granted(self, devices: Bundle) -> bool:
+        """Whether the cluster has placed requested devices."""
+        return self._cluster.is_placed(devices)
+
+    def begin_on(self, devices: Bundle) -> tuple[Replica, Callable[[], None]]:
+        """Begin to start a replica on granted devices, on a node that is prepared for it first; the returned function
+        waits until it is ready.
+
+        Raises:
+            RLError: if its node cannot be prepared.
+        """
+        node = self._cluster.node_of(devices)
+        self._processes.prepare((node, role) for role in self._roles)
+        start, placement = self._start_alone(devices, node, awaits_weights=True)
+        taken = {replica.index for replica in self._devices}
+        index = next(index for index in itertools.count() if index not in taken)
+        replica = self._replica(start, placement, index)
+        self._devices[replica] = devices
+        return replica, replica.begin_start()
+
+    def give_back(self, devices: Bundle) -> None:
+        """Release devices on which no replica has been started."""
+        self._bundles.remove(devices)
+        self._cluster.release([[devices]])
+
+    def discard(self, replica: Replica) -> None:
+        """End a replica's process and release its devices."""
+        replica.kill()
+        self.give_back(self._devices.pop(replica))
 
     @property
     def _roles(self) -> list[str]:
@@ -126,11 +172,8 @@ class Replicas:
         return [GENERATION, *map(environment_role, sorted(self._needs.environments))]
 
     def _begin(self, starts: Sequence[Start], host: str) -> Callable[[], list[Replica]]:
-        environments = {name: self._environment(name, host) for name in sorted(self._needs.environments)}
-        replicas = [
-            Replica(start, self._spec(placement), environments, index=index, logs=self._logs, timeouts=self._timeouts)
-            for index, (start, placement) in enumerate(starts)
-        ]
+        self._environments = {name: self._environment(name, host) for name in sorted(self._needs.environments)}
+        replicas = [self._replica(start, placement, index) for index, (start, placement) in enumerate(starts)]
         waits = [replica.begin_start() for replica in replicas]
 
         def finish() -> list[Replica]:
@@ -139,6 +182,16 @@ class Replicas:
             return replicas
 
         return finish
+
+    def _start_alone(self, bundle: Bundle, node: str, *, awaits_weights: bool) -> Start:
+        """The start of a replica on its own devices; its GPUs are those that Ray shows its process."""
+        threads = self._processes.cores(node) // (2 * self._topology.replica_ranks) or 1
+        placement = Placement(self._topology.device.name, (), threads, awaits_weights=awaits_weights)
+        return partial(self._start_on, bundle), placement
+
+    def _replica(self, start: Callable[[], ActorHandle], placement: Placement, index: int) -> Replica:
+        spec = self._spec(placement)
+        return Replica(start, spec, self._environments, index=index, logs=self._logs, timeouts=self._timeouts)
 
     def _spec(self, placement: Placement) -> RolloutWorkerSpec:
         backend = self._backend

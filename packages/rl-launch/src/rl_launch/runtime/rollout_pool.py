@@ -15,6 +15,7 @@ from rl_core.ray.rows import refs_of, stored_groups
 from rl_core.rollout import GroupReport, RolloutGroup
 from rl_launch.placement.residency import Residency
 from rl_launch.runtime.dispatch import Dispatch
+from rl_launch.runtime.recruits import Recruits
 from rl_launch.runtime.replica import FinishedCall, ProgressWatch, Replica
 from rl_launch.runtime.replica_group import ReplicaGroup
 
@@ -38,6 +39,9 @@ class RolloutPool:
     """Runs groups on all replicas. Dead replicas are replaced, all get the current weights, and lost groups run again,
     each from the turns that its task has: those that it finished since were known to the dead process alone.
 
+    With `recruits` the number of replicas changes while the run goes on: the run goes on without those that die, and
+    others join when weights are next sent.
+
     Its state belongs to the thread that calls it. Replicas roll out by themselves between two calls. A restart, on
     shared devices with the policy offloaded, calls models, so it happens within a call, on the main thread.
 
@@ -45,6 +49,7 @@ class RolloutPool:
         replicas: started, and on their devices.
         residency: of devices that the replicas share with others; None if they share none.
         stall_timeout_s: for which a replica that has work may make no progress.
+        recruits: replicas that join; None if there are always the same.
     """
 
     def __init__(
@@ -53,8 +58,9 @@ class RolloutPool:
         residency: Residency | None,
         *,
         stall_timeout_s: float,
+        recruits: Recruits | None = None,
     ) -> None:
-        self._group = ReplicaGroup(replicas, residency)
+        self._group = ReplicaGroup(replicas, residency, recruits)
         self._dispatch = Dispatch(replicas)
         self._stall_timeout_s = stall_timeout_s
         self._look_s = min(LOOK_S, stall_timeout_s / 4)
@@ -109,6 +115,7 @@ class RolloutPool:
                 # its calls belong to the process that died, and fail without meaning the one that replaces it
                 self._dispatch.give_up(replica)
                 self._watches.pop(replica, None)
+        self._follow()
         if self._dispatch.num_groups:
             self._begin()
 
@@ -126,6 +133,11 @@ class RolloutPool:
                 # a dead one is noticed and replaced by the next call that needs it
                 _log.warning("%s; its rollouts start again if the run ends here", error)
         return found
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas that groups go to."""
+        return len(self._group.replicas) - len(self._group.lost)
 
     def idle_share(self) -> float | None:
         """Share of the replicas' time since the last call, or since their first group, in which they had no rollout
@@ -169,16 +181,29 @@ class RolloutPool:
         self._group.close()
 
     def _begin(self) -> None:
-        """Begin waiting groups. After a death the other replicas finish theirs before the dead ones are replaced, all
-        at once, and no group is begun until then.
+        """Begin waiting groups. If the run cannot go on without replicas that died, the others finish their groups
+        before those are replaced, all at once, and no group is begun until then.
         """
+        self._group.part()
+        self._follow()
         if not self._dispatch.busy:
             self._group.mend()
+            self._follow()
         with self._group.hold():
-            if not self._group.lost:
+            if self._group.is_whole:
                 self._dispatch.deal()
         self._dispatch.ask()
         self._watches = {replica: self._watches.get(replica) or self._watch(replica) for replica in self._dispatch.busy}
+
+    def _follow(self) -> None:
+        """Have groups go to the replicas of the group; those of replicas that have left it wait for another one."""
+        before, after = self._dispatch.replicas, self._group.replicas
+        for replica in before:
+            if replica not in after:
+                self._dispatch.remove_replica(replica)
+        for replica in after:
+            if replica not in before:
+                self._dispatch.add_replica(replica)
 
     def _take_ended(self, timeout_s: float) -> None:
         """Wait for a finished group, so long at most, and take every group that has ended."""

@@ -26,6 +26,7 @@ from rl_launch.placement.topology import GENERATION, Topology, plan
 from rl_launch.runtime.model_group import StartTimeouts
 from rl_launch.runtime.models import Models
 from rl_launch.runtime.processes import Processes
+from rl_launch.runtime.recruits import Recruits
 from rl_launch.runtime.replica import Replica
 from rl_launch.runtime.replicas import Replicas
 from rl_launch.runtime.role_envs import role_specs
@@ -94,6 +95,7 @@ class Runtime:
             ranks_per_node=cluster.ranks_per_node,
             device=cluster.device,
             weight_sync=backends.weight_sync,
+            replica_bounds=backends.replica_bounds,
         )
         loaded = {model.section: model.config for model in backends.models.values()}
         env_vars = {role: model.config.env_vars for role, model in backends.models.items()}
@@ -147,7 +149,7 @@ class Runtime:
         by_role = models.finish()
         residency = self._residency if takes_turns else None
         sync = self._weight_sync(by_role[POLICY], models, residency, vocabulary)
-        pool = self._pool(wait(), residency)
+        pool = self._pool(wait(), residency, self._recruits(replicas) if self.topology.is_elastic else None)
         return Components(models=by_role, data=data, weights=sync, pool=pool)
 
     def models(self) -> Mapping[str, RemoteModel]:
@@ -195,7 +197,15 @@ class Runtime:
     def _begin_replicas(self, replicas: Replicas, models: Models) -> Callable[[], list[Replica]]:
         if GENERATION in self.topology.sharing:
             return replicas.begin_beside(models.group(POLICY).places)
-        return replicas.begin_alone(awaits_weights=True)
+        return replicas.begin_alone(models.group(POLICY).places[0].node, awaits_weights=True)
+
+    def _recruits(self, replicas: Replicas) -> Recruits:
+        return Recruits(
+            replicas,
+            least=self.topology.fewest_replicas,
+            most=self.topology.most_replicas,
+            patience_s=self._config.cluster.replacement_timeout_s,
+        )
 
     def _weight_folders(self) -> Callable[[], str]:
         """Give out folders for the weights that travel through files; nothing in them outlasts the run."""
@@ -225,10 +235,15 @@ class Runtime:
             sends_adapters=self._backends.generation.config.lora_sync == "adapter",
         )
 
-    def _pool(self, replicas: list[Replica], residency: Residency | None) -> RolloutPool:
+    def _pool(
+        self, replicas: list[Replica], residency: Residency | None, recruits: Recruits | None = None
+    ) -> RolloutPool:
         assert self._backends.generation is not None, "rollouts need generation"
         self.rollout_pool = pool = RolloutPool(
-            replicas, residency, stall_timeout_s=self._backends.generation.config.stall_timeout_s
+            replicas,
+            residency,
+            stall_timeout_s=self._backends.generation.config.stall_timeout_s,
+            recruits=recruits,
         )
         self._exit.callback(pool.close)
         return pool

@@ -22,6 +22,7 @@ SECONDS_PER_LINE = 1.0
 
 _BARS = "▁▂▃▄▅▆▇█"
 _OF_SPINNER = 3
+_REPLICAS = "generation/replicas"
 _SHOWN = (("reward/mean", "reward"), ("train/loss", "loss"), ("val/accuracy", "accuracy"), ("val/loss", "val loss"))
 
 
@@ -45,6 +46,7 @@ class Progress:
         self._trend: deque[float] = deque(maxlen=24)
         self._durations: deque[float] = deque(maxlen=20)
         self._balance = Balance()
+        self._replica_counts: set[float] = set()
         self._spinner = Spinner("dots")
         self._live = Live(get_renderable=self.render, console=console, refresh_per_second=4, transient=True)
         self._is_live = console.is_terminal and not console.is_dumb_terminal
@@ -70,14 +72,17 @@ class Progress:
         """A step is done, with these metrics."""
         self._durations.append(seconds)
         self._balance.observe(metrics)
-        self._shown |= {label: metrics[key] for key, label in _SHOWN if key in metrics}
+        self._replica_counts |= {metrics[key] for key in [_REPLICAS] if key in metrics}
+        # the number of replicas is told once it has changed
+        told = (*_SHOWN, (_REPLICAS, "replicas")) if len(self._replica_counts) > 1 else _SHOWN
+        self._shown |= {label: metrics[key] for key, label in told if key in metrics}
         trend = next((metrics[key] for key, _ in _SHOWN if key in metrics), None)
         if trend is not None:
             self._trend.append(trend)
         if not self._is_told(step, metrics):
             return
         self._told_at = self._clock()
-        values = "  ".join(f"{label} {metrics[key]:.4g}" for key, label in _SHOWN if key in metrics)
+        values = "  ".join(f"{label} {metrics[key]:.4g}" for key, label in told if key in metrics)
         waits = f"  {self._balance}" if str(self._balance) else ""
         _logger.info(
             "step %d/%d  %s  %.1f s  %s left%s", step, self._max_steps, values, seconds, self._left(step), waits

@@ -1,0 +1,216 @@
+"""Replicas that join a run while it goes on, started in the background as the cluster has devices for them."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from rl_core.errors import RLError
+from rl_launch.cluster.virtual_cluster import Bundle
+from rl_launch.placement.bundles import PlacementError
+from rl_launch.runtime.replica import Replica
+
+_log = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+"""Time between two looks for devices that the cluster has granted."""
+
+RETRY_S = 30.0
+"""Time between a replica that did not start and the next attempt."""
+
+CLOSE_TIMEOUT_S = 30.0
+
+REPORT_S = 15.0
+
+
+class ReplicaPlaces(Protocol):
+    """The part of `Replicas` by which single replicas come and go."""
+
+    def request(self) -> Bundle:
+        """Ask the cluster for the devices of one replica, without waiting."""
+        ...
+
+    def is_granted(self, devices: Bundle) -> bool:
+        """Whether the cluster has these devices free for the replica."""
+        ...
+
+    def begin_on(self, devices: Bundle) -> tuple[Replica, Callable[[], None]]:
+        """Begin to start a replica; the function waits until it is ready. May wait for its node's environments."""
+        ...
+
+    def give_back(self, devices: Bundle) -> None:
+        """Release devices on which no replica has been started."""
+        ...
+
+    def discard(self, replica: Replica) -> None:
+        """End a replica's process and release its devices."""
+        ...
+
+
+class Recruits:
+    """Keeps as many replicas on their way as a run lacks. A thread of its own asks for devices, starts replicas on
+    those that are granted, and tries again if one does not start; the replicas wait here until the run takes them.
+
+    Args:
+        places: of replicas; from `begin` on, the thread alone uses them.
+        least: replicas that the run needs.
+        most: replicas that the run uses.
+        patience_s: longest wait for a replica that the run needs while none is being started.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        places: ReplicaPlaces,
+        *,
+        least: int,
+        most: int,
+        patience_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.least = least
+        self._most = most
+        self._places = places
+        self._patience_s = patience_s
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._is_closed = False
+        self._num_lacking = 0
+        self._leaving: list[Replica] = []
+        self._requests: list[Bundle] = []
+        self._starting: list[Replica] = []
+        self._ready: list[Replica] = []
+        self._last_failure = ""
+        self._fault: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, name="recruits", daemon=True)
+
+    def begin(self, num_present: int) -> None:
+        """Begin to look for the replicas that the run lacks."""
+        self._num_lacking = self._most - num_present
+        self._thread.start()
+
+    def replace(self, replica: Replica) -> None:
+        """Have the devices of a replica that the run has lost released, and look for another one."""
+        with self._changed:
+            self._leaving.append(replica)
+            self._num_lacking += 1
+
+    def take(self) -> list[Replica]:
+        """The replicas that have become ready; they belong to the run from here on."""
+        with self._changed:
+            if self._fault is not None:
+                raise self._fault
+            ready, self._ready = self._ready, []
+            self._num_lacking -= len(ready)
+        return ready
+
+    def await_any(self, num_present: int) -> list[Replica]:
+        """As `take`, once there is at least one.
+
+        Args:
+            num_present: replicas that the run has, fewer than it needs.
+
+        Raises:
+            PlacementError: after `patience_s` in which none was being started.
+        """
+        idle_since = self._clock()
+        reported = -math.inf
+        while not (ready := self.take()):
+            now = self._clock()
+            if self._starting:
+                idle_since = now
+            if now - idle_since >= self._patience_s:
+                raise PlacementError(self._given_up(num_present))
+            if now - reported >= REPORT_S:
+                reported = now
+                _log.warning(
+                    "%d of at least %d replicas are left (policy.generation.min_replicas): waiting for %s",
+                    num_present,
+                    self.least,
+                    "another one that starts" if self._starting else f"devices, for {self._patience_s:.0f} s at most",
+                )
+            with self._changed:
+                self._changed.wait(LOOK_S)
+        return ready
+
+    def close(self) -> None:
+        """Start nothing more, and end the replicas that nobody has taken."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        for replica in [*self._starting, *self._ready]:
+            replica.kill()
+        if self._thread.is_alive():
+            self._thread.join(CLOSE_TIMEOUT_S)
+
+    def _work(self) -> None:
+        try:
+            while self._waits(LOOK_S):
+                self._request()
+                granted = [devices for devices in self._requests if self._places.is_granted(devices)]
+                if granted and not self._start(granted):
+                    self._waits(RETRY_S)
+        except BaseException as error:  # noqa: BLE001 - raised by `take` on the run's own thread
+            with self._changed:
+                self._fault = None if self._is_closed else error
+                self._changed.notify_all()
+
+    def _waits(self, seconds: float) -> bool:
+        """Wait; returns whether to go on."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed, seconds)
+            return not self._is_closed
+
+    def _request(self) -> None:
+        """Have as many requests with the cluster as replicas are lacking."""
+        with self._changed:
+            leaving, self._leaving = self._leaving, []
+            missing = self._num_lacking - len(self._ready) - len(self._requests)
+        for replica in leaving:
+            self._places.discard(replica)
+        self._requests += [self._places.request() for _ in range(missing)]
+
+    def _start(self, granted: list[Bundle]) -> bool:
+        """Start a replica on each of these devices, side by side; returns whether all have started."""
+        starts = []
+        failures: list[RLError] = []
+        for devices in granted:
+            self._requests.remove(devices)
+            try:
+                replica, finish = self._places.begin_on(devices)
+            except RLError as error:
+                self._places.give_back(devices)
+                failures.append(error)
+                continue
+            starts.append((replica, finish))
+            self._starting.append(replica)
+        for replica, finish in starts:
+            try:
+                finish()
+            except RLError as error:
+                self._places.discard(replica)
+                failures.append(error)
+                self._starting.remove(replica)
+                continue
+            with self._changed:
+                self._starting.remove(replica)
+                self._ready.append(replica)
+                self._changed.notify_all()
+            _log.info("%s is ready and joins at the next weight update", replica)
+        if failures and not self._is_closed:
+            self._last_failure = " ".join(str(failures[0]).split())
+            _log.warning("a further replica did not start: %s; trying again in %.0f s", self._last_failure, RETRY_S)
+        return not failures
+
+    def _given_up(self, num_present: int) -> str:
+        why = f"; the last one that was tried did not start: {self._last_failure}" if self._last_failure else ""
+        return (
+            f"policy.generation.min_replicas is {self.least}, and {num_present} of the run's replicas are left; the "
+            f"cluster had no devices for another one within {self._patience_s:.0f} s "
+            f"(cluster.replacement_timeout_s){why}. The same command resumes the run when the cluster has the devices, "
+            "or at once with a lower min_replicas."
+        )

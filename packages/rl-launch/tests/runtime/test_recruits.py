@@ -1,0 +1,151 @@
+"""Replicas that join a run: their devices are asked for, they start in the background, and those that fail are tried
+again."""
+
+import threading
+import time
+
+import pytest
+
+from rl_core.errors import WorkerDied
+from rl_launch.placement.bundles import PlacementError
+from rl_launch.runtime import recruits as module
+from rl_launch.runtime.recruits import Recruits
+
+
+class Recruit:
+    def __init__(self, name):
+        self.name = name
+
+    def kill(self):
+        pass
+
+
+class Places:
+    """Grants requests while there are `free` devices; `failing` starts fail."""
+
+    def __init__(self, free=0, failing=0):
+        self.free, self.failing = free, failing
+        self.requested, self.granted, self.discarded, self.returned = [], set(), [], []
+
+    def request(self):
+        self.requested.append(f"devices {len(self.requested)}")
+        return self.requested[-1]
+
+    def is_granted(self, devices):
+        if devices not in self.granted and self.free:
+            self.free -= 1
+            self.granted.add(devices)
+        return devices in self.granted
+
+    def begin_on(self, devices):
+        def finish():
+            if self.failing:
+                self.failing -= 1
+                raise WorkerDied(f"no engine on {devices}")
+
+        return Recruit(devices), finish
+
+    def give_back(self, devices):
+        self.returned.append(devices)
+
+    def discard(self, replica):
+        self.discarded.append(replica.name)
+        self.free += 1
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(module, "LOOK_S", 0.01)
+    monkeypatch.setattr(module, "RETRY_S", 0.01)
+
+
+@pytest.fixture
+def recruit():
+    begun = []
+
+    def make(places, num_present, **settings):
+        found = Recruits(places, **{"least": 1, "most": 2, "patience_s": 60.0, **settings})
+        found.begin(num_present)
+        begun.append(found)
+        return found
+
+    yield make
+    for each in begun:
+        each.close()
+
+
+def names(replicas):
+    return [replica.name for replica in replicas]
+
+
+def awaited(condition):
+    while not condition():
+        time.sleep(0.005)
+
+
+def test_as_many_replicas_are_asked_for_as_the_run_lacks_and_start_once_there_are_devices(recruit):
+    places = Places()
+    recruits = recruit(places, 1, most=3)
+    awaited(lambda: len(places.requested) == 2)
+    assert recruits.take() == []
+    places.free = 1
+    assert names(recruits.await_any(1)) == ["devices 0"]
+    places.free = 1
+    assert names(recruits.await_any(2)) == ["devices 1"]
+    assert len(places.requested) == 2
+
+
+def test_the_devices_of_a_lost_replica_are_released_and_another_is_asked_for(recruit):
+    places = Places()
+    recruits = recruit(places, 2)
+    recruits.replace(Recruit("lost"))
+    assert names(recruits.await_any(1)) == ["devices 0"]
+    assert places.discarded == ["lost"]
+
+
+def test_a_replica_that_does_not_start_gives_its_devices_back_and_is_tried_again(recruit, caplog):
+    places = Places(free=1, failing=2)
+    recruits = recruit(places, 1)
+    assert names(recruits.await_any(1)) == ["devices 2"]
+    assert places.discarded == ["devices 0", "devices 1"]
+    assert "a further replica did not start: no engine on devices 0" in caplog.text
+
+
+def test_a_wait_for_devices_ends_with_the_keys_and_what_failed_last(recruit, monkeypatch):
+    recruits = recruit(Places(), 0, patience_s=0.1)
+    with pytest.raises(PlacementError) as refused:
+        recruits.await_any(0)
+    assert "policy.generation.min_replicas is 1, and 0 of the run's replicas are left" in str(refused.value)
+    assert "cluster.replacement_timeout_s" in str(refused.value)
+
+
+def test_what_the_thread_cannot_go_on_from_is_raised_where_replicas_are_taken(recruit):
+    class Broken(Places):
+        def request(self):
+            raise OSError("Ray is gone")
+
+    recruits = recruit(Broken(), 0)
+    with pytest.raises(OSError, match="Ray is gone"):
+        recruits.await_any(0)
+
+
+def test_a_run_that_ends_ends_the_replicas_that_are_starting(recruit):
+    killed = threading.Event()
+
+    class Slow(Recruit):
+        def kill(self):
+            killed.set()
+
+    class SlowPlaces(Places):
+        def begin_on(self, devices):
+            def finish():
+                killed.wait()
+                raise WorkerDied("killed")
+
+            return Slow(devices), finish
+
+    places = SlowPlaces(free=1)
+    recruits = recruit(places, 1)
+    awaited(lambda: recruits._starting)
+    recruits.close()
+    assert places.discarded == ["devices 0"]
