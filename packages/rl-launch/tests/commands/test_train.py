@@ -5,6 +5,7 @@ import logging
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -104,9 +105,22 @@ def test_adapters_on_layers_that_a_made_model_does_not_have_are_refused(tmp_path
 @pytest.mark.parametrize("name", WARMED_UP)
 def test_a_warmed_up_model_is_the_export_of_its_recipes_run(tmp_path, monkeypatch, name):
     monkeypatch.setenv("RL_HOME", str(tmp_path))
-    recipe = WARMED_UP[name]
-    run = finish(tmp_path / "models" / recipe, read_config(recipe).config, reason="it is finished")
+    made = []
+
+    def made_at_once(config, *, run_dir, title):
+        made.append(run_dir)
+        finish(run_dir, config, reason="it is finished")
+        return SimpleNamespace(exit_if_stopped=lambda: None)
+
+    monkeypatch.setattr("rl_launch.commands.train.train", made_at_once)
     asked = read_config("grpo-arithmetic", [f"policy.model_name={name}"]).config
-    found = Path(with_local_models(asked).policy.model_name)
-    assert found == tmp_path / "models" / name
-    assert found.resolve() == run.resolve() / "checkpoints" / "step_400" / "hf"
+    for _ in range(2):  # made once
+        found = Path(with_local_models(asked).policy.model_name)
+        assert len(made) == 1
+        assert found.parent == tmp_path / "models"
+        assert found.resolve() == made[0].resolve() / "checkpoints" / "step_400" / "hf"
+    # of a later version of the package
+    changed = read_config(WARMED_UP[name], ["sft.max_num_steps=7"])
+    monkeypatch.setattr("rl_launch.commands.train.read_config", lambda _: changed)
+    assert Path(with_local_models(asked).policy.model_name) != found
+    assert len(set(made)) == 2

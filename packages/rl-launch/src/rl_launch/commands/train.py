@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import signal
 import time
@@ -12,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rl_core.config import to_yaml
 from rl_core.environments.trial import Trial
 from rl_core.errors import ConfigError, RLError, RunDirectoryError
 from rl_core.plugins import algorithm_named, export_suffixes, resolve
@@ -265,9 +267,12 @@ def _local_model(name: str) -> str:
 
 def _warmed_up_model(name: str) -> Path:
     models, recipe = models_folder(), WARMED_UP[name]
-    run_dir, finished = models / recipe, models / name
+    config = read_config(recipe).config
+    # another version of this package may have another recipe of that name
+    version = hashlib.sha256(to_yaml(config).encode()).hexdigest()[:8]
+    run_dir, finished = models / f"{recipe}-{version}", models / f"{name}-{version}"
     if not finished.is_symlink():
         _log.info("training %s by SFT once, in %s", TINY, run_dir)
-        train(read_config(recipe).config, run_dir=run_dir, title="warm-up").exit_if_stopped()
+        train(config, run_dir=run_dir, title="warm-up").exit_if_stopped()
         finished.symlink_to((newest_checkpoint(run_dir) / "hf").relative_to(models), target_is_directory=True)
     return finished
