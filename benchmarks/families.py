@@ -62,7 +62,8 @@ SYNC_SIZES = {
     "rotary_dim": 16,
     "query_pre_attn_scalar": 32,
     "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 32,
+    "qk_rope_head_dim": 64,
+    "kv_lora_rank": 512,
     "v_head_dim": 32,
 }
 """Sizes of a tiny model that vLLM's kernels on CPU take, over those of the self-check."""
@@ -83,6 +84,10 @@ The last column starts vLLM's CPU build with one model, syncs the weights of ano
 Of {total} families {tried} have been tried, and {made} made: {verdicts}. {versions}.
 
 """
+
+CORRECTED_ROUTING = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+"""How routers with a bias that corrects the load of experts choose. Configs on the hub say so, and vLLM reads it there;
+transformers has these fields for no such family, as its code knows."""
 
 MOST_OFF = 1e-3
 PROMPTS = (5, 40, 130)
@@ -358,6 +363,7 @@ def _synced(config: Any, folder: Path) -> Outcome:
             folders.append(write_tiny(config, place, seed, sizes))
         except ConfigError as error:
             return Outcome("unmade", str(error))
+        _say_routing(place)
     first, second = folders
     rows = [prompt(length) for length in PROMPTS]
     # before the engine starts in this process: vLLM changes the class of a model that it serves through transformers
@@ -380,6 +386,16 @@ def _synced(config: Any, folder: Path) -> Outcome:
     if difference <= MOST_OFF:
         return Outcome("exact")
     return Outcome("off", f"logprobs differ from those of transformers by {difference:.1g}")
+
+
+def _say_routing(folder: Path) -> None:
+    """Add the fields of a model's config that vLLM reads and transformers has no values of."""
+    from rl_core.torch.files.model_files import WeightFiles
+
+    if any(name.endswith("e_score_correction_bias") for name in WeightFiles.of(folder).file_of):
+        path = folder / "config.json"
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        path.write_text(json.dumps({**CORRECTED_ROUTING, **fields}), encoding="utf-8")
 
 
 def _one_line(text: str, most: int = 400) -> str:

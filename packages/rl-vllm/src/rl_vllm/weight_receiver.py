@@ -12,6 +12,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from rl_core.errors import WeightSyncError
 from rl_core.weights import Manifest
+from rl_vllm.direct_copies import keeps_direct_copies
 from rl_vllm.expert_layers import packs_experts
 from rl_vllm.load_plan import LoadPlan, fed_names
 from rl_vllm.planned_load import PlannedLoad
@@ -58,11 +59,12 @@ class WeightReceiver:
         """Hand tensors, under their Hugging Face names, to the engine's loaders."""
         with packs_experts(self._model):
             initialize_layerwise_reload(self._model)
-            try:
-                self._model.load_weights(self._kept(tensors))
-            finally:
-                # also after a failure: the engine must be able to load the next version
-                finalize_layerwise_reload(self._model, self._model_config)
+            with keeps_direct_copies(self._model):
+                try:
+                    self._model.load_weights(self._kept(tensors))
+                finally:
+                    # also after a failure: the engine must be able to load the next version
+                    finalize_layerwise_reload(self._model, self._model_config)
 
     def repack_tied(self) -> None:
         """Pack tied heads again: some loaders skip them, and on CPU they compute with a packed copy of their own."""

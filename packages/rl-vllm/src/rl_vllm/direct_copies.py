@@ -1,0 +1,84 @@
+"""Weights that a model's loader copies into its parameters itself, past their own loaders, while vLLM reloads it.
+
+vLLM's reload keeps what parameters' loaders are given until a layer is complete. Some models copy by themselves, such
+as gpt-oss the sinks of its attention and the weights of its experts. During a reload the parameters have no memory, so
+such a copy has no effect, and the layer gets its earlier weights back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.model_executor.model_loader.reload.layerwise import make_online_process_loader
+from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
+
+from rl_vllm.load_plan import Region
+
+
+@contextmanager
+def keeps_direct_copies(model: nn.Module) -> Iterator[None]:
+    """Have vLLM's reload, which has begun and ends inside, also keep what a model's loader copies by itself."""
+    copies = _DirectCopies(model)
+    try:
+        with copies:
+            yield
+    finally:
+        copies.put_back()
+
+
+def copy_region(param: Tensor, loaded_weight: Tensor, region: Region) -> None:
+    """Loader of a part of a parameter."""
+    region.read(param.data).copy_(loaded_weight)
+
+
+class _DirectCopies(TorchDispatchMode):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._places: dict[int, tuple[nn.Module, str]] = {}
+        self._loaders: list[tuple[Tensor, Any]] = []
+        self._is_in_loader = False
+        for layer in model.modules():
+            for name, tensor in get_layer_tensors(layer).items():
+                if tensor.is_meta and hasattr(tensor, "weight_loader"):
+                    self._places.setdefault(_storage(tensor), (layer, name))
+                    self._loaders.append((tensor, tensor.weight_loader))
+                    tensor.weight_loader = self._watched(tensor.weight_loader)
+
+    def put_back(self) -> None:
+        """Give the parameters the loaders back that they had."""
+        for tensor, loader in self._loaders:
+            tensor.weight_loader = loader
+
+    def _watched(self, loader: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(loader)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            outer, self._is_in_loader = self._is_in_loader, True
+            try:
+                return loader(*args, **kwargs)
+            finally:
+                self._is_in_loader = outer
+
+        return watched
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and not self._is_in_loader and _storage(args[0]) in self._places:
+            self._keep(*self._places[_storage(args[0])], args[0], args[1])
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+    def _keep(self, layer: nn.Module, name: str, target: Tensor, value: Tensor) -> None:
+        tensor = getattr(layer, name)
+        if not tensor.is_meta:
+            return  # the layer is complete
+        tensor.weight_loader = copy_region
+        make_online_process_loader(layer, name)(tensor, value.expand(target.shape), Region.of(target))
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
