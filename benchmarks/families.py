@@ -77,7 +77,8 @@ The last column starts vLLM's CPU build with one model, syncs the weights of ano
 
 - *exact*: equal to rounding.
 - *refused*: it stops with the reason before anything trains.
-- *off*: numbers differ, or the case fails; a run with that family and mesh is refused.
+- *off*: numbers differ, or the case fails; a run with that family and mesh is refused. What the last column has as off
+  is not refused: on CPU that engine's logprobs are not those of the policy, which `mismatch/max` shows.
 - *late*: no answer, or none in time. *unmade*: no tiny model of the family could be made.
 - An empty cell has not been tried. A run on such a mesh makes the same check before it starts (`family_check`).
 
