@@ -7,7 +7,7 @@ import pytest
 
 from rl_algos.data.config import DataConfig
 from rl_algos.data.examples import load_datasets
-from rl_algos.evaluation.scores import ROLLOUTS
+from rl_algos.data.pass_rates import ROLLOUTS
 from rl_core.config import ProblemError
 from rl_core.errors import DataError
 

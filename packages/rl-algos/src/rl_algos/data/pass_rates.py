@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 
 from rl_algos.data.config import PassRateConfig
-from rl_algos.evaluation.scores import ROLLOUTS, sample_of
 from rl_core.errors import DataError
 from rl_core.rollout import Message
+
+ROLLOUTS = "rollouts.jsonl"
+"""File in the folder of an evaluation with a record of every rollout."""
 
 _log = logging.getLogger(__name__)
 
@@ -54,12 +56,12 @@ def pass_rates(settings: PassRateConfig) -> Mapping[bytes, float]:
     Raises:
         DataError: if the folder has no results.
     """
-    counts: dict[bytes, list[int]] = {}
+    counts: dict[bytes, tuple[int, int]] = {}
     for record in _records(Path(settings.results)):
-        sample = sample_of(record)
-        if sample.status != "failed":
+        if record["status"] != "failed":
             passed, total = counts.get(key := _digest(record["prompt"]), (0, 0))
-            counts[key] = [passed + (sample.reward >= settings.pass_threshold), total + 1]
+            is_right = record["rewards"].get("reward", 0.0) >= settings.pass_threshold
+            counts[key] = (passed + is_right, total + 1)
     if not counts:
         raise DataError(f"{settings.results} (pass_rate.results) has no samples; every one of them failed")
     return {key: passed / total for key, (passed, total) in counts.items()}

@@ -10,9 +10,6 @@ import numpy as np
 
 from rl_core.rollout import RolloutGroup
 
-ROLLOUTS = "rollouts.jsonl"
-"""File in the folder of an evaluation with a record of every rollout."""
-
 ANSWER = "answer"
 """Entry of an environment's `info` that holds the answer which it found in a completion."""
 
@@ -61,7 +58,7 @@ class PromptScore:
     def of_records(cls, records: Sequence[Mapping[str, Any]]) -> PromptScore:
         """The scores of the records of a group, in any order."""
         ordered = sorted(records, key=lambda record: record["index"])
-        return cls(ordered[0]["prompt_id"], ordered[0]["dataset"], [sample_of(record) for record in ordered])
+        return cls(ordered[0]["prompt_id"], ordered[0]["dataset"], [_sample(record) for record in ordered])
 
     @classmethod
     def refused(cls, prompt_id: str, dataset: str, reason: str, num_samples: int) -> PromptScore:
@@ -83,8 +80,7 @@ class PromptScore:
         return sum(sample.status != "failed" and sample.reward >= threshold for sample in self.samples)
 
 
-def sample_of(record: Mapping[str, Any]) -> SampleScore:
-    """The score of a rollout by its record."""
+def _sample(record: Mapping[str, Any]) -> SampleScore:
     failed = record["status"] == "failed"
     answer = record["info"].get(ANSWER)
     return SampleScore(
