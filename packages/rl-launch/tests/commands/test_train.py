@@ -102,6 +102,25 @@ def test_adapters_on_layers_that_a_made_model_does_not_have_are_refused(tmp_path
     check_adapters_of_made_models(config(adapters.format("q_proj")))
 
 
+def test_a_warmed_up_model_that_another_run_makes_is_waited_for(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("RL_HOME", str(tmp_path))
+    caplog.set_level(logging.INFO, "rl_launch")
+    holders = iter(["process 7", "process 7", None])
+    events = []
+    monkeypatch.setattr("rl_launch.commands.train.holder", lambda _: next(holders))
+    monkeypatch.setattr("time.sleep", lambda _: events.append("waited"))
+
+    def trained(config, *, run_dir, title):
+        events.append("trained")
+        finish(run_dir, config, reason="it is finished")
+        return SimpleNamespace(exit_if_stopped=lambda: None)
+
+    monkeypatch.setattr("rl_launch.commands.train.train", trained)
+    with_local_models(read_config("grpo-arithmetic", ["policy.model_name=tiny-arithmetic-sft"]).config)
+    assert events == ["waited", "trained"]
+    assert "waiting for process 7, which trains tiny-arithmetic by SFT" in caplog.text
+
+
 @pytest.mark.parametrize("name", WARMED_UP)
 def test_a_warmed_up_model_is_the_export_of_its_recipes_run(tmp_path, monkeypatch, name):
     monkeypatch.setenv("RL_HOME", str(tmp_path))

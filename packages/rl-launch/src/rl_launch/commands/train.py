@@ -7,7 +7,7 @@ import logging
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from rl_launch.session import RunDirectory, RunSession
 from rl_launch.session.branch import Branch, BranchPoint
 from rl_launch.session.checkpoints import newest_checkpoint
 from rl_launch.session.lock import FILE_NAME as LOCK
+from rl_launch.session.lock import holder
 from rl_launch.session.remedies import finished
 from rl_launch.session.run_folder import CONFIG, RunFolder, is_run
 from rl_launch.session.writable import check_writable
@@ -272,7 +273,12 @@ def _warmed_up_model(name: str) -> Path:
     version = hashlib.sha256(to_yaml(config).encode()).hexdigest()[:8]
     run_dir, finished = models / f"{recipe}-{version}", models / f"{name}-{version}"
     if not finished.is_symlink():
+        if other := holder(run_dir):
+            _log.info("waiting for %s, which trains %s by SFT in %s", other, TINY, run_dir)
+            while holder(run_dir):
+                time.sleep(1)
         _log.info("training %s by SFT once, in %s", TINY, run_dir)
         train(config, run_dir=run_dir, title="warm-up").exit_if_stopped()
-        finished.symlink_to((newest_checkpoint(run_dir) / "hf").relative_to(models), target_is_directory=True)
+        with suppress(FileExistsError):  # the one that was waited for has made it meanwhile
+            finished.symlink_to((newest_checkpoint(run_dir) / "hf").relative_to(models), target_is_directory=True)
     return finished
