@@ -113,7 +113,7 @@ def test_a_grpo_run_outlives_the_death_of_everything_it_started(num_kills, grpo,
     assert {row["advantage"] for _, row in failed} == {0.0}
 
     log = logs_of(run.folder)
-    assert log.count("restarting it") + log.count("broke off") == 1
+    assert log.count("replacing it") + log.count("broke off") == 1
     assert log.count("environment tellable: the process died and was started again") == 1
     assert len(re.findall("environment process restarts .*signal SIGKILL", log)) == 1
     for _, row in failed:
@@ -130,7 +130,7 @@ def test_a_grpo_run_outlives_an_engine_that_dies_beside_its_replica(grpo, whole_
     run.finish()
     assert figures(run.folder) == figures(whole_grpo, until=4)
     log = logs_of(run.folder)
-    assert log.count("restarting it") + log.count("broke off") == 1
+    assert log.count("replacing it") + log.count("broke off") == 1
     assert_no_shared_memory_is_left(before)
 
 
