@@ -393,7 +393,7 @@ def _say_routing(folder: Path) -> None:
     """Add the fields of a model's config that vLLM reads and transformers has no values of."""
     from rl_core.torch.files.model_files import WeightFiles
 
-    if any(name.endswith("e_score_correction_bias") for name in WeightFiles.of(folder).file_of):
+    if any(name.endswith("e_score_correction_bias") for name in WeightFiles.of(folder).names):
         path = folder / "config.json"
         fields = json.loads(path.read_text(encoding="utf-8"))
         path.write_text(json.dumps({**CORRECTED_ROUTING, **fields}), encoding="utf-8")

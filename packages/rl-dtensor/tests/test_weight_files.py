@@ -1,6 +1,7 @@
 """Weights on disk are those that are trained, and trained weights are those that are exported."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -48,6 +49,40 @@ def test_a_tied_head_may_be_on_disk_under_any_of_its_names(ranks, tmp_path):
     assert (logprobs(ranks, folder) == expected).all()
     rewrite(folder, lambda tensors: tensors.pop("model.embed_tokens.weight"))
     assert (logprobs(ranks, folder) == expected).all()
+
+
+def test_experts_of_4_bits_are_those_that_they_stand_for(ranks, tmp_path):
+    exact = write_tiny_model(tmp_path / "exact", "gpt_oss", num_local_experts=4, hidden_size=64, intermediate_size=32)
+    published = shutil.copytree(exact, tmp_path / "published")
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    draw = torch.Generator().manual_seed(1)
+
+    def quantise(tensors):
+        for name in [name for name in tensors if name.endswith("_proj") and ".experts." in name]:
+            experts, inputs, outputs = tensors.pop(name).shape
+            groups = (experts, outputs, inputs // 32)
+            tensors[f"{name}_blocks"] = torch.randint(256, (*groups, 16), generator=draw, dtype=torch.uint8)
+            tensors[f"{name}_scales"] = torch.randint(118, 123, groups, generator=draw, dtype=torch.uint8)
+
+    def dequantise(tensors):
+        for name, packed in load_file(published / MODEL_FILE).items():
+            if name.endswith("_blocks"):
+                weight = name.removesuffix("_blocks")
+                scales = load_file(published / MODEL_FILE)[f"{weight}_scales"]
+                tensors[weight] = mxfp4.convert_moe_packed_tensors(packed, scales).float()
+
+    rewrite(published, quantise)
+    rewrite(exact, dequantise)
+    config = json.loads((published / "config.json").read_text())
+    (published / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}}))
+    settings = ModelConfig(model_name=str(published), precision="float32", sequence_packing={"enabled": False})
+    with PooledModel(ranks, FACTORY, settings, ModelSpec(), 2, expert_parallel_size=2) as model:
+        found = model.infer(make_batch(), [LOGPROBS]).ragged("logprobs").values
+        model.export(str(tmp_path / "exported"))
+    assert found == pytest.approx(Oracle(exact).infer(make_batch(), [LOGPROBS])["logprobs"], abs=1e-5)
+    weights = load_file(exact / MODEL_FILE)
+    assert all(tensor.equal(weights[name]) for name, tensor in load_file(tmp_path / "exported" / MODEL_FILE).items())
+    assert "quantization_config" not in json.loads((tmp_path / "exported" / "config.json").read_text())
 
 
 @pytest.mark.parametrize(

@@ -66,10 +66,15 @@ def test_weights_are_loaded_if_some_of_them_come_from_the_files_alone(folder: Pa
     awaiting = Placement("cuda", awaits_weights=True)
     assert started_with(folder, awaiting, kv_cache_dtype="fp8").load_format == "auto"
     assert started_with(folder, awaiting, vllm_kwargs={"quantization": "fp8"}).load_format == "auto"
-    (folder / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}))
-    assert started_with(folder, awaiting).load_format == "auto"
-    (folder / "config.json").unlink()
-    assert started_with(folder, awaiting).load_format == "auto"
+
+
+def test_an_engine_computes_with_dequantised_weights_if_they_will_be_sent(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "mxfp4"}}))
+    awaiting = Placement("cuda", awaits_weights=True)
+    assert started_with(folder, awaiting).hf_overrides == {"quantization_config": None}
+    assert started_with(folder, awaiting).load_format == "dummy"
+    assert started_with(folder, awaiting, vllm_kwargs={"quantization": "fp8"}).hf_overrides == {}
+    assert started_with(folder, Placement("cuda")).hf_overrides == {}
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -72,17 +73,34 @@ def write_mixture(folder: Path, seed: int, expert_size: int) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("expert_size", [32, 24], ids=["packed", "padded and packed"])
-def test_a_mixture_of_experts_serves_the_weights_that_it_is_sent(tmp_path: Path, expert_size: int) -> None:
+def declare_quantised(folder: Path) -> None:
+    """Have the config say that the files hold 8-bit weights."""
+    path = folder / "config.json"
+    quantisation = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": quantisation}))
+
+
+@pytest.mark.parametrize(
+    ("expert_size", "placement"),
+    [(32, Placement("cpu")), (24, Placement("cpu", awaits_weights=True))],
+    ids=["packed", "padded and packed, quantised in the files that it does not load"],
+)
+def test_a_mixture_of_experts_serves_the_weights_that_it_is_sent(
+    tmp_path: Path, expert_size: int, placement: Placement
+) -> None:
     first, second = (write_mixture(tmp_path / str(seed), seed, expert_size) for seed in (1, 2))
+    started_from = write_mixture(tmp_path / "files", 1, expert_size)
+    if placement.awaits_weights:
+        declare_quantised(started_from)
     # an engine is not started twice in one process
     config = VllmConfig(kv_cache_gib=0.25, own_process=True)
     sender = SenderProcess()
     try:
-        generator = VllmGenerator(GenerationConfig(), config, model_config(first), Placement("cpu"))
+        generator = VllmGenerator(GenerationConfig(), config, model_config(started_from), placement)
         bench = Bench(generator, first, second, sender)
         try:
-            assert_serves(bench, first)
+            if not placement.awaits_weights:
+                assert_serves(bench, first)
             for folder in (second, first):
                 bench.runner.run(bench.sync(folder))
                 assert_serves(bench, folder)

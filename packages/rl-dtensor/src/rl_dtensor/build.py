@@ -296,6 +296,6 @@ def _load(model: ShardedModel, files: WeightFiles, *, role: Role, initial: Initi
         model.weights.load(files, new=[SCORE], foreign=[LM_HEAD])
     for chunk in model.chunks:
         init_adapters(chunk.hf, initial)
-        if role in HEADLESS_ROLES and chunk.is_last and SCORE not in files.file_of:
+        if role in HEADLESS_ROLES and chunk.is_last and SCORE not in files.names:
             std = chunk.hf.config.get_text_config().initializer_range
             set_head(chunk.hf.score, new_head(role, chunk.hf.score.weight.shape, std=std, seed=initial.seed))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -124,17 +124,18 @@ class Weights:
         Raises:
             ValueError: naming weights that are missing, unexpected, or of another shape.
         """
-        sources = {entry.name: self._sources(entry, files.file_of) for entry in self.catalog.entries}
+        stored = files.names
+        sources = {entry.name: self._sources(entry, stored) for entry in self.catalog.entries}
         missing = [
             piece.name
             for entry in self.catalog.entries
             for piece in entry.pieces
-            if sources[entry.name] is None and entry.name not in set(new) and piece.name not in files.file_of
+            if sources[entry.name] is None and entry.name not in set(new) and piece.name not in stored
         ]
         known = {piece.name for found in sources.values() for piece in found or ()}
         known |= {*self.tied, *(entry.name for entry in self.catalog.entries), *foreign}
         ignored = [re.compile(pattern) for pattern in self.catalog.ignored]
-        unexpected = [name for name in files.file_of if name not in known and not any(p.search(name) for p in ignored)]
+        unexpected = [name for name in sorted(stored) if name not in known and not any(p.search(name) for p in ignored)]
         if missing or unexpected:
             raise ValueError(
                 f"the weights in {files.folder} are not those of a {self.catalog.kind}: "
@@ -226,7 +227,7 @@ class Weights:
             dist.broadcast(gathered, group=self._mesh.group("pp"), group_src=stage)
         return gathered
 
-    def _sources(self, entry: Entry, available: Mapping[str, str]) -> list[Piece] | None:
+    def _sources(self, entry: Entry, available: Set[str]) -> list[Piece] | None:
         """Tensors to read a weight from: its pieces, or one tensor under its own or a tied name; None if there are
         none."""
         if all(piece.name in available for piece in entry.pieces):

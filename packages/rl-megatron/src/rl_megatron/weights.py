@@ -123,7 +123,7 @@ class Weights:
                 target = self.held.get(entry.target)
                 if target is None:
                     continue
-                if entry.target == SCORE and SCORE not in files.file_of:
+                if entry.target == SCORE and SCORE not in files.names:
                     std = self._model.hf.initializer_range
                     target.copy_(new_head(self._model.role, target.shape, std=std, seed=initial.seed))
                 else:
@@ -263,9 +263,9 @@ class Weights:
 
     def _check_names(self, files: WeightFiles) -> None:
         names = {source.name for entry in self._own_maps for source in entry.sources}
-        missing = sorted(names - set(files.file_of) - {SCORE})
+        missing = sorted(names - files.names - {SCORE})
         allowed = {*names, *self.tied, LM_HEAD} if self._model.is_headless else {*names, *self.tied}
-        unexpected = sorted(name for name in set(files.file_of) - allowed if not self._is_extra(name))
+        unexpected = sorted(name for name in files.names - allowed if not self._is_extra(name))
         if missing or unexpected:
             raise ValueError(
                 f"the weights in {files.folder} are not those of a {self._model.hf.model_type} model: "

@@ -48,11 +48,13 @@ def engine_arguments(
     utilization = backend.gpu_memory_utilization or (0.6 if placement.shares_devices else 0.9)
     kv_cache_gib = 1.0 if on_cpu and backend.kv_cache_gib is None else backend.kv_cache_gib
     smallest_batch = max(max_len + 1, CPU_BATCH_TOKENS) if on_cpu else None
+    starts_empty = _starts_empty(backend, placement)
     return AsyncEngineArgs(
         model=model.model_name,
         tokenizer=model.tokenizer.name,
         dtype=model.precision,
-        hf_overrides=dict(model.hf_config_overrides),
+        # the policy has dequantised what is quantised in the files, and sends it so
+        hf_overrides={**model.hf_config_overrides, **({"quantization_config": None} if starts_empty else {})},
         enforce_eager=eager,
         # scoring a row of full length asks for one more token, which is discarded
         max_model_len=max_len + 1,
@@ -75,7 +77,7 @@ def engine_arguments(
         disable_log_stats=True,
         **(_adapter_arguments(model) if applies_adapters else {}),
         **{
-            "load_format": "dummy" if _starts_empty(backend, model, placement) else "auto",
+            "load_format": "dummy" if starts_empty else "auto",
             # prefixes of states are cached only where prompts are read in parts; None is vLLM's own choice
             "enable_prefix_caching": False if on_cpu and _has_states(model) else None,
             **backend.vllm_kwargs,
@@ -109,14 +111,12 @@ def adapted_layers(model: ModelConfig) -> list[str]:
     return sorted({name.rpartition(".")[2] for name in linear if is_adapted(name, lora)})
 
 
-def _starts_empty(backend: VllmConfig, model: ModelConfig, placement: Placement) -> bool:
-    """Whether the weights that are sent are all that the engine needs, so that it can start with random ones.
-
-    Scales of quantised weights and caches come from the model's files alone.
+def _starts_empty(backend: VllmConfig, placement: Placement) -> bool:
+    """Whether the weights that are sent are all that the engine needs, so that it can start with random ones. Scales of
+    weights or caches that the engine quantises come from the model's files alone.
     """
-    config = local_hf_config(model)
     quantises = backend.kv_cache_dtype != "auto" or any("quantization" in name for name in backend.vllm_kwargs)
-    return placement.awaits_weights and not quantises and bool(config) and "quantization_config" not in config
+    return placement.awaits_weights and not quantises
 
 
 def _has_states(model: ModelConfig) -> bool:

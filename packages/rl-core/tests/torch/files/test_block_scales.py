@@ -37,7 +37,7 @@ def expected(folder: Path) -> torch.Tensor:
 
 def test_values_are_multiplied_by_the_scale_of_their_block(folder: Path) -> None:
     files, whole = WeightFiles.of(folder), expected(folder)
-    assert set(files.file_of) == {"layer.weight", "norm.weight"}
+    assert files.names == {"layer.weight", "norm.weight"}
     slices: list[tuple[slice, ...]] = [
         (),
         (slice(0, 300),),

@@ -61,7 +61,7 @@ def build_parts(config: ModelConfig, spec: ModelSpec, mesh: PlainMesh, folder: P
     hf_config = read_hf_config(folder, config.hf_config_overrides)
     hf_config.num_labels = 1
     hf = auto.from_pretrained(folder, config=hf_config, dtype=torch.float32)
-    if spec.role in HEADLESS_ROLES and SCORE not in WeightFiles.of(folder).file_of:
+    if spec.role in HEADLESS_ROLES and SCORE not in WeightFiles.of(folder).names:
         head = hf.get_parameter(SCORE).detach()
         head.copy_(new_head(spec.role, head.shape, std=hf_config.initializer_range, seed=spec.seed))
     optimizer = PlainOptimizer(build_optimizer(config.optimizer, hf.parameters()), hf) if spec.trains else None

@@ -179,7 +179,7 @@ def read_files(folder: Path) -> dict[str, Tensor]:
     """All weights of a folder."""
     files = WeightFiles.of(folder)
     with files.open() as opened:
-        return {name: opened.read(name, ()) for name in files.file_of}
+        return {name: opened.read(name, ()) for name in files.names}
 
 
 def _by_adapter(model: PooledModel, folder: Path) -> dict[str, Tensor]:

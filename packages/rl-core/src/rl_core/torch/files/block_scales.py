@@ -2,40 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-SUFFIX = "_scale_inv"
-"""Ends the name of the tensor that holds a weight's scales, after the weight's own name."""
+from rl_core.torch.files.stored import Slices, StoredTensor, bounds_of
 
 BLOCK = 128
 """Rows and columns that share a scale."""
 
 
-def num_blocks(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape of the scales of a matrix."""
-    return tuple(-(-extent // BLOCK) for extent in shape)
-
-
-def dequantised(
-    values: Tensor,
-    shape: tuple[int, ...],
-    slices: tuple[slice, ...],
-    read_scales: Callable[[tuple[slice, ...]], Tensor],
-) -> Tensor:
-    """A slice of a matrix in float32, `value * scale of its block`.
+@dataclass(frozen=True)
+class BlockScaledWeight:
+    """A matrix of 8-bit values, each to be multiplied by the scale of its block.
 
     Args:
-        values: the slice of the 8-bit matrix.
-        shape: of the whole matrix.
-        slices: which slice it is; empty for all of it, fewer than dims for all of the rest.
-        read_scales: a slice of the scales.
+        values: `[rows, columns]`.
+        scales: `[rows / 128, columns / 128]`, rounded up.
     """
-    padded = (*slices, *(slice(None),) * (len(shape) - len(slices)))
-    bounds = [part.indices(extent)[:2] for part, extent in zip(padded, shape, strict=True)]
-    scales = read_scales(tuple(slice(start // BLOCK, -(-stop // BLOCK)) for start, stop in bounds)).float()
-    for dim, (start, stop) in enumerate(bounds):
-        scales = scales.index_select(dim, torch.arange(start, stop) // BLOCK - start // BLOCK)
-    return values.float().mul_(scales)
+
+    values: StoredTensor
+    scales: StoredTensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the matrix."""
+        return self.values.shape
+
+    def read(self, slices: Slices) -> Tensor:
+        """A part of it in float32.
+
+        Raises:
+            ValueError: if the scales are not those of blocks of 128 by 128.
+        """
+        expected = tuple(-(-extent // BLOCK) for extent in self.shape)
+        if self.scales.shape != expected:
+            raise ValueError(
+                f"{self.scales.name} has shape {self.scales.shape}, and blocks of {BLOCK} by {BLOCK} of a weight "
+                f"of shape {self.shape} have {expected}; convert the model to bfloat16 first"
+            )
+        bounds = bounds_of(slices, self.shape)
+        scales = self.scales.read(tuple(slice(start // BLOCK, -(-stop // BLOCK)) for start, stop in bounds)).float()
+        for dim, (start, stop) in enumerate(bounds):
+            scales = scales.index_select(dim, torch.arange(start, stop) // BLOCK - start // BLOCK)
+        return self.values.read(slices).float().mul_(scales)

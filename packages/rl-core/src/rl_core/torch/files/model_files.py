@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from rl_core.model_config import TokenizerConfig
-from rl_core.torch.files.block_scales import BLOCK, SUFFIX, dequantised, num_blocks
+from rl_core.torch.files.block_scales import BlockScaledWeight
+from rl_core.torch.files.mxfp4 import MXFP4Weight
+from rl_core.torch.files.stored import Slices, StoredTensor, StoredWeight
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -110,18 +113,37 @@ def read_hf_config(folder: Path, overrides: Mapping[str, Any]) -> Any:
 
 
 @dataclass(frozen=True)
+class Quantisation:
+    """How the files name the two tensors that a weight is computed from: after the weight, and these.
+
+    Args:
+        values: ends the name of its values.
+        scales: ends the name of their scales.
+        weight: from both to the weight.
+    """
+
+    values: str
+    scales: str
+    weight: Callable[[StoredTensor, StoredTensor], StoredWeight]
+
+
+QUANTISATIONS = (
+    Quantisation("", "_scale_inv", BlockScaledWeight),
+    Quantisation("_blocks", "_scales", MXFP4Weight),
+)
+
+
+@dataclass(frozen=True)
 class WeightFiles:
     """The safetensors of one folder.
 
     Args:
         folder: that holds them.
-        file_of: tensor name to the file that holds it.
-        scales_of: name of each 8-bit weight to the file that holds the scales of its blocks.
+        file_of: name of each tensor to the file that holds it.
     """
 
     folder: Path
     file_of: dict[str, str]
-    scales_of: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, folder: Path) -> WeightFiles:
@@ -131,64 +153,65 @@ class WeightFiles:
             ValueError: if there are no safetensors.
         """
         if (folder / INDEX).is_file():
-            return cls._apart(folder, dict(json.loads((folder / INDEX).read_text())["weight_map"]))
+            return cls(folder, dict(json.loads((folder / INDEX).read_text())["weight_map"]))
         if (folder / SINGLE).is_file():
             with safe_open(folder / SINGLE, framework="pt") as file:
-                return cls._apart(folder, dict.fromkeys(file.keys(), SINGLE))
+                return cls(folder, dict.fromkeys(file.keys(), SINGLE))
         raise ValueError(
             f"{folder} has neither {SINGLE} nor {INDEX}; save the model with save_pretrained() to get them"
         )
 
-    @classmethod
-    def _apart(cls, folder: Path, file_of: dict[str, str]) -> WeightFiles:
-        """Weights and the scales of 8-bit ones."""
-        scaled = [name for name in file_of if name + SUFFIX in file_of]
-        scales_of = {name: file_of.pop(name + SUFFIX) for name in scaled}
-        return cls(folder, file_of, scales_of)
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Names of the weights, quantised ones as the model has them."""
+        quantised = self._quantised
+        parts = {name + suffix for name, how in quantised.items() for suffix in (how.values, how.scales)}
+        return frozenset((set(self.file_of) - parts) | set(quantised))
 
     @contextmanager
     def open(self) -> Iterator[OpenWeights]:
         """The files, mapped and open for reading."""
         with ExitStack() as stack:
             files = {
-                name: stack.enter_context(safe_open(self.folder / name, framework="pt"))
-                for name in {*self.file_of.values(), *self.scales_of.values()}
+                file: stack.enter_context(safe_open(self.folder / file, framework="pt"))
+                for file in set(self.file_of.values())
             }
-            yield OpenWeights(
-                {name: files[file] for name, file in self.file_of.items()},
-                {name: files[file] for name, file in self.scales_of.items()},
-            )
+            tensors = {name: StoredTensor(files[file], name) for name, file in self.file_of.items()}
+            quantised = {
+                name: how.weight(tensors[name + how.values], tensors[name + how.scales])
+                for name, how in self._quantised.items()
+            }
+            yield OpenWeights({name: quantised.get(name) or tensors[name] for name in self.names})
+
+    @cached_property
+    def _quantised(self) -> Mapping[str, Quantisation]:
+        """Weights that are computed from two tensors."""
+        return {
+            name.removesuffix(how.scales): how
+            for how in QUANTISATIONS
+            for name in self.file_of
+            if name.endswith(how.scales) and name.removesuffix(how.scales) + how.values in self.file_of
+        }
 
 
 @dataclass(frozen=True)
 class OpenWeights:
-    """Open safetensors by tensor name.
+    """Weights in open files.
 
     Args:
-        files: of each weight.
-        scales: of the scales of each 8-bit weight.
+        weights: by name.
     """
 
-    files: dict[str, Any]
-    scales: dict[str, Any] = field(default_factory=dict)
+    weights: Mapping[str, StoredWeight]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a whole tensor."""
-        return tuple(self.files[name].get_slice(name).get_shape())
+        """Shape of a whole weight."""
+        return self.weights[name].shape
 
-    def read(self, name: str, slices: tuple[slice, ...]) -> Tensor:
-        """A slice of a tensor, the only part of it that is read; of an 8-bit weight with scales its values in float32.
+    def read(self, name: str, slices: Slices) -> Tensor:
+        """A part of a weight, and little more than that is read; a quantised one is dequantised.
 
         Raises:
-            ValueError: if the scales are not those of blocks of 128 by 128.
+            ValueError: if it is quantised in another way than its name says.
         """
-        found: Tensor = self.files[name].get_slice(name)[slices] if slices else self.files[name].get_tensor(name)
-        if name not in self.scales:
-            return found
-        scales, shape = self.scales[name].get_slice(name + SUFFIX), self.shape(name)
-        if tuple(scales.get_shape()) != num_blocks(shape):
-            raise ValueError(
-                f"{name}{SUFFIX} has shape {tuple(scales.get_shape())}, and blocks of {BLOCK} by {BLOCK} of a weight "
-                f"of shape {shape} have {num_blocks(shape)}; convert the model to bfloat16 first"
-            )
-        return dequantised(found, shape, slices, lambda part: scales[part])
+        return self.weights[name].read(slices)

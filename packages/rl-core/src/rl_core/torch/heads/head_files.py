@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Set
 from functools import cache
 from typing import Any
 
@@ -25,13 +26,13 @@ def read_head(files: HeadFiles, start: int = 0, stop: int | None = None) -> Head
     config = read_hf_config(folder, json.loads(files.overrides))
     weights = WeightFiles.of(folder)
     dtype: torch.dtype = getattr(torch, files.precision)
-    weight, bias = _names(config, set(weights.file_of), files.model_name)
+    weight, bias = _names(config, weights.names, files.model_name)
     with weights.open() as opened:
         found = [opened.read(name, (slice(start, stop),)).to(dtype) for name in (weight, bias) if name]
     return Head(found[0], found[1] if bias else None, logit_transform(config))
 
 
-def _names(config: Any, stored: set[str], model_name: str) -> tuple[str, str | None]:
+def _names(config: Any, stored: Set[str], model_name: str) -> tuple[str, str | None]:
     """Names of weight and bias of the head in the files; the weight may be stored as the embedding's."""
     # comes with the backends' transformers, as in `read_hf_config`
     from transformers import AutoModelForCausalLM

@@ -1,0 +1,53 @@
+"""Tensors in open safetensors files, read slice by slice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+Slices = tuple[slice, ...]
+"""A part of a tensor: empty for all of it, fewer than its dims for all of the rest."""
+
+
+class StoredWeight(Protocol):
+    """A weight of a model, in one tensor of its files or in several that it is computed from."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole weight."""
+        ...
+
+    def read(self, slices: Slices) -> Tensor:
+        """A part of it; little more than that is read."""
+        ...
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a file.
+
+    Args:
+        file: open, of `safetensors`.
+        name: of the tensor.
+    """
+
+    file: Any
+    name: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        return tuple(self.file.get_slice(self.name).get_shape())
+
+    def read(self, slices: Slices) -> Tensor:
+        """A part of it, the only one that is read."""
+        part: Tensor = self.file.get_slice(self.name)[slices] if slices else self.file.get_tensor(self.name)
+        return part
+
+
+def bounds_of(slices: Slices, shape: tuple[int, ...]) -> list[tuple[int, int]]:
+    """First place and end of a part in each dim."""
+    padded = (*slices, *(slice(None),) * (len(shape) - len(slices)))
+    return [part.indices(extent)[:2] for part, extent in zip(padded, shape, strict=True)]
