@@ -1,6 +1,6 @@
 """Bytes per second of a weight transfer between two processes, beside a plain copy in memory of the same tensors.
 
-    python benchmarks/weight_sync.py [MB:TENSORS ...] [--adapter DIM]
+    python benchmarks/weight_sync.py [MB:TENSORS ...] [--adapter DIM | --changes SHARE]
 
 Needs rl-core with its extra `torch`; runs on a GPU if there is one, else on the CPU. A transfer is timed from its
 beginning to the last acknowledged digest, as in every step of a run: tensors are copied into buckets and out of them
@@ -9,6 +9,9 @@ Through files, which the sender writes before they are read, it lasts until the 
 
 With `--adapter` the tensors are square matrices with an adapter each, and a transfer of the matrices, once the adapters
 are merged into them, is compared with one of the adapters' factors alone (`policy.generation.lora_sync`).
+
+With `--changes` the tensors are bfloat16, of which a share of the values changes before each transfer, and transfers of
+all weights are compared with those of what has changed (`policy.generation.weight_sync_encoding`).
 """
 
 from __future__ import annotations
@@ -69,6 +72,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="threads of torch in either process (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="test run: 3:64 and 50:6, twice")
     parser.add_argument("--adapter", type=int, metavar="DIM", help="compare with adapters of this dim, sent alone")
+    parser.add_argument("--changes", type=float, metavar="SHARE", help="compare with changes, of this share, alone")
     chosen = parser.parse_args()
     cases, repeats = chosen.cases or list(map(Case.parse, CASES)), chosen.repeats
     if chosen.quick:
@@ -80,6 +84,8 @@ def main() -> None:
         print(f"{case.megabytes} MB in {case.num_tensors} tensors\n")
         if chosen.adapter:
             print(compared(case, chosen.adapter, device, repeats, chosen.threads))
+        elif chosen.changes is not None:
+            print(with_changes(case, chosen.changes, device, repeats, chosen.threads))
         else:
             print(measured(case, device, repeats, chosen.threads))
         print()
@@ -96,7 +102,7 @@ def measured(case: Case, device: Device, repeats: int, threads: int) -> str:
         "digests, at one end": best(lambda: [digest(tensor) for tensor in tensors.values()], device, repeats),
     }
     for kind in get_args(TransportKind):
-        taken[kind] = transfer(kind, manifest, tensors, device, repeats, threads)
+        taken[kind], _ = transfer(kind, manifest, tensors, device, repeats, threads)
     copied = taken["memory copy"]
     rows = [
         (name, seconds(took), f"{num_bytes / took / 1e9:.2f}", f"{copied / took:.2f}") for name, took in taken.items()
@@ -123,9 +129,30 @@ def compared(case: Case, dim: int, device: Device, repeats: int, threads: int) -
         for name, tensors, before in (("merged", weights, merging), ("adapter alone", factors, 0.0)):
             specs = tuple(TensorSpec(key, tuple(tensor.shape), "float32") for key, tensor in tensors.items())
             manifest = Manifest(1, specs)
-            took = before + transfer(kind, manifest, tensors, device, repeats, threads)
-            rows.append((kind, name, f"{manifest.num_bytes / MEGABYTE:.2f}", f"{1000 * took:.1f}"))
+            took, num_bytes = transfer(kind, manifest, tensors, device, repeats, threads)
+            rows.append((kind, name, f"{num_bytes / MEGABYTE:.2f}", f"{1000 * (before + took):.1f}"))
     return table(["", "", "MB", "ms, with merging"], rows)
+
+
+def with_changes(case: Case, share: float, device: Device, repeats: int, threads: int) -> str:
+    """The table of one case whose values change by a share before each transfer."""
+    count = case.megabytes * MEGABYTE // 2 // case.num_tensors
+    manifest = Manifest(1, tuple(TensorSpec(f"t{index}", (count,), "bfloat16") for index in range(case.num_tensors)))
+    tensors = {spec.name: torch.randn(count, device=device.torch_device).bfloat16() for spec in manifest.tensors}
+
+    def change() -> None:
+        for tensor in tensors.values():
+            tensor[torch.rand(count, device=tensor.device) < share] *= -1
+
+    rows = []
+    kinds: list[TransportKind] = ["collective", "disk"]
+    for kind in kinds:
+        full, all_bytes = transfer(kind, manifest, tensors, device, repeats, threads, change=change)
+        took, num_bytes = transfer(kind, manifest, tensors, device, repeats, threads, change=change, sends_changes=True)
+        rows.append((kind, "full", f"{all_bytes / MEGABYTE:.2f}", seconds(full), "1", "1"))
+        ratios = f"{num_bytes / all_bytes:.4f}", f"{took / full:.2f}"
+        rows.append((kind, "changes", f"{num_bytes / MEGABYTE:.2f}", seconds(took), *ratios))
+    return table(["", "", "MB", "s", "bytes to full", "time to full"], rows)
 
 
 def transfer(
@@ -135,19 +162,26 @@ def transfer(
     device: Device,
     repeats: int,
     threads: int,
-) -> float:
+    *,
+    change: Callable[[], None] = lambda: None,
+    sends_changes: bool = False,
+) -> tuple[float, int]:
     """Seconds of the fastest of several transfers, after one that does not count, to a process that copies the tensors
-    into its own.
+    into its own, and the bytes of the last one.
+
+    Args:
+        change: changes the tensors between two transfers.
     """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="rl-benchmark-") as folder:
         address = f"{folder}/weights" if kind == "disk" else f"127.0.0.1:{free_port()}"
-        transport = Transport(kind, address, num_receivers=1, bucket_bytes=device.bucket_bytes)
+        transport = Transport(kind, address, 1, bucket_bytes=device.bucket_bytes, sends_changes=sends_changes)
         ours, theirs = context.Pipe()
         receiver = context.Process(target=receive, args=(manifest, transport, theirs, threads), daemon=True)
         receiver.start()
         sending, taken = SendingEnd(device), []
         for _ in range(repeats + 1):
+            change()
             if transport.ends_meet:
                 ours.send("begin")
                 ours.recv()
@@ -164,7 +198,7 @@ def transfer(
         ours.close()
         receiver.join()
         sending.close()
-    return min(taken[1:])
+    return min(taken[1:]), sender.num_bytes_sent
 
 
 def receive(manifest: Manifest, transport: Transport, pipe: Connection, threads: int) -> None:

@@ -5,6 +5,7 @@ import pytest
 from safetensors_files import write_weights
 
 from rl_core.config import resolve, to_yaml
+from rl_core.devices import CPU
 from rl_core.errors import ConfigError
 from rl_core.model_config import GenerationConfig, ModelConfig
 from rl_launch.backends import POLICY, model_sections
@@ -157,12 +158,22 @@ ADAPTERS = ["policy.lora_cfg.enabled=true", "policy.generation.lora_sync=adapter
         (["policy.generation.lora_sync=adapter"], "lora_sync .*policy.lora_cfg, which is not enabled"),
         ([*ADAPTERS, HF], "lora_sync .*got adapter, but generation.backend is hf: it applies no adapters"),
         ([*ADAPTERS, "policy.lora_cfg.dim=600"], "lora_sync .*dim 512 at most, got lora_cfg.dim=600"),
+        (
+            [*ADAPTERS, "policy.generation.weight_sync_encoding=changes", "policy.generation.weight_sync=disk"],
+            "weight_sync_encoding .*: got changes, but with lora_sync=adapter",
+        ),
     ],
 )
 def test_adapters_that_the_generator_does_not_apply_are_refused(overrides, message):
     assert read_config("grpo-arithmetic", [*ON_CPU, *ADAPTERS]).config.policy.generation.lora_sync == "adapter"
     with pytest.raises(ConfigError, match=message):
         read_config("grpo-arithmetic", [*ON_CPU, *overrides])
+
+
+def test_a_run_sends_what_the_config_says():
+    changes = ["policy.generation.weight_sync=disk", "policy.generation.weight_sync_encoding=changes"]
+    topology = backends_of(read_config("grpo-arithmetic", [*ON_CPU, *changes]).config).topology(1, 2, CPU)
+    assert (topology.transport, topology.weight_sync_encoding) == ("disk", "changes")
 
 
 @pytest.mark.parametrize("generator", [HF, MEGATRON])

@@ -14,7 +14,7 @@ from pydantic import Field, field_validator, model_validator
 from rl_core.config import Config, EnvVars, PathText, Problem, ProblemError, WhenChanged, did_you_mean
 from rl_core.optimizer_arguments import OPTIMIZERS, SCHEDULES
 from rl_core.token_filter import TokenFilter
-from rl_core.weights import WeightSyncChoice
+from rl_core.weights import WeightSyncChoice, WeightSyncEncoding
 
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
@@ -364,6 +364,11 @@ class GenerationConfig(Config):
     share. `collective`: NCCL, or gloo on CPU. `disk`: through files under `weights/` in the run directory, one version
     at a time, for generators that share only a file system with the policy. `auto`: `ipc` if memory is shared, else
     `collective`."""
+    weight_sync_encoding: Annotated[WeightSyncEncoding, WhenChanged.RESUME] = "full"
+    """Values that a weight update carries over `collective` or `disk`. `full`: all. `changes`: those whose bits changed
+    since the update before, and all to a replica that joins or was restarted. In bfloat16 a step changes few of them;
+    for slow links. The first rank of the policy and every rank of the generators then keep all weights once more, in
+    host memory."""
     lora_sync: Annotated[Literal["merged", "adapter"], WhenChanged.RESUME] = "merged"
     """Form in which weights with low-rank adapters (`policy.lora_cfg`) travel to the generators. `merged`: all weights
     at every step, the adapters merged into them. `adapter`: the weights once, and from then on the adapters alone,

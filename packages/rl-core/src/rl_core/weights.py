@@ -11,6 +11,8 @@ from rl_core.devices import CUDA
 TransportKind = Literal["ipc", "collective", "disk"]
 WeightSyncChoice = Literal["auto", "ipc", "collective", "disk"]
 """A kind of transport, or the one that fits the places of policy and generators."""
+WeightSyncEncoding = Literal["full", "changes"]
+"""Whether a weight update carries all weights, or only those that changed since the one before."""
 WeightForm = Literal["merged", "factored", "adapter"]
 """Form in which the weights of a model with low-rank adapters travel: the adapters merged into the weights, the weights
 as they are followed by the factors of the adapters, or these factors alone. Without adapters there is only `merged`."""
@@ -81,6 +83,8 @@ class Transport:
         timeout_s: bound of each phase; a time-out names rank and phase.
         every_rank_sends: whether each rank of the policy has receivers of its own (`ipc` on CUDA: those on its GPU);
             otherwise rank 0 sends to all.
+        sends_changes: whether only the changes since the last transfer travel, where they are smaller; both ends then
+            keep the weights in host memory. Not for `ipc`, whose receivers read the sender's memory.
     """
 
     kind: TransportKind
@@ -89,6 +93,11 @@ class Transport:
     bucket_bytes: int = CUDA.bucket_bytes
     timeout_s: float = 300.0
     every_rank_sends: bool = False
+    sends_changes: bool = False
+
+    def __post_init__(self) -> None:
+        if self.sends_changes and self.kind == "ipc":
+            raise ValueError("changes alone are sent by collective or disk; ipc shares memory and always sends all")
 
     @property
     def ends_meet(self) -> bool:

@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from rl_algos.requirement import LOSSES
 from rl_core.config import Config, Problem, ProblemError, did_you_mean
+from rl_core.devices import Device
 from rl_core.model import ModelSpec
 from rl_core.model_config import ColocatedConfig, GenerationConfig, ModelConfig
 from rl_core.plugins import (
@@ -23,8 +24,8 @@ from rl_core.plugins import (
     names,
     plugin,
 )
-from rl_core.weights import WeightSyncChoice
-from rl_launch.placement.topology import GENERATION, Claim, ReplicaBounds
+from rl_core.weights import WeightSyncChoice, WeightSyncEncoding
+from rl_launch.placement.topology import GENERATION, Claim, ReplicaBounds, Topology, plan
 
 POLICY = "policy"
 """Role of the model whose weights are published and exported, and its config section."""
@@ -100,10 +101,27 @@ class Backends:
     generation: GenerationBackend | None = None
     requirements: tuple[Requirement, ...] = ()
 
+    def topology(self, num_nodes: int, ranks_per_node: int, device: Device) -> Topology:
+        """Devices of the run as these backends share them."""
+        return plan(
+            self.claims,
+            num_nodes=num_nodes,
+            ranks_per_node=ranks_per_node,
+            device=device,
+            weight_sync=self.weight_sync,
+            weight_sync_encoding=self.weight_sync_encoding,
+            replica_bounds=self.replica_bounds,
+        )
+
     @property
     def weight_sync(self) -> WeightSyncChoice:
         """`policy.generation.weight_sync`."""
         return self.generation.config.weight_sync if self.generation is not None else "auto"
+
+    @property
+    def weight_sync_encoding(self) -> WeightSyncEncoding:
+        """`policy.generation.weight_sync_encoding`."""
+        return self.generation.config.weight_sync_encoding if self.generation is not None else "full"
 
     @property
     def replica_bounds(self) -> ReplicaBounds:

@@ -55,7 +55,6 @@ from rl_launch.model_folder import MODEL_FILES, TOKENIZER_FILES, adapter_problem
 from rl_launch.placement.topology import (
     Topology,
     colocated_problems,
-    plan,
     replica_bound_problems,
     topology_problems,
     weight_sync_problems,
@@ -352,6 +351,12 @@ def _lora_sync_checks(config: Any) -> Iterator[Problem]:
     if generation is None or generation.config.lora_sync != "adapter":
         return
     key = f"{POLICY}.generation.lora_sync"
+    if generation.config.weight_sync_encoding == "changes":
+        yield Problem(
+            f"{POLICY}.generation.weight_sync_encoding",
+            "got changes, but with lora_sync=adapter the adapters alone travel, which change as a whole; set it to "
+            "full, or lora_sync=merged",
+        )
     if not generation.model.lora_cfg.enabled:
         yield Problem(
             key,
@@ -420,15 +425,7 @@ def check_placement(cluster: Any, backends: Backends, device: Device) -> None:
 
 def topology_of(cluster: Any, backends: Backends, device: Device) -> Topology:
     """The devices of a `cluster` section as a run distributes them."""
-    ranks = device.ranks_per_node(cluster)
-    return plan(
-        backends.claims,
-        num_nodes=cluster.num_nodes,
-        ranks_per_node=ranks,
-        device=device,
-        weight_sync=backends.weight_sync,
-        replica_bounds=backends.replica_bounds,
-    )
+    return backends.topology(cluster.num_nodes, device.ranks_per_node(cluster), device)
 
 
 def _placement_problems(cluster: Any, backends: Backends) -> Iterator[Problem]:

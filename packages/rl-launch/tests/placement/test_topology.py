@@ -32,13 +32,14 @@ def generation(colocated=SHARED, ranks=2):
     return Claim("generation", "policy.generation", ranks, colocated)
 
 
-def make(*claims, num_nodes=1, ranks=8, device=CUDA, sync="auto", bounds=(None, None)):
+def make(*claims, num_nodes=1, ranks=8, device=CUDA, sync="auto", encoding="full", bounds=(None, None)):
     return plan(
         claims,
         num_nodes=num_nodes,
         ranks_per_node=ranks,
         device=device,
         weight_sync=sync,
+        weight_sync_encoding=encoding,
         replica_bounds=ReplicaBounds(*bounds),
     )
 
@@ -151,6 +152,17 @@ def test_a_transport_that_cannot_work_is_refused(topology, said):
     (problem,) = weight_sync_problems(topology)
     assert problem.key == "policy.generation.weight_sync"
     assert said in problem.message
+
+
+def test_changes_alone_are_sent_over_a_link():
+    (problem,) = weight_sync_problems(make(policy(), generation(), encoding="changes"))
+    assert problem.key == "policy.generation.weight_sync_encoding"
+    assert "share memory" in problem.message
+    for topology in (
+        make(policy(), generation(apart(gpus=2)), encoding="changes"),
+        make(policy(), generation(), sync="disk", encoding="changes"),
+    ):
+        assert list(weight_sync_problems(topology)) == []
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rl_core.config import Problem
 from rl_core.devices import Device
 from rl_core.model_config import ColocatedConfig
-from rl_core.weights import TransportKind, WeightSyncChoice
+from rl_core.weights import TransportKind, WeightSyncChoice, WeightSyncEncoding
 
 GENERATION = "generation"
 """The name of generation among the holders of devices, and its role in messages."""
@@ -72,6 +72,7 @@ class Topology:
         own: devices of the others, by name.
         device: the kind of all devices.
         weight_sync: `policy.generation.weight_sync`.
+        weight_sync_encoding: `policy.generation.weight_sync_encoding`.
         replica_bounds: bounds of the number of replicas.
     """
 
@@ -80,6 +81,7 @@ class Topology:
     own: Mapping[str, Devices]
     device: Device
     weight_sync: WeightSyncChoice = "auto"
+    weight_sync_encoding: WeightSyncEncoding = "full"
     replica_bounds: ReplicaBounds = ReplicaBounds()
 
     def devices(self, name: str) -> Devices:
@@ -152,6 +154,7 @@ def plan(
     ranks_per_node: int,
     device: Device,
     weight_sync: WeightSyncChoice = "auto",
+    weight_sync_encoding: WeightSyncEncoding = "full",
     replica_bounds: ReplicaBounds = ReplicaBounds(),
 ) -> Topology:
     """The topology of a run. Devices of a model's own are taken from the shared ones: some devices of the only node, or
@@ -164,7 +167,8 @@ def plan(
         shared = Devices(1, ranks_per_node - sum(found.ranks for found in own.values()))
     else:
         shared = Devices(num_nodes - sum(found.num_nodes for found in own.values()), ranks_per_node)
-    return Topology({claim.name: claim for claim in claims}, shared, own, device, weight_sync, replica_bounds)
+    by_name = {claim.name: claim for claim in claims}
+    return Topology(by_name, shared, own, device, weight_sync, weight_sync_encoding, replica_bounds)
 
 
 def colocated_problems(claims: Sequence[Claim]) -> Iterator[Problem]:
@@ -194,6 +198,12 @@ def weight_sync_problems(topology: Topology) -> Iterator[Problem]:
             key,
             "got collective, but policy and generators share GPUs, and a collective takes one process per GPU; set it "
             "to auto, ipc or disk",
+        )
+    if topology.weight_sync_encoding == "changes" and topology.transport == "ipc":
+        yield Problem(
+            f"{key}_encoding",
+            "got changes, but policy and generators share memory (weight_sync: ipc), through which all weights are "
+            f"read at no cost of a link; set it to full, or {key} to disk",
         )
 
 

@@ -22,7 +22,7 @@ from rl_launch.cluster.nodes import Nodes
 from rl_launch.cluster.virtual_cluster import VirtualCluster
 from rl_launch.local_models import model_folders
 from rl_launch.placement.residency import Residency
-from rl_launch.placement.topology import GENERATION, Topology, plan
+from rl_launch.placement.topology import GENERATION, Topology
 from rl_launch.runtime.model_group import StartTimeouts
 from rl_launch.runtime.models import Models
 from rl_launch.runtime.processes import Processes
@@ -89,14 +89,7 @@ class Runtime:
         self.rollout_pool: RolloutPool | None = None
         self._logs = str(logs)
         self._timeouts = StartTimeouts(config.cluster.process_timeout_s, config.cluster.start_timeout_s)
-        self.topology: Topology = plan(
-            backends.claims,
-            num_nodes=cluster.num_nodes,
-            ranks_per_node=cluster.ranks_per_node,
-            device=cluster.device,
-            weight_sync=backends.weight_sync,
-            replica_bounds=backends.replica_bounds,
-        )
+        self.topology: Topology = backends.topology(cluster.num_nodes, cluster.ranks_per_node, cluster.device)
         loaded = {model.section: model.config for model in backends.models.values()}
         env_vars = {role: model.config.env_vars for role, model in backends.models.items()}
         if backends.generation is not None:
@@ -232,6 +225,7 @@ class Runtime:
             canary=canary,
             residency=residency,
             bucket_bytes=self.topology.device.bucket_bytes,
+            sends_changes=self.topology.weight_sync_encoding == "changes",
             sends_adapters=self._backends.generation.config.lora_sync == "adapter",
         )
 

@@ -116,6 +116,7 @@ class WeightSync:
         canary: what both sides must agree on.
         residency: of the devices that policy and replicas share; None if they share none.
         bucket_bytes: most bytes in flight at a time.
+        sends_changes: whether a transfer carries only what changed since the one before, to the same replicas.
         sends_adapters: whether the adapters of the policy travel by themselves: beside the weights that they sit on
             to replicas that do not have these yet, and alone in every later transfer.
         timeout_s: bound of each phase.
@@ -130,6 +131,7 @@ class WeightSync:
         canary: Canary,
         residency: Residency | None,
         bucket_bytes: int,
+        sends_changes: bool = False,
         sends_adapters: bool = False,
         timeout_s: float = 600.0,
     ) -> None:
@@ -139,6 +141,7 @@ class WeightSync:
         self._canary = canary
         self._residency = residency
         self._bucket_bytes = bucket_bytes
+        self._sends_changes = sends_changes
         self._sends_adapters = sends_adapters
         self._timeout_s = timeout_s
         self._version = 0
@@ -303,6 +306,7 @@ class WeightSync:
             bucket_bytes=self._bucket_bytes,
             every_rank_sends=per_gpu,
             timeout_s=self._timeout_s,
+            sends_changes=self._sends_changes,
         )
 
     def _check_canary(

@@ -83,11 +83,11 @@ class Corrupting:
         self._buffer = self._link.buffer(bucket)
         return self._buffer
 
-    def send(self, bucket: Bucket) -> None:
+    def send(self, bucket: Bucket) -> int:
         for slot in bucket.slots:
             if slot.spec.name == self._name:
                 slot.view(self._buffer).add_(1)
-        self._link.send(bucket)
+        return self._link.send(bucket)
 
     def finish(self, digests: Sequence[str]) -> None:
         self._link.finish(digests)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -12,6 +13,8 @@ from rl_core.torch.collective_errors import on_all_ranks
 from rl_core.torch.training.backend import RankMesh, RankWeights
 from rl_core.torch.transport import Sender, SendingEnd
 from rl_core.weights import Manifest, Transport, WeightForm, num_bytes
+
+_log = logging.getLogger(__name__)
 
 
 def manifest_of(weights: RankWeights, version: int, dtype: str, form: WeightForm = "merged") -> Manifest:
@@ -80,6 +83,9 @@ def send_weights(
             nonlocal digest
             for sender in senders:
                 digest = sender.finish()
+                if transport.sends_changes:
+                    share = sender.num_bytes_sent / (manifest.num_bytes or 1)
+                    _log.info("weight version %d: sent %.2f %% of its bytes", manifest.version, 100 * share)
 
         on_all_ranks(mesh.control, meet)
         for part in _parts(stream, manifest, transport.bucket_bytes, keeps=sends):

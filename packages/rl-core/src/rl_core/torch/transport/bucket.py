@@ -13,6 +13,9 @@ from rl_core.weights import ITEM_BYTES, Manifest, TensorSpec, buckets, num_bytes
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
 """Torch's dtype by its name in a manifest."""
 
+CHANGES = "rl.changes"
+"""Name of the tensor that holds the changes of a bucket."""
+
 ALIGNMENT = 64
 """Bytes; a tensor's place starts at a multiple, so that it can be viewed as any dtype."""
 
@@ -38,6 +41,15 @@ class Bucket:
     index: int
     slots: tuple[Slot, ...]
     num_bytes: int
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of its tensors."""
+        return tuple(slot.spec.name for slot in self.slots)
+
+    def packed(self, num_bytes: int) -> Bucket:
+        """The bucket as it travels if only its changes do: one tensor of so many bytes."""
+        return Bucket(self.index, (Slot(TensorSpec(CHANGES, (num_bytes,), "uint8"), 0, num_bytes),), num_bytes)
 
     def clear_gaps(self, buffer: torch.Tensor) -> None:
         """Zero the bytes between tensors, which the bucket's digest covers; most tensors leave none."""

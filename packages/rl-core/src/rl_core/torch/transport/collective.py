@@ -70,21 +70,23 @@ class _Broadcasts:
         return self._buffers[bucket.index % NUM_BUFFERS]
 
     def start(self, bucket: Bucket) -> None:
-        """Begin the broadcast of a bucket; rank 0 sends what is in its buffer, the others get it there."""
+        """Begin the broadcast of a bucket, or of its changes; rank 0 sends what is in its buffer, the others get it
+        there.
+        """
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
         options.asyncOp = True
         place = self.buffer(bucket)[: max(1, bucket.num_bytes)]
         self.synchronize()
-        with self._named(self._phase(bucket.index)):
+        with self._named(self.phase(bucket.index)):
             self._works[bucket.index] = self._group.broadcast([place], options)
-        self._deadlines[bucket.index] = Deadline(self._timeout_s, self._phase(bucket.index))
+        self._deadlines[bucket.index] = Deadline(self._timeout_s, self.phase(bucket.index))
 
     def wait(self, index: int) -> None:
         """Wait until the broadcast of this bucket is over here."""
         work, deadline = self._works.pop(index), self._deadlines.pop(index)
-        phase = self._phase(index)
+        phase = self.phase(index)
         while not work.is_completed():
             self._check(phase)
             deadline.remaining()
@@ -119,7 +121,8 @@ class _Broadcasts:
         # a process that ends while the thread works ends with an abort
         leaving.join(_LEAVE_S)
 
-    def _phase(self, index: int) -> str:
+    def phase(self, index: int) -> str:
+        """The transfer of a bucket, for messages."""
         return f"{self._who}, bucket {index + 1} of {self._num_buckets}"
 
 
@@ -136,6 +139,7 @@ class CollectiveSenderLink:
         except BaseException as error:
             abort_all(self._channels.values(), f"{type(error).__name__}: {error}")
             raise
+        self._announces = transport.sends_changes
         self._broadcasts = _Broadcasts(
             group, device, timeout_s=transport.timeout_s, who="sender rank 0", check=self._check
         )
@@ -150,8 +154,12 @@ class CollectiveSenderLink:
             self._broadcasts.wait(bucket.index - NUM_BUFFERS)
         return self._broadcasts.buffer(bucket)
 
-    def send(self, bucket: Bucket) -> None:
+    def send(self, bucket: Bucket) -> int:
+        if self._announces:
+            for channel in self._channels.values():
+                channel.send({"bytes": bucket.num_bytes}, self._broadcasts.phase(bucket.index))
         self._broadcasts.start(bucket)
+        return bucket.num_bytes
 
     def finish(self, digests: Sequence[str]) -> None:
         self._broadcasts.wait_all()
@@ -182,11 +190,12 @@ class CollectiveSenderLink:
 
 
 class CollectiveReceiverLink:
-    """A rank of the group from 1 on; receives the next bucket while the present one is read."""
+    """A rank of the group from 1 on; receives the next bucket while the present one is read, if it knows the size."""
 
     def __init__(self, transport: Transport, rank: int, device: Device) -> None:
         address = _host_and_port(transport.address)
         self._rank = rank
+        self._awaits_sizes = transport.sends_changes
         self._phase = f"receiver rank {rank}, {{}}"
         self._channel = find_sender(socket.AF_INET, address, rank, transport.timeout_s)
         try:
@@ -206,8 +215,9 @@ class CollectiveReceiverLink:
         self._layout = layout
         say_ready(self._channel, layout)
         self._broadcasts.begin(layout)
-        for bucket in layout.buckets[:NUM_BUFFERS]:
-            self._broadcasts.start(bucket)
+        if not self._awaits_sizes:
+            for bucket in layout.buckets[:NUM_BUFFERS]:
+                self._broadcasts.start(bucket)
 
     def _join(self, host: str, rank: int, device: Device, timeout_s: float) -> Any:
         phase = self._phase.format("joining the sender's group")
@@ -222,12 +232,16 @@ class CollectiveReceiverLink:
         return _joined(join, phase, self._channel.check, timeout_s)
 
     def receive(self, bucket: Bucket) -> torch.Tensor:
+        size = bucket.num_bytes
+        if self._awaits_sizes:
+            size = self._channel.receive(self._broadcasts.phase(bucket.index))["bytes"]
+            self._broadcasts.start(bucket if size == bucket.num_bytes else bucket.packed(size))
         self._broadcasts.wait(bucket.index)
-        return self._broadcasts.buffer(bucket)
+        return self._broadcasts.buffer(bucket)[:size]
 
     def release(self, bucket: Bucket) -> None:
         self._broadcasts.synchronize()
-        if bucket.index + NUM_BUFFERS < len(self._layout.buckets):
+        if not self._awaits_sizes and bucket.index + NUM_BUFFERS < len(self._layout.buckets):
             self._broadcasts.start(self._layout.buckets[bucket.index + NUM_BUFFERS])
 
     def finish(self, digests: Sequence[str]) -> None:

@@ -2,7 +2,8 @@
 
 The sender writes a version whole and returns; receivers then read it. Nobody waits for another through files, so a
 shared file system needs neither locks nor quick notice of changes. A folder holds one version at a time: the next one
-takes its place, and nothing is left once the sender has closed its end.
+takes its place, and nothing is left once the sender has closed its end. The shard of a bucket of which only the changes
+travel holds these as one tensor.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from rl_core.errors import WeightSyncError
-from rl_core.torch.transport.bucket import Bucket, Layout
+from rl_core.torch.transport.bucket import CHANGES, Bucket, Layout
 from rl_core.torch.transport.deadline import Deadline
 from rl_core.torch.transport.receipt import compare
 from rl_core.weights import Transport
@@ -49,12 +50,13 @@ class DiskSenderLink:
     def buffer(self, bucket: Bucket) -> torch.Tensor:
         return self._buffer
 
-    def send(self, bucket: Bucket) -> None:
+    def send(self, bucket: Bucket) -> int:
         path = self._aside / _shard(bucket, self._layout)
         # raises if the transfer was interrupted
         Deadline(self._timeout_s, f"sender rank 0, writing {path}").remaining()
         with _failures("sender rank 0 could not write", path):
             save_file({slot.spec.name: slot.view(self._buffer) for slot in bucket.slots}, path)
+        return bucket.num_bytes
 
     def finish(self, digests: Sequence[str]) -> None:
         shards = {
@@ -99,10 +101,13 @@ class DiskReceiverLink:
     def receive(self, bucket: Bucket) -> torch.Tensor:
         path = self._folder / _shard(bucket, self._layout)
         with _failures(f"receiver rank {self._rank} could not read", path), safe_open(path, framework="pt") as shard:
+            if CHANGES in shard.keys():  # noqa: SIM118 - not a mapping
+                changes = shard.get_tensor(CHANGES)
+                return self._buffer[: len(changes)].copy_(changes)
             for slot in bucket.slots:
                 slot.view(self._buffer).copy_(shard.get_tensor(slot.spec.name))
         bucket.clear_gaps(self._buffer)
-        return self._buffer
+        return self._buffer[: bucket.num_bytes]
 
     def release(self, bucket: Bucket) -> None:
         """The next copy into the buffer follows in the same stream."""

@@ -59,11 +59,12 @@ class IpcSenderLink:
         assert self._buffers is not None, "begin comes first"
         return self._buffers.tensors[bucket.index % NUM_BUFFERS]
 
-    def send(self, bucket: Bucket) -> None:
+    def send(self, bucket: Bucket) -> int:
         self._device.synchronize()
         for channel in self._channels.values():
             channel.send({"bucket": bucket.index}, f"bucket {bucket.index + 1} of {len(self._layout.buckets)}")
         self._sent += 1
+        return bucket.num_bytes
 
     def finish(self, digests: Sequence[str]) -> None:
         self._await_acknowledgements(self._sent)
@@ -112,7 +113,7 @@ class IpcReceiverLink:
     def receive(self, bucket: Bucket) -> torch.Tensor:
         message = self._channel.receive(self._phase.format(bucket.index + 1))
         assert message == {"bucket": bucket.index}, message
-        return self._buffers[bucket.index % NUM_BUFFERS]
+        return self._buffers[bucket.index % NUM_BUFFERS][: bucket.num_bytes]
 
     def release(self, bucket: Bucket) -> None:
         self._device.synchronize()

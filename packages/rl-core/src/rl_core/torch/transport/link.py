@@ -21,8 +21,10 @@ class SenderLink(Protocol):
         """A uint8 buffer to fill with this bucket, once no receiver reads it any more."""
         ...
 
-    def send(self, bucket: Bucket) -> None:
-        """Let the filled bucket go; returns before it has arrived."""
+    def send(self, bucket: Bucket) -> int:
+        """Let the filled bucket go, or its changes (`Bucket.packed`); returns the bytes that each receiver gets, before
+        they have arrived.
+        """
         ...
 
     def finish(self, digests: Sequence[str]) -> None:
@@ -50,7 +52,7 @@ class ReceiverLink(Protocol):
         ...
 
     def receive(self, bucket: Bucket) -> torch.Tensor:
-        """The uint8 buffer in which this bucket has arrived."""
+        """What has arrived of this bucket, uint8: all of its bytes, or its changes."""
         ...
 
     def release(self, bucket: Bucket) -> None:

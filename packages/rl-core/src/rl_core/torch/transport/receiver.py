@@ -10,6 +10,7 @@ import torch
 from rl_core.devices import Device
 from rl_core.errors import WeightSyncError
 from rl_core.torch.transport.bucket import Layout, lay_out
+from rl_core.torch.transport.changes import ChangesReceiverLink
 from rl_core.torch.transport.collective import CollectiveReceiverLink
 from rl_core.torch.transport.digest import PendingDigest, begin_digest, read_digests
 from rl_core.torch.transport.disk import DiskReceiverLink
@@ -117,6 +118,11 @@ def open_receiver(manifest: Manifest, transport: Transport, rank: int, device: D
 
 
 def _link(transport: Transport, rank: int, device: Device) -> ReceiverLink:
+    link = _whole_link(transport, rank, device)
+    return ChangesReceiverLink(link, rank) if transport.sends_changes else link
+
+
+def _whole_link(transport: Transport, rank: int, device: Device) -> ReceiverLink:
     match transport.kind:
         case "ipc":
             return IpcReceiverLink(transport, rank, device)

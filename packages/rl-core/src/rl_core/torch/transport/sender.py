@@ -10,6 +10,7 @@ import torch
 from rl_core.devices import Device
 from rl_core.errors import WeightSyncError
 from rl_core.torch.transport.bucket import DTYPES, Bucket, Layout, Slot, lay_out
+from rl_core.torch.transport.changes import ChangesSenderLink
 from rl_core.torch.transport.collective import CollectiveSenderLink
 from rl_core.torch.transport.deadline import interruptible
 from rl_core.torch.transport.digest import PendingDigest, begin_digest, read_digests
@@ -27,6 +28,9 @@ class Sender:
         manifest: what will be put.
         layout: of the manifest.
         link: over which the buckets travel.
+
+    Attributes:
+        num_bytes_sent: bytes that each receiver was sent so far.
     """
 
     def __init__(self, manifest: Manifest, layout: Layout, link: SenderLink) -> None:
@@ -40,6 +44,7 @@ class Sender:
         self._num_put = 0
         self._has_begun = False
         self.finished = False
+        self.num_bytes_sent = 0
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
         """Send this tensor next; its memory may be reused on return.
@@ -57,7 +62,7 @@ class Sender:
         if slot is bucket.slots[-1]:
             bucket.clear_gaps(self._buffer)
             self._pending.append(begin_digest(self._buffer[: bucket.num_bytes]))
-            self.link.send(bucket)
+            self.num_bytes_sent += self.link.send(bucket)
             self._buffer = None
         self._num_put += 1
         self._next = next(self._places, None)
@@ -153,6 +158,11 @@ def open_sender(manifest: Manifest, transport: Transport, device: Device) -> Ite
 
 
 def _link(transport: Transport, device: Device) -> SenderLink:
+    link = _whole_link(transport, device)
+    return ChangesSenderLink(link, device) if transport.sends_changes else link
+
+
+def _whole_link(transport: Transport, device: Device) -> SenderLink:
     match transport.kind:
         case "ipc":
             return IpcSenderLink(transport, device)

@@ -1,0 +1,201 @@
+"""Transfers of only what differs from the one before over the same connection, exact to the bit.
+
+Both ends keep every bucket as it was last sent, in host memory. Of a bucket in which few values have changed their
+positions and new values travel, of any other one the whole; the receiving end completes it before it is read or its
+digest is taken. Another connection, which a receiver that is restarted or joins needs, begins with whole buckets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from rl_core.devices import Device
+from rl_core.errors import WeightSyncError
+from rl_core.torch.transport.bucket import Bucket, Layout
+from rl_core.torch.transport.link import ReceiverLink, SenderLink
+from rl_core.weights import ITEM_BYTES
+
+BLOCK = 2**16
+"""Values whose positions are counted from one start, so that a position takes two bytes."""
+
+BASE_BYTES = 8
+LANES = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers in which buckets are compared, by their bytes: bits differ also if floating-point values are equal."""
+
+
+class ChangesSenderLink:
+    """A `SenderLink` that hands another one only the changes of a bucket, if those are smaller."""
+
+    def __init__(self, link: SenderLink, device: Device) -> None:
+        self._link = link
+        self._device = device
+        self._sent = KeptBuckets()
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def begin(self, layout: Layout) -> None:
+        self._link.begin(layout)
+        self._sent.begin(layout)
+        if self._buffer.numel() < layout.capacity:
+            self._buffer = torch.empty(layout.capacity, dtype=torch.uint8, device=self._device.torch_device)
+
+    def buffer(self, bucket: Bucket) -> torch.Tensor:
+        return self._buffer
+
+    def send(self, bucket: Bucket) -> int:
+        whole = self._buffer[: bucket.num_bytes]
+        before = self._sent.get(bucket, whole.device)
+        changes = None if before is None else pack(whole, before, _lane(bucket), self._sent.base)
+        self._sent.keep(bucket, whole)
+        travels = whole if changes is None else changes
+        self._link.buffer(bucket)[: travels.numel()].copy_(travels)
+        return self._link.send(bucket if changes is None else bucket.packed(changes.numel()))
+
+    def finish(self, digests: Sequence[str]) -> None:
+        self._link.finish(digests)
+        self._sent.finish()
+
+    def abort(self, reason: str) -> None:
+        self._link.abort(reason)
+
+    def close(self) -> None:
+        self._link.close()
+
+
+class ChangesReceiverLink:
+    """A `ReceiverLink` that completes the buckets of which another one receives only the changes."""
+
+    def __init__(self, link: ReceiverLink, rank: int) -> None:
+        self._link = link
+        self._rank = rank
+        self._received = KeptBuckets()
+
+    def begin(self, layout: Layout) -> None:
+        self._link.begin(layout)
+        self._received.begin(layout)
+
+    def receive(self, bucket: Bucket) -> torch.Tensor:
+        arrived = self._link.receive(bucket)
+        if arrived.numel() == bucket.num_bytes:
+            self._received.keep(bucket, arrived)
+            return arrived
+        whole = self._received.get(bucket, arrived.device)
+        if whole is None or self._received.base != base_of(arrived):
+            raise WeightSyncError(
+                f"receiver rank {self._rank} was sent the changes since a version that it does not hold",
+                bucket.names,
+            )
+        if not unpack(arrived, whole, _lane(bucket)):
+            raise WeightSyncError(f"receiver rank {self._rank}: the changes of a bucket arrived broken", bucket.names)
+        self._received.keep(bucket, whole)
+        return whole
+
+    def release(self, bucket: Bucket) -> None:
+        self._link.release(bucket)
+
+    def finish(self, digests: Sequence[str]) -> None:
+        self._link.finish(digests)
+        self._received.finish()
+
+    def abort(self, reason: str) -> None:
+        self._link.abort(reason)
+
+    def close(self) -> None:
+        self._link.close()
+
+
+class KeptBuckets:
+    """The buckets of the last transfer, in host memory."""
+
+    def __init__(self) -> None:
+        self._layout: Layout | None = None
+        self._buckets: dict[int, torch.Tensor] = {}
+        self.base = 0
+
+    def begin(self, layout: Layout) -> None:
+        """Begin a transfer; buckets of other tensors are of no use to it."""
+        if self._layout is None or layout.buckets != self._layout.buckets:
+            self._buckets.clear()
+        self._layout = layout
+
+    def get(self, bucket: Bucket, device: torch.device) -> torch.Tensor | None:
+        """The bucket as it was last sent, uint8 on this device; on the host the kept memory itself."""
+        kept = self._buckets.get(bucket.index)
+        return None if kept is None else kept.to(device)
+
+    def keep(self, bucket: Bucket, whole: torch.Tensor) -> None:
+        """Keep the bucket's bytes in place of those before."""
+        kept = self._buckets.setdefault(bucket.index, torch.empty(bucket.num_bytes, dtype=torch.uint8))
+        if kept.data_ptr() != whole.data_ptr():
+            kept.copy_(whole)
+
+    def finish(self) -> None:
+        """All buckets are those of this transfer's version."""
+        assert self._layout is not None, "begin comes first"
+        self.base = int(self._layout.fingerprint, 16) - 2**63
+
+
+def pack(whole: torch.Tensor, before: torch.Tensor, lane: int, base: int) -> torch.Tensor | None:
+    """Changes of a bucket.
+
+    Args:
+        whole: uint8, the bucket's bytes.
+        before: those before.
+        lane: bytes of one value: 2, 4 or 8.
+        base: number of the version before.
+
+    Returns:
+        uint8: the base, the number of changed values in each block, the values, and each one's position in its block;
+        None if that takes as much as the whole.
+    """
+    new = whole.view(LANES[lane])
+    differs = new != before.view(LANES[lane])
+    count, start = int(differs.count_nonzero()), _start(len(new))
+    size = start + count * (lane + 2)
+    if size >= len(whole):
+        return None
+    positions = differs.nonzero().flatten()
+    packed = torch.zeros(size, dtype=torch.uint8, device=whole.device)
+    packed[:BASE_BYTES].view(torch.int64).fill_(base)
+    counts = torch.bincount(positions // BLOCK, minlength=_num_blocks(len(new)))
+    packed[BASE_BYTES : BASE_BYTES + 4 * len(counts)].view(torch.int32).copy_(counts)
+    packed[start : start + count * lane].view(LANES[lane]).copy_(new[positions])
+    packed[start + count * lane :].view(torch.int16).copy_(positions % BLOCK - BLOCK // 2)
+    return packed
+
+
+def base_of(packed: torch.Tensor) -> int:
+    """Number of the version that the changes are relative to."""
+    return int(packed[:BASE_BYTES].view(torch.int64))
+
+
+def unpack(packed: torch.Tensor, whole: torch.Tensor, lane: int) -> bool:
+    """Apply the changes of `pack` to the bytes before, in place; returns whether they are intact as far as it shows."""
+    values = whole.view(LANES[lane])
+    start = _start(len(values))
+    count = (len(packed) - start) // (lane + 2)
+    counts = packed[BASE_BYTES : BASE_BYTES + 4 * _num_blocks(len(values))].view(torch.int32).long()
+    if int(counts.sum()) != count or bool((counts < 0).any()):
+        return False
+    blocks = torch.arange(len(counts), device=packed.device).repeat_interleave(counts, output_size=count)
+    offsets = packed[start + count * lane :].view(torch.int16).long() + BLOCK // 2
+    positions = blocks * BLOCK + offsets
+    if bool((positions >= len(values)).any()):
+        return False
+    values[positions] = packed[start : start + count * lane].view(LANES[lane])
+    return True
+
+
+def _num_blocks(num_values: int) -> int:
+    return -(-num_values // BLOCK)
+
+
+def _start(num_values: int) -> int:
+    """Bytes before the values, which begin at a multiple of 8."""
+    return BASE_BYTES + -(-4 * _num_blocks(num_values) // 8) * 8
+
+
+def _lane(bucket: Bucket) -> int:
+    """Bytes of the bucket's smallest values, at least 2."""
+    return max(2, min(ITEM_BYTES[slot.spec.dtype] for slot in bucket.slots))
