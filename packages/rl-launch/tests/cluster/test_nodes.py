@@ -199,6 +199,8 @@ def test_a_node_that_dies_meanwhile_is_named_and_known_to_be_lost(spare, pair, t
     with pytest.raises(WorkerDied, match=f"node {spare.node_ip_address} was lost while waiting for"):
         nodes.prepare(on(spare))
     assert before.lost() == [spare.node_ip_address]
+    before.leave(spare.node_id, ["env.math"])
+    assert before.lost() == []
     with pytest.raises(WorkerDied, match="no other node has such devices free"):
         cluster.node_of(bundle)
     cluster.close()

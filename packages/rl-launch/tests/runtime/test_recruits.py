@@ -111,6 +111,19 @@ def test_a_replica_that_does_not_start_gives_its_devices_back_and_is_tried_again
     assert "a further replica did not start: no engine on devices 0" in caplog.text
 
 
+def test_starts_that_fail_are_tried_ever_more_rarely_until_other_devices_may_be_granted(recruit, caplog, monkeypatch):
+    monkeypatch.setattr(module, "RETRY_S", 30.0)
+    now, places = [0.0], Places(free=1, failing=4)
+    recruits = recruit(places, 1, most=3, clock=lambda: now[0])
+    for num_failed, wait in enumerate((30, 60, 120), 1):
+        awaited(lambda wait=wait: f"trying again in {wait} s" in caplog.text)
+        assert len(places.discarded) == num_failed
+        now[0] += wait
+    awaited(lambda: "trying again in 240 s" in caplog.text)
+    recruits.replace(Recruit("lost"))
+    assert len(names(recruits.await_any(1))) >= 1
+
+
 def test_a_wait_for_devices_ends_with_the_keys_and_what_failed_last(recruit, monkeypatch):
     recruits = recruit(Places(), 0, patience_s=0.1)
     with pytest.raises(PlacementError) as refused:

@@ -96,6 +96,7 @@ class Nodes:
         self._build_timeout_s = build_timeout_s
         self._home = ray.get_runtime_context().get_node_id()
         self._addresses: dict[str, str] = {}
+        self._roles: dict[str, set[str]] = {}
         self._prepared: dict[str, PreparedNode] = {}
 
     def __getitem__(self, node: str) -> PreparedNode:
@@ -115,6 +116,8 @@ class Nodes:
         wanted = {node: set(found) for node, found in roles.items()}
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         self._addresses |= {node: addresses[node] for node in wanted}
+        for node, found in wanted.items():
+            self._roles.setdefault(node, set()).update(found)
         if self._home in wanted and self._home not in self._prepared:
             address = addresses[self._home]
             self._prepared[self._home] = PreparedNode(address, facts_of_this_node(address), self._envs.interpreters)
@@ -127,12 +130,17 @@ class Nodes:
         lacking = {node: wanted[node] - set(self._prepared[node].interpreters) for node in others}
         self._provide({node: found for node, found in lacking.items() if found})
 
+    def leave(self, node: str, roles: Iterable[str]) -> None:
+        """Note that no workers of these roles are on a node any more."""
+        self._roles[node].difference_update(roles)
+
     def lost(self) -> list[str]:
-        """Addresses of the run's nodes that are lost.
+        """Addresses of the nodes that are lost and have workers of the run.
 
         Waits until Ray has declared them dead, as it would place workers on them until then.
         """
-        asked = {node: address for node, address in self._addresses.items() if node != self._home}
+        asked = {node: address for node, address in self._addresses.items() if self._roles[node]}
+        asked.pop(self._home, None)
         refs = {_pinned(facts_of_this_node, node).remote(address): node for node, address in asked.items()}
         if not refs:
             return []

@@ -39,6 +39,10 @@ class Processes:
             by_node.setdefault(node, []).append(role)
         self._nodes.prepare(by_node)
 
+    def leave(self, node: str, roles: Iterable[str]) -> None:
+        """Note that the run has no workers of these roles on a node any more."""
+        self._nodes.leave(node, roles)
+
     def cores(self, node: str) -> int:
         """Cores of a prepared node."""
         return self._nodes[node].facts.cores

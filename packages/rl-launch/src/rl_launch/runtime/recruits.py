@@ -20,7 +20,10 @@ LOOK_S = 1.0
 """Time between two looks for devices that the cluster has granted."""
 
 RETRY_S = 30.0
-"""Time between a replica that did not start and the next attempt."""
+"""Time between a replica that did not start and the next attempt; it doubles with each failure in a row."""
+
+MAX_RETRY_S = 1800.0
+"""Longest such time."""
 
 CLOSE_TIMEOUT_S = 30.0
 
@@ -85,6 +88,8 @@ class Recruits:
         self._starting: list[Replica] = []
         self._ready: list[Replica] = []
         self._last_failure = ""
+        self._num_failures = 0
+        self._retry_at = -math.inf
         self._fault: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="recruits", daemon=True)
 
@@ -152,8 +157,8 @@ class Recruits:
             while self._waits(LOOK_S):
                 self._request()
                 granted = [devices for devices in self._requests if self._places.is_granted(devices)]
-                if granted and not self._start(granted):
-                    self._waits(RETRY_S)
+                if granted and self._clock() >= self._retry_at:
+                    self._start(granted)
         except BaseException as error:  # noqa: BLE001 - raised by `take` on the run's own thread
             with self._changed:
                 self._fault = None if self._is_closed else error
@@ -172,10 +177,12 @@ class Recruits:
             missing = self._num_lacking - len(self._ready) - len(self._requests)
         for replica in leaving:
             self._places.discard(replica)
+            # other devices may be granted than those on which starts failed
+            self._num_failures, self._retry_at = 0, -math.inf
         self._requests += [self._places.request() for _ in range(missing)]
 
-    def _start(self, granted: list[Bundle]) -> bool:
-        """Start a replica on each of these devices, side by side; returns whether all have started."""
+    def _start(self, granted: list[Bundle]) -> None:
+        """Start a replica on each of these devices, side by side."""
         starts = []
         failures: list[RLError] = []
         for devices in granted:
@@ -201,10 +208,12 @@ class Recruits:
                 self._ready.append(replica)
                 self._changed.notify_all()
             _log.info("%s is ready and joins at the next weight update", replica)
+        self._num_failures = self._num_failures + 1 if failures else 0
         if failures and not self._is_closed:
+            retry_s = min(MAX_RETRY_S, RETRY_S * 2 ** (self._num_failures - 1))
+            self._retry_at = self._clock() + retry_s
             self._last_failure = " ".join(str(failures[0]).split())
-            _log.warning("a further replica did not start: %s; trying again in %.0f s", self._last_failure, RETRY_S)
-        return not failures
+            _log.warning("a further replica did not start: %s; trying again in %.0f s", self._last_failure, retry_s)
 
     def _given_up(self, num_present: int) -> str:
         why = f"; the last one that was tried did not start: {self._last_failure}" if self._last_failure else ""

@@ -78,6 +78,7 @@ class Replicas:
         self._bundles: list[Bundle] = []
         self._environments: dict[str, RemoteEnvironment] = {}
         self._devices: dict[Replica, Bundle] = {}
+        self._nodes: dict[Replica, str] = {}
 
     def reserve(self) -> None:
         """Take devices for replicas alone."""
@@ -126,6 +127,7 @@ class Replicas:
         def finish_alone() -> list[Replica]:
             replicas = finish()
             self._devices = dict(zip(replicas, self._bundles, strict=True))
+            self._nodes = {replica: bundle.node for replica, bundle in self._devices.items()}
             return replicas
 
         return finish_alone
@@ -154,6 +156,7 @@ class Replicas:
         index = next(index for index in itertools.count() if index not in taken)
         replica = self._replica(start, placement, index)
         self._devices[replica] = devices
+        self._nodes[replica] = node
         return replica, replica.begin_start()
 
     def give_back(self, devices: Bundle) -> None:
@@ -162,9 +165,12 @@ class Replicas:
         self._cluster.release([[devices]])
 
     def discard(self, replica: Replica) -> None:
-        """End a replica's process and release its devices."""
+        """End a replica's process and release its devices; the loss of a node without replicas is none of the run's."""
         replica.kill()
         self.give_back(self._devices.pop(replica))
+        node = self._nodes.pop(replica)
+        if node not in self._nodes.values():
+            self._processes.leave(node, self._roles)
 
     @property
     def _roles(self) -> list[str]:
