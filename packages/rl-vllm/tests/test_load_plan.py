@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from vllm.model_executor.model_loader.reload import record_metadata_for_reloadin
 
 from rl_core.weights import Manifest, TensorSpec
 from rl_vllm.load_plan import plan_load
+from rl_vllm.weight_receiver import WeightReceiver
 
 NAMES = ("mlp.shared_expert.weight", "mlp.gate.weight")
 
@@ -41,9 +43,10 @@ class Model(nn.Module):
             parameters[name].data.copy_(tensor)
 
 
-def manifest(model: nn.Module, *names: str) -> Manifest:
+def manifest(model: nn.Module, *names: str, tied: Mapping[str, str] | None = None) -> Manifest:
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    return Manifest(version=1, tensors=tuple(TensorSpec(name, shapes[name], "float32") for name in names))
+    tensors = tuple(TensorSpec(name, shapes[name], "float32") for name in names)
+    return Manifest(version=1, tensors=tensors, tied=tied or {})
 
 
 def test_a_layer_with_two_names_is_filled_once_and_misses_nothing() -> None:
@@ -62,3 +65,19 @@ def test_what_a_manifest_lacks_is_missing_under_the_first_name() -> None:
     model = Model()
     record_metadata_for_reloading(model)
     assert plan_load(model, manifest(model, "mlp.gate.weight")).missing == ["mlp.shared_expert.weight"]
+
+
+def test_a_tied_name_that_the_engine_has_no_parameter_of_is_not_fed() -> None:
+    """Gemma 2 of vLLM has no head: it computes with the embedding."""
+    model = Model()
+    record_metadata_for_reloading(model)
+    told = manifest(model, *NAMES, tied={"lm_head.weight": "mlp.gate.weight"})
+    sent = {spec.name: torch.randn(spec.shape) for spec in told.tensors}
+    plan = plan_load(model, told)
+    assert plan.unknown == {}
+    assert plan.missing == []
+    with torch.no_grad():
+        receiver = WeightReceiver(model, SimpleNamespace(dtype=torch.float32), told, plan, None)
+        receiver.load(sent.items())
+    assert receiver.stale() == []
+    assert all(torch.equal(dict(model.named_parameters())[name], tensor) for name, tensor in sent.items())

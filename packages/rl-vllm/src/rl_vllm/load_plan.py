@@ -86,6 +86,8 @@ class LoadPlan:
         fillings: engine parameter to the values that are written into the rest of it.
         aliases: engine parameters that are another one under a second name (a tied head), to the first name.
         opaque: engine parameters whose loader computes more than copies.
+        unfed: tied names that the engine has no parameter of (a model of vLLM whose head is its embedding); their
+            tensor is loaded under its own name alone.
         unknown: tensors that no loader of this rank took, to the reason.
         missing: Hugging Face names of tensors that parameters of this rank need and the manifest does not have.
     """
@@ -94,6 +96,7 @@ class LoadPlan:
     fillings: dict[str, list[Filling]] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     opaque: set[str] = field(default_factory=set)
+    unfed: set[str] = field(default_factory=set)
     unknown: dict[str, str] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
 
@@ -115,7 +118,10 @@ def plan_load(model: nn.Module, manifest: Manifest) -> LoadPlan:
         plan = LoadPlan(recorder.pieces, recorder.fillings, aliases, recorder.opaque)
         sent = [spec.name for spec in manifest.tensors]
         taken = {piece.name for pieces in plan.pieces.values() for piece in pieces} | recorder.touched
-        plan.unknown = {name: "no parameter takes it" for name in sent if name not in taken} | refused
+        plan.unfed = refused.keys() & manifest.tied.keys()
+        plan.unknown = {name: "no parameter takes it" for name in sent if name not in taken} | {
+            name: reason for name, reason in refused.items() if name not in plan.unfed
+        }
         _share_with_aliases(plan, aliases)
         plan.missing = _missing(model, recorder.numel, aliases, sent)
     return plan

@@ -86,10 +86,11 @@ class WeightReceiver:
             yield source, tensor
 
     def _kept(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Tensors under every name that they are loaded under."""
+        """Tensors under every name that this rank loads them under."""
         names = fed_names(self._manifest)
         for source, tensor in tensors:
             # loaders keep a tensor until its layer is complete, the transport only until its next bucket
             kept = tensor.clone(memory_format=torch.contiguous_format)
             for name in names[source]:
-                yield name, kept
+                if name not in self.plan.unfed:
+                    yield name, kept
