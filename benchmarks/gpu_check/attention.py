@@ -20,7 +20,7 @@ from rl_dtensor.attention import row_attention
 from rl_dtensor.config import AttentionBackend, DTensorConfig
 from rl_dtensor.kernels import kernel_of
 from rl_dtensor.layout import Alignment, lay_out
-from rl_dtensor.settings import device_problems
+from rl_dtensor.settings import device_problems, without_sinks, without_softcap
 
 LENGTHS = (1, 700, 37, 1500, 3, 129, 512, 64)
 SMALL_LENGTHS = (1, 21, 5, 64, 3)
@@ -30,20 +30,41 @@ BOUND = {torch.bfloat16: 1.5e-2, torch.float32: 2e-4}
 
 @dataclass(frozen=True)
 class Case:
-    """Heads of queries, heads of keys, their dimension, and the window."""
+    """Heads of queries, heads of keys, their dimension, the window, the cap of scores, and whether heads have sinks."""
 
     heads: int
     key_value_heads: int
     head_dim: int
     window: int | None
+    softcap: float | None = None
+    has_sinks: bool = False
 
     def __str__(self) -> str:
         window = "" if self.window is None else f", window {self.window}"
-        return f"{self.heads}/{self.key_value_heads} heads of {self.head_dim}{window}"
+        softcap = "" if self.softcap is None else f", scores capped at {self.softcap:g}"
+        sinks = ", sinks" if self.has_sinks else ""
+        return f"{self.heads}/{self.key_value_heads} heads of {self.head_dim}{window}{softcap}{sinks}"
+
+    def sinks(self, device: torch.device) -> Tensor | None:
+        """`[heads]`, of different sizes."""
+        return torch.linspace(-2, 4, self.heads, device=device) if self.has_sinks else None
+
+    def is_of(self, backend: AttentionBackend) -> bool:
+        """Whether a backend has kernels for it."""
+        if self.softcap is not None and without_softcap(backend):
+            return False
+        return not (self.has_sinks and without_sinks(backend))
 
 
-CASES = (Case(16, 8, 128, None), Case(8, 8, 64, None), Case(16, 2, 128, 100), Case(4, 2, 256, None))
-SMALL_CASES = (Case(4, 2, 32, None), Case(4, 2, 32, 7))
+CASES = (
+    Case(16, 8, 128, None),
+    Case(8, 8, 64, None),
+    Case(16, 2, 128, 100),
+    Case(4, 2, 256, None),
+    Case(8, 4, 256, 100, softcap=3.0),
+    Case(16, 2, 64, 128, has_sinks=True),
+)
+SMALL_CASES = (Case(4, 2, 32, None), Case(4, 2, 32, 7), Case(4, 2, 32, 7, softcap=1.0, has_sinks=True))
 
 
 def check(setup: Setup, report: Report) -> None:
@@ -54,7 +75,7 @@ def check(setup: Setup, report: Report) -> None:
             name = str(dtype).removeprefix("torch.")
             with report.attempt(f"{backend}, {name}"):
                 _refuse(backend, name, setup)
-                for case in cases:
+                for case in (case for case in cases if case.is_of(backend)):
                     for is_packed in (True, False):
                         layout = "packed" if is_packed else "padded"
                         with report.attempt(f"{backend}, {name}, {layout}, {case}"):
@@ -136,7 +157,8 @@ def _attended(
     layout = lay_out(rows, Alignment(), is_packed=is_packed)
     attend = kernel_of(backend)
     laid = parts if is_packed else [_side_by_side(part, lengths) for part in parts]
-    out = row_attention(nn.Module(), *laid, None, layout=layout, attend=attend, sliding_window=case.window)[0]
+    options = {"sliding_window": case.window, "softcap": case.softcap, "s_aux": case.sinks(device)}
+    out = row_attention(nn.Module(), *laid, None, layout=layout, attend=attend, **options)[0]
     if is_packed:
         return out
     return torch.cat([row[:length] for row, length in zip(out, lengths, strict=True)])[None]
@@ -157,7 +179,14 @@ def _by_row(parts: Sequence[Tensor], lengths: Sequence[int], case: Case) -> Tens
         distance = place[:, None] - place
         seen = (distance >= 0) & (distance < (case.window or len(place)))
         scores = (query @ key.transpose(2, 3)) * case.head_dim**-0.5
-        outputs.append((scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value).transpose(1, 2))
+        if case.softcap is not None:
+            scores = case.softcap * (scores / case.softcap).tanh()
+        scores = scores.masked_fill(~seen, -torch.inf)
+        total = scores.logsumexp(-1, keepdim=True)
+        sinks = case.sinks(query.device)
+        if sinks is not None:
+            total = total.logaddexp(sinks[:, None, None])
+        outputs.append(((scores - total).exp() @ value).transpose(1, 2))
     return torch.cat(outputs, 1)
 
 

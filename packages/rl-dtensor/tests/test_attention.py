@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers.models.llama import modeling_llama
 
 from rl_core.batch import TOKENS
 from rl_core.install_command import install_command
@@ -19,8 +20,8 @@ from rl_dtensor.preflight import check
 LENGTHS = (5, 1, 8, 3)
 
 
-def dense(query, key, value, window):
-    """One softmax over all tokens with a block-diagonal mask."""
+def dense(query, key, value, sinks=None, *, window=None, softcap=None):
+    """One softmax over all tokens with a block-diagonal mask; a sink is a score beside them without a value."""
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     row = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
@@ -29,24 +30,31 @@ def dense(query, key, value, window):
     seen = (row[:, None] == row) & (distance >= 0)
     if window is not None:
         seen &= distance < window
-    scores = (query @ key.transpose(2, 3) * 0.3).masked_fill(~seen, -torch.inf)
-    return (scores.softmax(-1) @ value).transpose(1, 2)
+    scores = query @ key.transpose(2, 3) * 0.3
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    weights = scores.masked_fill(~seen, -torch.inf).exp()
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + sinks[:, None, None].exp()
+    return (weights / total @ value).transpose(1, 2)
 
 
-def attended(tensors, backend, window, *, is_packed=True):
+def attended(tensors, backend, window=None, softcap=None, *, is_packed=True):
     """`[batch, tokens, heads, head_dim]`, by the kernel of a backend, or another one."""
     rows = Rows(torch.tensor([0, *LENGTHS]).cumsum(0), {TOKENS: torch.zeros(sum(LENGTHS), dtype=torch.int64)})
     layout = lay_out(rows, Alignment(), is_packed=is_packed)
     attend = kernel_of(backend) if isinstance(backend, str) else backend
-    return row_attention(
-        torch.nn.Module(), *tensors, None, layout=layout, attend=attend, scaling=0.3, sliding_window=window
-    )[0]
+    query, key, value, *sinks = tensors
+    options = {"scaling": 0.3, "sliding_window": window, "softcap": softcap, "s_aux": sinks[0] if sinks else None}
+    return row_attention(torch.nn.Module(), query, key, value, None, layout=layout, attend=attend, **options)[0]
 
 
-def random_tensors(key_dim=4, value_dim=4):
+def random_tensors(key_dim=4, value_dim=4, *, has_sinks=False):
+    """Query, key and value of 17 tokens, and a sink of each query head."""
     generator = torch.Generator().manual_seed(0)
-    sizes = ((4, key_dim), (2, key_dim), (2, value_dim))
-    return [torch.randn(1, heads, 17, size, dtype=torch.float64, generator=generator) for heads, size in sizes]
+    sizes = [(1, 4, 17, key_dim), (1, 2, 17, key_dim), (1, 2, 17, value_dim), *([(4,)] if has_sinks else [])]
+    return [torch.randn(size, dtype=torch.float64, generator=generator) for size in sizes]
 
 
 def differentiated(function, tensors):
@@ -63,22 +71,71 @@ def test_it_is_dense_attention_under_a_block_diagonal_mask(backend, window):
     for value_dim in (4, 6):
         tensors = random_tensors(value_dim=value_dim)
         found = differentiated(lambda *parts: attended(parts, backend, window), tensors)
-        torch.testing.assert_close(found, differentiated(lambda *parts: dense(*parts, window), tensors))
+        torch.testing.assert_close(found, differentiated(lambda *parts: dense(*parts, window=window), tensors))
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
 def test_flex_attention_sees_what_dense_attention_does(window):
     """It has no backward pass on CPU."""
     tensors = random_tensors()
-    torch.testing.assert_close(attended(tensors, "flex", window), dense(*tensors, window))
+    torch.testing.assert_close(attended(tensors, "flex", window), dense(*tensors, window=window))
+
+
+SCORES = [(3.0, False), (None, True), (0.5, True)]
+"""Cap of the scores, and whether heads have sinks."""
+
+
+@pytest.mark.parametrize(("softcap", "has_sinks"), SCORES)
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("backend", ["auto", "eager"])
+def test_capped_scores_and_sinks_are_those_of_the_formula(backend, window, softcap, has_sinks):
+    for value_dim in (4, 6):
+        tensors = random_tensors(value_dim=value_dim, has_sinks=has_sinks)
+        found = differentiated(lambda *parts: attended(parts, backend, window, softcap), tensors)
+        expected = differentiated(lambda *parts: dense(*parts, window=window, softcap=softcap), tensors)
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(("softcap", "has_sinks"), SCORES)
+@pytest.mark.parametrize("window", [None, 3])
+def test_flex_attention_caps_scores_and_adds_sinks(window, softcap, has_sinks):
+    tensors = random_tensors(has_sinks=has_sinks)
+    found = attended(tensors, "flex", window, softcap)
+    torch.testing.assert_close(found, dense(*tensors, window=window, softcap=softcap))
+
+
+def test_scores_of_half_precision_are_capped_in_single():
+    """In bfloat16 the cap itself would be off by a 256th."""
+    tensors = random_tensors(has_sinks=True)
+    rounded = [tensor.bfloat16() for tensor in tensors]
+    found = attended(rounded, "eager", None, 0.5)
+    exact = dense(*(tensor.double() for tensor in rounded), softcap=0.5)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.double(), exact, rtol=0, atol=0.01)
+
+
+@pytest.mark.parametrize(
+    ("backend", "softcap", "has_sinks", "lacks"),
+    [
+        ("sdpa", 3.0, False, "soft cap"),
+        ("sdpa", None, True, "sinks"),
+        ("flash_attention_2", None, True, "sinks"),
+        ("flash_attention_3", 3.0, True, "sinks"),
+    ],
+)
+def test_a_kernel_that_cannot_compute_the_scores_is_refused(monkeypatch, backend, softcap, has_sinks, lacks):
+    for package in ("flash_attn", "flash_attn_interface"):
+        monkeypatch.setitem(sys.modules, package, FlashAttention)
+    with pytest.raises(ValueError, match=f"attention_backend is {backend}, which has no.*{lacks}.*auto or eager"):
+        attended(random_tensors(has_sinks=has_sinks), backend, None, softcap)
 
 
 class FlashAttention:
     """The documented contract of flash-attn's two functions, in plain products: the package itself needs a GPU."""
 
     @staticmethod
-    def flash_attn_func(q, k, v, *, softmax_scale, causal, window_size, dropout_p=0.0):
-        """`[batch, tokens, heads, head_dim]`; the last query is at the last key."""
+    def flash_attn_func(q, k, v, *, softmax_scale, causal, window_size, softcap=0.0, dropout_p=0.0):
+        """`[batch, tokens, heads, head_dim]`; the last query is at the last key; a cap of 0 is none."""
         assert causal
         assert window_size[1] == 0
         assert q.shape[-1] == k.shape[-1] == v.shape[-1]
@@ -87,6 +144,7 @@ class FlashAttention:
         before = place[k.shape[1] - q.shape[1] :, None] - place
         seen = (before >= 0) & ((before <= window_size[0]) | torch.tensor(window_size[0] < 0))
         scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * softmax_scale
+        scores = softcap * (scores / softcap).tanh() if softcap else scores
         return torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
 
     @classmethod
@@ -113,7 +171,7 @@ def test_heads_of_any_size_fit_the_packed_kernel(window, key_dim, value_dim):
     """Latent attention has keys that are larger than values; the kernel takes one size, a multiple of 8."""
     tensors = random_tensors(key_dim, value_dim)
     found = differentiated(lambda *parts: attended(parts, varlen(varlen_attn), window), tensors)
-    torch.testing.assert_close(found, differentiated(lambda *parts: dense(*parts, window), tensors))
+    torch.testing.assert_close(found, differentiated(lambda *parts: dense(*parts, window=window), tensors))
 
 
 def test_padding_does_not_change_the_default_scale():
@@ -146,7 +204,9 @@ def test_only_the_kernel_that_takes_grouped_heads_is_given_them(monkeypatch, win
 def test_flash_attention_is_told_of_rows(monkeypatch, backend, package, window):
     monkeypatch.setitem(sys.modules, package, FlashAttention)
     tensors = random_tensors(12, 8)
-    torch.testing.assert_close(attended(tensors, backend, window), dense(*tensors, window))
+    for softcap in (None, 2.0):
+        found = attended(tensors, backend, window, softcap)
+        torch.testing.assert_close(found, dense(*tensors, window=window, softcap=softcap))
     side_by_side = [torch.randn(len(LENGTHS), *x.shape[1:2], max(LENGTHS), x.shape[3]) for x in tensors]
     torch.testing.assert_close(
         attended(side_by_side, backend, window, is_packed=False),
@@ -167,29 +227,32 @@ def test_layers_that_carry_state_across_rows_are_neither_packed_nor_split():
     config = AutoConfig.for_model("qwen3", num_hidden_layers=2)
     assert attention_for(config, "auto", packed=True, split=False, supports_sdpa=True) == ROWS
     assert attention_for(config, "auto", packed=False, split=True, supports_sdpa=True) == ROWS
-    assert attention_for(config, "auto", packed=False, split=False, supports_sdpa=False) == "eager"
-    with pytest.raises(ValueError, match=r"cannot be split.*context_parallel_size=1"):
-        attention_for(config, "auto", packed=False, split=True, supports_sdpa=False)
+    assert attention_for(config, "auto", packed=True, split=False, supports_sdpa=False) == ROWS
     config.layer_types = ["linear_attention", "full_attention"]
     assert attention_for(config, "auto", packed=False, split=False, supports_sdpa=True) == "sdpa"
     with pytest.raises(ValueError, match="layers of type linear_attention"):
         attention_for(config, "auto", packed=True, split=False, supports_sdpa=True)
+    with pytest.raises(ValueError, match=r"cannot be split.*context_parallel_size=1"):
+        attention_for(config, "auto", packed=False, split=True, supports_sdpa=True)
 
 
 def test_a_backend_that_cannot_compute_a_model_is_refused():
     whole = {"packed": False, "split": False}
     capped = AutoConfig.for_model("gemma2", num_hidden_layers=2)
-    assert attention_for(capped, "eager", **whole, supports_sdpa=True) == "eager"
+    assert attention_for(capped, "flash_attention_2", **whole, supports_sdpa=True) == ROWS
+    own = {**whole, "supports_sdpa": True, "rows_problem": "it is of another kind"}
+    assert attention_for(capped, "auto", **own) == "eager"
     with pytest.raises(ValueError, match=r"flash_attention_2 cannot run a gemma2 model.*attention_backend=eager"):
-        attention_for(capped, "flash_attention_2", **whole, supports_sdpa=True)
+        attention_for(capped, "flash_attention_2", **own)
     dropping = AutoConfig.for_model("qwen3", num_hidden_layers=2, attention_dropout=0.1)
     assert attention_for(dropping, "flash_attention_2", **whole, supports_sdpa=True) == ROWS
     with pytest.raises(ValueError, match=r"flex has no dropout.*attention_dropout is 0.1"):
         attention_for(dropping, "flex", **whole, supports_sdpa=True)
 
 
-def on_meta(family):
-    config = AutoConfig.for_model(family, num_hidden_layers=1, hidden_size=32, num_attention_heads=4, vocab_size=11)
+def on_meta(family, **fields):
+    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 11}
+    config = AutoConfig.for_model(family, **sizes, **fields)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, attn_implementation=ROWS)
 
@@ -198,6 +261,23 @@ def test_a_model_that_does_not_tell_attention_of_rows_says_why():
     assert rows_problem(on_meta("llama")) == ""
     assert "calls attention without the layout of rows" in rows_problem(on_meta("stablelm"))
     assert "takes no position_ids" in rows_problem(on_meta("bloom"))
+    assert "DogeAttention calls attention with a mask of its own" in rows_problem(on_meta("doge"))
+    assert "is_causal=False" in rows_problem(on_meta("bert"))
+
+
+def test_what_a_model_hands_to_attention_beside_known_things_is_named(monkeypatch):
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", biased(modeling_llama.LlamaAttention.forward))
+    assert "LlamaAttention calls attention with position_bias" in rows_problem(on_meta("llama"))
+
+
+def biased(forward):
+    return lambda *inputs, **kwargs: forward(*inputs, position_bias=torch.zeros(1), output_attentions=False, **kwargs)
+
+
+def test_a_backend_without_sinks_is_refused_before_weights_are_read():
+    assert rows_problem(on_meta("gpt_oss"), "flex") == ""
+    with pytest.raises(ValueError, match="sdpa, which has no attention sinks"):
+        rows_problem(on_meta("gpt_oss"), "sdpa")
 
 
 def test_a_failure_that_data_would_not_mend_is_not_taken_for_an_answer(monkeypatch):

@@ -26,6 +26,15 @@ FAMILIES = {
     "granite": ("granite", {"logits_scaling": 4.0, "embedding_multiplier": 2.0}),
     "cohere": ("cohere", {"logit_scale": 0.25}),
     "phi": ("phi", {}),
+    "gemma2": (
+        "gemma2",
+        {
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+            "sliding_window": 4,
+            "query_pre_attn_scalar": 8,
+        },
+    ),
 }
 
 
@@ -34,14 +43,6 @@ FAMILIES = {
 def test_reads_and_steps_are_those_of_transformers(ranks, tmp_path, name, is_packed):
     family, fields = FAMILIES[name]
     assert_like_transformers(ranks, write_tiny_model(tmp_path, family, **fields), is_packed)
-
-
-def test_capped_attention_and_logits_work_padded(ranks, tmp_path):
-    fields = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "sliding_window": 4}
-    folder = write_tiny_model(tmp_path, "gemma2", query_pre_attn_scalar=8, **fields)
-    assert_like_transformers(ranks, folder, is_packed=False)
-    with pytest.raises(WorkerError, match=r"gemma2 model cannot be packed.*sequence_packing.enabled=false"):
-        PooledModel(ranks, FACTORY, ModelConfig(model_name=str(folder)), ModelSpec(), 1)
 
 
 def test_logits_that_are_made_some_other_way_are_refused(ranks, tmp_path):
@@ -148,6 +149,35 @@ def assert_like_transformers(ranks, folder, is_packed):
         expected = oracle.train_step(batch, TokenLoss(), SGD, 1.0)
         metrics = model.train_step(batch, TokenLoss())
     assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "ways"),
+    [
+        (
+            "gpt_oss",  # sinks and windows; experts with biases
+            {},
+            [
+                ("tp2+sp", True, False),
+                ("cp2", False, True),
+                ("cp2 ulysses", True, False),
+                ("pp2", True, True),
+                ("ep2 x fsdp2", True, False),
+            ],
+        ),
+        (
+            "gemma2",  # scores and logits with a cap
+            {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+            [("tp2", True, True), ("cp2", True, False), ("pp2", False, False)],
+        ),
+        ("mimo_v2_flash", {}, [("cp2 x tp2", True, False)]),  # sinks of some layers, which have other key heads
+    ],
+)
+def test_capped_scores_and_sinks_are_split_over_ranks(ranks, tmp_path, family, fields, ways):
+    folder = write_tiny(AutoConfig.for_model(family, **fields), tmp_path)
+    cases = [case_on(MESHES, mesh, is_packed=packed, has_adapters=adapters) for mesh, packed, adapters in ways]
+    found = list(CHECK.check_family(ranks, folder, cases))
+    assert [case.verdict for case in found] == ["exact"] * len(ways), found
 
 
 @pytest.mark.parametrize("family", ["olmo2", "phi3", "glm4", "cohere"])

@@ -109,6 +109,15 @@ def test_heads_that_flash_attention_does_not_take_are_refused(tmp_path, sizes):
     assert not problems(str(tmp_path), {"attention_backend": "flash_attention_2"}, device="cuda")
 
 
+def test_a_kernel_without_the_soft_cap_of_the_model_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"attn_logit_softcapping": 50.0}))
+    found = problems(str(tmp_path), {"attention_backend": "sdpa"})
+    assert "no soft cap of scores, and the model has one; set it to auto" in found["dtensor_cfg.attention_backend"]
+    assert not problems(str(tmp_path), {"attention_backend": "flash_attention_2"}, device="cuda")
+    (tmp_path / "config.json").write_text(json.dumps({"attn_logit_softcapping": None}))
+    assert not problems(str(tmp_path), {"attention_backend": "sdpa"})
+
+
 def test_layers_with_experts_are_not_compiled(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 2, "num_experts": 4}))
     assert "set compile=false" in problems(str(tmp_path), {"compile": True})["dtensor_cfg.compile"]

@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers.utils.generic import TransformersKwargs
 
 from rl_core.batch import TOKENS
 from rl_core.torch.loss import Rows
 from rl_core.torch.training.flops import ROW_LAYERS
 from rl_dtensor.config import AttentionBackend
-from rl_dtensor.kernels import Attend, Softmax
-from rl_dtensor.layout import Context, Layout
+from rl_dtensor.kernels import Attend, Softmax, check_softmax
+from rl_dtensor.layout import Context, Layout, Segments
 from rl_dtensor.parallel.collectives import exchange, gather
 
 ROWS = "rl_rows"
 """Name under which `transformers` models find this attention."""
 
+INERT = frozenset({"use_cache", *TransformersKwargs.__annotations__})
+"""Keyword arguments that models hand on to every attention function, and that do not change what it computes."""
+
 WITHOUT_DROPOUT: tuple[AttentionBackend, ...] = ("flash_attention_3", "flex")
 
 
-class RowsUnknown(TypeError):
-    """Attention was called without the layout of rows."""
+class RowsUnknown(ValueError):
+    """Attention was called without the layout of rows, or with something that it does not compute with."""
 
 
 def row_attention(
@@ -32,14 +37,16 @@ def row_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,  # not used: the rows' bounds replace it
+    attention_mask: Tensor | None,
     *,
     layout: Layout | None = None,
     attend: Attend | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    **_: Any,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention of each row, as an attention function of `transformers`.
 
@@ -47,19 +54,30 @@ def row_attention(
 
     Args:
         query: `[batch, heads, tokens, head_dim]`; `key` and `value` may have fewer heads.
+        attention_mask: None; the rows' bounds replace it.
         layout: the rows, and which of their tokens this rank has.
         attend: what computes it once all keys that a query sees are here.
         sliding_window: tokens that each token sees, itself included; all before it if None.
+        softcap: bounds the scores; see `Softmax`.
+        s_aux: sinks, `[heads]`; see `Softmax`.
 
     Returns:
         `[batch, tokens, heads, head_dim]`.
 
     Raises:
-        RowsUnknown: if the model did not pass on the layout and the kernel that its forward pass was given.
+        RowsUnknown: if the model did not pass on the layout and the kernel that its forward pass was given, or passes
+            on more than is computed with here.
     """
     if layout is None or attend is None:
         raise RowsUnknown(f"{type(module).__name__} calls attention without the layout of rows")
-    context, softmax = layout.context, Softmax(scaling, dropout, sliding_window)
+    foreign = sorted(name for name, value in others.items() if value is not None and name not in INERT)
+    if attention_mask is not None:
+        foreign.append("a mask of its own")
+    if not getattr(module, "is_causal", True):
+        foreign.append("is_causal=False")
+    if foreign:
+        raise RowsUnknown(f"{type(module).__name__} calls attention with {', '.join(foreign)}")
+    context, softmax = layout.context, Softmax(scaling, dropout, sliding_window, softcap, s_aux)
     if context is None:
         out = attend(query, key, value, layout.segments, softmax)
     elif context.method == "all_gather":
@@ -71,6 +89,8 @@ def row_attention(
         query, key, value = (
             _to_heads(part, context).index_select(2, layout.key_places) for part in (query, key, value)
         )
+        if s_aux is not None:
+            softmax = replace(softmax, sinks=s_aux.chunk(context.size)[context.rank])
         out = attend(query, key, value, layout.segments, softmax)
         out = _to_tokens(out.index_select(2, layout.rank_places), context)
     return out.transpose(1, 2).contiguous(), None
@@ -104,15 +124,22 @@ def body_of(hf: PreTrainedModel) -> PreTrainedModel:
 
 
 class _Told(Exception):
-    """Rows have reached attention."""
+    """Rows have reached attention, with this softmax."""
+
+    def __init__(self, softmax: Softmax) -> None:
+        super().__init__()
+        self.softmax = softmax
 
 
-def rows_problem(hf: PreTrainedModel) -> str:
+def rows_problem(hf: PreTrainedModel, backend: AttentionBackend = "auto") -> str:
     """Why rows cannot be packed or split with a model on `meta` that was built with this attention; empty if they can.
 
     They can if its forward pass takes the places of tokens and is seen to hand on to attention the layout of rows. A
     model that cannot be computed on `meta` as far as its first attention does not show that: models that carry state
     from token to token before it are among those.
+
+    Raises:
+        ValueError: if the backend cannot compute that attention.
     """
     if "position_ids" not in inspect.signature(body_of(hf).forward).parameters:
         return "its forward pass takes no position_ids"
@@ -123,7 +150,8 @@ def rows_problem(hf: PreTrainedModel) -> str:
     inputs = {"input_ids": place, "position_ids": place, "attention_mask": torch.ones_like(place)}
     try:
         body_of(hf)(**inputs, use_cache=False, layout=layout, attend=_tell)
-    except _Told:
+    except _Told as told:
+        check_softmax(backend, told.softmax)
         return ""
     except RowsUnknown as error:
         return str(error)
@@ -132,8 +160,8 @@ def rows_problem(hf: PreTrainedModel) -> str:
     return "its forward pass never calls this attention"
 
 
-def _tell(*_: Any) -> Tensor:
-    raise _Told
+def _tell(query: Tensor, key: Tensor, value: Tensor, segments: Segments, softmax: Softmax) -> Tensor:
+    raise _Told(softmax)
 
 
 def attention_for(
@@ -150,7 +178,8 @@ def attention_for(
     Args:
         packed: whether rows lie end to end.
         split: whether rows are split over ranks, by context or sequence parallelism.
-        supports_sdpa: whether the model's attention is a plain softmax of products (`_supports_sdpa` of its class).
+        supports_sdpa: whether torch's scaled dot-product attention can be the model's own (`_supports_sdpa` of its
+            class).
         rows_problem: why its attention cannot be told where rows start and end; empty if it can.
 
     Raises:
@@ -164,23 +193,20 @@ def attention_for(
             f"dtensor_cfg.attention_backend={backend} has no dropout and the model's attention_dropout is "
             f"{dropout}; set hf_config_overrides.attention_dropout=0, or attention_backend=auto"
         )
-    plain = supports_sdpa and settings.get("attn_logit_softcapping") is None
     foreign = sorted(set(settings.get("layer_types") or []) - ROW_LAYERS)
-    if plain and not foreign and not rows_problem:
+    if not foreign and not rows_problem:
         return ROWS
     if foreign:
         why = f"layers of type {', '.join(foreign)}"
-    elif plain:
-        why = f"attention that cannot be told where rows start and end ({rows_problem})"
     else:
-        why = "attention that is not a plain softmax of products"
+        why = f"attention that cannot be told where rows start and end ({rows_problem})"
     if packed or split:
         advice = "sequence_packing.enabled=false" if packed else "context_parallel_size=1 and sequence_parallel=false"
         raise ValueError(
             f"rows of a {config.model_type} model cannot be {'packed' if packed else 'split'}: it has {why}; "
             f"set {advice}"
         )
-    own = "sdpa" if plain else "eager"
+    own = "sdpa" if supports_sdpa and settings.get("attn_logit_softcapping") is None else "eager"
     if backend not in ("auto", "eager", own):
         raise ValueError(
             f"dtensor_cfg.attention_backend={backend} cannot run a {config.model_type} model: it has {why}; "

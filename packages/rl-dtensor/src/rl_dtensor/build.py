@@ -42,7 +42,7 @@ from rl_dtensor.parallel.tensor import part_of, split_tensors
 from rl_dtensor.probes import check_logits, check_packing, probe_row
 from rl_dtensor.recompute import checkpoint_activations
 from rl_dtensor.replay import Replay
-from rl_dtensor.settings import device_problems, head_problems
+from rl_dtensor.settings import device_problems, kernel_problems
 from rl_dtensor.shape import shape_of
 from rl_dtensor.weights import SCORE, Catalog, Weights
 
@@ -63,7 +63,7 @@ def build_model(
     problems = (
         *device_problems(backend, precision=config.precision, device=mesh.kind),
         *shape_problems(backend, _fields(hf_config)),
-        *head_problems(backend, _fields(hf_config)),
+        *kernel_problems(backend, _fields(hf_config)),
     )
     for problem in problems:
         raise ValueError(f"{problem.key} {problem.message}")
@@ -275,7 +275,7 @@ def _on_meta(
             raise
         problem = "its code has a table of attentions of its own"
     else:
-        problem = rows_problem(hf)
+        problem = rows_problem(hf, backend)
         if not problem:
             return hf
     return built(choose(rows_problem=problem))

@@ -35,7 +35,7 @@ class DTensorConfig(BackendConfig):
     sequence_parallel: bool = False
     """Share the tokens between layers over the tensor-parallel ranks, which saves activation memory."""
     custom_parallel_plan: dict[str, Style] | None = None
-    """Module name (`*` for a layer's number) to how it is split, in place of the family's own plan."""
+    """Module or parameter name (`*` for a layer's number) to how it is split, in place of the family's own plan."""
     context_parallel_size: int = Field(default=1, gt=0)
     """Ranks that share the tokens of each row."""
     context_parallel_method: Literal["all_gather", "ulysses"] = "all_gather"
@@ -52,9 +52,10 @@ class DTensorConfig(BackendConfig):
     with a generator that reports the experts it chose: hf, megatron, or vllm on GPUs."""
     attention_backend: AttentionBackend = "auto"
     """Kernel that computes attention: torch's scaled dot-product attention row by row (`sdpa`), the same in plain
-    matrix products for debugging (`eager`), or one kernel for all rows, on GPUs: `flash_attention_2` (flash-attn is
-    installed, half precision), `flash_attention_3` (on Hopper) or torch's `flex`. `auto` is torch's own flash attention
-    if it can run, else `sdpa`."""
+    matrix products (`eager`), or one kernel for all rows, on GPUs: `flash_attention_2` (flash-attn is installed, half
+    precision), `flash_attention_3` (on Hopper) or torch's `flex`. `auto` is torch's own flash attention if it can run,
+    else `sdpa`; for scores with a soft cap or sinks, which `sdpa` does not have, `flex` on GPUs, else `eager`. Sinks
+    are in `eager` and `flex` alone."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory and bring parameters over layer by layer; on
     `cpu` they are there anyway."""

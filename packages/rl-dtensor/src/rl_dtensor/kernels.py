@@ -11,15 +11,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
 from rl_core.install_command import install_command
 from rl_dtensor.config import AttentionBackend
 from rl_dtensor.layout import Segments
-from rl_dtensor.settings import MOST_FLASH_DIM
+from rl_dtensor.settings import MOST_FLASH_DIM, without_sinks, without_softcap
 
 HALF = (torch.bfloat16, torch.float16)
+LEAST_FLEX_DIM = 16
+"""Smallest heads that compiled flex attention takes."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +32,20 @@ class Softmax:
         scaling: of the products; `head_dim ** -0.5` if None.
         dropout: share of the weights that are dropped.
         window: tokens that each token sees, itself included; all before it if None.
+        softcap: bounds the scores: `softcap * tanh(score / softcap)`; not bounded if None.
+        sinks: `[heads]`, a score per query head that takes part in the softmax and has no value; none if None.
     """
 
     scaling: float | None = None
     dropout: float = 0.0
     window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether scores are the scaled products and nothing else."""
+        return self.softcap is None and self.sinks is None
 
     @property
     def flash_window(self) -> tuple[int, int]:
@@ -50,11 +61,33 @@ _Row = Callable[[Tensor, Tensor, Tensor, Softmax], Tensor]
 
 
 def kernel_of(backend: AttentionBackend) -> Attend:
-    """The attention of a backend.
+    """The attention of a backend, which raises a ValueError if it cannot compute a layer's softmax.
 
     Raises:
         ValueError: if its package is not installed.
     """
+    attend = _kernel(backend)
+
+    def checked(query: Tensor, key: Tensor, value: Tensor, segments: Segments, softmax: Softmax) -> Tensor:
+        check_softmax(backend, softmax)
+        return attend(query, key, value, segments, softmax)
+
+    return checked
+
+
+def check_softmax(backend: AttentionBackend, softmax: Softmax) -> None:
+    """Refuse a layer's softmax that a backend cannot compute.
+
+    Raises:
+        ValueError: naming what it lacks.
+    """
+    if softmax.sinks is not None and (problem := without_sinks(backend)):
+        raise ValueError(f"dtensor_cfg.attention_backend {problem}")
+    if softmax.softcap is not None and (problem := without_softcap(backend)):
+        raise ValueError(f"dtensor_cfg.attention_backend {problem}")
+
+
+def _kernel(backend: AttentionBackend) -> Attend:
     if backend == "flash_attention_2":
         install = install_command("rl-dtensor[flash]")
         remedy = f"on GPUs set cluster.worker_envs=isolated, whose environments have it, or install it here ({install})"
@@ -109,9 +142,17 @@ def _eager_row(query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> T
     key, value = _for_each_head(query, key, value)
     scaling = query.shape[-1] ** -0.5 if softmax.scaling is None else softmax.scaling
     seen = _seen(query.shape[2], key.shape[2], softmax.window, query.device)
-    scores = (query @ key.transpose(2, 3) * scaling).masked_fill(~seen, -torch.inf)
-    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
-    return F.dropout(weights, softmax.dropout) @ value
+    scores = query @ key.transpose(2, 3) * scaling
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if softmax.softcap is not None:
+        scores = (scores / softmax.softcap).tanh() * softmax.softcap
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if softmax.sinks is not None:
+        sinks = softmax.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    return F.dropout(weights.to(value.dtype), softmax.dropout) @ value
 
 
 def _seen(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
@@ -166,13 +207,36 @@ def _of_one_size(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Ten
 
 
 def _flex(query: Tensor, key: Tensor, value: Tensor, segments: Segments, softmax: Softmax) -> Tensor:
-    """One kernel that skips the blocks between rows; a block mask is made once per microbatch and window."""
-    mask = _block_mask(segments, softmax.window, key.shape[2])
+    """One kernel that skips the blocks between rows; a block mask is made once per microbatch and window.
+
+    A sink adds its share to the sum that the softmax divides by, whose logarithm the kernel returns and differentiates.
+    """
     attend = _compiled_flex() if query.is_cuda else flex_attention
-    out: Tensor = attend(
-        query, key, value, block_mask=mask, scale=softmax.scaling, enable_gqa=query.shape[1] != key.shape[1]
+    out: Tensor
+    out, aux = attend(
+        query,
+        key,
+        value,
+        score_mod=None if softmax.softcap is None else _capped(softmax.softcap),
+        block_mask=_block_mask(segments, softmax.window, key.shape[2]),
+        scale=softmax.scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+        return_aux=AuxRequest(lse=softmax.sinks is not None),
     )
-    return out
+    if softmax.sinks is None:
+        return out
+    share = (aux.lse - softmax.sinks[:, None]).sigmoid()
+    return (out * share[..., None]).to(out.dtype)
+
+
+@cache
+def _capped(softcap: float) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Kept for each cap: a new function would be compiled anew."""
+
+    def capped(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (score / softcap).tanh() * softcap
+
+    return capped
 
 
 @cache
@@ -207,6 +271,7 @@ def _flash(package: str, remedy: str, *, takes_dropout: bool = False) -> Attend:
             "softmax_scale": _scale(query, softmax),
             "causal": True,
             "window_size": softmax.flash_window,
+            "softcap": softmax.softcap or 0.0,
             **dropout,
         }
 
@@ -235,10 +300,14 @@ def _output(returned: Any) -> Tensor:
 
 
 def _auto(query: Tensor, key: Tensor, value: Tensor, segments: Segments, softmax: Softmax) -> Tensor:
-    """torch's flash attention if it can run, else row by row."""
+    """On GPUs torch's flash attention, or flex for scores that it does not know, if it can run; else row by row."""
     is_packed = len(query) == 1
-    fits = softmax.dropout == 0.0 and is_packed and _fits_flash(query, value)
-    if query.is_cuda and query.dtype in HALF and fits:
+    on_gpu = query.is_cuda and softmax.dropout == 0.0
+    if not softmax.is_plain:
+        if on_gpu and min(query.shape[-1], value.shape[-1]) >= LEAST_FLEX_DIM:
+            return _flex(query, key, value, segments, softmax)
+        return _by_row(query, key, value, segments, softmax, attend_row=_eager_row)
+    if on_gpu and query.dtype in HALF and is_packed and _fits_flash(query, value):
         return _varlen(query, key, value, segments, softmax)
     return _by_row(query, key, value, segments, softmax, attend_row=_sdpa_row)
 

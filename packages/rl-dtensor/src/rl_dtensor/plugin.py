@@ -12,7 +12,7 @@ from rl_core.plugins import BackendPlugin, Requirement
 from rl_core.selfcheck import MeshCase, at_most_two
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.parallel.sizes import combination_problems, num_ranks, shape_problems
-from rl_dtensor.settings import device_problems, head_problems
+from rl_dtensor.settings import device_problems, kernel_problems
 
 SIZES = {
     "tensor_parallel_size": "tp",
@@ -40,7 +40,7 @@ def check_mesh(section: Any, config: Any) -> Iterable[Problem]:
     model = local_hf_config(section)
     yield from combination_problems(backend)
     yield from shape_problems(backend, model)
-    yield from head_problems(backend, model)
+    yield from kernel_problems(backend, model)
 
 
 def check_device(section: Any, config: Any) -> Iterable[Problem]:

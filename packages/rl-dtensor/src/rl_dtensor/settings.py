@@ -7,7 +7,7 @@ from typing import Any
 
 from rl_core.config import Problem
 from rl_core.devices import Device
-from rl_dtensor.config import DTensorConfig
+from rl_dtensor.config import AttentionBackend, DTensorConfig
 from rl_dtensor.parallel.sizes import SECTION, text_fields
 
 MOST_FLASH_DIM = 256
@@ -17,8 +17,24 @@ HEAD_DIMS = ("head_dim", "global_head_dim", "v_head_dim")
 """Fields of a Hugging Face config that size heads."""
 
 
-def head_problems(backend: DTensorConfig, model: Mapping[str, Any]) -> Iterator[Problem]:
-    """An attention backend whose kernels do not take heads of this model's size.
+def without_softcap(backend: AttentionBackend) -> str:
+    """Why a backend cannot bound scores, and the remedy; empty if it can."""
+    if backend != "sdpa":
+        return ""
+    return "is sdpa, which has no soft cap of scores, and the model has one; set it to auto or eager, or on GPUs flex"
+
+
+def without_sinks(backend: AttentionBackend) -> str:
+    """Why a backend cannot add sinks to the softmax, and the remedy; empty if it can."""
+    if backend in ("auto", "eager", "flex"):
+        return ""
+    return (
+        f"is {backend}, which has no attention sinks, and the model has some; set it to auto or eager, or on GPUs flex"
+    )
+
+
+def kernel_problems(backend: DTensorConfig, model: Mapping[str, Any]) -> Iterator[Problem]:
+    """An attention backend whose kernels do not take heads of this model's size, or its soft cap.
 
     Args:
         model: fields of its Hugging Face config; those that are missing are not checked.
@@ -30,6 +46,9 @@ def head_problems(backend: DTensorConfig, model: Mapping[str, Any]) -> Iterator[
             f"{backend.attention_backend} takes heads of at most {MOST_FLASH_DIM} and the model's have {largest}; set "
             "it to auto or sdpa",
         )
+    capped = text_fields(model).get("attn_logit_softcapping") is not None
+    if capped and (problem := without_softcap(backend.attention_backend)):
+        yield Problem(f"{SECTION}.attention_backend", problem)
 
 
 def _largest_head(model: Mapping[str, Any]) -> int:

@@ -17,7 +17,7 @@ Parameters = Mapping[str, Tensor | None]
 
 
 def localize(module: nn.Module, placements: Mapping[str, Placement], grad_scale: float = 1.0) -> None:
-    """Have a module without children compute on the local parts of its DTensor parameters.
+    """Have a module compute on the local parts of its own DTensor parameters.
 
     Args:
         placements: parameter name to the placement of the gradient that its computation gives.

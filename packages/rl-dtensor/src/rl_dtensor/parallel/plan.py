@@ -1,6 +1,7 @@
 """How the modules of a model are split over tensor-parallel ranks.
 
-A plan says so by module name, with `*` for the number of a layer:
+A plan says so by module name, with `*` for the number of a layer, or by the name of a parameter that a module holds
+itself, which may be `colwise` (the sinks of attention, one per head):
 
 - `colwise`: a linear layer whose outputs are split (query, key, value, gate, up). Its parent is a *block*: what enters
   the block is whole on every rank, and everything inside works on a part of it.
@@ -50,6 +51,7 @@ PLANS: Mapping[str, Mapping[str, Style]] = {
     "qwen2": {**_ATTENTION, **_MLP},
     "qwen3": {**_ATTENTION, **_QUERY_KEY_NORMS, **_MLP},
     "gemma3_text": {**_ATTENTION, **_QUERY_KEY_NORMS, **_MLP},
+    "gpt_oss": {**_ATTENTION, "layers.*.self_attn.sinks": "colwise", "layers.*.mlp.experts": "experts"},
 }
 """Model type to the plan of its layers, below the base model's prefix."""
 
@@ -71,21 +73,28 @@ VOCABULARY = "embedding_rowwise"
 
 
 def plan_of(hf: PreTrainedModel, custom: Mapping[str, Style] | None) -> dict[str, Style]:
-    """Every split module's name to its style: the custom plan, or this backend's for the family, or the model's own.
+    """The name of every split module and parameter to its style: the custom plan, or this backend's for the family, or
+    the model's own.
 
     Raises:
-        ValueError: if there is no plan, or if it names no module of the model or a split that is not supported here.
+        ValueError: if there is no plan, or if it names what the model lacks or a split that is not supported here.
     """
     patterns = _with_vocabulary(hf, custom if custom is not None else _layers_plan(hf))
     modules = {name.replace(".base_layer", ""): module for name, module in hf.named_modules()}
+    parameters = [name.replace(".base_layer", "") for name, _ in hf.named_parameters()]
     plan: dict[str, Style] = {}
     for pattern, style in patterns.items():
         expression = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
-        names = [name for name in modules if expression.fullmatch(name)]
+        names = [name for name in (*modules, *parameters) if expression.fullmatch(name)]
         if not names and custom is not None:
             raise ValueError(
-                f"dtensor_cfg.custom_parallel_plan names {pattern!r}, which is not a module of "
+                f"dtensor_cfg.custom_parallel_plan names {pattern!r}, which is not a module or a parameter of "
                 f"{type(hf).__name__}; modules look like {_example(modules)}"
+            )
+        if style != "colwise" and not modules.keys() >= set(names):
+            raise ValueError(
+                f"the plan of {hf.config.model_type} models splits the parameter {pattern} as {style!r}; parameters "
+                "can be colwise alone; set dtensor_cfg.custom_parallel_plan, or tensor_parallel_size=1"
             )
         plan.update(dict.fromkeys(names, style))
     if not {"colwise", "colwise_gather_output"} & set(plan.values()):

@@ -40,7 +40,7 @@ def split_tensors(
     """Split a model on `meta` over the ranks of a mesh of one axis.
 
     Args:
-        plan: module name to style; modules that this model lacks are passed over.
+        plan: name of a module or a parameter to style; those that this model lacks are passed over.
         sequence_parallel: whether tokens are split between blocks.
         final_norm: name of the module whose output is made whole for the head; None if another rank has the head.
         has_split_head: whether the head is split, so that ranks have different gradients by its input.
@@ -109,14 +109,22 @@ class _Splitter:
             return self._embedding(module)
         if style == "experts":
             return self._experts(module)
-        self._replicate(module, self._placement_of(name, plain))
-        return None
+        return self._own_parameters(plain, module)
 
-    def _placement_of(self, name: str, plain: str) -> Placement:
+    def _own_parameters(self, plain: str, module: nn.Module) -> None:
+        """Every rank has the module's parameters whole, but for those that the plan names."""
+        split = {name for name in module._parameters if f"{plain}.{name}" in self._plan}
+        whole = self._placement_of(plain)
+        names = self._distribute(
+            module, {name: Shard(0) if name in split else Replicate() for name in module._parameters}
+        )
+        localize(module, {name: Shard(0) if name in split else whole for name in names})
+
+    def _placement_of(self, plain: str) -> Placement:
         """Placement of the gradients of a module that every rank has whole."""
-        if any(plain.startswith(f"{block}.") for block in self._blocks):
+        if any(f"{plain}.".startswith(f"{block}.") for block in self._blocks):
             return Partial()
-        if any(plain.startswith(f"{block}.") for block in self._whole_blocks):
+        if any(f"{plain}.".startswith(f"{block}.") for block in self._whole_blocks):
             return Replicate()
         is_after_gathering = plain == "score"
         return Replicate() if is_after_gathering else self._between

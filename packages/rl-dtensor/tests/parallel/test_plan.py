@@ -1,0 +1,40 @@
+"""Plans name modules, and parameters that a block holds itself."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rl_dtensor.parallel.plan import blocks_of, plan_of
+
+ATTENTION = "model.layers.*.self_attn"
+SIZES = {
+    "num_hidden_layers": 1,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 11,
+}
+
+
+@pytest.fixture(scope="module")
+def hf():
+    config = AutoConfig.for_model("gpt_oss", **SIZES, num_local_experts=2, intermediate_size=16)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def test_sinks_are_split_with_the_heads_of_their_block(hf):
+    plan = plan_of(hf, None)
+    assert plan["model.layers.0.self_attn.sinks"] == "colwise"
+    assert "model.layers.0.self_attn" in blocks_of(plan)
+
+
+def test_a_parameter_can_be_split_by_heads_alone(hf):
+    custom = {f"{ATTENTION}.q_proj": "colwise", f"{ATTENTION}.sinks": "rowwise"}
+    with pytest.raises(ValueError, match=r"splits the parameter model.layers.\*.self_attn.sinks as 'rowwise'"):
+        plan_of(hf, custom)
+
+
+def test_a_name_that_the_model_lacks_is_refused(hf):
+    with pytest.raises(ValueError, match=r"self_attn.bias., which is not a module or a parameter of Gpt"):
+        plan_of(hf, {f"{ATTENTION}.q_proj": "colwise", f"{ATTENTION}.bias": "colwise"})
