@@ -139,7 +139,8 @@ class Nodes:
 
         Waits until Ray has declared them dead, as it would place workers on them until then.
         """
-        asked = {node: address for node, address in self._addresses.items() if self._roles[node]}
+        # a copy: replicas that join prepare their nodes in another thread
+        asked = {node: address for node, address in tuple(self._addresses.items()) if self._roles.get(node)}
         asked.pop(self._home, None)
         refs = {_pinned(facts_of_this_node, node).remote(address): node for node, address in asked.items()}
         if not refs:
