@@ -8,5 +8,5 @@ from rl_core.testing.rank_pool import RankPool, preload
 @pytest.fixture(scope="session")
 def ranks():
     preload("rl_megatron.worker")
-    with RankPool(4) as pool:
+    with RankPool(8) as pool:
         yield pool

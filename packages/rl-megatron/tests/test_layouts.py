@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from layouts import EXPERT_LAYOUTS, LAYOUTS, write_family
+from layouts import EXPERT_LAYOUTS, LARGE_LAYOUTS, LAYOUTS, write_family
 
 from rl_core.model import ENTROPY, LOGPROBS, ModelSpec, logprobs_at, topk
 from rl_core.model_config import ModelConfig, OptimizerConfig
@@ -21,7 +21,11 @@ DISTINCT = DISTINCT.with_columns(
     {"tokens": DISTINCT.ragged("tokens").like(DISTINCT.ragged("tokens").values.clip(min=1))}
 )
 # a mixture of experts on tensor-parallel ranks needs sequence parallelism
-MODELS = {"qwen3": LAYOUTS, "qwen3_moe": {name: LAYOUTS[name] for name in LAYOUTS if name != "tp2"} | EXPERT_LAYOUTS}
+MODELS = {
+    "qwen3": LAYOUTS,
+    "qwen3_moe": {name: LAYOUTS[name] for name in LAYOUTS if name != "tp2"} | EXPERT_LAYOUTS,
+    "deepseek_v3": LARGE_LAYOUTS,
+}
 CASES = [
     (family, layout, batching)
     for family in MODELS
@@ -46,7 +50,7 @@ def expected(tmp_path_factory):
 @pytest.mark.parametrize(("family", "layout", "batching"), CASES)
 def test_reads_gradients_and_weights_are_those_of_one_process(ranks, expected, tmp_path, family, layout, batching):
     folder, reads, metrics, stepped = expected[family]
-    num_ranks, settings = (LAYOUTS | EXPERT_LAYOUTS)[layout]
+    num_ranks, settings = (LAYOUTS | EXPERT_LAYOUTS | LARGE_LAYOUTS)[layout]
     config = ModelConfig(
         model_name=str(folder), precision="float32", logprob_chunk_size=5, max_grad_norm=0.5, optimizer=PLAIN,
         **BATCHINGS[batching],
