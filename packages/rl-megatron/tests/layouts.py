@@ -42,6 +42,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 6},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"tie_word_embeddings": True},
+    # a padding token has zeros as its embedding, behind which gradients of biases are 1e11
+    "qwen2_moe": {**MOE, "num_experts": 4, "shared_expert_intermediate_size": 40, "pad_token_id": None},
     "qwen3_moe": {**MOE, "num_experts": 4, "norm_topk_prob": True},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "deepseek_v3": {
@@ -60,7 +62,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 
-EXPERT_FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3")
+EXPERT_FAMILIES = ("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v3")
 
 
 def write_family(folder: Path, family: str, **fields: Any) -> Path:

@@ -24,6 +24,7 @@ DISTINCT = DISTINCT.with_columns(
 MODELS = {
     "qwen3": LAYOUTS,
     "qwen3_moe": {name: LAYOUTS[name] for name in LAYOUTS if name != "tp2"} | EXPERT_LAYOUTS,
+    "qwen2_moe": LARGE_LAYOUTS,
     "deepseek_v3": LARGE_LAYOUTS,
 }
 CASES = [

@@ -28,10 +28,13 @@ from rl_core.weights import Transport
 ALL = LAYOUTS | EXPERT_LAYOUTS
 SGD = OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 0.5, "momentum": 0.9})
 LORA = LoraConfig(enabled=True, dim=4, alpha=8)
+# rl-megatron puts no adapter on the gate of shared experts
+UNGATED = LoraConfig(enabled=True, dim=4, alpha=8, exclude_modules=["shared_expert_gate"])
 ATTENTION = LoraConfig(enabled=True, match_all_linear=False, target_modules=["q_proj", "v_proj", "self_attn.o_proj"])
 MODELS = {
     "qwen3": ("qwen3", {}),
     "llama": ("llama", {}),
+    "qwen2_moe": ("qwen2_moe", {}),
     "qwen3_moe": ("qwen3_moe", {}),
     "deepseek_v3": ("deepseek_v3", {}),
     "deepseek_v3 dense": ("deepseek_v3", {"first_k_dense_replace": 4}),
@@ -41,6 +44,7 @@ CASES = [
     ("qwen3", "pp2 virtual", "padded-3", LORA, {"activation_checkpointing": True}),
     ("llama", "cp2", "packed-16", LORA, {}),
     ("llama", "tp2 pp2+sp", "padded-3", ATTENTION, {}),
+    ("qwen2_moe", "tp2 ep2+sp", "padded-3", UNGATED, {}),
     ("qwen3_moe", "tp2 etp2 ep2+sp", "packed-16", LORA, {}),
     ("deepseek_v3", "tp2+sp", "packed-16", LORA, {}),
     ("deepseek_v3 dense", "tp2", "padded-3", LORA, {}),
@@ -232,8 +236,9 @@ def test_dropout_of_adapters_drops_alike_on_ranks_that_share_inputs(ranks, folde
 @pytest.mark.parametrize(
     ("model", "targets", "message"),
     [
-        ("qwen3_moe", ["q_proj", "down_proj"], "'down_proj' is a router or an expert, which get no adapters"),
-        ("qwen3_moe", ["mlp.gate"], "'mlp.gate' is a router or an expert"),
+        ("qwen3_moe", ["q_proj", "down_proj"], "'down_proj' is a router, a gate or an expert, which get no adapters"),
+        ("qwen3_moe", ["mlp.gate"], "'mlp.gate' is a router, a gate or an expert"),
+        ("qwen2_moe", ["shared_expert_gate"], "'shared_expert_gate' is a router, a gate or an expert"),
         ("llama", ["linear_qkv"], "'linear_qkv' is not a linear layer of this llama model; it has down_proj"),
         ("llama", [], "match no linear layer of a llama model"),
     ],

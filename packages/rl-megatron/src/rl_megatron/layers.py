@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from rl_megatron.attention import RowAttention
 from rl_megatron.norm import RMSNorm
 from rl_megatron.routing import RowRouter
+from rl_megatron.shared_experts import SharedExperts
 
 
 def has_transformer_engine() -> bool:
@@ -32,8 +33,10 @@ def block_spec(config: TransformerConfig, *, has_te: bool, virtual_stage: int | 
 def adapt_layers(spec: TransformerBlockSubmodules, config: TransformerConfig, *, has_te: bool) -> None:
     """Put this package's modules in the place of Megatron's that are not right here."""
     for layer in spec.layer_specs:
-        if isinstance(layer.submodules.mlp.submodules, MoESubmodules):
-            layer.submodules.mlp.submodules.router = RowRouter
+        experts = layer.submodules.mlp.submodules
+        if isinstance(experts, MoESubmodules):
+            experts.router = RowRouter
+            experts.shared_experts.module = SharedExperts
         if not has_te:
             _localise(layer)
         elif config.window_size is not None and config.context_parallel_size > 1:

@@ -222,13 +222,13 @@ def _local_shape(entry: WeightMap, size: int) -> tuple[int, int]:
 
 
 def _is_linear(entry: WeightMap) -> bool:
-    """Whether it is the matrix of a linear layer, neither a router nor an expert."""
+    """Whether it is the matrix of a linear layer, neither a router or gate nor an expert."""
     is_matrix = len(entry.sources[0].shape) == 2 and entry.target.endswith(WEIGHT)
     return is_matrix and not isinstance(entry.split, Vocabulary) and not _is_of_experts(entry)
 
 
 def _is_of_experts(entry: WeightMap) -> bool:
-    return entry.over == "etp" or ".router." in entry.target
+    return entry.over == "etp" or ".router." in entry.target or entry.target.endswith(".gate_weight")
 
 
 def _check_targets(maps: Sequence[WeightMap], kind: str, config: LoraConfig) -> None:
@@ -239,7 +239,9 @@ def _check_targets(maps: Sequence[WeightMap], kind: str, config: LoraConfig) -> 
     for ending in () if config.match_all_linear else config.target_modules:
         if not any(ends_with(_layer(name), [ending]) for name in linear):
             is_of_experts = any(ends_with(_layer(name), [ending]) for name in experts)
-            what = "is a router or an expert, which get no adapters" if is_of_experts else "is not a linear layer"
+            what = (
+                "is a router, a gate or an expert, which get no adapters" if is_of_experts else "is not a linear layer"
+            )
             raise ValueError(
                 f"lora_cfg.target_modules: {ending!r} {what} of this {kind} model; it has "
                 f"{', '.join(sorted({_short(name) for name in linear}))}"

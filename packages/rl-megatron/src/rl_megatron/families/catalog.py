@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 
 from rl_megatron.families.deepseek import DEEPSEEK_V3
 from rl_megatron.families.dense import LLAMA, MISTRAL, QWEN2, QWEN3
-from rl_megatron.families.experts import MIXTRAL, QWEN3_MOE
+from rl_megatron.families.experts import MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from rl_megatron.families.family import Family
 
 GROUP = "rl_megatron.families"
@@ -25,6 +25,7 @@ BUILT_IN: Mapping[str, Family] = {
     "mistral": MISTRAL,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
+    "qwen2_moe": QWEN2_MOE,
     "qwen3_moe": QWEN3_MOE,
     "mixtral": MIXTRAL,
     "deepseek_v3": DEEPSEEK_V3,

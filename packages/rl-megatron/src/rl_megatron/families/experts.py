@@ -1,4 +1,4 @@
-"""Qwen3-MoE and Mixtral."""
+"""Qwen2-MoE, Qwen3-MoE and Mixtral."""
 
 from __future__ import annotations
 
@@ -47,11 +47,10 @@ def router_map(hidden: int, num_experts: int, layer: int, theirs: str) -> Weight
 PROJECTIONS = {name: f"{name}_proj" for name in ("gate", "up", "down")}
 
 
-def _qwen3_moe_settings(config: Any) -> Mapping[str, Any]:
+def _qwen_settings(config: Any) -> dict[str, Any]:
     pattern = [int(_has_experts(config, layer)) for layer in range(config.num_hidden_layers)]
     return {
         **dense_settings(config),
-        "qk_layernorm": True,
         "num_moe_experts": config.num_experts,
         "moe_router_topk": config.num_experts_per_tok,
         "moe_ffn_hidden_size": config.moe_intermediate_size,
@@ -66,12 +65,25 @@ def _has_experts(config: Any, layer: int) -> bool:
     return is_step and layer not in config.mlp_only_layers
 
 
-def _qwen3_moe_maps(config: Any) -> list[WeightMap]:
+def _qwen2_moe_settings(config: Any) -> Mapping[str, Any]:
+    return {
+        **_qwen_settings(config),
+        "add_qkv_bias": config.qkv_bias,
+        "moe_shared_expert_intermediate_size": config.shared_expert_intermediate_size,
+        "moe_shared_expert_gate": True,
+    }
+
+
+def _qwen3_moe_settings(config: Any) -> Mapping[str, Any]:
+    return {**_qwen_settings(config), "qk_layernorm": True}
+
+
+def _qwen_maps(config: Any, **attention: bool) -> list[WeightMap]:
     maps = [embedding_map(config)]
     for layer in range(config.num_hidden_layers):
         theirs = f"model.layers.{layer}.mlp"
         maps += norm_maps(config, layer)
-        maps += attention_maps(config, layer, has_norms=True)
+        maps += attention_maps(config, layer, **attention)
         if not _has_experts(config, layer):
             maps += mlp_maps(config.hidden_size, config.intermediate_size, f"decoder.layers.{layer}.mlp", theirs)
             continue
@@ -80,6 +92,22 @@ def _qwen3_moe_maps(config: Any) -> list[WeightMap]:
             prefix = f"{theirs}.experts.{expert}"
             maps += expert_maps(config.hidden_size, config.moe_intermediate_size, layer, expert, prefix, PROJECTIONS)
     return [*maps, final_norm_map(config)]
+
+
+def _qwen2_moe_maps(config: Any) -> list[WeightMap]:
+    maps = _qwen_maps(config, has_bias=config.qkv_bias)
+    hidden, width = config.hidden_size, config.shared_expert_intermediate_size
+    for layer in range(config.num_hidden_layers):
+        if _has_experts(config, layer):
+            ours, theirs = f"decoder.layers.{layer}.mlp.shared_experts", f"model.layers.{layer}.mlp"
+            maps += mlp_maps(hidden, width, ours, f"{theirs}.shared_expert")
+            gate = HFTensor(f"{theirs}.shared_expert_gate.weight", (1, hidden))
+            maps.append(WeightMap(f"{ours}.gate_weight", (gate,), Whole()))
+    return maps
+
+
+def _qwen3_moe_maps(config: Any) -> list[WeightMap]:
+    return _qwen_maps(config, has_norms=True)
 
 
 def _mixtral_settings(config: Any) -> Mapping[str, Any]:
@@ -105,5 +133,6 @@ def _mixtral_maps(config: Any) -> list[WeightMap]:
     return [*maps, final_norm_map(config)]
 
 
+QWEN2_MOE = Family(_qwen2_moe_settings, _qwen2_moe_maps, head_dim)
 QWEN3_MOE = Family(_qwen3_moe_settings, _qwen3_moe_maps, head_dim)
 MIXTRAL = Family(_mixtral_settings, _mixtral_maps, head_dim)
