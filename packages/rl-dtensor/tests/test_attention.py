@@ -223,14 +223,16 @@ def test_a_backend_that_is_not_installed_is_refused_with_the_remedy():
     assert "attention_backend=auto" in problems[0]
 
 
-def test_layers_that_carry_state_across_rows_are_neither_packed_nor_split():
+def test_layers_of_other_kinds_are_neither_packed_nor_split():
     config = AutoConfig.for_model("qwen3", num_hidden_layers=2)
     assert attention_for(config, "auto", packed=True, split=False, supports_sdpa=True) == ROWS
     assert attention_for(config, "auto", packed=False, split=True, supports_sdpa=True) == ROWS
     assert attention_for(config, "auto", packed=True, split=False, supports_sdpa=False) == ROWS
     config.layer_types = ["linear_attention", "full_attention"]
+    assert attention_for(config, "auto", packed=True, split=True, supports_sdpa=True) == ROWS
+    config.layer_types = ["chunked_attention", "full_attention"]
     assert attention_for(config, "auto", packed=False, split=False, supports_sdpa=True) == "sdpa"
-    with pytest.raises(ValueError, match="layers of type linear_attention"):
+    with pytest.raises(ValueError, match="layers of type chunked_attention"):
         attention_for(config, "auto", packed=True, split=False, supports_sdpa=True)
     with pytest.raises(ValueError, match=r"cannot be split.*context_parallel_size=1"):
         attention_for(config, "auto", packed=False, split=True, supports_sdpa=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +15,12 @@ from transformers.utils.generic import TransformersKwargs
 
 from rl_core.batch import TOKENS
 from rl_core.torch.loss import Rows
-from rl_core.torch.training.flops import ROW_LAYERS
+from rl_core.torch.training.flops import RECURRENT_LAYERS, ROW_LAYERS
 from rl_dtensor.config import AttentionBackend
 from rl_dtensor.kernels import Attend, Softmax, check_softmax
 from rl_dtensor.layout import Context, Layout, Segments
 from rl_dtensor.parallel.collectives import exchange, gather
+from rl_dtensor.parallel.experts import expert_modules
 
 ROWS = "rl_rows"
 """Name under which `transformers` models find this attention."""
@@ -135,21 +138,22 @@ def rows_problem(hf: PreTrainedModel, backend: AttentionBackend = "auto") -> str
     """Why rows cannot be packed or split with a model on `meta` that was built with this attention; empty if they can.
 
     They can if its forward pass takes the places of tokens and is seen to hand on to attention the layout of rows. A
-    model that cannot be computed on `meta` as far as its first attention does not show that: models that carry state
-    from token to token before it are among those.
+    model that cannot be computed on `meta` as far as its first attention does not show that.
 
     Raises:
         ValueError: if the backend cannot compute that attention.
     """
     if "position_ids" not in inspect.signature(body_of(hf).forward).parameters:
         return "its forward pass takes no position_ids"
-    place = torch.arange(2, device="meta")[None]
+    place = torch.zeros(1, 1, dtype=torch.long, device="meta")
     rows = Rows(place[0], {TOKENS: place[0]})
-    layout = Layout(rows, place, place, place[0], None, bounds=((0, 2),), length=2, context=None)
-    # with a mask the model does not derive rows from the positions, which is not possible on `meta`
+    layout = Layout(rows, place, place, place[0], None, bounds=((0, 1),), length=1, context=None)
+    # with a mask the model does not derive rows from the positions, and of one token it does not look at the mask:
+    # neither is possible on `meta`
     inputs = {"input_ids": place, "position_ids": place, "attention_mask": torch.ones_like(place)}
     try:
-        body_of(hf)(**inputs, use_cache=False, layout=layout, attend=_tell)
+        with _without_experts(hf):
+            body_of(hf)(**inputs, use_cache=False, layout=layout, attend=_tell)
     except _Told as told:
         check_softmax(backend, told.softmax)
         return ""
@@ -158,6 +162,23 @@ def rows_problem(hf: PreTrainedModel, backend: AttentionBackend = "auto") -> str
     except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:  # of the family's code, on `meta`
         return f"its forward pass fails without data before it reaches attention: {type(error).__name__}: {error}"
     return "its forward pass never calls this attention"
+
+
+@contextmanager
+def _without_experts(hf: PreTrainedModel) -> Iterator[None]:
+    """Let tokens pass stacked experts as they are: what multiplies them fails on `meta` in some dtypes."""
+    experts = expert_modules(hf)
+    for module in experts:
+        module.forward = _passed
+    try:
+        yield
+    finally:
+        for module in experts:
+            del module.forward
+
+
+def _passed(hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+    return hidden
 
 
 def _tell(query: Tensor, key: Tensor, value: Tensor, segments: Segments, softmax: Softmax) -> Tensor:
@@ -193,7 +214,7 @@ def attention_for(
             f"dtensor_cfg.attention_backend={backend} has no dropout and the model's attention_dropout is "
             f"{dropout}; set hf_config_overrides.attention_dropout=0, or attention_backend=auto"
         )
-    foreign = sorted(set(settings.get("layer_types") or []) - ROW_LAYERS)
+    foreign = sorted(set(settings.get("layer_types") or []) - ROW_LAYERS - RECURRENT_LAYERS)
     if not foreign and not rows_problem:
         return ROWS
     if foreign:

@@ -24,7 +24,7 @@ from rl_core.torch.files.model_files import WeightFiles, read_hf_config
 from rl_core.torch.heads.scalar import new_head
 from rl_core.torch.heads.vocab_parallel import VocabShard
 from rl_core.torch.training.lora import InitialFactors
-from rl_dtensor.attention import ROWS, attention_for, rows_problem
+from rl_dtensor.attention import ROWS, RowsUnknown, attention_for, rows_problem
 from rl_dtensor.compilation import compile_layers
 from rl_dtensor.config import AttentionBackend, DTensorConfig
 from rl_dtensor.kernels import kernel_of
@@ -35,12 +35,13 @@ from rl_dtensor.model import HeadShard, ReadingModel, ShardedModel
 from rl_dtensor.parallel.experts import expert_modules, split_experts
 from rl_dtensor.parallel.fsdp import shard_model
 from rl_dtensor.parallel.mesh import Mesh
-from rl_dtensor.parallel.plan import check_token_split, plan_of
+from rl_dtensor.parallel.plan import plan_of
 from rl_dtensor.parallel.sizes import shape_problems
 from rl_dtensor.parallel.stages import Stages
 from rl_dtensor.parallel.tensor import part_of, split_tensors
 from rl_dtensor.probes import check_logits, check_packing, probe_row
 from rl_dtensor.recompute import checkpoint_activations
+from rl_dtensor.recurrent import run_rows_alone
 from rl_dtensor.replay import Replay
 from rl_dtensor.settings import device_problems, kernel_problems
 from rl_dtensor.shape import shape_of
@@ -139,9 +140,7 @@ class _Builder:
         vocab, final_norm = None, None
         plan = {}
         if mesh.sizes.tp > 1:
-            plan = plan_of(hf, backend.custom_parallel_plan)
-            if backend.sequence_parallel:
-                check_token_split(hf, plan, decoder_layers(hf))
+            plan = plan_of(hf, backend.custom_parallel_plan, decoder_layers(hf))
             final_norm = Stages.of(hf, 1).final_norm if backend.sequence_parallel and is_last else None
             if not is_headless:
                 vocab = self._vocab_shard(hf)
@@ -179,7 +178,7 @@ class _Builder:
         self._shard(model, experts)
         if stages is not None:
             layout = lay_out(probe_row(hf.config, mesh.device), Alignment(), is_packed=self.is_packed)
-            stages.check_cut(hf, stage, model.rows_of(layout), len(layout.places), mesh.device)
+            stages.check_cut(hf, model.rows_of(layout), len(layout.places), mesh.device)
         return model
 
     def _shard(self, model: ReadingModel, experts: list[nn.Module]) -> None:
@@ -270,6 +269,9 @@ def _on_meta(
         return built(attention)
     try:
         hf = built(ROWS)
+        run_rows_alone(hf, decoder_layers(hf))
+    except RowsUnknown as error:
+        problem = str(error)
     except KeyError as error:
         if error.args != (ROWS,):
             raise

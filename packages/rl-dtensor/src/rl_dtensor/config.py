@@ -15,6 +15,7 @@ Style = Literal[
     "colwise_gather_output",
     "rowwise_split_input",
     "replicated",
+    "whole",
     "embedding",
     "head",
     "experts",

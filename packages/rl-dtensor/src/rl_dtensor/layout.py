@@ -139,6 +139,7 @@ class Layout:
         self.position_ids = position_ids
         self.places = places
         self.attention_mask = attention_mask
+        self.bounds = bounds
         self.context = context
         device = input_ids.device
         chunks: Sequence[tuple[int, int]] = ((0, length),)

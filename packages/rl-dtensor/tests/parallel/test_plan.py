@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rl_dtensor.parallel.plan import blocks_of, plan_of
+from rl_dtensor.parallel.plan import blocks_of, plan_of, whole_blocks_of
 
 ATTENTION = "model.layers.*.self_attn"
 SIZES = {
@@ -24,7 +24,7 @@ def hf():
 
 
 def test_sinks_are_split_with_the_heads_of_their_block(hf):
-    plan = plan_of(hf, None)
+    plan = plan_of(hf, None, hf.model.layers)
     assert plan["model.layers.0.self_attn.sinks"] == "colwise"
     assert "model.layers.0.self_attn" in blocks_of(plan)
 
@@ -32,9 +32,16 @@ def test_sinks_are_split_with_the_heads_of_their_block(hf):
 def test_a_parameter_can_be_split_by_heads_alone(hf):
     custom = {f"{ATTENTION}.q_proj": "colwise", f"{ATTENTION}.sinks": "rowwise"}
     with pytest.raises(ValueError, match=r"splits the parameter model.layers.\*.self_attn.sinks as 'rowwise'"):
-        plan_of(hf, custom)
+        plan_of(hf, custom, hf.model.layers)
 
 
 def test_a_name_that_the_model_lacks_is_refused(hf):
     with pytest.raises(ValueError, match=r"self_attn.bias., which is not a module or a parameter of Gpt"):
-        plan_of(hf, {f"{ATTENTION}.q_proj": "colwise", f"{ATTENTION}.bias": "colwise"})
+        plan_of(hf, {f"{ATTENTION}.q_proj": "colwise", f"{ATTENTION}.bias": "colwise"}, hf.model.layers)
+
+
+def test_attention_that_no_plan_names_is_whole_on_every_rank(hf):
+    plan = plan_of(hf, {"model.layers.*.mlp.experts": "experts", "lm_head": "colwise"}, hf.model.layers)
+    assert plan["model.layers.0.self_attn"] == "whole"
+    assert whole_blocks_of(plan) == {"model.layers.0.self_attn"}
+    assert "model.layers.0.mlp" not in plan

@@ -27,7 +27,7 @@ def expert_modules(hf: PreTrainedModel) -> list[nn.Module]:
     return [
         module
         for name, module in hf.named_modules()
-        if name.endswith(".experts") and "gate_up_proj" in module._parameters
+        if name.endswith(".experts") and any(part.dim() == 3 for part in module.parameters(recurse=False))
     ]
 
 

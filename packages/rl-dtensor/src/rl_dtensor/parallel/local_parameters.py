@@ -16,12 +16,15 @@ Parameters = Mapping[str, Tensor | None]
 """A module's own parameters by name."""
 
 
-def localize(module: nn.Module, placements: Mapping[str, Placement], grad_scale: float = 1.0) -> None:
+def localize(
+    module: nn.Module, placements: Mapping[str, Placement], grad_scale: float = 1.0, reader: nn.Module | None = None
+) -> None:
     """Have a module compute on the local parts of its own DTensor parameters.
 
     Args:
         placements: parameter name to the placement of the gradient that its computation gives.
         grad_scale: multiplies gradients.
+        reader: the module around it that may read its parameters without calling it.
     """
 
     def local_parts(held: Parameters) -> Parameters:
@@ -30,16 +33,20 @@ def localize(module: nn.Module, placements: Mapping[str, Placement], grad_scale:
             for name, parameter in held.items()
         }
 
-    compute_on(module, local_parts)
+    compute_on(module, local_parts, reader)
 
 
-def compute_on(module: nn.Module, replaced: Callable[[Parameters], Parameters]) -> None:
+def compute_on(
+    module: nn.Module, replaced: Callable[[Parameters], Parameters], reader: nn.Module | None = None
+) -> None:
     """Have a module compute on other tensors in the place of its own parameters.
 
     Args:
         replaced: from the parameters to these tensors; called in each forward pass.
+        reader: the module in whose forward pass they are in their place; the module itself if None.
     """
-    original = module.forward
+    reader = reader or module
+    original = reader.forward
 
     @wraps(original)  # how experts are called is read off the signature
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -50,7 +57,7 @@ def compute_on(module: nn.Module, replaced: Callable[[Parameters], Parameters]) 
         finally:
             module.__dict__["_parameters"] = held
 
-    module.forward = forward
+    reader.forward = forward
 
 
 def to_local(parameter: Tensor, grad: Placement, grad_scale: float = 1.0) -> Tensor:

@@ -10,6 +10,8 @@ itself, which may be `colwise` (the sinks of attention, one per head):
 - `colwise_gather_output`, `rowwise_split_input`: as the two above, but whole tensors go in and come out of each. What
   lies between them is not split: it cuts fused projections apart, or norms all heads at once. Their parent is a *whole
   block*, which every rank computes alike but for these products.
+- `whole`: a whole block without such products. Parts of layers that compute across tokens are, unless the plan names
+  something in them: every rank computes them for all tokens.
 - `replicated`: a module inside a block that every rank has whole (the norms of queries and keys).
 - `experts`: a module of stacked experts, split by expert. Every rank passes all tokens through its own; the router and
   shared experts beside it are outside.
@@ -22,7 +24,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -44,6 +46,7 @@ _MLP: dict[str, Style] = {
     "layers.*.mlp.up_proj": "colwise",
     "layers.*.mlp.down_proj": "rowwise",
 }
+_FEED_FORWARD: dict[str, Style] = {name.replace("mlp", "feed_forward"): style for name, style in _MLP.items()}
 
 PLANS: Mapping[str, Mapping[str, Style]] = {
     "llama": {**_ATTENTION, **_MLP},
@@ -51,6 +54,25 @@ PLANS: Mapping[str, Mapping[str, Style]] = {
     "qwen2": {**_ATTENTION, **_MLP},
     "qwen3": {**_ATTENTION, **_QUERY_KEY_NORMS, **_MLP},
     "gemma3_text": {**_ATTENTION, **_QUERY_KEY_NORMS, **_MLP},
+    "nemotron_h": {
+        **{f"layers.*.mixer.{name}_proj": "colwise" for name in ("q", "k", "v", "up")},
+        **{f"layers.*.mixer.{name}_proj": "rowwise" for name in ("o", "down")},
+        "layers.*.mixer.shared_experts.up_proj": "colwise",
+        "layers.*.mixer.shared_experts.down_proj": "rowwise",
+        "layers.*.mixer.experts": "experts",
+    },
+    "bamba": {**_ATTENTION, **_FEED_FORWARD},
+    "jamba": {**_ATTENTION, **_FEED_FORWARD, "layers.*.feed_forward.experts": "experts"},
+    "lfm2": {
+        **{f"layers.*.self_attn.{name}_proj": "colwise" for name in ("q", "k", "v")},
+        "layers.*.self_attn.out_proj": "rowwise",
+        "layers.*.self_attn.q_layernorm": "replicated",
+        "layers.*.self_attn.k_layernorm": "replicated",
+        "layers.*.feed_forward.w1": "colwise",
+        "layers.*.feed_forward.w3": "colwise",
+        "layers.*.feed_forward.w2": "rowwise",
+        "layers.*.feed_forward.experts": "experts",
+    },
     "gpt_oss": {**_ATTENTION, "layers.*.self_attn.sinks": "colwise", "layers.*.mlp.experts": "experts"},
 }
 """Model type to the plan of its layers, below the base model's prefix."""
@@ -72,9 +94,12 @@ VOCABULARY = "embedding_rowwise"
 """Word for the embedding, which is split by vocabulary here whatever a plan says."""
 
 
-def plan_of(hf: PreTrainedModel, custom: Mapping[str, Style] | None) -> dict[str, Style]:
+def plan_of(hf: PreTrainedModel, custom: Mapping[str, Style] | None, layers: Sequence[nn.Module]) -> dict[str, Style]:
     """The name of every split module and parameter to its style: the custom plan, or this backend's for the family, or
     the model's own.
+
+    Args:
+        layers: the repeated ones.
 
     Raises:
         ValueError: if there is no plan, or if it names what the model lacks or a split that is not supported here.
@@ -101,6 +126,10 @@ def plan_of(hf: PreTrainedModel, custom: Mapping[str, Style] | None) -> dict[str
         raise ValueError(
             f"the plan of {hf.config.model_type} models splits no linear layer; see dtensor_cfg.custom_parallel_plan"
         )
+    mixers = {id(mixer) for layer in layers for mixer in _mixers_of(layer)}
+    for name, module in modules.items():
+        if id(module) in mixers and not any(f"{named}.".startswith(f"{name}.") for named in plan):
+            plan[name] = "whole"
     _check_blocks(hf, plan)
     return plan
 
@@ -111,35 +140,21 @@ def blocks_of(plan: Mapping[str, Style]) -> set[str]:
 
 
 def whole_blocks_of(plan: Mapping[str, Style]) -> set[str]:
-    """Names of the modules inside which only single products are split."""
-    return _parents(plan, "colwise_gather_output")
+    """Names of the modules inside which only single products are split, or nothing."""
+    return _parents(plan, "colwise_gather_output") | {name for name, style in plan.items() if style == "whole"}
 
 
 def _parents(plan: Mapping[str, Style], style: Style) -> set[str]:
     return {name.rpartition(".")[0] for name, found in plan.items() if found == style}
 
 
-def check_token_split(hf: PreTrainedModel, plan: Mapping[str, Style], layers: Iterable[nn.Module]) -> None:
-    """Refuse to split tokens between the blocks of a model whose attention would then not see all of them.
-
-    Args:
-        layers: the repeated ones, of norms, attention and a feed-forward part.
-
-    Raises:
-        ValueError: naming a part of a layer that is told of more than hidden states, as all are that compute across
-            tokens, and has linear layers, none of them in the plan.
-    """
-    names = {id(module): name.replace(".base_layer", "") for name, module in hf.named_modules()}
-    for layer in layers:
-        for part in layer.children():
-            inside = list(part.modules())
-            mixes_tokens = len(inspect.signature(part.forward).parameters) > 1
-            has_matrices = any(isinstance(module, nn.Linear) for module in inside)
-            if mixes_tokens and has_matrices and not any(names[id(module)] in plan for module in inside):
-                raise ValueError(
-                    f"the plan of {hf.config.model_type} models does not split {names[id(part)]}, which would see the "
-                    "tokens of its own rank alone; set dtensor_cfg.sequence_parallel=false"
-                )
+def _mixers_of(layer: nn.Module) -> Iterator[nn.Module]:
+    """Parts of a layer that compute across tokens: those that are told of more than hidden states, and have linear
+    layers, unlike norms."""
+    for part in layer.children():
+        is_told_more = len(inspect.signature(part.forward).parameters) > 1
+        if is_told_more and any(isinstance(module, nn.Linear) for module in part.modules()):
+            yield part
 
 
 def _check_blocks(hf: PreTrainedModel, plan: Mapping[str, Style]) -> None:

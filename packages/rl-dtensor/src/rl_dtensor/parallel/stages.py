@@ -12,7 +12,16 @@ from transformers import PreTrainedModel
 
 
 class Absent(nn.Module):
-    """In the place of a module that another pipeline rank has: what comes in goes out."""
+    """In the place of a module that another pipeline rank has: what comes in goes out.
+
+    Args:
+        replaced: of which it has the words and numbers: some models read of what kind a layer is.
+    """
+
+    def __init__(self, replaced: nn.Module) -> None:
+        super().__init__()
+        words = {name: value for name, value in vars(replaced).items() if isinstance(value, str | int | float)}
+        self.__dict__.update(words)
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         """The first argument."""
@@ -77,38 +86,40 @@ class Stages:
         kept = self.layers_of(stage)
         for index in range(self.num_layers):
             if index not in kept:
-                layers[index] = Absent()
+                layers[index] = Absent(layers[index])
         if stage > 0:
-            hf.set_submodule(self.embedding, Absent())
+            hf.set_submodule(self.embedding, Absent(hf.get_submodule(self.embedding)))
         if stage < self.count - 1:
-            hf.set_submodule(self.final_norm, Absent())
+            hf.set_submodule(self.final_norm, Absent(hf.get_submodule(self.final_norm)))
             for head in ("lm_head", "score"):
                 if head in dict(hf.named_children()):
-                    hf.set_submodule(head, Absent())
+                    hf.set_submodule(head, Absent(hf.get_submodule(head)))
 
-    def check_cut(
-        self, hf: PreTrainedModel, stage: int, rows: dict[str, Any], num_tokens: int, device: torch.device
-    ) -> None:
-        """Pass hidden states through a stage without its own modules.
+    def check_cut(self, hf: PreTrainedModel, rows: dict[str, Any], num_tokens: int, device: torch.device) -> None:
+        """Pass hidden states through a stage without its own modules; all stages answer alike.
 
         Args:
             rows: what the model's forward pass is told of the rows.
 
         Raises:
-            ValueError: if they change: the model does something between its modules that a stage would repeat.
+            ValueError: if they change, as the model does something between its modules that a stage would repeat, or if
+                it expects more of a layer than hidden states.
         """
-        if stage == 0:
-            return
         layers = hf.get_submodule(self.layers)
         norm = hf.get_submodule(self.final_norm)
         assert isinstance(layers, nn.ModuleList)
         held = list(layers)
         probe = torch.linspace(-1, 1, num_tokens * hf.config.hidden_size, device=device).view(1, num_tokens, -1)
         try:
-            _fill(layers, [Absent() for _ in held])
-            hf.set_submodule(self.final_norm, Absent())
+            _fill(layers, [Absent(layer) for layer in held])
+            hf.set_submodule(self.final_norm, Absent(norm))
             with torch.no_grad():
                 out = hf.base_model(inputs_embeds=probe, use_cache=False, **rows).last_hidden_state
+        except (AttributeError, TypeError, ValueError) as error:  # of the family's code
+            raise ValueError(
+                f"{hf.config.model_type} models cannot be cut into stages, as their code does not pass by layers that "
+                f"are elsewhere ({type(error).__name__}: {error}); set pipeline_parallel_size=1"
+            ) from None
         finally:
             _fill(layers, held)
             hf.set_submodule(self.final_norm, norm)

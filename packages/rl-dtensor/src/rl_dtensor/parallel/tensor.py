@@ -118,7 +118,9 @@ class _Splitter:
         names = self._distribute(
             module, {name: Shard(0) if name in split else Replicate() for name in module._parameters}
         )
-        localize(module, {name: Shard(0) if name in split else whole for name in names})
+        block = next((block for block in self._whole_blocks if plain.startswith(f"{block}.")), None)
+        reader = None if block is None else self._hf.get_submodule(block)
+        localize(module, {name: Shard(0) if name in split else whole for name in names}, reader=reader)
 
     def _placement_of(self, plain: str) -> Placement:
         """Placement of the gradients of a module that every rank has whole."""

@@ -72,6 +72,9 @@ class AttentionShape:
 ROW_LAYERS = frozenset({"full_attention", "sliding_attention"})
 """Kinds of layers with softmax attention, as Hugging Face configs name them."""
 
+RECURRENT_LAYERS = frozenset({"linear_attention", "conv"})
+"""Kinds of layers that carry a state from token to token, by the same names."""
+
 
 def attention_shapes(config: Any) -> tuple[AttentionShape, ...]:
     """The attention of every layer of full or sliding attention; what linear attention adds to its matrices is little.
