@@ -4,8 +4,10 @@ import random
 import signal
 import sys
 import time
+from contextlib import ExitStack, suppress
 from itertools import pairwise
 
+import psutil
 import pytest
 from logical_cluster import LogicalCluster
 from runs import Run, assert_same, described, rollouts_of, steps_of
@@ -22,7 +24,12 @@ AHEAD = (
     "loss_fn.truncated_importance_sampling_ratio=2.0",
     "grpo.async_grpo.enabled=true",
 )
-VICTIMS = ("ray::WorkerHost", "ray::AsyncWorkerHost", "ray::RestartingHost", "environments.process", "the driver")
+PROCESSES = ("ray::WorkerHost", "ray::AsyncWorkerHost", "ray::RestartingHost", "environments.process")
+DRIVER, NODE, EVERYTHING = "the driver alone", "a node", "everything"
+ELASTIC = (
+    *("policy.generation.min_replicas=1", "policy.generation.max_replicas=2"),
+    *("cluster.device=rehearsal", "cluster.gpus_per_node=2"),
+)
 LONG = (
     # an untrained model rarely ends a completion early, and with this rate every version has the same weights
     "policy.model_name=tiny-arithmetic",
@@ -61,36 +68,88 @@ def test_a_run_ahead_of_training_keeps_its_bound_and_loses_no_prompt(grpo, tmp_p
 
 
 def test_no_prompt_is_lost_or_trained_twice_whatever_is_killed(num_kills, grpo, tmp_path):
-    """A trainer, a replica, a process of the environments or everything is killed at random moments, `--kills` times;
-    the proof must hold after each.
+    """A trainer, a replica, a process of the environments, the driver, a node or all of it is killed at random moments,
+    `--kills` times; the proof must hold after each.
     """
     seed = random.randrange(2**32)
     sys.stdout.write(f"kills were drawn with seed {seed}\n")
     chance = random.Random(seed)
     num_steps = 2 * num_kills + 3
-    arguments = (*grpo, f"grpo.max_num_steps={num_steps}", "checkpointing.save_period=1", *AHEAD)
-    run = Run.start(tmp_path / "run", *arguments)
-    num_done = 1
-    for _ in range(num_kills):
-        run.await_step(num_done + 1)
-        time.sleep(chance.uniform(0, 2))
-        victim = chance.choice(VICTIMS)
-        if any(victim in described(each) for each in run.processes()):
-            run.kill_one(victim)
-        else:
-            run.kill_all()
-            run = Run.start(run.folder, *arguments)
-        # the kill may have cost the steps since the newest checkpoint
-        num_done = len(steps_of(run.folder))
-        run.await_step(num_done + 1)
-        proof = prove(RunFolder(run.folder))
-        assert proof.contradictions == (), victim
-        sys.stdout.write(f"{victim}: the proof holds at step {proof.step}\n")
-    run.finish()
-    proof = prove(RunFolder(run.folder))
+    arguments = (*grpo, f"grpo.max_num_steps={num_steps}", "checkpointing.save_period=1", *AHEAD, *ELASTIC)
+    with ElasticRun(tmp_path, arguments) as elastic:
+        num_done = 1
+        for number in range(num_kills):
+            elastic.run.await_step(num_done + 1)
+            time.sleep(chance.uniform(0, 2))
+            victim = elastic.kill(chance)
+            # the kill may have cost the steps since the newest checkpoint
+            num_done = len(steps_of(elastic.run.folder))
+            elastic.run.await_step(num_done + 1)
+            proof = prove(RunFolder(elastic.run.folder))
+            assert proof.contradictions == (), victim
+            sys.stdout.write(f"{number + 1}: {victim}: the proof holds at step {proof.step}\n")
+            sys.stdout.flush()
+        elastic.run.finish()
+    proof = prove(RunFolder(elastic.run.folder))
     assert (proof.step, proof.num_compared) == (num_steps, num_steps)
     assert (proof.contradictions, proof.gaps, proof.num_pending) == ((), (), 0)
     assert proof.num_trained == 32 * num_steps
+
+
+class ElasticRun:
+    """A run on two nodes, the second of which has nothing but a replica.
+
+    Args:
+        folder: for the run and for Ray's files.
+        arguments: of the run.
+    """
+
+    def __init__(self, folder, arguments):
+        self._folder = folder
+        self._arguments = arguments
+        self._exit = ExitStack()
+        self._num_clusters = 0
+
+    def __enter__(self):
+        self._start_cluster()
+        self._start_run()
+        return self
+
+    def __exit__(self, *error):
+        self._exit.close()
+
+    def kill(self, chance):
+        """Kill something that is there, and bring back what does not come back by itself; returns what it was."""
+        everywhere = [each for node in self._cluster.nodes for each in node.processes()] + self.run.processes()
+        titles = [described(each) for each in everywhere]
+        here = [words for words in PROCESSES if any(words in title for title in titles)]
+        victim = chance.choice([*here, DRIVER, NODE, EVERYTHING])
+        if victim == NODE:
+            self._further.kill()
+            self._further = self._cluster.add(num_gpus=1)
+        elif victim == DRIVER:
+            self.run.process.kill()
+            self.run.process.wait(60)
+            self._start_run()
+        elif victim == EVERYTHING:
+            self.run.kill_all()
+            self._exit.close()
+            self._start_cluster()
+            self._start_run()
+        else:
+            found = [each for each, title in zip(everywhere, titles, strict=True) if victim in title]
+            with suppress(psutil.NoSuchProcess):
+                chance.choice(found).kill()
+        return victim
+
+    def _start_cluster(self):
+        self._num_clusters += 1
+        self._cluster = self._exit.enter_context(LogicalCluster(self._folder / f"ray{self._num_clusters}"))
+        self._cluster.add(num_gpus=2)
+        self._further = self._cluster.add(num_gpus=1)
+
+    def _start_run(self):
+        self.run = Run.start(self._folder / "run", *self._arguments, RAY_ADDRESS=self._cluster.address)
 
 
 def test_updates_in_flight_interrupt_rollouts_that_go_on_as_if_nothing_had_happened(grpo, tmp_path):
@@ -117,11 +176,9 @@ def test_updates_in_flight_interrupt_rollouts_that_go_on_as_if_nothing_had_happe
 
 
 def test_replicas_join_and_leave_a_run_that_goes_on(grpo, tmp_path):
-    bounds = ("policy.generation.min_replicas=1", "policy.generation.max_replicas=2")
-    devices = ("cluster.device=rehearsal", "cluster.gpus_per_node=2")
     # every version has the same weights, so that the policy finds the logprobs of every replica
     same = "policy.optimizer.kwargs.lr=0.0"
-    arguments = (*grpo, *AHEAD, *devices, *bounds, same, "grpo.max_num_steps=10000")
+    arguments = (*grpo, *AHEAD, *ELASTIC, same, "grpo.max_num_steps=10000")
     with LogicalCluster(tmp_path / "ray") as cluster:
         cluster.add(num_gpus=2)
         run = Run.start(tmp_path / "run", *arguments, RAY_ADDRESS=cluster.address)
