@@ -10,6 +10,8 @@ Two cases at the largest age show what the importance correction is for. The con
 every weight from below and above by 1 asks for it. `mismatch/effective_sample_size` and `policy/behavior_ratio` are
 there to warn of such a run: the table shows their means over its last half.
 
+In the case with replicas that come and go, one of two is killed every few seconds; another takes its place.
+
 Completions of these sums have three tokens, so an update in flight interrupts few of them. `staleness/several_versions`
 is their share; those that wait in the engine's queue begin with the new weights.
 """
@@ -18,11 +20,16 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
+import psutil
 from learning import SEEDS, Case, Curve, finished_runs, make_runs, on_policy
 from measurement import surroundings, table
 
@@ -43,14 +50,51 @@ IN_FLIGHT = (
     "policy.generation.hf_cfg.max_batch_size=4",
 )
 
+REPLICAS = (
+    "cluster.cpu_ranks_per_node=3",
+    "policy.generation.colocated.resources.gpus_per_node=2",
+    "policy.generation.min_replicas=1",
+    "policy.generation.max_replicas=2",
+)
+KILL_S = (5.0, 15.0)
+"""Least and longest time between two kills."""
+
 ACCURACY = "val/accuracy"
 WATCHED = (
+    "generation/replicas",
     "staleness/mean",
     "staleness/several_versions",
     "policy/behavior_ratio",
     "mismatch/kl",
     "mismatch/effective_sample_size",
 )
+
+
+@contextmanager
+def kills() -> Iterator[None]:
+    """One replica of this process's Ray after another is killed, at random moments."""
+    is_over = threading.Event()
+    killer = threading.Thread(target=_kill_until, args=(is_over,), daemon=True)
+    killer.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        killer.join()
+
+
+def _kill_until(is_over: threading.Event) -> None:
+    while not is_over.wait(random.uniform(*KILL_S)):
+        with suppress(psutil.NoSuchProcess):
+            found = [
+                each for each in psutil.Process().children(recursive=True) if "ray::AsyncWorkerHost" in _title(each)
+            ]
+            if len(found) > 1:
+                random.choice(found).kill()
+
+
+def _title(process: psutil.Process) -> str:
+    return " ".join(process.cmdline())
 
 
 def at_age(age: int, *settings: str, correction: Sequence[str] = CORRECTED) -> Case:
@@ -67,6 +111,8 @@ CASES = {
     "age 4": at_age(4),
     "age 2, in flight": at_age(2, *IN_FLIGHT),
     "age 4, in flight": at_age(4, *IN_FLIGHT),
+    "age 2, two replicas": at_age(2, *REPLICAS),
+    "age 2, killed replicas": replace(at_age(2, *REPLICAS), beside=kills),
     "age 8": at_age(8),
     "age 8, uncorrected": at_age(8, correction=UNCORRECTED),
 }

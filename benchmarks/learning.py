@@ -17,6 +17,7 @@ import signal
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,10 @@ class Measure:
     aim: Aim
 
 
+Beside = Callable[[], AbstractContextManager[None]]
+"""What goes on beside a run, in the process that makes it."""
+
+
 @dataclass(frozen=True)
 class Case:
     """A recipe with what is changed in it, the section that holds its seed, and what is measured."""
@@ -74,6 +79,7 @@ class Case:
     settings: tuple[str, ...] = ()
     warm_key: str = "policy.model_name"
     """Key that is given the warmed-up model; empty if none is."""
+    beside: Beside = nullcontext
 
     def settings_of(self, seed: int, warm: Path) -> list[str]:
         """Keys of the run with a seed."""
@@ -229,11 +235,12 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class Task:
-    """A run to make: a recipe, keys that are set, and its folder."""
+    """A run to make: a recipe, keys that are set, its folder, and what goes on beside it."""
 
     recipe: str
     settings: Sequence[str]
     run: Path
+    beside: Beside = nullcontext
 
 
 def make_runs(cases: Mapping[str, Case], seeds: Sequence[int], folder: Path, *, num_jobs: int) -> None:
@@ -247,7 +254,7 @@ def make_runs(cases: Mapping[str, Case], seeds: Sequence[int], folder: Path, *, 
             sys.exit("the model to start from does not exist")
     model = RunFolder(warm).checkpoints()[-1].path / "hf" if is_finished(warm) else warm
     tasks = [
-        Task(case.recipe, case.settings_of(seed, model), run_dir(folder, name, seed))
+        Task(case.recipe, case.settings_of(seed, model), run_dir(folder, name, seed), case.beside)
         for seed in seeds  # so that each algorithm has one run soon
         for name, case in cases.items()
     ]
@@ -289,7 +296,8 @@ def make_run(task: Task) -> None:
         SystemExit: if a signal ended the run, which goes on when the benchmark is started again.
     """
     try:
-        result = rl_launch.train(task.recipe, [*task.settings, f"run_dir={task.run}"])
+        with task.beside():
+            result = rl_launch.train(task.recipe, [*task.settings, f"run_dir={task.run}"])
     except RLError as error:
         print(f"{task.run}: {error}\n", file=sys.stderr)
         return
