@@ -52,9 +52,8 @@ class FileNames:
             if isinstance(conversion, WeightConverter):
                 kinds = [type(operation) for operation in conversion.operations]
                 dims = [operation.dim for operation in conversion.operations]
-                target, *sources = (
-                    pattern.replace("\\", "") for pattern in (conversion.target_patterns[0], *conversion.source_patterns)
-                )
+                patterns = (conversion.target_patterns[0], *conversion.source_patterns)
+                target, *sources = (pattern.replace("\\", "") for pattern in patterns)
                 if kinds == [Concatenate] and dims == [0] and all("conv1d" in source for source in sources):
                     self._convolutions[target] = tuple(sources)
                     continue
