@@ -60,9 +60,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "v_head_dim": 8,
         "num_key_value_heads": 4,
     },
+    "glm4_moe": {
+        **MOE,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "pad_token_id": None,
+    },
 }
 
-EXPERT_FAMILIES = ("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v3")
+EXPERT_FAMILIES = ("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe")
 
 
 def write_family(folder: Path, family: str, **fields: Any) -> Path:

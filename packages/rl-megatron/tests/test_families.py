@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from layouts import EXPERT_FAMILIES, EXPERT_LAYOUTS, FAMILIES, LAYOUTS, write_family
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from rl_core.errors import WorkerError
 from rl_core.model import LOGPROBS, ModelSpec
@@ -91,6 +91,38 @@ def test_scaled_rotary_embeddings_are_those_of_transformers(ranks, tmp_path, fam
         found = model.infer(batch, [LOGPROBS]).ragged("logprobs").values
     np.testing.assert_allclose(found, expected, atol=1e-5, rtol=1e-5)
     assert np.abs(plain - expected).max() > 1e-3
+
+
+PLAIN_GLM = {"use_qk_norm": False, "attention_bias": False, "n_group": 1, "rope_parameters": {"rope_theta": 1e4}}
+
+
+@pytest.mark.parametrize(("family", "fields"), [("deepseek_v3", {}), ("glm4_moe", {}), ("glm4_moe", PLAIN_GLM)])
+def test_biases_of_routers_choose_experts_as_in_transformers(ranks, tmp_path, family, fields):
+    folder = write_family(tmp_path, family, **fields)
+    unbiased = Oracle(folder).infer(BATCH, [LOGPROBS])["logprobs"]
+    weights = load_file(folder / "model.safetensors")
+    for name in weights:
+        if name.endswith("e_score_correction_bias"):
+            weights[name] = torch.tensor([0.3, -0.3, 0.1, 0.0])
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    expected = Oracle(folder).infer(BATCH, [LOGPROBS])["logprobs"]
+    with open_model(ranks, folder, "tp1") as model:
+        found = model.infer(BATCH, [LOGPROBS]).ragged("logprobs").values
+    np.testing.assert_allclose(found, expected, atol=1e-5, rtol=1e-5)
+    assert np.abs(unbiased - expected).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"topk_group": 1, "num_experts_per_tok": 1}, "best num_experts_per_tok / topk_group experts"),
+        ({"n_group": 1, "num_experts_per_tok": 1}, "not that of one"),
+        ({"norm_topk_prob": False}, "norm_topk_prob=False and num_experts_per_tok=2 are not supported"),
+    ],
+)
+def test_routing_that_megatron_computes_otherwise_is_refused(ranks, tmp_path, fields, message):
+    with pytest.raises(WorkerError, match=message):
+        open_model(ranks, write_family(tmp_path, "glm4_moe", **fields), "tp1")
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

@@ -26,6 +26,7 @@ MODELS = {
     "qwen3_moe": {name: LAYOUTS[name] for name in LAYOUTS if name != "tp2"} | EXPERT_LAYOUTS,
     "qwen2_moe": LARGE_LAYOUTS,
     "deepseek_v3": LARGE_LAYOUTS,
+    "glm4_moe": LARGE_LAYOUTS,
 }
 CASES = [
     (family, layout, batching)

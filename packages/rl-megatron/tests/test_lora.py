@@ -37,6 +37,7 @@ MODELS = {
     "qwen2_moe": ("qwen2_moe", {}),
     "qwen3_moe": ("qwen3_moe", {}),
     "deepseek_v3": ("deepseek_v3", {}),
+    "glm4_moe": ("glm4_moe", {}),
     "deepseek_v3 dense": ("deepseek_v3", {"first_k_dense_replace": 4}),
 }
 CASES = [
@@ -47,6 +48,7 @@ CASES = [
     ("qwen2_moe", "tp2 ep2+sp", "padded-3", UNGATED, {}),
     ("qwen3_moe", "tp2 etp2 ep2+sp", "packed-16", LORA, {}),
     ("deepseek_v3", "tp2+sp", "packed-16", LORA, {}),
+    ("glm4_moe", "tp2 ep2+sp", "packed-16", LORA, {}),
     ("deepseek_v3 dense", "tp2", "padded-3", LORA, {}),
 ]
 

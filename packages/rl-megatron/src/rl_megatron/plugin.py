@@ -177,7 +177,9 @@ def _check_experts(backend: MegatronConfig) -> Iterable[Problem]:
         )
 
 
-HELD_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v3"})
+HELD_FAMILIES = frozenset(
+    {"llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe"}
+)
 """Model types that the tests of this package train on every layout."""
 
 SIZES = {

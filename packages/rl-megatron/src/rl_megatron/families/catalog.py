@@ -11,6 +11,7 @@ from rl_megatron.families.deepseek import DEEPSEEK_V3
 from rl_megatron.families.dense import LLAMA, MISTRAL, QWEN2, QWEN3
 from rl_megatron.families.experts import MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from rl_megatron.families.family import Family
+from rl_megatron.families.glm import GLM4_MOE
 
 GROUP = "rl_megatron.families"
 """Entry points through which other packages offer families. One that is named after Hugging Face's `model_type` is a
@@ -29,6 +30,7 @@ BUILT_IN: Mapping[str, Family] = {
     "qwen3_moe": QWEN3_MOE,
     "mixtral": MIXTRAL,
     "deepseek_v3": DEEPSEEK_V3,
+    "glm4_moe": GLM4_MOE,
 }
 """Model type to its family."""
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from rl_megatron.conversion.splits import Chunks, Whole
 from rl_megatron.conversion.weight_map import HFTensor, WeightMap
-from rl_megatron.families.dense import common_settings, embedding_map, final_norm_map, mlp_maps, norm_maps
-from rl_megatron.families.experts import PROJECTIONS, expert_maps, router_map
+from rl_megatron.families.dense import common_settings, embedding_map, final_norm_map, norm_maps
 from rl_megatron.families.family import Family
+from rl_megatron.families.sigmoid_routing import sigmoid_maps, sigmoid_settings
 
 
 def _settings(config: Any) -> Mapping[str, Any]:
@@ -27,24 +27,8 @@ def _settings(config: Any) -> Mapping[str, Any]:
         "qk_head_dim": config.qk_nope_head_dim,
         "qk_pos_emb_head_dim": config.qk_rope_head_dim,
         "v_head_dim": config.v_head_dim,
-        "num_moe_experts": config.n_routed_experts,
-        "moe_router_topk": config.num_experts_per_tok,
-        "moe_ffn_hidden_size": config.moe_intermediate_size,
-        "moe_shared_expert_intermediate_size": config.moe_intermediate_size * config.n_shared_experts,
-        "moe_layer_freq": [int(_has_experts(config, layer)) for layer in range(config.num_hidden_layers)],
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-        "moe_router_num_groups": config.n_group,
-        "moe_router_group_topk": config.topk_group,
-        "moe_router_topk_scaling_factor": config.routed_scaling_factor,
-        **_unnormed(config),
+        **sigmoid_settings(config),
     }
-
-
-def _unnormed(config: Any) -> Mapping[str, Any]:
-    if not config.norm_topk_prob:
-        raise ValueError("deepseek_v3 models with norm_topk_prob=false are not supported by rl-megatron")
-    return {}
 
 
 def _rotary(config: Any) -> Mapping[str, Any]:
@@ -69,28 +53,12 @@ def _rotary(config: Any) -> Mapping[str, Any]:
     }
 
 
-def _has_experts(config: Any, layer: int) -> bool:
-    return bool(layer >= config.first_k_dense_replace)
-
-
 def _weights(config: Any) -> list[WeightMap]:
     maps = [embedding_map(config)]
-    hidden = config.hidden_size
     for layer in range(config.num_hidden_layers):
-        ours, theirs = f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.mlp"
         maps += norm_maps(config, layer)
         maps += _attention_maps(config, layer)
-        if not _has_experts(config, layer):
-            maps += mlp_maps(hidden, config.intermediate_size, ours, theirs)
-            continue
-        maps.append(router_map(hidden, config.n_routed_experts, layer, theirs))
-        bias = HFTensor(f"{theirs}.gate.e_score_correction_bias", (config.n_routed_experts,))
-        maps.append(WeightMap(f"{ours}.router.expert_bias", (bias,), Whole(), dtype="float32"))
-        for expert in range(config.n_routed_experts):
-            prefix = f"{theirs}.experts.{expert}"
-            maps += expert_maps(hidden, config.moe_intermediate_size, layer, expert, prefix, PROJECTIONS)
-        width = config.moe_intermediate_size * config.n_shared_experts
-        maps += mlp_maps(hidden, width, f"{ours}.shared_experts", f"{theirs}.shared_experts")
+        maps += sigmoid_maps(config, layer)
     return [*maps, final_norm_map(config)]
 
 

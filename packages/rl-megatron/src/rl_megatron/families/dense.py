@@ -36,8 +36,13 @@ def common_settings(config: Any) -> dict[str, Any]:
 
 
 def dense_settings(config: Any) -> dict[str, Any]:
-    """Fields for grouped-query attention and one MLP."""
+    """Fields for grouped-query attention and one MLP, without biases."""
     _refuse_biases(config)
+    return grouped_query_settings(config)
+
+
+def grouped_query_settings(config: Any) -> dict[str, Any]:
+    """Fields for grouped-query attention, with or without biases."""
     return {
         **common_settings(config),
         "num_query_groups": config.num_key_value_heads,

@@ -1,0 +1,79 @@
+"""Mixtures of experts as DeepSeek-V3 has them: sigmoid scores, a correction bias, groups of experts, shared experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rl_megatron.conversion.splits import Whole
+from rl_megatron.conversion.weight_map import HFTensor, WeightMap
+from rl_megatron.families.dense import mlp_maps
+from rl_megatron.families.experts import PROJECTIONS, expert_maps, router_map
+
+GROUP_TOP = 2
+"""Experts of a group whose summed scores rank it, in transformers."""
+
+
+def sigmoid_settings(config: Any) -> dict[str, Any]:
+    """Fields of Megatron's config for the experts.
+
+    Raises:
+        ValueError: for a routing that Megatron computes otherwise than transformers.
+    """
+    return {
+        "num_moe_experts": config.n_routed_experts,
+        "moe_router_topk": config.num_experts_per_tok,
+        "moe_ffn_hidden_size": config.moe_intermediate_size,
+        "moe_shared_expert_intermediate_size": config.moe_intermediate_size * config.n_shared_experts,
+        "moe_layer_freq": [int(_has_experts(config, layer)) for layer in range(config.num_hidden_layers)],
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_topk_scaling_factor": config.routed_scaling_factor,
+        **_groups(config),
+        **_normed(config),
+    }
+
+
+def sigmoid_maps(config: Any, layer: int) -> list[WeightMap]:
+    """The experts of a layer, or the MLP of a dense one."""
+    ours, theirs = f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.mlp"
+    hidden = config.hidden_size
+    if not _has_experts(config, layer):
+        return mlp_maps(hidden, config.intermediate_size, ours, theirs)
+    bias = HFTensor(f"{theirs}.gate.e_score_correction_bias", (config.n_routed_experts,))
+    maps = [
+        router_map(hidden, config.n_routed_experts, layer, theirs),
+        WeightMap(f"{ours}.router.expert_bias", (bias,), Whole(), dtype="float32"),
+    ]
+    for expert in range(config.n_routed_experts):
+        prefix = f"{theirs}.experts.{expert}"
+        maps += expert_maps(hidden, config.moe_intermediate_size, layer, expert, prefix, PROJECTIONS)
+    width = config.moe_intermediate_size * config.n_shared_experts
+    return [*maps, *mlp_maps(hidden, width, f"{ours}.shared_experts", f"{theirs}.shared_experts")]
+
+
+def _has_experts(config: Any, layer: int) -> bool:
+    return bool(layer >= config.first_k_dense_replace)
+
+
+def _groups(config: Any) -> dict[str, int]:
+    """Limits to groups of experts; none if every group is chosen."""
+    if config.topk_group == config.n_group:
+        return {}
+    if config.num_experts_per_tok // config.topk_group != GROUP_TOP:
+        raise ValueError(
+            f"{config.model_type} models with num_experts_per_tok={config.num_experts_per_tok} and "
+            f"topk_group={config.topk_group} are not supported by rl-megatron: Megatron ranks groups by their best "
+            f"num_experts_per_tok / topk_group experts, transformers by their best {GROUP_TOP}"
+        )
+    return {"moe_router_num_groups": config.n_group, "moe_router_group_topk": config.topk_group}
+
+
+def _normed(config: Any) -> dict[str, Any]:
+    """Refuse weights of the chosen experts that do not add up to one just if there are several, as Megatron's do."""
+    if config.norm_topk_prob != (config.num_experts_per_tok > 1):
+        raise ValueError(
+            f"{config.model_type} models with norm_topk_prob={config.norm_topk_prob} and "
+            f"num_experts_per_tok={config.num_experts_per_tok} are not supported by rl-megatron: Megatron normalises "
+            "the weights of several experts, and not that of one"
+        )
+    return {}
