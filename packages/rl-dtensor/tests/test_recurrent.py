@@ -40,19 +40,6 @@ def test_rows_end_to_end_are_mixed_as_rows_alone_and_so_are_gradients(gru):
         assert torch.allclose(ours, expected, atol=1e-12)
 
 
-def test_less_than_half_of_what_is_mixed_is_padding():
-    sizes = []
-
-    def mix(rows):
-        sizes.append(rows.shape[:2].numel())
-        return rows
-
-    lengths = (*LENGTHS, 1000, *[7] * 50)
-    layout = layout_of(lengths)
-    mix_rows(mix, torch.zeros(1, sum(lengths), 4), layout)
-    assert sum(sizes) < 2 * sum(lengths)
-
-
 def test_padded_rows_are_mixed_at_once():
     layout = layout_of((3, 2), is_packed=False)
     hidden = torch.randn(2, 3, 4)

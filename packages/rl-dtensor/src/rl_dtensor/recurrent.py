@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rl_core.torch.training.flops import RECURRENT_LAYERS
+from rl_core.torch.training.row_mixing import mix_each_row
 from rl_dtensor.attention import RowsUnknown
 from rl_dtensor.layout import Layout
 from rl_dtensor.parallel.collectives import gather
@@ -131,20 +132,7 @@ def mix_rows(mix: Mix, hidden: Tensor, layout: Layout) -> Tensor:
 
 
 def _mix_whole(mix: Mix, hidden: Tensor, bounds: Sequence[tuple[int, int]]) -> Tensor:
-    """Mix rows side by side, or end to end.
-
-    Of rows end to end, those of similar lengths are mixed together, so that less than half of what is computed is
-    padding, however different the rows are.
-    """
+    """Mix rows side by side, or end to end."""
     if len(bounds) == 1:
         return mix(hidden)
-    rows = hidden[0].split([end - start for start, end in bounds])
-    similar: dict[int, list[int]] = {}
-    for place, row in enumerate(rows):
-        similar.setdefault((len(row) - 1).bit_length(), []).append(place)
-    mixed = list(rows)
-    for places in similar.values():
-        padded = nn.utils.rnn.pad_sequence([rows[place] for place in places], batch_first=True)
-        for place, row in zip(places, mix(padded), strict=True):
-            mixed[place] = row[: len(rows[place])]
-    return torch.cat(mixed)[None]
+    return mix_each_row(mix, hidden[0], [end - start for start, end in bounds])[None]
