@@ -45,6 +45,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
     # a padding token has zeros as its embedding, behind which gradients of biases are 1e11
     "qwen2_moe": {**MOE, "num_experts": 4, "shared_expert_intermediate_size": 40, "pad_token_id": None},
     "qwen3_moe": {**MOE, "num_experts": 4, "norm_topk_prob": True},
+    "qwen3_next": {
+        **MOE,
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 40,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "pad_token_id": None,
+        # heads of linear attention whose outputs are near zero are normed: gradients behind them are 1e4 otherwise
+        "rms_norm_eps": 1e-2,
+    },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "deepseek_v3": {
         **MOE,
@@ -73,7 +85,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 
-EXPERT_FAMILIES = ("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe")
+EXPERT_FAMILIES = ("qwen2_moe", "qwen3_moe", "qwen3_next", "mixtral", "deepseek_v3", "glm4_moe")
 
 
 def write_family(folder: Path, family: str, **fields: Any) -> Path:

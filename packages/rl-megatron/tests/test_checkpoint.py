@@ -13,7 +13,11 @@ from rl_core.testing.pooled_model import PooledModel
 ALL = LAYOUTS | EXPERT_LAYOUTS
 # an epsilon that keeps Adam from turning rounding errors of gradients near zero into whole steps
 ADAMW = OptimizerConfig(name="torch.optim.AdamW", kwargs={"lr": 1e-3, "weight_decay": 0.01, "eps": 1e-3})
-RESUMED = {"qwen3": ("tp2", ["tp2", "dp2", "pp2", "pp2 virtual"]), "qwen3_moe": ("tp2 ep2+sp", ["dp2", "pp2", "ep2"])}
+RESUMED = {
+    "qwen3": ("tp2", ["tp2", "dp2", "pp2", "pp2 virtual"]),
+    "qwen3_moe": ("tp2 ep2+sp", ["dp2", "pp2", "ep2"]),
+    "qwen3_next": ("tp2 ep2+sp", ["pp2"]),
+}
 
 
 def open_model(ranks, folder, layout, **settings):

@@ -25,6 +25,7 @@ MODELS = {
     "qwen3": LAYOUTS,
     "qwen3_moe": {name: LAYOUTS[name] for name in LAYOUTS if name != "tp2"} | EXPERT_LAYOUTS,
     "qwen2_moe": LARGE_LAYOUTS,
+    "qwen3_next": {"cp2": LAYOUTS["cp2"]} | LARGE_LAYOUTS,
     "deepseek_v3": LARGE_LAYOUTS,
     "glm4_moe": LARGE_LAYOUTS,
 }

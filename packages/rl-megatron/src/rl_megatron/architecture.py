@@ -135,6 +135,8 @@ def _check_layout(hf: Any, family: Mapping[str, Any], backend: MegatronConfig) -
     shared = {"num_attention_heads": hf.num_attention_heads, "intermediate_size": hf.intermediate_size}
     if not family.get("multi_latent_attention"):
         shared["num_key_value_heads"] = hf.num_key_value_heads
+    if "linear_num_key_heads" in family:
+        shared["linear_num_key_heads"] = family["linear_num_key_heads"]
     if "moe_shared_expert_intermediate_size" in family:
         shared["shared expert size"] = family["moe_shared_expert_intermediate_size"]
     for name, count in shared.items():

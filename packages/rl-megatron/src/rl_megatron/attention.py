@@ -91,7 +91,7 @@ class RowAttention(nn.Module):
     def _rows(self, query: Tensor, key: Tensor, value: Tensor, *, lengths: tuple[int, ...]) -> Tensor:
         """`[batch, heads, tokens, dim]` for rows end to end, `lengths` of this rank's part of each."""
         if self.group.size() > 1:
-            key, value = (_gathered(tensor, lengths, self.group) for tensor in (key, value))
+            key, value = (gather_rows(tensor, lengths, self.group) for tensor in (key, value))
         whole = [length * self.group.size() for length in lengths]
         rows = zip(query.split(lengths, 2), key.split(whole, 2), value.split(whole, 2), strict=True)
         return torch.cat([self._row(*row) for row in rows], 2)
@@ -138,8 +138,13 @@ class RowAttention(nn.Module):
         )
 
 
-def _gathered(tensor: Tensor, lengths: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
-    """The rows' whole keys or values in their order, from every rank's slices."""
+def gather_rows(tensor: Tensor, lengths: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
+    """Whole rows in their order, from the slices of every context-parallel rank.
+
+    Args:
+        tensor: `[batch, heads, tokens, dim]` of this rank.
+        lengths: of this rank's part of each row.
+    """
     parts: Tensor = _AllGather.apply(tensor, group)
     rows = []
     for row in parts.split(lengths, 3):

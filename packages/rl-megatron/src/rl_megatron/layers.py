@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from rl_megatron.attention import RowAttention
+from rl_megatron.gated_delta_net import GatedDeltaNet
 from rl_megatron.norm import RMSNorm
 from rl_megatron.routing import RowRouter
 from rl_megatron.shared_experts import SharedExperts
@@ -27,7 +30,19 @@ def block_spec(config: TransformerConfig, *, has_te: bool, virtual_stage: int | 
         config, use_transformer_engine=has_te, normalization="RMSNorm", vp_stage=virtual_stage
     )
     adapt_layers(spec, config, has_te=has_te)
+    if config.linear_attention_freq is not None:
+        first = get_transformer_layer_offset(config, vp_stage=virtual_stage)
+        spec.layer_specs = [
+            _with_linear_attention(layer) if config.linear_attention_freq[number] else layer
+            for number, layer in enumerate(spec.layer_specs, first)
+        ]
     return spec
+
+
+def _with_linear_attention(layer: ModuleSpec) -> ModuleSpec:
+    # Transformer Engine's layers have the norm within the projection that is replaced
+    mixer = {"input_layernorm": RMSNorm, "self_attention": ModuleSpec(GatedDeltaNet)}
+    return replace(layer, submodules=replace(layer.submodules, **mixer))
 
 
 def adapt_layers(spec: TransformerBlockSubmodules, config: TransformerConfig, *, has_te: bool) -> None:

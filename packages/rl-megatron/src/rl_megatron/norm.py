@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 
 class RMSNorm(nn.Module):
-    """RMS norm as transformers computes it: the mean in float32, the product with the weight in the input's dtype.
+    """RMS norm as transformers computes it: the mean in float32, the product with the weight in the input's dtype, or
+    in float32 if weights are centred at zero.
 
     Unlike Megatron's wrapper of torch's norm it may lie in a sequence-parallel region: its gradient is summed there.
     """
@@ -20,6 +21,7 @@ class RMSNorm(nn.Module):
         device = torch.cuda.current_device()
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
         self.eps = eps
+        self.is_zero_centered = config.layernorm_zero_centered_gamma
         # the mark by which Megatron finds gradients to sum over the tensor-parallel ranks
         self.weight.sequence_parallel = config.sequence_parallel
 
@@ -27,4 +29,6 @@ class RMSNorm(nn.Module):
         """Normalise `[*, hidden]`."""
         wide = hidden.float()
         normed = wide * (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        if self.is_zero_centered:
+            return (normed * (1 + self.weight.float())).to(hidden.dtype)
         return self.weight * normed.to(hidden.dtype)

@@ -59,7 +59,8 @@ def check_shape(section: Any, config: Any) -> Iterable[Problem]:
     backend: MegatronConfig = section.megatron_cfg
     model = local_hf_config(section)
     is_latent = "kv_lora_rank" in model
-    shared = ("num_attention_heads", "intermediate_size", *(() if is_latent else ("num_key_value_heads",)))
+    heads = ("num_attention_heads", *(() if is_latent else ("num_key_value_heads",)), "linear_num_key_heads")
+    shared = (*heads, "intermediate_size")
     experts = num_experts_of(model)
     for name, size, what, count in (
         *(("tensor_model_parallel_size", backend.tensor_model_parallel_size, part, model.get(part)) for part in shared),
@@ -178,7 +179,18 @@ def _check_experts(backend: MegatronConfig) -> Iterable[Problem]:
 
 
 HELD_FAMILIES = frozenset(
-    {"llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe"}
+    {
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "qwen2_moe",
+        "qwen3_moe",
+        "qwen3_next",
+        "mixtral",
+        "deepseek_v3",
+        "glm4_moe",
+    }
 )
 """Model types that the tests of this package train on every layout."""
 

@@ -160,9 +160,7 @@ class TrainingState:
         share, num_shares = self._weights.share(entry)
         dim = entry.split.dim
         for index, piece in enumerate(entry.split.slices(torch.empty(shape, device="meta"))):
-            start = index * piece.numel()
             assert piece.is_contiguous()
-            assert piece.storage_offset() == start
             local, size, offsets = list(piece.shape), list(piece.shape), [0] * piece.dim()
             if dim is not None:
                 size[dim] *= num_shares
@@ -171,7 +169,7 @@ class TrainingState:
                 # the rows that pad it to a multiple of the ranks are not kept
                 size[0] = entry.split.num_rows
                 local[0] = max(0, min(local[0], size[0] - offsets[0]))
-            yield Part(index, start, tuple(local), tuple(size), tuple(offsets))
+            yield Part(index, int(piece.storage_offset()), tuple(local), tuple(size), tuple(offsets))
 
     def _writes(self, entry: WeightMap, parameter: nn.Parameter) -> bool:
         """Whether this rank's group is the first of those that hold the same share of a parameter."""

@@ -274,6 +274,8 @@ class Weights:
 
     def _is_extra(self, name: str) -> bool:
         """Rotary frequencies of old files, and layers for multi-token prediction, which no policy uses."""
+        if name.startswith("mtp."):
+            return True
         layer = name.removeprefix("model.layers.").partition(".")[0]
         is_beyond = layer.isdigit() and int(layer) >= self._model.hf.num_hidden_layers
         return is_beyond or name.endswith("rotary_emb.inv_freq")

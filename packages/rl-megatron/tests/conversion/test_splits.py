@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_megatron.conversion.splits import Chunks, GateUp, QueryKeyValue, Split, Vocabulary, Whole, padded_vocab
+from rl_megatron.conversion.splits import Blocks, Chunks, QueryKeyValue, Split, Vocabulary, Whole, gate_up, padded_vocab
 
 HIDDEN = 6
 
@@ -57,9 +57,29 @@ def test_a_vocabulary_is_padded_at_its_end(size, num_rows):
 @given(st.integers(1, 4), st.integers(1, 5))
 def test_gate_and_up_lie_below_each_other_on_each_rank(size, width):
     gate, up = numbered(size * width, HIDDEN), -numbered(size * width, HIDDEN)
-    parts, num_read = check(GateUp(size * width), [gate, up], size)
+    parts, num_read = check(gate_up(size * width), [gate, up], size)
     assert num_read == gate.numel() * 2
     assert all((part[:width] > 0).all() and (part[width:] < 0).all() for part in parts)
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))
+def test_blocks_of_several_tensors_lie_below_each_other_on_each_rank(size, first, second):
+    tensors = [numbered(size * (first + 2 * second), HIDDEN), -numbered(size * first, HIDDEN)]
+    split = Blocks(((size * first, size * 2 * second), (size * first,)))
+    parts, num_read = check(split, tensors, size)
+    assert num_read == sum(tensor.numel() for tensor in tensors)
+    assert torch.equal(
+        parts[0], torch.cat([tensors[0][:first], tensors[0][size * first :][: 2 * second], tensors[1][:first]])
+    )
+    assert [len(piece) for piece in split.slices(parts[0])] == [first, 2 * second, first]
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 4))
+def test_gates_of_a_group_follow_its_queries(size, ratio, dim):
+    query, key = numbered(size * ratio * 2 * dim, HIDDEN), 1000 + numbered(size * dim, HIDDEN)
+    parts, _ = check(QueryKeyValue(size * ratio, size, dim, has_gates=True), [query, key, -key], size)
+    heads = query[: ratio * 2 * dim].split(dim)
+    assert torch.equal(parts[0][: ratio * 2 * dim], torch.cat([*heads[::2], *heads[1::2]]))
 
 
 @given(st.integers(1, 3), st.integers(1, 2), st.integers(1, 3), st.integers(1, 4), st.booleans())
@@ -80,6 +100,6 @@ def test_what_every_rank_holds_is_read_whole():
     assert all(torch.equal(part, parts[0]) for part in parts)
 
 
-@pytest.mark.parametrize("split", [Chunks(6), GateUp(6), QueryKeyValue(12, 6, 2)])
+@pytest.mark.parametrize("split", [Chunks(6), gate_up(6), Blocks(((12, 6), (18,))), QueryKeyValue(12, 6, 2)])
 def test_sizes_that_do_not_divide_are_known(split):
     assert [size for size in range(1, 7) if split.divides(size)] == [1, 2, 3, 6]

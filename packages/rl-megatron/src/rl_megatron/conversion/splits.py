@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain, islice
 from typing import Protocol
 
 import torch
@@ -29,7 +30,8 @@ class Split(Protocol):
         ...
 
     def slices(self, part: Tensor) -> tuple[Tensor, ...]:
-        """Views of a part, each an equal chunk along `dim` of a tensor that does not depend on the number of ranks."""
+        """Views of a part, one after the other in its memory, each an equal chunk along `dim` of a tensor that does not
+        depend on the number of ranks."""
         ...
 
     @property
@@ -126,37 +128,55 @@ class Vocabulary:
 
 
 @dataclass(frozen=True)
-class GateUp:
-    """The gate's and the up projection's rows, one below the other on each rank.
+class Blocks:
+    """Blocks of rows, of each of which every rank holds an equal chunk, one below the other.
 
     Args:
-        width: rows of each.
+        heights: rows of each block, for every tensor that the parameter is made of.
     """
 
-    width: int
+    heights: tuple[tuple[int, ...], ...]
 
     def part(self, read: Reader, rank: int, size: int) -> Tensor:
         """As `Split.part`."""
-        chunk = (slice(rank * self.width // size, (rank + 1) * self.width // size),)
-        return torch.cat([read(0, chunk), read(1, chunk)])
+        chunks = []
+        for index, heights in enumerate(self.heights):
+            for end, height in zip(accumulate(heights), heights, strict=True):
+                start = end - height
+                chunks.append(read(index, (slice(start + rank * height // size, start + (rank + 1) * height // size),)))
+        return torch.cat(chunks)
 
     def join(self, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """As `Split.join`."""
-        halves = [part.chunk(2) for part in parts]
-        return torch.cat([gate for gate, _ in halves]), torch.cat([up for _, up in halves])
+        blocks = (torch.cat(chunks) for chunks in zip(*map(self.slices, parts), strict=True))
+        return tuple(torch.cat(list(islice(blocks, len(heights)))) for heights in self.heights)
 
     def divides(self, size: int) -> bool:
         """As `Split.divides`."""
-        return self.width % size == 0
+        return all(height % size == 0 for height in self._all)
 
     def slices(self, part: Tensor) -> tuple[Tensor, ...]:
         """As `Split.slices`."""
-        return part.chunk(2)
+        size = sum(self._all) // len(part)
+        return part.split([height // size for height in self._all])
 
     @property
     def dim(self) -> int | None:
         """As `Split.dim`."""
         return 0
+
+    @property
+    def _all(self) -> list[int]:
+        return list(chain(*self.heights))
+
+
+def gate_up(width: int) -> Blocks:
+    """The gate's and the up projection's rows, one below the other on each rank.
+
+    Args:
+        width: rows of each.
+    """
+    return Blocks(((width,), (width,)))
 
 
 @dataclass(frozen=True)
@@ -167,25 +187,33 @@ class QueryKeyValue:
         num_heads: of queries.
         num_groups: of keys and values.
         head_dim: rows of each.
+        has_gates: whether each query is followed by a gate of its head's output; those of a group follow its queries
+            here.
     """
 
     num_heads: int
     num_groups: int
     head_dim: int
+    has_gates: bool = False
 
     def part(self, read: Reader, rank: int, size: int) -> Tensor:
         """As `Split.part`."""
         count = self.num_groups // size
         parts = []
         for index, rows in enumerate(self._rows):
-            taken = read(index, (slice(rank * count * rows, (rank + 1) * count * rows),))
-            parts.append(taken.unflatten(0, (count, rows)))
+            taken = read(index, (slice(rank * count * rows, (rank + 1) * count * rows),)).unflatten(0, (count, rows))
+            if index == 0 and self.has_gates:
+                taken = taken.unflatten(1, (-1, 2, self.head_dim)).transpose(1, 2).flatten(1, 3)
+            parts.append(taken)
         return torch.cat(parts, 1).flatten(0, 1)
 
     def join(self, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """As `Split.join`."""
         grouped = torch.cat(list(parts)).unflatten(0, (self.num_groups, sum(self._rows)))
-        return tuple(rows.flatten(0, 1).contiguous() for rows in grouped.split(self._rows, 1))
+        queries, keys, values = grouped.split(self._rows, 1)
+        if self.has_gates:
+            queries = queries.unflatten(1, (2, -1, self.head_dim)).transpose(1, 2).flatten(1, 3)
+        return tuple(rows.flatten(0, 1).contiguous() for rows in (queries, keys, values))
 
     def divides(self, size: int) -> bool:
         """As `Split.divides`."""
@@ -202,8 +230,9 @@ class QueryKeyValue:
 
     @property
     def _rows(self) -> list[int]:
-        """Rows of queries, of the key and of the value in one group."""
-        return [self.num_heads // self.num_groups * self.head_dim, self.head_dim, self.head_dim]
+        """Rows of queries (with their gates), of the key and of the value in one group."""
+        queries = self.num_heads // self.num_groups * (2 if self.has_gates else 1)
+        return [queries * self.head_dim, self.head_dim, self.head_dim]
 
 
 def padded_vocab(vocab_size: int, size: int) -> int:

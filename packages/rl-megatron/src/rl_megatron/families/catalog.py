@@ -12,6 +12,7 @@ from rl_megatron.families.dense import LLAMA, MISTRAL, QWEN2, QWEN3
 from rl_megatron.families.experts import MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from rl_megatron.families.family import Family
 from rl_megatron.families.glm import GLM4_MOE
+from rl_megatron.families.qwen3_next import QWEN3_NEXT
 
 GROUP = "rl_megatron.families"
 """Entry points through which other packages offer families. One that is named after Hugging Face's `model_type` is a
@@ -28,6 +29,7 @@ BUILT_IN: Mapping[str, Family] = {
     "qwen3": QWEN3,
     "qwen2_moe": QWEN2_MOE,
     "qwen3_moe": QWEN3_MOE,
+    "qwen3_next": QWEN3_NEXT,
     "mixtral": MIXTRAL,
     "deepseek_v3": DEEPSEEK_V3,
     "glm4_moe": GLM4_MOE,

@@ -8,9 +8,12 @@ from typing import Any
 import torch.nn.functional as F
 from transformers import PreTrainedConfig
 
-from rl_megatron.conversion.splits import Chunks, GateUp, QueryKeyValue, Vocabulary, Whole
+from rl_megatron.conversion.splits import Chunks, QueryKeyValue, Vocabulary, Whole, gate_up
 from rl_megatron.conversion.weight_map import HFTensor, WeightMap
 from rl_megatron.families.family import Family
+
+LINEAR_ATTENTION = "linear_attention"
+"""Name of a layer without softmax attention among Hugging Face's `layer_types`."""
 
 
 def head_dim(config: Any) -> int:
@@ -78,18 +81,21 @@ def norm_maps(config: Any, layer: int) -> list[WeightMap]:
     ]
 
 
-def attention_maps(config: Any, layer: int, *, has_bias: bool = False, has_norms: bool = False) -> list[WeightMap]:
+def attention_maps(
+    config: Any, layer: int, *, has_bias: bool = False, has_norms: bool = False, has_gates: bool = False
+) -> list[WeightMap]:
     """Grouped-query attention.
 
     Args:
         has_bias: whether queries, keys and values have biases.
         has_norms: whether the heads of queries and keys are normed.
+        has_gates: whether the heads' outputs have gates, which are rows of the queries' matrix.
     """
     dim, hidden = head_dim(config), config.hidden_size
     ours, theirs = f"decoder.layers.{layer}.self_attention", f"model.layers.{layer}.self_attn"
-    split = QueryKeyValue(config.num_attention_heads, config.num_key_value_heads, dim)
-    rows = {"q": config.num_attention_heads * dim, "k": config.num_key_value_heads * dim}
-    rows["v"] = rows["k"]
+    split = QueryKeyValue(config.num_attention_heads, config.num_key_value_heads, dim, has_gates)
+    width, shared = config.num_attention_heads * dim, config.num_key_value_heads * dim
+    rows = {"q": 2 * width if has_gates else width, "k": shared, "v": shared}
     maps = [
         WeightMap(
             f"{ours}.linear_qkv.weight",
@@ -98,8 +104,8 @@ def attention_maps(config: Any, layer: int, *, has_bias: bool = False, has_norms
         ),
         WeightMap(
             f"{ours}.linear_proj.weight",
-            (HFTensor(f"{theirs}.o_proj.weight", (hidden, rows["q"])),),
-            Chunks(rows["q"], dim=1),
+            (HFTensor(f"{theirs}.o_proj.weight", (hidden, width)),),
+            Chunks(width, dim=1),
         ),
     ]
     if has_bias:
@@ -119,10 +125,10 @@ def mlp_maps(hidden: int, width: int, ours: str, theirs: str) -> list[WeightMap]
         width: of its middle.
         ours, theirs: the prefixes of the names.
     """
-    gate_up = tuple(HFTensor(f"{theirs}.{name}_proj.weight", (width, hidden)) for name in ("gate", "up"))
+    gate_and_up = tuple(HFTensor(f"{theirs}.{name}_proj.weight", (width, hidden)) for name in ("gate", "up"))
     down = HFTensor(f"{theirs}.down_proj.weight", (hidden, width))
     return [
-        WeightMap(f"{ours}.linear_fc1.weight", gate_up, GateUp(width)),
+        WeightMap(f"{ours}.linear_fc1.weight", gate_and_up, gate_up(width)),
         WeightMap(f"{ours}.linear_fc2.weight", (down,), Chunks(width, dim=1)),
     ]
 
@@ -151,10 +157,10 @@ def _refuse_biases(config: Any) -> None:
 
 
 def _window(config: Any) -> tuple[int, int] | None:
-    """Numbers of tokens before and after each token that it sees, the same in all layers; None if it sees all before
-    it."""
+    """Numbers of tokens before and after each token that it sees, the same in all layers of softmax attention; None if
+    it sees all before it."""
     settings = config.to_dict()
-    kinds = set(settings.get("layer_types") or [])
+    kinds = set(settings.get("layer_types") or []) - {LINEAR_ATTENTION}
     if len(kinds) > 1:
         raise ValueError(
             f"a {config.model_type} model whose layers differ in attention ({', '.join(sorted(kinds))}) is not "

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-from rl_megatron.conversion.splits import Chunks, GateUp, Whole
+from rl_megatron.conversion.splits import Chunks, Whole, gate_up
 from rl_megatron.conversion.weight_map import HFTensor, WeightMap
 from rl_megatron.families.dense import (
     attention_maps,
@@ -30,10 +31,10 @@ def expert_maps(
         names: of the `gate`, `up` and `down` projections there.
     """
     ours = f"decoder.layers.{layer}.mlp.experts.local_experts.{expert}"
-    gate_up = tuple(HFTensor(f"{theirs}.{names[name]}.weight", (width, hidden)) for name in ("gate", "up"))
+    gate_and_up = tuple(HFTensor(f"{theirs}.{names[name]}.weight", (width, hidden)) for name in ("gate", "up"))
     down = HFTensor(f"{theirs}.{names['down']}.weight", (hidden, width))
     return [
-        WeightMap(f"{ours}.linear_fc1.weight", gate_up, GateUp(width), over="etp"),
+        WeightMap(f"{ours}.linear_fc1.weight", gate_and_up, gate_up(width), over="etp"),
         WeightMap(f"{ours}.linear_fc2.weight", (down,), Chunks(width, dim=1), over="etp"),
     ]
 
@@ -47,7 +48,8 @@ def router_map(hidden: int, num_experts: int, layer: int, theirs: str) -> Weight
 PROJECTIONS = {name: f"{name}_proj" for name in ("gate", "up", "down")}
 
 
-def _qwen_settings(config: Any) -> dict[str, Any]:
+def qwen_settings(config: Any) -> dict[str, Any]:
+    """Fields for grouped-query attention and layers of experts, as Qwen's models have them."""
     pattern = [int(_has_experts(config, layer)) for layer in range(config.num_hidden_layers)]
     return {
         **dense_settings(config),
@@ -65,25 +67,33 @@ def _has_experts(config: Any, layer: int) -> bool:
     return is_step and layer not in config.mlp_only_layers
 
 
-def _qwen2_moe_settings(config: Any) -> Mapping[str, Any]:
+def shared_expert_settings(config: Any) -> Mapping[str, Any]:
+    """Fields for shared experts with a gate."""
     return {
-        **_qwen_settings(config),
-        "add_qkv_bias": config.qkv_bias,
         "moe_shared_expert_intermediate_size": config.shared_expert_intermediate_size,
         "moe_shared_expert_gate": True,
     }
 
 
+def _qwen2_moe_settings(config: Any) -> Mapping[str, Any]:
+    return {**qwen_settings(config), **shared_expert_settings(config), "add_qkv_bias": config.qkv_bias}
+
+
 def _qwen3_moe_settings(config: Any) -> Mapping[str, Any]:
-    return {**_qwen_settings(config), "qk_layernorm": True}
+    return {**qwen_settings(config), "qk_layernorm": True}
 
 
-def _qwen_maps(config: Any, **attention: bool) -> list[WeightMap]:
+def qwen_maps(config: Any, mixer_maps: Callable[[Any, int], list[WeightMap]]) -> list[WeightMap]:
+    """A model with layers of experts without shared ones.
+
+    Args:
+        mixer_maps: of a layer's attention, from the config and the number of the layer.
+    """
     maps = [embedding_map(config)]
     for layer in range(config.num_hidden_layers):
         theirs = f"model.layers.{layer}.mlp"
         maps += norm_maps(config, layer)
-        maps += attention_maps(config, layer, **attention)
+        maps += mixer_maps(config, layer)
         if not _has_experts(config, layer):
             maps += mlp_maps(config.hidden_size, config.intermediate_size, f"decoder.layers.{layer}.mlp", theirs)
             continue
@@ -94,8 +104,9 @@ def _qwen_maps(config: Any, **attention: bool) -> list[WeightMap]:
     return [*maps, final_norm_map(config)]
 
 
-def _qwen2_moe_maps(config: Any) -> list[WeightMap]:
-    maps = _qwen_maps(config, has_bias=config.qkv_bias)
+def shared_expert_maps(config: Any) -> list[WeightMap]:
+    """The shared experts of all layers, and their gates."""
+    maps = []
     hidden, width = config.hidden_size, config.shared_expert_intermediate_size
     for layer in range(config.num_hidden_layers):
         if _has_experts(config, layer):
@@ -106,8 +117,13 @@ def _qwen2_moe_maps(config: Any) -> list[WeightMap]:
     return maps
 
 
+def _qwen2_moe_maps(config: Any) -> list[WeightMap]:
+    attention = partial(attention_maps, has_bias=config.qkv_bias)
+    return [*qwen_maps(config, attention), *shared_expert_maps(config)]
+
+
 def _qwen3_moe_maps(config: Any) -> list[WeightMap]:
-    return _qwen_maps(config, has_norms=True)
+    return qwen_maps(config, partial(attention_maps, has_norms=True))
 
 
 def _mixtral_settings(config: Any) -> Mapping[str, Any]:

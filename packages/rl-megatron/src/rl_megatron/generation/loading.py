@@ -10,6 +10,7 @@ from rl_core.model_config import LoraConfig, ModelConfig
 from rl_core.torch.files.model_files import WeightFiles, model_folder
 from rl_core.torch.training.lora import InitialFactors
 from rl_megatron.config import MegatronConfig
+from rl_megatron.generation.plugin import LINEAR_PROBLEM
 from rl_megatron.model import ReadingModel, build_model
 from rl_megatron.parallel.mesh import Mesh
 from rl_megatron.random import seed_all
@@ -29,7 +30,8 @@ def load_model(config: ModelConfig, mesh: Mesh) -> tuple[ReadingModel, Weights]:
     with them merged in.
 
     Raises:
-        ValueError: if the files, the config and the family do not fit together.
+        ValueError: if the files, the config and the family do not fit together, or the cache does not hold the state of
+            the model's layers.
     """
     folder = model_folder(config.model_name)
     plain = config.model_copy(update={"lora_cfg": LoraConfig()})
@@ -38,6 +40,8 @@ def load_model(config: ModelConfig, mesh: Mesh) -> tuple[ReadingModel, Weights]:
     # only the local layers' attention reads a static batch's cache
     backend = MegatronConfig(transformer_engine=False)
     model = build_model(plain, backend, spec, folder=folder, is_packed=False, mesh=mesh)
+    if model.config.linear_attention_freq is not None:
+        raise ValueError(LINEAR_PROBLEM)
     weights = Weights(model, mesh)
     weights.load(WeightFiles.of(folder), InitialFactors(spec.seed))
     model.train(False)

@@ -6,8 +6,14 @@ from collections.abc import Iterable
 from typing import Any
 
 from rl_core.config import Problem
+from rl_core.model_config import local_hf_config
 from rl_core.plugins import BackendPlugin, Requirement, reports_routing
 from rl_megatron.generation.config import MegatronGenerationConfig
+
+LINEAR_PROBLEM = (
+    "the megatron generator does not decode models with linear attention: its cache holds keys and values, no state "
+    "of such layers; set generation.backend=vllm"
+)
 
 
 def ranks(backend: MegatronGenerationConfig) -> int:
@@ -26,6 +32,12 @@ def check_size(section: Any, config: Any) -> Iterable[Problem]:
         )
 
 
+def check_layers(section: Any, config: Any) -> Iterable[Problem]:
+    """Layers that cannot be decoded, if the model's config is on this machine."""
+    if local_hf_config(section).get("linear_num_key_heads"):
+        yield Problem("generation.backend", LINEAR_PROBLEM)
+
+
 PLUGIN = BackendPlugin(
     name="megatron",
     key="megatron_cfg",
@@ -37,6 +49,6 @@ PLUGIN = BackendPlugin(
         imports=("torch", "megatron.core", "transformers", "safetensors"),
     ),
     ranks=ranks,
-    checks=(check_size,),
+    checks=(check_size, check_layers),
     routing_problem=reports_routing,
 )
