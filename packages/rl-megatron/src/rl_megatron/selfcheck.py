@@ -56,10 +56,6 @@ SMALL: Mapping[str, Any] = {
     "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 8,
     "v_head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
     "shared_expert_intermediate_size": 40,
 }
 """Sizes of the tiny model, for those of these fields that the family's config has a value of."""
