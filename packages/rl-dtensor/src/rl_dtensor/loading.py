@@ -16,7 +16,9 @@ def rebuild_buffers(hf: PreTrainedModel) -> None:
         ValueError: naming a buffer that the model's own initialisation leaves unfilled.
     """
     transient = dict(hf.named_non_persistent_buffers())
-    owners = sorted({name.rpartition(".")[0] for name in transient})
+    # a model may fill buffers of its parts
+    models = {name: module for name, module in hf.named_modules() if isinstance(module, PreTrainedModel)}
+    owners = sorted({name.rpartition(".")[0] for name in transient} | set(models), reverse=True)
     # what is left as it was after two different fillings is not filled by the model
     found = []
     for filling in (0, 1):
@@ -24,7 +26,8 @@ def rebuild_buffers(hf: PreTrainedModel) -> None:
             buffer.fill_(torch.nan if buffer.is_floating_point() else filling)
         with torch.no_grad():
             for owner in owners:
-                _init_alone(hf, hf.get_submodule(owner))
+                innermost = max((name for name in models if f"{owner}.".startswith(name and f"{name}.")), key=len)
+                _init_alone(models[innermost], hf.get_submodule(owner))
         found.append([buffer.clone() for buffer in transient.values() if not buffer.is_floating_point()])
     unfilled = [name for name, buffer in transient.items() if buffer.is_floating_point() and buffer.isnan().any()]
     counted = [name for name, buffer in transient.items() if not buffer.is_floating_point()]
@@ -40,13 +43,15 @@ def set_head(head: nn.Linear, full: Tensor) -> None:
 
 
 def _init_alone(hf: PreTrainedModel, module: nn.Module) -> None:
-    """The model's own initialisation of a module's buffers; its parameters, which files fill, are left alone."""
+    """A model's own initialisation of a module's buffers; its parameters, which files fill, are left alone."""
     held = module._parameters
     module.__dict__["_parameters"] = {
         name: None if parameter is None else _filled() for name, parameter in held.items()
     }
     try:
         hf._init_weights(module)
+    except AttributeError as error:  # of the family's code
+        raise ValueError(f"{hf.config.model_type} models do not say how to fill their buffers: {error}") from None
     finally:
         module.__dict__["_parameters"] = held
 
