@@ -89,6 +89,9 @@ class Case:
 
 ON_CPU = ("cluster.device=cpu", "cluster.cpu_ranks_per_node=1", "logger.tensorboard_enabled=false")
 
+MOST_RANKS = 3
+"""Of any case."""
+
 WARM_UP = ("sft.stop_at_validation_loss=0.8",)
 """Leaves more to learn from rewards than the recipe does."""
 
@@ -283,7 +286,7 @@ def in_jobs(tasks: Sequence[Task], num_jobs: int) -> None:
 
 def make_each(tasks: Any) -> None:
     """Make the runs of a queue until it gives None."""
-    cluster = read_config("sft-arithmetic", ON_CPU).config.cluster
+    cluster = read_config("sft-arithmetic", [*ON_CPU, f"cluster.cpu_ranks_per_node={MOST_RANKS}"]).config.cluster
     with VirtualCluster.of(cluster, resolve_device(cluster)):
         while (task := tasks.get()) is not None:
             make_run(task)
