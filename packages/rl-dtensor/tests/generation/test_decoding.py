@@ -8,7 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+)
 
 from rl_core.errors import ConfigError, GeneratorError
 from rl_core.generation import GenerationRequest, Placement, SamplingParams
@@ -17,6 +26,8 @@ from rl_core.rollout import Completion
 from rl_core.testing.torch.reference_model import ReferenceModel, write_reference_model
 from rl_dtensor.generation.config import HFConfig
 from rl_dtensor.generation.generator import HFGenerator
+from rl_dtensor.selfcheck import SMALL as SIZES
+from rl_dtensor.selfcheck import shrink
 
 SMALL = {
     "vocab_size": 120,
@@ -30,6 +41,7 @@ SMALL = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+TINY = {**SIZES, "vocab_size": 120}
 FAMILIES: dict[str, Any] = {
     "llama": LlamaConfig(**SMALL, head_dim=8),
     "qwen2": Qwen2Config(**SMALL),
@@ -73,8 +85,27 @@ def _requests(count: int) -> list[GenerationRequest]:
 def test_rows_of_any_length_get_the_logprobs_of_a_plain_forward_pass(
     family: str, attention: Any, tmp_path: Path
 ) -> None:
+    _check_decoding(FAMILIES[family], attention, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("qwen3_next", {}),  # a gated delta rule
+        ("kimi_linear", {}),
+        ("falcon_h1", {}),  # Mamba beside attention in every layer
+        ("lfm2", {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}),  # short convolutions
+    ],
+)
+def test_rows_of_models_that_carry_states_do_too(family: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    config = shrink(AutoConfig.for_model(family, **fields), TINY)
+    config.update({"initializer_range": 0.2, "eos_token_id": None})
+    _check_decoding(config, "sdpa", tmp_path)
+
+
+def _check_decoding(config: PreTrainedConfig, attention: Any, tmp_path: Path) -> None:
     torch.manual_seed(3)
-    reference = AutoModelForCausalLM.from_config(FAMILIES[family], attn_implementation="eager").eval()
+    reference = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     reference.save_pretrained(tmp_path)
     requests = _requests(9)
     # few places and a small prefill, so that rows join and leave while others are under way
@@ -117,10 +148,17 @@ def test_overrides_reach_the_model_and_unknown_ones_are_named(tmp_path: Path) ->
 
 
 def test_layers_that_keep_more_than_keys_and_values_are_refused(tmp_path: Path) -> None:
-    from transformers import Qwen3NextConfig
+    config = Qwen2Config(**SMALL, layer_types=["chunked_attention", "full_attention"])
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="chunked_attention"):
+        _generate(_config(tmp_path), _requests(1))
 
-    Qwen3NextConfig(**SMALL, head_dim=8).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="linear_attention"):
+
+def test_states_that_do_not_give_what_one_pass_does_are_refused(tmp_path: Path) -> None:
+    config = shrink(AutoConfig.for_model("jamba"), TINY)  # reads several tokens behind a state as if there were none
+    config.update({"initializer_range": 0.2})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"states from token to token \(logprobs are off .*another"):
         _generate(_config(tmp_path), _requests(1))
 
 

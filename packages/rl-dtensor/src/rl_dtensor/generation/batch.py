@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from rl_core.torch.generation.row import Row
 from rl_core.torch.generation.sampling import draw
-from rl_dtensor.generation.cache import RowCache
+from rl_dtensor.generation.cache import RowCache, RowStates, row_layers
 from rl_dtensor.replay import RoutingRecorder
 
 
@@ -28,18 +28,27 @@ class DecodingBatch:
         self._recorder = recorder
         self._device = device
         self.rows: list[Row] = []
-        self._cache = RowCache()
+        self._kinds = row_layers(model.config)
+        self._cache = RowCache(self._kinds)
         self._lengths: list[int] = []
 
-    @torch.inference_mode()
     def join(self, rows: Sequence[Row], version: int) -> None:
         """Read the prompts of these rows, sample the first token of each, and decode on with those that go on."""
+        if not any(issubclass(kind, RowStates) for kind in self._kinds):
+            self._join(rows, version)
+            return
+        # a state would take in the padding
+        for length in sorted({row.num_prompt_tokens for row in rows}):
+            self._join([row for row in rows if row.num_prompt_tokens == length], version)
+
+    @torch.inference_mode()
+    def _join(self, rows: Sequence[Row], version: int) -> None:
         lengths = [row.num_prompt_tokens for row in rows]
         columns = max(lengths)
         tokens = torch.zeros(len(rows), columns, dtype=torch.int64)
         for index, row in enumerate(rows):
             tokens[index, columns - lengths[index] :] = torch.from_numpy(row.request.token_ids)
-        cache = RowCache()
+        cache = RowCache(self._kinds)
         logits = self._forward(tokens, lengths, cache)
         self._add_routing(rows, lengths)
         going_on = self._sample(rows, logits, version)
@@ -70,7 +79,7 @@ class DecodingBatch:
 
     def clear(self) -> list[Row]:
         """Drop all rows and their cache; the rows that were there."""
-        rows, self.rows, self._lengths, self._cache = self.rows, [], [], RowCache()
+        rows, self.rows, self._lengths, self._cache = self.rows, [], [], RowCache(self._kinds)
         return rows
 
     def _forward(self, tokens: Tensor, lengths: Sequence[int], cache: RowCache) -> Tensor:

@@ -1,11 +1,23 @@
-"""Keys and values of the rows being decoded."""
+"""Keys and values, and states, of the rows being decoded."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers import PreTrainedConfig
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
 
 _SLACK = 64
 
@@ -30,7 +42,7 @@ class RowLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
+            RowLayer.lazy_initialization(self, key_states, value_states)
         start, end = self._columns, self._columns + key_states.shape[2]
         if end > self.keys.shape[2]:
             self.keys = _room(self.keys, end)
@@ -54,25 +66,95 @@ class RowLayer(CacheLayerMixin):
 
     def keep(self, rows: Tensor, first_column: int) -> None:
         """Drop all other rows and the columns before `first_column`."""
+        if not self.is_initialized:  # it has the keys of another layer
+            return
         self.keys = _room(self.keys[:, :, first_column : self._columns].index_select(0, rows), 0)
         self.values = _room(self.values[:, :, first_column : self._columns].index_select(0, rows), 0)
         self._columns -= first_column
 
     def join(self, other: RowLayer) -> None:
         """Put the rows of another layer below, all flush with the last column."""
+        if not self.is_initialized:
+            return
         columns = max(self._columns, other._columns)
         self.keys = _below(self.keys[:, :, : self._columns], other.keys[:, :, : other._columns], columns)
         self.values = _below(self.values[:, :, : self._columns], other.values[:, :, : other._columns], columns)
         self._columns = columns
 
 
-class RowCache(Cache):
-    """A `RowLayer` per layer of the model."""
+class RowStates(LinearAttentionLayer):
+    """One layer's state of each row: of its convolution, and of its recurrence. No row may be padded."""
 
-    layers: list[RowLayer]
+    def keep(self, rows: Tensor, first_column: int) -> None:
+        """Drop all other rows."""
+        for states in (self.conv_states, self.recurrent_states):
+            for index, state in states.items():
+                if state is not None:
+                    states[index] = state.index_select(0, rows)
+
+    def join(self, other: RowStates) -> None:
+        """Put the rows of another layer below."""
+        for mine, theirs in (
+            (self.conv_states, other.conv_states),
+            (self.recurrent_states, other.recurrent_states),
+        ):
+            for index, state in mine.items():
+                if state is not None:
+                    mine[index] = torch.cat([state, theirs[index]])
+
+
+class RowStatesAndKeys(RowStates, RowLayer):
+    """One layer's states, and keys and values beside them."""
 
     def __init__(self) -> None:
-        super().__init__(layer_class_to_replicate=RowLayer)
+        RowLayer.__init__(self)
+        RowStates.__init__(self)
+
+    def keep(self, rows: Tensor, first_column: int) -> None:
+        """Drop all other rows, and the columns before the first."""
+        RowStates.keep(self, rows, first_column)
+        RowLayer.keep(self, rows, first_column)
+
+    def join(self, other: RowStatesAndKeys) -> None:
+        """Put the rows of another layer below."""
+        RowStates.join(self, other)
+        RowLayer.join(self, other)
+
+
+Kind = type[RowLayer] | type[RowStates]
+
+_KINDS: dict[type, Kind] = {
+    DynamicLayer: RowLayer,
+    DynamicSlidingWindowLayer: RowLayer,
+    LinearAttentionLayer: RowStates,
+    LinearAttentionAndFullAttentionLayer: RowStatesAndKeys,
+    LinearAttentionAndSlidingWindowAttentionLayer: RowStatesAndKeys,
+}
+"""What `transformers` keeps of a layer to what is kept here."""
+
+
+def row_layers(config: PreTrainedConfig) -> tuple[Kind, ...]:
+    """Kind of every layer of a model's cache.
+
+    Raises:
+        ValueError: naming what a layer keeps, if that is something else.
+    """
+    layers = DynamicCache(config=config).layers
+    foreign = sorted({type(layer).__name__ for layer in layers if type(layer) not in _KINDS})
+    if foreign:
+        raise ValueError(f"its layers keep more than keys and values, or a state (transformers: {', '.join(foreign)})")
+    return tuple(_KINDS[type(layer)] for layer in layers)
+
+
+class RowCache(Cache):
+    """A layer for each of the model.
+
+    Args:
+        kinds: of the layers, by `row_layers`.
+    """
+
+    def __init__(self, kinds: Sequence[Kind]) -> None:
+        super().__init__(layers=[kind() for kind in kinds])
 
     def keep(self, rows: Tensor, first_column: int) -> None:
         """Drop all other rows, and the columns before the first."""

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from rl_core.errors import ConfigError
 from rl_core.model_config import ModelConfig
+from rl_core.torch.training.flops import RECURRENT_LAYERS, ROW_LAYERS
+from rl_dtensor.generation.cache import Kind, RowCache, RowStates, row_layers
 
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_LAYER_TYPES = ROW_LAYERS | RECURRENT_LAYERS
+
+_PROBE_TOKENS = 9
 
 
 def load_model(model: ModelConfig, attn_implementation: str, device: torch.device) -> PreTrainedModel:
@@ -26,6 +32,12 @@ def load_model(model: ModelConfig, attn_implementation: str, device: torch.devic
             f"the hf generator decodes {' and '.join(sorted(_LAYER_TYPES))} layers, {model.model_name} has "
             f"{', '.join(sorted(layer_types - _LAYER_TYPES))}; use another generation.backend"
         )
+    try:
+        kinds = row_layers(config)
+    except ValueError as error:
+        raise ConfigError(
+            f"the hf generator cannot decode {model.model_name}: {error}; use another generation.backend"
+        ) from None
     if fields.get("attn_logit_softcapping") and attn_implementation == "sdpa":
         raise ConfigError(
             f"sdpa computes attention without the softcap that {model.model_name} has; "
@@ -37,7 +49,39 @@ def load_model(model: ModelConfig, attn_implementation: str, device: torch.devic
         dtype=getattr(torch, model.precision),
         attn_implementation=attn_implementation,
     )
-    return loaded.to(device).eval().requires_grad_(False)
+    loaded = loaded.to(device).eval().requires_grad_(False)
+    if any(issubclass(kind, RowStates) for kind in kinds):
+        _check_states(loaded, kinds, model.model_name)
+    return loaded
+
+
+@torch.inference_mode()
+def _check_states(hf: PreTrainedModel, kinds: Sequence[Kind], name: str) -> None:
+    """Refuse a model whose states, carried from call to call, do not give the logits of one call.
+
+    Raises:
+        ConfigError: with what its code says, or how far they are off.
+    """
+    vocab_size = hf.get_input_embeddings().num_embeddings
+    tokens = torch.arange(_PROBE_TOKENS, device=hf.device)[None] % vocab_size
+    cache, parts = RowCache(kinds), []
+    try:
+        for part in tokens.split((3, 1, 1, _PROBE_TOKENS - 5), 1):
+            past = cache.get_seq_length()
+            places = torch.arange(past, past + part.shape[1], device=hf.device)[None]
+            parts.append(hf(input_ids=part, position_ids=places, past_key_values=cache, use_cache=True).logits)
+        whole = hf(input_ids=tokens, use_cache=False).logits
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:  # of the family's code
+        problem = f"{type(error).__name__}: {error}"
+    else:
+        off = (torch.cat(parts, 1).float().log_softmax(-1) - whole.float().log_softmax(-1)).abs().max().item()
+        if off <= 4 * torch.finfo(whole.dtype).eps ** 0.5:
+            return
+        problem = f"logprobs are off by {off:.2g}"
+    raise ConfigError(
+        f"the hf generator cannot decode {name}, whose layers carry states from token to token ({problem}); "
+        "use another generation.backend"
+    )
 
 
 def hf_config(model: ModelConfig) -> PreTrainedConfig:
