@@ -3,6 +3,8 @@
 import os
 import time
 
+from rl_core.model import ModelSpec, Rendezvous
+from rl_core.model_config import ModelConfig
 from rl_core.testing.rank_pool import Rank
 
 
@@ -26,3 +28,24 @@ def sleep(rank: Rank, seconds: float) -> None:
 
 def die(rank: Rank) -> None:
     os._exit(3)
+
+
+def mortal(config: ModelConfig, spec: ModelSpec, rendezvous: Rendezvous) -> "MortalWorker":
+    return MortalWorker(rendezvous.rank)
+
+
+class MortalWorker:
+    """A worker of which one rank ends its process when it is told to."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def coordinates(self) -> None:
+        """None, as there is no mesh."""
+
+    def die_on_the_second_rank(self) -> None:
+        if self._rank == 1:
+            os._exit(3)
+
+    def close(self) -> None:
+        """Nothing outlives the object."""

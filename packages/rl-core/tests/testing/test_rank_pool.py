@@ -4,6 +4,9 @@ import pool_functions
 import pytest
 
 from rl_core.errors import WorkerDied, WorkerError
+from rl_core.model import ModelSpec
+from rl_core.model_config import ModelConfig
+from rl_core.testing.pooled_model import PooledModel
 from rl_core.testing.rank_pool import RankPool
 
 
@@ -48,6 +51,14 @@ def test_a_rank_that_does_not_answer_is_named_and_replaced(pool):
 def test_a_rank_that_dies_is_named(pool):
     with pytest.raises(WorkerDied, match="rank 0"):
         pool.run(pool_functions.die, [()])
+
+
+def test_a_rank_that_dies_in_a_call_of_a_model_is_named_once_the_model_is_closed(pool):
+    with (
+        pytest.raises(WorkerDied, match="rank 1"),
+        PooledModel(pool, "pool_functions:mortal", ModelConfig(model_name="none"), ModelSpec(), 2) as model,
+    ):
+        model.call("die_on_the_second_rank")
 
 
 def test_more_ranks_than_processes_are_refused(pool):

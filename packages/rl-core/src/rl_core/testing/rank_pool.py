@@ -56,7 +56,7 @@ class RankPool:
     """Up to `num_ranks` processes that run functions together, on gloo and CPU.
 
     Processes start at the first run that needs them. After a time-out, or a failure that leaves other ranks waiting,
-    they are ended and the next run starts fresh ones (`generation` counts them), without what was held.
+    they are ended and the next run starts fresh ones, without what was held; `generation` counts how often they ended.
     """
 
     def __init__(self, num_ranks: int = 2) -> None:
@@ -97,6 +97,7 @@ class RankPool:
 
     def close(self) -> None:
         """End the processes."""
+        self.generation += bool(self._ranks)
         for process, connection in self._ranks:
             connection.close()
             process.terminate()
@@ -119,7 +120,6 @@ class RankPool:
     def _start(self) -> None:
         if self._ranks:
             return
-        self.generation += 1
         for rank in range(self.num_ranks):
             ours, theirs = _context.Pipe()
             process = _context.Process(target=_serve, args=(theirs,), name=f"rank{rank}", daemon=True)
