@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 
 import pytest
+from transformers import Gemma3Config
 from vllm import AsyncEngineArgs
 
 from rl_core.generation import Placement
 from rl_core.model_config import LoraConfig, ModelConfig
 from rl_core.testing.torch.reference_model import write_reference_model
 from rl_vllm import VllmConfig
-from rl_vllm.arguments import engine_arguments
+from rl_vllm.arguments import Dequantised, engine_arguments
 
 
 def started_with(
@@ -71,10 +73,20 @@ def test_weights_are_loaded_if_some_of_them_come_from_the_files_alone(folder: Pa
 def test_an_engine_computes_with_dequantised_weights_if_they_will_be_sent(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "mxfp4"}}))
     awaiting = Placement("cuda", awaits_weights=True)
-    assert started_with(folder, awaiting).hf_overrides == {"quantization_config": None}
+    assert started_with(folder, awaiting).hf_overrides == Dequantised({})
     assert started_with(folder, awaiting).load_format == "dummy"
     assert started_with(folder, awaiting, vllm_kwargs={"quantization": "fp8"}).hf_overrides == {}
     assert started_with(folder, Placement("cuda")).hf_overrides == {}
+
+
+def test_a_dequantised_config_has_no_quantisation_and_the_other_fields_that_are_set() -> None:
+    config = Gemma3Config(quantization_config={"quant_method": "mxfp4"}, text_config={"rms_norm_eps": 0.1})
+    config.text_config.quantization_config = {"quant_method": "mxfp4"}
+    change = pickle.loads(pickle.dumps(Dequantised({"eos_token_id": 7, "text_config": {"head_dim": 24}})))
+    found = change(config)
+    assert not hasattr(found, "quantization_config")
+    assert not hasattr(found.text_config, "quantization_config")
+    assert (found.eos_token_id, found.text_config.head_dim, found.text_config.rms_norm_eps) == (7, 24, 0.1)
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, get_args
 
 import numpy as np
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 from vllm import AsyncEngineArgs
 from vllm import SamplingParams as VllmSamplingParams
@@ -26,6 +28,36 @@ GIB = 2**30
 LINEAR = (nn.Linear.forward, Conv1D.forward)
 """Forward functions of the modules that get adapters: routers may inherit from these and return more."""
 CPU_BATCH_TOKENS = 4096
+
+
+@dataclass(frozen=True)
+class Dequantised:
+    """Change of a Hugging Face config, as vLLM calls it: some fields, and no quantisation.
+
+    The field `quantization_config` is removed, because some of vLLM's models (gpt-oss) only ask whether there is one,
+    and read it if it is None.
+
+    Args:
+        fields: name to value; those of a nested config are a mapping of their own.
+    """
+
+    fields: Mapping[str, Any]
+
+    def __call__(self, config: PreTrainedConfig) -> PreTrainedConfig:
+        """Change a config in place, and return it."""
+        _set_fields(config, self.fields)
+        for each in (config, config.get_text_config()):
+            vars(each).pop("quantization_config", None)
+        return config
+
+
+def _set_fields(config: PreTrainedConfig, fields: Mapping[str, Any]) -> None:
+    for name, value in fields.items():
+        nested = getattr(config, name, None)
+        if isinstance(nested, PreTrainedConfig) and isinstance(value, Mapping):
+            _set_fields(nested, value)
+        else:
+            setattr(config, name, value)
 
 
 def engine_arguments(
@@ -54,7 +86,7 @@ def engine_arguments(
         tokenizer=model.tokenizer.name,
         dtype=model.precision,
         # the policy has dequantised what is quantised in the files, and sends it so
-        hf_overrides={**model.hf_config_overrides, **({"quantization_config": None} if starts_empty else {})},
+        hf_overrides=Dequantised(model.hf_config_overrides) if starts_empty else model.hf_config_overrides,
         enforce_eager=eager,
         # scoring a row of full length asks for one more token, which is discarded
         max_model_len=max_len + 1,
