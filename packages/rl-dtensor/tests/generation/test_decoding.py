@@ -162,9 +162,16 @@ def test_states_that_do_not_give_what_one_pass_does_are_refused(tmp_path: Path) 
         _generate(_config(tmp_path), _requests(1))
 
 
-def test_attention_that_would_drop_the_softcap_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "config",
+    [
+        Gemma2Config(**SMALL, sliding_window=6, head_dim=8, attn_logit_softcapping=5.0),  # whose softcap it would drop
+        shrink(AutoConfig.for_model("gpt_oss"), TINY),
+    ],
+    ids=["gemma2", "gpt_oss"],
+)
+def test_attention_that_sdpa_does_not_compute_is_refused(config: PreTrainedConfig, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    config = Gemma2Config(**SMALL, sliding_window=6, head_dim=8, attn_logit_softcapping=5.0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="attn_implementation=eager"):
         _generate(_config(tmp_path), _requests(1))

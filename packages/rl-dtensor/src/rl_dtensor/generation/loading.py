@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from rl_core.errors import ConfigError
 from rl_core.model_config import ModelConfig
@@ -43,6 +49,11 @@ def load_model(model: ModelConfig, attn_implementation: str, device: torch.devic
             f"sdpa computes attention without the softcap that {model.model_name} has; "
             "set hf_cfg.attn_implementation=eager"
         )
+    if attn_implementation == "sdpa" and not _has_sdpa(config):
+        raise ConfigError(
+            f"transformers does not compute the attention of {model.model_name} with sdpa; set "
+            "hf_cfg.attn_implementation=eager"
+        )
     loaded = AutoModelForCausalLM.from_pretrained(
         model.model_name,
         config=config,
@@ -53,6 +64,11 @@ def load_model(model: ModelConfig, attn_implementation: str, device: torch.devic
     if any(issubclass(kind, RowStates) for kind in kinds):
         _check_states(loaded, kinds, model.model_name)
     return loaded
+
+
+def _has_sdpa(config: PreTrainedConfig) -> bool:
+    """Whether the family's code takes `sdpa`; true of code that comes with the model, which says so itself."""
+    return type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa
 
 
 @torch.inference_mode()
