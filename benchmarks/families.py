@@ -87,8 +87,7 @@ Of {total} families {tried} have been tried, and {made} made: {verdicts}. {versi
 """
 
 CORRECTED_ROUTING = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-"""How routers with a bias that corrects the load of experts choose. Configs on the hub say so, and vLLM reads it there;
-transformers has these fields for no such family, as its code knows."""
+"""How routers with a bias that corrects the load of experts choose; the code of transformers knows it."""
 
 MOST_OFF = 1e-3
 PROMPTS = (5, 40, 130)
@@ -117,7 +116,7 @@ class Results:
     def __init__(self, path: Path) -> None:
         self._path = path
         self.versions = {package: version(package) for package in PACKAGES}
-        self.engine = _engine()
+        self.engine = engine()
         self.families = self._read()
 
     def lacks(self, family: str, case: str) -> bool:
@@ -156,7 +155,7 @@ class Results:
         return found
 
 
-def _engine() -> str:
+def engine() -> str:
     """Name and version of the package that has vLLM; empty if there is none."""
     for package in ENGINES:
         try:
@@ -328,7 +327,7 @@ def _outcomes(family: str, cases: Sequence[str], folder: Path) -> Iterator[tuple
             for case, found in zip(meshes, CHECK.check_family(pool, folder, wanted), strict=True):
                 wrong = f"the weight stream gets wrong: {', '.join(found.names)}" if found.names else ""
                 differs = "" if found.verdict == "exact" else _differences(found.differences)
-                yield case, Outcome(found.verdict, _one_line(found.reason) or wrong or differs)
+                yield case, Outcome(found.verdict, one_line(found.reason) or wrong or differs)
     if SYNC in cases:
         yield SYNC, _synced(config, folder)
 
@@ -352,26 +351,24 @@ def _synced(config: Any, folder: Path) -> Outcome:
     from rl_core.testing.torch.reference_model import ReferenceModel, write_reference_model
     from rl_core.testing.torch.weight_sender import SenderProcess
     from rl_core.testing.weights import Bench, model_config, prompt
-    from rl_dtensor.selfcheck import SMALL, write_tiny
     from rl_vllm import VllmConfig, VllmGenerator
 
-    sizes = {**SMALL, **{name: value for name, value in SYNC_SIZES.items() if name in SMALL}}
     folders = []
     for seed in (1, 2):
         # for its tokenizer
         place = write_reference_model(folder / f"model-{seed}", seed=seed)
         try:
-            folders.append(write_tiny(config, place, seed, sizes))
+            folders.append(write_served(config, place, seed=seed))
         except ConfigError as error:
             return Outcome("unmade", str(error))
-        _say_routing(place)
     first, second = folders
     rows = [prompt(length) for length in PROMPTS]
     # before the engine starts in this process: vLLM changes the class of a model that it serves through transformers
     reference = ReferenceModel(second)
     expected = [reference.score(row) for row in rows]
     sender = SenderProcess()
-    generator = VllmGenerator(GenerationConfig(), VllmConfig(kv_cache_gib=0.25), model_config(first), Placement("cpu"))
+    placement = Placement("cpu", awaits_weights=True)  # as in a run
+    generator = VllmGenerator(GenerationConfig(), VllmConfig(kv_cache_gib=0.25), model_config(first), placement)
     try:
         bench = Bench(generator, first, second, sender)
         try:
@@ -380,7 +377,7 @@ def _synced(config: Any, folder: Path) -> Outcome:
         finally:
             bench.runner.run(generator.close())
     except (RLError, RuntimeError, ValueError, AssertionError) as error:
-        return Outcome("refused", _one_line(str(error)))
+        return Outcome("refused", one_line(str(error)))
     finally:
         sender.close()
     difference = max(float(np.abs(one - other).max()) for one, other in zip(found, expected, strict=True))
@@ -389,17 +386,41 @@ def _synced(config: Any, folder: Path) -> Outcome:
     return Outcome("off", f"logprobs differ from those of transformers by {difference:.1g}")
 
 
-def _say_routing(folder: Path) -> None:
-    """Add the fields of a model's config that vLLM reads and transformers has no values of."""
+def write_served(config: Any, folder: Path, *, seed: int, sizes: Mapping[str, Any] = SYNC_SIZES) -> Path:
+    """A random model of the family at sizes that vLLM's kernels on CPU take, as Hugging Face files.
+
+    Args:
+        sizes: over those of the self-check.
+
+    Raises:
+        ConfigError: if the family's own code refuses a config of such sizes.
+    """
+    from rl_dtensor.selfcheck import SMALL, write_tiny
+
+    write_tiny(config, folder, seed, {**SMALL, **{name: value for name, value in sizes.items() if name in SMALL}})
+    path = folder / "config.json"
+    fields = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps({**_said_on_the_hub(folder, fields), **fields}, indent=2) + "\n", encoding="utf-8")
+    return folder
+
+
+def _said_on_the_hub(folder: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of configs on the hub that vLLM reads and transformers has no values of."""
     from rl_core.torch.files.model_files import WeightFiles
 
-    if any(name.endswith("e_score_correction_bias") for name in WeightFiles.of(folder).names):
-        path = folder / "config.json"
-        fields = json.loads(path.read_text(encoding="utf-8"))
-        path.write_text(json.dumps({**CORRECTED_ROUTING, **fields}), encoding="utf-8")
+    files = WeightFiles.of(folder)
+    said: dict[str, Any] = {}
+    if any(name.endswith("e_score_correction_bias") for name in files.names):
+        said |= CORRECTED_ROUTING
+    queries = next((name for name in files.names if name.endswith("self_attn.q_proj.weight")), None)
+    has_latent = "kv_lora_rank" in fields  # whose heads have sizes by other names
+    if queries is not None and "num_attention_heads" in fields and not has_latent:
+        with files.open() as opened:
+            said["head_dim"] = opened.read(queries, ()).shape[0] // fields["num_attention_heads"]
+    return said
 
 
-def _one_line(text: str, most: int = 400) -> str:
+def one_line(text: str, most: int = 400) -> str:
     """The end of a message, which names the cause, on one line."""
     line = " ".join(text.split())
     return line if len(line) <= most else "... " + line[-most:]
