@@ -50,12 +50,7 @@ IN_FLIGHT = (
     "policy.generation.hf_cfg.max_batch_size=4",
 )
 
-REPLICAS = (
-    "cluster.cpu_ranks_per_node=3",
-    "policy.generation.colocated.resources.gpus_per_node=2",
-    "policy.generation.min_replicas=1",
-    "policy.generation.max_replicas=2",
-)
+REPLICAS = ("policy.generation.min_replicas=1", "policy.generation.max_replicas=2")
 KILL_S = (5.0, 15.0)
 """Least and longest time between two kills."""
 
