@@ -105,6 +105,15 @@ def test_prefixes_of_states_are_not_cached_on_cpu(
     assert started_with(folder, Placement(device)).enable_prefix_caching is caches
 
 
+@pytest.mark.parametrize(("device", "operations"), [("cpu", ["-rotary_embedding"]), ("cuda", [])])
+def test_rotary_embeddings_of_latent_attention_leave_out_the_kernel_of_cpus(
+    folder: Path, device: str, operations: list[str]
+) -> None:
+    assert started_with(folder, Placement(device)).compilation_config.custom_ops == []
+    (folder / "config.json").write_text(json.dumps({"model_type": "deepseek_v3", "kv_lora_rank": 512}))
+    assert started_with(folder, Placement(device)).compilation_config.custom_ops == operations
+
+
 def test_an_engine_that_applies_adapters_has_room_for_those_of_one_version(tmp_path: Path) -> None:
     folder = write_reference_model(tmp_path, seed=1)
     found = started_with(

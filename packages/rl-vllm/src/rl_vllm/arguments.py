@@ -112,6 +112,7 @@ def engine_arguments(
             "load_format": "dummy" if starts_empty else "auto",
             # prefixes of states are cached only where prompts are read in parts; None is vLLM's own choice
             "enable_prefix_caching": False if on_cpu and _has_states(model) else None,
+            **({"compilation_config": {"custom_ops": ["-rotary_embedding"]}} if on_cpu and _has_latent(model) else {}),
             **backend.vllm_kwargs,
         },
     )
@@ -156,6 +157,16 @@ def _has_states(model: ModelConfig) -> bool:
     or instead of keys and values. Known of models whose config is on this machine."""
     found = [ModelRegistry.models.get(name) for name in local_hf_config(model).get("architectures") or ()]
     return any(each is not None and each.inspect_model_cls().has_inner_state for each in found)
+
+
+def _has_latent(model: ModelConfig) -> bool:
+    """Whether keys and values are computed from a latent vector (MLA), by the config on this machine.
+
+    vLLM's code of such models passes queries as `[tokens, heads, head_dim]` to rotary embeddings, and its kernel on CPU
+    takes the last dimension for all heads: it turns the first head alone (0.32; vllm/csrc/cpu/pos_encoding.cpp). Its
+    code in torch is right. To be removed once the kernel counts heads as that of GPUs does.
+    """
+    return bool(local_hf_config(model).get("kv_lora_rank"))
 
 
 def sampling_params(request: GenerationRequest, *, max_tokens: int) -> VllmSamplingParams:
