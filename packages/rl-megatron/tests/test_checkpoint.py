@@ -1,7 +1,7 @@
 """A run goes on from its checkpoint on every layout as if it had not stopped."""
 
 import pytest
-from layouts import EXPERT_LAYOUTS, LAYOUTS, write_family
+from layouts import EXPERT_LAYOUTS, LAYOUTS, SHARED_KEYS_LAYOUTS, write_family
 from restoring import add_history, history, load_counted
 
 from rl_core.model import LOGPROBS, ModelSpec
@@ -10,11 +10,11 @@ from rl_core.testing.losses import TokenLoss
 from rl_core.testing.model_worker import make_batch
 from rl_core.testing.pooled_model import PooledModel
 
-ALL = LAYOUTS | EXPERT_LAYOUTS
+ALL = LAYOUTS | EXPERT_LAYOUTS | SHARED_KEYS_LAYOUTS
 # an epsilon that keeps Adam from turning rounding errors of gradients near zero into whole steps
 ADAMW = OptimizerConfig(name="torch.optim.AdamW", kwargs={"lr": 1e-3, "weight_decay": 0.01, "eps": 1e-3})
 RESUMED = {
-    "qwen3": ("tp2", ["tp2", "dp2", "pp2", "pp2 virtual"]),
+    "qwen3": ("tp2", ["tp2", "dp2", "pp2", "pp2 virtual", "tp4+sp"]),
     "qwen3_moe": ("tp2 ep2+sp", ["dp2", "pp2", "ep2"]),
     "qwen3_next": ("tp2 ep2+sp", ["pp2"]),
 }

@@ -141,7 +141,7 @@ def test_a_family_without_a_mapping_is_refused_naming_the_plugin(ranks, tmp_path
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        ({"tensor_model_parallel_size": 4}, "num_key_value_heads=2"),
+        ({"tensor_model_parallel_size": 3}, "num_attention_heads=4"),
         ({"pipeline_model_parallel_size": 3}, "layers cannot be spread evenly"),
         ({"expert_model_parallel_size": 2}, "has no experts"),
     ],

@@ -95,15 +95,30 @@ def test_ranks_hold_layers_and_experts(settings, expected):
 @pytest.mark.parametrize(
     ("settings", "key", "message"),
     [
-        ({"tensor_model_parallel_size": 3}, "tensor_model_parallel_size", "num_attention_heads (8)"),
-        ({"tensor_model_parallel_size": 4}, "tensor_model_parallel_size", "num_key_value_heads (2)"),
+        ({"tensor_model_parallel_size": 5}, "tensor_model_parallel_size", "num_attention_heads (12)"),
+        ({"tensor_model_parallel_size": 6}, "tensor_model_parallel_size", "6 neither divides"),
         ({"expert_model_parallel_size": 2}, "expert_model_parallel_size", "has no experts"),
         ({"pipeline_model_parallel_size": 5}, "pipeline_model_parallel_size", "have at most 4"),
     ],
 )
 def test_a_layout_that_does_not_divide_a_model_on_this_machine_is_named(tmp_path, settings, key, message):
-    fields = {"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 24, "num_hidden_layers": 4}
+    fields = {"num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 24, "num_hidden_layers": 4}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     model = ModelConfig(model_name=str(tmp_path))
     assert problems(model) == {}
     assert message in problems(model, **settings)[f"megatron_cfg.{key}"]
+
+
+def test_ranks_may_share_key_value_heads(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 8, "num_key_value_heads": 2}))
+    model = ModelConfig(model_name=str(tmp_path))
+    assert problems(model, tensor_model_parallel_size=8) == {}
+    for tensor, mesh in ((8, "tp4"), (2, "tp2")):
+        section = SimpleNamespace(
+            model_name=model.model_name,
+            hf_config_overrides={},
+            lora_cfg=model.lora_cfg,
+            sequence_packing=model.sequence_packing,
+            megatron_cfg=MegatronConfig(tensor_model_parallel_size=tensor),
+        )
+        assert PLUGIN.mesh_case(section).mesh == mesh

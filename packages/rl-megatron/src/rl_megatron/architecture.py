@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 
 from rl_megatron.config import MegatronConfig
 from rl_megatron.families.catalog import family_of
+from rl_megatron.plugin import key_heads_problem
 
 
 def transformer_config(
@@ -133,8 +134,6 @@ def _kernels(is_cuda: bool, has_te: bool) -> dict[str, Any]:
 def _check_layout(hf: Any, family: Mapping[str, Any], backend: MegatronConfig) -> None:
     tensor, expert = backend.tensor_model_parallel_size, backend.expert_model_parallel_size
     shared = {"num_attention_heads": hf.num_attention_heads, "intermediate_size": hf.intermediate_size}
-    if not family.get("multi_latent_attention"):
-        shared["num_key_value_heads"] = hf.num_key_value_heads
     if "linear_num_key_heads" in family:
         shared["linear_num_key_heads"] = family["linear_num_key_heads"]
     if "moe_shared_expert_intermediate_size" in family:
@@ -145,6 +144,9 @@ def _check_layout(hf: Any, family: Mapping[str, Any], backend: MegatronConfig) -
                 f"megatron_cfg.tensor_model_parallel_size={tensor} does not divide the model's {name}={count}; set it "
                 "to a divisor"
             )
+    num_heads = 0 if family.get("multi_latent_attention") else hf.num_key_value_heads
+    if num_heads and num_heads % tensor and tensor % num_heads:
+        raise ValueError(f"megatron_cfg.tensor_model_parallel_size={tensor} {key_heads_problem(num_heads)}")
     num_experts = family.get("num_moe_experts")
     if num_experts is None and expert > 1:
         raise ValueError(

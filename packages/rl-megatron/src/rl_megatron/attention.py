@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
@@ -136,6 +137,29 @@ class RowAttention(nn.Module):
             scale=self.scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )
+
+
+class GatedAttention(SelfAttention):
+    """Megatron's attention with gated outputs, also on more tensor-parallel ranks than key-value heads.
+
+    Each rank then gathers all queries and gates of its key-value head and selects its own queries; megatron-core 0.16.1
+    forgets to select its own gates.
+    """
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        output_gate: bool = False,
+        split_qkv: bool = True,
+    ) -> Any:
+        """As Megatron's method, with the gates `[seq, batch, heads, dim]` of the returned queries alone."""
+        found = super().get_query_key_value_tensors(hidden_states, key_value_states, output_gate, split_qkv)
+        if not output_gate or self.config.num_query_groups >= self.world_size:
+            return found
+        *others, gate = found
+        num_sharing = self.world_size // self.config.num_query_groups
+        return *others, gate.chunk(num_sharing, 2)[self.tp_group.rank() % num_sharing]
 
 
 def gather_rows(tensor: Tensor, lengths: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:

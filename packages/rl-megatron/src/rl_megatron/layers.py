@@ -12,7 +12,7 @@ from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from rl_megatron.attention import RowAttention
+from rl_megatron.attention import GatedAttention, RowAttention
 from rl_megatron.gated_delta_net import GatedDeltaNet
 from rl_megatron.norm import RMSNorm
 from rl_megatron.routing import RowRouter
@@ -52,6 +52,8 @@ def adapt_layers(spec: TransformerBlockSubmodules, config: TransformerConfig, *,
         if isinstance(experts, MoESubmodules):
             experts.router = RowRouter
             experts.shared_experts.module = SharedExperts
+        if config.attention_output_gate:
+            layer.submodules.self_attention.module = GatedAttention
         if not has_te:
             _localise(layer)
         elif config.window_size is not None and config.context_parallel_size > 1:

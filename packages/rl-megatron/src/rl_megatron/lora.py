@@ -45,7 +45,9 @@ def add_adapters(model: ReadingModel, config: LoraConfig) -> None:
     """
     maps = family_of(model.hf).weights(model.hf)
     _check_targets(maps, model.hf.model_type, config)
-    model.adapters = adapter_maps(maps, config)
+    model.adapters = adapter_maps(maps, config, model.config.tensor_model_parallel_size)
+    if not model.adapters:
+        raise nothing_adapted(config, f"a {model.hf.model_type} model")
     entry_of = {entry.target: entry for entry in maps if _is_linear(entry)}
     for chunk in model.chunks:
         for name, parameter in chunk.named_parameters():
@@ -60,14 +62,15 @@ def add_adapters(model: ReadingModel, config: LoraConfig) -> None:
             chunk.embedding.word_embeddings.register_forward_hook(_require_grad)
 
 
-def adapter_maps(maps: Sequence[WeightMap], config: LoraConfig) -> dict[str, AdapterMap]:
+def adapter_maps(maps: Sequence[WeightMap], config: LoraConfig, size: int) -> dict[str, AdapterMap]:
     """The adapters of a whole model by the name of the weight that each sits on.
 
     Args:
         maps: of the model's weights.
+        size: number of tensor-parallel ranks.
     """
     return {
-        source.name: _adapter_map(entry, source, config)
+        source.name: _adapter_map(entry, source, config, size)
         for entry in maps
         if _is_linear(entry)
         for source in entry.sources
@@ -88,7 +91,8 @@ class Adapter(nn.Module):
 class Adapters(nn.Module):
     """The adapters of one layer, which add `scale * up(down(dropout(input)))` of each adapted weight to its output.
 
-    Between tensor-parallel ranks travel the `dim` numbers per token that `down` gives.
+    Between tensor-parallel ranks travel the `dim` numbers per token that `down` gives. If ranks hold different numbers
+    of an adapted weight's rows (more ranks than key-value heads), each has all of `up` and uses its own rows.
 
     Args:
         entry: of the layer's weight.
@@ -105,15 +109,17 @@ class Adapters(nn.Module):
         self.is_sequence_parallel = config.sequence_parallel
         self.num_ranks = config.tensor_model_parallel_size
         places = dict(_rows_of_sources(entry, parallel_state.get_tensor_model_parallel_rank(), self.num_ranks))
-        self.num_rows = sum(len(rows) for rows in places.values())
-        adapted = {_short(name): (adapters[name], rows) for name, rows in places.items() if name in adapters}
+        self.num_rows = sum(len(rows) for rows, _ in places.values())
+        adapted = {_short(name): (adapters[name], *found) for name, found in places.items() if name in adapters}
         self.names = list(adapted)
         self.scale = next(iter(adapted.values()))[0].scale
-        for name, (found, rows) in adapted.items():
+        self.is_uneven = self.split_dim == 0 and not entry.split.is_even(self.num_ranks)
+        for name, (found, rows, own) in adapted.items():
             down, up = (_local_shape(each, self.num_ranks) for each in (found.down, found.up))
             adapter = Adapter(down, up, config)
             self.add_module(name, adapter)
             self.register_buffer(f"{name}_rows", rows.to(adapter.up.device), persistent=False)
+            self.register_buffer(f"{name}_own", own.to(adapter.up.device), persistent=False)
             # the mark by which Megatron finds gradients to sum over the tensor-parallel ranks: a rank has seen its
             # own tokens alone
             adapter.down.sequence_parallel = config.sequence_parallel and self.split_dim != 1
@@ -155,9 +161,12 @@ class Adapters(nn.Module):
         """`[rows of the layer, dims]`: each adapter's rows in the places of those of its weight, zeros elsewhere."""
         blocks = []
         for name, adapter in zip(self.names, self._adapters, strict=True):
-            rows = self.get_buffer(f"{name}_rows")
-            block = adapter.up.new_zeros((self.num_rows, adapter.up.shape[1]))
-            blocks.append(block.index_copy(0, rows, adapter.up))
+            rows, up = self.get_buffer(f"{name}_rows"), adapter.up
+            block = up.new_zeros((self.num_rows, up.shape[1]))
+            if self.is_uneven:
+                # each rank has the gradient by its own rows
+                up = copy_to_tensor_model_parallel_region(up)[self.get_buffer(f"{name}_own")]
+            blocks.append(block.index_copy(0, rows, up))
         return torch.cat(blocks, 1)
 
     @property
@@ -183,7 +192,7 @@ def _require_grad(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tens
     return output.requires_grad_() if torch.is_grad_enabled() else output
 
 
-def _adapter_map(entry: WeightMap, source: HFTensor, config: LoraConfig) -> AdapterMap:
+def _adapter_map(entry: WeightMap, source: HFTensor, config: LoraConfig, size: int) -> AdapterMap:
     outputs, inputs = source.shape
     target = f"{entry.target.removesuffix(WEIGHT)}.adapters.{_short(source.name)}"
     theirs = _layer(source.name)
@@ -195,25 +204,24 @@ def _adapter_map(entry: WeightMap, source: HFTensor, config: LoraConfig) -> Adap
     up = WeightMap(
         f"{target}.up",
         (HFTensor(f"{theirs}{LORA_B}", (outputs, config.dim)),),
-        Chunks(outputs) if entry.split.dim == 0 else Whole(),
+        Chunks(outputs) if entry.split.dim == 0 and entry.split.is_even(size) else Whole(),
     )
     return AdapterMap(down, up, config.scale)
 
 
-def _rows_of_sources(entry: WeightMap, rank: int, size: int) -> Iterator[tuple[str, Tensor]]:
-    """Each source's name, and the places of its rows on this rank in the layer's output, in their order."""
+def _rows_of_sources(entry: WeightMap, rank: int, size: int) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
+    """For each source its name, the places of this rank's rows of it in the layer's output, and the numbers of those
+    rows in the source."""
     counts = [source.shape[0] for source in entry.sources]
     if entry.split.dim != 0:
-        yield entry.sources[0].name, torch.arange(counts[0])
+        yield entry.sources[0].name, (torch.arange(counts[0]),) * 2
         return
     numbers = list(torch.arange(sum(counts)).split(counts))
     part = entry.split.part(lambda index, slices: numbers[index][slices] if slices else numbers[index], rank, size)
-    place_of = torch.full((sum(counts),), -1)
-    place_of[part] = torch.arange(len(part))
     for source, own in zip(entry.sources, numbers, strict=True):
-        places = place_of[own.chunk(size)[rank]]
-        assert (places >= 0).all(), f"{source.name} is not spread evenly over the ranks"
-        yield source.name, places
+        places = ((part >= own[0]) & (part <= own[-1])).nonzero()[:, 0]
+        order = part[places].argsort()
+        yield source.name, (places[order], part[places][order] - own[0])
 
 
 def _local_shape(entry: WeightMap, size: int) -> tuple[int, int]:
@@ -246,8 +254,6 @@ def _check_targets(maps: Sequence[WeightMap], kind: str, config: LoraConfig) -> 
                 f"lora_cfg.target_modules: {ending!r} {what} of this {kind} model; it has "
                 f"{', '.join(sorted({_short(name) for name in linear}))}"
             )
-    if not adapter_maps(maps, config):
-        raise nothing_adapted(config, f"a {kind} model")
 
 
 def _layer(name: str) -> str:

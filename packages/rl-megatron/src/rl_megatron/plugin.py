@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from math import lcm
 from typing import Any
 
@@ -58,17 +58,20 @@ def check_shape(section: Any, config: Any) -> Iterable[Problem]:
     """Sizes of the layout that do not divide the model, if the model's config is on this machine."""
     backend: MegatronConfig = section.megatron_cfg
     model = local_hf_config(section)
-    is_latent = "kv_lora_rank" in model
-    heads = ("num_attention_heads", *(() if is_latent else ("num_key_value_heads",)), "linear_num_key_heads")
-    shared = (*heads, "intermediate_size")
+    tensor = backend.tensor_model_parallel_size
+    shared = ("num_attention_heads", "linear_num_key_heads", "intermediate_size")
     experts = num_experts_of(model)
     for name, size, what, count in (
-        *(("tensor_model_parallel_size", backend.tensor_model_parallel_size, part, model.get(part)) for part in shared),
+        *(("tensor_model_parallel_size", tensor, part, model.get(part)) for part in shared),
         ("expert_model_parallel_size", backend.expert_model_parallel_size, "experts", experts),
     ):
         if count and count % size:
             yield Problem(f"{KEY}.{name}", f"{size} does not divide the model's {what} ({count}); set it to a divisor")
             return
+    num_heads = _num_key_heads(model)
+    if num_heads and num_heads % tensor and tensor % num_heads:
+        yield Problem(f"{KEY}.tensor_model_parallel_size", f"{tensor} {key_heads_problem(num_heads)}")
+        return
     if model and not experts and backend.expert_model_parallel_size > 1:
         yield Problem(
             f"{KEY}.expert_model_parallel_size",
@@ -82,6 +85,14 @@ def check_shape(section: Any, config: Any) -> Iterable[Problem]:
             f"{stages} stages (pipeline_model_parallel_size x virtual_pipeline_model_parallel_size) of {layers} layers "
             f"leave some empty; have at most {layers}",
         )
+
+
+def key_heads_problem(num_heads: int) -> str:
+    """The end of a message: a number of tensor-parallel ranks does not fit the model's key-value heads."""
+    return (
+        f"neither divides the model's num_key_value_heads ({num_heads}) nor is a multiple of it; set it to a divisor "
+        "or a multiple"
+    )
 
 
 def check_device(section: Any, config: Any) -> Iterable[Problem]:
@@ -140,6 +151,11 @@ def check_recompute(section: Any, config: Any) -> Iterable[Problem]:
             yield Problem(f"{KEY}.{name}", f"has no effect without {KEY}.activation_checkpointing=true")
         elif is_set and name == "recompute_modules" and backend.recompute_granularity == "full":
             yield Problem(f"{KEY}.{name}", f"has no effect while {KEY}.recompute_granularity is full; set selective")
+
+
+def _num_key_heads(model: Mapping[str, Any]) -> int:
+    """Key-value heads that are spread over the tensor-parallel ranks; 0 for latent attention, or if it is not known."""
+    return 0 if "kv_lora_rank" in model else model.get("num_key_value_heads") or 0
 
 
 def _check_experts(backend: MegatronConfig) -> Iterable[Problem]:
@@ -206,11 +222,17 @@ SIZES = {
 
 
 def mesh_case(section: Any) -> MeshCase:
-    """The case of `rl_megatron.selfcheck` that a model's layout comes down to: the same axes, two ranks on each."""
+    """The case of `rl_megatron.selfcheck` that a model's layout comes down to: the same axes, two ranks on each.
+
+    If the layout has more tensor-parallel ranks than the model has key-value heads, the case has four: its tiny model
+    has two such heads.
+    """
     backend: MegatronConfig = section.megatron_cfg
     sizes = at_most_two({name: getattr(backend, name) for name in SIZES})
+    if 0 < _num_key_heads(local_hf_config(section)) < backend.tensor_model_parallel_size:
+        sizes["tensor_model_parallel_size"] = 4
     settings: dict[str, Any] = {"sequence_parallel": backend.sequence_parallel, **sizes}
-    axes = [f"{SIZES[name]}2" for name, size in sizes.items() if size > 1]
+    axes = [f"{SIZES[name]}{size}" for name, size in sizes.items() if size > 1]
     return MeshCase(
         " x ".join(axes) or "dp2",
         max(2, num_ranks(MegatronConfig(**settings))),

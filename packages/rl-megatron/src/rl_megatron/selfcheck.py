@@ -30,6 +30,8 @@ LAYOUTS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
     "dp2": (2, {}),
     "tp2": (2, {"tensor_model_parallel_size": 2}),
     "tp2+sp": (2, SEQUENCE),
+    # two ranks share each of the tiny model's two key-value heads
+    "tp4+sp": (4, {**SEQUENCE, "tensor_model_parallel_size": 4}),
     "pp2": (2, PIPELINE),
     "pp2 virtual": (2, {**PIPELINE, "virtual_pipeline_model_parallel_size": 2}),
     "cp2": (2, {"context_parallel_size": 2}),

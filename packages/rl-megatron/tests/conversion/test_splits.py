@@ -95,6 +95,21 @@ def test_queries_keys_and_values_lie_by_group(size, groups, ratio, dim, is_bias)
     assert torch.equal(first, torch.cat([query[: ratio * dim], key[:dim], value[:dim]]))
 
 
+@given(st.integers(1, 2), st.integers(2, 4), st.integers(1, 3), st.integers(1, 2), st.booleans())
+def test_ranks_share_the_rows_of_a_group(groups, ranks_of_group, ratio, width, has_gates):
+    dim = ranks_of_group * width
+    query = numbered(groups * ratio * dim * (2 if has_gates else 1), HIDDEN)
+    key = 1000 + numbered(groups * dim, HIDDEN)
+    split = QueryKeyValue(groups * ratio, groups, dim, has_gates)
+    size = groups * ranks_of_group
+    assert split.divides(size)
+    assert not split.is_even(size)
+    parts, num_read = check(split, [query, key, -key], size)
+    assert torch.equal(torch.cat(parts), split.part(reader([query, key, -key], []), 0, 1))
+    if not has_gates:
+        assert num_read == query.numel() + 2 * key.numel()
+
+
 def test_what_every_rank_holds_is_read_whole():
     parts, _ = check(Whole(), [numbered(HIDDEN)], 3)
     assert all(torch.equal(part, parts[0]) for part in parts)

@@ -29,6 +29,10 @@ class Split(Protocol):
         """Whether the parameter can be spread over `size` ranks."""
         ...
 
+    def is_even(self, size: int) -> bool:
+        """Whether each of `size` ranks holds of every Hugging Face tensor what `Chunks` of it alone would give."""
+        ...
+
     def slices(self, part: Tensor) -> tuple[Tensor, ...]:
         """Views of a part, one after the other in its memory, each an equal chunk along `dim` of a tensor that does not
         depend on the number of ranks."""
@@ -55,6 +59,10 @@ class Whole:
     def divides(self, size: int) -> bool:
         """As `Split.divides`."""
         return True
+
+    def is_even(self, size: int) -> bool:
+        """As `Split.is_even`."""
+        return size == 1
 
     def slices(self, part: Tensor) -> tuple[Tensor, ...]:
         """As `Split.slices`."""
@@ -91,6 +99,10 @@ class Chunks:
         """As `Split.divides`."""
         return self.length % size == 0
 
+    def is_even(self, size: int) -> bool:
+        """As `Split.is_even`."""
+        return True
+
     def slices(self, part: Tensor) -> tuple[Tensor, ...]:
         """As `Split.slices`."""
         return (part,)
@@ -115,6 +127,10 @@ class Vocabulary:
 
     def divides(self, size: int) -> bool:
         """As `Split.divides`."""
+        return True
+
+    def is_even(self, size: int) -> bool:
+        """As `Split.is_even`."""
         return True
 
     def slices(self, part: Tensor) -> tuple[Tensor, ...]:
@@ -155,6 +171,10 @@ class Blocks:
         """As `Split.divides`."""
         return all(height % size == 0 for height in self._all)
 
+    def is_even(self, size: int) -> bool:
+        """As `Split.is_even`."""
+        return size == 1 or all(len(heights) == 1 for heights in self.heights)
+
     def slices(self, part: Tensor) -> tuple[Tensor, ...]:
         """As `Split.slices`."""
         size = sum(self._all) // len(part)
@@ -183,6 +203,9 @@ def gate_up(width: int) -> Blocks:
 class QueryKeyValue:
     """Queries, keys and values by group: the queries that share a key, then that key, then its value.
 
+    If there are more ranks than groups, several ranks hold equal runs of each group's rows, whichever of them are
+    queries, and Megatron gathers the outputs.
+
     Args:
         num_heads: of queries.
         num_groups: of keys and values.
@@ -198,6 +221,8 @@ class QueryKeyValue:
 
     def part(self, read: Reader, rank: int, size: int) -> Tensor:
         """As `Split.part`."""
+        if size > self.num_groups:
+            return self._part_of_group(read, rank, size // self.num_groups)
         count = self.num_groups // size
         parts = []
         for index, rows in enumerate(self._rows):
@@ -217,7 +242,13 @@ class QueryKeyValue:
 
     def divides(self, size: int) -> bool:
         """As `Split.divides`."""
+        if size > self.num_groups:
+            return size % self.num_groups == 0 and sum(self._rows) % (size // self.num_groups) == 0
         return self.num_groups % size == 0
+
+    def is_even(self, size: int) -> bool:
+        """As `Split.is_even`."""
+        return size <= self.num_groups
 
     def slices(self, part: Tensor) -> tuple[Tensor, ...]:
         """As `Split.slices`."""
@@ -233,6 +264,24 @@ class QueryKeyValue:
         """Rows of queries (with their gates), of the key and of the value in one group."""
         queries = self.num_heads // self.num_groups * (2 if self.has_gates else 1)
         return [queries * self.head_dim, self.head_dim, self.head_dim]
+
+    def _part_of_group(self, read: Reader, rank: int, ranks_of_group: int) -> Tensor:
+        """The part of one of the ranks that share a group."""
+        group, place = divmod(rank, ranks_of_group)
+        height = sum(self._rows) // ranks_of_group
+        parts = []
+        for index, (end, rows) in enumerate(zip(accumulate(self._rows), self._rows, strict=True)):
+            first, last = (min(max(edge - (end - rows), 0), rows) for edge in (place * height, (place + 1) * height))
+            if first == last:
+                continue
+            base = group * rows
+            if index == 0 and self.has_gates:
+                # queries and gates alternate head by head in the file
+                block = read(index, (slice(base, base + rows),)).unflatten(0, (-1, 2, self.head_dim))
+                parts.append(block.transpose(0, 1).flatten(0, 2)[first:last])
+            else:
+                parts.append(read(index, (slice(base + first, base + last),)))
+        return torch.cat(parts)
 
 
 def padded_vocab(vocab_size: int, size: int) -> int:
