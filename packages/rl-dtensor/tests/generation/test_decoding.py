@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +61,17 @@ def _config(folder: Path, **changes: Any) -> ModelConfig:
 def _generate(
     model: ModelConfig, requests: Sequence[GenerationRequest], backend: HFConfig | None = None
 ) -> list[Completion]:
-    async def run() -> list[Completion]:
+    return _with_generator(model, backend, lambda generator: [generator.generate(request) for request in requests])
+
+
+def _with_generator(
+    model: ModelConfig, backend: HFConfig | None, calls: Callable[[HFGenerator], list[Awaitable[Any]]]
+) -> list[Any]:
+    async def run() -> list[Any]:
         generator = HFGenerator(GenerationConfig(backend="hf"), backend or HFConfig(), model, Placement("cpu"))
         await generator.start()
         try:
-            return await asyncio.gather(*[generator.generate(request) for request in requests])
+            return await asyncio.gather(*calls(generator))
         finally:
             await generator.close()
 
@@ -94,6 +100,7 @@ def test_rows_of_any_length_get_the_logprobs_of_a_plain_forward_pass(
         ("qwen3_next", {}),  # a gated delta rule
         ("kimi_linear", {}),
         ("falcon_h1", {}),  # Mamba beside attention in every layer
+        ("jamba", {}),  # reads several tokens behind a state as if there were none
         ("lfm2", {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}),  # short convolutions
     ],
 )
@@ -110,13 +117,17 @@ def _check_decoding(config: PreTrainedConfig, attention: Any, tmp_path: Path) ->
     requests = _requests(9)
     # few places and a small prefill, so that rows join and leave while others are under way
     backend = HFConfig(max_batch_size=4, max_prefill_tokens=40, attn_implementation=attention)
-    for request, completion in zip(requests, _generate(_config(tmp_path), requests, backend), strict=True):
+    completions = _generate(_config(tmp_path), requests, backend)
+    rows = [np.concatenate([one.token_ids, other.token_ids]) for one, other in zip(requests, completions, strict=True)]
+    scores = _with_generator(_config(tmp_path), backend, lambda generator: [generator.score(row) for row in rows])
+    for request, completion, score in zip(requests, completions, scores, strict=True):
         tokens = torch.from_numpy(np.concatenate([request.token_ids, completion.token_ids])).long()
         with torch.no_grad():
             logprobs = reference(tokens[None, :-1]).logits[0].log_softmax(-1)
         expected = logprobs.gather(1, tokens[1:, None])[len(request.token_ids) - 1 :, 0]
         assert len(completion.token_ids) == request.sampling.max_new_tokens
         np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5)
+        np.testing.assert_allclose(score[len(request.token_ids) :], expected, atol=1e-5)
 
 
 def test_the_size_of_the_batch_changes_no_token(tmp_path: Path) -> None:
@@ -154,11 +165,22 @@ def test_layers_that_keep_more_than_keys_and_values_are_refused(tmp_path: Path) 
         _generate(_config(tmp_path), _requests(1))
 
 
-def test_states_that_do_not_give_what_one_pass_does_are_refused(tmp_path: Path) -> None:
-    config = shrink(AutoConfig.for_model("jamba"), TINY)  # reads several tokens behind a state as if there were none
+@pytest.mark.parametrize(
+    ("family", "fields", "said"),
+    [
+        ("nemotron_h", {"time_step_min": 0.5}, "logprobs are off"),  # the limit of steps holds for one pass alone
+        ("recurrent_gemma", {}, "logprobs are off"),  # its states are not in the cache
+        ("minimax", {}, "MiniMax uses cache of its own"),
+    ],
+)
+def test_models_that_decode_otherwise_than_in_one_pass_are_refused(
+    family: str, fields: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    config = shrink(AutoConfig.for_model(family, **fields), TINY)
     config.update({"initializer_range": 0.2})
+    torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"states from token to token \(logprobs are off .*another"):
+    with pytest.raises(ConfigError, match=rf"token by token as in one pass \(.*{said}.*another"):
         _generate(_config(tmp_path), _requests(1))
 
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from rl_core.torch.generation.row import Row
 from rl_core.torch.generation.sampling import draw
-from rl_dtensor.generation.cache import RowCache, RowStates, row_layers
+from rl_dtensor.generation.cache import RowCache, has_states, row_layers
 from rl_dtensor.replay import RoutingRecorder
 
 
@@ -34,7 +34,7 @@ class DecodingBatch:
 
     def join(self, rows: Sequence[Row], version: int) -> None:
         """Read the prompts of these rows, sample the first token of each, and decode on with those that go on."""
-        if not any(issubclass(kind, RowStates) for kind in self._kinds):
+        if not has_states(self._kinds):
             self._join(rows, version)
             return
         # a state would take in the padding

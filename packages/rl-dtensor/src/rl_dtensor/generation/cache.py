@@ -146,6 +146,11 @@ def row_layers(config: PreTrainedConfig) -> tuple[Kind, ...]:
     return tuple(_KINDS[type(layer)] for layer in layers)
 
 
+def has_states(kinds: Sequence[Kind]) -> bool:
+    """Whether some layers carry a state of each row, which no row may pad and several tokens may not continue."""
+    return any(issubclass(kind, RowStates) for kind in kinds)
+
+
 class RowCache(Cache):
     """A layer for each of the model.
 

@@ -14,7 +14,7 @@ from rl_core.torch.generation.row import Row
 from rl_core.torch.residency.module_residency import ModuleResidency
 from rl_core.weights import Manifest
 from rl_dtensor.generation.batch import DecodingBatch
-from rl_dtensor.generation.cache import RowCache, row_layers
+from rl_dtensor.generation.cache import RowCache, has_states, row_layers
 from rl_dtensor.generation.config import HFConfig
 from rl_dtensor.generation.weights import WeightAdoption
 from rl_dtensor.names import FileNames
@@ -96,10 +96,15 @@ class HFDecoder:
         """float32 `[tokens]`, logprobs of given tokens at temperature 1; the first is 0."""
         tokens = torch.from_numpy(token_ids.astype(np.int64)).to(self._device)
         logprobs = torch.zeros(len(tokens), dtype=torch.float32, device=self._device)
-        cache = RowCache(row_layers(self.module.config))
-        # in chunks, as the logits of a whole long row may be larger than the model
-        for start in range(0, len(tokens) - 1, self._chunk_size):
-            end = min(start + self._chunk_size, len(tokens) - 1)
+        kinds = row_layers(self.module.config)
+        cache = RowCache(kinds)
+        # in chunks, as the logits of a whole long row may be larger than the model; code of some families (Jamba) reads
+        # several tokens behind a state as if there were none
+        following_size = 1 if has_states(kinds) else self._chunk_size
+        end = 0
+        while end < len(tokens) - 1:
+            start, size = end, following_size if end else self._chunk_size
+            end = min(start + size, len(tokens) - 1)
             logits = self.module(
                 input_ids=tokens[None, start:end],
                 position_ids=torch.arange(start, end, device=self._device)[None],
