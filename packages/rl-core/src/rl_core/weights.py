@@ -104,6 +104,13 @@ class Transport:
         """Whether senders and receivers work at the same time; if not, the sender is done before receivers begin."""
         return self.kind != "disk"
 
+    @property
+    def sends_parts(self) -> bool:
+        """Whether a receiver is sent only the parts of tensors that it keeps. The others share what the sender wrote
+        once.
+        """
+        return self.kind == "collective"
+
 
 class WeightSource(Protocol):
     """One rank of the policy, as the sender of its weights. `manifest` and `send` are collective over its ranks."""
@@ -116,9 +123,9 @@ class WeightSource(Protocol):
         """
         ...
 
-    def send(self, manifest: Manifest, transport: Transport) -> str:
-        """Send all tensors in the manifest's order; returns the digest of all of them, empty on ranks that send
-        nothing.
+    def send(self, manifest: Manifest, transport: Transport) -> Sequence[str]:
+        """Send all tensors in the manifest's order; returns the digest of all that each group of receivers got, those
+        that keep the same parts being one, and none on ranks that send nothing.
         """
         ...
 
@@ -137,8 +144,8 @@ class WeightSink(Protocol):
         ...
 
     async def receive(self, transport: Transport, first_rank: int) -> Sequence[str]:
-        """Receive all tensors as receivers `first_rank`, `first_rank + 1`, ...; returns the digest of all of them as
-        received, per engine rank.
+        """Receive all tensors as receivers `first_rank`, `first_rank + 1`, ...; returns the digest of all that was
+        received, per engine rank, which may be the parts of tensors that the rank keeps.
 
         Raises `WeightSyncError` naming tensors that differ from what was sent: those of one bucket, or of several.
         """

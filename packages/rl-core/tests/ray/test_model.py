@@ -146,7 +146,7 @@ def test_a_model_that_has_left_its_device_comes_back_to_send(workers):
     model.offload()
     away.append(model)
     refs, origins = model.start_send(None, None)
-    assert gather(refs, origins, 120) == ["digest"] * 4
+    assert gather(refs, origins, 120) == [["digest"]] * 4
 
 
 class Rule:

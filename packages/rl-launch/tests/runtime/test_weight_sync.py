@@ -28,7 +28,7 @@ FACTORS = (TensorSpec("q.lora_A.weight", (1, 2), "float32"), TensorSpec("q.lora_
 
 class Policy:
     def __init__(self, events):
-        self.events, self.digests, self.revision = events, ["all", ""], 0
+        self.events, self.digests, self.revision = events, [["all"], []], 0
         self.failure = None
         self.transports = []
         self.forms = []
@@ -193,7 +193,7 @@ def test_what_arrives_broken_twice_is_refused_and_never_served(events):
 
 def test_ranks_of_the_policy_that_send_different_weights_are_refused(events):
     sync = make_sync(events)
-    sync._policy.digests = ["all", "other"]
+    sync._policy.digests = [["all"], ["other"]]
     with pytest.raises(WeightSyncError, match="sent as version 1 were all, other"):
         sync.publish().send([Replica(events)])
 

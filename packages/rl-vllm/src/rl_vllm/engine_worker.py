@@ -106,7 +106,8 @@ class EngineWorker:
         if self._receiving is None:
             # it ends with this process
             self._receiving = ReceivingEnd(device)
-        with self._receiving.transfer(manifest, transport, rank) as tensors:
+        parts = {} if self._receiver is None else self._receiver.parts
+        with self._receiving.transfer(manifest, transport, rank, parts) as tensors:
             arriving = iter(tensors)
             if self._receiver is not None:
                 self._receiver.load(islice(arriving, len(manifest.tensors) - manifest.num_factors))

@@ -24,27 +24,14 @@ from vllm.model_executor.model_loader.reload.utils import (
     get_tensor_load_numel,
 )
 
+from rl_core.torch.transport.parts import Parts, Region, parts_of
 from rl_core.weights import Manifest, TensorSpec
 
 LOADER_ERRORS = (KeyError, ValueError, AttributeError, AssertionError, RuntimeError, TypeError, IndexError)
 """Errors of vLLM's loaders for a tensor that they do not know, or of the wrong shape."""
 
-
-@dataclass(frozen=True)
-class Region:
-    """A strided part of a contiguous tensor."""
-
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    @classmethod
-    def of(cls, view: Tensor) -> Region:
-        return cls(tuple(view.shape), tuple(view.stride()), view.storage_offset())
-
-    def read(self, tensor: Tensor) -> Tensor:
-        """The same part of another contiguous tensor."""
-        return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
+SCALARS = ((), (1,))
+"""Shapes of tensors whose value loaders read."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +86,17 @@ class LoadPlan:
     unfed: set[str] = field(default_factory=set)
     unknown: dict[str, str] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
+
+    def parts(self, manifest: Manifest) -> Parts:
+        """The parts of the tensors that this rank keeps; everything, if some loader computes more than copies."""
+        if self.opaque:
+            return {}
+        read: dict[str, list[Region]] = {spec.name: [] for spec in manifest.tensors if spec.shape not in SCALARS}
+        for pieces in self.pieces.values():
+            for piece in pieces:
+                if piece.source in read:
+                    read[piece.source].append(piece.read)
+        return parts_of(read, {spec.name: spec.shape for spec in manifest.tensors})
 
 
 def fed_names(manifest: Manifest) -> dict[str, list[str]]:
@@ -176,7 +174,7 @@ class _CopyRecorder(TorchDispatchMode):
         for name, parameter in model.named_parameters(remove_duplicate=False):
             # a layer that has two names, such as shared experts that a runner holds too, goes by the first
             self._parameters.setdefault(_storage(parameter), name)
-        self._sources: dict[int, tuple[str, str]] = {}
+        self._sources: dict[int, tuple[str, TensorSpec]] = {}
         self._alive: list[Tensor] = []
         self._last = ""
         self.pieces: dict[str, list[Piece]] = {}
@@ -207,10 +205,10 @@ class _CopyRecorder(TorchDispatchMode):
     def _tensors(self, todo: Sequence[tuple[str, TensorSpec]]) -> Iterator[tuple[str, Tensor]]:
         for name, spec in todo:
             # loaders read the value of a scalar, so it has one
-            device = "cpu" if spec.shape in ((), (1,)) else "meta"
+            device = "cpu" if spec.shape in SCALARS else "meta"
             tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
             self._alive.append(tensor)
-            self._sources[_storage(tensor)] = (name, spec.name)
+            self._sources[_storage(tensor)] = (name, spec)
             self._last = name
             yield name, tensor
 
@@ -236,16 +234,16 @@ class _CopyRecorder(TorchDispatchMode):
         parameter = self._parameters[_storage(target)]
         self.touched.add(self._last)
         source = self._sources.get(_storage(value))
-        if source is None:
+        if source is None or value.dtype != getattr(torch, source[1].dtype):
             self.opaque.add(parameter)
             self.numel[parameter] = self.numel.get(parameter, 0) + target.numel()
             return
-        name, sent_as = source
+        name, spec = source
         if target.shape != value.shape:
             raise ValueError(f"{name}: shape {tuple(value.shape)}, expected {tuple(target.shape)}")
         self.touched.add(name)
         self.numel[parameter] = self.numel.get(parameter, 0) + target.numel()
-        piece = Piece(name, sent_as, Region.of(value), Region.of(target))
+        piece = Piece(name, spec.name, Region.of(value), Region.of(target))
         self.pieces.setdefault(parameter, []).append(piece)
 
 

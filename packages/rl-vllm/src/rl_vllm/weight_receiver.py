@@ -28,6 +28,9 @@ class WeightReceiver:
         manifest: of weights alone, without factors of adapters.
         plan: of the load into this rank's model.
         planned: that load, if the plan is all it takes.
+
+    Attributes:
+        parts: of the tensors, that this rank keeps.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class WeightReceiver:
         self._manifest = manifest
         self.plan = plan
         self._planned = planned
+        self.parts = plan.parts(manifest)
         self._probe: WeightProbe | None = None
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:

@@ -115,8 +115,8 @@ class PooledModel:
         return first
 
     def send(self, manifest: Manifest, transport: Transport) -> str:
-        """As `WeightSource.send`; the digest that every rank that sent has."""
-        (digest,) = {digest for digest in self.call("send", manifest, transport) if digest}
+        """As `WeightSource.send`; the digest that every rank that sent has, if all receivers keep the same."""
+        (digest,) = {digest for digests in self.call("send", manifest, transport) for digest in digests}
         return digest
 
     def close(self) -> None:

@@ -126,5 +126,5 @@ class AdapterPublishingSuite(ABC):
         manifest, transport = model.manifest(1, form), sent_by_every_rank()
         with ranks_apart(ranks), receiving_threads(2, lambda: receive(manifest, transport)) as received:
             digests = model.call("send", manifest, transport)
-        assert [received[rank][1] for rank in range(2)] == digests
+        assert [[received[rank][1]] for rank in range(2)] == digests
         return manifest, list(received.values())

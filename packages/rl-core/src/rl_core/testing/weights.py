@@ -79,8 +79,10 @@ class Bench:
                 received = await generator.receive(transport, 1)
             finally:
                 await asyncio.wait([asyncio.wrap_future(sending)], timeout=SYNC_TIMEOUT_S)
-            sending.result(SYNC_TIMEOUT_S)
-            assert set(received) == {digest_of(folder, manifest, transport.bucket_bytes)}
+            sent = sending.result(SYNC_TIMEOUT_S)
+            assert set(received) == set(sent)
+            # each rank of several may keep parts of its own
+            assert sent == [digest_of(folder, manifest, transport.bucket_bytes)] or generator.num_ranks > 1
             await generator.commit(self.version)
             # the ends stay connected until a transfer fails
             self._ways[kind] = transport

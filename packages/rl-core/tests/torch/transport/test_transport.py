@@ -70,7 +70,7 @@ def sent(seed: int, way: Transport) -> Iterator[str]:
     with end.transfer(manifest_of(tensors), way) as sender:
         for name, tensor in tensors.items():
             sender.put(name, tensor)
-        digest = sender.finish()
+        (digest,) = sender.finish()
     yield digest
     end.close()
 
@@ -301,7 +301,7 @@ def test_a_connection_serves_many_transfers(kind: TransportKind, tmp_path: Path)
             for name, tensor in tensors.items():
                 sender.put(name, tensor)
             sender.finish()
-        links.add(id(sending._link))
+        links.update(map(id, sending._links))
         for thread in threads:
             if not way.ends_meet:
                 thread.start()
@@ -491,7 +491,7 @@ def test_a_store_that_dies_while_a_receiver_joins_names_the_sender(tmp_path: Pat
     def offer_a_store_that_nobody_serves() -> None:
         with socket.create_server((host, port)) as listener, socket.create_server((host, 0)) as unserved:
             channels = accept_receivers(listener, 1, 600)
-            channels[1].send({"store": unserved.getsockname()[1], "size": 2}, "joining")
+            channels[1].send({"store": unserved.getsockname()[1], "size": 2, "rank": 1}, "joining")
             channels[1].abort("the sender gave up")
             ended.wait()
 

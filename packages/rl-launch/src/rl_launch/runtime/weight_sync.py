@@ -263,13 +263,16 @@ class WeightSync:
         takers = [replica.origin("weight sync (take over)") for replica in replicas]
         answers = self._settled([*taking, *sending], [*takers, *senders], manifest, transport)
         taken: list[Taken] = answers[: len(taking)]
-        sent = {digest for digest in answers[len(taking) :] if digest}
+        by_rank = {tuple(digests) for digests in answers[len(taking) :] if digests}
+        # receivers that keep other parts have other digests, but every rank that sends must have sent the same
+        sent = set(*by_rank) if len(by_rank) == 1 else set()
         for found, origin in zip(taken, takers, strict=True):
             for rank, digest in enumerate(found.digests):
-                if {digest} != sent:
+                if digest not in sent:
+                    listed = ", ".join(sorted({digest for digests in by_rank for digest in digests})) or "none"
                     raise WeightSyncError(
                         f"{origin}: engine rank {rank} received weights with digest {digest}; sent as version "
-                        f"{manifest.version} were {', '.join(sorted(sent)) or 'none'}"
+                        f"{manifest.version} were {listed}"
                     )
         return taken
 

@@ -76,8 +76,8 @@ class Corrupting:
         self._name = name
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
-    def begin(self, layout: Layout) -> None:
-        self._link.begin(layout)
+    def begin(self, layout: Layout) -> Layout:
+        return self._link.begin(layout)
 
     def buffer(self, bucket: Bucket) -> torch.Tensor:
         self._buffer = self._link.buffer(bucket)
@@ -86,7 +86,7 @@ class Corrupting:
     def send(self, bucket: Bucket) -> int:
         for slot in bucket.slots:
             if slot.spec.name == self._name:
-                slot.view(self._buffer).add_(1)
+                self._buffer[slot.offset : slot.offset + 1].add_(1)
         return self._link.send(bucket)
 
     def finish(self, digests: Sequence[str]) -> None:
@@ -114,7 +114,7 @@ class SenderProcess:
         self._waiter = ThreadPoolExecutor(1)
         self._process: Any = None
 
-    def send(self, folder: Path, manifest: Manifest, transport: Transport, fault: Fault) -> Future[str]:
+    def send(self, folder: Path, manifest: Manifest, transport: Transport, fault: Fault) -> Future[list[str]]:
         """Send; the future holds what the sender's `finish` returned or raised."""
         if self._process is None or not self._process.is_alive():
             self._pipe, theirs = self._context.Pipe()
@@ -124,7 +124,7 @@ class SenderProcess:
         self._pipe.send((folder, manifest, transport, fault))
         return self._waiter.submit(self._answer)
 
-    def _answer(self) -> str:
+    def _answer(self) -> list[str]:
         try:
             answer = self._pipe.recv()
         except (EOFError, ConnectionError):
@@ -132,8 +132,8 @@ class SenderProcess:
             raise WeightSyncError("the sender's process is gone") from None
         if isinstance(answer, Exception):
             raise answer
-        digest: str = answer
-        return digest
+        digests: list[str] = answer
+        return digests
 
     def close(self) -> None:
         """End the process."""
@@ -159,11 +159,11 @@ def _serve(pipe: Connection, device: Device, gpus: tuple[str, ...]) -> None:
             pipe.send(error)
 
 
-def _send(end: SendingEnd, folder: Path, manifest: Manifest, transport: Transport, fault: Fault) -> str:
+def _send(end: SendingEnd, folder: Path, manifest: Manifest, transport: Transport, fault: Fault) -> list[str]:
     tensors = load_file(folder / "model.safetensors")
     with end.transfer(manifest, transport) as sender:
         if fault.corrupt:
-            sender.link = Corrupting(sender.link, fault.corrupt)
+            sender.links = [Corrupting(link, fault.corrupt) for link in sender.links]
         for spec in manifest.tensors:
             if spec.name == fault.die_at:
                 os._exit(1)

@@ -56,10 +56,10 @@ def send_weights(
     manifest: Manifest,
     transport: Transport,
     mesh: RankMesh,
-) -> str:
+) -> Sequence[str]:
     """Send from rank 0, or from every rank if each has receivers of its own; collective.
 
-    Returns the digest of all weights on ranks that send, an empty text elsewhere.
+    Returns the digest of all that each group of receivers got on ranks that send, nothing elsewhere.
 
     Args:
         end: this rank's, used again by the next transfer.
@@ -71,7 +71,7 @@ def send_weights(
         PeerFailed: if another rank's failed.
     """
     sends = transport.every_rank_sends or mesh.rank == 0
-    digest = ""
+    digests: Sequence[str] = ()
     with ExitStack() as stack:
         senders: list[Sender] = []
 
@@ -80,9 +80,9 @@ def send_weights(
                 senders.append(stack.enter_context(end.transfer(manifest, transport)))
 
         def finish() -> None:
-            nonlocal digest
+            nonlocal digests
             for sender in senders:
-                digest = sender.finish()
+                digests = sender.finish()
                 if transport.sends_changes:
                     share = sender.num_bytes_sent / (manifest.num_bytes or 1)
                     _log.info("weight version %d: sent %.2f %% of its bytes", manifest.version, 100 * share)
@@ -91,7 +91,7 @@ def send_weights(
         for part in _parts(stream, manifest, transport.bucket_bytes, keeps=sends):
             on_all_ranks(mesh.control, partial(_put, senders, part))
         on_all_ranks(mesh.control, finish)
-    return digest
+    return digests
 
 
 def _parts(

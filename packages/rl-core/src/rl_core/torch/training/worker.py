@@ -192,7 +192,7 @@ class TrainingWorker:
         manifest = manifest_of(self._weights, version, self._config.precision, form)
         return manifest if self._mesh.rank == 0 else None
 
-    def send(self, manifest: Manifest, transport: Transport) -> str:
+    def send(self, manifest: Manifest, transport: Transport) -> Sequence[str]:
         """Bring the weights together bucket by bucket and send them, from rank 0 or from every rank."""
         self._residency.require("parameters")
         stream = stream_of(self._weights, manifest, transport, self._config.precision)

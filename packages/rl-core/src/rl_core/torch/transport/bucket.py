@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from rl_core.errors import WeightSyncError
+from rl_core.torch.transport.parts import Parts, Region, digest_of
 from rl_core.weights import ITEM_BYTES, Manifest, TensorSpec, buckets, num_bytes
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
@@ -22,16 +24,43 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of one tensor in its bucket."""
+    """The place of one tensor in its bucket, or of parts of it.
+
+    Args:
+        parts: one behind the other; None if the tensor is there whole.
+    """
 
     spec: TensorSpec
     offset: int
     num_bytes: int
+    parts: Sequence[Region] | None = None
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The tensor that lies here in a uint8 buffer, without a copy."""
-        place = buffer[self.offset : self.offset + self.num_bytes]
-        return place.view(DTYPES[self.spec.dtype]).view(self.spec.shape)
+        """The tensor that lies here whole in a uint8 buffer, without a copy."""
+        return self._values(buffer).view(self.spec.shape)
+
+    def fill(self, buffer: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Copy what lies here of a tensor into a uint8 buffer."""
+        if self.parts is None:
+            self.view(buffer).copy_(tensor)
+            return
+        whole = tensor.contiguous()
+        for part, place in self._places(buffer):
+            place.copy_(part.read(whole))
+
+    def put_into(self, whole: torch.Tensor, buffer: torch.Tensor) -> None:
+        """Copy the parts that lie here in a uint8 buffer to their places in a contiguous tensor."""
+        for part, place in self._places(buffer):
+            part.read(whole).copy_(place)
+
+    def _values(self, buffer: torch.Tensor) -> torch.Tensor:
+        return buffer[self.offset : self.offset + self.num_bytes].view(DTYPES[self.spec.dtype])
+
+    def _places(self, buffer: torch.Tensor) -> Iterator[tuple[Region, torch.Tensor]]:
+        values, start = self._values(buffer), 0
+        for part in self.parts or ():
+            yield part, values[start : start + part.num_values].view(part.size)
+            start += part.num_values
 
 
 @dataclass(frozen=True)
@@ -65,16 +94,26 @@ class Layout:
 
     Args:
         buckets: in the order in which they travel.
-        fingerprint: tells two manifests apart in a handshake, their versions included.
+        fingerprint: tells two manifests apart in a handshake, their versions included, and the parts that travel.
+        parts: what travels of each tensor.
     """
 
     buckets: tuple[Bucket, ...]
     fingerprint: str
+    parts: Parts = field(default_factory=dict)
 
     @property
     def capacity(self) -> int:
         """Bytes of a buffer that holds any one of the buckets; at least 1, for no memory can be empty."""
         return max([1, *(bucket.num_bytes for bucket in self.buckets)])
+
+    def keeping(self, parts: Parts) -> Layout:
+        """The same buckets with these parts of their tensors alone."""
+        if not parts:
+            return self
+        buckets = [_bucket(each.index, [slot.spec for slot in each.slots], parts) for each in self.buckets]
+        fingerprint = hashlib.sha256(f"{self.fingerprint} {digest_of(parts)}".encode()).hexdigest()[:16]
+        return Layout(tuple(buckets), fingerprint, parts)
 
 
 def lay_out(manifest: Manifest, bucket_bytes: int) -> Layout:
@@ -85,15 +124,16 @@ def lay_out(manifest: Manifest, bucket_bytes: int) -> Layout:
             raise WeightSyncError(f"{spec.name} has dtype {spec.dtype}; transports carry {allowed}", (spec.name,))
     tensors = [(spec.name, spec.shape, spec.dtype) for spec in manifest.tensors]
     fingerprint = hashlib.sha256(repr((manifest.version, tensors)).encode()).hexdigest()[:16]
-    laid_out = [_bucket(index, specs) for index, specs in enumerate(buckets(manifest.tensors, bucket_bytes))]
+    laid_out = [_bucket(index, specs, {}) for index, specs in enumerate(buckets(manifest.tensors, bucket_bytes))]
     return Layout(tuple(laid_out), fingerprint)
 
 
-def _bucket(index: int, specs: list[TensorSpec]) -> Bucket:
+def _bucket(index: int, specs: Sequence[TensorSpec], parts: Parts) -> Bucket:
     slots = []
     offset = 0
     for spec in specs:
-        size = num_bytes(spec)
-        slots.append(Slot(spec, offset, size))
+        kept = parts.get(spec.name)
+        size = num_bytes(spec) if kept is None else sum(part.num_values for part in kept) * ITEM_BYTES[spec.dtype]
+        slots.append(Slot(spec, offset, size, kept))
         offset += -(-size // ALIGNMENT) * ALIGNMENT
     return Bucket(index, tuple(slots), offset)

@@ -34,11 +34,12 @@ class ChangesSenderLink:
         self._sent = KeptBuckets()
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
-    def begin(self, layout: Layout) -> None:
-        self._link.begin(layout)
+    def begin(self, layout: Layout) -> Layout:
+        layout = self._link.begin(layout)
         self._sent.begin(layout)
         if self._buffer.numel() < layout.capacity:
             self._buffer = torch.empty(layout.capacity, dtype=torch.uint8, device=self._device.torch_device)
+        return layout
 
     def buffer(self, bucket: Bucket) -> torch.Tensor:
         return self._buffer

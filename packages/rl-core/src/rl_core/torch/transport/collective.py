@@ -1,11 +1,14 @@
-"""Transport over a process group of its own: gloo on CPU, NCCL on GPUs."""
+"""Transport over process groups of its own: gloo on CPU, NCCL on GPUs.
+
+Receivers that keep the same parts of all tensors are in one group with the sender, which broadcasts these parts there.
+"""
 
 from __future__ import annotations
 
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -18,7 +21,9 @@ from rl_core.devices import Device
 from rl_core.errors import WeightSyncError
 from rl_core.torch.process_group import listen_at
 from rl_core.torch.transport.bucket import Bucket, Layout
+from rl_core.torch.transport.channel import Channel
 from rl_core.torch.transport.deadline import Deadline
+from rl_core.torch.transport.parts import Parts, digest_of
 from rl_core.torch.transport.receipt import confirm, verify
 from rl_core.torch.transport.rendezvous import abort_all, accept_receivers, await_ready, find_sender, say_ready
 from rl_core.weights import Transport
@@ -26,6 +31,7 @@ from rl_core.weights import Transport
 NUM_BUFFERS = 2
 """One is filled, or read, while the other is under way."""
 
+_JOINING = "joining the group"
 _POLL_S = 0.0005
 _GRACE_S = 60.0
 _LEAVE_S = 5.0
@@ -126,28 +132,53 @@ class _Broadcasts:
         return f"{self._who}, bucket {index + 1} of {self._num_buckets}"
 
 
-class CollectiveSenderLink:
-    """Rank 0 of the group."""
+def collective_sender_links(transport: Transport, device: Device) -> list[CollectiveSenderLink]:
+    """Meet the receivers; a link for each group of those that keep the same parts."""
+    host, port = _host_and_port(transport.address)
+    count = transport.num_receivers
+    with socket.create_server((host, port), backlog=max(1, count)) as listener:
+        channels = accept_receivers(listener, count, transport.timeout_s)
+    links: list[CollectiveSenderLink] = []
+    try:
+        if list(channels) != list(range(1, count + 1)):
+            raise WeightSyncError(f"receivers of a collective have ranks 1 to {count}, got {list(channels)}")
+        groups: dict[str, dict[int, Channel]] = {}
+        for rank, channel in channels.items():
+            groups.setdefault(channel.receive(_JOINING)["keeps"], {})[rank] = channel
+        for group in groups.values():
+            links.append(CollectiveSenderLink(group, transport, device))
+    except BaseException as error:
+        abort_all(channels.values(), f"{type(error).__name__}: {error}")
+        for link in links:
+            link.close()
+        raise
+    return links
 
-    def __init__(self, transport: Transport, device: Device) -> None:
-        host, port = _host_and_port(transport.address)
-        count = transport.num_receivers
-        with socket.create_server((host, port), backlog=max(1, count)) as listener:
-            self._channels = accept_receivers(listener, count, transport.timeout_s)
-        try:
-            group = self._gather(host, device, transport.timeout_s)
-        except BaseException as error:
-            abort_all(self._channels.values(), f"{type(error).__name__}: {error}")
-            raise
+
+class CollectiveSenderLink:
+    """Rank 0 of a group.
+
+    Args:
+        channels: to the receivers, by their ranks among all receivers.
+    """
+
+    def __init__(self, channels: Mapping[int, Channel], transport: Transport, device: Device) -> None:
+        self._channels = channels
         self._announces = transport.sends_changes
+        self._parts: Parts = {}
         self._broadcasts = _Broadcasts(
-            group, device, timeout_s=transport.timeout_s, who="sender rank 0", check=self._check
+            self._gather(_host_and_port(transport.address)[0], device, transport.timeout_s),
+            device,
+            timeout_s=transport.timeout_s,
+            who="sender rank 0",
+            check=self._check,
         )
 
-    def begin(self, layout: Layout) -> None:
-        self._layout = layout
-        await_ready(self._channels, layout)
-        self._broadcasts.begin(layout)
+    def begin(self, layout: Layout) -> Layout:
+        self._layout = await_ready(self._channels, layout, self._parts)
+        self._parts = self._layout.parts
+        self._broadcasts.begin(self._layout)
+        return self._layout
 
     def buffer(self, bucket: Bucket) -> torch.Tensor:
         if bucket.index >= NUM_BUFFERS:
@@ -176,12 +207,10 @@ class CollectiveSenderLink:
 
     def _gather(self, host: str, device: Device, timeout_s: float) -> Any:
         size = len(self._channels) + 1
-        if list(self._channels) != list(range(1, size)):
-            raise WeightSyncError(f"receivers of a collective have ranks 1 to {size - 1}, got {list(self._channels)}")
         store = listening_store(host, timeout_s)
-        for channel in self._channels.values():
-            channel.send({"store": store.port, "size": size}, "joining the group")
-        phase = f"sender rank 0, joining the group with receiver ranks 1 to {size - 1}"
+        for place, channel in enumerate(self._channels.values(), start=1):
+            channel.send({"store": store.port, "size": size, "rank": place}, _JOINING)
+        phase = f"sender rank 0, joining the group with receiver ranks {', '.join(map(str, self._channels))}"
         return _joined(lambda: _group(store, 0, size, device, host, timeout_s), phase, self._check, timeout_s)
 
     def _check(self, phase: str) -> None:
@@ -190,16 +219,22 @@ class CollectiveSenderLink:
 
 
 class CollectiveReceiverLink:
-    """A rank of the group from 1 on; receives the next bucket while the present one is read, if it knows the size."""
+    """A rank of a group from 1 on; receives the next bucket while the present one is read, if it knows the size.
 
-    def __init__(self, transport: Transport, rank: int, device: Device) -> None:
+    Args:
+        rank: among all receivers.
+        parts: that it keeps; receivers of the same ones are in its group.
+    """
+
+    def __init__(self, transport: Transport, rank: int, device: Device, parts: Parts) -> None:
         address = _host_and_port(transport.address)
         self._rank = rank
         self._awaits_sizes = transport.sends_changes
+        self._told: Parts = {}
         self._phase = f"receiver rank {rank}, {{}}"
         self._channel = find_sender(socket.AF_INET, address, rank, transport.timeout_s)
         try:
-            group = self._join(address[0], rank, device, transport.timeout_s)
+            group = self._join(address[0], device, transport.timeout_s, digest_of(parts))
         except BaseException:
             self._channel.close()
             raise
@@ -213,21 +248,25 @@ class CollectiveReceiverLink:
 
     def begin(self, layout: Layout) -> None:
         self._layout = layout
-        say_ready(self._channel, layout)
+        is_news = self._is_first and layout.parts != self._told
+        say_ready(self._channel, layout, with_parts=is_news)
+        self._told = layout.parts
         self._broadcasts.begin(layout)
         if not self._awaits_sizes:
             for bucket in layout.buckets[:NUM_BUFFERS]:
                 self._broadcasts.start(bucket)
 
-    def _join(self, host: str, rank: int, device: Device, timeout_s: float) -> Any:
+    def _join(self, host: str, device: Device, timeout_s: float, keeps: str) -> Any:
         phase = self._phase.format("joining the sender's group")
+        self._channel.send({"keeps": keeps}, phase)
         offer = self._channel.receive(phase)
+        self._is_first = offer["rank"] == 1
 
         def join() -> Any:
             store = dist.TCPStore(
                 host, offer["store"], is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
             )
-            return _group(store, rank, offer["size"], device, self._channel.local_host, timeout_s)
+            return _group(store, offer["rank"], offer["size"], device, self._channel.local_host, timeout_s)
 
         return _joined(join, phase, self._channel.check, timeout_s)
 

@@ -38,7 +38,7 @@ class DiskSenderLink:
         self._timeout_s = transport.timeout_s
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
-    def begin(self, layout: Layout) -> None:
+    def begin(self, layout: Layout) -> Layout:
         self._layout = layout
         self._aside = self._root / f".{layout.fingerprint}"
         with _failures("sender rank 0 could not write", self._root):
@@ -46,6 +46,7 @@ class DiskSenderLink:
             self._aside.mkdir(parents=True)
         if self._buffer.numel() < layout.capacity:
             self._buffer = torch.empty(layout.capacity, dtype=torch.uint8)
+        return layout
 
     def buffer(self, bucket: Bucket) -> torch.Tensor:
         return self._buffer

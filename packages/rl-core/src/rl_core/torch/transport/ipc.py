@@ -38,7 +38,7 @@ class IpcSenderLink:
             listener.listen(max(1, transport.num_receivers))
             self._channels = accept_receivers(listener, transport.num_receivers, transport.timeout_s)
 
-    def begin(self, layout: Layout) -> None:
+    def begin(self, layout: Layout) -> Layout:
         self._layout = layout
         self._acknowledged = self._sent = 0
         await_ready(self._channels, layout)
@@ -47,12 +47,13 @@ class IpcSenderLink:
         if held is not None and held.fits(count, size):
             for channel in self._channels.values():
                 channel.send(KEPT, "sharing memory")
-            return
+            return layout
         self._buffers = shared_buffers(count, size, self._device)
         for channel in self._channels.values():
             self._buffers.offer(channel)
         if held is not None:
             held.close()
+        return layout
 
     def buffer(self, bucket: Bucket) -> torch.Tensor:
         self._await_acknowledgements(bucket.index - NUM_BUFFERS + 1)

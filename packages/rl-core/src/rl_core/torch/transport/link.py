@@ -13,8 +13,10 @@ from rl_core.torch.transport.bucket import Bucket, Layout
 class SenderLink(Protocol):
     """The sending end of a connection. Every method raises `WeightSyncError` on a time-out or if a receiver is gone."""
 
-    def begin(self, layout: Layout) -> None:
-        """Begin a transfer, once every receiver is ready for the same one."""
+    def begin(self, layout: Layout) -> Layout:
+        """Begin a transfer, once every receiver is ready for the same one; returns the layout with the parts that these
+        receivers keep.
+        """
         ...
 
     def buffer(self, bucket: Bucket) -> torch.Tensor:
@@ -48,7 +50,7 @@ class ReceiverLink(Protocol):
     """A receiving end of a connection. Every method raises `WeightSyncError` on a time-out or if the sender is gone."""
 
     def begin(self, layout: Layout) -> None:
-        """Begin a transfer: tell the sender what this receiver is ready for."""
+        """Begin a transfer: tell the sender what this receiver is ready for, and the parts that it keeps."""
         ...
 
     def receive(self, bucket: Bucket) -> torch.Tensor:

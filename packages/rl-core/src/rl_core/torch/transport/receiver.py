@@ -9,21 +9,26 @@ import torch
 
 from rl_core.devices import Device
 from rl_core.errors import WeightSyncError
-from rl_core.torch.transport.bucket import Layout, lay_out
+from rl_core.torch.transport.bucket import DTYPES, Layout, Slot, lay_out
 from rl_core.torch.transport.changes import ChangesReceiverLink
 from rl_core.torch.transport.collective import CollectiveReceiverLink
 from rl_core.torch.transport.digest import PendingDigest, begin_digest, read_digests
 from rl_core.torch.transport.disk import DiskReceiverLink
 from rl_core.torch.transport.ipc import IpcReceiverLink
 from rl_core.torch.transport.link import ReceiverLink
+from rl_core.torch.transport.parts import Parts
 from rl_core.torch.transport.receipt import root_digest
-from rl_core.weights import Manifest, Transport
+from rl_core.weights import Manifest, Transport, num_bytes
+
+NAN_BYTE = 0xFF
+"""A floating-point value of such bytes is not a number."""
 
 
 class Receiver:
     """Gives the tensors of a manifest in its order, as they arrive.
 
-    A tensor is valid until the next is asked for: copy it before that.
+    A tensor is valid until the next is asked for: copy it before that. Where only parts of it travel the rest is not a
+    number, or -1.
 
     Args:
         layout: of the manifest.
@@ -34,6 +39,7 @@ class Receiver:
         self._layout = layout
         self._link = link
         self._digest = ""
+        self._whole = torch.empty(0, dtype=torch.uint8)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Each tensor once.
@@ -46,7 +52,7 @@ class Receiver:
             buffer = self._link.receive(bucket)
             pending.append(begin_digest(buffer[: bucket.num_bytes]))
             for slot in bucket.slots:
-                yield slot.spec.name, slot.view(buffer)
+                yield slot.spec.name, slot.view(buffer) if slot.parts is None else self._completed(slot, buffer)
             self._link.release(bucket)
         digests = read_digests(pending)
         self._link.finish(digests)
@@ -57,6 +63,16 @@ class Receiver:
         """Digest of everything as it arrived, before any conversion, equal to that of everything sent; empty before the
         end."""
         return self._digest
+
+    def _completed(self, slot: Slot, buffer: torch.Tensor) -> torch.Tensor:
+        """A tensor that has the parts that arrived at their places."""
+        size = num_bytes(slot.spec)
+        if self._whole.numel() < size:
+            self._whole = torch.empty(size, dtype=torch.uint8, device=buffer.device)
+        place = self._whole[:size].fill_(NAN_BYTE)
+        whole = place.view(DTYPES[slot.spec.dtype]).view(slot.spec.shape)
+        slot.put_into(whole, buffer)
+        return whole
 
 
 class ReceivingEnd:
@@ -74,17 +90,21 @@ class ReceivingEnd:
         self._link: ReceiverLink | None = None
 
     @contextmanager
-    def transfer(self, manifest: Manifest, transport: Transport, rank: int) -> Iterator[Receiver]:
+    def transfer(
+        self, manifest: Manifest, transport: Transport, rank: int, parts: Parts | None = None
+    ) -> Iterator[Receiver]:
         """Meet the sender, unless it is connected already, then receive.
 
         Args:
             rank: of this receiver, 1-based.
+            parts: that it keeps; a transport over which tensors travel apart brings it no others.
 
         Raises:
             WeightSyncError: if no sender comes within `transport.timeout_s`, or it sends other tensors.
         """
-        layout = lay_out(manifest, transport.bucket_bytes)
-        link = self._connected(transport, rank)
+        parts = (parts or {}) if transport.sends_parts else {}
+        layout = lay_out(manifest, transport.bucket_bytes).keeping(parts)
+        link = self._connected(transport, rank, parts)
         try:
             link.begin(layout)
             receiver = Receiver(layout, link)
@@ -102,31 +122,33 @@ class ReceivingEnd:
         if link is not None:
             link.close()
 
-    def _connected(self, transport: Transport, rank: int) -> ReceiverLink:
+    def _connected(self, transport: Transport, rank: int, parts: Parts) -> ReceiverLink:
         if self._link is None or self._key != (transport, rank):
             self.close()
-            self._link = _link(transport, rank, self._device)
+            self._link = _link(transport, rank, self._device, parts)
             self._key = (transport, rank)
         return self._link
 
 
 @contextmanager
-def open_receiver(manifest: Manifest, transport: Transport, rank: int, device: Device) -> Iterator[Receiver]:
+def open_receiver(
+    manifest: Manifest, transport: Transport, rank: int, device: Device, parts: Parts | None = None
+) -> Iterator[Receiver]:
     """One transfer as a receiver over a connection of its own; see `ReceivingEnd.transfer`."""
-    with closing(ReceivingEnd(device)) as end, end.transfer(manifest, transport, rank) as receiver:
+    with closing(ReceivingEnd(device)) as end, end.transfer(manifest, transport, rank, parts) as receiver:
         yield receiver
 
 
-def _link(transport: Transport, rank: int, device: Device) -> ReceiverLink:
-    link = _whole_link(transport, rank, device)
+def _link(transport: Transport, rank: int, device: Device, parts: Parts) -> ReceiverLink:
+    link = _whole_link(transport, rank, device, parts)
     return ChangesReceiverLink(link, rank) if transport.sends_changes else link
 
 
-def _whole_link(transport: Transport, rank: int, device: Device) -> ReceiverLink:
+def _whole_link(transport: Transport, rank: int, device: Device, parts: Parts) -> ReceiverLink:
     match transport.kind:
         case "ipc":
             return IpcReceiverLink(transport, rank, device)
         case "collective":
-            return CollectiveReceiverLink(transport, rank, device)
+            return CollectiveReceiverLink(transport, rank, device, parts)
         case "disk":
             return DiskReceiverLink(transport, rank, device.torch_device)

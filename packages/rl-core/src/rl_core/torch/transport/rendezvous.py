@@ -12,6 +12,7 @@ from rl_core.errors import WeightSyncError
 from rl_core.torch.transport.bucket import Layout
 from rl_core.torch.transport.channel import Channel
 from rl_core.torch.transport.deadline import Deadline
+from rl_core.torch.transport.parts import Parts, decoded, encoded
 
 _HANDSHAKE_S = 10.0
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.001, 0.05
@@ -59,20 +60,32 @@ def _accept(listener: socket.socket, deadline: Deadline, timeout_s: float) -> tu
         return rank, Channel(connection, f"receiver rank {rank}", timeout_s)
 
 
-def await_ready(channels: Mapping[int, Channel], layout: Layout) -> None:
-    """Wait until every receiver is ready for this transfer.
+def await_ready(channels: Mapping[int, Channel], layout: Layout, parts: Parts | None = None) -> Layout:
+    """Wait until every receiver is ready for this transfer; returns the layout with the parts that they keep.
+
+    Args:
+        parts: that they kept the last time, and still do unless one of them says otherwise.
 
     Raises:
         WeightSyncError: naming a receiver that is ready for another one.
     """
-    for rank, channel in channels.items():
-        if channel.receive("the beginning of a transfer")["ready"] != layout.fingerprint:
+    said = {rank: channel.receive("the beginning of a transfer") for rank, channel in channels.items()}
+    kept = [message["parts"] for message in said.values() if "parts" in message]
+    wanted = layout.keeping(decoded(kept[0]) if kept else parts or {})
+    for rank, message in said.items():
+        if message["ready"] != wanted.fingerprint:
             raise WeightSyncError(f"receiver rank {rank} expects another manifest than the sender's")
+    return wanted
 
 
-def say_ready(channel: Channel, layout: Layout) -> None:
-    """Tell the sender for which transfer this receiver is ready."""
-    channel.send({"ready": layout.fingerprint}, "the beginning of a transfer")
+def say_ready(channel: Channel, layout: Layout, *, with_parts: bool = False) -> None:
+    """Tell the sender for which transfer this receiver is ready.
+
+    Args:
+        with_parts: whether to tell which parts it keeps, for itself and those that keep the same.
+    """
+    parts = {"parts": encoded(layout.parts)} if with_parts else {}
+    channel.send({"ready": layout.fingerprint, **parts}, "the beginning of a transfer")
 
 
 def find_sender(family: socket.AddressFamily, address: str | tuple[str, int], rank: int, timeout_s: float) -> Channel:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 
 import torch
 
 from rl_core.devices import Device
 from rl_core.errors import WeightSyncError
-from rl_core.torch.transport.bucket import DTYPES, Bucket, Layout, Slot, lay_out
+from rl_core.torch.transport.bucket import DTYPES, Layout, lay_out
 from rl_core.torch.transport.changes import ChangesSenderLink
-from rl_core.torch.transport.collective import CollectiveSenderLink
+from rl_core.torch.transport.collective import collective_sender_links
 from rl_core.torch.transport.deadline import interruptible
 from rl_core.torch.transport.digest import PendingDigest, begin_digest, read_digests
 from rl_core.torch.transport.disk import DiskSenderLink
@@ -27,24 +27,25 @@ class Sender:
     Args:
         manifest: what will be put.
         layout: of the manifest.
-        link: over which the buckets travel.
+        links: over which the buckets travel: one for each group of receivers that keep the same parts.
 
     Attributes:
-        num_bytes_sent: bytes that each receiver was sent so far.
+        num_bytes_sent: bytes that were sent so far, to each group once.
     """
 
-    def __init__(self, manifest: Manifest, layout: Layout, link: SenderLink) -> None:
+    def __init__(self, manifest: Manifest, layout: Layout, links: Sequence[SenderLink]) -> None:
         self._manifest = manifest
         self._layout = layout
-        self.link = link
-        self._places = iter([(bucket, slot) for bucket in layout.buckets for slot in bucket.slots])
+        self.links = list(links)
+        self._streams: list[_Stream] = []
+        self._places = iter([(bucket, index) for bucket in layout.buckets for index in range(len(bucket.slots))])
         self._next = next(self._places, None)
-        self._buffer: torch.Tensor | None = None
-        self._pending: list[PendingDigest] = []
         self._num_put = 0
-        self._has_begun = False
         self.finished = False
-        self.num_bytes_sent = 0
+
+    @property
+    def num_bytes_sent(self) -> int:
+        return sum(stream.num_bytes_sent for stream in self._streams)
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
         """Send this tensor next; its memory may be reused on return.
@@ -55,20 +56,14 @@ class Sender:
         """
         bucket, slot = self._expect(name, tensor)
         self._begin()
-        if self._buffer is None:
-            self._buffer = self.link.buffer(bucket)
         with torch.no_grad():
-            slot.view(self._buffer).copy_(tensor)
-        if slot is bucket.slots[-1]:
-            bucket.clear_gaps(self._buffer)
-            self._pending.append(begin_digest(self._buffer[: bucket.num_bytes]))
-            self.num_bytes_sent += self.link.send(bucket)
-            self._buffer = None
+            for stream in self._streams:
+                stream.put(bucket, slot, tensor)
         self._num_put += 1
         self._next = next(self._places, None)
 
-    def finish(self) -> str:
-        """Wait until every receiver has everything as it was sent; returns the digest of all of it.
+    def finish(self) -> list[str]:
+        """Wait until every receiver has everything as it was sent; returns the digest of all that each group got.
 
         Raises:
             WeightSyncError: naming tensors that were never put, or those of buckets that arrived broken.
@@ -77,28 +72,58 @@ class Sender:
         if missing:
             raise WeightSyncError(f"the sender left out {', '.join(missing)}", missing)
         self._begin()
-        digests = read_digests(self._pending)
-        self.link.finish(digests)
+        digests = [stream.finish() for stream in self._streams]
         self.finished = True
-        return root_digest(digests)
+        return digests
 
     def _begin(self) -> None:
         """Wait until every receiver is ready for the same transfer."""
-        if not self._has_begun:
-            self.link.begin(self._layout)
-            self._has_begun = True
+        if not self._streams:
+            self._streams = [_Stream(link, link.begin(self._layout)) for link in self.links]
 
-    def _expect(self, name: str, tensor: torch.Tensor) -> tuple[Bucket, Slot]:
+    def _expect(self, name: str, tensor: torch.Tensor) -> tuple[int, int]:
+        """Return the places of the next tensor's bucket and of its slot there."""
         if self._next is None:
             raise WeightSyncError(f"the sender put {name} after the manifest's last tensor", (name,))
         bucket, slot = self._next
-        spec = slot.spec
+        spec = bucket.slots[slot].spec
         if name != spec.name:
             raise WeightSyncError(f"the sender put {name} where the manifest has {spec.name}", (name, spec.name))
         if tuple(tensor.shape) != spec.shape or tensor.dtype != DTYPES[spec.dtype]:
             got = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
             raise WeightSyncError(f"{name} is {got}; the manifest says {spec.dtype} {spec.shape}", (name,))
-        return bucket, slot
+        return bucket.index, slot
+
+
+class _Stream:
+    """What travels over one link.
+
+    Args:
+        layout: with the parts that its receivers keep.
+    """
+
+    def __init__(self, link: SenderLink, layout: Layout) -> None:
+        self._link = link
+        self._layout = layout
+        self._buffer: torch.Tensor | None = None
+        self._pending: list[PendingDigest] = []
+        self.num_bytes_sent = 0
+
+    def put(self, bucket_index: int, slot_index: int, tensor: torch.Tensor) -> None:
+        bucket = self._layout.buckets[bucket_index]
+        if self._buffer is None:
+            self._buffer = self._link.buffer(bucket)
+        bucket.slots[slot_index].fill(self._buffer, tensor)
+        if slot_index == len(bucket.slots) - 1:
+            bucket.clear_gaps(self._buffer)
+            self._pending.append(begin_digest(self._buffer[: bucket.num_bytes]))
+            self.num_bytes_sent += self._link.send(bucket)
+            self._buffer = None
+
+    def finish(self) -> str:
+        digests = read_digests(self._pending)
+        self._link.finish(digests)
+        return root_digest(digests)
 
 
 class SendingEnd:
@@ -113,7 +138,7 @@ class SendingEnd:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._transport: Transport | None = None
-        self._link: SenderLink | None = None
+        self._links: list[SenderLink] = []
 
     @contextmanager
     def transfer(self, manifest: Manifest, transport: Transport) -> Iterator[Sender]:
@@ -125,29 +150,30 @@ class SendingEnd:
         """
         layout = lay_out(manifest, transport.bucket_bytes)
         with interruptible(transport):
-            link = self._connected(transport)
+            links = self._connected(transport)
             try:
-                sender = Sender(manifest, layout, link)
+                sender = Sender(manifest, layout, links)
                 yield sender
                 if not sender.finished:
                     raise WeightSyncError("the sender left before the last tensor")
             except BaseException as error:
-                link.abort(f"{type(error).__name__}: {error}")
+                for link in links:
+                    link.abort(f"{type(error).__name__}: {error}")
                 self.close()
                 raise
 
     def close(self) -> None:
         """End the connection and free what it needed."""
-        link, self._link, self._transport = self._link, None, None
-        if link is not None:
+        links, self._links, self._transport = self._links, [], None
+        for link in links:
             link.close()
 
-    def _connected(self, transport: Transport) -> SenderLink:
-        if self._link is None or self._transport != transport:
+    def _connected(self, transport: Transport) -> list[SenderLink]:
+        if self._transport != transport:
             self.close()
-            self._link = _link(transport, self._device)
+            self._links = _links(transport, self._device)
             self._transport = transport
-        return self._link
+        return self._links
 
 
 @contextmanager
@@ -157,16 +183,16 @@ def open_sender(manifest: Manifest, transport: Transport, device: Device) -> Ite
         yield sender
 
 
-def _link(transport: Transport, device: Device) -> SenderLink:
-    link = _whole_link(transport, device)
-    return ChangesSenderLink(link, device) if transport.sends_changes else link
+def _links(transport: Transport, device: Device) -> list[SenderLink]:
+    links = _whole_links(transport, device)
+    return [ChangesSenderLink(link, device) for link in links] if transport.sends_changes else links
 
 
-def _whole_link(transport: Transport, device: Device) -> SenderLink:
+def _whole_links(transport: Transport, device: Device) -> list[SenderLink]:
     match transport.kind:
         case "ipc":
-            return IpcSenderLink(transport, device)
+            return [IpcSenderLink(transport, device)]
         case "collective":
-            return CollectiveSenderLink(transport, device)
+            return [*collective_sender_links(transport, device)]
         case "disk":
-            return DiskSenderLink(transport)
+            return [DiskSenderLink(transport)]
