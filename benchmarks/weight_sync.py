@@ -1,6 +1,6 @@
 """Bytes per second of a weight transfer between two processes, beside a plain copy in memory of the same tensors.
 
-    python benchmarks/weight_sync.py [MB:TENSORS ...] [--adapter DIM | --changes SHARE]
+    python benchmarks/weight_sync.py [MB:TENSORS ...] [--adapter DIM | --changes SHARE | --ranks N]
 
 Needs rl-core with its extra `torch`; runs on a GPU if there is one, else on the CPU. A transfer is timed from its
 beginning to the last acknowledged digest, as in every step of a run: tensors are copied into buckets and out of them
@@ -12,6 +12,9 @@ are merged into them, is compared with one of the adapters' factors alone (`poli
 
 With `--changes` the tensors are bfloat16, of which a share of the values changes before each transfer, and transfers of
 all weights are compared with those of what has changed (`policy.generation.weight_sync_encoding`).
+
+With `--ranks` the tensors are square matrices for N receivers, as the ranks of a tensor-parallel engine are, and a
+transfer of which each is sent the rows that it keeps is compared with one in which each is sent everything.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import multiprocessing
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import get_args
@@ -33,6 +36,7 @@ from measurement import seconds, surroundings, table
 from rl_core.devices import CPU, CUDA, Device
 from rl_core.torch.transport import ReceivingEnd, SendingEnd
 from rl_core.torch.transport.digest import digest
+from rl_core.torch.transport.parts import Parts, Region
 from rl_core.weights import Manifest, TensorSpec, Transport, TransportKind
 
 CASES = ("3:64", "100:12", "1000:120")
@@ -73,6 +77,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="test run: 3:64 and 50:6, twice")
     parser.add_argument("--adapter", type=int, metavar="DIM", help="compare with adapters of this dim, sent alone")
     parser.add_argument("--changes", type=float, metavar="SHARE", help="compare with changes, of this share, alone")
+    parser.add_argument(
+        "--ranks", type=int, metavar="N", help="compare with sending each of N receivers its rows alone"
+    )
     chosen = parser.parse_args()
     cases, repeats = chosen.cases or list(map(Case.parse, CASES)), chosen.repeats
     if chosen.quick:
@@ -84,6 +91,8 @@ def main() -> None:
         print(f"{case.megabytes} MB in {case.num_tensors} tensors\n")
         if chosen.adapter:
             print(compared(case, chosen.adapter, device, repeats, chosen.threads))
+        elif chosen.ranks:
+            print(in_parts(case, chosen.ranks, device, repeats, chosen.threads))
         elif chosen.changes is not None:
             print(with_changes(case, chosen.changes, device, repeats, chosen.threads))
         else:
@@ -155,6 +164,25 @@ def with_changes(case: Case, share: float, device: Device, repeats: int, threads
     return table(["", "", "MB", "s", "bytes to full", "time to full"], rows)
 
 
+def in_parts(case: Case, num_ranks: int, device: Device, repeats: int, threads: int) -> str:
+    """The table of one case whose receivers keep some rows each."""
+    width = case.width - case.width % num_ranks
+    manifest = Manifest(
+        1, tuple(TensorSpec(f"t{index}", (width, width), "float32") for index in range(case.num_tensors))
+    )
+    tensors = {spec.name: torch.randn(spec.shape, device=device.torch_device) for spec in manifest.tensors}
+    rows_of = torch.empty(width, width, device="meta").chunk(num_ranks)
+    keep = [dict.fromkeys(tensors, (Region.of(rows),)) for rows in rows_of]
+    whole, _ = transfer("collective", manifest, tensors, device, repeats, threads, keep=keep, sends_parts=False)
+    taken, num_bytes = transfer("collective", manifest, tensors, device, repeats, threads, keep=keep)
+    all_bytes = manifest.num_bytes / MEGABYTE
+    rows = [
+        ("everything", f"{all_bytes:.2f}", seconds(whole), "1"),
+        ("what it keeps", f"{num_bytes / num_ranks / MEGABYTE:.2f}", seconds(taken), f"{taken / whole:.2f}"),
+    ]
+    return table(["each receiver is sent", "MB", "s", "time to everything"], rows)
+
+
 def transfer(
     kind: TransportKind,
     manifest: Manifest,
@@ -165,47 +193,73 @@ def transfer(
     *,
     change: Callable[[], None] = lambda: None,
     sends_changes: bool = False,
+    keep: Sequence[Parts] = ({},),
+    sends_parts: bool = True,
 ) -> tuple[float, int]:
-    """Seconds of the fastest of several transfers, after one that does not count, to a process that copies the tensors
-    into its own, and the bytes of the last one.
+    """Seconds of the fastest of several transfers, after one that does not count, to processes that copy the tensors
+    into their own, and the bytes of the last one.
 
     Args:
         change: changes the tensors between two transfers.
+        keep: the parts that each receiver keeps.
+        sends_parts: whether it is sent no more than these.
     """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="rl-benchmark-") as folder:
         address = f"{folder}/weights" if kind == "disk" else f"127.0.0.1:{free_port()}"
-        transport = Transport(kind, address, 1, bucket_bytes=device.bucket_bytes, sends_changes=sends_changes)
-        ours, theirs = context.Pipe()
-        receiver = context.Process(target=receive, args=(manifest, transport, theirs, threads), daemon=True)
-        receiver.start()
+        transport = Transport(kind, address, len(keep), bucket_bytes=device.bucket_bytes, sends_changes=sends_changes)
+        pipes, receivers = [], []
+        for rank, parts in enumerate(keep, start=1):
+            ours, theirs = context.Pipe()
+            work = manifest, transport, rank, parts, sends_parts, theirs, threads
+            receivers.append(context.Process(target=receive, args=work, daemon=True))
+            receivers[-1].start()
+            pipes.append(ours)
         sending, taken = SendingEnd(device), []
         for _ in range(repeats + 1):
             change()
             if transport.ends_meet:
-                ours.send("begin")
-                ours.recv()
+                ask(pipes)
             started = time.perf_counter()
             with sending.transfer(manifest, transport) as sender:
                 for name, tensor in tensors.items():
                     sender.put(name, tensor)
                 sender.finish()
             if not transport.ends_meet:
-                ours.send("begin")
+                ask(pipes)
+            for ours in pipes:
                 ours.recv()
-            ours.recv()
             taken.append(time.perf_counter() - started)
-        ours.close()
-        receiver.join()
+        for ours, receiver in zip(pipes, receivers, strict=True):
+            ours.close()
+            receiver.join()
         sending.close()
     return min(taken[1:]), sender.num_bytes_sent
 
 
-def receive(manifest: Manifest, transport: Transport, pipe: Connection, threads: int) -> None:
-    """The other process."""
+def ask(pipes: Sequence[Connection]) -> None:
+    """Have the receivers begin, once all are ready."""
+    for pipe in pipes:
+        pipe.send("begin")
+    for pipe in pipes:
+        pipe.recv()
+
+
+def receive(
+    manifest: Manifest,
+    transport: Transport,
+    rank: int,
+    keeps: Parts,
+    sends_parts: bool,
+    pipe: Connection,
+    threads: int,
+) -> None:
+    """Another process."""
     torch.set_num_threads(threads)
     device = CUDA if torch.cuda.is_available() else CPU
-    targets = {spec.name: torch.zeros(spec.shape, device=device.torch_device) for spec in manifest.tensors}
+    place = device.torch_device
+    whole = {spec.name: torch.zeros(spec.shape, device=place) for spec in manifest.tensors if spec.name not in keeps}
+    kept = {name: [torch.zeros(part.size, device=place) for part in parts] for name, parts in keeps.items()}
     receiving = ReceivingEnd(device)
     while True:
         try:
@@ -213,8 +267,12 @@ def receive(manifest: Manifest, transport: Transport, pipe: Connection, threads:
         except EOFError:
             return receiving.close()
         pipe.send("ready")
-        with receiving.transfer(manifest, transport, 1) as arriving:
-            copy(arriving, targets)
+        with receiving.transfer(manifest, transport, rank, keeps if sends_parts else None) as arriving:
+            for name, tensor in arriving:
+                if name in whole:
+                    whole[name].copy_(tensor)
+                for part, target in zip(keeps.get(name, ()), kept.get(name, ()), strict=True):
+                    target.copy_(part.read(tensor))
         pipe.send("done")
 
 

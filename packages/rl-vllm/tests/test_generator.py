@@ -244,7 +244,7 @@ class TestAdaptersInThisProcess(AdapterSuite):
 
 
 class TestTensorParallelWeights(WeightSinkSuite):
-    """Each of two ranks receives everything and keeps its shards."""
+    """Each of two ranks is sent its shards, or takes them of the whole."""
 
     @classmethod
     def make_generator(cls, model_dir: Path) -> Generator:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
+from rl_core.torch.transport.parts import Region
 from rl_core.weights import Manifest, TensorSpec
 from rl_vllm.load_plan import plan_load
 from rl_vllm.weight_receiver import WeightReceiver
@@ -81,3 +82,47 @@ def test_a_tied_name_that_the_engine_has_no_parameter_of_is_not_fed() -> None:
         receiver.load(sent.items())
     assert receiver.stale() == []
     assert all(torch.equal(dict(model.named_parameters())[name], tensor) for name, tensor in sent.items())
+
+
+class Shard(nn.Module):
+    """Keeps rows of one matrix, columns of another and nothing of a third; a scale is read as a number."""
+
+    def __init__(self, *, scales: bool = False) -> None:
+        super().__init__()
+        self.fused = nn.Linear(4, 4, bias=False)
+        self.scales = scales
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        target = self.fused.weight.data
+        for name, tensor in weights:
+            match name:
+                case "rows":
+                    target[:2].copy_(tensor.narrow(0, 2, 2))
+                case "columns":
+                    columns = tensor.narrow(1, 4, 4)
+                    target[2:].copy_(columns * 2 if self.scales else columns)
+                case "scale":
+                    assert tensor.item() is not None
+
+
+SHARDED = Manifest(
+    1,
+    tuple(
+        TensorSpec(name, shape, "float32")
+        for name, shape in {"rows": (4, 4), "columns": (2, 8), "elsewhere": (5, 5), "scale": ()}.items()
+    ),
+)
+
+
+def test_parts_are_what_the_loaders_copy() -> None:
+    model = Shard()
+    record_metadata_for_reloading(model)
+    parts = plan_load(model, SHARDED).parts(SHARDED)
+    rows, columns = torch.empty(4, 4)[2:], torch.empty(2, 8)[:, 4:]
+    assert parts == {"rows": (Region.of(rows),), "columns": (Region.of(columns),), "elsewhere": ()}
+
+
+def test_a_rank_whose_loaders_compute_keeps_everything() -> None:
+    model = Shard(scales=True)
+    record_metadata_for_reloading(model)
+    assert plan_load(model, SHARDED).parts(SHARDED) == {}
