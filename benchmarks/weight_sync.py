@@ -77,9 +77,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="test run: 3:64 and 50:6, twice")
     parser.add_argument("--adapter", type=int, metavar="DIM", help="compare with adapters of this dim, sent alone")
     parser.add_argument("--changes", type=float, metavar="SHARE", help="compare with changes, of this share, alone")
-    parser.add_argument(
-        "--ranks", type=int, metavar="N", help="compare with sending each of N receivers its rows alone"
-    )
+    parser.add_argument("--ranks", type=int, metavar="N", help="compare with N receivers that keep some rows each")
     chosen = parser.parse_args()
     cases, repeats = chosen.cases or list(map(Case.parse, CASES)), chosen.repeats
     if chosen.quick:
@@ -167,10 +165,8 @@ def with_changes(case: Case, share: float, device: Device, repeats: int, threads
 def in_parts(case: Case, num_ranks: int, device: Device, repeats: int, threads: int) -> str:
     """The table of one case whose receivers keep some rows each."""
     width = case.width - case.width % num_ranks
-    manifest = Manifest(
-        1, tuple(TensorSpec(f"t{index}", (width, width), "float32") for index in range(case.num_tensors))
-    )
-    tensors = {spec.name: torch.randn(spec.shape, device=device.torch_device) for spec in manifest.tensors}
+    tensors = {f"t{index}": torch.randn(width, width, device=device.torch_device) for index in range(case.num_tensors)}
+    manifest = Manifest(1, tuple(TensorSpec(name, (width, width), "float32") for name in tensors))
     rows_of = torch.empty(width, width, device="meta").chunk(num_ranks)
     keep = [dict.fromkeys(tensors, (Region.of(rows),)) for rows in rows_of]
     whole, _ = transfer("collective", manifest, tensors, device, repeats, threads, keep=keep, sends_parts=False)

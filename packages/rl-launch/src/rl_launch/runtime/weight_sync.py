@@ -265,7 +265,7 @@ class WeightSync:
         taken: list[Taken] = answers[: len(taking)]
         by_rank = {tuple(digests) for digests in answers[len(taking) :] if digests}
         # receivers that keep other parts have other digests, but every rank that sends must have sent the same
-        sent = set(*by_rank) if len(by_rank) == 1 else set()
+        sent: set[str] = set(*by_rank) if len(by_rank) == 1 else set()
         for found, origin in zip(taken, takers, strict=True):
             for rank, digest in enumerate(found.digests):
                 if digest not in sent:
