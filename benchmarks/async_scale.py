@@ -1,6 +1,6 @@
 """Steps of an asynchronous run on 512 replicas, in simulated time, beside the synchronous run and the bound.
 
-    python benchmarks/async_scale.py [--replicas 512] [--train-seconds 200 330]
+    python benchmarks/async_scale.py [--replicas 512] [--train-seconds 200 265 330] [--changing 24 12 24]
 
 The source of rollouts, its ledger and the dispatch of groups to replicas are the product's own. Engines are scripted: a
 replica decodes so many rollouts at a time, each at one speed, and queues the others. Lengths are log-normal with a
@@ -16,6 +16,9 @@ No schedule can make steps shorter than their bound, which is the largest of
 - otherwise `T + max(0, L - K T) / (K + 1)` at staleness K: a rollout begins with the step's wait for rollouts at the
   earliest, and K trainings and K + 1 such waits later it is due.
 
+The last table is one run of few replicas that are the slower side. Some of them go after a third of its steps, with all
+that they had under way, and as many join after two.
+
 Seconds are simulated; CPU seconds are those of the driver's own code, without the script's.
 """
 
@@ -28,7 +31,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from measurement import surroundings, table
@@ -132,6 +135,7 @@ class ScriptedPool:
     def __init__(self, script: Script, engines: Engines, *, in_flight: bool) -> None:
         self._script, self._engines, self._in_flight = script, engines, in_flight
         replicas = [ScriptedReplica(script, engines) for _ in range(engines.replicas)]
+        self.num_lost = 0
         self._dispatch = Dispatch(replicas)  # type: ignore[arg-type]  # they begin groups, which is all it asks for here
         self._version = 0
         self.most_under_way = 0
@@ -162,10 +166,20 @@ class ScriptedPool:
             elif self._script.ends:
                 self._script.now = max(self._script.now, *(end for end, _, _ in self._script.ends))
 
+    def resize(self, num_replicas: int) -> None:
+        """Have replicas die or join until there are so many; what the dead had is done again by others."""
+        while len(self._dispatch.replicas) < num_replicas:
+            self._dispatch.add_replica(ScriptedReplica(self._script, self._engines))  # type: ignore[arg-type]  # as above
+        for replica in self._dispatch.replicas[num_replicas:]:
+            self.num_lost += self._dispatch.num_under_way(replica)
+            self._dispatch.remove_replica(replica)
+            self._script.ends = [end for end in self._script.ends if end[2] is not replica]
+        heapq.heapify(self._script.ends)
+
     @property
     def num_replicas(self) -> int:
-        """Nothing that changes: the scripted replicas stay."""
-        return 1
+        """Number of scripted replicas."""
+        return len(self._dispatch.replicas)
 
     def idle_share(self) -> None:
         """Nothing: the script does not measure it."""
@@ -241,10 +255,8 @@ class Setting:
         return max(training + wait, generation)
 
 
-def run(chosen: argparse.Namespace, engines: Engines, setting: Setting) -> Measured:
-    """Simulate a run."""
-    script = Script()
-    pool = ScriptedPool(script, engines, in_flight=setting.in_flight)
+def steps_of(chosen: argparse.Namespace, script: Script, pool: ScriptedPool, setting: Setting) -> Iterator[int]:
+    """Simulate a run; yields the number of each step at its end."""
     prompts = [Prompt(f"p{index}", (), np.zeros(1, np.int32), "scripted") for index in range(4 * chosen.prompts)]
     source = PacedRolloutSource(
         pool,
@@ -256,13 +268,21 @@ def run(chosen: argparse.Namespace, engines: Engines, setting: Setting) -> Measu
         prompts_per_step=chosen.prompts,
         clock=lambda: script.now,
     )
-    began_cpu, first = time.process_time(), 0.0
     source.adopt(FakeUpdate(1))
     for step in range(1, chosen.steps + 1):
         source.collect(chosen.prompts)
         source.metrics()
         script.now += setting.train_seconds
         source.adopt(FakeUpdate(step + 1))
+        yield step
+
+
+def run(chosen: argparse.Namespace, engines: Engines, setting: Setting) -> Measured:
+    """Measure a run of a setting."""
+    script = Script()
+    pool = ScriptedPool(script, engines, in_flight=setting.in_flight)
+    began_cpu, first = time.process_time(), 0.0
+    for _ in steps_of(chosen, script, pool, setting):
         first = first or script.now
     cpu = time.process_time() - began_cpu - script.cpu_seconds
     rollouts = chosen.steps * chosen.prompts * chosen.group
@@ -271,11 +291,33 @@ def run(chosen: argparse.Namespace, engines: Engines, setting: Setting) -> Measu
     return Measured(seconds, idle, pool.most_under_way * chosen.group, 1000 * cpu / rollouts)
 
 
+def run_changing(chosen: argparse.Namespace, engines: Engines, setting: Setting) -> str:
+    """The table of one run whose replicas change after a third of its steps and after two."""
+    script = Script()
+    pool = ScriptedPool(script, replace(engines, replicas=chosen.changing[0]), in_flight=setting.in_flight)
+    third = max(2, chosen.steps // 3)
+    chosen = argparse.Namespace(**vars(chosen) | {"steps": third * len(chosen.changing)})
+    changes = {third * index: count for index, count in enumerate(chosen.changing) if index}
+    rows, ends, begun_again = [], [0.0], 0
+    for step in steps_of(chosen, script, pool, setting):
+        ends.append(script.now)
+        if step % third == 0:
+            # the step in which replicas change does not count
+            seconds = (ends[-1] - ends[-third]) / (third - 1)
+            per_minute = 60 * chosen.prompts * chosen.group / seconds
+            lost = (pool.num_lost - begun_again) * chosen.group
+            rows.append((str(pool.num_replicas), f"{seconds:.0f}", f"{per_minute:.0f}", str(lost)))
+            begun_again = pool.num_lost
+        if step in changes:
+            pool.resize(changes[step])
+    return table(["replicas", "step, s", "rollouts per minute", "rollouts begun again"], rows)
+
+
 def main() -> None:
     """Simulate every setting and print the table."""
     chosen = arguments().parse_args()
     if chosen.quick:
-        chosen.replicas, chosen.prompts, chosen.steps = 8, 16, 4
+        chosen.replicas, chosen.prompts, chosen.steps, chosen.changing = 8, 16, 4, [2, 1, 2]
     engines = Engines(chosen.replicas, chosen.slots, chosen.tokens, chosen.max_tokens, chosen.token_seconds, 2.0)
     rollouts = chosen.prompts * chosen.group
     generation = rollouts * engines.mean_seconds() / (chosen.replicas * chosen.slots)
@@ -296,6 +338,10 @@ def main() -> None:
                 cells = (f"{found.step_seconds:.0f}", *(f"{ratio:.2f}" for ratio in ratios))
                 rows.append((setting.name, *cells, f"{ratios[0] / ratios[1]:.0%}", *_shared_cells(found)))
         sys.stdout.write(f"\nTraining takes {train_seconds:g} s:\n\n{table(HEAD, rows)}\n")
+
+    changing = Setting(chosen.train_seconds[0], 1, in_flight=True)
+    title = f"Replicas that go and join, training {changing.train_seconds:g} s, {changing.name}:"
+    sys.stdout.write(f"\n{title}\n\n{run_changing(chosen, engines, changing)}\n")
 
 
 HEAD = (
@@ -327,8 +373,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--max-tokens", type=int, default=16384, help="most tokens of a rollout")
     parser.add_argument("--token-seconds", type=float, default=0.02, help="seconds of a token")
     parser.add_argument(
-        "--train-seconds", type=float, nargs="+", default=[200.0, 330.0], help="seconds of training a step (200 330)"
+        "--train-seconds", type=float, nargs="+", default=[200.0, 265.0, 330.0], help="of a step (200 265 330)"
     )
+    parser.add_argument("--changing", type=int, nargs=3, default=[24, 12, 24], help="replicas of the last table")
     parser.add_argument("--quick", action="store_true", help="only show that it runs")
     return parser
 
