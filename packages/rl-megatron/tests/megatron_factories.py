@@ -1,6 +1,7 @@
 """Workers for the suites, built in the processes of a rank pool."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
@@ -60,3 +61,27 @@ def count_8_bit_copies(rank: Rank, adds: bool = True) -> int:
     if adds:
         kept["weight"] = object()
     return len(kept)
+
+
+def layers_held(rank: Rank) -> list[int]:
+    """Numbers of this rank's layers in the whole model, from 1, stage by stage."""
+    chunks = rank.held[HELD]._model.reading.chunks
+    return [layer.layer_number for chunk in chunks for layer in chunk.decoder.layers]
+
+
+def note_runs_without_gradients(rank: Rank) -> None:
+    """Have each layer of a pipeline rank note that it runs without gradients, as one that is computed again later."""
+    import torch
+
+    def note(layer: Any, _: object) -> None:
+        layer.ran_without_gradients |= not torch.is_grad_enabled()
+
+    for layer in rank.held[HELD]._model.reading.chunks[0].decoder.layers:
+        layer.ran_without_gradients = False
+        layer.register_forward_pre_hook(note)
+
+
+def layers_run_without_gradients(rank: Rank) -> list[int]:
+    """Numbers of the layers that have run so, from 1."""
+    layers = rank.held[HELD]._model.reading.chunks[0].decoder.layers
+    return [layer.layer_number for layer in layers if layer.ran_without_gradients]

@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from transformers import PreTrainedConfig
 
 from rl_megatron.config import MegatronConfig
 from rl_megatron.families.catalog import family_of
 from rl_megatron.plugin import key_heads_problem
+from rl_megatron.transformer_fields import ON_CUDA, WITH_TE
 
 
 def transformer_config(
@@ -46,8 +48,44 @@ def transformer_config(
         "perform_initialization": False,
         # losses come divided by global totals, so that gradients are summed and never averaged
         "calculate_per_token_loss": True,
+        **_further(backend, is_cuda=is_cuda, has_te=has_te),
     }
-    return kind(**settings)
+    try:
+        config = kind(**settings)
+    except (AssertionError, ValueError) as error:
+        if not backend.megatron_kwargs:
+            raise
+        # Megatron's own checks, of fields that the user chose
+        raise ValueError(
+            f"megatron_cfg.megatron_kwargs {backend.megatron_kwargs} does not fit the model or the layout: {error}"
+        ) from error
+    _check_virtual_stages(config, backend)
+    return config
+
+
+def _further(backend: MegatronConfig, *, is_cuda: bool, has_te: bool) -> dict[str, Any]:
+    """The fields of `megatron_kwargs`."""
+    for name in backend.megatron_kwargs:
+        if (name in ON_CUDA and not is_cuda) or (name in WITH_TE and not has_te):
+            needed = "CUDA" if name in ON_CUDA else "layers of Transformer Engine"
+            raise ValueError(
+                f"megatron_cfg.megatron_kwargs.{name} needs {needed}: the run is on cpu, Transformer Engine is not "
+                "installed or not used, or the model has adapters; leave it out"
+            )
+    fields = dict(backend.megatron_kwargs)
+    if "attention_backend" in fields:
+        fields["attention_backend"] = AttnBackend[fields["attention_backend"]]
+    return fields
+
+
+def _check_virtual_stages(config: TransformerConfig, backend: MegatronConfig) -> None:
+    """Megatron derives the number of virtual stages from the layout; the process groups are made for the key's."""
+    if config.virtual_pipeline_model_parallel_size != backend.virtual_pipeline_model_parallel_size:
+        raise ValueError(
+            f"megatron_cfg.megatron_kwargs.pipeline_model_parallel_layout has "
+            f"{config.virtual_pipeline_model_parallel_size} stages for each pipeline rank; set "
+            f"megatron_cfg.virtual_pipeline_model_parallel_size to that"
+        )
 
 
 def _parallel(backend: MegatronConfig) -> dict[str, Any]:
@@ -177,6 +215,8 @@ def _check_layout(hf: Any, family: Mapping[str, Any], backend: MegatronConfig) -
 
 
 def _check_stages(num_layers: int, backend: MegatronConfig) -> None:
+    if "pipeline_model_parallel_layout" in backend.megatron_kwargs:
+        return
     stages = backend.pipeline_model_parallel_size
     ends = (backend.num_layers_in_first_pipeline_stage, backend.num_layers_in_last_pipeline_stage)
     given = [layers for layers in ends if layers is not None]

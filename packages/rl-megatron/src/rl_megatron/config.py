@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from rl_core.config import Config, WhenChanged
+from rl_core.config import Config, Problem, ProblemError, WhenChanged
 from rl_core.model_config import BackendConfig
+from rl_megatron.transformer_fields import name_problem
 
 
 class Fp8Config(Config):
@@ -80,3 +81,14 @@ class MegatronConfig(BackendConfig):
     built for workers (compiling it takes a CUDA toolkit). false neither installs nor uses it; true demands it."""
     distributed_data_parallel_config: DistributedDataParallelConfig = DistributedDataParallelConfig()
     fp8_cfg: Fp8Config = Fp8Config()
+    megatron_kwargs: dict[str, Any] = {}
+    """Further fields of Megatron's `TransformerConfig`, by their names there: fused kernels, offload of activations,
+    recomputation and the layout of pipeline stages. Fields that the model or another key determines are refused, and so
+    are those that the run's device or layers do not have."""
+
+    @model_validator(mode="after")
+    def _refuse_fields(self) -> MegatronConfig:
+        found = {name: problem for name in self.megatron_kwargs if (problem := name_problem(name))}
+        if found:
+            raise ProblemError(*(Problem(f"megatron_kwargs.{name}", problem) for name, problem in found.items()))
+        return self

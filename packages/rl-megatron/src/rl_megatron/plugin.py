@@ -12,6 +12,7 @@ from rl_core.model_config import local_hf_config, num_experts_of
 from rl_core.plugins import BackendPlugin, Requirement
 from rl_core.selfcheck import MeshCase, at_most_two
 from rl_megatron.config import MegatronConfig
+from rl_megatron.transformer_fields import ON_CUDA, WITH_FP8, WITH_TE
 
 KEY = "megatron_cfg"
 
@@ -79,7 +80,7 @@ def check_shape(section: Any, config: Any) -> Iterable[Problem]:
         )
     layers = model.get("num_hidden_layers", 0)
     stages = backend.pipeline_model_parallel_size * (backend.virtual_pipeline_model_parallel_size or 1)
-    if layers and stages > layers:
+    if layers and stages > layers and "pipeline_model_parallel_layout" not in backend.megatron_kwargs:
         yield Problem(
             f"{KEY}.pipeline_model_parallel_size",
             f"{stages} stages (pipeline_model_parallel_size x virtual_pipeline_model_parallel_size) of {layers} layers "
@@ -127,6 +128,55 @@ def check_8_bit(section: Any, config: Any) -> Iterable[Problem]:
             f"{KEY}.fp8_cfg.enabled",
             f"needs Transformer Engine, and {KEY}.transformer_engine is false; set one of them",
         )
+
+
+def check_kwargs(section: Any, config: Any) -> Iterable[Problem]:
+    """Further fields of Megatron's config that the device or the layers lack, or that do nothing."""
+    backend: MegatronConfig = section.megatron_cfg
+    device = config.cluster.device
+    is_on_cpu = device in DEVICES and DEVICES[device].kernels != "cuda"
+    for name in backend.megatron_kwargs:
+        problem = None
+        if name in ON_CUDA and is_on_cpu:
+            problem = f"needs a GPU, and cluster.device is {device}; leave it out"
+        elif name in WITH_TE and is_on_cpu:
+            problem = f"needs Transformer Engine and a GPU, and cluster.device is {device}; leave it out"
+        elif name in WITH_TE and backend.transformer_engine is False:
+            problem = f"needs Transformer Engine, and {KEY}.transformer_engine is false; leave one of them out"
+        elif name in WITH_TE and section.lora_cfg.enabled:
+            problem = (
+                "needs layers of Transformer Engine, and adapters need those of megatron-core; leave it out, or set "
+                "lora_cfg.enabled to false"
+            )
+        elif name in WITH_FP8 and not backend.fp8_cfg.enabled:
+            problem = f"has no effect without {KEY}.fp8_cfg.enabled=true"
+        else:
+            problem = _effect_problem(name, backend)
+        if problem:
+            yield Problem(f"{KEY}.megatron_kwargs.{name}", problem)
+
+
+def _effect_problem(name: str, backend: MegatronConfig) -> str | None:
+    """Why a further field of Megatron's config does nothing or the wrong thing beside other settings; None if it does
+    what it says."""
+    if name in ("recompute_method", "recompute_num_layers"):
+        if not backend.activation_checkpointing or backend.recompute_granularity != "full":
+            return f"has no effect without {KEY}.activation_checkpointing=true and {KEY}.recompute_granularity=full"
+    elif name in ("deallocate_pipeline_outputs", "pipeline_model_parallel_layout", "batch_p2p_sync"):
+        if backend.pipeline_model_parallel_size == 1:
+            return f"needs more than one pipeline rank; set {KEY}.pipeline_model_parallel_size"
+    elif name == "overlap_p2p_comm_warmup_flush":
+        if backend.virtual_pipeline_model_parallel_size is None:
+            return f"has no effect without {KEY}.virtual_pipeline_model_parallel_size"
+    elif name in ("moe_flex_dispatcher_backend", "moe_deepep_num_sms", "moe_hybridep_num_sms"):
+        if backend.moe_token_dispatcher_type != "flex":
+            return f"has no effect without {KEY}.moe_token_dispatcher_type=flex"
+    elif name == "moe_router_fusion":
+        if backend.moe_router_replay:
+            return f"chooses experts itself, and {KEY}.moe_router_replay is true; leave one of them out"
+    elif name == "cp_comm_type" and backend.context_parallel_size == 1:
+        return f"has no effect without {KEY}.context_parallel_size above 1"
+    return None
 
 
 def check_lora(section: Any, config: Any) -> Iterable[Problem]:
@@ -266,6 +316,7 @@ PLUGIN = BackendPlugin(
         check_lora,
         check_8_bit,
         check_device,
+        check_kwargs,
     ),
     preflight="rl_megatron.preflight:check",
     selfcheck="rl_megatron.selfcheck:cases_of",

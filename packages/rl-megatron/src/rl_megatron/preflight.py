@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from typing import Any, get_type_hints
 
 import torch
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from rl_core.model_config import ModelConfig, OptimizerConfig, SchedulerConfig
 from rl_core.torch.optim.optimizer import build_optimizer, build_schedule
+from rl_megatron.transformer_fields import WITH_TE
 
 
 def check(section: Mapping[str, Any]) -> list[str]:
@@ -23,7 +26,35 @@ def check(section: Mapping[str, Any]) -> list[str]:
         build_schedule(schedules, optimizer)
     except ValueError as error:
         return [str(error)]
-    is_8_bit = section.get("megatron_cfg", {}).get("fp8_cfg", {}).get("enabled", False)
-    if is_8_bit and importlib.util.find_spec("transformer_engine") is None:
+    backend = section.get("megatron_cfg", {})
+    is_8_bit = backend.get("fp8_cfg", {}).get("enabled", False)
+    has_te = importlib.util.find_spec("transformer_engine") is not None
+    if is_8_bit and not has_te:
         return ["megatron_cfg.fp8_cfg.enabled needs Transformer Engine, which is not installed: rl-megatron[te]"]
-    return []
+    given = backend.get("megatron_kwargs", {})
+    return list(kwargs_problems(given, has_te=has_te)) if given else []
+
+
+def kwargs_problems(given: Mapping[str, Any], *, has_te: bool) -> Iterator[str]:
+    """Problems of `megatron_kwargs` with the types of Megatron's fields and with the installed layers.
+
+    Args:
+        has_te: whether Transformer Engine is installed.
+    """
+    from megatron.core.transformer import TransformerConfig  # takes seconds
+
+    kinds = get_type_hints(TransformerConfig)
+    for name, value in given.items():
+        key = f"megatron_cfg.megatron_kwargs.{name}"
+        if name in WITH_TE and not has_te:
+            yield f"{key} needs Transformer Engine, which is not installed: rl-megatron[te]"
+        elif isinstance(kinds[name], type) and issubclass(kinds[name], Enum):
+            names = [member.name for member in kinds[name]]
+            if value not in names:
+                yield f"{key}: got {value!r}; it is one of {', '.join(names)}"
+        else:
+            kind = TypeAdapter(kinds[name], config=ConfigDict(arbitrary_types_allowed=True, strict=True))
+            try:
+                kind.validate_python(value)
+            except ValidationError as error:
+                yield f"{key}: got {value!r}; {error.errors()[0]['msg']}"

@@ -26,7 +26,7 @@ class PerMicrobatch(Generic[T]):
     """Hands a router the value that belongs to the tokens of each microbatch.
 
     If the router is recomputed in the backward pass, it runs again microbatch by microbatch in the order of the
-    first time.
+    first time. Of a model whose layers are recomputed, some may not be.
     """
 
     def __init__(self) -> None:
@@ -48,9 +48,9 @@ class PerMicrobatch(Generic[T]):
         """The value of the forward pass that runs now; None if there is no value for it."""
         if not self._is_recomputed or self._given is None:
             return self._given
-        # recomputed regions run without gradients first
+        # recomputed regions run without gradients first; layers that are not recomputed have nothing to run again
         if torch.is_grad_enabled():
-            return self._again.popleft()
+            return self._again.popleft() if self._again else self._given
         self._again.append(self._given)
         return self._given
 

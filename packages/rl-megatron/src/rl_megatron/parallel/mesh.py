@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -114,6 +115,7 @@ def _sizes() -> dict[str, int]:
 def _layout(rendezvous: Rendezvous, backend: MegatronConfig) -> Mapping[str, int]:
     """All ranks, those along each axis and those that share an expert's matrices, and how pipeline ranks share layers;
     0 layers are an equal share."""
+    stages = backend.megatron_kwargs.get("pipeline_model_parallel_layout")
     return {
         "world": rendezvous.world_size,
         **_sizes(),
@@ -121,6 +123,7 @@ def _layout(rendezvous: Rendezvous, backend: MegatronConfig) -> Mapping[str, int
         "vpp": backend.virtual_pipeline_model_parallel_size or 1,
         "first_layers": backend.num_layers_in_first_pipeline_stage or 0,
         "last_layers": backend.num_layers_in_last_pipeline_stage or 0,
+        **({} if stages is None else {"stages": crc32(str(stages).encode())}),
     }
 
 

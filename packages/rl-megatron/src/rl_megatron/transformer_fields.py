@@ -1,0 +1,171 @@
+"""Fields of Megatron's `TransformerConfig`: those that `megatron_kwargs` may set, and why it may not set the others.
+
+The tables name every field of the megatron-core that the package pins, so that a config is checked without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rl_core.config import did_you_mean
+
+ANYWHERE = frozenset(
+    {
+        "clone_scatter_output_in_embedding",
+        "deallocate_pipeline_outputs",
+        "deterministic_mode",
+        "overlap_p2p_comm_warmup_flush",
+        "pipeline_model_parallel_layout",
+        "recompute_method",
+        "recompute_num_layers",
+    }
+)
+"""Fields that may be set on every device."""
+
+ON_CUDA = frozenset(
+    {
+        "activation_func_fp8_input_store",
+        "batch_p2p_sync",
+        "bias_activation_fusion",
+        "bias_dropout_fusion",
+        "disable_bf16_reduced_precision_matmul",
+        "fine_grained_activation_offloading",
+        "min_offloaded_tensor_size",
+        "moe_deepep_num_sms",
+        "moe_flex_dispatcher_backend",
+        "moe_hybridep_num_sms",
+        "moe_shared_expert_overlap",
+        "offload_modules",
+    }
+)
+"""Fields of kernels, streams and copies of CUDA."""
+
+WITH_FP8 = frozenset(
+    {
+        "disable_parameter_transpose_cache",
+        "first_last_layers_bf16",
+        "fp8_amax_compute_algo",
+        "fp8_amax_history_len",
+        "fp8_dot_product_attention",
+        "fp8_margin",
+        "fp8_multi_head_attention",
+        "fp8_wgrad",
+        "moe_router_padding_for_quantization",
+        "num_layers_at_end_in_bf16",
+        "num_layers_at_start_in_bf16",
+        "tp_only_amax_red",
+    }
+)
+"""Fields of Transformer Engine's products in 8 bits."""
+
+WITH_TE = WITH_FP8 | {
+    "apply_rope_fusion",
+    "attention_backend",
+    "cp_comm_type",
+    "cpu_offloading",
+    "cpu_offloading_activations",
+    "cpu_offloading_double_buffering",
+    "cpu_offloading_num_layers",
+    "cpu_offloading_weights",
+    "gradient_accumulation_fusion",
+    "moe_permute_fusion",
+    "moe_router_fusion",
+    "use_te_activation_func",
+}
+"""Fields of Transformer Engine's layers and kernels."""
+
+PASSED = ANYWHERE | ON_CUDA | WITH_TE
+"""All fields that may be set."""
+
+_REASONS: Mapping[str, str] = {
+    "it follows from the model; write `policy.hf_config_overrides`": """
+        num_layers hidden_size num_attention_heads softmax_scale softmax_type num_query_groups ffn_hidden_size
+        kv_channels hidden_dropout attention_dropout apply_residual_connection_post_layernorm layernorm_epsilon
+        layernorm_zero_centered_gamma add_bias_linear add_qkv_bias gated_linear_unit activation_func glu_linear_offset
+        activation_func_clamp_value num_moe_experts rotary_interleaved window_size window_attn_skip_freq normalization
+        qk_layernorm qk_l2_norm attention_output_gate multi_latent_attention no_rope_freq
+        experimental_attention_variant dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk
+        dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss linear_attention_freq linear_conv_kernel_dim
+        linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads
+        moe_shared_expert_intermediate_size moe_shared_expert_gate moe_layer_freq moe_ffn_hidden_size moe_router_topk
+        moe_router_topk_limited_devices moe_router_num_groups moe_router_group_topk moe_router_pre_softmax
+        moe_router_topk_scaling_factor moe_router_score_function moe_router_enable_expert_bias
+        moe_apply_probs_on_input moe_latent_size mrope_section is_hybrid_model mamba_state_dim mamba_head_dim
+        mamba_num_groups mamba_num_heads use_mamba_mem_eff_path heterogeneous_block_specs
+        hetereogenous_dist_checkpoint q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type
+        rotary_base rotary_percent rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale
+        mscale_all_dim""",
+    "write `policy.precision`": "fp16 bf16 params_dtype pipeline_dtype enable_autocast autocast_dtype",
+    "weights and hidden states stay in `policy.precision`": """
+        fp32_residual_connection fp8_param fp4 fp4_recipe fp4_param fp4_quantizer_factory""",
+    "write `megatron_cfg.fp8_cfg`": "fp8 fp8_recipe fp8_quantizer_factory",
+    "write `megatron_cfg.transformer_engine`": """
+        transformer_impl moe_grouped_gemm moe_use_legacy_grouped_gemm persist_layer_norm use_te_rng_tracker""",
+    "write `megatron_cfg.recompute_modules`": "moe_layer_recompute",
+    "write `megatron_cfg.sequence_parallel`, which shares saved activations too": "distribute_saved_activations",
+    "write `megatron_cfg.moe_token_dispatcher_type: flex`": "moe_enable_deepep",
+    "write `megatron_cfg.moe_router_replay`": "moe_enable_routing_replay",
+    "write `megatron_cfg.moe_aux_loss_coeff`; padding would count in this loss": "moe_z_loss_coeff",
+    "write `megatron_kwargs.pipeline_model_parallel_layout`": """
+        account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split""",
+    "write `megatron_kwargs.moe_router_padding_for_quantization`": "moe_router_padding_for_fp8",
+    "weights come from the model's files": """
+        init_method output_layer_init_method init_method_std embedding_init_method embedding_init_method_std
+        init_model_with_meta_device perform_initialization use_cpu_initialization""",
+    "losses are computed outside Megatron": """
+        calculate_per_token_loss cross_entropy_loss_fusion cross_entropy_fusion_impl defer_embedding_wgrad_compute
+        wgrad_deferral_limit""",
+    "no layer for multi-token prediction is trained": "mtp_num_layers mtp_loss_scaling_factor mtp_standalone",
+    "rl-megatron's training step sets it": """
+        timers finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func param_sync_func
+        variable_seq_lengths overlap_p2p_comm batch_p2p_comm microbatch_group_size_per_vp_stage
+        _cpu_offloading_context""",
+    "rl-megatron does not run the schedules that it belongs to": """
+        num_microbatches_with_partial_activation_checkpoints overlap_moe_expert_parallel_comm delay_wgrad_compute
+        ep_overlap_early_attn_memory_release""",
+    "rows have different lengths, and it needs batches of one shape": """
+        enable_cuda_graph cuda_graph_use_single_mempool cuda_graph_retain_backward_graph cuda_graph_warmup_steps
+        external_cuda_graph cuda_graph_impl cuda_graph_scope tp_comm_overlap tp_comm_bulk_wgrad tp_comm_bulk_dgrad
+        tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_comm_split_ag tp_comm_atomic_ag
+        tp_comm_split_rs tp_comm_atomic_rs tp_comm_overlap_disable_qkv tp_comm_overlap_disable_fc1
+        tp_comm_bootstrap_backend fused_single_qkv_rope""",
+    "rl-megatron does not create the process groups that it needs": """
+        hierarchical_context_parallel_sizes hybrid_context_parallel max_seqlen_per_dp_cp_rank
+        pipeline_model_parallel_comm_backend use_ring_exchange_p2p moe_extended_tp""",
+    "training has to compute the model that the generators serve, whatever else is in a batch": """
+        moe_token_dropping moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy
+        moe_router_force_load_balancing moe_input_jitter_eps""",
+    "rl-megatron's optimizer step does not clip attention logits": """
+        qk_clip qk_clip_alpha qk_clip_threshold log_max_attention_logit""",
+    "it is for generation": """
+        flash_decode inference_rng_tracker inference_sampling_seed symmetric_ar_type use_inference_optimized_layers
+        inference_fuse_tp_communication mlp_chunks_for_prefill cache_mla_latents""",
+    "the layers of rl-megatron do not read it": """
+        attention_softmax_in_fp32 apply_query_key_layer_scaling masked_softmax_fusion memory_efficient_layer_norm
+        async_tensor_model_parallel_allreduce use_fused_weighted_squared_relu use_kitchen use_kitchen_attention
+        kitchen_attention_backend quant_recipe batch_invariant_mode fp8_interval barrier_with_L1_time config_logger_dir
+        test_mode""",
+}
+
+_KEYS = """
+    tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size
+    num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage context_parallel_size
+    expert_model_parallel_size expert_tensor_parallel_size sequence_parallel recompute_granularity recompute_modules
+    moe_router_dtype moe_router_load_balancing_type moe_aux_loss_coeff moe_per_layer_logging moe_token_dispatcher_type
+    moe_router_bias_update_rate"""
+"""Fields that are keys of `megatron_cfg` by the same name."""
+
+OWNED: Mapping[str, str] = {
+    **{name: reason for reason, names in _REASONS.items() for name in names.split()},
+    **{name: f"write `megatron_cfg.{name}`" for name in _KEYS.split()},
+}
+"""Fields that may not be set, and the key that sets them or the reason."""
+
+
+def name_problem(name: str) -> str | None:
+    """Why a field may not be set; None if it may."""
+    if name in PASSED:
+        return None
+    if name in OWNED:
+        return f"cannot be set here: {OWNED[name]}"
+    return f"Megatron's TransformerConfig has no such field{did_you_mean(name, [*PASSED, *OWNED])}"

@@ -1,0 +1,176 @@
+"""Fields of Megatron's config that `megatron_kwargs` passes on, and those that it refuses."""
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from layouts import write_family
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+from pydantic import ValidationError
+
+from rl_core.errors import WorkerError
+from rl_core.model import ModelSpec
+from rl_core.model_config import LoraConfig, ModelConfig, OptimizerConfig
+from rl_core.testing.losses import TokenLoss
+from rl_core.testing.model_worker import make_batch
+from rl_core.testing.pooled_model import PooledModel
+from rl_core.testing.torch.oracle import Oracle
+from rl_megatron.config import MegatronConfig
+from rl_megatron.plugin import PLUGIN
+from rl_megatron.preflight import check, kwargs_problems
+from rl_megatron.transformer_fields import ANYWHERE, ON_CUDA, OWNED, PASSED, WITH_TE
+
+PLAIN = OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 1.0})
+FULL = {"activation_checkpointing": True}
+PP2 = {"pipeline_model_parallel_size": 2}
+
+
+def test_every_field_of_megatron_is_passed_on_or_refused():
+    fields = {field.name for field in dataclasses.fields(MLATransformerConfig)}
+    assert fields == PASSED | OWNED.keys()
+    assert not PASSED & OWNED.keys()
+    assert not ANYWHERE & (ON_CUDA | WITH_TE)
+
+
+def test_keys_that_messages_name_exist():
+    for reason in OWNED.values():
+        section, _, name = reason.partition("`")[2].partition("`")[0].partition(".")
+        if section == "megatron_cfg":
+            assert name.split(":")[0] in MegatronConfig.model_fields, reason
+        elif section == "megatron_kwargs":
+            assert name in PASSED, reason
+        elif section == "policy":
+            assert name in ModelConfig.model_fields, reason
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("hidden_size", "cannot be set here: it follows from the model; write `policy.hf_config_overrides`"),
+        ("tensor_model_parallel_size", "cannot be set here: write `megatron_cfg.tensor_model_parallel_size`"),
+        ("params_dtype", "cannot be set here: write `policy.precision`"),
+        ("cuda_graph_impl", "rows have different lengths"),
+        ("recompute_methd", "no such field; did you mean recompute_method?"),
+        ("nothing_like_it", "Megatron's TransformerConfig has no such field"),
+    ],
+)
+def test_fields_that_cannot_be_set_are_refused_with_the_key_or_the_nearest_names(name, message):
+    with pytest.raises(ValidationError) as caught:
+        MegatronConfig(megatron_kwargs={name: 1, "deterministic_mode": True})
+    (problem,) = caught.value.errors()[0]["ctx"]["error"].problems
+    assert problem.key == f"megatron_kwargs.{name}"
+    assert message in problem.message
+
+
+def problems(device="cpu", lora=False, **settings):
+    section = SimpleNamespace(lora_cfg=LoraConfig(enabled=lora), megatron_cfg=MegatronConfig(**settings))
+    config = SimpleNamespace(cluster=SimpleNamespace(device=device))
+    (check_kwargs,) = (check for check in PLUGIN.checks if check.__name__ == "check_kwargs")
+    return {problem.key.rpartition(".")[2]: problem.message for problem in check_kwargs(section, config)}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("bias_activation_fusion", {}, "needs a GPU, and cluster.device is cpu"),
+        ("apply_rope_fusion", {}, "needs Transformer Engine and a GPU"),
+        ("apply_rope_fusion", {"device": "cuda", "transformer_engine": False}, "transformer_engine is false"),
+        ("apply_rope_fusion", {"device": "cuda", "lora": True}, "adapters need those of megatron-core"),
+        ("fp8_margin", {"device": "cuda"}, "no effect without megatron_cfg.fp8_cfg.enabled=true"),
+        ("moe_deepep_num_sms", {"device": "cuda"}, "no effect without megatron_cfg.moe_token_dispatcher_type=flex"),
+        ("moe_router_fusion", {"device": "cuda", "moe_router_replay": True}, "moe_router_replay is true"),
+        ("cp_comm_type", {"device": "cuda"}, "context_parallel_size above 1"),
+        ("recompute_method", {}, "no effect without megatron_cfg.activation_checkpointing=true"),
+        ("pipeline_model_parallel_layout", {}, "needs more than one pipeline rank"),
+        ("overlap_p2p_comm_warmup_flush", PP2, "no effect without megatron_cfg.virtual_pipeline"),
+    ],
+)
+def test_fields_that_the_run_lacks_something_for_are_named(name, settings, message):
+    assert message in problems(megatron_kwargs={name: 1}, **settings)[name]
+    assert problems(megatron_kwargs={"deterministic_mode": True}, **settings) == {}
+
+
+def test_types_are_megatrons():
+    wrong = {"recompute_method": "blok", "recompute_num_layers": "2", "attention_backend": "flsh", "fp8_margin": 1.5}
+    found = dict(zip(wrong, kwargs_problems(wrong, has_te=True), strict=True))
+    assert all(text.startswith(f"megatron_cfg.megatron_kwargs.{name}: got ") for name, text in found.items())
+    assert "'uniform' or 'block'" in found["recompute_method"]
+    assert "flash, fused" in found["attention_backend"]
+    right = {"recompute_method": "block", "recompute_num_layers": 2, "attention_backend": "flash", "fp8_margin": 1}
+    assert list(kwargs_problems(right, has_te=True)) == []
+    (missing,) = check({"megatron_cfg": {"megatron_kwargs": {"moe_permute_fusion": True}}})
+    assert "moe_permute_fusion needs Transformer Engine, which is not installed" in missing
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_family(tmp_path_factory.mktemp("model"), "qwen3")
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    oracle = Oracle(folder)
+    return [oracle.train_step(make_batch(seed=seed), TokenLoss(), PLAIN, 0.5) for seed in range(2)]
+
+
+def open_model(ranks, folder, num_ranks, **backend):
+    config = ModelConfig(model_name=str(folder), precision="float32", max_grad_norm=0.5, optimizer=PLAIN)
+    return PooledModel(ranks, "megatron_factories:build", config, ModelSpec(), num_ranks, **backend)
+
+
+def assert_trains(model, expected):
+    for seed, metrics in enumerate(expected):
+        found = model.train_step(make_batch(seed=seed), TokenLoss())
+        for name, value in metrics.items():
+            assert found[name] == pytest.approx(value, rel=1e-5, abs=1e-5), (seed, name)
+
+
+@pytest.mark.parametrize(
+    ("stages", "virtual", "kwargs", "held"),
+    [
+        ("Ettt|tL", None, {"deallocate_pipeline_outputs": True}, [[1, 2, 3], [4]]),
+        ("E|tt|t|tL", 2, {"overlap_p2p_comm_warmup_flush": True, "deterministic_mode": True}, [[3], [1, 2, 4]]),
+    ],
+)
+def test_stages_hold_the_layers_of_the_pipelines_layout(ranks, folder, expected, stages, virtual, kwargs, held):
+    kwargs = {**kwargs, "pipeline_model_parallel_layout": stages}
+    backend = {**PP2, "virtual_pipeline_model_parallel_size": virtual, "megatron_kwargs": kwargs}
+    with open_model(ranks, folder, 2, **backend) as model:
+        assert ranks.run("megatron_factories:layers_held", [()] * 2) == held
+        assert_trains(model, expected)
+
+
+@pytest.mark.parametrize(("num_layers", "recomputed"), [(1, [1]), (3, [1, 2, 3])])
+def test_as_many_layers_are_recomputed_as_chosen(ranks, tmp_path, num_layers, recomputed):
+    folder = write_family(tmp_path, "qwen3_moe")
+    oracle = Oracle(folder)
+    expected = [oracle.train_step(make_batch(), TokenLoss(), PLAIN, 0.5)]
+    kwargs = {"recompute_method": "block", "recompute_num_layers": num_layers}
+    with open_model(ranks, folder, 1, **FULL, megatron_kwargs=kwargs) as model:
+        ranks.run("megatron_factories:note_runs_without_gradients", [()])
+        assert_trains(model, expected)
+        assert ranks.run("megatron_factories:layers_run_without_gradients", [()]) == [recomputed]
+
+
+@pytest.mark.parametrize(
+    ("backend", "message"),
+    [
+        ({**PP2, "megatron_kwargs": {"pipeline_model_parallel_layout": "Et|t|t|tL"}}, "virtual_pipeline_model_para"),
+        (
+            {**PP2, "megatron_kwargs": {"pipeline_model_parallel_layout": "Et|tL"}},
+            "does not fit the model or the layout",
+        ),
+        ({**PP2, "megatron_kwargs": {"moe_permute_fusion": True}}, "moe_permute_fusion needs layers of Transformer"),
+    ],
+)
+def test_values_that_do_not_fit_the_model_are_refused_naming_the_key(ranks, folder, backend, message):
+    with pytest.raises(WorkerError, match=message):
+        open_model(ranks, folder, 2, **backend)
+
+
+def test_the_readme_lists_the_fields():
+    text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    offloading = {name for name in PASSED if name.startswith("cpu_offloading_")}
+    assert len(offloading) == 4
+    assert {name for name in PASSED if f"`{name}`" not in text} == offloading
