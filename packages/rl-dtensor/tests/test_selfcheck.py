@@ -23,7 +23,7 @@ def test_a_small_config_keeps_what_makes_the_family():
     assert shrink(AutoConfig.for_model("mixtral")).num_local_experts == 4
 
 
-@pytest.mark.parametrize("family", ["gpt2", "gpt_neo", "opt", "phi3", "deepseek_v3", "mpt", "jamba"])
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neo", "opt", "phi3", "deepseek_v3", "mpt", "jamba", "phi4_multimodal"])
 def test_every_family_is_shrunk_under_its_own_names_and_without_dropout(family):
     config = AutoConfig.for_model(family)
     small = shrink(config)

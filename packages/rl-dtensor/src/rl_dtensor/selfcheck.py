@@ -99,6 +99,9 @@ SMALL: Mapping[str, Any] = {
 DERIVED = ("head_dim", "num_key_value_heads")
 """Fields that follow from others if they have no value; not every family's code does without one."""
 
+LAYER_COUNTS = ("num_hidden_layers", "num_blocks", "num_layers", "depth")
+"""Names of the number of layers of a part beside the text."""
+
 LONGEST_PERIOD = 8
 """Most layers of the tiny model."""
 
@@ -183,8 +186,18 @@ def shrink(config: PreTrainedConfig, sizes: Mapping[str, Any] = SMALL) -> PreTra
     small |= _shorter(fields, called["num_hidden_layers"], sizes)
     if "max_window_layers" in fields:
         small["max_window_layers"] = 1
+    small |= {name: _shrunk_part(fields[name], sizes) for name in text.sub_configs if isinstance(fields.get(name), dict)}
     with _made_tiny(text.model_type):
         return type(text).from_dict({**fields, **small})
+
+
+def _shrunk_part(fields: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of a part beside the text (images, sound), with one layer; what is as wide as it is stays so."""
+    width = fields.get("hidden_size")
+    small = {name: sizes[name] for name, value in fields.items() if name in sizes and isinstance(value, int)}
+    as_wide = {name: sizes["hidden_size"] for name, value in fields.items() if width and value == width}
+    short = {name: 1 for name in LAYER_COUNTS if name in fields}
+    return {**fields, **small, **as_wide, **short}
 
 
 def _shorter(fields: Mapping[str, Any], num_layers: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
