@@ -7,8 +7,12 @@ import pickle
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import Gemma3Config
 from vllm import AsyncEngineArgs
+from vllm.config import VllmConfig as EngineConfig
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
 from rl_core.generation import Placement
 from rl_core.model_config import LoraConfig, ModelConfig
@@ -112,6 +116,19 @@ def test_rotary_embeddings_of_latent_attention_leave_out_the_kernel_of_cpus(
     assert started_with(folder, Placement(device)).compilation_config.custom_ops == []
     (folder / "config.json").write_text(json.dumps({"model_type": "deepseek_v3", "kv_lora_rank": 512}))
     assert started_with(folder, Placement(device)).compilation_config.custom_ops == operations
+
+
+def test_vllms_kernel_of_rotary_embeddings_on_cpu_is_wrong_for_heads_in_a_dimension_of_their_own() -> None:
+    """Once this fails, the kernel need not be left out any longer."""
+    torch.manual_seed(0)
+    with set_current_vllm_config(EngineConfig()):
+        rotary = RotaryEmbedding(64, 64, 16, 10000.0, False, torch.float32)
+    places, query, key = torch.arange(5), torch.randn(5, 4, 64), torch.randn(5, 1, 64)
+    expected, _ = rotary.forward_native(places, query.clone(), key.clone())
+    found, _ = rotary.forward_cpu(places, query.clone(), key.clone())
+    assert not torch.allclose(found, expected, atol=0.1)
+    flat, _ = rotary.forward_cpu(places, query.flatten(1), key.flatten(1))
+    torch.testing.assert_close(flat.view_as(query), expected)
 
 
 def test_an_engine_that_applies_adapters_has_room_for_those_of_one_version(tmp_path: Path) -> None:

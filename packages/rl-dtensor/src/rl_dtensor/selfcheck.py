@@ -186,7 +186,9 @@ def shrink(config: PreTrainedConfig, sizes: Mapping[str, Any] = SMALL) -> PreTra
     small |= _shorter(fields, called["num_hidden_layers"], sizes)
     if "max_window_layers" in fields:
         small["max_window_layers"] = 1
-    small |= {name: _shrunk_part(fields[name], sizes) for name in text.sub_configs if isinstance(fields.get(name), dict)}
+    small |= {
+        name: _shrunk_part(fields[name], sizes) for name in text.sub_configs if isinstance(fields.get(name), dict)
+    }
     with _made_tiny(text.model_type):
         return type(text).from_dict({**fields, **small})
 

@@ -163,8 +163,8 @@ def _has_latent(model: ModelConfig) -> bool:
     """Whether keys and values are computed from a latent vector (MLA), by the config on this machine.
 
     vLLM's code of such models passes queries as `[tokens, heads, head_dim]` to rotary embeddings, and its kernel on CPU
-    takes the last dimension for all heads: it turns the first head alone (0.32; vllm/csrc/cpu/pos_encoding.cpp). Its
-    code in torch is right. To be removed once the kernel counts heads as that of GPUs does.
+    takes heads for tokens (0.32; csrc/cpu/pos_encoding.cpp). Its code in torch is right. To be removed once the kernel
+    reads three dimensions as that of GPUs does, which a test looks for.
     """
     return bool(local_hf_config(model).get("kv_lora_rank"))
 
