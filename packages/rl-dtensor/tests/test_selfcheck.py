@@ -21,6 +21,7 @@ def test_a_small_config_keeps_what_makes_the_family():
     assert (small.hidden_size, small.num_key_value_heads) == (32, 2)
     assert shrink(AutoConfig.for_model("phi")).num_key_value_heads == 4
     assert shrink(AutoConfig.for_model("mixtral")).num_local_experts == 4
+    assert [shrink(AutoConfig.for_model(name)).num_experts_per_tok for name in ("mixtral", "llama4_text")] == [2, 1]
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neo", "opt", "phi3", "deepseek_v3", "mpt", "jamba", "phi4_multimodal"])
