@@ -275,14 +275,15 @@ def run_part(command: Sequence[str], log: Path, deadline_s: float) -> None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
     if code:
-        raise PartFailed(reason_in(log.read_text(encoding="utf-8", errors="replace")) or f"exit code {code}")
+        said = reason_in(log.read_text(encoding="utf-8", errors="replace"))
+        raise PartFailed(said.replace(f"{log.parent}/", "") or f"exit code {code}")
 
 
 def reason_in(output: str) -> str:
     """The message with which a program ended: what follows `error:`, or its last line."""
-    _, is_said, message = output.rpartition("error: ")
+    _, is_said, message = output.rpartition("\nerror: ")
     lines = [line for line in output.splitlines() if line.strip()]
-    return one_line(message if is_said else "".join(lines[-1:]))
+    return one_line(message.partition("\ntraceback: ")[0] if is_said else "".join(lines[-1:]))
 
 
 def recipe_of(family: str, folder: Path, generator: str) -> dict[str, Any]:
@@ -403,7 +404,10 @@ def scores(folder: Path, rows: Sequence[Any]) -> list[Any]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model, loading = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    # sdpa leaves out the softcap of Gemma 2
+    model, loading = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
     wrong = {what: sorted(names) for what, names in loading.items() if names}
     assert not wrong, f"transformers does not load {folder.name} whole: {wrong}"
     model.eval()
@@ -428,7 +432,8 @@ def largest(found: Sequence[Any], expected: Sequence[Any], masks: Sequence[Any])
 def page(results: Results) -> str:
     """The results as a page of the docs."""
     reasons: dict[str, int] = {}
-    rows = [line_of(family, result, reasons) for family, result in results.families.items()]
+    order = sorted(results.families, key=lambda family: (*FAMILIES, family).index(family))
+    rows = [line_of(family, results.families[family], reasons) for family in order]
     passed = {family: each for family, each in results.families.items() if each.passes}
     with_hf = [family for family, each in passed.items() if each.generator == "hf"]
     head = PAGE_HEAD.format(
