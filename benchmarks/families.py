@@ -75,7 +75,7 @@ Every causal language model of transformers, as far as a tiny random model of it
 makes this page. Each case trains three steps in float32 and is compared with transformers in float64, in one process.
 The last column starts vLLM's CPU build with one model, syncs the weights of another, and compares logprobs.
 
-- *exact*: equal to rounding.
+- *exact*: equal to rounding; with a number, what rounding is for a model that float32 resolves badly.
 - *refused*: it stops with the reason before anything trains.
 - *off*: numbers differ, or the case fails; a run with that family and mesh is refused. What the last column has as off
   is not refused: on CPU that engine's logprobs are not those of the policy, which `mismatch/max` shows.
@@ -99,7 +99,7 @@ class Outcome:
 
     Args:
         verdict: `exact`, `off`, `refused`, `late` (not within the deadline) or `unmade` (no tiny model of the family).
-        reason: in words; empty if exact.
+        reason: in words; empty if exact to the tolerance.
     """
 
     verdict: str
@@ -504,8 +504,8 @@ def _place(case: str) -> tuple[int, int]:
 def _cell(outcome: Outcome | None, reasons: dict[str, int]) -> str:
     if outcome is None:
         return ""
-    if outcome.verdict == "exact":
-        return "exact"
+    if not outcome.reason:
+        return outcome.verdict
     reason = outcome.reason.replace("|", "\\|").replace("<", "&lt;")
     return f"{outcome.verdict} ({reasons.setdefault(reason, len(reasons) + 1)})"
 

@@ -175,6 +175,17 @@ def test_capped_scores_and_sinks_are_split_over_ranks(ranks, tmp_path, family, f
     assert [case.verdict for case in found] == ["exact"] * len(ways), found
 
 
+def test_weights_that_a_layer_reads_and_features_that_count_together_are_whole_on_tensor_parallel_ranks(
+    ranks, tmp_path
+):
+    folder = write_tiny(AutoConfig.for_model("gemma3n_text"), tmp_path)
+    ways = [case_on(MESHES, mesh, is_packed=True, has_adapters=False) for mesh in ("tp2", "tp2+sp")]
+    exact, refused = CHECK.check_family(ranks, folder, ways)
+    assert exact.verdict == "exact", exact
+    assert refused.verdict == "refused"
+    assert "tokens cannot be split between its layers; set sequence_parallel=false" in refused.reason
+
+
 @pytest.mark.parametrize("family", ["olmo2", "phi3", "glm4", "cohere"])
 def test_plans_of_transformers_hold_on_tensor_parallel_meshes(ranks, tmp_path, family):
     folder = write_tiny(AutoConfig.for_model(family), tmp_path)

@@ -47,6 +47,11 @@ def test_a_family_that_refuses_to_be_tiny_is_told_as_such(tmp_path):
         write_tiny(AutoConfig.for_model("dots1"), tmp_path)
 
 
+def test_a_model_that_stays_large_is_not_trained(tmp_path):
+    with pytest.raises(ConfigError, match=r"a tiny blt model cannot be made.* it has \d+ parameters at the sizes"):
+        write_tiny(AutoConfig.for_model("blt"), tmp_path)
+
+
 def test_what_differs_is_off(ranks, tmp_path):
     folder = write_tiny(AutoConfig.for_model("qwen3"), tmp_path / "model")
     expected = CHECK.expect(folder, has_adapters=False)

@@ -48,7 +48,7 @@ class FamilyCase:
         differences: largest difference by what was compared (`loss`, `grad_norm`, `weights`, and `adapter`:
             the weights that its exported files give).
         names: tensors that the weight stream gets wrong.
-        reason: of a refusal or a failure.
+        reason: of a refusal or a failure, or of why differences above the tolerance are rounding.
     """
 
     mesh: str

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from rl_core.errors import WorkerDied, WorkerError
@@ -65,6 +66,31 @@ def test_a_model_that_does_as_one_process_is_exact(monkeypatch, folder):
 @pytest.mark.parametrize("loss", [1.001, math.nan])
 def test_a_loss_that_differs_is_off(monkeypatch, folder, loss):
     assert checked(monkeypatch, folder, loss=loss).verdict == "off"
+
+
+@pytest.mark.parametrize(("steepness", "verdict"), [(1.0, "off"), (60.0, "exact")])
+def test_a_difference_is_rounding_only_if_float32_makes_as_large_a_one_in_one_process(
+    monkeypatch, folder, steepness, verdict
+):
+    # scores so steep that which token attention is paid to hangs on their last bits
+    weights = {name: weight * steepness if "q_norm" in name else weight for name, weight in read_files(folder).items()}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    expected = SelfCheck("somewhere:build", lambda model: {}).expect(folder, has_adapters=False)
+    off_by = 3e-5
+
+    class Model(FakeModel):
+        steps = iter(expected.steps)
+
+        def train_step(self, batch, loss):
+            step = next(self.steps)
+            return {**step, "grad_norm": step["grad_norm"] + off_by * max(1.0, step["grad_norm"])}
+
+    monkeypatch.setattr(selfcheck, "PooledModel", Model)
+    sent = iter([weights, expected.weights])
+    found = SelfCheck("somewhere:build", lambda model: next(sent)).check_case(None, folder, CASE, expected)
+    assert found.verdict == verdict
+    assert found.differences["grad_norm"] == pytest.approx(off_by, rel=1e-3)
+    assert ("transformers in float32 differs" in found.reason) == (verdict == "exact")
 
 
 def test_a_weight_that_is_missing_or_moved_is_off_and_named(monkeypatch, folder):

@@ -155,6 +155,7 @@ class _Builder:
                 hf,
                 plan,
                 mesh.dense["tp"],
+                layers=decoder_layers(hf),
                 sequence_parallel=backend.sequence_parallel,
                 final_norm=final_norm,
                 has_split_head=not is_headless,

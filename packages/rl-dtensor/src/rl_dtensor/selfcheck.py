@@ -105,6 +105,9 @@ LAYER_COUNTS = ("num_hidden_layers", "num_blocks", "num_layers", "depth")
 LONGEST_PERIOD = 8
 """Most layers of the tiny model."""
 
+MOST_PARAMETERS = 30_000_000
+"""Of the tiny model, which one process also trains in float64."""
+
 
 def cases_of(model: str, only: MeshCase | None = None) -> Iterator[FamilyCase]:
     """Every mesh, packed and padded, and with adapters, as `rl doctor model` shows it, or one case.
@@ -258,7 +261,17 @@ def write_tiny(config: PreTrainedConfig, folder: Path, seed: int = 0, sizes: Map
     """A random model of the family at a tiny size as Hugging Face files."""
     small = shrink(config, sizes)
     with _made_tiny(small.model_type):
+        _check_size(small)
         return write_random(small, folder, seed)
+
+
+def _check_size(small: PreTrainedConfig) -> None:
+    """Refuse a model that is not tiny, as its family has sizes that `SMALL` does not name."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(small)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    if count > MOST_PARAMETERS:
+        raise ValueError(f"it has {count} parameters at the sizes of this check, and may have {MOST_PARAMETERS}")
 
 
 @contextmanager

@@ -54,6 +54,13 @@ PLANS: Mapping[str, Mapping[str, Style]] = {
     "qwen2": {**_ATTENTION, **_MLP},
     "qwen3": {**_ATTENTION, **_QUERY_KEY_NORMS, **_MLP},
     "gemma3_text": {**_ATTENTION, **_QUERY_KEY_NORMS, **_MLP},
+    "gemma3n_text": {
+        **_ATTENTION,
+        **_QUERY_KEY_NORMS,
+        # its activation takes the mean and the spread of all features of a token
+        **{f"layers.*.mlp.{name}_proj": "colwise_gather_output" for name in ("gate", "up")},
+        "layers.*.mlp.down_proj": "rowwise_split_input",
+    },
     "nemotron_h": {
         **{f"layers.*.mixer.{name}_proj": "colwise" for name in ("q", "k", "v", "up")},
         **{f"layers.*.mixer.{name}_proj": "rowwise" for name in ("o", "down")},

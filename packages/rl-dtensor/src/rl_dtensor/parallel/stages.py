@@ -47,7 +47,7 @@ class Stages:
 
     @classmethod
     def of(cls, hf: PreTrainedModel, count: int) -> Stages:
-        """Read off a whole model on `meta`.
+        """Read off a whole model on `meta`; with a count of 1 for the names alone, by which tokens are split.
 
         Raises:
             ValueError: if the model is more than an embedding, a list of layers and a norm, and cannot be cut.
@@ -59,9 +59,12 @@ class Stages:
         embedding = next((name for name, child in base.named_children() if child is hf.get_input_embeddings()), "")
         norms = [name for name in others if name not in (embedding, *lists)]
         if len(lists) != 1 or len(norms) != 1 or not embedding:
+            refused = "it cannot be cut into stages; set pipeline_parallel_size=1"
+            if count == 1:
+                refused = "tokens cannot be split between its layers; set sequence_parallel=false"
             raise ValueError(
-                f"{type(hf).__name__} is more than an embedding, a list of layers and a norm ({', '.join(others)}) and "
-                "cannot be cut into stages; set pipeline_parallel_size=1"
+                f"{type(hf).__name__} is more than an embedding, a list of layers and a norm ({', '.join(others)}), so "
+                f"{refused}"
             )
         num_layers = len(base.get_submodule(lists[0]))
         return cls(prefix + lists[0], prefix + embedding, prefix + norms[0], num_layers, count)

@@ -6,7 +6,7 @@ the doors of blocks, so no operation is dispatched over a mesh.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,7 @@ def split_tensors(
     plan: Mapping[str, Style],
     mesh: DeviceMesh,
     *,
+    layers: Sequence[nn.Module],
     sequence_parallel: bool,
     final_norm: str | None,
     has_split_head: bool,
@@ -41,11 +42,12 @@ def split_tensors(
 
     Args:
         plan: name of a module or a parameter to style; those that this model lacks are passed over.
+        layers: the repeated ones, which may read parameters of their parts without calling these.
         sequence_parallel: whether tokens are split between blocks.
         final_norm: name of the module whose output is made whole for the head; None if another rank has the head.
         has_split_head: whether the head is split, so that ranks have different gradients by its input.
     """
-    splitter = _Splitter(hf, plan, mesh, sequence_parallel)
+    splitter = _Splitter(hf, plan, mesh, layers, sequence_parallel)
     splitter.split_parameters()
     if sequence_parallel and final_norm is not None:
         group = mesh.get_group()
@@ -58,12 +60,18 @@ def split_tensors(
 
 class _Splitter:
     def __init__(
-        self, hf: PreTrainedModel, plan: Mapping[str, Style], mesh: DeviceMesh, sequence_parallel: bool
+        self,
+        hf: PreTrainedModel,
+        plan: Mapping[str, Style],
+        mesh: DeviceMesh,
+        layers: Sequence[nn.Module],
+        sequence_parallel: bool,
     ) -> None:
         self._hf = hf
         self._plan = plan
         self._mesh = mesh
         self._group = mesh.get_group()
+        self._layers = layers
         self._tokens_are_split = sequence_parallel
         self._blocks = blocks_of(plan)
         self._whole_blocks = whole_blocks_of(plan)
@@ -118,9 +126,16 @@ class _Splitter:
         names = self._distribute(
             module, {name: Shard(0) if name in split else Replicate() for name in module._parameters}
         )
-        block = next((block for block in self._whole_blocks if plain.startswith(f"{block}.")), None)
-        reader = None if block is None else self._hf.get_submodule(block)
+        reader = self._reader_of(plain, module)
         localize(module, {name: Shard(0) if name in split else whole for name in names}, reader=reader)
+
+    def _reader_of(self, plain: str, module: nn.Module) -> nn.Module | None:
+        """The module around another that may read its parameters without calling it: its whole block, or its layer."""
+        block = next((block for block in self._whole_blocks if plain.startswith(f"{block}.")), None)
+        if block is not None:
+            return self._hf.get_submodule(block)
+        around = [layer for layer in self._layers if any(part is module for part in layer.modules())]
+        return around[0] if len(around) == 1 else None
 
     def _placement_of(self, plain: str) -> Placement:
         """Placement of the gradients of a module that every rank has whole."""

@@ -1,7 +1,8 @@
 """Does a model family train on every mesh as it does in one process? A tiny random model of it says.
 
 Every case trains three steps in float32 and is compared with `transformers` in float64, row by row, in one process. The
-weights that leave the model before the first step are compared with the files, bit for bit.
+weights that leave the model before the first step are compared with the files, bit for bit. A model whose gradients
+float32 does not resolve to the tolerance is compared with what `transformers` makes of it in float32 as well.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from rl_core.batch import Batch
@@ -32,6 +33,11 @@ from rl_core.testing.torch.oracle import Oracle
 from rl_core.torch.files.model_files import WeightFiles
 
 TOLERANCE = 1e-5
+MOST_ROUNDED = 1e-4
+"""Largest difference that rounding may explain; then as large a one is looked for in one process in float32."""
+ROUNDING_RUNS = 3
+ROUNDING_SPREAD = 4
+"""Times the largest difference of these runs that a mesh may differ by: each order of operations rounds otherwise."""
 NUM_STEPS = 3
 LENGTHS = (9, 3, 17, 1, 12, 2, 7)
 VOCABULARY = 101
@@ -108,19 +114,35 @@ class SelfCheck:
             return FamilyCase(case.mesh, case.layout, "refused" if refused else "off", reason=refused or str(error))
         source = read_files(folder)
         inexact = tuple(sorted(name for name in {*source, *before} if not _same(before.get(name), source.get(name))))
-        differences = {
-            **{name: _largest(steps, expected.steps, name) for name in ("loss", "grad_norm")},
-            "weights": _maximum(_distance(after.get(name), weight) for name, weight in expected.weights.items()),
-        }
+        differences = _differences(steps, after, expected)
         if case.has_adapters:
-            pairs = ((by_adapter.get(name), weight) for name, weight in expected.weights.items())
-            differences["adapter"] = _maximum(_distance(found, weight) for found, weight in pairs)
-        is_exact = all(value <= TOLERANCE for value in differences.values()) and not inexact
-        return FamilyCase(case.mesh, case.layout, "exact" if is_exact else "off", differences, inexact)
+            differences["adapter"] = _farthest(by_adapter, expected)
+        is_exact, reason = not inexact and _are_within(differences, {}), ""
+        if not inexact and not is_exact and _are_within(differences, dict.fromkeys(differences, MOST_ROUNDED)):
+            rounded = self.rounding(folder, expected, has_adapters=case.has_adapters)
+            is_exact = _are_within(differences, {name: ROUNDING_SPREAD * value for name, value in rounded.items()})
+            shown = ", ".join(f"{name.replace('_', ' ')} {value:.1e}" for name, value in rounded.items())
+            reason = f"in one process transformers in float32 differs from float64 by {shown}" if is_exact else ""
+        return FamilyCase(case.mesh, case.layout, "exact" if is_exact else "off", differences, inexact, reason)
 
-    def expect(self, folder: Path, *, has_adapters: bool) -> Expected:
-        """Train in one process."""
+    def rounding(self, folder: Path, expected: Expected, *, has_adapters: bool) -> dict[str, float]:
+        """Largest differences in one process that float32 alone makes, by what is compared: with the weights of the
+        files, and with weights that are moved by at most their last bit."""
+        found = []
+        for seed in range(ROUNDING_RUNS):
+            run = self.expect(folder, has_adapters=has_adapters, float32_seed=seed)
+            found.append(_differences(run.steps, run.weights, expected))
+        return {name: _maximum(each[name] for each in found) for name in found[0]}
+
+    def expect(self, folder: Path, *, has_adapters: bool, float32_seed: int | None = None) -> Expected:
+        """Train in one process.
+
+        Args:
+            float32_seed: train in float32, with weights that are moved by their last bit unless it is 0.
+        """
         oracle = Oracle(folder)
+        if float32_seed is not None:
+            _lower(oracle.model, float32_seed)
         if has_adapters:
             adapt(oracle.model, self.lora)
         steps = tuple(oracle.train_step(self.batch(seed), TokenLoss(), SGD, 1.0) for seed in range(NUM_STEPS))
@@ -180,6 +202,35 @@ def read_files(folder: Path) -> dict[str, Tensor]:
     files = WeightFiles.of(folder)
     with files.open() as opened:
         return {name: opened.read(name, ()) for name in files.names}
+
+
+def _lower(model: nn.Module, seed: int) -> None:
+    """Put a model into float32, its weights moved by at most their last bit unless the seed is 0."""
+    model.float()
+    if seed:
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                step = torch.randint(-1, 2, parameter.shape, generator=generator)
+                parameter.mul_(1 + step * torch.finfo(torch.float32).eps)
+
+
+def _differences(
+    steps: Sequence[Mapping[str, float]], weights: Mapping[str, Tensor], expected: Expected
+) -> dict[str, float]:
+    """Largest differences by what is compared."""
+    found = {name: _largest(steps, expected.steps, name) for name in ("loss", "grad_norm")}
+    return {**found, "weights": _farthest(weights, expected)}
+
+
+def _farthest(weights: Mapping[str, Tensor], expected: Expected) -> float:
+    return _maximum(_distance(weights.get(name), weight) for name, weight in expected.weights.items())
+
+
+def _are_within(differences: Mapping[str, float], limits: Mapping[str, float]) -> bool:
+    """Whether all differences are at most their limits, or the tolerance if it is larger; one that is not a number is
+    not."""
+    return all(value <= max(TOLERANCE, limits.get(name, 0.0)) for name, value in differences.items())
 
 
 def _by_adapter(model: PooledModel, folder: Path) -> dict[str, Tensor]:
