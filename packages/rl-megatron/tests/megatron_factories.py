@@ -47,7 +47,9 @@ def count_row_attention(rank: Rank, window: int | None, context_size: int) -> in
     from rl_megatron.layers import adapt_layers
 
     config = SimpleNamespace(
-        window_size=None if window is None else (window - 1, 0), context_parallel_size=context_size
+        window_size=None if window is None else (window - 1, 0),
+        context_parallel_size=context_size,
+        attention_output_gate=False,
     )
     spec = TransformerBlockSubmodules(layer_specs=[get_gpt_layer_local_spec() for _ in range(4)])
     adapt_layers(spec, config, has_te=True)
