@@ -38,6 +38,9 @@ def test_what_the_user_set_stays_where_it_is_theirs_to_set(monkeypatch: pytest.M
     process_env.apply(Placement("cpu"), eager=True, num_ranks=1, own_process=False, environ=environ)
     assert environ["VLLM_LOGGING_LEVEL"] == "DEBUG"
     assert environ["HF_HUB_OFFLINE"] == "1"
+    assert environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "64"
+    process_env.apply(Placement("cuda"), eager=True, num_ranks=1, own_process=False, environ=(on_gpus := {}))
+    assert "ONEDNN_PRIMITIVE_CACHE_CAPACITY" not in on_gpus
 
 
 @pytest.mark.parametrize(
