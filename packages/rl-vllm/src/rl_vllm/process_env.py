@@ -15,8 +15,8 @@ DEFAULTS = {"VLLM_LOGGING_LEVEL": "WARNING"}
 """Set unless the user has set them."""
 
 CPU_DEFAULTS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
-"""Set on CPU unless the user has set them. oneDNN keeps 1,024 compiled kernels, one for each shape: hundreds of MB, which
-batches of ever other sizes fill for hours and do not use again."""
+"""Set on CPU unless the user has set them. oneDNN keeps 1,024 compiled kernels, one for each shape: hundreds of MB,
+which batches of ever other sizes fill and do not use again."""
 
 
 def variables(placement: Placement, *, eager: bool) -> dict[str, str]:
