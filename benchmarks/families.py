@@ -89,6 +89,16 @@ Of {total} families {tried} have been tried, and {made} made: {verdicts}. {versi
 CORRECTED_ROUTING = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 """How routers with a bias that corrects the load of experts choose; the code of transformers knows it."""
 
+STATED: Mapping[str, Mapping[str, Any]] = {
+    "granitemoehybrid": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+    "lfm2_moe": {
+        "num_hidden_layers": 4,
+        "num_dense_layers": 2,
+        "layer_types": ["conv", "conv", "full_attention", "conv"],
+    },
+}
+"""Fields by family that configs on the hub state, and without which there is no model that runs."""
+
 MOST_OFF = 1e-3
 PROMPTS = (5, 40, 130)
 
@@ -189,11 +199,30 @@ def _entry(family: str, outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
 @cache
 def _kind(family: str) -> dict[str, Any]:
     """Kinds of layers of the family's model by default, which the tiny one has too."""
-    from transformers import AutoConfig
-
+    from rl_core.errors import ConfigError
     from rl_launch.doctor.family_table import kind_of
 
-    return kind_of(AutoConfig.for_model(family).get_text_config().to_dict())
+    try:
+        fields = _config_of(family).get_text_config().to_dict()
+    except ConfigError:
+        fields = {}
+    return kind_of(fields)
+
+
+def _config_of(family: str) -> Any:
+    """The family's config by default.
+
+    Raises:
+        ConfigError: if there is none, as it needs what only files state.
+    """
+    from transformers import AutoConfig
+
+    from rl_core.errors import ConfigError
+
+    try:
+        return AutoConfig.for_model(family, **STATED.get(family, {}))
+    except Exception as error:  # noqa: BLE001  # any kind, from a family's own code
+        raise ConfigError(f"{family} models have no config by default: {one_line(str(error))}") from None
 
 
 def _name_of(case: Mapping[str, Any]) -> str:
@@ -306,8 +335,6 @@ def work(todo: Mapping[str, Sequence[str]]) -> None:
 
 
 def _outcomes(family: str, cases: Sequence[str], folder: Path) -> Iterator[tuple[str, Outcome]]:
-    from transformers import AutoConfig
-
     from rl_core.errors import ConfigError
     from rl_core.testing.rank_pool import RankPool, preload
     from rl_dtensor.selfcheck import CHECK, write_tiny
@@ -315,7 +342,7 @@ def _outcomes(family: str, cases: Sequence[str], folder: Path) -> Iterator[tuple
     preload("rl_dtensor.worker", "rl_core.testing.torch.selfcheck")
     meshes = [case for case in cases if case != SYNC]
     try:
-        config = AutoConfig.for_model(family)
+        config = _config_of(family)
         if meshes:
             write_tiny(config, folder)
     except (ConfigError, ValueError, TypeError, AttributeError) as error:

@@ -145,4 +145,4 @@ def test_the_table_of_families_has_cases_of_the_self_check_and_none_is_off_witho
     assert {"llama", "qwen3_moe", "olmo2"} <= set(families)
     for case in cases:
         assert (case["num_ranks"], case["settings"]) == MESHES[case["mesh"]]
-        assert (case["verdict"] == "exact") == (not case["reason"])
+        assert case["verdict"] == "exact" or case["reason"]

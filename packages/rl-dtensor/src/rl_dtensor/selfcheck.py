@@ -86,6 +86,7 @@ SMALL: Mapping[str, Any] = {
     "num_experts": 4,
     "num_local_experts": 4,
     "n_routed_experts": 4,
+    "n_shared_experts": 1,
     "num_experts_per_tok": 2,
     "n_group": 1,
     "topk_group": 1,
@@ -96,8 +97,8 @@ SMALL: Mapping[str, Any] = {
 }
 """Sizes of the tiny model, for those of these fields that the family's config has a value of, under whatever name."""
 
-DERIVED = ("head_dim", "num_key_value_heads")
-"""Fields that follow from others if they have no value; not every family's code does without one."""
+UNSET = ("head_dim", "num_key_value_heads", "num_experts_per_tok", "n_routed_experts", "n_shared_experts")
+"""Fields that may have no value by default; not every family's code does without one."""
 
 LAYER_COUNTS = ("num_hidden_layers", "num_blocks", "num_layers", "depth")
 """Names of the number of layers of a part beside the text."""
@@ -177,7 +178,7 @@ def shrink(config: PreTrainedConfig, sizes: Mapping[str, Any] = SMALL) -> PreTra
         called[name]: value
         for name, value in sizes.items()
         if called[name] in fields
-        and (isinstance(fields[called[name]], int | float) or name in DERIVED or isinstance(value, list))
+        and (isinstance(fields[called[name]], int | float) or name in UNSET or isinstance(value, list))
     }
     heads, kv_heads = called["num_attention_heads"], called["num_key_value_heads"]
     if kv_heads in small and fields[kv_heads] in (fields.get(heads), None):
@@ -189,6 +190,9 @@ def shrink(config: PreTrainedConfig, sizes: Mapping[str, Any] = SMALL) -> PreTra
     small |= {name: 0.0 for name, value in fields.items() if _is_dropout(name) and isinstance(value, float)}
     small |= {name: _token(value, place) for place, (name, value) in enumerate(_tokens(fields))}
     small |= _shorter(fields, called["num_hidden_layers"], sizes)
+    if fields.get("linear_key_head_dim", fields.get("linear_value_head_dim")) != fields.get("linear_value_head_dim"):
+        # transformers writes convolutions of queries, keys and values as thirds of equal size (OLMo-Hybrid)
+        small["linear_value_head_dim"] = fields["linear_key_head_dim"]
     if "max_window_layers" in fields:
         small["max_window_layers"] = 1
     small |= {

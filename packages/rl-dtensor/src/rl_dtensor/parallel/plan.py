@@ -47,6 +47,16 @@ _MLP: dict[str, Style] = {
     "layers.*.mlp.down_proj": "rowwise",
 }
 _FEED_FORWARD: dict[str, Style] = {name.replace("mlp", "feed_forward"): style for name, style in _MLP.items()}
+_LFM2: dict[str, Style] = {
+    **{f"layers.*.self_attn.{name}_proj": "colwise" for name in ("q", "k", "v")},
+    "layers.*.self_attn.out_proj": "rowwise",
+    "layers.*.self_attn.q_layernorm": "replicated",
+    "layers.*.self_attn.k_layernorm": "replicated",
+    "layers.*.feed_forward.w1": "colwise",
+    "layers.*.feed_forward.w3": "colwise",
+    "layers.*.feed_forward.w2": "rowwise",
+    "layers.*.feed_forward.experts": "experts",
+}
 
 PLANS: Mapping[str, Mapping[str, Style]] = {
     "llama": {**_ATTENTION, **_MLP},
@@ -70,16 +80,8 @@ PLANS: Mapping[str, Mapping[str, Style]] = {
     },
     "bamba": {**_ATTENTION, **_FEED_FORWARD},
     "jamba": {**_ATTENTION, **_FEED_FORWARD, "layers.*.feed_forward.experts": "experts"},
-    "lfm2": {
-        **{f"layers.*.self_attn.{name}_proj": "colwise" for name in ("q", "k", "v")},
-        "layers.*.self_attn.out_proj": "rowwise",
-        "layers.*.self_attn.q_layernorm": "replicated",
-        "layers.*.self_attn.k_layernorm": "replicated",
-        "layers.*.feed_forward.w1": "colwise",
-        "layers.*.feed_forward.w3": "colwise",
-        "layers.*.feed_forward.w2": "rowwise",
-        "layers.*.feed_forward.experts": "experts",
-    },
+    "lfm2": _LFM2,
+    "lfm2_moe": _LFM2,
     "gpt_oss": {**_ATTENTION, "layers.*.self_attn.sinks": "colwise", "layers.*.mlp.experts": "experts"},
 }
 """Model type to the plan of its layers, below the base model's prefix."""
