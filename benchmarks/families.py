@@ -65,6 +65,8 @@ SYNC_SIZES = {
     "qk_rope_head_dim": 64,
     "kv_lora_rank": 512,
     "v_head_dim": 32,
+    "mamba_d_head": 64,
+    "mamba_d_ssm": 256,
 }
 """Sizes of a tiny model that vLLM's kernels on CPU take, over those of the self-check."""
 
@@ -439,6 +441,8 @@ def _said_on_the_hub(folder: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
     said: dict[str, Any] = {}
     if any(name.endswith("e_score_correction_bias") for name in files.names):
         said |= CORRECTED_ROUTING
+    if "conv_L_cache" in fields:  # LFM2
+        said |= dict.fromkeys(("block_dim", "conv_dim"), fields["hidden_size"])
     queries = next((name for name in files.names if name.endswith("self_attn.q_proj.weight")), None)
     has_latent = "kv_lora_rank" in fields  # whose heads have sizes by other names
     if queries is not None and "num_attention_heads" in fields and not has_latent:
