@@ -175,7 +175,7 @@ class Results:
 
 
 def main() -> None:
-    """Run the families that are asked for and not yet there, then write the page."""
+    """Run the families that are asked for and not yet there, or write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="FAMILY", default=list(FAMILIES), help="model types")
     parser.add_argument("--generators", nargs="+", choices=GENERATORS, default=list(GENERATORS), help="those to try")
@@ -187,21 +187,21 @@ def main() -> None:
     parser.add_argument("--work", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
-        part, *arguments = options.work
-        PARTS[part](*arguments)
+        name, *arguments = options.work
+        PARTS[name](*arguments)
         return
     folder = options.folder.absolute()
     if options.quick:
         folder, options.only, options.generators, options.again = folder / "quick", ["olmo2"], ["hf"], True
     folder.mkdir(parents=True, exist_ok=True)
     results = Results(folder / "results.json")
-    if not options.table:
-        for family in options.only:
-            if options.again or family not in results.families:
-                results.put(family, outcome(family, folder / family, options.generators, options.deadline))
-                print(line_of(family, results.families[family], {}), flush=True)
     if options.table:
         PAGE.write_text(page(results), encoding="utf-8")
+        return
+    for family in options.only:
+        if options.again or family not in results.families:
+            results.put(family, outcome(family, folder / family, options.generators, options.deadline))
+            print(line_of(family, results.families[family], {}), flush=True)
 
 
 def outcome(family: str, folder: Path, generators: Sequence[str], deadline_s: float) -> Result:
