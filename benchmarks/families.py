@@ -448,6 +448,8 @@ def _said_on_the_hub(folder: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
     if queries is not None and "num_attention_heads" in fields and not has_latent:
         with files.open() as opened:
             said["head_dim"] = opened.read(queries, ()).shape[0] // fields["num_attention_heads"]
+        rotated = (fields.get("rope_parameters") or {}).get("partial_rotary_factor", 1.0)
+        said["rotary_dim"] = int(rotated * fields.get("head_dim", said["head_dim"]))
     return said
 
 
