@@ -14,11 +14,14 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import torch
 from adapter_suite import SOME, AdapterSuite
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from rl_core.devices import REHEARSAL
 from rl_core.errors import GeneratorError, RequestRefused, WeightSyncError
 from rl_core.generation import GenerationRequest, Generator, Placement, SamplingParams
+from rl_core.interruption import generate_whole
 from rl_core.model_config import GenerationConfig, LoraConfig
 from rl_core.rollout import Completion
 from rl_core.testing.generator import GeneratorSuite
@@ -450,3 +453,78 @@ def test_it_serves_nothing_before_it_started(tmp_path: Path) -> None:
     generator = make_generator(tmp_path)
     with pytest.raises(GeneratorError, match="not been started"):
         asyncio.run(generator.score(np.arange(3, dtype=np.int32)))
+
+
+BLOCK_TOKENS = 32
+
+
+def test_keys_and_values_of_an_interrupted_request_are_kept(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The rest of it is computed over whole blocks of the older weights; a new request is not, nor is a canary."""
+    first = write_reference_model(tmp_path, seed=1)
+    second = write_reference_model(tmp_path_factory.mktemp("second"), seed=2)
+    placement = Placement("cpu", keeps_cache=True)
+    generator = make_generator(first, placement, vllm_kwargs={"block_size": BLOCK_TOKENS})
+    request = GenerationRequest(prompt(50), SamplingParams(150), 3)
+    sender = SenderProcess()
+    bench = Bench(generator, first, second, sender)
+
+    async def interrupted() -> Completion:
+        for _ in range(20):
+            before = (await generator.health())["num_sampled"]
+            task = asyncio.create_task(generate_whole(generator.generate, request))
+            while not task.done() and (await generator.health())["num_sampled"] < before + 3:
+                await asyncio.sleep(0.001)
+            await bench.sync(second, mode="interrupt")
+            found = await task
+            if len(found.spans) == 2:
+                return found
+            await bench.sync(first)
+        raise AssertionError("every request was over before it could be interrupted")
+
+    async def others() -> tuple[Completion, np.ndarray]:
+        return await generator.generate(request), await generator.score(request.token_ids)
+
+    try:
+        mixed = bench.runner.run(interrupted())
+        fresh, scores = bench.runner.run(others())
+    finally:
+        bench.runner.run(generator.close())
+        bench.runner.close()
+        sender.close()
+    num_before = mixed.spans[0].num_tokens
+    row = np.concatenate([request.token_ids, mixed.token_ids])
+    num_kept = (len(request.token_ids) + num_before - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    kept = logprobs_over_kept(first, second, row, num_kept)[len(request.token_ids) + num_before - 1 :]
+    np.testing.assert_allclose(mixed.logprobs[num_before:], kept, atol=1e-4)
+    newer = bench.references[second]
+    anew = newer.score(row)[len(request.token_ids) + num_before :]
+    assert np.abs(mixed.logprobs[num_before:] - anew).max() > 0.01
+    expected = newer.completion_logprobs(request.token_ids, fresh.token_ids)
+    np.testing.assert_allclose(fresh.logprobs, expected, atol=1e-4)
+    np.testing.assert_allclose(scores, newer.score(request.token_ids), atol=1e-4)
+
+
+def logprobs_over_kept(first: Path, second: Path, row: np.ndarray, num_kept: int) -> np.ndarray:
+    """float64 `[tokens - 1]`, logprobs of all tokens but the first; from place `num_kept` on the second model computes
+    them over keys and values of the first.
+    """
+    tokens = torch.from_numpy(row.astype(np.int64))[None]
+    cache, logits = DynamicCache(), []
+    for folder, part in ((first, tokens[:, :num_kept]), (second, tokens[:, num_kept:])):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        with torch.no_grad():
+            logits.append(model(part, past_key_values=cache, use_cache=True).logits[0])
+    logprobs = torch.cat(logits).double().log_softmax(-1)[:-1]
+    return logprobs.gather(1, tokens[0, 1:, None])[:, 0].numpy()
+
+
+def test_keys_and_values_are_not_kept_without_a_prefix_cache(tmp_path: Path) -> None:
+    folder = write_reference_model(tmp_path, seed=1)
+    settings = {"vllm_kwargs": {"enable_prefix_caching": False}}
+    generator = make_generator(folder, Placement("cpu", keeps_cache=True), **settings)
+    with asyncio.Runner() as runner:
+        with pytest.raises(GeneratorError, match="recompute_kv_cache_after_weight_updates=true"):
+            runner.run(generator.start())
+        runner.run(generator.close())

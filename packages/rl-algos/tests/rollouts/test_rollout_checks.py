@@ -7,6 +7,7 @@ import pytest
 from rl_algos.distillation.config import DistillationConfig
 from rl_algos.grpo.config import GRPOConfig
 from rl_algos.ppo.config import PPOConfig
+from rl_algos.rollouts import checks
 from rl_algos.rollouts.checks import rollout_problems
 from rl_algos.rollouts.config import AsyncConfig, CurriculumConfig
 from rl_core.model_config import ColocatedConfig, GenerationConfig
@@ -15,11 +16,11 @@ AHEAD = AsyncConfig(enabled=True, max_trajectory_age_steps=2)
 APART = ColocatedConfig(enabled=False)
 
 
-def problems(algorithm, *, colocated=APART, num_datasets=1):
+def problems(algorithm, *, colocated=APART, num_datasets=1, **generation):
     policy = SimpleNamespace(
         train_global_batch_size=algorithm.rollouts_per_step,
         max_total_sequence_length=100,
-        generation=GenerationConfig(max_new_tokens=8, colocated=colocated),
+        generation=GenerationConfig(max_new_tokens=8, colocated=colocated, **generation),
     )
     data = SimpleNamespace(sections=list, validation_datasets=[], train_datasets=[None] * num_datasets)
     config = SimpleNamespace(section=algorithm, policy=policy, data=data, env=None)
@@ -60,11 +61,26 @@ def test_updates_in_flight_need_devices_of_their_own():
     assert set(problems(GRPOConfig(async_grpo=settings), colocated=ColocatedConfig())) == {"grpo.async_grpo.enabled"}
 
 
-def test_keys_and_values_of_older_weights_are_refused():
-    settings = AsyncConfig(enabled=True, in_flight_weight_updates=True, recompute_kv_cache_after_weight_updates=False)
-    ((key, message),) = problems(GRPOConfig(async_grpo=settings)).items()
-    assert key == "grpo.async_grpo.recompute_kv_cache_after_weight_updates"
-    assert "would belong to no weight version" in message
+KEY = "grpo.async_grpo.recompute_kv_cache_after_weight_updates"
+KEPT = AsyncConfig(enabled=True, in_flight_weight_updates=True, recompute_kv_cache_after_weight_updates=False)
+
+
+def test_keys_and_values_are_kept_by_engines_that_can(monkeypatch):
+    engines = {"vllm": SimpleNamespace(keeps_cache=True), "hf": SimpleNamespace(keeps_cache=False)}
+    monkeypatch.setattr(checks, "names", lambda group: list(engines))
+    monkeypatch.setattr(checks, "plugin", lambda group, name: engines[name])
+    config = GRPOConfig(async_grpo=KEPT)
+    assert config.keeps_cache
+    assert problems(config, backend="vllm") == {}
+    assert "hf computes the keys and values of an interrupted request anew" in problems(config, backend="hf")[KEY]
+    assert "lora_sync=merged" in problems(config, backend="vllm", lora_sync="adapter")[KEY]
+
+
+@pytest.mark.parametrize("changed", [{"in_flight_weight_updates": False}, {"max_trajectory_age_steps": 0}])
+def test_keys_and_values_are_kept_over_updates_in_flight_alone(changed):
+    config = GRPOConfig(async_grpo=KEPT.model_copy(update=changed))
+    assert "has no effect" in problems(config)[KEY]
+    assert not config.keeps_cache
 
 
 def test_an_age_without_effect_is_refused():

@@ -62,12 +62,15 @@ class GenerationRequest:
             `num_sampled` too, so that no random number is used twice.
         num_sampled: how many of `token_ids`, the last ones, were sampled for this completion before it was interrupted.
             A stop string may begin in them.
+        first_version: weight version that sampled the first of these; None if there are none. An engine that keeps keys
+            and values over weight updates has them from then (`Placement.keeps_cache`). It is no part of `digest`.
     """
 
     token_ids: np.ndarray
     sampling: SamplingParams
     seed: int
     num_sampled: int = 0
+    first_version: int | None = None
 
     @property
     def digest(self) -> str:
@@ -151,6 +154,8 @@ class Placement:
         awaits_weights: whether weights are sent before anything is generated, so that those of the model's files need
             not be loaded.
         reports_routing: whether completions carry the experts that tokens were sent to.
+        keeps_cache: whether a request that a weight update interrupted goes on from the keys and values that it has, as
+            far as they are still there, and not from those that the new weights compute.
     """
 
     device: str
@@ -159,6 +164,7 @@ class Placement:
     shares_devices: bool = False
     awaits_weights: bool = False
     reports_routing: bool = False
+    keeps_cache: bool = False
 
     @property
     def kind(self) -> Device:

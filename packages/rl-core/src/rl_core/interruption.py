@@ -3,7 +3,7 @@
 A replica that is paused with `interrupt` ends its requests with the tokens that they have. Each is then requested again
 with those tokens behind its prompt, waits until the replica resumes, and goes on with the weights that it serves by
 then. Keys and values are computed anew from all tokens, so every token's logprob is that of one weight version: the one
-of its span.
+of its span. An engine that is told to keep them (`Placement.keeps_cache`) finds them by the version of the first token.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ class PartialCompletion:
             sampling=replace(self._request.sampling, max_new_tokens=self._num_left),
             seed=self._request.seed,
             num_sampled=self._request.num_sampled + self.num_sampled,
+            first_version=self._first_version,
         )
 
     def add(self, part: Completion) -> None:
@@ -81,6 +82,12 @@ class PartialCompletion:
             spans=self._spans(),
             routed_experts=self._routed_experts(),
         )
+
+    @property
+    def _first_version(self) -> int | None:
+        if self._request.first_version is not None:
+            return self._request.first_version
+        return next((span.version for part in self._parts for span in part.spans), None)
 
     @property
     def _num_left(self) -> int:

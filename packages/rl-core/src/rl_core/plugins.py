@@ -109,6 +109,8 @@ class BackendPlugin:
             that tokens were sent to (`Placement.reports_routing`); empty if they can.
         adapter_problem: of a generator, from its config, the model and the device to why it cannot apply the low-rank
             adapters of the policy itself (`GenerationConfig.lora_sync`); empty if it can.
+        keeps_cache: whether a generator can go on with keys and values of a request that a weight update interrupted
+            (`Placement.keeps_cache`).
         held_families: model types (as in `config.json`) whose every mesh the backend's own tests hold; a run of another
             family checks its case first.
         family_table: `"package:file"` with results of the self-check, which a run reads instead of checking again; as
@@ -129,6 +131,7 @@ class BackendPlugin:
     replay_key: str = ""
     routing_problem: Callable[[Any, Device], str] = reports_no_routing
     adapter_problem: Callable[[Any, ModelConfig, Device], str] = applies_no_adapters
+    keeps_cache: bool = False
     held_families: frozenset[str] = frozenset()
     family_table: str = ""
 
@@ -283,12 +286,14 @@ class RolloutNeeds:
         environments: names of the environments that score its prompts, as `rl_core.environments.instance.instance_of`
             takes them.
         max_seconds: most seconds of one rollout; None for no limit.
+        keeps_cache: as `rl_core.generation.Placement.keeps_cache`.
     """
 
     program: str | FromFile
     program_args: Mapping[str, Any]
     environments: frozenset[str]
     max_seconds: float | None = None
+    keeps_cache: bool = False
 
 
 @cache

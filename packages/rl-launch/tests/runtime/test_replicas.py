@@ -14,13 +14,21 @@ from rl_launch.runtime.replicas import Replicas
 ADAPTERS = ["policy.lora_cfg.enabled=true", "policy.generation.lora_sync=adapter"]
 
 
-@pytest.mark.parametrize(("awaits_weights", "lora_sync"), [(True, "adapter"), (False, "merged")])
-def test_replicas_of_an_evaluation_await_no_adapters(awaits_weights, lora_sync):
+def generator_args(*, awaits_weights, **needs):
     generation = backends_of(read_config("grpo-arithmetic", ["cluster.device=cpu", *ADAPTERS]).config).generation
-    needs = RolloutNeeds("module:Program", {}, frozenset())
+    needs = RolloutNeeds("module:Program", {}, frozenset(), **needs)
     with ExitStack() as stack:
         replicas = Replicas(
             generation, needs, None, None, None, None, logs="", timeouts=StartTimeouts(1, 1), stack=stack
         )
-        config = replicas._spec(Placement("cpu", awaits_weights=awaits_weights)).generator_args[0]
-    assert config.lora_sync == lora_sync
+        return replicas._spec(Placement("cpu", awaits_weights=awaits_weights)).generator_args
+
+
+@pytest.mark.parametrize(("awaits_weights", "lora_sync"), [(True, "adapter"), (False, "merged")])
+def test_replicas_of_an_evaluation_await_no_adapters(awaits_weights, lora_sync):
+    assert generator_args(awaits_weights=awaits_weights)[0].lora_sync == lora_sync
+
+
+@pytest.mark.parametrize("awaits_weights", [True, False])
+def test_replicas_that_are_sent_weights_keep_the_cache_if_the_algorithm_asks_for_it(awaits_weights):
+    assert generator_args(awaits_weights=awaits_weights, keeps_cache=True)[-1].keeps_cache == awaits_weights

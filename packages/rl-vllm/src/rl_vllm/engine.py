@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -55,22 +55,42 @@ class Engine(ABC):
         name = f"version-{version}"
         self.adapter = None if version is None else LoRARequest(name, version, lora_path=name)
 
-    async def generate(self, request: GenerationRequest, *, max_tokens: int) -> Any:
-        """vLLM's `CompletionOutput` of one request; concurrent ones are decoded together."""
-        return (await self.run(request.token_ids, sampling_params(request, max_tokens=max_tokens))).outputs[0]
+    async def generate(self, request: GenerationRequest, *, max_tokens: int, salt: str | None = None) -> Any:
+        """vLLM's `CompletionOutput` of one request; concurrent ones are decoded together.
 
-    async def score(self, token_ids: np.ndarray) -> Sequence[float]:
+        Args:
+            salt: keys and values in the prefix cache are used by requests of the same one alone.
+        """
+        params = sampling_params(request, max_tokens=max_tokens)
+        return (await self.run(tokens_prompt(request.token_ids, salt), params)).outputs[0]
+
+    async def score(self, token_ids: np.ndarray, *, salt: str | None = None) -> Sequence[float]:
         """Logprobs at temperature 1 of all tokens but the first."""
-        logprobs: Sequence[float] = (await self.run(token_ids, scoring_params())).prompt_logprobs.logprobs
+        output = await self.run(tokens_prompt(token_ids, salt), scoring_params())
+        logprobs: Sequence[float] = output.prompt_logprobs.logprobs
         return logprobs
+
+    async def require_prefix_cache(self) -> None:
+        """Raise `GeneratorError` if keys and values of requests that have ended are not kept."""
+        if not self.caches_prefixes:
+            raise GeneratorError(
+                "the engine keeps no keys and values of interrupted requests, as it has no prefix cache "
+                "(vllm_kwargs.enable_prefix_caching, or a model with states); set "
+                "async_grpo.recompute_kv_cache_after_weight_updates=true"
+            )
 
     async def forget_prefixes(self) -> None:
         """Empty the prefix cache."""
         if not await self.reset_prefix_cache():
             raise GeneratorError("the engine kept its prefix cache: requests are in flight")
 
+    @property
     @abstractmethod
-    async def run(self, token_ids: np.ndarray, params: VllmSamplingParams) -> Any:
+    def caches_prefixes(self) -> bool:
+        """Whether the engine has a prefix cache."""
+
+    @abstractmethod
+    async def run(self, prompt: Mapping[str, Any], params: VllmSamplingParams) -> Any:
         """vLLM's `RequestOutput` of one request, computed with `adapter`; cancelling the call takes it out of the
         engine."""
 
@@ -103,6 +123,11 @@ class Engine(ABC):
     @abstractmethod
     async def end(self) -> None:
         """End it, and see all its processes end."""
+
+
+def tokens_prompt(token_ids: np.ndarray, salt: str | None) -> dict[str, Any]:
+    """vLLM's prompt of tokens."""
+    return {"prompt_token_ids": token_ids.tolist()} | ({} if salt is None else {"cache_salt": salt})
 
 
 def generates(params: VllmSamplingParams) -> bool:

@@ -113,6 +113,8 @@ class VllmGenerator:
 
             self._engine = await LocalEngine.start(arguments, self._placement.cpu_threads)
         forget_semaphores()
+        if self._placement.keeps_cache:
+            await self._engine.require_prefix_cache()
         if self._placement.awaits_weights:
             self._admission.refuse("no weights have been sent to it yet")
         else:
@@ -135,7 +137,8 @@ class VllmGenerator:
         max_tokens = min(request.sampling.max_new_tokens, room)
         async with self._admission.passage():
             version = self._version
-            output = await self._running().generate(request, max_tokens=max_tokens)
+            salt = self._salt(request.first_version)
+            output = await self._running().generate(request, max_tokens=max_tokens, salt=salt)
         return self._completion(output, version, num_prompt_tokens)
 
     async def score(self, token_ids: np.ndarray) -> np.ndarray:
@@ -150,7 +153,7 @@ class VllmGenerator:
         scores = np.zeros(len(token_ids), dtype=np.float32)
         async with self._admission.passage(while_paused=not self._asleep):
             if len(token_ids) > 1:
-                scores[1:] = await self._running().score(token_ids)
+                scores[1:] = await self._running().score(token_ids, salt=self._salt(None))
         return scores
 
     async def pause(self, mode: PauseMode = "finish") -> None:
@@ -244,7 +247,8 @@ class VllmGenerator:
         return await self._on_every_rank("receive_weights", order, first_rank)
 
     async def commit(self, version: int) -> None:
-        """Check that every layer computes with what was received, empty the prefix cache, then serve this version.
+        """Check that every layer computes with what was received, empty the prefix cache unless it is to be kept, then
+        serve this version.
 
         Raises:
             WeightSyncError: naming the stale tensors; nothing is served then until a transfer succeeds.
@@ -258,7 +262,8 @@ class VllmGenerator:
             raise WeightSyncError(
                 f"weight version {version}: the engine does not compute with {', '.join(names)}", names
             )
-        await self._running().forget_prefixes()
+        if not self._placement.keeps_cache:
+            await self._running().forget_prefixes()
         self._running().use_adapter(version if self._announced.num_factors else None)
         self._has_weights = True
         self._version = version
@@ -311,6 +316,12 @@ class VllmGenerator:
         if num_reported < num_computed:
             raise GeneratorError(f"the engine reported the routing of {num_reported} of {num_computed} tokens")
         return np.asarray(routed[:num_computed]).astype(np.int16)
+
+    def _salt(self, first_version: int | None) -> str | None:
+        """Of a request's keys and values in the prefix cache, if those of several versions are there."""
+        if not self._placement.keeps_cache:
+            return None
+        return f"weight version {self._version if first_version is None else first_version}"
 
     async def _on_every_rank(self, method: str, *args: Any) -> list[Any]:
         reports = await self._running().call(method, *args)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import numpy as np
 from vllm import AsyncEngineArgs
 from vllm import SamplingParams as VllmSamplingParams
 from vllm.lora.request import LoRARequest
@@ -27,7 +26,7 @@ Result = TypeVar("Result")
 class Request:
     """A prompt on its way through the engine, and who waits for the answer."""
 
-    token_ids: list[int]
+    prompt: Mapping[str, Any]
     params: VllmSamplingParams
     adapter: LoRARequest | None
     output: Future[Any] = field(default_factory=Future)
@@ -63,9 +62,13 @@ class LocalEngine(Engine):
             raise GeneratorError(f"vLLM did not start: {one_line(error)}") from error
         return cls(thread, loaded[0])
 
-    async def run(self, token_ids: np.ndarray, params: VllmSamplingParams) -> Any:
+    @property
+    def caches_prefixes(self) -> bool:
+        return bool(self._engine.vllm.vllm_config.cache_config.enable_prefix_caching)
+
+    async def run(self, prompt: Mapping[str, Any], params: VllmSamplingParams) -> Any:
         await self.check()
-        request = Request(token_ids.tolist(), params, self.adapter)
+        request = Request(prompt, params, self.adapter)
         if not self._submitted:
             # those of one turn of the event loop enter together, so that their batch does not depend on timing
             asyncio.get_running_loop().call_soon(self._flush)
@@ -129,8 +132,8 @@ class SteppedEngine:
         for request in requests:
             name = str(next(self._ids))
             try:
-                prompt = {"prompt_token_ids": request.token_ids}
-                self._id_of[name] = self.vllm.add_request(name, prompt, request.params, lora_request=request.adapter)
+                internal = self.vllm.add_request(name, request.prompt, request.params, lora_request=request.adapter)
+                self._id_of[name] = internal
             except Exception as error:  # noqa: BLE001 - becomes the failure of the request
                 _fail(request, RequestRefused(f"the engine refused a request: {error}"))
                 continue

@@ -109,5 +109,6 @@ PLUGIN = BackendPlugin(
     checks=(_room_for_prompts, _heads, _temperatures),
     routing_problem=routing_problem,
     adapter_problem=adapter_problem,
+    keeps_cache=True,
     preflight="rl_vllm.preflight:problems",
 )

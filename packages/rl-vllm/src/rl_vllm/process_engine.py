@@ -6,12 +6,11 @@ import asyncio
 import itertools
 import multiprocessing
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-import numpy as np
 import psutil
 from vllm import AsyncEngineArgs
 from vllm import SamplingParams as VllmSamplingParams
@@ -64,8 +63,12 @@ class ProcessEngine(Engine):
             raise
         return started
 
-    async def run(self, token_ids: np.ndarray, params: VllmSamplingParams) -> Any:
-        prompt = {"type": "token", "prompt_token_ids": token_ids.tolist()}
+    @property
+    def caches_prefixes(self) -> bool:
+        return bool(self._engine.vllm_config.cache_config.enable_prefix_caching)
+
+    async def run(self, prompt: Mapping[str, Any], params: VllmSamplingParams) -> Any:
+        prompt = {"type": "token", **prompt}
         name = str(next(self._ids))
         if generates(params):
             self._generating.add(name)

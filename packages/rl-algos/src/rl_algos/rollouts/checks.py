@@ -9,6 +9,7 @@ from rl_algos.rollouts.config import EvaluationRoot, PolicyGradientConfig, Rollo
 from rl_algos.rollouts.programs import program_named
 from rl_core.config import Problem, is_changed
 from rl_core.environments.instance import problem_with
+from rl_core.plugins import GENERATORS, names, plugin
 
 
 def rollout_problems(config: RolloutRoot) -> Iterator[Problem]:
@@ -145,12 +146,8 @@ def _ahead(config: RolloutRoot) -> Iterator[Problem]:
             "has no effect in a synchronous run, in which no completion is under way when the weights change; set "
             f"{section}.enabled=true and max_trajectory_age_steps above 0, or remove this key",
         )
-    if not settings.recompute_kv_cache_after_weight_updates:
-        yield Problem(
-            f"{section}.recompute_kv_cache_after_weight_updates",
-            "false is not supported: an engine drops the keys and values of a request that is interrupted, and "
-            "logprobs over those of older weights would belong to no weight version; set true, or remove this key",
-        )
+    if not settings.recompute_kv_cache_after_weight_updates and (problem := _kept_cache_problem(config)):
+        yield Problem(f"{section}.recompute_kv_cache_after_weight_updates", problem)
     if rollouts.max_staleness and config.policy.generation.colocated.enabled:
         yield Problem(
             f"{section}.enabled",
@@ -158,6 +155,25 @@ def _ahead(config: RolloutRoot) -> Iterator[Problem]:
             "give it devices of its own with policy.generation.colocated.enabled=false and "
             f"policy.generation.colocated.resources, or set {section}.enabled=false",
         )
+
+
+def _kept_cache_problem(config: RolloutRoot) -> str:
+    """Why keys and values cannot be kept over a weight update; empty if they can."""
+    rollouts, generation = rollout_config(config), config.policy.generation
+    if not rollouts.updates_in_flight:
+        return f"has no effect without {rollouts.section}.async_grpo.in_flight_weight_updates=true; remove this key"
+    if generation.lora_sync == "adapter":
+        return (
+            "the engine tells keys and values of one adapter from those of another, and would compute them anew; set "
+            "policy.generation.lora_sync=merged, or remove this key"
+        )
+    known = generation.backend in names(GENERATORS)
+    if known and not plugin(GENERATORS, generation.backend).keeps_cache:
+        return (
+            f"{generation.backend} computes the keys and values of an interrupted request anew; set "
+            "policy.generation.backend=vllm, or remove this key"
+        )
+    return ""
 
 
 def _curriculum(config: RolloutRoot) -> Iterator[Problem]:

@@ -26,7 +26,8 @@ class AsyncConfig(Config):
     it has. Otherwise they end first, with the old weights, and the generators wait for the longest."""
     recompute_kv_cache_after_weight_updates: bool = True
     """Have a completion that was interrupted go on from keys and values that the new weights compute of all its tokens,
-    so that every token's logprob is that of one weight version. Only true is supported."""
+    so that every token's logprob is that of one weight version. false keeps those that the engine (vLLM) has: an update
+    costs no prefill, and what follows is sampled by the new weights over keys and values of older ones."""
 
 
 class CurriculumConfig(Config):
@@ -116,6 +117,11 @@ class RolloutConfig(Config):
     def updates_in_flight(self) -> bool:
         """Whether the completions under way are interrupted when the weights change."""
         return self.max_staleness > 0 and self.async_grpo.in_flight_weight_updates
+
+    @property
+    def keeps_cache(self) -> bool:
+        """Whether they go on from the keys and values of older weights."""
+        return self.updates_in_flight and not self.async_grpo.recompute_kv_cache_after_weight_updates
 
     @property
     def validates(self) -> bool:

@@ -21,7 +21,7 @@ from rl_core.run import Components, Run
 def needs(config: RolloutRoot, data: RolloutData) -> RolloutNeeds:
     """The program of the rollouts, over the environments that the prompts name."""
     settings = rollout_config(config)
-    return program_needs(
+    found = program_needs(
         config,
         _environments(data) if data.environments is None else data.environments,
         program=settings.rollout_program,
@@ -29,6 +29,7 @@ def needs(config: RolloutRoot, data: RolloutData) -> RolloutNeeds:
         splits=settings.splits,
         max_seconds=settings.max_rollout_seconds,
     )
+    return replace(found, keeps_cache=settings.keeps_cache)
 
 
 def program_needs(

@@ -203,7 +203,7 @@ class Replicas:
         backend = self._backend
         config = backend.config
         if placement.awaits_weights:
-            placement = replace(placement, reports_routing=backend.reports_routing)
+            placement = replace(placement, reports_routing=backend.reports_routing, keeps_cache=self._needs.keeps_cache)
         else:
             # an evaluation, which trains nothing, serves whole weights from files
             config = config.model_copy(update={"lora_sync": "merged"})
