@@ -93,13 +93,14 @@ CORRECTED_ROUTING = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 
 STATED: Mapping[str, Mapping[str, Any]] = {
     "granitemoehybrid": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+    "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {
         "num_hidden_layers": 4,
         "num_dense_layers": 2,
         "layer_types": ["conv", "conv", "full_attention", "conv"],
     },
 }
-"""Fields by family that configs on the hub state, and without which there is no model that runs."""
+"""Fields by family that configs on the hub state, and without which no model runs, or not all its kinds of layers."""
 
 MOST_OFF = 1e-3
 PROMPTS = (5, 40, 130)
