@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -60,6 +61,17 @@ def test_a_layer_with_two_names_is_filled_once_and_misses_nothing() -> None:
     assert plan.aliases == {"mlp.experts._layer.weight": "mlp.shared_expert.weight"}
     assert {piece.name for piece in plan.pieces["mlp.shared_expert.weight"]} == {"mlp.shared_expert.weight"}
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+
+
+def copy_scaled(parameter: Tensor, tensor: Tensor, *, scale: float) -> None:
+    parameter.data.copy_(tensor * scale if scale != 1 else tensor)
+
+
+def test_loaders_may_be_partial_functions() -> None:
+    model = Model()
+    model.mlp.gate.weight.weight_loader = partial(copy_scaled, scale=1.0)
+    record_metadata_for_reloading(model)
+    assert plan_load(model, manifest(model, *NAMES)).missing == []
 
 
 def test_what_a_manifest_lacks_is_missing_under_the_first_name() -> None:
