@@ -154,7 +154,7 @@ def _transfer(
     generator.tell((manifest, transport, [np.asarray(row) for row in batch.ragged("tokens")]))
     generator.answer()  # it has begun
     started = time.perf_counter()
-    sent = worker.send(manifest, transport)
+    (sent,) = worker.send(manifest, transport)
     seconds = time.perf_counter() - started
     return sent, generator.answer(), seconds
 

@@ -12,12 +12,15 @@ from rl_dtensor.selfcheck import SMALL, shrink
     ("family", "mixer", "widths"),
     [
         ("kimi_linear", "self_attn", (1, 1, 1)),
-        ("olmo_hybrid", "linear_attn", (1, 1, 2)),  # values are wider than queries and keys
+        ("olmo_hybrid", "linear_attn", (1, 1, 2)),
     ],
 )
 def test_the_convolution_of_several_projections_is_one_of_each_in_files(family, mixer, widths):
     with torch.device("meta"):
-        hf = AutoModelForCausalLM.from_config(shrink(AutoConfig.for_model(family), SMALL))
+        config = shrink(AutoConfig.for_model(family), SMALL)
+        if "linear_value_head_dim" in config.to_dict():
+            config.linear_value_head_dim = widths[2] * config.linear_key_head_dim
+        hf = AutoModelForCausalLM.from_config(config)
     name = f"model.layers.0.{mixer}.conv1d.weight"
     parameter = hf.get_parameter(name)
     pieces = list(FileNames(hf).pieces(name, tuple(parameter.shape)))
