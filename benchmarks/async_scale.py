@@ -225,7 +225,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Setting:
-    """What is simulated.
+    """A case of the simulation.
 
     Args:
         train_seconds: of training a step.

@@ -33,7 +33,7 @@ from typing import Any
 
 import yaml
 from families import SYNC_SIZES, engine, one_line, write_served
-from measurement import median, read_metrics, rl_command, surroundings, write_sums
+from measurement import median, read_metrics, rl_command, sums_data, surroundings, write_sums
 
 HERE = Path(__file__)
 PAGE = HERE.parent / "results" / "grpo_families.md"
@@ -232,7 +232,7 @@ def outcome(family: str, folder: Path, generators: Sequence[str], deadline_s: fl
 
 
 def checks_of(folder: Path, run: Path, generator: str, deadline_s: float) -> dict[str, float | str]:
-    """What plain programs make of the checkpoints: a number for each check, or a reason."""
+    """Read the checkpoints with plain programs: a number for each check, or a reason."""
     answer = folder / "checks.json"
     failed: dict[str, float | str] = {}
     try:
@@ -315,14 +315,7 @@ def recipe_of(family: str, folder: Path, generator: str) -> dict[str, Any]:
             "rollout_program": f"{HERE.with_name('recorded_tokens.py')}:RecordedTokens",
         },
         "loss_fn": {"reference_policy_kl_penalty": 0.0},
-        "data": {
-            "train": {
-                "data_path": str(folder / "prompts.jsonl"),
-                "input_key": "question",
-                "output_key": "answer",
-                "env_name": f"{HERE.with_name('recorded_tokens.py')}:score",
-            }
-        },
+        "data": sums_data(folder / "prompts.jsonl", f"{HERE.with_name('recorded_tokens.py')}:score"),
         "checkpointing": {"save_period": NUM_STEPS - 1, "keep_top_k": None},
         "cluster": {"device": "cpu", "cpu_ranks_per_node": RANKS},
         "logger": {"tensorboard_enabled": False},

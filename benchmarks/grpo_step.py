@@ -32,6 +32,7 @@ from measurement import (
     rl_command,
     run_logged,
     seconds,
+    sums_data,
     surroundings,
     table,
     use_cores,
@@ -202,14 +203,7 @@ def our_config(size: Size, plan: Plan, folder: Path) -> dict:
             "max_num_steps": plan.last,
         },
         "loss_fn": {"reference_policy_kl_penalty": 0.0},
-        "data": {
-            "train": {
-                "data_path": str(folder / "prompts.jsonl"),
-                "input_key": "question",
-                "output_key": "answer",
-                "env_name": "math",
-            }
-        },
+        "data": sums_data(folder / "prompts.jsonl", "math"),
         "env": {"math": {"answer_format": "numeric"}},
         "checkpointing": {"enabled": False},
         "cluster": {"device": "cpu", "cpu_ranks_per_node": plan.ranks},

@@ -71,6 +71,16 @@ def write_sums(path: Path, count: int) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def sums_data(path: Path, environment: str) -> dict[str, Any]:
+    """The section `data` of a run on the questions that `write_sums` wrote.
+
+    Args:
+        environment: that scores the answers.
+    """
+    keys = {"input_key": "question", "output_key": "answer"}
+    return {"train": {"data_path": str(path), **keys, "env_name": environment}}
+
+
 def rl_command(*arguments: str) -> list[str]:
     """`rl` of this interpreter's environment."""
     return [sys.executable, "-m", "rl_launch.cli", *arguments]

@@ -63,7 +63,7 @@ class GenerationRequest:
         num_sampled: how many of `token_ids`, the last ones, were sampled for this completion before it was interrupted.
             A stop string may begin in them.
         first_version: weight version that sampled the first of these; None if there are none. An engine that keeps keys
-            and values over weight updates has them from then (`Placement.keeps_cache`). It is no part of `digest`.
+            and values over weight updates has them from then (`Placement.keeps_cache`). `digest` leaves it out.
     """
 
     token_ids: np.ndarray

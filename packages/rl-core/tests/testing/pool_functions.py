@@ -1,4 +1,4 @@
-"""What ranks of a pool are asked to do."""
+"""Functions that ranks of a pool run."""
 
 import os
 import time

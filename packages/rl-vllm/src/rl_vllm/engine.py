@@ -70,7 +70,7 @@ class Engine(ABC):
         logprobs: Sequence[float] = output.prompt_logprobs.logprobs
         return logprobs
 
-    async def require_prefix_cache(self) -> None:
+    def require_prefix_cache(self) -> None:
         """Raise `GeneratorError` if keys and values of requests that have ended are not kept."""
         if not self.caches_prefixes:
             raise GeneratorError(

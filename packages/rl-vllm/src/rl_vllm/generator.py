@@ -114,7 +114,7 @@ class VllmGenerator:
             self._engine = await LocalEngine.start(arguments, self._placement.cpu_threads)
         forget_semaphores()
         if self._placement.keeps_cache:
-            await self._engine.require_prefix_cache()
+            self._engine.require_prefix_cache()
         if self._placement.awaits_weights:
             self._admission.refuse("no weights have been sent to it yet")
         else:

@@ -59,7 +59,7 @@ class Ends:
     def deliver(
         self, tensors: dict[str, torch.Tensor], version: int, keep: Mapping[int, Parts], broken: str = ""
     ) -> tuple[dict[int, dict[str, torch.Tensor]], list[str], int]:
-        """What each receiver got, the digests, and the bytes that travelled."""
+        """The tensors that each receiver got, the digests, and the bytes that travelled."""
         arrived: dict[int, dict[str, torch.Tensor]] = {}
         digests: dict[int, str] = {}
         errors: list[WeightSyncError] = []

@@ -130,7 +130,7 @@ _KINDS: dict[type, Kind] = {
     LinearAttentionAndFullAttentionLayer: RowStatesAndKeys,
     LinearAttentionAndSlidingWindowAttentionLayer: RowStatesAndKeys,
 }
-"""What `transformers` keeps of a layer to what is kept here."""
+"""Kind of a layer in the cache of `transformers` to the kind here."""
 
 
 def row_layers(config: PreTrainedConfig) -> tuple[Kind, ...]:

@@ -54,7 +54,7 @@ class ReceiverLink(Protocol):
         ...
 
     def receive(self, bucket: Bucket) -> torch.Tensor:
-        """What has arrived of this bucket, uint8: all of its bytes, or its changes."""
+        """The bytes that have arrived of this bucket, uint8: all of them, or its changes."""
         ...
 
     def release(self, bucket: Bucket) -> None:

@@ -96,7 +96,7 @@ class Sender:
 
 
 class _Stream:
-    """What travels over one link.
+    """Fills the buckets of one link, with the parts that its receivers keep.
 
     Args:
         layout: with the parts that its receivers keep.
