@@ -7,24 +7,26 @@ import pickle
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import Gemma3Config
+from transformers import Gemma3Config, Qwen3Config
 from vllm import AsyncEngineArgs
-from vllm.config import VllmConfig as EngineConfig
-from vllm.config import set_current_vllm_config
-from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
 from rl_core.generation import Placement
 from rl_core.model_config import LoraConfig, ModelConfig
 from rl_core.testing.torch.reference_model import write_reference_model
 from rl_vllm import VllmConfig
-from rl_vllm.arguments import Dequantised, engine_arguments
+from rl_vllm.arguments import AsSent, engine_arguments
 
 
 def started_with(
-    folder: Path, placement: Placement, *, lora: LoraConfig | None = None, **settings: object
+    folder: Path,
+    placement: Placement,
+    *,
+    lora: LoraConfig | None = None,
+    overrides: dict[str, object] | None = None,
+    **settings: object,
 ) -> AsyncEngineArgs:
-    backend, model = VllmConfig(**settings), ModelConfig(model_name=str(folder), lora_cfg=lora or LoraConfig())
+    backend = VllmConfig(**settings)
+    model = ModelConfig(model_name=str(folder), lora_cfg=lora or LoraConfig(), hf_config_overrides=overrides or {})
     if lora is not None:
         return engine_arguments(
             backend, model, placement, max_len=16, eager=True, extension="module.Extension", applies_adapters=True
@@ -77,20 +79,63 @@ def test_weights_are_loaded_if_some_of_them_come_from_the_files_alone(folder: Pa
 def test_an_engine_computes_with_dequantised_weights_if_they_will_be_sent(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "mxfp4"}}))
     awaiting = Placement("cuda", awaits_weights=True)
-    assert started_with(folder, awaiting).hf_overrides == Dequantised({})
+    assert started_with(folder, awaiting).hf_overrides == AsSent({})
     assert started_with(folder, awaiting).load_format == "dummy"
     assert started_with(folder, awaiting, vllm_kwargs={"quantization": "fp8"}).hf_overrides == {}
     assert started_with(folder, Placement("cuda")).hf_overrides == {}
 
 
-def test_a_dequantised_config_has_no_quantisation_and_the_other_fields_that_are_set() -> None:
+def test_a_config_as_sent_has_no_quantisation_and_the_other_fields_that_are_set() -> None:
+    config = Qwen3Config(quantization_config={"quant_method": "mxfp4"}, rms_norm_eps=0.1)
+    found = pickle.loads(pickle.dumps(AsSent({"eos_token_id": 7, "head_dim": 24})))(config)
+    assert not hasattr(found, "quantization_config")
+    assert (found.eos_token_id, found.head_dim, found.rms_norm_eps) == (7, 24, 0.1)
+
+
+def test_of_a_composite_model_the_language_model_is_sent() -> None:
     config = Gemma3Config(quantization_config={"quant_method": "mxfp4"}, text_config={"rms_norm_eps": 0.1})
     config.text_config.quantization_config = {"quant_method": "mxfp4"}
-    change = pickle.loads(pickle.dumps(Dequantised({"eos_token_id": 7, "text_config": {"head_dim": 24}})))
-    found = change(config)
+    found = pickle.loads(pickle.dumps(AsSent({"eos_token_id": 7, "head_dim": 24})))(config)
+    assert (found.model_type, found.architectures) == ("gemma3_text", ["Gemma3ForCausalLM"])
     assert not hasattr(found, "quantization_config")
-    assert not hasattr(found.text_config, "quantization_config")
-    assert (found.eos_token_id, found.text_config.head_dim, found.text_config.rms_norm_eps) == (7, 24, 0.1)
+    assert (found.eos_token_id, found.head_dim, found.rms_norm_eps) == (7, 24, 0.1)
+
+
+def test_an_engine_that_reads_a_composite_model_has_overrides_in_its_text(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": {"head_dim": 8}}))
+    found = started_with(folder, Placement("cuda"), overrides={"head_dim": 16})
+    assert found.hf_overrides == {"text_config": {"head_dim": 16}}
+    assert found.language_model_only
+    assert started_with(folder, Placement("cuda", awaits_weights=True), overrides={"head_dim": 16}).hf_overrides == (
+        AsSent({"head_dim": 16})
+    )
+
+
+@pytest.mark.parametrize("stated", [{}, {"attn_temperature_tuning": False}])
+def test_the_temperature_of_llama_4_is_that_of_its_config(folder: Path, stated: dict[str, bool]) -> None:
+    """By itself vLLM decides by the longest row that it may serve."""
+    text = {"model_type": "llama4_text", **stated}
+    for config in (text, {"model_type": "llama4", "text_config": text}):
+        (folder / "config.json").write_text(json.dumps(config))
+        found = started_with(folder, Placement("cuda"))
+        assert found.override_generation_config == {"attn_temperature_tuning": not stated}
+    overridden = started_with(folder, Placement("cuda"), overrides={"attn_temperature_tuning": False})
+    assert overridden.override_generation_config == {"attn_temperature_tuning": False}
+
+
+def test_windows_of_cohere_are_those_of_the_policy(folder: Path) -> None:
+    """vLLM adds one to them."""
+    text = {"model_type": "cohere2", "sliding_window": 64}
+    (folder / "config.json").write_text(json.dumps(text))
+    awaiting = Placement("cuda", awaits_weights=True)
+    assert started_with(folder, awaiting).hf_overrides == AsSent({"sliding_window": 63})
+    assert started_with(folder, Placement("cuda"), overrides={"sliding_window": 32}).hf_overrides == {
+        "sliding_window": 31
+    }
+    (folder / "config.json").write_text(json.dumps({"model_type": "cohere2_vision", "text_config": text}))
+    assert started_with(folder, Placement("cuda")).hf_overrides == {"text_config": {"sliding_window": 63}}
+    (folder / "config.json").write_text(json.dumps({"model_type": "cohere2"}))
+    assert started_with(folder, awaiting).hf_overrides == AsSent({"sliding_window": 4095})
 
 
 @pytest.mark.parametrize(
@@ -107,28 +152,6 @@ def test_prefixes_of_states_are_not_cached_on_cpu(
 ) -> None:
     (folder / "config.json").write_text(json.dumps({"model_type": "any", "architectures": [architecture]}))
     assert started_with(folder, Placement(device)).enable_prefix_caching is caches
-
-
-@pytest.mark.parametrize(("device", "operations"), [("cpu", ["-rotary_embedding"]), ("cuda", [])])
-def test_rotary_embeddings_of_latent_attention_leave_out_the_kernel_of_cpus(
-    folder: Path, device: str, operations: list[str]
-) -> None:
-    assert started_with(folder, Placement(device)).compilation_config.custom_ops == []
-    (folder / "config.json").write_text(json.dumps({"model_type": "deepseek_v3", "kv_lora_rank": 512}))
-    assert started_with(folder, Placement(device)).compilation_config.custom_ops == operations
-
-
-def test_vllms_kernel_of_rotary_embeddings_on_cpu_is_wrong_for_heads_in_a_dimension_of_their_own() -> None:
-    """Once this fails, the kernel need not be left out any longer."""
-    torch.manual_seed(0)
-    with set_current_vllm_config(EngineConfig()):
-        rotary = RotaryEmbedding(64, 64, 16, 10000.0, False, torch.float32)
-    places, query, key = torch.arange(5), torch.randn(5, 4, 64), torch.randn(5, 1, 64)
-    expected, _ = rotary.forward_native(places, query.clone(), key.clone())
-    found, _ = rotary.forward_cpu(places, query.clone(), key.clone())
-    assert not torch.allclose(found, expected, atol=0.1)
-    flat, _ = rotary.forward_cpu(places, query.flatten(1), key.flatten(1))
-    torch.testing.assert_close(flat.view_as(query), expected)
 
 
 def test_an_engine_that_applies_adapters_has_room_for_those_of_one_version(tmp_path: Path) -> None:

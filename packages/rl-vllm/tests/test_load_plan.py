@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from types import SimpleNamespace
 
+import pytest
 import torch
 from torch import Tensor, nn
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
@@ -13,6 +14,7 @@ from vllm.model_executor.model_loader.reload import record_metadata_for_reloadin
 from rl_core.torch.transport.parts import Region
 from rl_core.weights import Manifest, TensorSpec
 from rl_vllm.load_plan import plan_load
+from rl_vllm.planned_load import PlannedLoad
 from rl_vllm.weight_receiver import WeightReceiver
 
 NAMES = ("mlp.shared_expert.weight", "mlp.gate.weight")
@@ -94,6 +96,75 @@ def test_a_tied_name_that_the_engine_has_no_parameter_of_is_not_fed() -> None:
         receiver.load(sent.items())
     assert receiver.stale() == []
     assert all(torch.equal(dict(model.named_parameters())[name], tensor) for name, tensor in sent.items())
+
+
+class Scaled(nn.Module):
+    """Two layers with a buffer that checkpoints have, a vector and a number, and one that makes a buffer itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4, bias=False)
+        self.norm.register_buffer("beta", torch.tensor(0.5))
+        self.layer, self.rotary = nn.Module(), nn.Module()
+        self.layer.register_buffer("scale", torch.ones(1))
+        self.rotary.register_buffer("table", torch.ones(3), persistent=False)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        places = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        for name, tensor in weights:
+            places[name].data.copy_(tensor)
+
+
+SCALED = Manifest(
+    1,
+    tuple(
+        TensorSpec(name, shape, "float32")
+        for name, shape in {"norm.weight": (4,), "norm.beta": (), "layer.scale": (1,)}.items()
+    ),
+)
+
+
+@pytest.mark.parametrize("is_planned", [True, False])
+def test_buffers_that_checkpoints_have_are_loaded_and_checked(*, is_planned: bool) -> None:
+    model = Scaled()
+    record_metadata_for_reloading(model)
+    plan = plan_load(model, SCALED)
+    assert (plan.unknown, plan.missing) == ({}, [])
+    assert plan.pieces.keys() == {"norm.weight", "norm.beta", "layer.scale"}
+    config = SimpleNamespace(dtype=torch.float32)
+    planned = PlannedLoad.of(model, plan, torch.float32)
+    assert planned is not None
+    receiver = WeightReceiver(model, config, SCALED, plan, planned if is_planned else None)
+    sent = {spec.name: torch.randn(spec.shape) for spec in SCALED.tensors}
+    live = dict(model.named_buffers())
+    with torch.no_grad():
+        receiver.load(sent.items())
+    assert receiver.stale() == []
+    assert all(torch.equal(tensor, sent[name]) for name, tensor in model.state_dict().items())
+    assert torch.equal(model.rotary.table, torch.ones(3))
+    assert all(buffer is live[name] for name, buffer in model.named_buffers())
+    model.norm.beta += 1
+    model.layer.scale += 1
+    assert receiver.stale() == ["norm.beta", "layer.scale"]
+
+
+def test_a_buffer_that_checkpoints_have_is_missing_if_it_is_not_sent() -> None:
+    model = Scaled()
+    record_metadata_for_reloading(model)
+    assert plan_load(model, Manifest(1, SCALED.tensors[:1])).missing == ["norm.beta", "layer.scale"]
+
+
+def test_a_bias_of_a_router_that_experts_hold_too_is_filled_once_and_misses_nothing() -> None:
+    """vLLM's experts of models that it runs through transformers take the router's buffer as one of their own."""
+    model = Scaled()
+    bias = nn.Buffer(torch.ones(3))
+    model.norm.e_score_correction_bias = model.layer.e_score_correction_bias = bias
+    record_metadata_for_reloading(model)
+    sent = TensorSpec("norm.e_score_correction_bias", (3,), "float32")
+    plan = plan_load(model, Manifest(1, (*SCALED.tensors, sent)))
+    assert (plan.unknown, plan.missing) == ({}, [])
+    assert plan.aliases == {"layer.e_score_correction_bias": sent.name}
+    assert torch.equal(bias, torch.ones(3))
 
 
 class Shard(nn.Module):

@@ -9,7 +9,8 @@ from typing import Any, get_args
 import numpy as np
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.pytorch_utils import Conv1D
 from vllm import AsyncEngineArgs
 from vllm import SamplingParams as VllmSamplingParams
@@ -19,7 +20,8 @@ from vllm.sampling_params import RequestOutputKind
 
 from rl_core.errors import RequestRefused
 from rl_core.generation import GenerationRequest, Placement
-from rl_core.model_config import ModelConfig, local_hf_config
+from rl_core.model_config import ModelConfig, is_composite, language_fields
+from rl_core.torch.files.language_part import language_config, read_language_config
 from rl_core.torch.training.lora import is_adapted
 from rl_vllm.config import MAX_TEMPERATURE, MIN_TEMPERATURE, VllmConfig
 from rl_vllm.continued_text import NUM_SAMPLED
@@ -28,11 +30,14 @@ GIB = 2**30
 LINEAR = (nn.Linear.forward, Conv1D.forward)
 """Forward functions of the modules that get adapters: routers may inherit from these and return more."""
 CPU_BATCH_TOKENS = 4096
+WIDENED_WINDOWS = ("cohere2", "cohere2_moe")
+"""Types of language models to whose sliding windows vLLM (0.32) adds the token itself."""
 
 
 @dataclass(frozen=True)
-class Dequantised:
-    """Change of a Hugging Face config, as vLLM calls it: some fields, and no quantisation.
+class AsSent:
+    """Change of a Hugging Face config, as vLLM calls it, to that of the model whose weights are sent: of a composite
+    model its language model, with some fields, and without quantisation.
 
     The field `quantization_config` is removed, because some of vLLM's models (gpt-oss) only ask whether there is one,
     and read it if it is None.
@@ -44,7 +49,8 @@ class Dequantised:
     fields: Mapping[str, Any]
 
     def __call__(self, config: PreTrainedConfig) -> PreTrainedConfig:
-        """Change a config in place, and return it."""
+        """Change a config in place, and return it, or the one within it."""
+        config = language_config(config)
         _set_fields(config, self.fields)
         for each in (config, config.get_text_config()):
             vars(each).pop("quantization_config", None)
@@ -81,12 +87,17 @@ def engine_arguments(
     kv_cache_gib = 1.0 if on_cpu and backend.kv_cache_gib is None else backend.kv_cache_gib
     smallest_batch = max(max_len + 1, CPU_BATCH_TOKENS) if on_cpu else None
     starts_empty = _starts_empty(backend, placement)
+    stored, _ = PreTrainedConfig.get_config_dict(model.model_name)
+    fields = {**language_fields(stored), **model.hf_config_overrides}
+    changed = {**model.hf_config_overrides, **_window_of_policy(model, fields)}
+    # an engine that reads the weights of a composite model serves it whole
+    overrides = {"text_config": changed} if is_composite(stored) else changed
     return AsyncEngineArgs(
         model=model.model_name,
         tokenizer=model.tokenizer.name,
         dtype=model.precision,
         # the policy has dequantised what is quantised in the files, and sends it so
-        hf_overrides=Dequantised(model.hf_config_overrides) if starts_empty else model.hf_config_overrides,
+        hf_overrides=AsSent(changed) if starts_empty else overrides,
         enforce_eager=eager,
         # scoring a row of full length asks for one more token, which is discarded
         max_model_len=max_len + 1,
@@ -105,14 +116,15 @@ def engine_arguments(
         enable_chunked_prefill=not on_cpu,
         max_num_batched_tokens=backend.max_num_batched_tokens or smallest_batch,
         generation_config="vllm",
+        override_generation_config=_attention_of_generation(fields),
         seed=0,
         disable_log_stats=True,
         **(_adapter_arguments(model) if applies_adapters else {}),
         **{
             "load_format": "dummy" if starts_empty else "auto",
+            "language_model_only": is_composite(stored),
             # prefixes of states are cached only where prompts are read in parts; None is vLLM's own choice
-            "enable_prefix_caching": False if on_cpu and _has_states(model) else None,
-            **({"compilation_config": {"custom_ops": ["-rotary_embedding"]}} if on_cpu and _has_latent(model) else {}),
+            "enable_prefix_caching": False if on_cpu and _has_states(fields) else None,
             **backend.vllm_kwargs,
         },
     )
@@ -136,7 +148,7 @@ def adapted_layers(model: ModelConfig) -> list[str]:
     lora = model.lora_cfg
     if not lora.match_all_linear:
         return sorted({target.rpartition(".")[2] for target in lora.target_modules})
-    config = AutoConfig.from_pretrained(model.model_name, **model.hf_config_overrides)
+    config = read_language_config(model.model_name, model.hf_config_overrides)
     with torch.device("meta"):
         hf = AutoModelForCausalLM.from_config(config)
     head = hf.get_output_embeddings()
@@ -152,21 +164,43 @@ def _starts_empty(backend: VllmConfig, placement: Placement) -> bool:
     return placement.awaits_weights and not quantises
 
 
-def _has_states(model: ModelConfig) -> bool:
-    """Whether vLLM keeps a state of each sequence for layers of this model, as for Mamba and linear attention, beside
-    or instead of keys and values. Known of models whose config is on this machine."""
-    found = [ModelRegistry.models.get(name) for name in local_hf_config(model).get("architectures") or ()]
-    return any(each is not None and each.inspect_model_cls().has_inner_state for each in found)
+def _attention_of_generation(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Whether the temperature of attention follows the length of rows (Llama 4), which vLLM takes from the generation
+    config, and sets by the longest row that it may serve if that is silent.
 
-
-def _has_latent(model: ModelConfig) -> bool:
-    """Whether keys and values are computed from a latent vector (MLA), by the config on this machine.
-
-    vLLM's code of such models passes queries as `[tokens, heads, head_dim]` to rotary embeddings, and its kernel on CPU
-    takes heads for tokens (0.32; csrc/cpu/pos_encoding.cpp). Its code in torch is right. To be removed once the kernel
-    reads three dimensions as that of GPUs does, which a test looks for.
+    Args:
+        fields: of the language model's Hugging Face config.
     """
-    return bool(local_hf_config(model).get("kv_lora_rank"))
+    is_llama_4 = fields.get("model_type") == "llama4_text"
+    return {"attn_temperature_tuning": bool(fields.get("attn_temperature_tuning", True))} if is_llama_4 else {}
+
+
+def _window_of_policy(model: ModelConfig, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The sliding window with which vLLM attends to the tokens that the policy attends to.
+
+    vLLM's code of Command R7B and Command A adds one to the config's, so that a token sees as many before it. In
+    transformers it counts as one of them.
+
+    Args:
+        fields: of the language model's Hugging Face config.
+    """
+    if fields.get("model_type") not in WIDENED_WINDOWS:
+        return {}
+    window = read_language_config(model.model_name, model.hf_config_overrides).sliding_window
+    return {} if window is None else {"sliding_window": window - 1}
+
+
+def _has_states(fields: Mapping[str, Any]) -> bool:
+    """Whether vLLM keeps a state of each sequence for layers of this model, as for Mamba and linear attention, beside
+    or instead of keys and values.
+
+    Args:
+        fields: of the language model's Hugging Face config.
+    """
+    # the config within that of a composite model does not say
+    names = fields.get("architectures") or [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(fields.get("model_type", ""))]
+    found = [ModelRegistry.models.get(name) for name in names]
+    return any(each is not None and each.inspect_model_cls().has_inner_state for each in found)
 
 
 def sampling_params(request: GenerationRequest, *, max_tokens: int) -> VllmSamplingParams:

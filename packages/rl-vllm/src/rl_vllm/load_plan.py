@@ -1,4 +1,4 @@
-"""Plan of a load: the part of each engine parameter that each tensor of a checkpoint fills.
+"""Plan of a load: the part of each engine parameter or buffer that each tensor of a checkpoint fills.
 
 The engine's own loaders are run over tensors without data while their copies are recorded instead of executed. What
 comes out holds for fused projections, tensor-parallel shards, replicated heads and padded vocabularies alike, without
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
-from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
+from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS, restore_layer_on_meta
 from vllm.model_executor.model_loader.reload.utils import (
     get_layer_params_buffers,
     get_layer_tensors,
@@ -27,12 +27,17 @@ from vllm.model_executor.model_loader.reload.utils import (
 
 from rl_core.torch.transport.parts import Parts, Region, parts_of
 from rl_core.weights import Manifest, TensorSpec
+from rl_vllm.head_bias import keep_head_bias
 
 LOADER_ERRORS = (KeyError, ValueError, AttributeError, AssertionError, RuntimeError, TypeError, IndexError)
 """Errors of vLLM's loaders for a tensor that they do not know, or of the wrong shape."""
 
 SCALARS = ((), (1,))
 """Shapes of tensors whose value loaders read."""
+
+MADE_BUFFERS = SKIP_LOAD_TENSORS - {"e_score_correction_bias"}
+"""Names of buffers that the engine makes itself and keeps in its state. The exception is a tensor that vLLM's reload
+leaves where it is, as it does these, but that checkpoints have."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,8 @@ class Filling:
 @dataclass
 class LoadPlan:
     """The load of one manifest into one rank of an engine.
+
+    Buffers that checkpoints fill (`layer_scalar` of Gemma 4) count as parameters.
 
     Args:
         pieces: engine parameter to the copies that fill it.
@@ -109,7 +116,9 @@ def fed_names(manifest: Manifest) -> dict[str, list[str]]:
 
 
 def plan_load(model: nn.Module, manifest: Manifest) -> LoadPlan:
-    """Dry-run the model's loaders over a manifest; the model is left as it was."""
+    """Dry-run the model's loaders over a manifest; the model is left as it was, but for a bias of its head that only
+    the manifest has."""
+    keep_head_bias(model, manifest)
     aliases = _aliases(model)
     _name_loaders(model)
     with _checkpoint_format(model):
@@ -136,12 +145,18 @@ def _name_loaders(model: nn.Module) -> None:
             loader.__name__ = "partial"  # type: ignore[attr-defined]  # partial functions have attributes
 
 
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers under all their names."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
 def _aliases(model: nn.Module) -> dict[str, str]:
-    """Parameters that are another parameter under a second name (a tied head), to the first name."""
+    """Parameters and buffers that are another one under a second name (a tied head), to the first name."""
     first: dict[int, str] = {}
     aliases: dict[str, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        known = first.setdefault(id(parameter), name)
+    for name, tensor in _named_tensors(model):
+        known = first.setdefault(id(tensor), name)
         if known != name:
             aliases[name] = known
     return aliases
@@ -177,14 +192,14 @@ def _checkpoint_format(model: nn.Module) -> Iterator[None]:
 
 
 class _CopyRecorder(TorchDispatchMode):
-    """Records copies into a model's parameters instead of making them."""
+    """Records copies into a model's parameters and buffers instead of making them."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._parameters: dict[int, str] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
+        for name, tensor in _named_tensors(model):
             # a layer that has two names, such as shared experts that a runner holds too, goes by the first
-            self._parameters.setdefault(_storage(parameter), name)
+            self._parameters.setdefault(_storage(tensor), name)
         self._sources: dict[int, tuple[str, TensorSpec]] = {}
         self._alive: list[Tensor] = []
         self._last = ""
@@ -271,15 +286,21 @@ def _missing(model: nn.Module, numel: Mapping[str, int], aliases: Mapping[str, s
     for path, layer in model.named_modules():
         if is_deferred_attention_layer(layer):
             continue  # scales that a checkpoint need not have
-        for attribute, parameter in layer._parameters.items():
-            if parameter is None:
-                continue
+        for attribute, tensor in _filled_tensors(layer):
             name = f"{path}.{attribute}" if path else attribute
             original = aliases.get(name, name)
             filled = max(numel.get(name, 0), numel.get(original, 0))
-            if filled < get_tensor_load_numel(parameter):
+            if filled < get_tensor_load_numel(tensor):
                 missing += [hf for hf in _checkpoint_names(model, name) if hf not in sent] or [name]
     return missing
+
+
+def _filled_tensors(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of a layer that a checkpoint fills: its parameters, and the buffers in its state."""
+    parameters, buffers = get_layer_params_buffers(layer)
+    yield from parameters.items()
+    unsaved = layer._non_persistent_buffers_set | MADE_BUFFERS
+    yield from ((name, buffer) for name, buffer in buffers.items() if name not in unsaved)
 
 
 def _checkpoint_names(model: nn.Module, parameter: str) -> list[str]:

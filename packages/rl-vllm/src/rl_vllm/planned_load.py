@@ -26,7 +26,7 @@ from rl_vllm.load_plan import Filling, LoadPlan, Piece
 
 @dataclass(frozen=True, eq=False)
 class PlannedLayer:
-    """A layer of which every parameter is known to be filled.
+    """A layer of which every parameter is known to be filled, and every buffer that a checkpoint has.
 
     Args:
         module: of the engine's model.
@@ -80,10 +80,10 @@ class PlannedLoad:
         for path, module in model.named_modules():
             if is_deferred_attention_layer(module):
                 attention.append(module)
-                if any(_full(path, name) in plan.pieces for name in module._parameters):
+                if any(_full(path, name) in plan.pieces for name in get_layer_tensors(module)):
                     return None
                 continue
-            names = _own_parameters(path, module, plan)
+            names = _own_tensors(path, module, plan)
             if not names:
                 continue
             if not is_plain(module) or not all(_is_filled(path, module, name, plan) for name in names):
@@ -163,7 +163,7 @@ class _OpenLayer:
             module.register_parameter(name, parameter)
 
     def _parameter(self, name: str) -> Tensor:
-        return self._layer.module.get_parameter(name).detach()
+        return get_layer_tensors(self._layer.module)[name].detach()
 
 
 def is_plain(layer: nn.Module) -> bool:
@@ -173,20 +173,23 @@ def is_plain(layer: nn.Module) -> bool:
     return all(parameter.ndim == 1 for parameter in layer.parameters(recurse=False))
 
 
-def _own_parameters(path: str, module: nn.Module, plan: LoadPlan) -> list[str]:
-    """Parameters of a layer as a checkpoint fills them, but for those that it shares with an earlier layer."""
+def _own_tensors(path: str, module: nn.Module, plan: LoadPlan) -> list[str]:
+    """Parameters of a layer as a checkpoint fills them, but for those that it shares with an earlier layer, and buffers
+    that it fills."""
     recorded = get_layerwise_info(module).restore_metadata[0]
-    held = {name for name, parameter in module._parameters.items() if parameter is not None}
-    return [name for name in sorted({*recorded, *held}) if _full(path, name) not in plan.aliases]
+    parameters, buffers = get_layer_params_buffers(module)
+    filled = {name for name in buffers if _full(path, name) in plan.pieces}
+    return [name for name in sorted({*recorded, *parameters, *filled}) if _full(path, name) not in plan.aliases]
 
 
 def _is_filled(path: str, module: nn.Module, name: str, plan: LoadPlan) -> bool:
-    """Whether copies and constants fill a parameter, in the place where the layer then has it."""
+    """Whether copies and constants fill a tensor, in the place where the layer then has it."""
     full = _full(path, name)
-    if full in plan.opaque or full not in plan.pieces or any(b is not None for b in module._buffers.values()):
+    if full in plan.opaque or full not in plan.pieces or not _can_keep_buffers(path, module, plan):
         return False
-    recorded = get_layerwise_info(module).restore_metadata[0].get(name)
-    held = module._parameters.get(name)
+    of_parameters, of_buffers = get_layerwise_info(module).restore_metadata
+    recorded = of_parameters.get(name, of_buffers.get(name))
+    held = get_layer_tensors(module).get(name)
     if recorded is not None and isinstance(module, LinearBase | VocabParallelEmbedding):
         num_values = recorded.numel()
     elif held is not None and held.is_contiguous() and (recorded is None or recorded.shape == held.shape):
@@ -196,6 +199,13 @@ def _is_filled(path: str, module: nn.Module, name: str, plan: LoadPlan) -> bool:
         return False
     parts = [*plan.pieces[full], *plan.fillings.get(full, ())]
     return sum(prod(part.write.size) for part in parts) == num_values
+
+
+def _can_keep_buffers(path: str, module: nn.Module, plan: LoadPlan) -> bool:
+    """Whether a layer has no buffers but those that are filled where they lie."""
+    buffers = get_layer_params_buffers(module)[1]
+    is_processed = isinstance(module, LinearBase | VocabParallelEmbedding)
+    return not buffers or (not is_processed and all(_full(path, name) in plan.pieces for name in buffers))
 
 
 def _full(path: str, name: str) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
 from rl_vllm.load_plan import LoadPlan, Piece
 from rl_vllm.planned_load import is_plain
@@ -18,7 +21,7 @@ class WeightProbe:
 
     A few columns of every matrix are kept, different ones in each version, the same ones of matrices of one width. A
     layer applied to one-hot rows must give them back exactly, whatever packed copy it computes with: products with 1
-    and 0 do not round. Vectors are kept whole.
+    and 0 do not round. Vectors and scalars are kept whole.
     Layers that quantise, and stacked expert weights, whose layout the kernels choose, are left to the coverage check.
 
     Args:
@@ -29,7 +32,7 @@ class WeightProbe:
 
     def __init__(self, model: nn.Module, plan: LoadPlan, version: int) -> None:
         self._layers: dict[str, nn.Module] = {}
-        self._expected: dict[str, Tensor] = {}  # matrix: [rows, columns sampled]; vector: whole
+        self._expected: dict[str, Tensor] = {}  # matrix: [rows, columns sampled]; vector, scalar: whole
         self._widths: dict[str, int] = {}
         self._columns: dict[int, Tensor] = {}
         self._targets: dict[str, list[tuple[str, Piece]]] = {}
@@ -59,9 +62,9 @@ class WeightProbe:
                 self._put_columns(name, piece, block)
 
     def _put_vector(self, name: str, piece: Piece, block: Tensor) -> None:
-        length = max(p.write.offset + p.write.size[0] for p in self._pieces[name])
+        length = max(p.write.offset + prod(p.write.size) for p in self._pieces[name])
         expected = self._expected.setdefault(name, block.new_zeros(length))
-        expected[piece.write.offset : piece.write.offset + len(block)] = block
+        expected[piece.write.offset : piece.write.offset + block.numel()] = block
 
     def _put_columns(self, name: str, piece: Piece, block: Tensor) -> None:
         width = self._widths[name]
@@ -110,7 +113,7 @@ class WeightProbe:
         wrong: list[str] = []
         for piece in self._pieces[name]:
             top = piece.write.offset // self._widths.get(name, 1)
-            if bad[top : top + piece.write.size[0]].any() and piece.name not in wrong:
+            if bad[top : top + prod(piece.write.size[:1])].any() and piece.name not in wrong:
                 wrong.append(piece.name)
         return wrong
 
@@ -118,9 +121,9 @@ class WeightProbe:
         self, name: str, layer: nn.Module, expected: Tensor, one_hot: dict[tuple[int, torch.dtype], Tensor]
     ) -> Tensor:
         """Return the layer's values for the sampled columns `[rows, columns]`, or its vector."""
-        parameter = layer.get_parameter(name.rpartition(".")[2])
+        parameter = get_layer_tensors(layer)[name.rpartition(".")[2]]
         if name not in self._widths:
-            return parameter[: len(expected)]
+            return parameter.reshape(-1)[: len(expected)]
         width = self._widths[name]
         columns = self._columns_of(width, parameter.device)
         if not isinstance(layer, LinearBase | ParallelLMHead):
@@ -134,6 +137,8 @@ class WeightProbe:
 
 def _is_block(piece: Piece) -> bool:
     write = piece.write
+    if not write.size:
+        return not piece.read.size
     if len(write.size) == 1:
         return write.stride == (1,) and len(piece.read.size) == 1
     return len(write.size) == 2 and write.stride[1] == 1 and len(piece.read.size) == 2

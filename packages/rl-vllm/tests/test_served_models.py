@@ -1,0 +1,129 @@
+"""Models that vLLM by itself computes otherwise than transformers does."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    Cohere2Config,
+    Cohere2ForCausalLM,
+    Gemma3nForCausalLM,
+    Gemma3nTextConfig,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
+    PreTrainedModel,
+)
+from vllm.model_executor.models.gemma3n import Gemma3nSelfDecoder
+
+import rl_vllm.engine_worker
+from rl_core.generation import Placement
+from rl_core.model_config import GenerationConfig
+from rl_core.testing.torch.reference_model import EOS_TOKEN_ID, VOCAB_SIZE, ReferenceModel, write_reference_model
+from rl_core.testing.weights import model_config, prompt
+from rl_vllm import VllmConfig, VllmGenerator
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 128,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "eos_token_id": EOS_TOKEN_ID,
+    "initializer_range": 0.2,
+}
+SLIDING: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
+
+
+def cohere2() -> PreTrainedModel:
+    """Its window of attention is the config's."""
+    return Cohere2ForCausalLM(Cohere2Config(**SIZES, **SLIDING))
+
+
+def gemma3n() -> PreTrainedModel:
+    """It has an embedding of tokens for each layer."""
+    config = Gemma3nTextConfig(
+        **SIZES,
+        **SLIDING,
+        head_dim=32,
+        vocab_size_per_layer_input=VOCAB_SIZE,
+        hidden_size_per_layer_input=8,
+        num_kv_shared_layers=0,
+        laurel_rank=8,
+    )
+    model = Gemma3nForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("correct_output_scale"):
+            torch.nn.init.uniform_(parameter)
+    return model
+
+
+def lfm2() -> PreTrainedModel:
+    """Its attention passes heads to rotary embeddings in a dimension of their own."""
+    layers = ["conv", "full_attention"]
+    return Lfm2ForCausalLM(Lfm2Config(**SIZES, layer_types=layers, conv_dim=128, block_dim=128))
+
+
+def llama4() -> PreTrainedModel:
+    """Its temperature of attention grows with the length of a row."""
+    config = Llama4TextConfig(
+        **SIZES,
+        head_dim=32,
+        num_local_experts=4,
+        intermediate_size_mlp=96,
+        no_rope_layers=[1, 0],
+        attention_chunk_size=128,
+        floor_scale=4,
+    )
+    return Llama4ForCausalLM(config)
+
+
+def minimax_m2() -> PreTrainedModel:
+    """The load of its experts is corrected, and their scores are sigmoids."""
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "scoring_func": "sigmoid", "use_routing_bias": True}
+    config = MiniMaxM2Config(**SIZES, head_dim=32, rotary_dim=32, **experts)
+    model = MiniMaxM2ForCausalLM(config)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.uniform_()
+    return model
+
+
+@pytest.mark.parametrize("make", [cohere2, gemma3n, lfm2, llama4, minimax_m2])
+def test_a_model_is_served_as_transformers_computes_it(tmp_path: Path, make: Callable[[], PreTrainedModel]) -> None:
+    folder = write_reference_model(tmp_path, seed=1)
+    torch.manual_seed(1)
+    make().save_pretrained(folder)
+    expected = ReferenceModel(folder).score(prompt(40))
+    # an engine is not started twice in one process
+    backend = VllmConfig(kv_cache_gib=0.25, own_process=True)
+    generator = VllmGenerator(GenerationConfig(), backend, model_config(folder), Placement("cpu"))
+
+    async def score() -> np.ndarray:
+        await generator.start()
+        try:
+            return await generator.score(prompt(40))
+        finally:
+            await generator.close()
+
+    np.testing.assert_allclose(asyncio.run(score()), expected, atol=1e-4)
+
+
+def test_vllms_language_model_of_gemma_3n_does_not_embed_tokens_for_each_layer() -> None:
+    """Once this fails, it need not be made to any longer."""
+    assert rl_vllm.engine_worker.EngineWorker
+    compute = Gemma3nSelfDecoder.forward.__wrapped__
+    assert "get_per_layer_input_embeddings" not in inspect.getsource(compute)
