@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl_core.testing.isolation import loaded_by, modules_of
+from rl_core.testing.isolation import loaded_by, loaded_by_command, modules_of
 
 HEAVY = ("rl_core.ray", "rl_core.torch", "rl_core.testing")
 ENGINES = {"datasets", "jinja2", "megatron", "ray", "torch", "transformers", "vllm"}
@@ -31,3 +31,8 @@ def test_tensor_code_needs_no_ray():
 def test_a_module_that_cannot_be_imported_is_an_error():
     with pytest.raises(ImportError, match="no_such_module"):
         loaded_by("rl_core.no_such_module")
+
+
+def test_a_command_is_followed_to_its_end():
+    assert {"json", "tokenize"} <= loaded_by_command("tokenize:main", "no_such_file.py")
+    assert "wave" not in loaded_by_command("tokenize:main", "no_such_file.py")

@@ -1,14 +1,13 @@
-"""Processes that all tests of this package share, and how much of the parity matrix they run."""
+"""Processes that all tests of this package share, and how many of their cases run."""
 
 from collections.abc import Iterator
 
 import pytest
 
+from rl_core.testing.exhaustive import pytest_addoption, pytest_collection_modifyitems, pytest_configure
 from rl_core.testing.rank_pool import RankPool, preload
 
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--every-case", action="store_true", help="the whole parity matrix, not only enough of it")
+__all__ = ["pytest_addoption", "pytest_collection_modifyitems", "pytest_configure"]
 
 
 @pytest.fixture(scope="session")

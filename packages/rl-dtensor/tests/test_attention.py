@@ -12,7 +12,8 @@ from rl_core.batch import TOKENS
 from rl_core.install_command import install_command
 from rl_core.torch.loss import Rows
 from rl_dtensor import compilation
-from rl_dtensor.attention import ROWS, attention_for, body_of, row_attention, rows_problem
+from rl_dtensor.attention import ROWS, attention_for, row_attention, rows_problem
+from rl_dtensor.body import body_of
 from rl_dtensor.kernels import Softmax, kernel_of, varlen
 from rl_dtensor.layout import Alignment, Segment, Segments, lay_out
 from rl_dtensor.preflight import check
@@ -20,7 +21,7 @@ from rl_dtensor.preflight import check
 LENGTHS = (5, 1, 8, 3)
 
 
-def dense(query, key, value, sinks=None, *, window=None, softcap=None):
+def dense(query, key, value, sinks=None, *, window=None, softcap=None, chunk=None):
     """One softmax over all tokens with a block-diagonal mask; a sink is a score beside them without a value."""
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
@@ -30,6 +31,9 @@ def dense(query, key, value, sinks=None, *, window=None, softcap=None):
     seen = (row[:, None] == row) & (distance >= 0)
     if window is not None:
         seen &= distance < window
+    if chunk is not None:
+        place = torch.cat([torch.arange(length) for length in LENGTHS]) // chunk
+        seen &= place[:, None] == place
     scores = query @ key.transpose(2, 3) * 0.3
     if softcap is not None:
         scores = softcap * (scores / softcap).tanh()
@@ -40,14 +44,14 @@ def dense(query, key, value, sinks=None, *, window=None, softcap=None):
     return (weights / total @ value).transpose(1, 2)
 
 
-def attended(tensors, backend, window=None, softcap=None, *, is_packed=True):
+def attended(tensors, backend, window=None, softcap=None, *, is_packed=True, **told):
     """`[batch, tokens, heads, head_dim]`, by the kernel of a backend, or another one."""
     rows = Rows(torch.tensor([0, *LENGTHS]).cumsum(0), {TOKENS: torch.zeros(sum(LENGTHS), dtype=torch.int64)})
     layout = lay_out(rows, Alignment(), is_packed=is_packed)
     attend = kernel_of(backend) if isinstance(backend, str) else backend
     query, key, value, *sinks = tensors
     options = {"scaling": 0.3, "sliding_window": window, "softcap": softcap, "s_aux": sinks[0] if sinks else None}
-    return row_attention(torch.nn.Module(), query, key, value, None, layout=layout, attend=attend, **options)[0]
+    return row_attention(torch.nn.Module(), query, key, value, None, layout=layout, attend=attend, **options, **told)[0]
 
 
 def random_tensors(key_dim=4, value_dim=4, *, has_sinks=False):
@@ -79,6 +83,32 @@ def test_flex_attention_sees_what_dense_attention_does(window):
     """It has no backward pass on CPU."""
     tensors = random_tensors()
     torch.testing.assert_close(attended(tensors, "flex", window), dense(*tensors, window=window))
+
+
+@pytest.mark.parametrize("backend", ["auto", "sdpa", "eager", "varlen"])
+@pytest.mark.parametrize("chunk", [1, 3, 100])
+def test_chunks_of_a_row_do_not_see_one_another(backend, chunk):
+    tensors = random_tensors(8, 8)
+    kernel = varlen(varlen_attn) if backend == "varlen" else backend
+    found = differentiated(lambda *parts: attended(parts, kernel, chunk_size=chunk), tensors)
+    torch.testing.assert_close(found, differentiated(lambda *parts: dense(*parts, chunk=chunk), tensors))
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 100])
+def test_flex_attention_and_padded_rows_see_chunks_too(chunk):
+    tensors = random_tensors()
+    torch.testing.assert_close(attended(tensors, "flex", chunk_size=chunk), dense(*tensors, chunk=chunk))
+    side_by_side = [torch.randn(len(LENGTHS), *x.shape[1:2], max(LENGTHS), x.shape[3]) for x in tensors]
+    rows = [attended([x[None, row] for x in side_by_side], "sdpa", is_packed=False, chunk_size=chunk) for row in (0, 2)]
+    found = attended(side_by_side, "sdpa", is_packed=False, chunk_size=chunk)
+    torch.testing.assert_close(found[[0, 2]], torch.cat(rows))
+
+
+def test_queries_are_scaled_by_their_place_in_the_row():
+    query, key, value = random_tensors()
+    place = torch.cat([torch.arange(length) for length in LENGTHS])
+    found = attended((query, key, value), "sdpa", query_scale=lambda places: 1.0 + places)
+    torch.testing.assert_close(found, dense(query * (1.0 + place)[:, None], key, value))
 
 
 SCORES = [(3.0, False), (None, True), (0.5, True)]
@@ -231,8 +261,10 @@ def test_layers_of_other_kinds_are_neither_packed_nor_split():
     config.layer_types = ["linear_attention", "full_attention"]
     assert attention_for(config, "auto", packed=True, split=True, supports_sdpa=True) == ROWS
     config.layer_types = ["chunked_attention", "full_attention"]
+    assert attention_for(config, "auto", packed=True, split=True, supports_sdpa=True) == ROWS
+    config.layer_types = ["indexed_attention", "full_attention"]
     assert attention_for(config, "auto", packed=False, split=False, supports_sdpa=True) == "sdpa"
-    with pytest.raises(ValueError, match="layers of type chunked_attention"):
+    with pytest.raises(ValueError, match="layers of type indexed_attention"):
         attention_for(config, "auto", packed=True, split=False, supports_sdpa=True)
     with pytest.raises(ValueError, match=r"cannot be split.*context_parallel_size=1"):
         attention_for(config, "auto", packed=False, split=True, supports_sdpa=True)

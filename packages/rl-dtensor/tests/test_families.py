@@ -1,7 +1,7 @@
 """Model families that do something of their own with attention or logits."""
 
 import pytest
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_core.errors import WorkerError
 from rl_core.model import ENTROPY, LOGPROBS, ModelSpec
@@ -10,8 +10,9 @@ from rl_core.testing.losses import TokenLoss
 from rl_core.testing.model_worker import SGD, make_batch
 from rl_core.testing.pooled_model import PooledModel
 from rl_core.testing.torch.oracle import Oracle
-from rl_core.testing.torch.selfcheck import case_on
-from rl_core.testing.torch.tiny_model import write_tiny_model
+from rl_core.testing.torch.selfcheck import LENGTHS, case_on
+from rl_core.testing.torch.tiny_model import SIZES, write_tiny_model
+from rl_dtensor.attention import RowsUnknown, tell_chunks
 from rl_dtensor.selfcheck import CHECK, MESHES, write_tiny
 
 FACTORY = "dtensor_factories:build"
@@ -84,6 +85,7 @@ def test_families_of_other_shapes_train_and_stream_as_one_process(ranks, tmp_pat
         "solar_open",  # shared experts that every rank has whole
         "hy_v3",  # shared experts that are called with tokens of all rows in one dim
         "deepseek_v3",  # and attention that every rank has whole
+        "phimoe",  # a family without a plan
     ],
 )
 def test_experts_beside_shared_ones_are_split(ranks, tmp_path, family, mesh):
@@ -93,10 +95,29 @@ def test_experts_beside_shared_ones_are_split(ranks, tmp_path, family, mesh):
     assert outcome.verdict == "exact", outcome
 
 
+@pytest.mark.parametrize("mesh", ["tp2+sp", "cp2", "cp2 ulysses", "pp2", "ep2 x fsdp2"])
+def test_llama_4_is_the_same_packed_and_split(ranks, tmp_path, mesh):
+    """Attention in chunks, temperatures by place, and experts that are called with all tokens."""
+    config = AutoConfig.for_model("llama4_text")
+    folder = write_tiny(config, tmp_path / "model")
+    tiny = AutoConfig.from_pretrained(folder)
+    assert {*tiny.layer_types} == {"chunked_attention", "full_attention"}
+    assert max(LENGTHS) > 2 * tiny.attention_chunk_size > tiny.floor_scale
+    case = case_on(MESHES, mesh, is_packed=True, has_adapters=mesh == "tp2+sp")
+    outcome = CHECK.check_case(ranks, folder, case, CHECK.expect(folder, has_adapters=case.has_adapters))
+    assert outcome.verdict == "exact", outcome
+
+
+def test_chunks_of_unknown_length_are_refused():
+    hf = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **SIZES))
+    hf.config.layer_types = ["chunked_attention", "full_attention"]
+    with pytest.raises(RowsUnknown, match="no attention_chunk_size"):
+        tell_chunks(hf, hf.model.layers)
+
+
 @pytest.mark.parametrize(
     ("family", "settings", "message"),
     [
-        ("llama4_text", {"expert_parallel_size": 2}, "are called with hidden_states alone"),
         ("jetmoe", {"expert_parallel_size": 2}, "have no stacked experts"),
     ],
 )

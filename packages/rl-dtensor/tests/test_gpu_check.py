@@ -6,14 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from rl_core.testing.exhaustive import partly_exhaustive
+
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 SECTIONS = ("environment", "attention", "head", "training", "syncs", "residency", "transfer", "generator", "resume")
+ON_CPU, IN_REHEARSAL = ("cpu", SECTIONS), ("rehearsal", ("residency", "generator"))
 
 pytestmark = pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="benchmarks are in a checkout alone")
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("device", "sections"), [("cpu", SECTIONS), ("rehearsal", ("residency", "generator"))])
+@pytest.mark.parametrize(("device", "sections"), partly_exhaustive([ON_CPU, IN_REHEARSAL], always=[ON_CPU]))
 def test_every_section_agrees_with_its_oracles(device, sections):
     command = [sys.executable, BENCHMARKS / "gpu_check.py", "--device", device, "--only", *sections]
     done = subprocess.run([*command, "--budget", "560", "--total", "560"], capture_output=True, text=True, timeout=570)

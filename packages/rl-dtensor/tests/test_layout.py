@@ -34,6 +34,19 @@ def test_bounds_of_segments_are_those_of_their_queries_and_keys():
     assert last.tolist() == [0, 1, 6]
 
 
+@pytest.mark.parametrize("size", [1, 3, 4, 100])
+def test_chunks_start_with_their_row_wherever_queries_are_cut(size):
+    row, whole = (2, 11), torch.device("cpu")
+    items = [Segment((0, 2), (0, 2)), Segment((2, 5), (row[0], 7)), Segment((5, 9), row)]
+    segments = Segments(items, whole).chunked(size)
+    first, last = segments.seen_keys
+    place = torch.tensor([0, 1, 4, 5, 6, 7, 8, 9, 10])
+    start = torch.tensor([0, 0, *[row[0]] * 7])
+    assert torch.equal(last, place)
+    assert torch.equal(first, place - (place - start) % size)
+    assert Segments(items, whole).chunked(100).lengths == Segments(items, whole).lengths
+
+
 @pytest.mark.parametrize("method", ["all_gather", "ulysses"])
 def test_ranks_have_all_tokens_between_them_and_find_their_keys(method):
     lengths, size = (5, 4, 3), 2

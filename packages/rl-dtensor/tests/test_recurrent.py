@@ -54,6 +54,19 @@ def tiny(family, **fields):
 
 
 CONVOLUTIONS = {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}
+DELTA_RULE = {
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+MAMBA = {
+    "mamba_num_heads": 16,
+    "mamba_head_dim": 8,
+    "ssm_state_size": 16,
+    "chunk_size": 8,  # rows of several chunks
+    "moe_shared_expert_intermediate_size": 24,
+}
 
 
 @pytest.mark.parametrize(
@@ -93,7 +106,7 @@ def test_a_mixer_that_is_not_told_of_rows_says_so():
     [
         (
             "qwen3_next",  # a gated delta rule; experts beside a shared one
-            {},
+            DELTA_RULE,
             [
                 ("tp2+sp", True, True),
                 ("cp2", True, True),
@@ -101,7 +114,7 @@ def test_a_mixer_that_is_not_told_of_rows_says_so():
                 ("ep2 x fsdp2", True, False),
             ],
         ),
-        ("nemotron_h", {}, [("tp2+sp", True, False), ("pp2", True, True)]),  # Mamba
+        ("nemotron_h", MAMBA, [("tp2+sp", True, False), ("pp2", True, True)]),
         ("minimax", {}, [("cp2 x tp2", True, False)]),  # lightning attention
         ("lfm2", CONVOLUTIONS, [("cp2 ulysses", True, False), ("tp2", True, False)]),  # short convolutions
     ],

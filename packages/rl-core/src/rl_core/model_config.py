@@ -287,13 +287,23 @@ def _argument_problems(model: ModelConfig) -> Iterator[Problem]:
 
 
 def local_hf_config(policy: ModelConfig) -> dict[str, Any]:
-    """Fields of the model's Hugging Face config with the overrides, if its `config.json` is on this machine; empty if
-    it is not, or is not valid JSON."""
+    """Fields of the language model's Hugging Face config with the overrides, if its `config.json` is on this machine;
+    empty if it is not, or is not valid JSON."""
     try:
         fields = json.loads((Path(policy.model_name).expanduser() / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return {**fields, **policy.hf_config_overrides} if isinstance(fields, dict) else {}
+    return {**language_fields(fields), **policy.hf_config_overrides} if isinstance(fields, dict) else {}
+
+
+def is_composite(fields: Mapping[str, Any]) -> bool:
+    """Whether a Hugging Face config is that of a model of text and images or sound, whose text has a config within."""
+    return isinstance(fields.get("text_config"), Mapping)
+
+
+def language_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a language model's Hugging Face config; of a composite model those of its text."""
+    return dict(fields["text_config"] if is_composite(fields) else fields)
 
 
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -301,10 +311,8 @@ NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_
 
 
 def num_experts_of(fields: Mapping[str, Any]) -> int:
-    """Experts of each layer by the fields of a Hugging Face config; 0 if there are none."""
-    text = fields.get("text_config")
-    known = {**fields, **text} if isinstance(text, Mapping) else fields
-    return next((count for name in NUM_EXPERTS if isinstance(count := known.get(name), int) and count), 0)
+    """Experts of each layer by the fields of a language model's Hugging Face config; 0 if there are none."""
+    return next((count for name in NUM_EXPERTS if isinstance(count := fields.get(name), int) and count), 0)
 
 
 class ColocatedResources(Config):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -15,7 +15,8 @@ from transformers.utils.generic import TransformersKwargs
 
 from rl_core.batch import TOKENS
 from rl_core.torch.loss import Rows
-from rl_core.torch.training.flops import RECURRENT_LAYERS, ROW_LAYERS
+from rl_core.torch.training.flops import CHUNKED, RECURRENT_LAYERS, ROW_LAYERS, setting
+from rl_dtensor.body import body_of
 from rl_dtensor.config import AttentionBackend
 from rl_dtensor.kernels import Attend, Softmax, check_softmax
 from rl_dtensor.layout import Context, Layout, Segments
@@ -29,6 +30,10 @@ INERT = frozenset({"use_cache", *TransformersKwargs.__annotations__})
 """Keyword arguments that models hand on to every attention function, and that do not change what it computes."""
 
 WITHOUT_DROPOUT: tuple[AttentionBackend, ...] = ("flash_attention_3", "flex")
+
+
+QueryScale = Callable[[Tensor], Tensor]
+"""From the places of tokens in their rows, int64 `[batch, tokens]`, to float32 factors of their queries."""
 
 
 class RowsUnknown(ValueError):
@@ -49,6 +54,8 @@ def row_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    chunk_size: int | None = None,
+    query_scale: QueryScale | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention of each row, as an attention function of `transformers`.
@@ -63,6 +70,8 @@ def row_attention(
         sliding_window: tokens that each token sees, itself included; all before it if None.
         softcap: bounds the scores; see `Softmax`.
         s_aux: sinks, `[heads]`; see `Softmax`.
+        chunk_size: tokens of each chunk of a row, outside of which no token sees any; the whole row if None.
+        query_scale: factors of the queries; 1 if None.
 
     Returns:
         `[batch, tokens, heads, head_dim]`.
@@ -80,13 +89,16 @@ def row_attention(
         foreign.append("is_causal=False")
     if foreign:
         raise RowsUnknown(f"{type(module).__name__} calls attention with {', '.join(foreign)}")
+    if query_scale is not None:
+        query = (query * query_scale(layout.position_ids)[:, None, :, None]).to(query.dtype)
     context, softmax = layout.context, Softmax(scaling, dropout, sliding_window, softcap, s_aux)
+    segments = layout.segments if chunk_size is None else layout.segments.chunked(chunk_size)
     if context is None:
-        out = attend(query, key, value, layout.segments, softmax)
+        out = attend(query, key, value, segments, softmax)
     elif context.method == "all_gather":
         places = layout.key_places
         key, value = (gather(part, 2, context.group).index_select(2, places) for part in (key, value))
-        out = attend(query, key, value, layout.segments, softmax)
+        out = attend(query, key, value, segments, softmax)
     else:
         key, value = (_repeated(part, context.size) for part in (key, value))
         query, key, value = (
@@ -94,7 +106,7 @@ def row_attention(
         )
         if s_aux is not None:
             softmax = replace(softmax, sinks=s_aux.chunk(context.size)[context.rank])
-        out = attend(query, key, value, layout.segments, softmax)
+        out = attend(query, key, value, segments, softmax)
         out = _to_tokens(out.index_select(2, layout.rank_places), context)
     return out.transpose(1, 2).contiguous(), None
 
@@ -119,11 +131,27 @@ def _to_tokens(x: Tensor, context: Context) -> Tensor:
     return torch.cat(exchange(parts, ones, ones, context.group).unbind(0), 1)
 
 
-def body_of(hf: PreTrainedModel) -> PreTrainedModel:
-    """Return a model without its head, which some families keep under another name than they declare."""
-    if hf.base_model is not hf:
-        return hf.base_model
-    return next(child for child in hf.children() if isinstance(child, PreTrainedModel))
+def tell_chunks(hf: PreTrainedModel, layers: Sequence[nn.Module]) -> None:
+    """Have layers of chunked attention say how long chunks are; their code says it by a mask alone, which rows replace.
+
+    Args:
+        layers: the repeated ones, in their order.
+
+    Raises:
+        RowsUnknown: if the config does not say how long they are.
+    """
+    config = hf.config.get_text_config()
+    kinds = setting(config, "layer_types") or []
+    chunked = [layer for layer, kind in zip(layers, kinds, strict=False) if kind == CHUNKED]
+    size = setting(config, "attention_chunk_size")
+    if chunked and size is None:
+        raise RowsUnknown("its config has no attention_chunk_size")
+
+    def tell(layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return args, {**kwargs, "chunk_size": size}
+
+    for layer in chunked:
+        layer.register_forward_pre_hook(tell, with_kwargs=True)
 
 
 class _Told(Exception):

@@ -24,11 +24,12 @@ from rl_core.torch.files.model_files import WeightFiles, read_hf_config
 from rl_core.torch.heads.scalar import new_head
 from rl_core.torch.heads.vocab_parallel import VocabShard
 from rl_core.torch.training.lora import InitialFactors
-from rl_dtensor.attention import ROWS, RowsUnknown, attention_for, rows_problem
+from rl_dtensor.attention import ROWS, RowsUnknown, attention_for, rows_problem, tell_chunks
 from rl_dtensor.compilation import compile_layers
 from rl_dtensor.config import AttentionBackend, DTensorConfig
 from rl_dtensor.kernels import kernel_of
 from rl_dtensor.layout import Alignment, Context, lay_out
+from rl_dtensor.llama4 import patch_llama4
 from rl_dtensor.loading import rebuild_buffers, set_head
 from rl_dtensor.lora import adapters_of, add_adapters, init_adapters
 from rl_dtensor.model import HeadShard, ReadingModel, ShardedModel
@@ -271,6 +272,8 @@ def _on_meta(
     try:
         hf = built(ROWS)
         run_rows_alone(hf, decoder_layers(hf))
+        tell_chunks(hf, decoder_layers(hf))
+        patch_llama4(hf)
     except RowsUnknown as error:
         problem = str(error)
     except KeyError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -67,7 +67,7 @@ class Segment:
 class Segments:
     """Segments whose queries follow one another, and their bounds on the device.
 
-    Everything but `seen_keys` is computed when it is built, once per microbatch for all layers.
+    Everything but `seen_keys` and `chunked` is computed when it is built, once per microbatch for all layers.
 
     Attributes:
         lengths: queries and keys of each segment.
@@ -80,6 +80,7 @@ class Segments:
     def __init__(self, items: Sequence[Segment], device: torch.device) -> None:
         self.device = device
         self._items = tuple(items)
+        self._chunked: dict[int, Segments] = {}
         queries = [item.query[1] - item.query[0] for item in items]
         keys = [item.key[1] - item.key[0] for item in items]
         self.lengths = queries, keys
@@ -97,6 +98,25 @@ class Segments:
         first = torch.tensor([item.key[0] for item in self._items]).repeat_interleave(queries)
         ahead = torch.tensor([item.key[1] - item.query[1] for item in self._items]).repeat_interleave(queries)
         return first.to(self.device), (torch.arange(len(ahead)) + ahead).to(self.device)
+
+    def chunked(self, size: int) -> Segments:
+        """The same queries, which see no key before their chunk: `size` consecutive tokens of their row."""
+        if size not in self._chunked:
+            parts = [part for item in self._items for part in _in_chunks(item, size)]
+            self._chunked[size] = Segments(parts, self.device)
+        return self._chunked[size]
+
+
+def _in_chunks(item: Segment, size: int) -> Iterator[Segment]:
+    """A segment cut where chunks of its row end."""
+    row, last = item.key
+    ahead = last - item.query[1]
+    start = item.query[0] + ahead
+    while start < last:
+        first = start - (start - row) % size
+        end = min(first + size, last)
+        yield Segment((start - ahead, end - ahead), (first, end))
+        start = end
 
 
 class Layout:

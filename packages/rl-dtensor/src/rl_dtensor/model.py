@@ -21,7 +21,8 @@ from rl_core.torch.heads.split_reads import join_tokens, split_language_reads
 from rl_core.torch.heads.vocab_parallel import VocabShard
 from rl_core.torch.loss import Rows
 from rl_core.torch.training.flops import ModelShape
-from rl_dtensor.attention import ROWS, body_of
+from rl_dtensor.attention import ROWS
+from rl_dtensor.body import body_of
 from rl_dtensor.kernels import Attend
 from rl_dtensor.layout import Alignment, Layout, lay_out
 from rl_dtensor.parallel.fsdp import local
@@ -144,6 +145,11 @@ class ReadingModel(nn.Module):
     def _logit_error(self, hidden: Tensor, layout: Layout, entered: Tensor | None) -> Tensor:
         """Largest difference between the head's logits and the model's own, relative to the largest of those."""
         head = self._head()
+        if hidden.shape[-1] != head.weight.shape[-1]:
+            raise ValueError(
+                f"logits of {self.hf.config.model_type} models are not a product of the last hidden states with the "
+                f"head: it takes {head.weight.shape[-1]} features, and they have {hidden.shape[-1]}"
+            )
         logits = head.transform(F.linear(hidden, head.weight, head.bias).float())
         own = self.hf(use_cache=False, **self._inputs(layout, entered)).logits.float()
         is_token = (layout.places >= 0).view(layout.shape)[..., None]

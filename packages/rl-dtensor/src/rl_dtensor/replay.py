@@ -18,6 +18,7 @@ from rl_core.model_config import num_experts_of
 from rl_core.ragged import Ragged
 from rl_core.rollout import UNKNOWN_EXPERT
 from rl_core.torch.training.replay import RoutingShape, chosen_experts
+from rl_dtensor.body import body_of
 from rl_dtensor.layout import Layout
 
 Choose = Callable[[Tensor], Tensor]
@@ -143,7 +144,8 @@ def routers_of(hf: PreTrainedModel) -> Sequence[tuple[int, nn.Module]]:
 
 
 def _recorders(hf: PreTrainedModel) -> Iterator[OutputRecorder]:
-    recorded = (hf._can_record_outputs or {}).get(ROUTER_LOGITS, ())
+    stated = hf._can_record_outputs or body_of(hf)._can_record_outputs or {}
+    recorded = stated.get(ROUTER_LOGITS, ())
     for each in recorded if isinstance(recorded, list | tuple) else (recorded,):
         yield each if isinstance(each, OutputRecorder) else OutputRecorder(each)
 

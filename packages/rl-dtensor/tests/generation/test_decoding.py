@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -24,6 +25,7 @@ from rl_core.generation import GenerationRequest, Placement, SamplingParams
 from rl_core.model_config import GenerationConfig, ModelConfig
 from rl_core.rollout import Completion
 from rl_core.testing.torch.reference_model import ReferenceModel, write_reference_model
+from rl_core.testing.torch.tiny_model import write_composite
 from rl_dtensor.generation.config import HFConfig
 from rl_dtensor.generation.generator import HFGenerator
 from rl_dtensor.selfcheck import SMALL as SIZES
@@ -98,7 +100,7 @@ def test_rows_of_any_length_get_the_logprobs_of_a_plain_forward_pass(
     ("family", "fields"),
     [
         ("qwen3_next", {}),  # a gated delta rule
-        ("kimi_linear", {}),
+        ("kimi_linear", {"linear_num_heads": 4, "linear_head_dim": 16}),
         ("falcon_h1", {}),  # Mamba beside attention in every layer
         ("jamba", {}),  # reads several tokens behind a state as if there were none
         ("lfm2", {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}),  # short convolutions
@@ -139,6 +141,24 @@ def test_the_size_of_the_batch_changes_no_token(tmp_path: Path) -> None:
         assert [c.token_ids.tolist() for c in apart] == [c.token_ids.tolist() for c in together]
 
 
+def test_the_language_model_of_a_composite_model_generates(tmp_path: Path) -> None:
+    language = write_reference_model(tmp_path / "language", seed=0)
+    composite = write_reference_model(tmp_path / "composite", seed=1)  # for its tokenizer
+    write_composite(composite, "llava", language)
+    requests = _requests(3)
+    found, expected = (_generate(_config(folder), requests) for folder in (composite, language))
+    assert [one.token_ids.tolist() for one in found] == [one.token_ids.tolist() for one in expected]
+
+
+def test_weights_that_the_files_lack_are_not_made_up(tmp_path: Path) -> None:
+    write_reference_model(tmp_path, seed=0)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"lack model\.norm\.weight; save the whole model"):
+        _generate(_config(tmp_path), _requests(1))
+
+
 def test_precision_is_the_models(tmp_path: Path) -> None:
     write_reference_model(tmp_path, seed=0)
     request = _requests(3)[2]
@@ -158,29 +178,58 @@ def test_overrides_reach_the_model_and_unknown_ones_are_named(tmp_path: Path) ->
         _generate(_config(tmp_path, hf_config_overrides={"rms_norm_epsilon": 10.0}), requests)
 
 
-def test_layers_that_keep_more_than_keys_and_values_are_refused(tmp_path: Path) -> None:
-    config = Qwen2Config(**SMALL, layer_types=["chunked_attention", "full_attention"])
-    config.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="chunked_attention"):
-        _generate(_config(tmp_path), _requests(1))
-
-
 @pytest.mark.parametrize(
     ("family", "fields", "said"),
     [
         ("nemotron_h", {"time_step_min": 0.5}, "logprobs are off"),  # the limit of steps holds for one pass alone
         ("recurrent_gemma", {}, "logprobs are off"),  # its states are not in the cache
         ("minimax", {}, "MiniMax uses cache of its own"),
+        ("llama4_text", {}, "its layers are chunked_attention"),
     ],
 )
-def test_models_that_decode_otherwise_than_in_one_pass_are_refused(
-    family: str, fields: dict[str, Any], said: str, tmp_path: Path
+def test_models_that_a_cache_does_not_serve_are_decoded_without_one(
+    family: str, fields: dict[str, Any], said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = shrink(AutoConfig.for_model(family, **fields), TINY)
-    config.update({"initializer_range": 0.2})
+    config.update({"initializer_range": 0.2, "eos_token_id": None})
+    _check_decoding(config, "eager", tmp_path)
+    warned = [record.getMessage() for record in caplog.records if "without a cache" in record.getMessage()]
+    assert len(warned) == 2, "once for each generator"
+    assert all(said in message for message in warned)
+
+
+def test_without_a_cache_no_pass_has_more_tokens_than_it_may_and_none_is_padded(tmp_path: Path) -> None:
+    config = shrink(AutoConfig.for_model("minimax"), TINY)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=rf"token by token as in one pass \(.*{said}.*another"):
+    shapes: list[tuple[int, ...]] = []
+
+    def calls(generator: HFGenerator) -> list[Awaitable[Any]]:
+        module = generator._engine.model.module
+        module.register_forward_pre_hook(
+            lambda _module, _args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+        )
+        return [generator.generate(request) for request in _requests(9)]
+
+    together = _with_generator(_config(tmp_path), HFConfig(max_prefill_tokens=64), calls)
+    assert max(rows for rows, _ in shapes) > 1
+    assert all(rows * columns <= 64 for rows, columns in shapes)
+    apart = _generate(_config(tmp_path), _requests(9), HFConfig(max_batch_size=1))
+    assert [c.token_ids.tolist() for c in apart] == [c.token_ids.tolist() for c in together]
+
+
+@pytest.mark.parametrize(
+    ("family", "said"),
+    [
+        ("bert", r"start of a row than for the row \(off by"),  # whose tokens see those behind them
+        ("xmod", r"fails in a plain pass \(ValueError: Input language unknown"),
+    ],
+)
+def test_a_model_that_cannot_be_decoded_in_any_way_is_refused(family: str, said: str, tmp_path: Path) -> None:
+    config = shrink(AutoConfig.for_model(family), TINY)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=f"{said}.*another generation.backend"):
         _generate(_config(tmp_path), _requests(1))
 
 

@@ -1,10 +1,13 @@
 """The experts that the Hugging Face generator reports, and what a trainer makes of them."""
 
+from transformers import AutoConfig
+
 from rl_core.model_config import GenerationConfig
 from rl_core.testing.torch.reported_routing import ReportedRoutingSuite
 from rl_core.testing.torch.tiny_model import write_tiny_model
 from rl_dtensor.generation.config import HFConfig
 from rl_dtensor.generation.generator import HFGenerator
+from rl_dtensor.selfcheck import write_tiny
 
 FIELDS = {
     "num_hidden_layers": 4,
@@ -27,3 +30,11 @@ class TestReportedRouting(ReportedRoutingSuite):
     def make_generator(cls, model, placement):
         settings = HFConfig(max_batch_size=4, max_prefill_tokens=24)
         return HFGenerator(GenerationConfig(backend="hf"), settings, model, placement)
+
+
+class TestReportedRoutingWithoutACache(TestReportedRouting):
+    """MiniMax's code refuses the generator's cache."""
+
+    @classmethod
+    def write(cls, folder):
+        return write_tiny(AutoConfig.for_model("minimax"), folder)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rl_dtensor.build import decoder_layers
 from rl_dtensor.parallel.plan import blocks_of, plan_of, whole_blocks_of
 
 ATTENTION = "model.layers.*.self_attn"
@@ -45,3 +46,32 @@ def test_attention_that_no_plan_names_is_whole_on_every_rank(hf):
     assert plan["model.layers.0.self_attn"] == "whole"
     assert whole_blocks_of(plan) == {"model.layers.0.self_attn"}
     assert "model.layers.0.mlp" not in plan
+
+
+def built(family, **fields):
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES, **fields))
+
+
+def test_a_family_without_a_plan_is_split_by_the_names_of_its_layers():
+    hf = built("afmoe", num_experts=4, num_dense_layers=0, head_dim=8, layer_types=["full_attention"])
+    plan = plan_of(hf, None, hf.model.layers)
+    attention = "model.layers.0.self_attn"
+    assert {plan[f"{attention}.{name}"] for name in ("q_proj", "k_proj", "v_proj", "gate_proj")} == {"colwise"}
+    assert plan[f"{attention}.o_proj"] == "rowwise"
+    assert plan[f"{attention}.q_norm"] == plan[f"{attention}.k_norm"] == "replicated"
+    assert plan["model.layers.0.mlp.experts"] == "experts"
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "bitnet",  # a norm over all heads
+        "diffllama",  # parameters of its own
+        "persimmon",  # other names
+    ],
+)
+def test_layers_of_which_names_do_not_tell_all_are_not_split(family):
+    hf = built(family)
+    with pytest.raises(ValueError, match=f"no tensor-parallel plan of {family} models.*custom_parallel_plan"):
+        plan_of(hf, None, decoder_layers(hf))

@@ -16,6 +16,14 @@ print(json.dumps(list(sys.modules)))
 """
 
 
+_CALL = """
+import atexit, json, sys
+from importlib.metadata import EntryPoint
+atexit.register(lambda: print(json.dumps(list(sys.modules)), file=sys.stderr))
+EntryPoint("command", sys.argv.pop(1), "console_scripts").load()()
+"""
+
+
 def loaded_by(*modules: str) -> frozenset[str]:
     """Top-level names of everything that a fresh interpreter has loaded once it imported `modules`.
 
@@ -25,6 +33,19 @@ def loaded_by(*modules: str) -> frozenset[str]:
     if done.returncode:
         raise ImportError(f"importing {', '.join(modules)} failed:\n{done.stderr}")
     return frozenset(name.partition(".")[0] for name in json.loads(done.stdout.splitlines()[-1]))
+
+
+def loaded_by_command(command: str, *arguments: str, cwd: Path | None = None) -> frozenset[str]:
+    """Top-level names of everything that a command has loaded when it ends, however it ends.
+
+    Args:
+        command: its entry point, `module:function`.
+        arguments: of its command line.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", _CALL, command, *arguments], capture_output=True, text=True, check=False, cwd=cwd
+    )
+    return frozenset(name.partition(".")[0] for name in json.loads(done.stderr.splitlines()[-1]))
 
 
 def modules_of(package: str, *, outside: tuple[str, ...] = ()) -> list[str]:

@@ -15,6 +15,14 @@ def test_only_keys_that_a_query_sees_count(window):
     assert shape.training_flops(lengths) == 3 * (2 * 3 * 4 + 2 * 3 * 6) * pairs
 
 
+@pytest.mark.parametrize("chunk", [1, 3, 4, 100])
+def test_only_keys_in_the_chunk_of_a_query_count(chunk):
+    lengths = [5, 1, 8]
+    pairs = sum(place % chunk + 1 for length in lengths for place in range(length))
+    shape = ModelShape(0, 0, (AttentionShape(num_heads=3, key_dim=4, value_dim=6, chunk=chunk),))
+    assert shape.training_flops(lengths) == 3 * (2 * 3 * 4 + 2 * 3 * 6) * pairs
+
+
 def test_frozen_matrices_have_no_products_by_their_entries():
     assert ModelShape(matrices=10, trained=10, attention=()).training_flops([2, 3]) == 6 * 10 * 5
     assert ModelShape(matrices=10, trained=1, attention=()).training_flops([2, 3]) == (4 * 10 + 2) * 5

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from rl_core.torch.generation.row import Row
 from rl_core.torch.generation.sampling import draw
-from rl_dtensor.generation.cache import RowCache, has_states, row_layers
+from rl_dtensor.generation.cache import Kind, RowCache, has_states
 from rl_dtensor.replay import RoutingRecorder
 
 
@@ -20,15 +20,22 @@ class DecodingBatch:
     Rows are padded on the left to the longest; positions count from each row's own first token.
 
     Args:
+        kinds: of the layers of the model's cache.
         recorder: of the experts that tokens are sent to; None if they are not reported.
     """
 
-    def __init__(self, model: PreTrainedModel, device: torch.device, recorder: RoutingRecorder | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        kinds: Sequence[Kind],
+        device: torch.device,
+        recorder: RoutingRecorder | None = None,
+    ) -> None:
         self._model = model
         self._recorder = recorder
         self._device = device
         self.rows: list[Row] = []
-        self._kinds = row_layers(model.config)
+        self._kinds = kinds
         self._cache = RowCache(self._kinds)
         self._lengths: list[int] = []
 
@@ -50,8 +57,8 @@ class DecodingBatch:
             tokens[index, columns - lengths[index] :] = torch.from_numpy(row.request.token_ids)
         cache = RowCache(self._kinds)
         logits = self._forward(tokens, lengths, cache)
-        self._add_routing(rows, lengths)
-        going_on = self._sample(rows, logits, version)
+        add_routing(self._recorder, rows, lengths)
+        going_on = sample_next(rows, logits, version)
         if not going_on:
             return
         if len(going_on) < len(rows):
@@ -70,8 +77,8 @@ class DecodingBatch:
         tokens = torch.tensor([[row.tokens[-1]] for row in self.rows])
         self._lengths = [length + 1 for length in self._lengths]
         logits = self._forward(tokens, self._lengths, self._cache)
-        self._add_routing(self.rows, [1] * len(self.rows))
-        self._keep(self._sample(self.rows, logits, version))
+        add_routing(self._recorder, self.rows, [1] * len(self.rows))
+        self._keep(sample_next(self.rows, logits, version))
 
     def drop_cancelled(self) -> None:
         """Drop rows that nobody waits for any longer."""
@@ -100,19 +107,6 @@ class DecodingBatch:
         )
         return output.logits[:, -1].float()
 
-    def _add_routing(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
-        """Tell each row where its last tokens, so many, were sent in the forward pass before."""
-        if self._recorder is not None:
-            for row, experts, count in zip(rows, self._recorder.take(len(rows)), counts, strict=True):
-                row.add_routing(experts[len(experts) - count :])
-
-    def _sample(self, rows: Sequence[Row], logits: Tensor, version: int) -> list[int]:
-        """Give each row its next token; indices of those that go on."""
-        sampling = [row.request.sampling for row in rows]
-        tokens, logprobs = draw(logits, sampling, [row.uniform for row in rows])
-        pairs = zip(rows, tokens.tolist(), logprobs.tolist(), strict=True)
-        return [index for index, (row, token, logprob) in enumerate(pairs) if not row.append(token, logprob, version)]
-
     def _keep(self, indices: Sequence[int]) -> None:
         if len(indices) == len(self.rows):
             return
@@ -123,3 +117,18 @@ class DecodingBatch:
         self._lengths = [self._lengths[index] for index in indices]
         first_column = self._cache.get_seq_length() - max(self._lengths)
         self._cache.keep(torch.tensor(indices, device=self._device), first_column)
+
+
+def add_routing(recorder: RoutingRecorder | None, rows: Sequence[Row], counts: Sequence[int]) -> None:
+    """Tell each row where its last tokens, so many, were sent in the forward pass before, if that is reported."""
+    if recorder is not None:
+        for row, experts, count in zip(rows, recorder.take(len(rows)), counts, strict=True):
+            row.add_routing(experts[len(experts) - count :])
+
+
+def sample_next(rows: Sequence[Row], logits: Tensor, version: int) -> list[int]:
+    """Give each row its next token; indices of those that go on."""
+    sampling = [row.request.sampling for row in rows]
+    tokens, logprobs = draw(logits, sampling, [row.uniform for row in rows])
+    pairs = zip(rows, tokens.tolist(), logprobs.tolist(), strict=True)
+    return [index for index, (row, token, logprob) in enumerate(pairs) if not row.append(token, logprob, version)]

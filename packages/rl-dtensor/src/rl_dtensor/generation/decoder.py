@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from rl_core.devices import Device
@@ -14,9 +15,10 @@ from rl_core.torch.generation.row import Row
 from rl_core.torch.residency.module_residency import ModuleResidency
 from rl_core.weights import Manifest
 from rl_dtensor.generation.batch import DecodingBatch
-from rl_dtensor.generation.cache import RowCache, has_states, row_layers
+from rl_dtensor.generation.cache import Kind, RowCache, has_states
 from rl_dtensor.generation.config import HFConfig
 from rl_dtensor.generation.weights import WeightAdoption
+from rl_dtensor.generation.whole_rows import WholeRowBatch
 from rl_dtensor.names import FileNames
 from rl_dtensor.replay import RoutingRecorder
 
@@ -26,6 +28,7 @@ class HFDecoder:
 
     Args:
         module: in its precision, without dropout.
+        kinds: of the layers of its cache; None if it is decoded without one.
         chunk_size: tokens whose logits exist at one time when given ones are scored.
         recorder: of the experts that tokens are sent to; None if they are not reported.
     """
@@ -33,6 +36,7 @@ class HFDecoder:
     def __init__(
         self,
         module: PreTrainedModel,
+        kinds: Sequence[Kind] | None,
         config: HFConfig,
         device: Device,
         *,
@@ -43,7 +47,12 @@ class HFDecoder:
         self._config = config
         self._device = device.torch_device
         self._chunk_size = chunk_size
-        self._batch = DecodingBatch(module, self._device, recorder)
+        self._kinds = kinds
+        self._batch: DecodingBatch | WholeRowBatch = (
+            WholeRowBatch(module, self._device, recorder, most_tokens=config.max_prefill_tokens)
+            if kinds is None
+            else DecodingBatch(module, kinds, self._device, recorder)
+        )
         self._residency = ModuleResidency(module, device)
 
     @property
@@ -96,24 +105,30 @@ class HFDecoder:
         """float32 `[tokens]`, logprobs of given tokens at temperature 1; the first is 0."""
         tokens = torch.from_numpy(token_ids.astype(np.int64)).to(self._device)
         logprobs = torch.zeros(len(tokens), dtype=torch.float32, device=self._device)
-        kinds = row_layers(self.module.config)
-        cache = RowCache(kinds)
-        # in chunks, as the logits of a whole long row may be larger than the model; code of some families (Jamba) reads
-        # several tokens behind a state as if there were none
-        following_size = 1 if has_states(kinds) else self._chunk_size
-        end = 0
-        while end < len(tokens) - 1:
-            start, size = end, following_size if end else self._chunk_size
-            end = min(start + size, len(tokens) - 1)
-            logits = self.module(
-                input_ids=tokens[None, start:end],
-                position_ids=torch.arange(start, end, device=self._device)[None],
-                past_key_values=cache,
-                use_cache=True,
-            ).logits[0]
-            following = tokens[start + 1 : end + 1, None]
-            logprobs[start + 1 : end + 1] = logits.float().log_softmax(dim=-1).gather(1, following)[:, 0]
+        for start, logits in self._chunks(tokens[:-1]):
+            following = tokens[start + 1 : start + 1 + len(logits), None]
+            chunk = logits.float().log_softmax(dim=-1).gather(1, following)[:, 0]
+            logprobs[start + 1 : start + 1 + len(logits)] = chunk
         return logprobs.cpu().numpy()
+
+    def _chunks(self, tokens: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Logits `[tokens, vocab]` of one row in parts, each with the place where it starts. Without a cache there is
+        one part."""
+        if self._kinds is None:
+            if len(tokens):
+                yield 0, self.module(input_ids=tokens[None], use_cache=False).logits[0]
+            return
+        cache = RowCache(self._kinds)
+        # the logits of a whole long row may be larger than the model; code of some families (Jamba) reads several
+        # tokens behind a state as if there were none
+        following_size = 1 if has_states(self._kinds) else self._chunk_size
+        start, size = 0, self._chunk_size
+        while start < len(tokens):
+            part = tokens[start : start + size]
+            places = torch.arange(start, start + len(part), device=self._device)
+            output = self.module(input_ids=part[None], position_ids=places[None], past_key_values=cache, use_cache=True)
+            yield start, output.logits[0]
+            start, size = start + len(part), following_size
 
     def adoption(self, manifest: Manifest) -> WeightAdoption:
         """Make ready for these weights, which come by the names and in the parts that the model's files have."""

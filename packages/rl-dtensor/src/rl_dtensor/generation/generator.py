@@ -9,7 +9,7 @@ from rl_core.model_config import GenerationConfig, ModelConfig
 from rl_core.torch.generation.generator import LocalGenerator
 from rl_dtensor.generation.config import HFConfig
 from rl_dtensor.generation.decoder import HFDecoder
-from rl_dtensor.generation.loading import load_model
+from rl_dtensor.generation.loading import cache_layers, load_model
 from rl_dtensor.replay import RoutingRecorder
 
 
@@ -22,7 +22,8 @@ class HFGenerator(LocalGenerator[HFDecoder]):
 
         def load() -> HFDecoder:
             module = load_model(model, backend.attn_implementation, device.torch_device)
+            kinds = cache_layers(module, model.model_name)
             recorder = RoutingRecorder(module) if placement.reports_routing else None
-            return HFDecoder(module, backend, device, chunk_size=model.logprob_chunk_size, recorder=recorder)
+            return HFDecoder(module, kinds, backend, device, chunk_size=model.logprob_chunk_size, recorder=recorder)
 
         super().__init__(load, AutoTokenizer.from_pretrained, model, placement)

@@ -2,48 +2,45 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
     AutoModelForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
 )
 
 from rl_core.errors import ConfigError
-from rl_core.model_config import ModelConfig
-from rl_core.torch.training.flops import RECURRENT_LAYERS, ROW_LAYERS
+from rl_core.model_config import ModelConfig, is_composite
+from rl_core.torch.files.language_part import KEY_MAPPING, read_language_config
+from rl_core.torch.training.flops import CHUNKED, RECURRENT_LAYERS, ROW_LAYERS
 from rl_dtensor.generation.cache import Kind, RowCache, has_states, row_layers
+from rl_dtensor.generation.whole_rows import last_logits
 
-_LAYER_TYPES = ROW_LAYERS | RECURRENT_LAYERS
+_logger = logging.getLogger(__name__)
+
+# the code of chunked attention in transformers counts the places of queries with padding (Llama 4)
+_LAYER_TYPES = (ROW_LAYERS - {CHUNKED}) | RECURRENT_LAYERS
 
 _PROBE_TOKENS = 9
+
+_FAMILY_ERRORS = (AttributeError, KeyError, RuntimeError, TypeError, ValueError)
+"""Errors of a family's code for what it did not foresee."""
 
 
 def load_model(model: ModelConfig, attn_implementation: str, device: torch.device) -> PreTrainedModel:
     """The causal language model `model.model_name` in its precision, without dropout.
 
     Raises:
-        ConfigError: for a field in `hf_config_overrides` that the model does not have, layers that keep more than
-            keys and values, or attention that `attn_implementation` does not compute.
+        ConfigError: for a field in `hf_config_overrides` that the model does not have, attention that
+            `attn_implementation` does not compute, or weights that are missing.
     """
     config = hf_config(model)
     fields = config.to_dict()
-    layer_types = set(fields.get("layer_types") or ())
-    if layer_types - _LAYER_TYPES:
-        raise ConfigError(
-            f"the hf generator decodes {' and '.join(sorted(_LAYER_TYPES))} layers, {model.model_name} has "
-            f"{', '.join(sorted(layer_types - _LAYER_TYPES))}; use another generation.backend"
-        )
-    try:
-        kinds = row_layers(config)
-    except ValueError as error:
-        raise ConfigError(
-            f"the hf generator cannot decode {model.model_name}: {error}; use another generation.backend"
-        ) from None
     if fields.get("attn_logit_softcapping") and attn_implementation == "sdpa":
         raise ConfigError(
             f"sdpa computes attention without the softcap that {model.model_name} has; "
@@ -54,15 +51,19 @@ def load_model(model: ModelConfig, attn_implementation: str, device: torch.devic
             f"transformers does not compute the attention of {model.model_name} with sdpa; set "
             "hf_cfg.attn_implementation=eager"
         )
-    loaded = AutoModelForCausalLM.from_pretrained(
+    loaded, info = AutoModelForCausalLM.from_pretrained(
         model.model_name,
         config=config,
         dtype=getattr(torch, model.precision),
         attn_implementation=attn_implementation,
+        output_loading_info=True,
+        key_mapping=KEY_MAPPING if is_composite(PreTrainedConfig.get_config_dict(model.model_name)[0]) else None,
     )
-    loaded = loaded.to(device).eval().requires_grad_(False)
-    _check_decoding(loaded, kinds, model.model_name)
-    return loaded
+    if info["missing_keys"]:  # transformers has filled them at random
+        raise ConfigError(
+            f"the files of {model.model_name} lack {', '.join(sorted(info['missing_keys']))}; save the whole model"
+        )
+    return loaded.to(device).eval().requires_grad_(False)
 
 
 def _has_sdpa(config: PreTrainedConfig) -> bool:
@@ -71,42 +72,89 @@ def _has_sdpa(config: PreTrainedConfig) -> bool:
 
 
 @torch.inference_mode()
-def _check_decoding(hf: PreTrainedModel, kinds: Sequence[Kind], name: str) -> None:
-    """Refuse a model that does not compute the same token by token as in one pass.
+def cache_layers(hf: PreTrainedModel, name: str) -> tuple[Kind, ...] | None:
+    """Kinds of the layers of the cache that a model decodes with; None if it must be decoded without one.
 
+    A model is decoded without a cache, and a warning says why, if its layers keep something else than a `RowCache`
+    holds, if its code refuses such a cache, or if it does not compute the same token by token as in one pass.
     Of models without states, logprobs are compared in float32 alone: in bfloat16 rounding may choose other experts.
 
     Raises:
-        ConfigError: with what its code says, or how far they are off.
+        ConfigError: if the model's code fails in a plain pass, or if a token's logprobs change with the tokens behind
+            it: no way of decoding agrees with one pass.
     """
     vocab_size = hf.get_input_embeddings().num_embeddings
     tokens = torch.arange(_PROBE_TOKENS, device=hf.device)[None] % vocab_size
+    try:
+        whole = hf(input_ids=tokens, use_cache=False).logits
+    except _FAMILY_ERRORS as error:
+        raise ConfigError(
+            f"the hf generator cannot decode {name}: its code in transformers fails in a plain pass "
+            f"({type(error).__name__}: {error}); use another generation.backend"
+        ) from error
+    try:
+        kinds = _row_layers(hf.config)
+        problem = _cache_problem(hf, kinds, tokens, whole)
+    except ValueError as error:
+        problem = str(error)
+    if not problem:
+        return kinds
+    parts = [last_logits(hf, tokens[:, : end + 1]) for end in range(tokens.shape[1])]
+    off = _largest_difference(torch.stack(parts, 1), whole)
+    if not off <= _tolerance(whole) and whole.dtype == torch.float32:
+        raise ConfigError(
+            f"the hf generator cannot decode {name}: its code in transformers computes other logprobs for the start of "
+            f"a row than for the row (off by {off:.2g}); use another generation.backend"
+        )
+    _logger.warning(
+        "%s is decoded without a cache, so that each step runs whole rows again, which is slow: %s", name, problem
+    )
+    return None
+
+
+def _row_layers(config: PreTrainedConfig) -> tuple[Kind, ...]:
+    """As `row_layers`; also raises `ValueError` for layers of types that a `RowCache` is not known to serve."""
+    foreign = sorted(set(config.to_dict().get("layer_types") or ()) - _LAYER_TYPES)
+    if foreign:
+        raise ValueError(f"its layers are {', '.join(foreign)}, and a cache serves {', '.join(sorted(_LAYER_TYPES))}")
+    return row_layers(config)
+
+
+def _cache_problem(hf: PreTrainedModel, kinds: Sequence[Kind], tokens: Tensor, whole: Tensor) -> str:
+    """Why a cache does not serve a model; empty if it does.
+
+    Args:
+        tokens: `[1, tokens]`.
+        whole: their logits in one pass.
+    """
     cache, parts = RowCache(kinds), []
     try:
-        for part in tokens.split((3, *[1] * (_PROBE_TOKENS - 3)), 1):
+        for part in tokens.split((3, *[1] * (tokens.shape[1] - 3)), 1):
             past = cache.get_seq_length()
             places = torch.arange(past, past + part.shape[1], device=hf.device)[None]
             parts.append(hf(input_ids=part, position_ids=places, past_key_values=cache, use_cache=True).logits)
-        whole = hf(input_ids=tokens, use_cache=False).logits
-    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:  # of the family's code
-        problem = f"{type(error).__name__}: {error}"
-    else:
-        is_comparable = has_states(kinds) or whole.dtype == torch.float32
-        off = (torch.cat(parts, 1).float().log_softmax(-1) - whole.float().log_softmax(-1)).abs().max().item()
-        if off <= 4 * torch.finfo(whole.dtype).eps ** 0.5 or not is_comparable:
-            return
-        problem = f"logprobs are off by {off:.2g}"
-    raise ConfigError(
-        f"the hf generator cannot decode {name}: its code in transformers does not compute the same token by token as "
-        f"in one pass ({problem}); use another generation.backend"
-    )
+    except _FAMILY_ERRORS as error:
+        return f"its code refuses the cache ({type(error).__name__}: {error})"
+    is_comparable = has_states(kinds) or whole.dtype == torch.float32
+    off = _largest_difference(torch.cat(parts, 1), whole)
+    if off <= _tolerance(whole) or not is_comparable:
+        return ""
+    return f"its code does not compute the same token by token as in one pass (logprobs are off by {off:.2g})"
+
+
+def _largest_difference(found: Tensor, whole: Tensor) -> float:
+    """Largest difference of logprobs, given logits."""
+    return (found.float().log_softmax(-1) - whole.float().log_softmax(-1)).abs().max().item()
+
+
+def _tolerance(logits: Tensor) -> float:
+    return float(4 * torch.finfo(logits.dtype).eps ** 0.5)
 
 
 def hf_config(model: ModelConfig) -> PreTrainedConfig:
-    """The model's Hugging Face config with the overrides; raises `ConfigError` naming one it does not know."""
-    config, unknown = AutoConfig.from_pretrained(
-        model.model_name, return_unused_kwargs=True, **model.hf_config_overrides
-    )
-    if unknown:
-        raise ConfigError(f"hf_config_overrides: {model.model_name} has no {', '.join(sorted(unknown))}")
+    """The language model's Hugging Face config with the overrides; raises `ConfigError` naming one it does not know."""
+    try:
+        config: PreTrainedConfig = read_language_config(model.model_name, model.hf_config_overrides)
+    except ValueError as error:
+        raise ConfigError(f"{model.model_name}: {error}") from None
     return config

@@ -40,13 +40,8 @@ def check_stacked(module: nn.Module, kind: str) -> None:
     Raises:
         ValueError: if the experts are not called with what the router says, or not stacked by expert.
     """
-    arguments = [
-        argument
-        for argument in inspect.signature(module.forward).parameters.values()
-        if argument.kind is argument.POSITIONAL_OR_KEYWORD
-    ]
-    if len(arguments) != NUM_ARGUMENTS:
-        called = ", ".join(argument.name for argument in arguments)
+    if not takes_choices(module):
+        called = ", ".join(_arguments(module))
         raise ValueError(
             f"experts of {kind} models are called with {called} alone instead of hidden states, ids of experts and "
             f"weights, so they cannot be split over ranks; {WHOLE_EXPERTS}"
@@ -54,6 +49,16 @@ def check_stacked(module: nn.Module, kind: str) -> None:
     counts = {parameter.shape[0] for parameter in module._parameters.values() if parameter is not None}
     if counts != {module.num_experts}:
         raise ValueError(f"parameters of the experts of {kind} models are not stacked by expert; {WHOLE_EXPERTS}")
+
+
+def takes_choices(module: nn.Module) -> bool:
+    """Whether stacked experts are called with hidden states, ids of experts and their weights."""
+    return len(_arguments(module)) == NUM_ARGUMENTS
+
+
+def _arguments(module: nn.Module) -> list[str]:
+    parameters = inspect.signature(module.forward).parameters.values()
+    return [argument.name for argument in parameters if argument.kind is argument.POSITIONAL_OR_KEYWORD]
 
 
 def mask_foreign_experts(module: Any, rank: int, size: int) -> None:

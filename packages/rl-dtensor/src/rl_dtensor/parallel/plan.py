@@ -29,7 +29,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch import nn
 from transformers import PreTrainedModel
 
+from rl_dtensor.body import body_name
 from rl_dtensor.config import Style
+from rl_dtensor.parallel.experts import expert_modules, takes_choices
 
 _ATTENTION: dict[str, Style] = {
     "layers.*.self_attn.q_proj": "colwise",
@@ -86,6 +88,13 @@ PLANS: Mapping[str, Mapping[str, Style]] = {
 }
 """Model type to the plan of its layers, below the base model's prefix."""
 
+NAMED: Sequence[tuple[tuple[str, ...], str]] = (
+    (("q_proj", "k_proj", "v_proj"), "o_proj"),
+    (("gate_proj", "up_proj"), "down_proj"),
+)
+"""Names of linear layers whose outputs are split, and of the one beside them whose inputs are, in families without a
+plan."""
+
 STYLES_OF_TRANSFORMERS: Mapping[str, Style] = {
     "colwise": "colwise",
     "rowwise": "rowwise",
@@ -105,7 +114,7 @@ VOCABULARY = "embedding_rowwise"
 
 def plan_of(hf: PreTrainedModel, custom: Mapping[str, Style] | None, layers: Sequence[nn.Module]) -> dict[str, Style]:
     """The name of every split module and parameter to its style: the custom plan, or this backend's for the family, or
-    the model's own.
+    the model's own, or what the names of its layers say.
 
     Args:
         layers: the repeated ones.
@@ -113,7 +122,7 @@ def plan_of(hf: PreTrainedModel, custom: Mapping[str, Style] | None, layers: Seq
     Raises:
         ValueError: if there is no plan, or if it names what the model lacks or a split that is not supported here.
     """
-    patterns = _with_vocabulary(hf, custom if custom is not None else _layers_plan(hf))
+    patterns = _with_vocabulary(hf, custom if custom is not None else _layers_plan(hf, layers))
     modules = {name.replace(".base_layer", ""): module for name, module in hf.named_modules()}
     parameters = [name.replace(".base_layer", "") for name, _ in hf.named_parameters()]
     plan: dict[str, Style] = {}
@@ -187,8 +196,8 @@ def _check_blocks(hf: PreTrainedModel, plan: Mapping[str, Style]) -> None:
             )
 
 
-def _layers_plan(hf: PreTrainedModel) -> dict[str, Style]:
-    prefix = f"{hf.base_model_prefix}."
+def _layers_plan(hf: PreTrainedModel, layers: Sequence[nn.Module]) -> dict[str, Style]:
+    prefix = f"{body_name(hf)}."
     kind = hf.config.model_type
     if kind in PLANS:
         return {prefix + pattern: style for pattern, style in PLANS[kind].items()}
@@ -204,12 +213,47 @@ def _layers_plan(hf: PreTrainedModel) -> dict[str, Style]:
                 "dtensor_cfg.custom_parallel_plan, or tensor_parallel_size=1"
             )
         plan[prefix + pattern] = STYLES_OF_TRANSFORMERS[word]
+    plan = plan or _named_plan(hf, layers)
     if not plan:
         raise ValueError(
             f"there is no tensor-parallel plan of {kind} models; set dtensor_cfg.custom_parallel_plan, or "
             "tensor_parallel_size=1"
         )
     return plan
+
+
+def _named_plan(hf: PreTrainedModel, layers: Sequence[nn.Module]) -> dict[str, Style]:
+    """A plan of a family that has none, by the names that most families have for the same; empty if it has others. That
+    a model computes the same by it is for the check of its family to show."""
+    names = {id(module): name.replace(".base_layer", "") for name, module in hf.named_modules()}
+    experts = {id(module) for module in expert_modules(hf)}
+    plan: dict[str, Style] = {}
+    for module in (module for layer in layers for module in layer.modules()):
+        if id(module) in experts and takes_choices(module):
+            plan[names[id(module)]] = "experts"
+        styles = _styles_by_name(module)
+        if styles is None:
+            return {}
+        plan |= {f"{names[id(module)]}.{name}": style for name, style in styles.items()}
+    return plan
+
+
+def _styles_by_name(module: nn.Module) -> dict[str, Style] | None:
+    """Styles of the parts of a block; empty if a module is not one, None if it has more than the names tell of."""
+    parts = dict(module.named_children())
+    bases = {name: dict(part.named_children()).get("base_layer", part) for name, part in parts.items()}
+    linear = {name: base for name, base in bases.items() if isinstance(base, nn.Linear)}
+    inputs, output = next((kind for kind in NAMED if {*kind[0], kind[1]} <= linear.keys()), ((), ""))
+    if not output:
+        return {}
+    width = linear[output].in_features
+    norms = {name: part for name, part in parts.items() if "norm" in name}
+    spans_heads = any(weight.numel() == width for norm in norms.values() for weight in norm.parameters())
+    if spans_heads or any(parameter is not None for parameter in module._parameters.values()):
+        return None
+    # a gate of what attention computes is as wide as that
+    split = {*inputs, *(name for name, part in linear.items() if part.out_features == width and name != output)}
+    return {**dict.fromkeys(sorted(split), "colwise"), output: "rowwise", **dict.fromkeys(norms, "replicated")}
 
 
 def _with_vocabulary(hf: PreTrainedModel, plan: Mapping[str, Style]) -> dict[str, Style]:

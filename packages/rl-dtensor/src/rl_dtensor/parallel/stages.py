@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rl_dtensor.body import body_name, body_of
+
 
 class Absent(nn.Module):
     """In the place of a module that another pipeline rank has: what comes in goes out.
@@ -52,8 +54,7 @@ class Stages:
         Raises:
             ValueError: if the model is more than an embedding, a list of layers and a norm, and cannot be cut.
         """
-        base = hf.base_model
-        prefix = f"{hf.base_model_prefix}."
+        base, prefix = body_of(hf), f"{body_name(hf)}."
         lists = [name for name, child in base.named_children() if isinstance(child, nn.ModuleList)]
         others = [name for name, child in base.named_children() if any(True for _ in child.parameters())]
         embedding = next((name for name, child in base.named_children() if child is hf.get_input_embeddings()), "")
@@ -117,8 +118,8 @@ class Stages:
             _fill(layers, [Absent(layer) for layer in held])
             hf.set_submodule(self.final_norm, Absent(norm))
             with torch.no_grad():
-                out = hf.base_model(inputs_embeds=probe, use_cache=False, **rows).last_hidden_state
-        except (AttributeError, TypeError, ValueError) as error:  # of the family's code
+                out = body_of(hf)(inputs_embeds=probe, use_cache=False, **rows).last_hidden_state
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:  # of the family's code
             raise ValueError(
                 f"{hf.config.model_type} models cannot be cut into stages, as their code does not pass by layers that "
                 f"are elsewhere ({type(error).__name__}: {error}); set pipeline_parallel_size=1"

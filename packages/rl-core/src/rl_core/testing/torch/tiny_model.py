@@ -7,7 +7,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+from rl_core.torch.files.language_part import language_names
 
 Family = Literal["qwen3", "llama"]
 
@@ -25,6 +27,23 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+
+
+VISION: dict[str, Any] = {
+    "num_hidden_layers": 1,
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_heads": 4,
+    "out_hidden_size": 32,
+    "image_size": 28,
+    "patch_size": 14,
+    "vision_output_dim": 32,
+    "projector_input_dim": 32,
+    "projector_output_dim": 32,
+}
+"""Sizes of the part of a composite model that sees, by the names of any family."""
 
 
 def write_tiny_model(
@@ -46,6 +65,26 @@ def write_tiny_model(
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return folder
+
+
+def write_composite(folder: Path, kind: str, language: Path) -> Path:
+    """Write a composite model of text and images (`gemma3`, `llama4`) whose language model is the one in a folder."""
+    model = AutoModelForCausalLM.from_pretrained(language, dtype="auto")
+    base = AutoConfig.for_model(kind)
+    fields = base.to_dict()
+    fields["text_config"] = model.config.to_dict()
+    fields["tie_word_embeddings"] = model.config.tie_word_embeddings
+    seen = fields["vision_config"] or {}
+    fields["vision_config"] = seen and {**seen, **{name: size for name, size in VISION.items() if name in seen}}
+    composite = AutoModelForImageTextToText.from_config(type(base).from_dict(fields), dtype=model.dtype)
+    weights, within = model.state_dict(), composite.state_dict()
+    names = language_names(within)
+    assert names.keys() == weights.keys(), names.keys() ^ weights.keys()
+    with torch.no_grad():
+        for name, inner in names.items():
+            within[inner].copy_(weights[name])
+    composite.save_pretrained(folder)
     return folder
 
 

@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,9 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from rl_core.model_config import TokenizerConfig
+from rl_core.model_config import TokenizerConfig, is_composite
 from rl_core.torch.files.block_scales import BlockScaledWeight
+from rl_core.torch.files.language_part import language_names, read_language_config
 from rl_core.torch.files.mxfp4 import MXFP4Weight
 from rl_core.torch.files.stored import Slices, StoredTensor, StoredWeight
 
@@ -94,20 +95,14 @@ def model_folder(name: str) -> Path:
 
 
 def read_hf_config(folder: Path, overrides: Mapping[str, Any]) -> Any:
-    """Return the model's `transformers` config with overrides.
+    """Return the model's `transformers` config with overrides; of a composite model that of its text.
 
     It does not say how weights are quantised on disk: they are dequantised when they are read, and exported so.
 
     Raises:
         ValueError: naming overrides that are not fields of this config.
     """
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(folder)
-    unknown = sorted(set(overrides) - set(config.to_dict()))
-    if unknown:
-        raise ValueError(f"hf_config_overrides {unknown} are not fields of a {type(config).__name__}")
-    config = AutoConfig.from_pretrained(folder, **overrides)
+    config = read_language_config(folder, overrides)
     vars(config).pop("quantization_config", None)
     return config
 
@@ -135,15 +130,18 @@ QUANTISATIONS = (
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """The safetensors of one folder.
+    """The safetensors of one folder; of a composite model those of its language model, by the names that they have in
+    it.
 
     Args:
         folder: that holds them.
         file_of: name of each tensor to the file that holds it.
+        stored_as: name of each tensor to another one that it has in that file.
     """
 
     folder: Path
-    file_of: dict[str, str]
+    file_of: Mapping[str, str]
+    stored_as: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, folder: Path) -> WeightFiles:
@@ -152,14 +150,11 @@ class WeightFiles:
         Raises:
             ValueError: if there are no safetensors.
         """
-        if (folder / INDEX).is_file():
-            return cls(folder, dict(json.loads((folder / INDEX).read_text())["weight_map"]))
-        if (folder / SINGLE).is_file():
-            with safe_open(folder / SINGLE, framework="pt") as file:
-                return cls(folder, dict.fromkeys(file.keys(), SINGLE))
-        raise ValueError(
-            f"{folder} has neither {SINGLE} nor {INDEX}; save the model with save_pretrained() to get them"
-        )
+        file_of = _files_of_tensors(folder)
+        if not _is_composite(folder):
+            return cls(folder, file_of)
+        stored_as = language_names(file_of)
+        return cls(folder, {name: file_of[stored] for name, stored in stored_as.items()}, stored_as)
 
     @cached_property
     def names(self) -> frozenset[str]:
@@ -176,7 +171,9 @@ class WeightFiles:
                 file: stack.enter_context(safe_open(self.folder / file, framework="pt"))
                 for file in set(self.file_of.values())
             }
-            tensors = {name: StoredTensor(files[file], name) for name, file in self.file_of.items()}
+            tensors = {
+                name: StoredTensor(files[file], self.stored_as.get(name, name)) for name, file in self.file_of.items()
+            }
             quantised = {
                 name: how.weight(tensors[name + how.values], tensors[name + how.scales])
                 for name, how in self._quantised.items()
@@ -192,6 +189,21 @@ class WeightFiles:
             for name in self.file_of
             if name.endswith(how.scales) and name.removesuffix(how.scales) + how.values in self.file_of
         }
+
+
+def _files_of_tensors(folder: Path) -> dict[str, str]:
+    if (folder / INDEX).is_file():
+        return dict(json.loads((folder / INDEX).read_text())["weight_map"])
+    if (folder / SINGLE).is_file():
+        with safe_open(folder / SINGLE, framework="pt") as file:
+            return dict.fromkeys(file.keys(), SINGLE)
+    raise ValueError(f"{folder} has neither {SINGLE} nor {INDEX}; save the model with save_pretrained() to get them")
+
+
+def _is_composite(folder: Path) -> bool:
+    """Whether the config is of a model of more than text; a folder of weights alone has none."""
+    path = folder / CONFIG
+    return path.is_file() and is_composite(json.loads(path.read_text(encoding="utf-8")))
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rl_core.model import HEADLESS_ROLES, Role
+from rl_core.model_config import language_fields
 from rl_core.torch.collective_errors import on_all_ranks, on_rank0
 from rl_core.torch.files.model_files import CONFIG, INDEX, SINGLE
 from rl_core.torch.training.backend import RankMesh, RankModel, RankWeights
@@ -32,7 +33,8 @@ def export_dtype(folder: Path, precision: str) -> str:
     if precision == "float32":
         return precision
     config = json.loads((folder / CONFIG).read_text())
-    source = config.get("dtype") or config.get("torch_dtype")
+    stated = (each.get(name) for each in (config, language_fields(config)) for name in ("dtype", "torch_dtype"))
+    source = next((dtype for dtype in stated if dtype), None)
     return precision if source is None else str(source).removeprefix("torch.")
 
 

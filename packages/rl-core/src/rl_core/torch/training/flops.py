@@ -57,19 +57,22 @@ class AttentionShape:
         num_heads: of queries.
         key_dim, value_dim: of a head.
         window: tokens that each token sees, itself included; all before it if None.
+        chunk: tokens of each chunk of a row, outside of which no token sees any; the whole row if None.
     """
 
     num_heads: int
     key_dim: int
     value_dim: int
     window: int | None = None
+    chunk: int | None = None
 
     def pair_flops(self) -> int:
         """Forward, for a query and a key that it sees."""
         return 2 * self.num_heads * (self.key_dim + self.value_dim)
 
 
-ROW_LAYERS = frozenset({"full_attention", "sliding_attention"})
+SLIDING, CHUNKED = "sliding_attention", "chunked_attention"
+ROW_LAYERS = frozenset({"full_attention", SLIDING, CHUNKED})
 """Kinds of layers with softmax attention, as Hugging Face configs name them."""
 
 RECURRENT_LAYERS = frozenset({"linear_attention", "conv"})
@@ -77,7 +80,7 @@ RECURRENT_LAYERS = frozenset({"linear_attention", "conv"})
 
 
 def attention_shapes(config: Any) -> tuple[AttentionShape, ...]:
-    """The attention of every layer of full or sliding attention; what linear attention adds to its matrices is little.
+    """The attention of every layer of softmax attention; what linear attention adds to its matrices is little.
 
     Args:
         config: a language model's `transformers` config.
@@ -92,9 +95,16 @@ def attention_shapes(config: Any) -> tuple[AttentionShape, ...]:
     window = setting(config, "sliding_window")
     kinds = setting(config, "layer_types")
     if kinds is None:
-        kinds = ["sliding_attention"] * setting(config, "num_hidden_layers")
+        kinds = [SLIDING] * setting(config, "num_hidden_layers")
+    chunk = setting(config, "attention_chunk_size")
     return tuple(
-        AttentionShape(num_heads, key_dim, value_dim, window if kind == "sliding_attention" else None)
+        AttentionShape(
+            num_heads,
+            key_dim,
+            value_dim,
+            window=window if kind == SLIDING else None,
+            chunk=chunk if kind == CHUNKED else None,
+        )
         for kind in kinds
         if kind in ROW_LAYERS
     )
@@ -126,13 +136,16 @@ class ModelShape:
         both factors."""
         rows = np.asarray(lengths, dtype=np.float64)
         products = 2.0 * rows.sum() * (2 * self.matrices + self.trained)
-        attention = sum(3.0 * layer.pair_flops() * _num_pairs(rows, layer.window) for layer in self.attention)
+        attention = sum(3.0 * layer.pair_flops() * _num_pairs(rows, layer) for layer in self.attention)
         return float(products + attention)
 
 
-def _num_pairs(lengths: np.ndarray, window: int | None) -> float:
+def _num_pairs(lengths: np.ndarray, layer: AttentionShape) -> float:
     """Number of pairs of a query and a key that it sees."""
-    seen = lengths if window is None else np.minimum(lengths, window)
+    if layer.chunk is not None:
+        whole, last = np.divmod(lengths, layer.chunk)
+        return float((whole * layer.chunk * (layer.chunk + 1) / 2 + last * (last + 1) / 2).sum())
+    seen = lengths if layer.window is None else np.minimum(lengths, layer.window)
     return float((seen * (seen + 1) / 2 + (lengths - seen) * seen).sum())
 
 

@@ -1,0 +1,48 @@
+"""Cases of tests that take long and largely repeat what others do: they run with `--every-case` alone.
+
+A `conftest.py` that imports the three hooks has the option and the marker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+
+exhaustive = pytest.mark.exhaustive
+"""Marks such a test."""
+
+
+def partly_exhaustive(cases: Iterable[Any], *, always: Collection[Any]) -> list[Any]:
+    """Cases of a parametrised test, all but some of which are exhaustive.
+
+    Args:
+        cases: values of its parameter, or tuples of the values of several.
+        always: the cases that run without `--every-case` too.
+    """
+    cases = list(cases)
+    assert all(each in cases for each in always), [each for each in always if each not in cases]
+    return [each if each in always else _exhaustive(each) for each in cases]
+
+
+def _exhaustive(case: Any) -> Any:
+    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=exhaustive)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--every-case", action="store_true", help="also the cases that largely repeat others")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "exhaustive: takes long and largely repeats others; runs with --every-case alone"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--every-case"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("exhaustive")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]

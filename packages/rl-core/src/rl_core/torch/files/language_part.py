@@ -1,0 +1,65 @@
+"""The language model of a composite model, which takes images or sound as well: its config, and its weights' names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+LANGUAGE_PREFIX = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?")
+"""Start of the names of the language model's weights in the files of a composite model, which differs by family and by
+the version of `transformers` that wrote them."""
+
+HEAD = "lm_head."
+
+KEY_MAPPING = {rf"^language_model\.{re.escape(HEAD)}": HEAD, LANGUAGE_PREFIX.pattern: "model."}
+"""Names in these files to names in the language model, as `from_pretrained` takes them; the first pattern that fits
+counts."""
+
+
+def language_config(config: Any) -> Any:
+    """Return the `transformers` config of a language model; of a composite model that of its text, if `transformers`
+    has a causal language model of that kind."""
+    # torch's classes come with it
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    text = config.get_text_config()
+    if "text_config" not in config.sub_configs or type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return config
+    # the composite model ties its head by its own word
+    text.tie_word_embeddings = config.tie_word_embeddings
+    text.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(text)].__name__]
+    if text.dtype is None:
+        text.dtype = config.dtype
+    return text
+
+
+def read_language_config(source: Path | str, overrides: Mapping[str, Any]) -> Any:
+    """Return the config of the language model in a folder, or of a hub name, with overrides.
+
+    Raises:
+        ValueError: naming overrides that are not fields of this config.
+    """
+    from transformers import AutoConfig
+
+    whole = AutoConfig.from_pretrained(source)
+    config = language_config(whole)
+    unknown = sorted(set(overrides) - set(config.to_dict()))
+    if unknown:
+        raise ValueError(f"hf_config_overrides {unknown} are not fields of a {type(config).__name__}")
+    if config is whole:
+        return AutoConfig.from_pretrained(source, **overrides)
+    return type(config).from_dict({**config.to_dict(), **overrides})
+
+
+def language_names(stored: Iterable[str]) -> dict[str, str]:
+    """Names of the language model's weights to their names in the files of a composite model."""
+    found = {}
+    for name in stored:
+        short = LANGUAGE_PREFIX.sub("", name)
+        if short.startswith(HEAD):
+            found[short] = name
+        elif short != name:
+            found[f"model.{short}"] = name
+    return found
