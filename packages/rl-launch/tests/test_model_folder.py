@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rl_launch.model_folder import MODEL_FILES, adapter_problems, folder_problems, layer_names
+from rl_launch.model_folder import MODEL_FILES, adapter_problems, folder_problems, hf_config_fields, layer_names
 
 
 def write(path, tensors):
@@ -24,6 +24,12 @@ def folder(tmp_path):
 
 def test_layers_are_read_from_the_headers_of_all_files(folder):
     assert layer_names(str(folder)) == ["lm_head", "model.layers.0.self_attn.q_proj"]
+
+
+def test_the_family_of_a_composite_model_is_that_of_its_text(tmp_path):
+    text = {"model_type": "gemma3_text", "hidden_size": 8}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    assert hf_config_fields(str(tmp_path)) == text
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff" * 64, (2).to_bytes(8, "little") + b"[]"])

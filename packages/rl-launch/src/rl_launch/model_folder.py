@@ -11,6 +11,7 @@ from typing import Any
 from rl_algos import hub
 from rl_core.config import Problem, did_you_mean
 from rl_core.errors import ConfigError
+from rl_core.model_config import language_fields
 from rl_launch.foreign_folders import foreign_kind
 from rl_launch.weight_files import INDEX, SINGLE, Header, weight_file_problems
 
@@ -64,12 +65,12 @@ def folder_problems(key: str, name: str, needed: Sequence[Needed]) -> Iterator[P
 
 
 def hf_config_fields(name: str) -> dict[str, Any]:
-    """Fields of a model's Hugging Face config, from its folder or from the hub."""
+    """Fields of a language model's Hugging Face config, from its folder or from the hub."""
     # the driver has transformers for tokenizers, without torch; it takes a second to import
     from transformers import PreTrainedConfig
 
     fields, _ = PreTrainedConfig.get_config_dict(name)
-    return fields
+    return language_fields(fields)
 
 
 def layer_names(name: str) -> list[str]:

@@ -42,6 +42,28 @@ def test_a_signal_to_the_drivers_group_spares_ray_which_ends_with_the_driver():
         driver.stdout.close()
 
 
+WORKERS = """
+import json, os
+import psutil, ray
+from rl_launch.cluster import virtual_cluster
+from rl_launch.cluster.ray_nodes import RayNodes, one_node
+nodes = RayNodes(one_node(4))
+ray.init(nodes.address)
+actor = ray.remote(type("Actor", (), {"pid": lambda self: os.getpid()})).remote()
+pid = ray.get(actor.pid.remote())
+beside = [each.cmdline() for each in psutil.Process(pid).parent().children()]
+ray.shutdown()
+nodes.close()
+print(json.dumps(beside))
+"""
+
+
+def test_no_python_is_started_before_there_is_work_for_it():
+    done = subprocess.run([sys.executable, "-c", WORKERS], capture_output=True, text=True, timeout=240, check=True)
+    beside = [words[0] for words in json.loads(done.stdout) if words]
+    assert sorted(beside) == ["ray::Actor", "ray::DashboardAgent", "ray::RuntimeEnvAgent"]
+
+
 def test_nodes_that_do_not_start_say_why():
     with pytest.raises(RLError, match=r"Ray did not start in 3 attempts; the last said: .*no_such_setting"):
         RayNodes([{"no_such_setting": 1}])

@@ -32,6 +32,9 @@ LEAST_OBJECT_STORE_BYTES = 80 * 2**20
 CLOSE_TIMEOUT_S = 60.0
 """Most seconds that nodes have to end before they are killed."""
 
+_OF_HEAD = {"include_dashboard": False, "_system_config": {"prestart_worker_first_driver": False}}
+"""No dashboard, and no idle Python for every CPU: workers have interpreters of their own."""
+
 _started: set[str] = set()
 """Addresses of the Rays of one node that this process started."""
 
@@ -98,8 +101,8 @@ def one_node(num_cpus: int) -> list[dict[str, Any]]:
         {
             "num_cpus": max(os.cpu_count() or 1, num_cpus),
             "num_gpus": local_gpus(),
-            "include_dashboard": False,
             "object_store_memory": object_store_bytes(),
+            **_OF_HEAD,
         }
     ]
 
@@ -123,7 +126,7 @@ def logical_nodes(num_nodes: int, gpus_per_node: int) -> list[dict[str, Any]]:
         "object_store_memory": max(LEAST_OBJECT_STORE_BYTES, object_store_bytes() // num_nodes),
     }
     nodes = [{**settings, "node_ip_address": f"127.0.0.{FIRST_ADDRESS + node}"} for node in range(num_nodes)]
-    return [{**nodes[0], "include_dashboard": False}, *nodes[1:]]
+    return [{**nodes[0], **_OF_HEAD}, *nodes[1:]]
 
 
 def is_on_this_machine_alone() -> bool:
