@@ -12,6 +12,11 @@ import pytest
 from driver_process import DriverProcess
 from runs import STARTED, lines_of
 
+from rl_core.testing import exhaustive
+from rl_core.testing.exhaustive import pytest_collection_modifyitems, pytest_configure
+
+__all__ = ["pytest_collection_modifyitems", "pytest_configure"]
+
 
 @dataclass(frozen=True)
 class CommandResult:
@@ -37,9 +42,9 @@ def run_rl(*arguments: str, timeout: float = 840, **variables: str) -> CommandRe
 
 
 def pytest_addoption(parser):
+    exhaustive.pytest_addoption(parser)
     parser.addoption("--quickstart", metavar="DIR", help="a finished quickstart to test instead of a new one")
     parser.addoption("--kills", type=int, default=1, help="how often a run is killed and resumed")
-    parser.addoption("--every-layout", action="store_true", help="rehearse every fault on every layout of GRPO")
 
 
 @pytest.fixture(autouse=True)

@@ -68,9 +68,9 @@ def check_commands(block: Block, folder: Path) -> None:
         if words[:1] == ["rl"]:
             _check_rl(block, words[1:], folder)
         elif words[:1] == ["tox"] and "-e" in words:
-            environment = words[words.index("-e") + 1]
             known = tomllib.loads((ROOT / "tox.toml").read_text())["env_list"]
-            _require(environment in known, block, f"tox has no environment {environment}")
+            for environment in words[words.index("-e") + 1].split(","):
+                _require(environment in known, block, f"tox has no environment {environment}")
         for word in words:
             _check_requirement(block, word)
             if word.endswith(".py") and word.partition("/")[0] in {"benchmarks", "tools", "integration-tests"}:

@@ -18,8 +18,10 @@ SETTINGS = {
     "RAY_health_check_timeout_ms": "2000",
     "RAY_health_check_failure_threshold": "3",
     "RAY_AUTH_MODE": "disabled",
+    "RAY_prestart_worker_first_driver": "0",
 }
-"""Settings by which Ray's head notices a dead node in seconds, and admits every process of the machine."""
+"""Settings by which Ray's head notices a dead node in seconds, admits every process of the machine, and starts none for
+nothing."""
 
 START_ATTEMPTS = 3
 """Attempts to start a node: Ray misses its own fixed deadline on a busy machine."""

@@ -55,7 +55,7 @@ class Run:
         while len(steps_of(self.folder)) < step:
             assert self.process.poll() is None, self.output
             assert time.monotonic() < deadline, self.output
-            time.sleep(0.01)
+            time.sleep(0.05)
 
     def await_log(self, words, timeout=840):
         """Wait until the driver or a worker has logged these words."""
@@ -63,7 +63,7 @@ class Run:
         while words not in logs_of(self.folder):
             assert self.process.poll() is None, self.output
             assert time.monotonic() < deadline, self.output
-            time.sleep(0.05)
+            time.sleep(0.2)
 
     def processes(self):
         """Everything it has started, this process included."""

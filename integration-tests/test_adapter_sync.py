@@ -6,6 +6,8 @@ import pytest
 from runs import assert_same, steps_of
 from safetensors.numpy import load_file
 
+from rl_core.testing.exhaustive import exhaustive
+
 SENT = re.compile(r"weight version (\d+): sending (.*), (\d+) bytes")
 APART = [
     "policy.generation.colocated.enabled=false",
@@ -36,7 +38,9 @@ def driver_log(folder):
     return (folder / "logs" / "driver.log").read_text()
 
 
-@pytest.mark.parametrize("settings", [[], APART], ids=["colocated", "megatron, apart"])
+@pytest.mark.parametrize(
+    "settings", [pytest.param([], id="colocated"), pytest.param(APART, id="megatron, apart", marks=exhaustive)]
+)
 def test_adapters_that_travel_alone_make_the_steps_of_merged_ones(driver, adapted, merged_steps, tmp_path, settings):
     folder = tmp_path / "run"
     driver.train(folder, *adapted, *settings)

@@ -12,6 +12,7 @@ import pytest
 from logical_cluster import LogicalCluster
 from runs import Run, assert_same, described, rollouts_of, steps_of
 
+from rl_core.testing.exhaustive import exhaustive
 from rl_launch.session.exactly_once import prove
 from rl_launch.session.run_folder import RunFolder
 
@@ -50,6 +51,7 @@ def test_an_age_of_0_is_the_synchronous_run(driver, grpo, whole_hf, tmp_path):
     assert_same(steps_of(tmp_path / "run"), steps_of(whole_hf)[:3], SAME, 0.0)
 
 
+@exhaustive
 @pytest.mark.parametrize("killed", ["ray::AsyncWorkerHost", "ray::WorkerHost"])
 def test_a_run_ahead_of_training_keeps_its_bound_and_loses_no_prompt(grpo, tmp_path, killed):
     run = Run.start(tmp_path / "run", *grpo, "grpo.max_num_steps=6", "checkpointing.save_period=2", *AHEAD)

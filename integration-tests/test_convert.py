@@ -6,7 +6,10 @@ import re
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from rl_core.testing.exhaustive import exhaustive
 
+
+@exhaustive
 def test_a_runs_checkpoint_becomes_the_files_that_the_run_exported(rl, quickstart, warm_model, tmp_path):
     target = tmp_path / "hf"
     result = rl("convert", str(quickstart / "sft"), str(target))
@@ -32,6 +35,7 @@ def test_a_run_becomes_a_checkpoint_of_the_other_backend_and_back_and_a_model(rl
     assert_same_model(target, warm_model)
 
 
+@exhaustive
 def test_an_adapter_stays_apart_through_a_checkpoint_and_is_merged_in_the_end(rl, warm_model, tmp_path):
     adapter, first, second, target = (tmp_path / name for name in ("adapter", "first", "second", "hf"))
     expected = write_adapter(adapter, warm_model)

@@ -13,6 +13,8 @@ import pyarrow
 import pyarrow.parquet
 from runs import lines_of
 
+from rl_core.testing.exhaustive import exhaustive
+
 # its prompts are made by the driver, and not every driver has it
 GYM = {"reasoning_gym/chain_sum": 6} if find_spec("reasoning_gym") else {}
 SUMS = "{dataset_name: arithmetic, settings: {max_operand: 20, num_rows: 20}}"
@@ -105,6 +107,7 @@ def test_tasks_are_scored_as_a_run_trains_and_the_same_by_rl_eval(driver, grpo, 
     assert (lines[2]["eval/sums/mean_length"], lines[2]["eval/sums/num_failed"]) == (found["mean_length"], 0)
 
 
+@exhaustive
 def test_the_stages_of_the_quickstart_differ_and_each_is_scored_as_its_run_was(rl, quickstart, warm_model, tmp_path):
     names = {"sft": str(warm_model), "grpo": ""}
     for name, model in names.items():
@@ -138,6 +141,7 @@ def score(completion, answer, number):
 """
 
 
+@exhaustive
 def test_an_evaluation_of_2000_prompts_whose_driver_is_killed_goes_on_where_it_was(rl, warm_model, tmp_path):
     folder = tmp_path / "eval"
     rows = [{"prompt": f"{i % 40}+{i // 40}=", "answer": str(i % 40 + i // 40), "number": i} for i in range(2000)]

@@ -5,7 +5,6 @@ the kill of all its processes.
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +14,8 @@ import psutil
 import pytest
 import tellable_environment
 from runs import Run, assert_no_shared_memory_is_left, figures, logs_of, rollouts_of, shared_memory, steps_of
+
+from rl_core.testing.exhaustive import exhaustive, partly_exhaustive
 
 
 def kill_and_resume(run, num_kills, steps, *arguments, **variables):
@@ -47,6 +48,7 @@ def prompts_of(folder):
     return {step: list(dict.fromkeys(row["prompt_id"] for row in rows)) for step, rows in rollouts_of(folder).items()}
 
 
+@exhaustive
 def test_an_sft_run_outlives_a_dead_rank_and_the_kill_of_all_it_started(num_kills, sft, whole_sft, tmp_path):
     before = shared_memory()
     run = Run.start(tmp_path / "run", *sft)
@@ -122,6 +124,7 @@ def test_a_grpo_run_outlives_the_death_of_everything_it_started(num_kills, grpo,
     assert_no_shared_memory_is_left(before)
 
 
+@exhaustive
 def test_a_grpo_run_outlives_an_engine_that_dies_beside_its_replica(grpo, whole_grpo, tmp_path):
     before = shared_memory()
     run = Run.start(tmp_path / "run", *grpo, "policy.generation.vllm_cfg.own_process=true", "grpo.max_num_steps=4")
@@ -148,18 +151,15 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def test_a_full_disk_ends_a_run_that_goes_on_once_there_is_room(sft, whole_sft, small_disk):
-    for save in ("async_save=false", "async_save=true"):
-        for entry in small_disk.iterdir():
-            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-        run = Run.start(small_disk, *sft, f"checkpointing.{save}")
-        found = run.processes()
-        run.finish(code=1)
-        _, _, report = run.output.rpartition("\nerror: ")
-        assert report.startswith(f"no space is left on a disk, most likely that of {small_disk}. Make room")
-        assert "No space left on device" in report
-        assert "Traceback" not in run.output
-        assert [path.name for path in (small_disk / "checkpoints").iterdir()] == ["step_4"]
+@pytest.mark.parametrize("async_save", partly_exhaustive(["false", "true"], always=["true"]))
+def test_a_full_disk_ends_a_run_that_goes_on_once_there_is_room(sft, whole_sft, small_disk, async_save):
+    run = Run.start(small_disk, *sft, f"checkpointing.async_save={async_save}")
+    run.finish(code=1)
+    _, _, report = run.output.rpartition("\nerror: ")
+    assert report.startswith(f"no space is left on a disk, most likely that of {small_disk}. Make room")
+    assert "No space left on device" in report
+    assert "Traceback" not in run.output
+    assert [path.name for path in (small_disk / "checkpoints").iterdir()] == ["step_4"]
     again = Run.start(small_disk, *sft)
     again.finish(60, code=2)
     assert f"the disk of {small_disk} is full" in again.output

@@ -9,6 +9,7 @@ import pytest
 from runs import lines_of, python_of, rollouts_of, steps_of
 
 from rl_core.plugins import POLICIES
+from rl_core.testing.exhaustive import exhaustive
 
 SCORES = """
 import json, sys
@@ -47,6 +48,7 @@ def reward_model(once, driver, warm_model):
     return once("reward-model", lambda folder: driver.train(folder, "rm-tiny", *settings))
 
 
+@exhaustive
 def test_a_policy_learns_what_is_preferred(driver, warm_model, tmp_path):
     driver.train(tmp_path / "run", "dpo-tiny", f"policy.model_name={warm_model}", "dpo.max_num_steps=30", *SMALL)
     start, first, *_, last = lines_of(tmp_path / "run")

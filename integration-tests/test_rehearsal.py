@@ -6,6 +6,8 @@ import pytest
 from logical_cluster import LogicalCluster
 from runs import Run, assert_same, logs_of, rollouts_of, steps_of
 
+from rl_core.testing.exhaustive import exhaustive
+
 NODES = ("cluster.device=rehearsal", "cluster.num_nodes=2", "cluster.gpus_per_node=2")
 FOUR = "cluster.gpus_per_node=4"
 APART = ("policy.generation.colocated.enabled=false", "policy.generation.colocated.resources.num_nodes=1")
@@ -15,6 +17,7 @@ MEGATRON = (
     "policy.megatron_cfg.tensor_model_parallel_size=2",
     "policy.megatron_cfg.pipeline_model_parallel_size=2",
 )
+PIPELINE = ("policy.megatron_cfg.enabled=true", "policy.megatron_cfg.pipeline_model_parallel_size=2")
 TENSOR = "policy.dtensor_cfg.tensor_parallel_size=2"
 NUM_STEPS = 6
 LAYOUTS = {
@@ -42,6 +45,7 @@ def assert_a_plain_run(run, whole):
     assert len(set(prompts)) == 32 * NUM_STEPS
 
 
+@exhaustive
 def test_sft_over_two_nodes(sft, whole_sft, tmp_path):
     run = Run.start(tmp_path / "run", *sft, "sft.max_num_steps=5", *NODES, TENSOR)
     run.finish()
@@ -64,8 +68,8 @@ def test_colocated_grpo_over_two_nodes_outlives_its_workers(grpo, whole_hf, tmp_
 def test_megatron_with_generation_apart_outlives_a_node(grpo, whole_hf, cluster, tmp_path):
     cluster.add(num_gpus=0)
     for _ in range(3):
-        cluster.add()
-    arguments = (*grpo, STEPS, HF, *NODES, FOUR, *APART, *MEGATRON)
+        cluster.add(num_gpus=2)
+    arguments = (*grpo, STEPS, HF, *NODES, *APART, *PIPELINE)
     run = Run.start(tmp_path / "run", *arguments, RAY_ADDRESS=cluster.address)
     run.await_step(4)
     used = next(node for node in cluster.nodes[1:] if node.runs("ray::WorkerHost"))
@@ -75,10 +79,9 @@ def test_megatron_with_generation_apart_outlives_a_node(grpo, whole_hf, cluster,
     assert logs_of(run.folder).count("starting again from checkpoint step_3") == 1
 
 
+@exhaustive
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_outlives_its_workers_and_a_node(pytestconfig, layout, grpo, whole_hf, cluster, tmp_path):
-    if not pytestconfig.getoption("every_layout"):
-        pytest.skip("takes minutes for each layout: asked for by --every-layout")
+def test_every_layout_outlives_its_workers_and_a_node(layout, grpo, whole_hf, cluster, tmp_path):
     cluster.add(num_gpus=0)
     for _ in range(3):
         cluster.add()
