@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,9 @@ from rl_core.generation import SamplingParams
 
 VOCAB_SIZE = 320
 EOS_TOKEN_ID = 2
+
+TOP_P_ROUNDING = 1e-5
+"""Relative error of a sum of probabilities in float32, with room."""
 
 
 def write_reference_model(folder: Path, *, seed: int, tied: bool = True, head_dim: int = 32) -> Path:
@@ -90,6 +94,19 @@ class ReferenceModel:
         logits = self.logits([*prompt, *completion])[len(prompt) - 1 : -1]
         rows = [processed_logprobs(row, sampling) if sampling else _log_softmax(row) for row in logits]
         return np.array([row[token] for row, token in zip(rows, completion, strict=True)])
+
+    def nearest_logprobs(
+        self, found: np.ndarray, prompt: np.ndarray, completion: np.ndarray, sampling: SamplingParams
+    ) -> np.ndarray:
+        """`completion_logprobs` for comparison with those that an engine found `[completion]`. Where rounding decides
+        whether the last token of `top_p` is one too many, both are right: the nearer of the two."""
+        if sampling.top_p == 1:
+            return self.completion_logprobs(prompt, completion, sampling)
+        shares = (min(sampling.top_p * (1 + change), 1.0) for change in (-TOP_P_ROUNDING, TOP_P_ROUNDING))
+        either = np.stack(
+            [self.completion_logprobs(prompt, completion, replace(sampling, top_p=share)) for share in shares]
+        )
+        return either[np.abs(either - found).argmin(axis=0), np.arange(len(completion))]
 
 
 def processed_logprobs(logits: np.ndarray, sampling: SamplingParams) -> np.ndarray:
