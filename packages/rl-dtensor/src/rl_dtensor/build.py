@@ -29,7 +29,6 @@ from rl_dtensor.compilation import compile_layers
 from rl_dtensor.config import AttentionBackend, DTensorConfig
 from rl_dtensor.kernels import kernel_of
 from rl_dtensor.layout import Alignment, Context, lay_out
-from rl_dtensor.llama4 import patch_llama4
 from rl_dtensor.loading import rebuild_buffers, set_head
 from rl_dtensor.lora import adapters_of, add_adapters, init_adapters
 from rl_dtensor.model import HeadShard, ReadingModel, ShardedModel
@@ -273,7 +272,10 @@ def _on_meta(
         hf = built(ROWS)
         run_rows_alone(hf, decoder_layers(hf))
         tell_chunks(hf, decoder_layers(hf))
-        patch_llama4(hf)
+        if config.get_text_config().model_type == "llama4_text":
+            from rl_dtensor.llama4 import patch_llama4  # imports the code of that family, for others in vain
+
+            patch_llama4(hf)
     except RowsUnknown as error:
         problem = str(error)
     except KeyError as error:
