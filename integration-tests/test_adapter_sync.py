@@ -55,12 +55,15 @@ def test_adapters_that_travel_alone_make_the_steps_of_merged_ones(driver, adapte
         (1, "all weights and their adapters", whole),
         (2, "the adapters alone", num_bytes),
     ]
-    if not settings:
-        driver.train(folder, *adapted, "grpo.max_num_steps=4")
-        resumed = steps_of(folder)
-        assert resumed[:3] == found
-        assert resumed[3]["mismatch/max"] < 1e-3
-        assert transfers_of(folder)[2:] == [
-            (4, "all weights and their adapters", whole),
-            (5, "the adapters alone", num_bytes),
-        ]
+
+
+@exhaustive
+def test_a_run_that_goes_on_sends_all_weights_once_more(driver, adapted, tmp_path):
+    folder = tmp_path / "run"
+    driver.train(folder, *adapted)
+    found, sent = steps_of(folder), transfers_of(folder)
+    driver.train(folder, *adapted, "grpo.max_num_steps=4")
+    resumed = steps_of(folder)
+    assert resumed[:3] == found
+    assert resumed[3]["mismatch/max"] < 1e-3
+    assert transfers_of(folder) == sent + [(version + 3, form, size) for version, form, size in sent]

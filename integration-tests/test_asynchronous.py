@@ -177,6 +177,7 @@ def test_updates_in_flight_interrupt_rollouts_that_go_on_as_if_nothing_had_happe
     assert (proof.contradictions, proof.gaps) == ((), ())
 
 
+@exhaustive
 def test_replicas_join_and_leave_a_run_that_goes_on(grpo, tmp_path):
     # every version has the same weights, so that the policy finds the logprobs of every replica
     same = "policy.optimizer.kwargs.lr=0.0"

@@ -7,7 +7,7 @@ import pytest
 from runs import assert_same, steps_of
 from safetensors.numpy import load_file
 
-from rl_core.testing.exhaustive import partly_exhaustive
+from rl_core.testing.exhaustive import exhaustive, partly_exhaustive
 
 HF = "policy.generation.backend=hf"
 """The generator of meshes that send their weights as others do: it starts sooner than vLLM."""
@@ -34,6 +34,7 @@ def test_sft_goes_on_with_the_same_rows_on_another_number_of_ranks(driver, sft, 
     assert_same(steps_of(run), steps_of(whole_sft)[:8], ("train/loss", "train/grad_norm", "train/num_tokens"), 1e-4)
 
 
+@exhaustive
 def test_adapters_train_alike_on_both_backends_and_are_saved_for_peft(driver, sft, rl, tmp_path):
     found, saved = {}, {}
     for backend in ("dtensor", "megatron"):

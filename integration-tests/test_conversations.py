@@ -7,6 +7,7 @@ from runs import rollouts_of, steps_of
 
 from rl_algos.tiny_model import make_tokenizer
 from rl_algos.tokenizer import encode_prompt
+from rl_core.testing.exhaustive import exhaustive
 
 ENVIRONMENT = '''
 import zlib
@@ -39,6 +40,7 @@ class Talk:
 '''
 
 
+@exhaustive
 def test_the_logprobs_of_a_thousand_conversations_are_those_of_the_engine(driver, warm_model, tmp_path):
     (tmp_path / "talk.py").write_text(ENVIRONMENT)
     driver.train(

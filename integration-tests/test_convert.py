@@ -18,12 +18,26 @@ def test_a_runs_checkpoint_becomes_the_files_that_the_run_exported(rl, quickstar
     assert sorted(path.name for path in target.iterdir()) == sorted(path.name for path in warm_model.iterdir())
 
 
-def test_a_run_becomes_a_checkpoint_of_the_other_backend_and_back_and_a_model(rl, quickstart, warm_model, tmp_path):
+TWO_RANKS = ("cluster.cpu_ranks_per_node=2", "policy.megatron_cfg.tensor_model_parallel_size=2")
+
+
+def test_a_run_becomes_a_checkpoint_of_the_other_backend_and_a_model(rl, quickstart, warm_model, tmp_path):
+    checkpoint, target = tmp_path / "checkpoint", tmp_path / "hf"
+    for source, made, arguments in (
+        (quickstart / "sft", checkpoint, ("--to", "megatron", *TWO_RANKS)),
+        (checkpoint, target, ()),
+    ):
+        result = rl("convert", str(source), str(made), *arguments)
+        assert result.code == 0, result.output
+        assert agreement(result) <= 1e-5
+    assert_same_model(target, warm_model)
+
+
+@exhaustive
+def test_a_checkpoint_of_the_other_backend_becomes_one_of_the_first_again(rl, quickstart, warm_model, tmp_path):
     checkpoint, back, target = tmp_path / "checkpoint", tmp_path / "back", tmp_path / "hf"
-    two_ranks = ("cluster.cpu_ranks_per_node=2", "policy.megatron_cfg.tensor_model_parallel_size=2")
-    result = rl("convert", str(quickstart / "sft"), str(checkpoint), "--to", "megatron", *two_ranks)
+    result = rl("convert", str(quickstart / "sft"), str(checkpoint), "--to", "megatron", *TWO_RANKS)
     assert result.code == 0, result.output
-    assert agreement(result) <= 1e-5
     one_rank = ("cluster.cpu_ranks_per_node=1", "policy.megatron_cfg.tensor_model_parallel_size=1")
     result = rl("convert", str(checkpoint), str(back), "--to", "dtensor", *one_rank)
     assert result.code == 0, result.output

@@ -15,7 +15,7 @@ import pytest
 import tellable_environment
 from runs import Run, assert_no_shared_memory_is_left, figures, logs_of, rollouts_of, shared_memory, steps_of
 
-from rl_core.testing.exhaustive import exhaustive, partly_exhaustive
+from rl_core.testing.exhaustive import exhaustive
 
 
 def kill_and_resume(run, num_kills, steps, *arguments, **variables):
@@ -151,7 +151,8 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-@pytest.mark.parametrize("async_save", partly_exhaustive(["false", "true"], always=["true"]))
+@exhaustive
+@pytest.mark.parametrize("async_save", ["false", "true"])
 def test_a_full_disk_ends_a_run_that_goes_on_once_there_is_room(sft, whole_sft, small_disk, async_save):
     run = Run.start(small_disk, *sft, f"checkpointing.async_save={async_save}")
     run.finish(code=1)
@@ -164,16 +165,19 @@ def test_a_full_disk_ends_a_run_that_goes_on_once_there_is_room(sft, whole_sft, 
     again.finish(60, code=2)
     assert f"the disk of {small_disk} is full" in again.output
     subprocess.run(["mount", "-o", "remount,size=256m", str(small_disk)], check=True)
+    Run.start(small_disk, *sft).finish()
+    assert figures(small_disk) == figures(whole_sft)
 
-    # with room again: and a signal to the whole group saves and ends cleanly
-    run = Run.start(small_disk, *sft)
+
+def test_a_signal_to_all_of_a_run_saves_and_ends_it(sft, whole_sft, tmp_path):
+    run = Run.start(tmp_path / "run", *sft)
     run.await_step(10)
     found = run.processes()
     os.killpg(run.process.pid, signal.SIGTERM)
     run.finish(120)
-    (saved,) = (small_disk / "checkpoints").glob("step_*")
-    assert int(saved.name.removeprefix("step_")) == len(steps_of(small_disk)) < 30
+    (saved,) = (run.folder / "checkpoints").glob("step_*")
+    assert int(saved.name.removeprefix("step_")) == len(steps_of(run.folder)) < 30
     _, alive = psutil.wait_procs(found, 30)
     assert not alive
-    Run.start(small_disk, *sft).finish()
-    assert figures(small_disk) == figures(whole_sft)
+    Run.start(run.folder, *sft).finish()
+    assert figures(run.folder) == figures(whole_sft)

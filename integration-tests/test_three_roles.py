@@ -16,6 +16,8 @@ from runs import Run, lines_of, logs_of
 from rl_algos.tiny_model import make_tiny_model
 from rl_core.testing.exhaustive import exhaustive
 
+pytestmark = exhaustive
+
 HERE = Path(__file__).parent / "three_roles"
 RECIPE = str(HERE / "three-roles.yaml")
 ROLLOUTS_RECIPE = str(HERE / "three-roles-rollouts.yaml")
@@ -89,14 +91,12 @@ def test_both_models_that_train_learn_and_the_teacher_stays(colocated):
     assert colocated[-1]["values/sum"] != colocated[0]["values/sum"]
 
 
-@exhaustive
 def test_models_that_take_turns_compute_what_those_side_by_side_do(tmp_path, its_driver, colocated):
     in_turns = finished(tmp_path / "run", its_driver, *REHEARSAL, "sft.max_num_steps=2")
     for ours, theirs in zip(in_turns, colocated, strict=False):
         assert ours == pytest.approx(theirs, rel=1e-5)
 
 
-@exhaustive
 def test_models_on_devices_of_their_own_are_killed_and_each_restored_on_a_device_of_another_kind(
     tmp_path, installed, its_driver, colocated
 ):
@@ -115,7 +115,6 @@ def test_models_on_devices_of_their_own_are_killed_and_each_restored_on_a_device
     assert roles_with_logs(run.folder) == ROLES
 
 
-@exhaustive
 def test_generation_takes_turns_with_all_models_is_killed_and_goes_on_bit_for_bit(tmp_path, installed, its_driver):
     arguments = (*REHEARSAL, "sft.max_num_steps=4")
     run = Run.start(tmp_path / "run", ROLLOUTS_RECIPE, *arguments, **installed)
