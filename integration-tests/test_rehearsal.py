@@ -52,13 +52,10 @@ def test_sft_over_two_nodes(sft, whole_sft, tmp_path):
     assert_same(steps_of(run.folder), steps_of(whole_sft)[:5], ("train/loss", "train/grad_norm"), 1e-3)
 
 
-def test_colocated_grpo_over_two_nodes_outlives_a_rank(grpo, whole_hf, tmp_path):
+def test_colocated_grpo_over_two_nodes_is_a_plain_run(grpo, whole_hf, tmp_path):
     run = Run.start(tmp_path / "run", *grpo, STEPS, HF, *NODES, TENSOR)
-    run.await_step(4)
-    run.kill_one("ray::WorkerHost")
     run.finish()
     assert_a_plain_run(run, whole_hf)
-    assert logs_of(run.folder).count("starting again from checkpoint step_3") == 1
 
 
 def test_megatron_with_generation_apart_outlives_a_node(grpo, whole_hf, cluster, tmp_path):
