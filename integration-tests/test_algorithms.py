@@ -296,9 +296,7 @@ def test_the_recipe_of_an_environment_takes_steps(recipe, driver, warm_model, tm
         assert line["mismatch/max"] < 1e-3
 
 
-@pytest.mark.parametrize(
-    "loss", partly_exhaustive([name for name in LOSSES if name not in FAMILIES], always=["ipo", "simpo"])
-)
+@pytest.mark.parametrize("loss", partly_exhaustive([name for name in LOSSES if name not in FAMILIES], always=["simpo"]))
 def test_every_preference_loss_takes_steps(loss, driver, tmp_path):
     settings = ("policy.model_name=tiny-arithmetic", f"dpo.loss={loss}", "dpo.max_num_steps=2", "dpo.val_period=0")
     driver.train(tmp_path / "run", "dpo-tiny", *COMMON, *settings, "checkpointing.enabled=false")

@@ -54,6 +54,7 @@ def downloaded(hub, name, file, rows, *, subset="default"):
     (snapshot / "README.md").write_text(f"---\n{card}\n---\n")
 
 
+@exhaustive
 def test_every_kind_of_task_is_scored_by_vllm(rl, warm_model, tmp_path):
     problem = {"solution": "It is \\boxed{2}.", "answer": "2", "subject": "Algebra", "level": 1, "unique_id": "a"}
     hub = tmp_path / "hub"

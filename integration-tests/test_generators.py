@@ -2,7 +2,10 @@
 
 from runs import assert_same, steps_of
 
+from rl_core.testing.exhaustive import exhaustive
 
+
+@exhaustive
 def test_a_single_rank_beside_a_replica_of_its_own_makes_the_same_steps(driver, grpo, whole_grpo, tmp_path):
     apart = ["policy.generation.colocated.enabled=false", "policy.generation.colocated.resources.gpus_per_node=1"]
     driver.train(tmp_path / "run", *grpo, "grpo.max_num_steps=4", *apart)

@@ -95,6 +95,7 @@ def test_every_layout_outlives_its_workers_and_a_node(layout, grpo, whole_hf, cl
     assert logs_of(run.folder).count("starting again from checkpoint step_3") == 2
 
 
+@exhaustive
 def test_a_run_folder_that_a_node_does_not_see_is_refused(sft, cluster, tmp_path):
     folder = tmp_path / "runs"
     folder.mkdir()

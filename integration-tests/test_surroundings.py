@@ -14,6 +14,8 @@ import pytest
 from logical_cluster import START_ATTEMPTS
 from runs import Run, figures, steps_of
 
+from rl_core.testing.exhaustive import exhaustive
+
 NOWHERE = "http://127.0.0.1:9"
 """A proxy that refuses every connection."""
 
@@ -62,6 +64,7 @@ def others_ray(tmp_path_factory):
         subprocess.run(["rm", "-rf", str(folder)], check=True)
 
 
+@exhaustive
 def test_a_run_beside_somebody_elses_ray_keeps_to_itself_unless_it_is_sent_there(others_ray, sft, whole_sft, tmp_path):
     # a signal to its whole group, as a terminal or Slurm sends it, saves and ends a run and no other's processes
     run = Run.start(tmp_path / "run", *sft)
