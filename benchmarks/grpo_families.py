@@ -489,8 +489,7 @@ def line_of(family: str, result: Result, reasons: dict[str, int]) -> str:
         return f"no ({reasons.setdefault(reason, len(reasons) + 1)})"
 
     failed = [f"{name}: {cell(reason)}" for name, reason in result.refused.items()]
-    name = f"`{family}`"
-    cells = [name, "; ".join([*([result.generator] if result.generator else []), *failed])]
+    cells = [f"`{family}`", "; ".join([*([result.generator] if result.generator else []), *failed])]
     if result.metrics:
         sync = median(step["time/weight_sync"] for step in result.metrics)
         cells += [str(len(result.metrics)), cell(result.largest("mismatch/max")), cell(result.largest("mismatch/kl"))]

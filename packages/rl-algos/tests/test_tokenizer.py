@@ -69,7 +69,7 @@ def test_a_template_that_refuses_says_so(folder):
 
 
 def test_no_tokenizer_is_an_error_that_says_where_and_what_to_do(tmp_path):
-    with pytest.raises(ConfigError, match=r"policy\.model_name: there is no folder"):
+    with pytest.raises(ConfigError, match=r"policy\.model_name: folder .* does not exist"):
         load(tmp_path / "missing")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     with pytest.raises(

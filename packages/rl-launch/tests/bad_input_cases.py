@@ -341,7 +341,7 @@ _DATA = (
 
 _MODELS = (
     _case(
-        "missing model folder", SFT, MODEL, says=r"policy\.model_name \(command line\): there is no folder './model'"
+        "missing model folder", SFT, MODEL, says=r"policy\.model_name \(command line\): folder './model' does not exist"
     ),
     _case(
         "a model neither here nor on a hub that may be asked",
@@ -349,7 +349,7 @@ _MODELS = (
         "policy.model_name=no-such/model",
         says=r"policy\.model_name: 'no-such/model' is not a local folder, .*HF_HUB_OFFLINE is set.*hf download",
     ),
-    _case("a path that is taken for no hub name", SFT, "policy.model_name=a/b/c", says="there is no folder 'a/b/c'"),
+    _case("a path that is taken for no hub name", SFT, "policy.model_name=a/b/c", says="folder 'a/b/c' does not exist"),
     _case(
         "adapters on layers that the model does not have",
         SFT,
@@ -388,7 +388,7 @@ _MODELS = (
     _case(
         "config.json that is not JSON", SFT, MODEL, says="is not a valid Hugging Face config", files=_model(config="{")
     ),
-    _case("missing tokenizer folder", SFT, "policy.tokenizer.name=./words", says="there is no folder './words'"),
+    _case("missing tokenizer folder", SFT, "policy.tokenizer.name=./words", says="folder './words' does not exist"),
     _case(
         "tokenizer without a chat template",
         SFT,

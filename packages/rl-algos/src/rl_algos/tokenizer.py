@@ -99,7 +99,7 @@ def _no_tokenizer(name: str, key: str, error: Exception) -> str:
             f"save a fast tokenizer there with `save_pretrained`, or name another tokenizer in policy.tokenizer.name"
         )
     if _is_local(name):
-        return f"{key}: there is no folder {name!r}; give a folder with {_FILES} or a hub name"
+        return f"{key}: folder {name!r} does not exist; give a folder with {_FILES} or a hub name"
     reason = str(error).strip().splitlines()[0]
     return (
         f"{key}: {name!r} is not a local folder, and its {_FILES} could not be downloaded ({reason}). "

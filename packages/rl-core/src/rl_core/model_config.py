@@ -311,7 +311,7 @@ NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_
 
 
 def num_experts_of(fields: Mapping[str, Any]) -> int:
-    """Experts of each layer by the fields of a language model's Hugging Face config; 0 if there are none."""
+    """Experts of each layer by the fields of a language model's Hugging Face config; 0 without experts."""
     return next((count for name in NUM_EXPERTS if isinstance(count := fields.get(name), int) and count), 0)
 
 

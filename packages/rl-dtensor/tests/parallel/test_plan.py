@@ -73,5 +73,5 @@ def test_a_family_without_a_plan_is_split_by_the_names_of_its_layers():
 )
 def test_layers_of_which_names_do_not_tell_all_are_not_split(family):
     hf = built(family)
-    with pytest.raises(ValueError, match=f"no tensor-parallel plan of {family} models.*custom_parallel_plan"):
+    with pytest.raises(ValueError, match=f"{family} models have no tensor-parallel plan.*custom_parallel_plan"):
         plan_of(hf, None, decoder_layers(hf))

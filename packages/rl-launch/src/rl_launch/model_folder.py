@@ -47,7 +47,7 @@ def folder_problems(key: str, name: str, needed: Sequence[Needed]) -> Iterator[P
     folder = Path(name).expanduser()
     if not folder.is_dir():
         if name.startswith(("/", ".", "~")) or not _HUB_NAME.fullmatch(name):
-            yield Problem(key, f"there is no folder {name!r}; give one with Hugging Face files, or a hub name")
+            yield Problem(key, f"folder {name!r} does not exist; give one with Hugging Face files, or a hub name")
         return
     held = sorted(entry.name for entry in folder.iterdir())
     if "checkpoints" in held and "config.json" not in held:
@@ -75,7 +75,7 @@ def hf_config_fields(name: str) -> dict[str, Any]:
 
 def layer_names(name: str) -> list[str]:
     """Names of the layers with a matrix in the safetensors files of a local folder, from their headers alone; empty if
-    there are none that can be read.
+    none can be read.
     """
     found: set[str] = set()
     for file in sorted(Path(name).expanduser().glob("*.safetensors")):

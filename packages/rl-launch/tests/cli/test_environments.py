@@ -163,7 +163,7 @@ WRONG = {
     "script": (("run", "math", "--prompt", "x", "--scripted", "no.txt"), "no.txt cannot be read"),
     "two players": (("run", "math", "--prompt", "x", "--scripted", "a", "--model", "b"), "choose one"),
     "no model": (("run", "math", "--prompt", "x", "policy.model_name=x"), "name one with --model"),
-    "model": (("run", "math", "--prompt", "x", "--model", "/no/where"), "there is no folder '/no/where'"),
+    "model": (("run", "math", "--prompt", "x", "--model", "/no/where"), "folder '/no/where' does not exist"),
 }
 
 

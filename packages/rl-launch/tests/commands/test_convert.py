@@ -65,13 +65,13 @@ def run_dir(tmp_path, model):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nothing", "out"], "there is no folder 'nothing' in "),
+        (["nothing", "out"], "folder 'nothing' does not exist in "),
         (["model", "out"], "--to dtensor"),
         (["model", "model", "--to", "dtensor"], "model exists already"),
         (["run", "run/config.yaml"], "exists already"),
         (["run/checkpoints", "out"], "neither a checkpoint"),
         (["model", "out", "--to", "dtensr"], "did you mean dtensor?"),
-        (["./elsewhere", "out", "--to", "dtensor"], "there is no folder './elsewhere'"),
+        (["./elsewhere", "out", "--to", "dtensor"], "folder './elsewhere' does not exist"),
         (["run", "out", "--to", "dtensor", "--adapter"], "run trained no adapters"),
         (["run/checkpoints/step_3/policy", "out"], "is a part of the checkpoint"),
         (["run/checkpoints/step_3/policy", "out", "--to", "dtensor"], "is a part of the checkpoint"),

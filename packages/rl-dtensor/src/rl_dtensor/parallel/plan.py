@@ -216,7 +216,7 @@ def _layers_plan(hf: PreTrainedModel, layers: Sequence[nn.Module]) -> dict[str, 
     plan = plan or _named_plan(hf, layers)
     if not plan:
         raise ValueError(
-            f"there is no tensor-parallel plan of {kind} models; set dtensor_cfg.custom_parallel_plan, or "
+            f"{kind} models have no tensor-parallel plan; set dtensor_cfg.custom_parallel_plan, or "
             "tensor_parallel_size=1"
         )
     return plan

@@ -203,7 +203,7 @@ def _enabling(backend: str | None) -> dict[str, Any]:
 
 def _not_there(source: str) -> str:
     return (
-        f"there is no folder {source!r} in {Path.cwd()}. SOURCE is a run directory, a checkpoint of one "
+        f"folder {source!r} does not exist in {Path.cwd()}. SOURCE is a run directory, a checkpoint of one "
         "(RUN/checkpoints/step_N), an adapter, or a folder that rl convert --to wrote; with --to BACKEND, also a "
         "folder with Hugging Face files or a name on the hub (OWNER/NAME)"
     )

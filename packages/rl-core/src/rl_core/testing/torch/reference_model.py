@@ -91,22 +91,22 @@ class ReferenceModel:
         self, prompt: np.ndarray, completion: np.ndarray, sampling: SamplingParams | None = None
     ) -> np.ndarray:
         """float64 `[completion]`, logprobs after temperature, top-k and top-p; unchanged ones without parameters."""
-        logits = self.logits([*prompt, *completion])[len(prompt) - 1 : -1]
-        rows = [processed_logprobs(row, sampling) if sampling else _log_softmax(row) for row in logits]
-        return np.array([row[token] for row, token in zip(rows, completion, strict=True)])
+        return _of_tokens(completion, self._logits_before(prompt, completion), sampling)
 
     def nearest_logprobs(
         self, found: np.ndarray, prompt: np.ndarray, completion: np.ndarray, sampling: SamplingParams
     ) -> np.ndarray:
         """`completion_logprobs` for comparison with those that an engine found `[completion]`. Where rounding decides
         whether the last token of `top_p` is one too many, both are right: the nearer of the two."""
-        if sampling.top_p == 1:
-            return self.completion_logprobs(prompt, completion, sampling)
-        shares = (min(sampling.top_p * (1 + change), 1.0) for change in (-TOP_P_ROUNDING, TOP_P_ROUNDING))
-        either = np.stack(
-            [self.completion_logprobs(prompt, completion, replace(sampling, top_p=share)) for share in shares]
-        )
+        logits = self._logits_before(prompt, completion)
+        changes = (0.0,) if sampling.top_p == 1 else (-TOP_P_ROUNDING, TOP_P_ROUNDING)
+        shares = [min(sampling.top_p * (1 + change), 1.0) for change in changes]
+        either = np.stack([_of_tokens(completion, logits, replace(sampling, top_p=share)) for share in shares])
         return either[np.abs(either - found).argmin(axis=0), np.arange(len(completion))]
+
+    def _logits_before(self, prompt: np.ndarray, completion: np.ndarray) -> np.ndarray:
+        """float64 `[completion, vocab]`, which each token of a completion was drawn from."""
+        return self.logits([*prompt, *completion])[len(prompt) - 1 : -1]
 
 
 def processed_logprobs(logits: np.ndarray, sampling: SamplingParams) -> np.ndarray:
@@ -124,6 +124,12 @@ def processed_logprobs(logits: np.ndarray, sampling: SamplingParams) -> np.ndarr
     filtered = np.full_like(scaled, -np.inf)
     filtered[kept] = scaled[kept]
     return _log_softmax(filtered)
+
+
+def _of_tokens(tokens: np.ndarray, logits: np.ndarray, sampling: SamplingParams | None) -> np.ndarray:
+    """float64 `[tokens]`, the logprob of each by its row of logits `[tokens, vocab]`."""
+    rows = [processed_logprobs(row, sampling) if sampling else _log_softmax(row) for row in logits]
+    return np.array([row[token] for row, token in zip(rows, tokens, strict=True)])
 
 
 def _log_softmax(logits: np.ndarray) -> np.ndarray:

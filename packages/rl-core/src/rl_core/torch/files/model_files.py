@@ -148,7 +148,7 @@ class WeightFiles:
         """Reads the index, or the names in the single file.
 
         Raises:
-            ValueError: if there are no safetensors.
+            ValueError: if the folder has no safetensors.
         """
         file_of = _files_of_tensors(folder)
         if not _is_composite(folder):
