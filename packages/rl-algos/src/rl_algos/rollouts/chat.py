@@ -9,13 +9,15 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateError
 
 from rl_algos.rollouts.continuation import Continuation
 from rl_algos.rollouts.tool_calls.formats import PLAIN, ToolFormat, format_of
-from rl_algos.rollouts.tool_calls.parsed import schemas_of
+from rl_algos.rollouts.tool_calls.parsed import THOUGHTS, schemas_of
 from rl_algos.rollouts.turn_ends import TurnEnds, find_turn_ends
 from rl_algos.tokenizer import render
 from rl_core.environment import ToolCall
+from rl_core.errors import ConfigError
 from rl_core.generation import Reply
 from rl_core.rollout import Message
 
@@ -52,7 +54,7 @@ class Chat:
         text = self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
         if not tools and not self.tool_format.reads_all:
             return Reply(text, {"role": "assistant", "content": text})
-        parsed = self.tool_format.parse(self._with_marks(token_ids), schemas_of(tools))
+        parsed = self.tool_format.parse(self._with_marks(token_ids), schemas_of(tools), self._opened)
         if self.tool_format.reads_all:
             text = parsed.content
         if not tools or not parsed.calls:
@@ -75,6 +77,15 @@ class Chat:
         kept, rest = (so_far, text[len(before) :]) if text.startswith(before) else (so_far[:0], text)
         behind = self._tokenizer.encode(rest, add_special_tokens=False)
         return np.concatenate([kept, np.asarray(behind, dtype=np.int32)]).astype(np.int32)
+
+    @cached_property
+    def _opened(self) -> str:
+        """The mark with which the prompt itself opens thoughts, as that of DeepSeek-R1 does; empty without one."""
+        try:
+            prompt = render(self._tokenizer, [{"role": "user", "content": "x"}], add_generation_prompt=True)
+        except (ConfigError, TemplateError):
+            return ""
+        return next((mark for mark in THOUGHTS if prompt.rstrip().endswith(mark)), "")
 
     @cached_property
     def _continuation(self) -> Continuation:

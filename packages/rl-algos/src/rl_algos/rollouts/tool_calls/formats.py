@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from rl_algos.rollouts.tool_calls.harmony import harmony
-from rl_algos.rollouts.tool_calls.json_calls import hermes, llama, mistral
-from rl_algos.rollouts.tool_calls.marked_calls import deepseek, glm, qwen_coder
-from rl_algos.rollouts.tool_calls.parsed import Parsed, Schemas
+from rl_algos.rollouts.tool_calls.json_calls import deepseek, hermes, llama, mistral
+from rl_algos.rollouts.tool_calls.marked_calls import glm, qwen_coder
+from rl_algos.rollouts.tool_calls.parsed import Parsed, Parser
 
 
 @dataclass(frozen=True)
@@ -17,14 +16,14 @@ class ToolFormat:
     """A format of tool calls.
 
     Args:
-        parse: reads a turn's text, special tokens included but for the one that ended it.
+        parse: Reads a turn's text, with its special tokens except the one that ended it.
         signs: texts that a chat template has if its model writes this format; any of them.
         ends: special tokens that end a turn with calls, beside the template's end of a turn.
         arguments_as_text: whether templates take the arguments of a call as JSON text.
         reads_all: whether turns of models with this format are parsed even if there are no tools.
     """
 
-    parse: Callable[[str, Schemas], Parsed]
+    parse: Parser
     signs: tuple[str, ...]
     ends: tuple[str, ...] = ()
     arguments_as_text: bool = False
@@ -42,7 +41,7 @@ FORMATS = {
 }
 """By name, in the order in which a template is searched for their signs."""
 
-PLAIN = ToolFormat(lambda text, _schemas: Parsed(text), ())
+PLAIN = ToolFormat(lambda text, _schemas, _opened="": Parsed(text), ())
 """Of a template that says nothing about tools: a turn has no calls."""
 
 

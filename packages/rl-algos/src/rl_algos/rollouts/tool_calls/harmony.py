@@ -4,25 +4,60 @@ from __future__ import annotations
 
 import re
 
-from rl_algos.rollouts.tool_calls.parsed import Parsed, Schemas, malformed, named_call
+from rl_algos.rollouts.tool_calls.objects import named_call, object_before, without_arguments
+from rl_algos.rollouts.tool_calls.parsed import BrokenCall, Parsed, Schemas, at_most, malformed
+from rl_core.environment import ToolCall
+from rl_core.model_json import after_space
 
-_RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
+_START = "<|start|>"
+_MARK = re.compile(r"<\|(start|message|end|return|call)\|>")
+_STOP = re.compile(r"<\|(start|end|return|call)\|>")
+_RECIPIENT = re.compile(r"\bto=([\w.\-:/]+)")
 _CHANNEL = re.compile(r"<\|channel\|>(\w+)")
-_END = re.compile(r"<\|(end|return|call)\|>")
+_ROLES = ("assistant", "user", "all")
 
 
-def harmony(text: str, _schemas: Schemas) -> Parsed:
-    """Messages of a header, `<|message|>` and a body; the final channel is the text, one to `functions.NAME` a call."""
-    content, calls = "", []
-    for message in text.split("<|start|>"):
-        header, has_body, rest = message.partition("<|message|>")
-        ended = _END.search(rest)
-        body = rest[: ended.start()] if ended else rest
+def harmony(text: str, schemas: Schemas, opened: str = "") -> Parsed:
+    """Messages of a header, `<|message|>` and a body. The final channel is the text; one to `functions.NAME`, or to any
+    other recipient that is not a role, is a call.
+    """
+    content, calls, at = list[str](), list[ToolCall](), 0
+    while at >= 0:
+        mark = _MARK.search(text, at)
+        header = text[at : mark.start() if mark else len(text)]
+        begin = mark.end() if mark and mark[1] == "message" else None
+        end = mark.start() if mark else len(text)
         recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
-        if recipient and not has_body:
-            calls.append(malformed("it has no <|message|>", recipient[1]))
-        elif recipient:
-            calls.append(named_call(recipient[1], body.strip()))
-        elif has_body and (channel is None or channel[1] == "final"):
-            content += body
-    return Parsed(content, tuple(calls))
+        name = recipient[1].removeprefix("functions.") if recipient else ""
+        if name and name not in _ROLES:
+            call, end = _call(text, name, begin, end, schemas)
+            calls.append(call)
+        elif begin is not None:
+            stop = _STOP.search(text, begin)
+            end = stop.start() if stop else len(text)
+            content.append(text[begin:end] if channel is None or channel[1] == "final" else "")
+        start = text.find(_START, end)
+        at = start + len(_START) if start >= 0 else -1
+    return Parsed("".join(content), tuple(at_most(calls)))
+
+
+def _call(text: str, name: str, begin: int | None, end: int, schemas: Schemas) -> tuple[ToolCall, int]:
+    """The call to a recipient, and the position after it.
+
+    Args:
+        begin: Position of the body, None without one.
+        end: Position after the header.
+    """
+    if begin is None:
+        return malformed("it has no <|message|>", name), end
+    begin = after_space(text, begin)
+    if begin == len(text) or _STOP.match(text, begin):
+        return without_arguments(name, schemas), begin
+    try:
+        arguments, end = object_before(text, begin, name=name)
+    except BrokenCall as broken:
+        return malformed(str(broken), name), broken.end
+    rest = after_space(text, end)
+    if rest < len(text) and not _STOP.match(text, rest):
+        return malformed(f"there is text after its JSON: {text[rest : rest + 20]!r}", name), rest
+    return named_call(name, arguments), rest

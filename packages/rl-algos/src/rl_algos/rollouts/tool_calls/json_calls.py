@@ -1,59 +1,175 @@
-"""Tool calls that are written as JSON: by Hermes and Qwen, Llama 3 and Mistral."""
+"""Tool calls that are written as JSON: by Hermes and Qwen, Llama 3, Mistral and DeepSeek."""
 
 from __future__ import annotations
 
-import json
 import re
+from functools import partial
 
+from rl_algos.rollouts.tool_calls.objects import named_call, object_before, object_call, without_arguments
 from rl_algos.rollouts.tool_calls.parsed import (
+    MAX_CALLS,
+    THOUGHTS,
+    BrokenCall,
     Parsed,
     Schemas,
-    behind_thoughts,
-    call_of,
+    end_of_thoughts,
     malformed,
-    named_call,
-    read_call,
+    marked_calls,
 )
+from rl_core.environment import ToolCall
+from rl_core.model_json import MalformedJson, after_space, read_model_json_at
 
-_HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|$)", re.DOTALL)
-_MISTRAL_NAMED = re.compile(r"\[TOOL_CALLS\]\s*([\w.-]+)(?:\[CALL_ID\]\w*)?\[ARGS\]")
+_TOOL_CALL = re.compile("</?tool_call>")
 _MISTRAL = "[TOOL_CALLS]"
+_MISTRAL_NAME = re.compile(r"([\w.\-:/]++)(?:\[CALL_ID\]\w*+)?(\[ARGS\])?")
 _LLAMA = "<|python_tag|>"
+_LLAMA_NAME = re.compile(r'\{\s*"name"\s*:\s*"([^"\\]*+)"')
+_DEEPSEEK_MARK = re.compile("<｜tool▁(?:call▁begin|call▁end|sep)｜>")
+_DEEPSEEK_BEGIN, _DEEPSEEK_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 
 
-def hermes(text: str, _schemas: Schemas) -> Parsed:
+def hermes(text: str, schemas: Schemas, opened: str = "") -> Parsed:
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them."""
-    thoughts, said = behind_thoughts(text)
-    calls = [
-        read_call(content.strip()) if closed else malformed("it is not closed by </tool_call>")
-        for content, closed in _HERMES.findall(said)
-    ]
-    return Parsed(thoughts + said.partition("<tool_call>")[0], tuple(calls))
+    first, calls = marked_calls(text, "<tool_call>", partial(_hermes_call, schemas=schemas), opened)
+    return Parsed(text[:first], tuple(calls))
 
 
-def llama(text: str, _schemas: Schemas) -> Parsed:
-    """`{"name": ..., "parameters": {...}}` as the whole turn, behind `<|python_tag|>` or not; one call a turn."""
-    said = text.strip()
-    if said.startswith(_LLAMA):
-        return Parsed("", (read_call(said.removeprefix(_LLAMA).strip(), arguments="parameters"),))
-    if not said.startswith("{") or '"name"' not in said:
+def llama(text: str, schemas: Schemas, opened: str = "") -> Parsed:
+    """`{"name": ..., "parameters": {...}}` as the whole turn, or `<|python_tag|>` and it; one call a turn.
+
+    Without the mark, JSON is a call only if it has `parameters` or `arguments`, or the name of a tool that is offered;
+    other JSON is an answer.
+    """
+    begin = after_space(text, end_of_thoughts(text))
+    if opened and not text.startswith("{", begin):
+        _, closed, rest = text[begin:].partition(THOUGHTS[opened])
+        begin = after_space(text, len(text) - len(rest)) if closed else begin
+    if text.startswith("{", begin):
+        is_call = _means_a_call(text, begin, schemas)
+        return Parsed(text[:begin], (_llama_call(text, begin, schemas),)) if is_call else Parsed(text)
+    content, marked, rest = text[begin:].partition(_LLAMA)
+    if not marked or (content and not rest.lstrip().startswith("{")):
         return Parsed(text)
-    return Parsed("", (read_call(said, arguments="parameters"),))
+    call = _llama_call(text, len(text) - len(rest), schemas)
+    return Parsed(text[:begin] + content, (call,))
 
 
-def mistral(text: str, _schemas: Schemas) -> Parsed:
+def mistral(text: str, schemas: Schemas, opened: str = "") -> Parsed:
     """`[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, or `[TOOL_CALLS]NAME[ARGS]{...}` for each call."""
-    content, called, rest = text.partition(_MISTRAL)
-    if not called:
-        return Parsed(text)
-    names = list(_MISTRAL_NAMED.finditer(text))
-    if names:
-        ends = [*(name.start() for name in names[1:]), len(text)]
-        calls = [named_call(name[1], text[name.end() : end].strip()) for name, end in zip(names, ends, strict=True)]
-        return Parsed(content, tuple(calls))
+    first, calls = marked_calls(text, _MISTRAL, partial(_mistral_calls, schemas=schemas), opened)
+    return Parsed(text[:first], tuple(calls))
+
+
+def deepseek(text: str, schemas: Schemas, opened: str = "") -> Parsed:
+    """`<｜tool▁call▁begin｜>...<｜tool▁call▁end｜>` around `function<｜tool▁sep｜>NAME` and fenced JSON (V3, R1), or
+    `NAME<｜tool▁sep｜>{...}` (V3.1).
+    """
+    first, calls = marked_calls(text, _DEEPSEEK_BEGIN, partial(_deepseek_call, schemas=schemas), opened)
+    content = text[:first]
+    return Parsed(content.rstrip().removesuffix("<｜tool▁calls▁begin｜>") if calls else content, tuple(calls))
+
+
+def broken_block(text: str, begin: int, problem: str) -> BrokenCall:
+    """Return the error of a `<tool_call>` after which no call begins.
+
+    Args:
+        text: The turn.
+        begin: Position of the first character in the block.
+        problem: Error of a block that is closed.
+    """
+    mark = _TOOL_CALL.search(text, begin)
+    if mark is not None and mark[0] == "</tool_call>":
+        return BrokenCall(problem, mark.end())
+    end = mark.start() if mark else len(text)
+    return BrokenCall("it is not closed by </tool_call>", end, mention=begin < len(text))
+
+
+def _hermes_call(text: str, start: int, *, schemas: Schemas) -> tuple[list[ToolCall], int]:
+    start = after_space(text, start)
+    if text[start : start + 1] not in ("{", "["):
+        problem = f"it is not valid JSON: it must be a JSON object, got {text[start : start + 20]!r}"
+        raise broken_block(text, start, problem)
+    found, end = object_before(text, start, "</tool_call>")
+    return [object_call(found, "arguments", schemas)], end
+
+
+def _llama_call(text: str, start: int, schemas: Schemas) -> ToolCall:
     try:
-        found = json.loads(rest)
-    except ValueError as error:
-        return Parsed(content, (malformed(f"it is not valid JSON: {error}"),))
-    listed = found if isinstance(found, list) else [found]
-    return Parsed(content, tuple(call_of(each) for each in listed) or (malformed("the list of calls is empty"),))
+        found, end = object_before(text, start)
+    except BrokenCall as broken:
+        return malformed(str(broken))
+    call = object_call(found, "parameters", schemas)
+    rest = text[end:].strip()
+    if not call.error and rest:
+        return malformed(f"a turn has one call and no text after it, got {rest[:20]!r}", call.name)
+    return call
+
+
+def _means_a_call(text: str, start: int, schemas: Schemas) -> bool:
+    """Return whether a JSON object at the beginning of a turn is meant as a call."""
+    try:
+        found, _ = read_model_json_at(text, start)
+    except MalformedJson:
+        name = _LLAMA_NAME.match(text, start)
+        keys = '"parameters"' in text or '"arguments"' in text
+        return name is not None and (name[1] in schemas or keys)
+    return isinstance(found.get("name"), str) and (
+        found["name"] in schemas or "parameters" in found or "arguments" in found
+    )
+
+
+def _mistral_calls(text: str, start: int, *, schemas: Schemas) -> tuple[list[ToolCall], int]:
+    start = after_space(text, start)
+    if text[start : start + 1] in ("{", "["):
+        found, end = object_before(text, start)
+        _require_end(text, end, "")
+        listed = found if isinstance(found, list) else [found]
+        calls = [object_call(each, "arguments", schemas) for each in listed[: MAX_CALLS + 1]]
+        return calls or [malformed("the list of calls is empty")], end
+    named = _MISTRAL_NAME.match(text, start)
+    if named is None:
+        raise BrokenCall("it is not valid JSON, nor the name of a tool", start, mention=start < len(text))
+    begin = after_space(text, named.end())
+    if named[2] and (begin == len(text) or text.startswith(_MISTRAL, begin)):
+        return [without_arguments(named[1], schemas)], begin
+    if not named[2] and not text.startswith("{", begin):
+        raise BrokenCall("it is not valid JSON, nor the name of a tool and [ARGS]", begin, mention=True)
+    arguments, end = object_before(text, begin, name=named[1])
+    _require_end(text, end, named[1])
+    return [named_call(named[1], arguments)], end
+
+
+def _require_end(text: str, end: int, name: str) -> None:
+    """Require that nothing but another call follows."""
+    rest = after_space(text, end)
+    if rest < len(text) and not text.startswith(_MISTRAL, rest):
+        raise BrokenCall(f"there is text after its JSON: {text[rest : rest + 20]!r}", rest, name=name)
+
+
+def _deepseek_call(text: str, start: int, *, schemas: Schemas) -> tuple[list[ToolCall], int]:
+    mark = _DEEPSEEK_MARK.search(text, start)
+    if mark is None or mark[0] == _DEEPSEEK_BEGIN:
+        mention = after_space(text, start) < len(text)
+        end = mark.start() if mark else len(text)
+        raise BrokenCall(f"it is not closed by {_DEEPSEEK_END}", end, mention=mention)
+    if mark[0] == _DEEPSEEK_END:
+        raise BrokenCall("it has no <｜tool▁sep｜>", mark.end())
+    name = text[start : mark.start()].strip()
+    begin = after_space(text, mark.end())
+    if name == "function" and not text.startswith("{", begin):
+        return _fenced_call(text, begin)
+    if text.startswith(_DEEPSEEK_END, begin):
+        return [without_arguments(name, schemas)], begin
+    arguments, end = object_before(text, begin, _DEEPSEEK_END, name=name)
+    return [named_call(name, arguments)], end
+
+
+def _fenced_call(text: str, start: int) -> tuple[list[ToolCall], int]:
+    """Read the name of a tool, and its arguments in a Markdown block."""
+    line = text[start : start + 200].partition("\n")[0]
+    name, begin = line.strip(), start + len(line) + 1
+    fence = after_space(text, begin)
+    if not text.startswith("```json", fence):
+        raise BrokenCall("the name of a tool and a ```json block must follow <｜tool▁sep｜>", start)
+    arguments, end = object_before(text, fence + len("```json"), "```", _DEEPSEEK_END, name=name)
+    return [named_call(name, arguments)], end

@@ -1,80 +1,136 @@
-"""Tool calls whose parts stand between marks: by Qwen3-Coder, GLM and DeepSeek."""
+"""Tool calls whose arguments stand as plain text between marks: by Qwen3-Coder and GLM.
+
+Nothing is escaped in such a call. A value ends at the first closing mark that is followed by what may follow a value. A
+text that leaves another reading open is malformed.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from rl_algos.rollouts.tool_calls.parsed import Parsed, Schemas, behind_thoughts, malformed, named_call, typed
+from rl_algos.rollouts.tool_calls.json_calls import broken_block
+from rl_algos.rollouts.tool_calls.objects import named_call
+from rl_algos.rollouts.tool_calls.parsed import BrokenCall, Parsed, ReadCalls, Schemas, malformed, marked_calls
+from rl_algos.rollouts.tool_calls.typed import properties_of, typed
 from rl_core.environment import ToolCall
+from rl_core.model_json import MalformedJson, after_space
 
-_CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|$)", re.DOTALL)
-_FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*)</function>\s*", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
-_DEEPSEEK = re.compile(r"<｜tool▁call▁begin｜>(.*?)(<｜tool▁call▁end｜>|$)", re.DOTALL)
-_FENCED = re.compile(r"([^\n]+)\n```json\n(.*?)\n?```\s*", re.DOTALL)
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_QWEN_MARK = re.compile("<tool_call>|</tool_call>|</?function[=>]|</?parameter[=>]")
+_GLM_MARK = re.compile("<tool_call>|</tool_call>|</?arg_(?:key|value)>")
+_LABEL = re.compile(r"([^<>\s]{1,128})>")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-def qwen_coder(text: str, schemas: Schemas) -> Parsed:
+def qwen_coder(text: str, schemas: Schemas, opened: str = "") -> Parsed:
     """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter>...</function></tool_call>`, values as plain text."""
-    thoughts, said = behind_thoughts(text)
-    calls = [_qwen_call(content, closed, schemas) for content, closed in _CALL.findall(said)]
-    return Parsed(thoughts + said.partition("<tool_call>")[0], tuple(calls))
+    return _all_or_none(text, partial(_qwen_call, schemas=schemas), opened)
 
 
-def glm(text: str, schemas: Schemas) -> Parsed:
+def glm(text: str, schemas: Schemas, opened: str = "") -> Parsed:
     """`<tool_call>NAME` and pairs of `<arg_key>` and `<arg_value>`, then `</tool_call>`; values as plain text."""
-    thoughts, said = behind_thoughts(text)
-    calls = [_glm_call(content, closed, schemas) for content, closed in _CALL.findall(said)]
-    return Parsed(thoughts + said.partition("<tool_call>")[0], tuple(calls))
+    return _all_or_none(text, partial(_glm_call, schemas=schemas), opened)
 
 
-def deepseek(text: str, _schemas: Schemas) -> Parsed:
-    """`<｜tool▁call▁begin｜>...<｜tool▁call▁end｜>` around `function<｜tool▁sep｜>NAME` and fenced JSON (V3, R1), or
-    `NAME<｜tool▁sep｜>{...}` (V3.1).
-    """
-    thoughts, said = behind_thoughts(text)
-    calls = [_deepseek_call(content, closed) for content, closed in _DEEPSEEK.findall(said)]
-    said = said.partition("<｜tool▁calls▁begin｜>")[0].partition("<｜tool▁call▁begin｜>")[0]
-    return Parsed(thoughts + said, tuple(calls))
+def _all_or_none(text: str, read: ReadCalls, opened: str) -> Parsed:
+    """The calls of a turn; none is made if one is broken, because another may be a part of its value."""
+    first, calls = marked_calls(text, _OPEN, read, opened)
+    if any(call.error for call in calls):
+        unmade = "it is not made, because another call of the turn cannot be read"
+        calls = [call if call.error else replace(call, arguments={}, error=unmade) for call in calls]
+    return Parsed(text[:first], tuple(calls))
 
 
-def _qwen_call(content: str, closed: str, schemas: Schemas) -> ToolCall:
-    if not closed:
-        return malformed("it is not closed by </tool_call>")
-    function = _FUNCTION.fullmatch(content)
+def _qwen_call(text: str, start: int, *, schemas: Schemas) -> tuple[list[ToolCall], int]:
+    begin = after_space(text, start)
+    function = _labelled(text, begin, "<function=")
     if function is None:
-        return malformed("it must be <function=NAME>, parameters and </function>")
-    if function[2].count("<parameter=") != len(_PARAMETER.findall(function[2])):
-        return malformed("a parameter is not closed by </parameter>", function[1])
-    return ToolCall(function[1], _typed(function[1], _PARAMETER.findall(function[2]), schemas))
+        raise broken_block(text, begin, "it must be <function=NAME>, parameters and </function>")
+    name, end = function
+    pairs: list[tuple[str, str]] = []
+    while parameter := _labelled(text, end, "<parameter="):
+        key, begin = parameter
+        value, end = _value(text, begin, "</parameter>", ("<parameter=", "</function>"), name)
+        if "<parameter=" in value:
+            raise BrokenCall(f"the parameter {key!r} is not closed by </parameter>", end, name=name)
+        pairs.append((key, value.removeprefix("\n").removesuffix("\n")))
+    for mark in ("</function>", _CLOSE):
+        if not text.startswith(mark, end):
+            raise _unclosed(text, end, mark, name)
+        end = after_space(text, end + len(mark))
+    _require_no_marks(text, end, _QWEN_MARK, name)
+    return [_typed_call(name, pairs, schemas)], end
 
 
-def _glm_call(content: str, closed: str, schemas: Schemas) -> ToolCall:
-    if not closed:
-        return malformed("it is not closed by </tool_call>")
-    name = content.partition("<arg_key>")[0].strip()
-    if not name:
-        return malformed("it must begin with the name of a tool")
-    if content.count("<arg_key>") != len(_ARGUMENT.findall(content)):
-        return malformed("an <arg_key> has no <arg_value> behind it", name)
-    return ToolCall(name, _typed(name, _ARGUMENT.findall(content), schemas))
+def _glm_call(text: str, start: int, *, schemas: Schemas) -> tuple[list[ToolCall], int]:
+    mark = _GLM_MARK.search(text, start)
+    name = text[start : mark.start()].strip() if mark else ""
+    if mark is None or mark[0] not in ("<arg_key>", _CLOSE) or not name:
+        raise broken_block(text, after_space(text, start), "it must begin with the name of a tool")
+    end = mark.start()
+    pairs: list[tuple[str, str]] = []
+    while text.startswith("<arg_key>", end):
+        key, begin = _value(text, end + len("<arg_key>"), "</arg_key>", ("<arg_value>",), name)
+        value, end = _value(text, begin + len("<arg_value>"), "</arg_value>", ("<arg_key>", _CLOSE), name)
+        if _GLM_MARK.search(key) or "<arg_key>" in value or "<arg_value>" in value:
+            raise BrokenCall("an <arg_key> has no <arg_value>, or one of them is not closed", end, name=name)
+        pairs.append((key.strip(), value))
+    if not text.startswith(_CLOSE, end):
+        raise _unclosed(text, end, _CLOSE, name)
+    end += len(_CLOSE)
+    _require_no_marks(text, end, _GLM_MARK, name)
+    return [_typed_call(name, pairs, schemas)], end
 
 
-def _deepseek_call(content: str, closed: str) -> ToolCall:
-    if not closed:
-        return malformed("it is not closed by <｜tool▁call▁end｜>")
-    name, separated, rest = content.partition("<｜tool▁sep｜>")
-    if not separated:
-        return malformed("it has no <｜tool▁sep｜>")
-    fenced = _FENCED.fullmatch(rest)
-    if name.strip() == "function" and fenced is not None:
-        return named_call(fenced[1].strip(), fenced[2])
-    return named_call(name.strip(), rest.strip())
+def _labelled(text: str, start: int, mark: str) -> tuple[str, int] | None:
+    """The label of a mark such as `<function=`, and the position after it and white space."""
+    if not text.startswith(mark, start):
+        return None
+    label = _LABEL.match(text, start + len(mark))
+    if label is None:
+        raise BrokenCall(f"{mark} must be followed by a name and `>`", start + len(mark))
+    return label[1], after_space(text, label.end()) if mark == "<function=" else label.end()
 
 
-def _typed(name: str, pairs: Iterable[tuple[str, str]], schemas: Schemas) -> dict[str, Any]:
-    properties = schemas.get(name, {}).get("properties", {})
-    return {key.strip(): typed(value, properties.get(key.strip(), {})) for key, value in pairs}
+def _value(text: str, start: int, close: str, followers: tuple[str, ...], name: str) -> tuple[str, int]:
+    """The text before the first `close` after which one of `followers` stands, and the position of that."""
+    at = text.find(close, start)
+    while at >= 0:
+        end = after_space(text, at + len(close))
+        if text.startswith(followers, end):
+            return text[start:at], end
+        at = text.find(close, at + len(close))
+    raise BrokenCall(f"there is no {close} before {' or '.join(followers)}", len(text), name=name)
+
+
+def _unclosed(text: str, end: int, mark: str, name: str) -> BrokenCall:
+    if end == len(text):
+        return BrokenCall(f"it is not closed by {mark}", end, name=name)
+    return BrokenCall(f"a parameter or {mark} must follow, got {text[end : end + 20]!r}", end, name=name)
+
+
+def _require_no_marks(text: str, end: int, marks: re.Pattern[str], name: str) -> None:
+    """Require that the next mark after a call, if any, begins another one."""
+    mark = marks.search(text, end)
+    if mark is not None and mark[0] != _OPEN:
+        raise BrokenCall(f"{mark[0]} follows the end of the call, so where it ends is unclear", mark.end(), name=name)
+
+
+def _typed_call(name: str, pairs: Sequence[tuple[str, str]], schemas: Schemas) -> ToolCall:
+    schema = schemas.get(name, {})
+    properties = properties_of(schema)
+    arguments: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in arguments:
+            return malformed(f"it has the parameter {key[:60]!r} twice", name)
+        if half := _SURROGATE.search(key + value):
+            return malformed(f"a text has half of a surrogate pair, \\u{ord(half[0]):04x}", name)
+        try:
+            arguments[key] = typed(value, properties.get(key), schema)
+        except MalformedJson as error:
+            return malformed(f"the argument {key[:60]!r} cannot be read: {error}", name)
+    return named_call(name, arguments)

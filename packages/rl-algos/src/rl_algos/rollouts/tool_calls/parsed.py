@@ -1,16 +1,27 @@
-"""A turn's text apart from its tool calls."""
+"""A turn's text apart from its tool calls, and how a turn is searched for them."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from rl_core.environment import ToolCall
+from rl_core.model_json import after_space
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """JSON schemas of the parameters of tools, by the names of the tools."""
+
+MAX_CALLS = 128
+"""Maximum number of calls of a turn that are read."""
+
+TOOL_NAME = re.compile(r"[\w.\-:/]{1,128}")
+"""Names of tools. An observation shows the name, so one that a model makes up must not hold text or marks."""
+
+THOUGHTS = {"<think>": "</think>", "[THINK]": "[/THINK]"}
+"""Marks that begin thoughts, and the marks that end them."""
+_THOUGHTS = re.compile("|".join(map(re.escape, THOUGHTS)))
 
 
 @dataclass(frozen=True)
@@ -26,62 +37,108 @@ class Parsed:
     calls: tuple[ToolCall, ...] = ()
 
 
-def schemas_of(tools: Sequence[Mapping[str, Any]]) -> Schemas:
-    """The schemas of the parameters of tools, as a prompt lists them."""
-    return {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools}
+class Parser(Protocol):
+    """Reads the turns of a format. It raises nothing and takes linear time, whatever the text."""
+
+    def __call__(self, text: str, schemas: Schemas, opened: str = "", /) -> Parsed:
+        """Return the turn.
+
+        Args:
+            text: With special tokens.
+            schemas: Of the tools that the policy may call.
+            opened: Mark of `THOUGHTS` with which the prompt ends; empty without one.
+        """
+        ...
 
 
-def behind_thoughts(text: str) -> tuple[str, str]:
-    """The thoughts that a turn begins with, and the rest; calls within thoughts are not made."""
-    thoughts, closed, rest = text.rpartition("</think>")
-    if closed:
-        return thoughts + closed, rest
-    return (text, "") if "<think>" in text else ("", text)
-
-
-def read_call(text: str, *, arguments: str = "arguments") -> ToolCall:
-    """The call of a JSON object with `name` and arguments.
+class BrokenCall(Exception):
+    """A call that cannot be read. The parser answers it with a `ToolCall` that has an error.
 
     Args:
-        arguments: the key of its arguments.
+        problem: Reason, for the policy.
+        end: Position up to which the text was examined; the search for the next call continues there.
+        name: Name of the tool, if it is known.
+        mention: Whether the mark of the call may as well be mentioned in a sentence.
     """
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        return malformed(f"it is not valid JSON: {error}")
-    return call_of(found, arguments=arguments)
+
+    def __init__(self, problem: str, end: int, *, name: str = "", mention: bool = False) -> None:
+        super().__init__(problem)
+        self.end = end
+        self.name = name
+        self.mention = mention
 
 
-def call_of(found: Any, *, arguments: str = "arguments") -> ToolCall:
-    """The call of a JSON value, as `read_call`."""
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
-        return malformed(f"it must be a JSON object with a text `name` and an object `{arguments}`")
-    given = found.get(arguments, {})
-    if not isinstance(given, dict):
-        return malformed(f"`{arguments}` must be a JSON object", found["name"])
-    return ToolCall(found["name"], given)
+ReadCalls = Callable[[str, int], tuple[Sequence[ToolCall], int]]
+"""Reads the calls after a mark: of the text and the position after the mark, the calls and the position after them.
+Raises `BrokenCall`."""
 
 
-def named_call(name: str, text: str) -> ToolCall:
-    """The call of a tool with the JSON text of its arguments."""
-    try:
-        given = json.loads(text or "{}")
-    except ValueError as error:
-        return malformed(f"the arguments are not valid JSON: {error}", name)
-    return ToolCall(name, given) if isinstance(given, dict) else malformed("the arguments must be a JSON object", name)
+def schemas_of(tools: Sequence[Mapping[str, Any]]) -> Schemas:
+    """Return the schemas of the parameters of tools, as a prompt lists them."""
+    shown = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
+    return {name: schema if isinstance(schema, Mapping) else {} for name, schema in shown.items()}
+
+
+def end_of_thoughts(text: str) -> int:
+    """Return the position after the thoughts that a turn begins with, of which it has the opening mark.
+
+    Thoughts that are not closed are the whole turn. Their marks anywhere else are plain text.
+    """
+    end = 0
+    while opened := _THOUGHTS.match(text, after_space(text, end)):
+        close = THOUGHTS[opened[0]]
+        at = text.find(close, opened.end())
+        if at < 0:
+            return len(text)
+        end = at + len(close)
+    return end
+
+
+def marked_calls(text: str, mark: str, read: ReadCalls, opened: str = "") -> tuple[int, list[ToolCall]]:
+    """Return the position of the first call of a turn, and all calls; none is made in thoughts.
+
+    A mark from which no call can be read is a broken call, unless it is only mentioned: what follows it does not begin
+    as a call does, nothing closes it, and the turn does not begin with it.
+
+    Args:
+        text: The turn.
+        mark: Text before each call.
+        read: Reads what follows a mark.
+        opened: Mark with which the prompt has opened thoughts. They end at its closing mark, unless that is in a call;
+            without one there are no thoughts.
+    """
+    begin, close = end_of_thoughts(text), THOUGHTS.get(opened, "")
+    close_at = text.find(close, begin) if close else -1
+    first, calls = len(text), list[ToolCall]()
+    at = text.find(mark, begin)
+    while at >= 0 and (len(calls) <= MAX_CALLS or close_at >= 0):
+        if 0 <= close_at < at:  # the calls so far were thoughts
+            begin, close_at = close_at + len(close), -1
+            first, calls = len(text), []
+        found: Sequence[ToolCall]
+        try:
+            found, end = read(text, at + len(mark))
+            close_at = text.find(close, end) if at < close_at < end else close_at
+        except BrokenCall as broken:
+            mentioned = broken.mention and at > after_space(text, begin)
+            found = () if mentioned else (malformed(str(broken), broken.name),)
+            end = close_at if at < close_at < broken.end else broken.end
+        first = at if found and not calls else first
+        calls.extend(found)
+        at = text.find(mark, end)
+    return (first, at_most(calls)) if close_at < 0 else (len(text), [])
+
+
+def at_most(calls: list[ToolCall]) -> list[ToolCall]:
+    """Return the first `MAX_CALLS` calls, and an error in place of all others."""
+    if len(calls) <= MAX_CALLS:
+        return calls
+    return [
+        *calls[:MAX_CALLS],
+        malformed(f"a turn may have {MAX_CALLS} calls; this one and those after it are not made"),
+    ]
 
 
 def malformed(error: str, name: str = "") -> ToolCall:
-    """A call that cannot be made."""
-    return ToolCall(name, {}, error=error)
-
-
-def typed(text: str, schema: Mapping[str, Any]) -> Any:
-    """An argument that was written without quotes: as it is for a text, and otherwise the JSON value, if it is one."""
-    kinds = {each.get("type") for each in (schema, *schema.get("anyOf", ()))} - {None}
-    if not kinds or "string" in kinds:
-        return text
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
+    """Return a call that cannot be made, with the name of its tool if that can be one."""
+    return ToolCall(name if TOOL_NAME.fullmatch(name) else "", {}, error=error)
