@@ -51,6 +51,47 @@ def test_a_tied_head_may_be_on_disk_under_any_of_its_names(ranks, tmp_path):
     assert (logprobs(ranks, folder) == expected).all()
 
 
+EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def in_row(index, added):
+    """A change to the head of a tied model, which is stored apart: one row of it."""
+
+    def change(tensors):
+        head = tensors[EMBEDDING].clone()
+        head[index] += added
+        tensors[LM_HEAD] = head
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "is_tied"),
+    [
+        pytest.param(in_row(0, 0.0), True, id="equal"),
+        pytest.param(
+            lambda tensors: tensors.update({LM_HEAD: tensors[EMBEDDING].double()}), True, id="wider and equal"
+        ),
+        pytest.param(in_row(0, 1.0), False, id="other first row"),
+        pytest.param(in_row(-1, 1.0), False, id="other last row"),
+        pytest.param(in_row(50, 1e-3), False, id="one row a little different"),
+    ],
+)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_head_that_the_files_hold_apart_is_tied_as_in_transformers(ranks, tmp_path, change, is_tied, num_ranks):
+    folder = write_tiny_model(tmp_path / "model")
+    rewrite(folder, change)
+    with open_model(ranks, folder, num_ranks) as model:
+        found = model.infer(make_batch(), [LOGPROBS]).ragged("logprobs").values
+        manifest = model.manifest(1)
+        model.export(str(tmp_path / "export"))
+    assert found == pytest.approx(Oracle(folder).infer(make_batch(), [LOGPROBS])["logprobs"], abs=1e-5)
+    assert dict(manifest.tied) == ({LM_HEAD: EMBEDDING} if is_tied else {})
+    assert json.loads((tmp_path / "export" / "config.json").read_text())["tie_word_embeddings"] == is_tied
+    source, exported = load_file(folder / MODEL_FILE), read_weights(tmp_path / "export")
+    assert all(exported[name].equal(tensor.float()) for name, tensor in source.items())
+
+
 def test_experts_of_4_bits_are_those_that_they_stand_for(ranks, tmp_path):
     exact = write_tiny_model(tmp_path / "exact", "gpt_oss", num_local_experts=4, hidden_size=64, intermediate_size=32)
     published = shutil.copytree(exact, tmp_path / "published")
@@ -98,6 +139,50 @@ def test_weights_that_do_not_fit_are_named(ranks, tmp_path, change, message):
     rewrite(folder, change)
     with pytest.raises(WorkerError, match=message):
         open_model(ranks, folder, num_ranks=2)
+
+
+def quantise(name, dtype):
+    """A change by which a weight is stored in a dtype that stands for something else."""
+    return lambda tensors: tensors.update({name: tensors[name].to(dtype)})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param(
+            quantise("model.norm.weight", torch.int8), "model.norm.weight is stored as I8", id="8-bit integers"
+        ),
+        pytest.param(quantise("model.norm.weight", torch.uint8), "is stored as U8: it is quantised", id="packed bytes"),
+        pytest.param(
+            quantise("model.norm.weight", torch.int32), "is stored as I32: it is quantised", id="packed words"
+        ),
+        pytest.param(
+            quantise("model.layers.0.mlp.up_proj.weight", torch.float8_e4m3fn),
+            "is stored as F8_E4M3: it is quantised",
+            id="8-bit floats without scales",
+        ),
+        pytest.param(
+            lambda tensors: tensors.update(
+                {"model.layers.0.mlp.up_proj.qweight": tensors.pop("model.layers.0.mlp.up_proj.weight").int()}
+            ),
+            r"unexpected model.layers.0.mlp.up_proj.qweight. model.layers.0.mlp.up_proj.qweight is stored as I32",
+            id="packed words under a name of their own",
+        ),
+    ],
+)
+def test_values_that_stand_for_others_are_refused(ranks, tmp_path, change, message):
+    folder = write_tiny_model(tmp_path)
+    rewrite(folder, change)
+    with pytest.raises(WorkerError, match=message):
+        open_model(ranks, folder)
+
+
+@pytest.mark.parametrize("role", ["reward_model", "critic"])
+def test_a_classifier_of_several_labels_is_no_reward_model(ranks, tmp_path, role):
+    folder = write_tiny_model(tmp_path)
+    rewrite(folder, lambda tensors: tensors.update({"score.weight": torch.zeros(2, 32)}))
+    with pytest.raises(WorkerError, match=r"score.weight has shape \(2, 32\): this classifier has 2 labels"):
+        open_model(ranks, folder, spec=ModelSpec(role=role))
 
 
 def test_a_folder_without_safetensors_says_so(ranks, tmp_path):

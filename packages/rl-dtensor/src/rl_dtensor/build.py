@@ -24,13 +24,14 @@ from rl_core.torch.files.model_files import WeightFiles, read_hf_config
 from rl_core.torch.heads.scalar import new_head
 from rl_core.torch.heads.vocab_parallel import VocabShard
 from rl_core.torch.training.lora import InitialFactors
+from rl_core.torch.training.ties import untie_apart
 from rl_dtensor.attention import ROWS, RowsUnknown, attention_for, rows_problem, tell_chunks
 from rl_dtensor.compilation import compile_layers
 from rl_dtensor.config import AttentionBackend, DTensorConfig
 from rl_dtensor.kernels import kernel_of
 from rl_dtensor.layout import Alignment, Context, lay_out
 from rl_dtensor.loading import rebuild_buffers, set_head
-from rl_dtensor.lora import adapters_of, add_adapters, init_adapters
+from rl_dtensor.lora import BASE, adapters_of, add_adapters, init_adapters
 from rl_dtensor.model import HeadShard, ReadingModel, ShardedModel
 from rl_dtensor.parallel.experts import expert_modules, split_experts
 from rl_dtensor.parallel.fsdp import shard_model
@@ -39,13 +40,14 @@ from rl_dtensor.parallel.plan import plan_of
 from rl_dtensor.parallel.sizes import shape_problems
 from rl_dtensor.parallel.stages import Stages
 from rl_dtensor.parallel.tensor import part_of, split_tensors
+from rl_dtensor.precision import Kept, widen
 from rl_dtensor.probes import check_logits, check_packing, probe_row
 from rl_dtensor.recompute import checkpoint_activations
 from rl_dtensor.recurrent import run_rows_alone
 from rl_dtensor.replay import Replay
 from rl_dtensor.settings import device_problems, kernel_problems
 from rl_dtensor.shape import shape_of
-from rl_dtensor.weights import SCORE, Catalog, Weights
+from rl_dtensor.weights import SCORE, Catalog, Weights, tied_pairs
 
 LM_HEAD = "lm_head.weight"
 
@@ -55,7 +57,8 @@ def build_model(
 ) -> ShardedModel:
     """Build on `meta`, split, shard, then load this rank's slices; collective.
 
-    Parameters that train are float32, the others have the compute dtype.
+    Parameters that train are float32. The others have the compute dtype, except those that stay float32
+    (`rl_dtensor.precision`).
 
     Raises:
         ValueError: if the files, the config, the mesh and the role do not fit together.
@@ -69,9 +72,10 @@ def build_model(
     for problem in problems:
         raise ValueError(f"{problem.key} {problem.message}")
     initial = InitialFactors.of(config.lora_cfg, spec.seed)
-    builder = _Builder(config, backend, spec, hf_config, is_packed, mesh)
+    files = WeightFiles.of(folder)
+    builder = _Builder(config, backend, spec, hf_config, files, is_packed, mesh)
     model = builder.build(initial)
-    _load(model, WeightFiles.of(folder), role=spec.role, initial=initial)
+    _load(model, files, role=spec.role, initial=initial)
     if spec.role not in HEADLESS_ROLES:
         on_all_ranks(mesh.control, lambda: check_logits(model, mesh))
         on_all_ranks(mesh.control, lambda: check_packing(model, mesh))
@@ -84,6 +88,7 @@ class _Builder:
     backend: DTensorConfig
     spec: ModelSpec
     hf_config: PreTrainedConfig
+    files: WeightFiles
     is_packed: bool
     mesh: Mesh
 
@@ -95,6 +100,8 @@ class _Builder:
         """
         sizes, backend = self.mesh.sizes, self.backend
         whole = self._on_meta()
+        while untie_apart(self.hf_config, tied_pairs(whole), self.files, self.mesh.control):
+            whole = self._on_meta()
         if sizes.ep > 1 and not expert_modules(whole):
             raise ValueError(
                 f"dtensor_cfg.expert_parallel_size is {sizes.ep} and {whole.config.model_type} models have no "
@@ -103,29 +110,51 @@ class _Builder:
         num_stages = sizes.pp * backend.pipeline_chunks_per_rank
         stages = Stages.of(whole, num_stages) if num_stages > 1 else None
         catalog = Catalog.of(whole, (lambda name: 0) if stages is None else stages.stage_of)
-        self._adapt(whole)
+        kept = Kept.of(whole, catalog, self.files, self._compute)
+        parameters = {name for name, _ in whole.named_parameters()}
+        replicates = self._trains_all and not kept.computed.isdisjoint(parameters)
+        self._prepare(whole, kept)
         initial.check(adapters_of(whole))
         shape = shape_of(whole)
         here = [chunk * sizes.pp + self.mesh.on("pp") for chunk in range(backend.pipeline_chunks_per_rank)]
-        wholes = [whole, *(self._adapt(self._on_meta()) for _ in here[1:])]
-        chunks = [self._chunk(hf, stages, stage) for hf, stage in zip(wholes, here, strict=True)]
-        compute: torch.dtype = getattr(torch, self.config.precision)
-        weights = Weights(catalog, [chunk.hf for chunk in chunks], self.mesh)
-        return ShardedModel(chunks, here, num_stages, compute=compute, weights=weights, shape=shape, mesh=self.mesh)
+        wholes = [whole, *(self._prepare(self._on_meta(), kept) for _ in here[1:])]
+        chunks = [self._chunk(hf, stages, stage, kept) for hf, stage in zip(wholes, here, strict=True)]
+        weights = Weights(catalog.keeping(kept.stored), [chunk.hf for chunk in chunks], self.mesh)
+        return ShardedModel(
+            chunks,
+            here,
+            num_stages,
+            compute=self._compute,
+            weights=weights,
+            shape=shape,
+            mesh=self.mesh,
+            replicated=[each for chunk in chunks for each in self._replicated(chunk, kept)] if replicates else None,
+        )
+
+    @property
+    def _compute(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.config.precision)
+        return dtype
+
+    @property
+    def _trains_all(self) -> bool:
+        return self.spec.trains and not self.config.lora_cfg.enabled
 
     def _on_meta(self) -> PreTrainedModel:
-        trains_all = self.spec.trains and not self.config.lora_cfg.enabled
+        """The whole model in the compute dtype."""
         return _on_meta(
             self.hf_config,
             self.spec.role,
             self.backend.attention_backend,
-            dtype=torch.float32 if trains_all else getattr(torch, self.config.precision),
+            dtype=self._compute,
             is_packed=self.is_packed,
             is_split=self.mesh.sizes.cp > 1 or self.backend.sequence_parallel,
         )
 
-    def _adapt(self, hf: PreTrainedModel) -> PreTrainedModel:
-        """The same model, with adapters if the config asks for them."""
+    def _prepare(self, hf: PreTrainedModel, kept: Kept) -> PreTrainedModel:
+        """The same model in the dtypes that it is held in, with adapters if the config asks for them."""
+        widen(hf, None if self._trains_all else kept.stored)
+        hf.requires_grad_(self._trains_all)
         if self.config.lora_cfg.enabled:
             with torch.device("meta"):
                 add_adapters(hf, self.config.lora_cfg)
@@ -133,7 +162,28 @@ class _Builder:
                 _widen_trained(hf)
         return hf
 
-    def _chunk(self, hf: PreTrainedModel, stages: Stages | None, stage: int) -> ReadingModel:
+    def _replicated(self, model: ReadingModel, kept: Kept) -> list[nn.Parameter]:
+        """Parameters that compute in float32 and so are left out of FSDP, whose groups compute in one dtype. Those of
+        the head are sharded as a group, as they may be large."""
+        heads = {id(parameter) for module in self._wide(model, kept) for parameter in module.parameters()}
+        return [
+            parameter
+            for name, parameter in model.hf.named_parameters()
+            if name.replace(BASE, "") in kept.computed and id(parameter) not in heads
+        ]
+
+    def _wide(self, model: ReadingModel, kept: Kept) -> list[nn.Module]:
+        """The head, if it computes in float32."""
+        if not model.is_last:
+            return []
+        if self.spec.role in HEADLESS_ROLES:
+            return [model.hf.score]
+        named = {id(parameter): name for name, parameter in model.hf.named_parameters()}
+        head = model.hf.get_output_embeddings()
+        is_kept = {named[id(parameter)].replace(BASE, "") in kept.computed for parameter in head.parameters()}
+        return [head] if is_kept == {True} else []
+
+    def _chunk(self, hf: PreTrainedModel, stages: Stages | None, stage: int, kept: Kept) -> ReadingModel:
         backend, mesh, role = self.backend, self.mesh, self.spec.role
         is_last = stages is None or stage == stages.count - 1
         is_headless = role in HEADLESS_ROLES
@@ -176,21 +226,22 @@ class _Builder:
             head=HeadShard(vocab, backend.sequence_parallel),
             replay=replay,
         )
-        self._shard(model, experts)
+        self._shard(model, experts, kept)
         if stages is not None:
             layout = lay_out(probe_row(hf.config, mesh.device), Alignment(), is_packed=self.is_packed)
             stages.check_cut(hf, model.rows_of(layout), len(layout.places), mesh.device)
         return model
 
-    def _shard(self, model: ReadingModel, experts: list[nn.Module]) -> None:
+    def _shard(self, model: ReadingModel, experts: list[nn.Module], kept: Kept) -> None:
         mesh, offloads = self.mesh, self.backend.cpu_offload
         shard_model(
             model,
             decoder_layers(model.hf),
-            [model.hf.score] if self.spec.role in HEADLESS_ROLES and model.is_last else [],
+            self._wide(model, kept),
             experts,
+            replicated=set(self._replicated(model, kept)),
             mesh=mesh,
-            compute=getattr(torch, self.config.precision),
+            compute=self._compute,
             cpu_offload=offloads,
         )
         model.to_empty(device=torch.device("cpu") if offloads else mesh.device)
@@ -199,6 +250,8 @@ class _Builder:
             for module in model.modules():
                 for name, buffer in module.named_buffers(recurse=False):
                     setattr(module, name, buffer.to(mesh.device))
+            for parameter in self._replicated(model, kept):
+                parameter.data = parameter.data.to(mesh.device)
 
     def _alignment(self) -> Alignment:
         sizes = self.mesh.sizes

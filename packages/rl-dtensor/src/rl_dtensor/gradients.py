@@ -1,4 +1,4 @@
-"""Gradients over all ranks: their norm, and those of a head that pipeline ranks share."""
+"""Gradients over all ranks: their norm, and those that FSDP does not bring together."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ def grad_norm(model: ShardedModel, mesh: Mesh) -> float:
     Gradients that several ranks hold alike are divided by their number. A tied head counts on the rank of the
     embedding.
     """
-    squares: dict[int, list[Tensor]] = {}
+    replicated = {id(parameter) for parameter in model.replicated or ()}
+    squares: dict[tuple[int, torch.device], list[Tensor]] = {}
     for parameter in model.trained():
         if parameter.grad is not None and not _is_tied_copy(model, parameter):
-            squares.setdefault(_num_copies(parameter.grad), []).append(local(parameter.grad))
+            copies = _num_copies(parameter.grad) * (mesh.num_gradients if id(parameter) in replicated else 1)
+            grad = local(parameter.grad)
+            squares.setdefault((copies, grad.device), []).append(grad)
     total = torch.zeros((), device=mesh.device)
-    for copies, grads in squares.items():
+    for (copies, _), grads in squares.items():
         norms = torch._foreach_norm(grads)
         total += torch.stack([norm.float() for norm in norms]).to(mesh.device).square().sum() / copies
     dist.all_reduce(total)
@@ -49,6 +52,52 @@ def sum_tied(model: ShardedModel, mesh: Mesh) -> None:
         if model.stages_here[0] == 0 or model.stages_here[-1] == model.num_stages - 1:
             assert parameter.grad is not None
             dist.all_reduce(local(parameter.grad), group=mesh.ends)
+
+
+@torch.no_grad()
+def average_replicated(model: ShardedModel, mesh: Mesh) -> None:
+    """Average the gradients of the parameters that FSDP does not shard, as it averages the others; collective.
+
+    A parameter without a gradient on every rank is left without one.
+    """
+    parameters = model.replicated
+    if not parameters:
+        return
+    grads = [_placed_grad(parameter) for parameter in parameters]
+    is_there = [torch.full((1,), float(grad is not None), device=mesh.device) for grad in grads]
+    parts = [
+        torch.zeros_like(local(parameter)) if grad is None else local(grad)
+        for parameter, grad in zip(parameters, grads, strict=True)
+    ]
+    flat = torch.cat([part.flatten().float() for part in (*is_there, *parts)])
+    for axis in range(mesh.sharding.ndim):
+        dist.all_reduce(flat, group=mesh.sharding.get_group(axis))
+    present, *averaged = flat.split([len(parameters), *(part.numel() for part in parts)])
+    for parameter, count, mean in zip(parameters, present.tolist(), averaged, strict=True):
+        parameter.grad = _like(parameter, mean / mesh.num_gradients) if count else None
+
+
+def _placed_grad(parameter: nn.Parameter) -> Tensor | None:
+    """The gradient of a parameter in the placement of that."""
+    grad = parameter.grad
+    if isinstance(grad, DTensor) and isinstance(parameter, DTensor):
+        return grad.redistribute(placements=parameter.placements)
+    return grad
+
+
+def _like(parameter: Tensor, part: Tensor) -> Tensor:
+    """This rank's part of a tensor, shaped and placed as a parameter is."""
+    part = part.view_as(local(parameter))
+    if not isinstance(parameter, DTensor):
+        return part
+    return DTensor.from_local(
+        part,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 def _is_tied_copy(model: ShardedModel, parameter: nn.Parameter) -> bool:

@@ -123,11 +123,12 @@ class ReadingModel(nn.Module):
         if self.role in HEADLESS_ROLES:
             outputs = join_tokens(self.hf.score(hidden)[:, 0], layout.places, int(rows.offsets[-1]), group)
             return scalar_reads(outputs, rows, reads)
+        head = self._head()
         return split_language_reads(
-            hidden,
+            hidden.to(head.weight.dtype),
             layout.places,
             rows,
-            self._head(),
+            head,
             reads,
             temperature=temperature,
             chunk_size=self.chunk_size,
@@ -138,6 +139,8 @@ class ReadingModel(nn.Module):
 
     def _head(self) -> Head:
         lm_head = self.hf.get_output_embeddings()
+        if isinstance(lm_head, FSDPModule):  # computes in float32, so it is gathered apart from the rest
+            lm_head.unshard()
         own = Shard(0)
         bias = None if lm_head.bias is None else to_local(lm_head.bias, own)
         return Head(to_local(lm_head.weight, own), bias, self.transform)
@@ -150,7 +153,7 @@ class ReadingModel(nn.Module):
                 f"logits of {self.hf.config.model_type} models are not a product of the last hidden states with the "
                 f"head: it takes {head.weight.shape[-1]} features, and they have {hidden.shape[-1]}"
             )
-        logits = head.transform(F.linear(hidden, head.weight, head.bias).float())
+        logits = head.transform(F.linear(hidden.to(head.weight.dtype), head.weight, head.bias).float())
         own = self.hf(use_cache=False, **self._inputs(layout, entered)).logits.float()
         is_token = (layout.places >= 0).view(layout.shape)[..., None]
         largest = own.abs().where(is_token, 0.0).amax()
@@ -183,6 +186,8 @@ class ShardedModel:
         num_stages: of all pipeline ranks.
         compute: dtype of hidden states.
         shape: of the whole model.
+        replicated: Parameters of this rank that train and that every rank of its stage has whole, in float32; None if
+            no stage has any.
     """
 
     def __init__(
@@ -195,6 +200,7 @@ class ShardedModel:
         weights: Weights,
         shape: ModelShape,
         mesh: Mesh,
+        replicated: Sequence[nn.Parameter] | None = None,
     ) -> None:
         self.chunks = list(chunks)
         self.stages_here = list(stages_here)
@@ -202,6 +208,7 @@ class ShardedModel:
         self.compute = compute
         self.weights = weights
         self.shape = shape
+        self.replicated = replicated
         self._split_tokens = mesh.sizes.tp if chunks[0].head_shard.tokens_are_split else 1
 
     @property
@@ -216,6 +223,15 @@ class ShardedModel:
     def trained(self) -> list[nn.Parameter]:
         """Parameters that train."""
         return [parameter for parameter in self.parameters() if parameter.requires_grad]
+
+    def trained_groups(self) -> list[list[nn.Parameter]]:
+        """Parameters that train, in groups that an optimizer can step together: sharded ones, and replicated ones if
+        the whole model has some."""
+        if self.replicated is None:
+            return [self.trained()]
+        replicated = {id(parameter) for parameter in self.replicated}
+        trained = self.trained()
+        return [[each for each in trained if (id(each) in replicated) == kind] for kind in (False, True)]
 
     def trained_parts(self) -> list[Tensor]:
         """This rank's part of each parameter that trains; parameters that were gathered are sharded again."""

@@ -24,7 +24,7 @@ def check(section: Mapping[str, Any]) -> list[str]:
     backend = DTensorConfig.model_validate(section.get("dtensor_cfg", {}))
     try:
         kernel_of(backend.attention_backend)
-        optimizer = build_sharded_optimizer(optimizer_config, [torch.nn.Parameter(torch.zeros(1))])
+        optimizer = build_sharded_optimizer(optimizer_config, [[torch.nn.Parameter(torch.zeros(1))]])
         build_schedule(schedules, optimizer)
     except ValueError as error:
         return [str(error)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from rl_core.testing.torch.selfcheck import SelfCheck, all_cases, write_random
 from rl_core.weights import Transport
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.lora import stacked_weights
+from rl_dtensor.tiny import SMALL, check_size, made_tiny, shrink
 from rl_dtensor.worker import DTensorWorker
 
 TENSOR = {"tensor_parallel_size": 2}
@@ -46,71 +46,6 @@ MESHES: Mapping[str, tuple[int, Mapping[str, Any]]] = {
     "ep2 x fsdp2": (4, {"expert_parallel_size": 2}),
 }
 """Name of each mesh to its ranks and settings; the last is for models with experts alone."""
-
-SMALL: Mapping[str, Any] = {
-    "vocab_size": 101,
-    "hidden_size": 32,
-    "word_embed_proj_dim": 32,
-    "intermediate_size": 48,
-    "ffn_dim": 48,
-    "ffn_hidden_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_kv_heads": 2,
-    "head_dim": 8,
-    "rotary_dim": 4,
-    "max_position_embeddings": 256,
-    "original_max_position_embeddings": 128,
-    "initializer_range": 0.2,
-    "sliding_window": 4,
-    "window_size": 4,
-    "attention_chunk_size": 4,
-    "floor_scale": 4,
-    "query_pre_attn_scalar": 8,
-    "router_jitter_noise": 0.0,
-    "input_jitter_noise": 0.0,
-    "attn_layer_period": 2,
-    "attn_layer_offset": 1,
-    "expert_layer_period": 2,
-    "expert_layer_offset": 1,
-    "attn_layer_indices": [1],
-    "mamba_n_heads": 4,
-    "mamba_d_head": 16,
-    "mamba_d_ssm": 64,
-    "num_kv_shared_layers": 0,
-    "vocab_size_per_layer_input": 101,
-    "hidden_size_per_layer_input": 8,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 8,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "num_dense_layers": 1,
-    "moe_intermediate_size": 24,
-    "shared_expert_intermediate_size": 24,
-    "shared_intermediate_size": 24,
-}
-"""Sizes of the tiny model, for those of these fields that the family's config has a value of, under whatever name."""
-
-UNSET = ("head_dim", "num_key_value_heads", "num_experts_per_tok", "n_routed_experts", "n_shared_experts")
-"""Fields that may have no value by default; not every family's code does without one."""
-
-LAYER_COUNTS = ("num_hidden_layers", "num_blocks", "num_layers", "depth")
-"""Names of the number of layers of a part beside the text."""
-
-LONGEST_PERIOD = 8
-"""Most layers of the tiny model."""
-
-MOST_PARAMETERS = 30_000_000
-"""Of the tiny model, which one process also trains in float64."""
 
 
 def cases_of(model: str, only: MeshCase | None = None) -> Iterator[FamilyCase]:
@@ -165,129 +100,9 @@ def check_of(config: PreTrainedConfig) -> SelfCheck:
     return replace(CHECK, lora=LoraConfig(enabled=True, target_parameters=stacks))
 
 
-def shrink(config: PreTrainedConfig, sizes: Mapping[str, Any] = SMALL) -> PreTrainedConfig:
-    """The family's config at a tiny size, without dropout, with one layer of each kind and two at least.
-
-    Args:
-        sizes: as `SMALL`.
-
-    Raises:
-        ConfigError: if the family's own code refuses a config of such sizes.
-    """
-    text = config.get_text_config()
-    fields = text.to_dict()
-    called = {name: text.attribute_map.get(name, name) for name in ("num_hidden_layers", *sizes)}
-    small = {
-        called[name]: value
-        for name, value in sizes.items()
-        if called[name] in fields
-        and (isinstance(fields[called[name]], int | float) or name in UNSET or isinstance(value, list))
-    }
-    heads, kv_heads = called["num_attention_heads"], called["num_key_value_heads"]
-    if kv_heads in small and fields[kv_heads] in (fields.get(heads), None):
-        small[kv_heads] = sizes["num_attention_heads"]
-    if fields.get(called["num_experts_per_tok"]) == 1:  # some code is for one expert alone (Llama 4 in vLLM)
-        small[called["num_experts_per_tok"]] = 1
-    if "qk_rope_head_dim" in small and fields.get("head_dim") == fields["qk_rope_head_dim"]:
-        small["head_dim"] = small["qk_rope_head_dim"]
-    small |= {name: 0.0 for name, value in fields.items() if _is_dropout(name) and isinstance(value, float)}
-    small |= {name: _token(value, place) for place, (name, value) in enumerate(_tokens(fields))}
-    small |= _shorter(fields, called["num_hidden_layers"], sizes)
-    if fields.get("linear_key_head_dim", fields.get("linear_value_head_dim")) != fields.get("linear_value_head_dim"):
-        # transformers writes convolutions of queries, keys and values as thirds of equal size (OLMo-Hybrid)
-        small["linear_value_head_dim"] = fields["linear_key_head_dim"]
-    if "max_window_layers" in fields:
-        small["max_window_layers"] = 1
-    small |= {
-        name: _shrunk_part(fields[name], sizes) for name in text.sub_configs if isinstance(fields.get(name), dict)
-    }
-    with _made_tiny(text.model_type):
-        return type(text).from_dict({**fields, **small})
-
-
-def _shrunk_part(fields: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of a part beside the text (images, sound), with one layer; what is as wide as it is stays so."""
-    width = fields.get("hidden_size")
-    small = {name: sizes[name] for name, value in fields.items() if name in sizes and isinstance(value, int)}
-    as_wide = {name: sizes["hidden_size"] for name, value in fields.items() if width and value == width}
-    short = {name: 1 for name in LAYER_COUNTS if name in fields}
-    return {**fields, **small, **as_wide, **short}
-
-
-def _shorter(fields: Mapping[str, Any], num_layers: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """Number of layers, and what is said layer by layer, for one layer of each kind and two at least.
-
-    Args:
-        num_layers: name of that number.
-    """
-    count = fields.get(num_layers) or 0
-    stated = {name: value for name, value in fields.items() if isinstance(value, list) and len(value) == count}
-    sparse = {name: _by_layer(value) for name, value in fields.items() if _by_layer(value)}
-    kinds = [
-        (*(value[index] for value in stated.values()), *(value.get(index) for value in sparse.values()))
-        for index in range(count)
-    ]
-    first = [index for index, kind in enumerate(kinds) if kinds.index(kind) == index][:LONGEST_PERIOD]
-    kept = first if len(first) > 1 else [0, 0]
-    return {
-        num_layers: len(kept),
-        **{name: [sizes.get(name, value[index]) for index in kept] for name, value in stated.items()},
-        **{
-            name: {place: _smaller(value[index], sizes) for place, index in enumerate(kept) if index in value}
-            for name, value in sparse.items()
-        },
-    }
-
-
-def _by_layer(value: Any) -> dict[int, Mapping[str, Any]]:
-    """Return the settings of single layers that a field holds, by layer number; empty if it is another kind of
-    field."""
-    if not isinstance(value, dict) or not all(isinstance(said, dict) for said in value.values()):
-        return {}
-    return {int(key): said for key, said in value.items()} if all(str(key).isdigit() for key in value) else {}
-
-
-def _smaller(said: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: sizes.get(name, value) for name, value in said.items()}
-
-
-def _is_dropout(name: str) -> bool:
-    return name.endswith(("dropout", "pdrop", "dropout_prob", "dropout_rate", "layerdrop"))
-
-
-def _tokens(fields: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    return [(name, value) for name, value in sorted(fields.items()) if name.endswith("token_id") and value is not None]
-
-
-def _token(value: Any, place: int) -> Any:
-    """A special token of the tiny vocabulary."""
-    return [place] if isinstance(value, list) else place
-
-
 def write_tiny(config: PreTrainedConfig, folder: Path, seed: int = 0, sizes: Mapping[str, Any] = SMALL) -> Path:
     """A random model of the family at a tiny size as Hugging Face files."""
     small = shrink(config, sizes)
-    with _made_tiny(small.model_type):
-        _check_size(small)
+    with made_tiny(small.model_type):
+        check_size(small)
         return write_random(small, folder, seed)
-
-
-def _check_size(small: PreTrainedConfig) -> None:
-    """Refuse a model that is not tiny, as its family has sizes that `SMALL` does not name."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(small)
-    count = sum(parameter.numel() for parameter in model.parameters())
-    if count > MOST_PARAMETERS:
-        raise ValueError(f"it has {count} parameters at the sizes of this check, and may have {MOST_PARAMETERS}")
-
-
-@contextmanager
-def _made_tiny(kind: str) -> Iterator[None]:
-    """Turn any error of a family's own code, at sizes that it did not foresee, into an answer of the self-check."""
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001  # any kind, from code that is not ours
-        raise ConfigError(
-            f"a tiny {kind} model cannot be made, so this check cannot say: {type(error).__name__}: "
-            f"{' '.join(str(error).split())}"
-        ) from None

@@ -10,7 +10,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from rl_core.torch.training.checkpoint_files import SHARDS, read_tensors
@@ -97,7 +96,7 @@ class TrainingState:
                 continue
             if not isinstance(saved, TensorStorageMetadata):
                 state[key] = None
-            elif isinstance(parameter, DTensor) and saved.size == parameter.shape:
+            elif parameter.dim() and saved.size == parameter.shape:
                 state[key] = torch.zeros_like(parameter, dtype=saved.properties.dtype)
             else:
                 device = local(parameter).device if self._counts_on_device() else torch.device("cpu")

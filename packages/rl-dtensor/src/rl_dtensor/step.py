@@ -16,7 +16,7 @@ from rl_core.metrics import Metric
 from rl_core.ragged import Ragged
 from rl_core.torch.training.backend import Microbatch, Pass
 from rl_core.torch.training.flops import ModelShape
-from rl_dtensor.gradients import grad_norm, local_grads, sum_tied
+from rl_dtensor.gradients import average_replicated, grad_norm, local_grads, sum_tied
 from rl_dtensor.model import ShardedModel
 from rl_dtensor.parallel.mesh import Mesh
 from rl_dtensor.pipeline import run_pipeline
@@ -75,6 +75,7 @@ class DTensorModel:
 
         self.sharded.train(True)
         run_pipeline(self.sharded, replace(run, on_reads=share), mesh=self._mesh, backward=True)
+        average_replicated(self.sharded, self._mesh)
         sum_tied(self.sharded, self._mesh)
         return {}
 

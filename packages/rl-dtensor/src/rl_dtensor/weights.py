@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rl_core.torch.files.model_files import OpenWeights, WeightFiles
+from rl_core.torch.files.model_files import READ_AS_WEIGHTS, OpenWeights, WeightFiles
 from rl_core.torch.training.lora import LORA_A, LORA_B, WEIGHT
 from rl_core.weights import TensorSpec
 from rl_dtensor.lora import BASE, Adapter, adapters_of
@@ -26,13 +26,24 @@ SHOWN = 8
 
 @dataclass(frozen=True)
 class Entry:
-    """A parameter or persistent buffer of the whole model."""
+    """A parameter or persistent buffer of the whole model.
+
+    Args:
+        keeps_float32: Whether it is saved and sent in float32 whatever the rest is.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     pieces: tuple[Piece, ...]
     stage: int
+    keeps_float32: bool = False
+
+    def dtype_in(self, dtype: str) -> str:
+        """Name of its dtype among floating tensors of a dtype."""
+        if not self.dtype.is_floating_point:
+            return str(self.dtype).removeprefix("torch.")
+        return "float32" if self.keeps_float32 else dtype
 
 
 @dataclass(frozen=True)
@@ -65,6 +76,20 @@ class Catalog:
         ]
         ignored = (*(hf._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$")
         return cls(tuple(entries), tied_names(hf), ignored, type(hf).__name__)
+
+    def keeping(self, float32: Set[str]) -> Catalog:
+        """The same, with names of tensors that stay float32."""
+        entries = (replace(entry, keeps_float32=entry.name in float32) for entry in self.entries)
+        return replace(self, entries=tuple(entries))
+
+    def sources(self, entry: Entry, available: Set[str]) -> list[Piece] | None:
+        """Tensors to read a weight from: its pieces, or one tensor under its own or a tied name; None if there are
+        none."""
+        if all(piece.name in available for piece in entry.pieces):
+            return list(entry.pieces)
+        names = [entry.name, *(alias for alias, owner in self.tied.items() if owner == entry.name)]
+        found = next((name for name in names if name in available), None)
+        return None if found is None else [Piece(found, (), entry.shape)]
 
 
 @dataclass(frozen=True)
@@ -125,7 +150,7 @@ class Weights:
             ValueError: naming weights that are missing, unexpected, or of another shape.
         """
         stored = files.names
-        sources = {entry.name: self._sources(entry, stored) for entry in self.catalog.entries}
+        sources = {entry.name: self.catalog.sources(entry, stored) for entry in self.catalog.entries}
         missing = [
             piece.name
             for entry in self.catalog.entries
@@ -136,20 +161,22 @@ class Weights:
         known |= {*self.tied, *(entry.name for entry in self.catalog.entries), *foreign}
         ignored = [re.compile(pattern) for pattern in self.catalog.ignored]
         unexpected = [name for name in sorted(stored) if name not in known and not any(p.search(name) for p in ignored)]
-        if missing or unexpected:
-            raise ValueError(
-                f"the weights in {files.folder} are not those of a {self.catalog.kind}: "
-                f"missing {_shown(missing)}; unexpected {_shown(unexpected)}"
-            )
         with files.open() as opened, torch.no_grad():
+            if missing or unexpected:
+                quantised = next((name for name in unexpected if opened.dtype(name) not in READ_AS_WEIGHTS), None)
+                raise ValueError(
+                    f"the weights in {files.folder} are not those of a {self.catalog.kind}: "
+                    f"missing {_shown(missing)}; unexpected {_shown(unexpected)}"
+                    + ("" if quantised is None else f". {_quantised(quantised, opened.dtype(quantised))}")
+                )
             for name, target in self._tensors.items():
                 for piece in sources[name] or ():
-                    _copy(opened, piece, target)
+                    read_into(opened, piece, target)
 
     def specs(self, dtype: str) -> list[TensorSpec]:
-        """All tensors of the files, floating ones in a dtype."""
+        """All tensors of the files, floating ones in a dtype unless they stay float32."""
         return [
-            TensorSpec(piece.name, piece.shape, _dtype_of(entry, dtype))
+            TensorSpec(piece.name, piece.shape, entry.dtype_in(dtype))
             for entry in self.catalog.entries
             for piece in entry.pieces
         ]
@@ -169,7 +196,7 @@ class Weights:
             merges_adapters: whether adapters are added to the weights that they sit on.
         """
         for entry in self.catalog.entries:
-            tensor = self._whole(entry, getattr(torch, _dtype_of(entry, dtype)), merges_adapters=merges_adapters)
+            tensor = self._whole(entry, getattr(torch, entry.dtype_in(dtype)), merges_adapters=merges_adapters)
             yield [(piece.name, tensor[piece.region] if piece.region else tensor) for piece in entry.pieces]
 
     def adapter_specs(self, dtype: str) -> list[TensorSpec]:
@@ -227,15 +254,6 @@ class Weights:
             dist.broadcast(gathered, group=self._mesh.group("pp"), group_src=stage)
         return gathered
 
-    def _sources(self, entry: Entry, available: Set[str]) -> list[Piece] | None:
-        """Tensors to read a weight from: its pieces, or one tensor under its own or a tied name; None if there are
-        none."""
-        if all(piece.name in available for piece in entry.pieces):
-            return list(entry.pieces)
-        names = [entry.name, *(alias for alias, owner in self.tied.items() if owner == entry.name)]
-        found = next((name for name in names if name in available), None)
-        return None if found is None else [Piece(found, (), entry.shape)]
-
 
 def persistent(hf: PreTrainedModel) -> dict[str, Tensor]:
     """Parameters and persistent buffers by name, a shared one once, without adapters."""
@@ -256,17 +274,23 @@ def tied_names(hf: PreTrainedModel) -> dict[str, str]:
     return tied
 
 
-def _dtype_of(entry: Entry, dtype: str) -> str:
-    return dtype if entry.dtype.is_floating_point else str(entry.dtype).removeprefix("torch.")
+def tied_pairs(hf: PreTrainedModel) -> list[tuple[str, str]]:
+    """Names in the files of each two tensors that a model has as one."""
+    names, held = FileNames(hf), persistent(hf)
+
+    def in_files(name: str, owner: str) -> str:
+        return next(names.pieces(name, tuple(held[owner].shape))).name
+
+    return [(in_files(owner, owner), in_files(alias, owner)) for alias, owner in tied_names(hf).items()]
 
 
-def _copy(opened: OpenWeights, piece: Piece, target: Tensor) -> None:
-    """Read what a rank holds of a piece into its part of the parameter."""
-    if opened.shape(piece.name) != piece.shape:
-        raise ValueError(
-            f"weight {piece.name} has shape {opened.shape(piece.name)}, the model's config says {piece.shape}; "
-            "check hf_config_overrides"
-        )
+def read_into(opened: OpenWeights, piece: Piece, target: Tensor) -> None:
+    """Read what a rank holds of a piece into its part of the parameter.
+
+    Raises:
+        ValueError: if the tensor in the files has another shape, or does not hold the values of a weight.
+    """
+    _check_stored(opened, piece, is_weight=target.is_floating_point())
     part = local(target)
     if not part.numel():
         return
@@ -287,6 +311,30 @@ def _copy(opened: OpenWeights, piece: Piece, target: Tensor) -> None:
         into.append(slice(first - own.start, last - own.start))
         taken.append(slice(first - start, last - start))
     part[tuple(into)].copy_(opened.read(piece.name, tuple(taken)))
+
+
+def _check_stored(opened: OpenWeights, piece: Piece, *, is_weight: bool) -> None:
+    name, shape, dtype = piece.name, opened.shape(piece.name), opened.dtype(piece.name)
+    if is_weight and dtype not in READ_AS_WEIGHTS:
+        raise ValueError(f"weight {_quantised(name, dtype)}")
+    if shape == piece.shape:
+        return
+    if name == SCORE and shape[1:] == piece.shape[1:]:
+        raise ValueError(
+            f"weight {name} has shape {shape}: this classifier has {shape[0]} labels, and the head of a reward model "
+            "or critic has one output. Use a model with num_labels=1, or one without a score head, which gets a new one"
+        )
+    raise ValueError(
+        f"weight {name} has shape {shape}, the model's config says {piece.shape}; check config.json and "
+        "policy.hf_config_overrides"
+    )
+
+
+def _quantised(name: str, dtype: str) -> str:
+    return (
+        f"{name} is stored as {dtype}: it is quantised in a way that is not supported. Convert the model to bfloat16, "
+        "or use the release that is not quantised"
+    )
 
 
 def _shown(names: list[str]) -> str:

@@ -47,7 +47,7 @@ def build_parts(
     """Build, shard and load this rank's part of a model; collective."""
     is_packed = Batching.of(config, training=True).packed
     model = build_model(config, backend, spec, folder=folder, is_packed=is_packed, mesh=mesh)
-    inner = build_sharded_optimizer(config.optimizer, model.trained()) if spec.trains else None
+    inner = build_sharded_optimizer(config.optimizer, model.trained_groups()) if spec.trains else None
     return TrainingParts(
         DTensorModel(model, mesh),
         model.weights,

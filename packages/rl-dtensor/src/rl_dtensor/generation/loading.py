@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -17,9 +18,12 @@ from transformers import (
 from rl_core.errors import ConfigError
 from rl_core.model_config import ModelConfig, is_composite
 from rl_core.torch.files.language_part import KEY_MAPPING, read_language_config
+from rl_core.torch.files.model_files import WeightFiles, model_folder
 from rl_core.torch.training.flops import CHUNKED, RECURRENT_LAYERS, ROW_LAYERS
 from rl_dtensor.generation.cache import Kind, RowCache, has_states, row_layers
 from rl_dtensor.generation.whole_rows import last_logits
+from rl_dtensor.precision import Kept, widen
+from rl_dtensor.weights import Catalog, persistent, read_into
 
 _logger = logging.getLogger(__name__)
 
@@ -63,7 +67,27 @@ def load_model(model: ModelConfig, attn_implementation: str, device: torch.devic
         raise ConfigError(
             f"the files of {model.model_name} lack {', '.join(sorted(info['missing_keys']))}; save the whole model"
         )
+    _keep_float32(loaded, model_folder(model.model_name))
     return loaded.to(device).eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def _keep_float32(hf: PreTrainedModel, folder: Path) -> None:
+    """Have a model compute in float32 with what a trained model of these files computes with in float32; `transformers`
+    keeps only what the family's class names."""
+    try:
+        catalog, files = Catalog.of(hf, lambda name: 0), WeightFiles.of(folder)
+    except ValueError:  # no policy trains a model of such files
+        return
+    names = Kept.of(hf, catalog, files, hf.dtype).computed
+    held = persistent(hf)
+    wider = [entry for entry in catalog.entries if entry.name in names and held[entry.name].dtype != torch.float32]
+    widen(hf, [entry.name for entry in wider])
+    held = persistent(hf)
+    with files.open() as opened:
+        for entry in wider:
+            for piece in catalog.sources(entry, files.names) or ():
+                read_into(opened, piece, held[entry.name])
 
 
 def _has_sdpa(config: PreTrainedConfig) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ def shard_model(
     wide: Sequence[nn.Module],
     experts: Sequence[nn.Module],
     *,
+    replicated: Set[nn.Parameter] = frozenset(),
     mesh: Mesh,
     compute: torch.dtype,
     cpu_offload: bool,
@@ -33,14 +34,17 @@ def shard_model(
         layers: gathered and freed one after another.
         wide: small heads that compute in float32 whatever the rest does.
         experts: modules that are split over expert-parallel ranks, and sharded over what ranks those leave.
+        replicated: Parameters that every rank keeps whole in their own dtype; their gradients are left to
+            `average_replicated`.
     """
     offload = CPUOffloadPolicy(pin_memory=mesh.kind.pins_host_memory) if cpu_offload else OffloadPolicy()
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    # what a layer is told besides hidden states may be float32 on purpose, such as rotary embeddings
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
     in_float32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
 
     def shard(modules: Sequence[nn.Module], over: DeviceMesh, precision: MixedPrecisionPolicy) -> None:
         for module in modules:
-            fully_shard(module, mesh=over, mp_policy=precision, offload_policy=offload)
+            fully_shard(module, mesh=over, mp_policy=precision, offload_policy=offload, ignored_params=set(replicated))
 
     shard(wide, mesh.sharding, in_float32)
     if experts:

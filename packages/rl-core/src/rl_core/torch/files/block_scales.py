@@ -25,6 +25,8 @@ class BlockScaledWeight:
     values: StoredTensor
     scales: StoredTensor
 
+    dtype = "block-scaled FP8"
+
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the matrix."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from rl_core.model_config import TokenizerConfig, is_composite
 from rl_core.torch.files.block_scales import BlockScaledWeight
 from rl_core.torch.files.language_part import language_names, read_language_config
 from rl_core.torch.files.mxfp4 import MXFP4Weight
-from rl_core.torch.files.stored import Slices, StoredTensor, StoredWeight
+from rl_core.torch.files.stored import FLOATING, Slices, StoredTensor, StoredWeight
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -128,6 +129,10 @@ QUANTISATIONS = (
 )
 
 
+READ_AS_WEIGHTS = (*FLOATING, BlockScaledWeight.dtype, MXFP4Weight.dtype)
+"""Dtypes and quantisations of `OpenWeights` whose values are those of a weight when they are read."""
+
+
 @dataclass(frozen=True)
 class WeightFiles:
     """The safetensors of one folder; of a composite model those of its language model, by the names that they have in
@@ -219,6 +224,18 @@ class OpenWeights:
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a whole weight."""
         return self.weights[name].shape
+
+    def dtype(self, name: str) -> str:
+        """Dtype of a weight by its name in safetensors (`F32`, `BF16`, `F8_E4M3`, ...), or its quantisation."""
+        return self.weights[name].dtype
+
+    @property
+    def common_dtype(self) -> str:
+        """Dtype or quantisation of most values."""
+        counts: dict[str, int] = {}
+        for weight in self.weights.values():
+            counts[weight.dtype] = counts.get(weight.dtype, 0) + prod(weight.shape)
+        return max(counts, key=lambda dtype: counts[dtype], default="F32")
 
     def read(self, name: str, slices: Slices) -> Tensor:
         """A part of a weight, and little more than that is read; a quantised one is dequantised.

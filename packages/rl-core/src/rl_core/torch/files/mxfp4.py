@@ -32,6 +32,8 @@ class MXFP4Weight:
     blocks: StoredTensor
     scales: StoredTensor
 
+    dtype = "MXFP4"
+
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the matrices as the model has them.

@@ -10,6 +10,9 @@ from torch import Tensor
 Slices = tuple[slice, ...]
 """A part of a tensor: empty for all of it, fewer than its dims for all of the rest."""
 
+FLOATING = ("F64", "F32", "F16", "BF16")
+"""Dtypes, by their names in safetensors, whose values are weights as they are."""
+
 
 class StoredWeight(Protocol):
     """A weight of a model, in one tensor of its files or in several that it is computed from."""
@@ -17,6 +20,12 @@ class StoredWeight(Protocol):
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the whole weight."""
+        ...
+
+    @property
+    def dtype(self) -> str:
+        """Dtype by its name in safetensors (`F32`, `BF16`, `F8_E4M3`, ...); of several tensors the name of their
+        quantisation."""
         ...
 
     def read(self, slices: Slices) -> Tensor:
@@ -40,6 +49,11 @@ class StoredTensor:
     def shape(self) -> tuple[int, ...]:
         """Of the whole tensor."""
         return tuple(self.file.get_slice(self.name).get_shape())
+
+    @property
+    def dtype(self) -> str:
+        """By its name in safetensors."""
+        return str(self.file.get_slice(self.name).get_dtype())
 
     def read(self, slices: Slices) -> Tensor:
         """A part of it, the only one that is read."""

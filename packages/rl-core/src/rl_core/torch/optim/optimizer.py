@@ -17,8 +17,10 @@ WAYS_TO_STEP = frozenset({"fused", "foreach", "differentiable"})
 hand, so a checkpoint does not hold them."""
 
 
-def build_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """The optimizer over the parameters.
+def build_optimizer(
+    config: OptimizerConfig, parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]]
+) -> Optimizer:
+    """The optimizer over the parameters, or over groups of them as torch takes them.
 
     Raises:
         ValueError: if the name is not an optimizer class, or the class does not take these arguments.

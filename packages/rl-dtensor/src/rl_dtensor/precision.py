@@ -1,0 +1,172 @@
+"""Tensors of a model that stay float32 while the rest of it computes in less."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Set
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import build_glob_alternation
+
+from rl_core.errors import ConfigError
+from rl_core.torch.files.model_files import WeightFiles
+from rl_dtensor.body import body_of
+from rl_dtensor.parallel.experts import expert_modules
+from rl_dtensor.tiny import check_size, made_tiny, shrink
+from rl_dtensor.weights import Catalog, persistent
+
+WIDE = ("F32", "F64")
+"""Dtypes in safetensors of tensors that lose bits in half precision."""
+
+_PROBE_TOKENS = 8
+
+_FAMILY_ERRORS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+"""Errors of a family's code for a dtype that it did not foresee."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Names of parameters and persistent buffers that stay float32.
+
+    Args:
+        stored: those that are held, saved and sent in float32.
+        computed: those of them that the model also computes with in float32. The others are cast for each pass, as
+            `transformers` casts them.
+    """
+
+    stored: frozenset[str] = frozenset()
+    computed: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, hf: PreTrainedModel, catalog: Catalog, files: WeightFiles, compute: torch.dtype) -> Kept:
+        """Decide from a model's class, its files and its code.
+
+        Tensors that the family keeps in float32 compute in it. Tensors that only the files have in float32, next to
+        others in less, compute in it if the family's code takes them so.
+
+        Args:
+            hf: The whole model, built in the compute dtype, without adapters.
+            catalog: Its weights by their names in the files.
+        """
+        if compute == torch.float32:
+            return cls()
+        by_family = kept_by_family(hf, compute)
+        by_files = kept_by_files(catalog, files) - by_family
+        taken = taken_in_float32(hf.config, by_files, compute)
+        return cls(frozenset(by_family | by_files), frozenset(by_family | taken))
+
+
+def kept_by_family(hf: PreTrainedModel, compute: torch.dtype) -> set[str]:
+    """Names of the tensors that `transformers` keeps in float32 when it loads a family in another dtype: those that the
+    class names, and those that the code makes in float32.
+
+    Args:
+        hf: Built in the compute dtype.
+    """
+    plan = hf._get_dtype_plan(compute)
+    pattern = build_glob_alternation(list(plan))[0] if plan else None
+    return {
+        name
+        for name, tensor in persistent(hf).items()
+        if tensor.is_floating_point()
+        and (tensor.dtype == torch.float32 or (pattern is not None and pattern.search(name)))
+    }
+
+
+def kept_by_files(catalog: Catalog, files: WeightFiles) -> set[str]:
+    """Names of the tensors that are float32 in files of which most values are not."""
+    with files.open() as opened:
+        if opened.common_dtype in WIDE:
+            return set()
+        sources = {entry.name: catalog.sources(entry, files.names) for entry in catalog.entries}
+        return {
+            name
+            for name, pieces in sources.items()
+            if pieces and all(opened.dtype(piece.name) in WIDE for piece in pieces)
+        }
+
+
+def taken_in_float32(config: PreTrainedConfig, names: Set[str], compute: torch.dtype) -> set[str]:
+    """Names of those tensors that a family's code computes with in float32 in the midst of another dtype, as a pass of
+    a tiny model of it shows; none if no tiny model can be made. Experts, which are split over ranks, never are.
+    """
+    if not names:
+        return set()
+    try:
+        tiny = _tiny(config, compute)
+    except ConfigError:
+        return set()
+    kinds: dict[str, set[str]] = {}
+    for name in names:
+        kinds.setdefault(_kind(name), set()).add(name)
+    found = sorted(kinds)
+    if not _runs(tiny, found):
+        found = [kind for kind in found if _runs(tiny, [kind])]
+        found = found if len(found) < 2 or _runs(tiny, found) else []
+    return {name for kind in found for name in kinds[kind]}
+
+
+def widen(hf: nn.Module, names: Iterable[str] | None = None) -> None:
+    """Make parameters and buffers of a model on `meta` float32.
+
+    Args:
+        names: Of persistent ones; all of lower precision if None, also buffers that no file holds.
+    """
+    wanted = None if names is None else set(names)
+
+    def is_wanted(name: str, tensor: Tensor) -> bool:
+        is_lower = tensor.is_floating_point() and tensor.dtype.itemsize < torch.float32.itemsize
+        return is_lower and (wanted is None or name in wanted)
+
+    for name, parameter in hf.named_parameters():
+        if is_wanted(name, parameter):
+            parameter.data = parameter.data.float()
+    for name, buffer in list(hf.named_buffers(remove_duplicate=False)):
+        if is_wanted(name, buffer):
+            owner, _, short = name.rpartition(".")
+            hf.get_submodule(owner)._buffers[short] = buffer.float()
+
+
+def _kind(name: str) -> str:
+    """A name with a star for the number of each layer."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+
+
+def _tiny(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        small = shrink(config)
+        with made_tiny(small.model_type):
+            check_size(small)
+            return AutoModelForCausalLM.from_config(small, dtype=dtype, attn_implementation="eager").eval()
+
+
+def _runs(tiny: PreTrainedModel, kinds: list[str]) -> bool:
+    """Whether a tiny model computes with tensors of these kinds in float32, and hands on its own dtype."""
+    experts = {f"{name}." for name, module in tiny.named_modules() if module in expert_modules(tiny)}
+    dtype = tiny.dtype
+    named = {
+        name: tensor
+        for name, tensor in persistent(tiny).items()
+        if _kind(name) in kinds and not any(name.startswith(prefix) for prefix in experts)
+    }
+    if {_kind(name) for name in named} != set(kinds):
+        return False
+    for tensor in named.values():
+        tensor.data = tensor.data.float()
+    handed_on: list[torch.dtype] = []
+    hook = body_of(tiny).register_forward_hook(lambda *call: handed_on.append(call[-1].last_hidden_state.dtype))
+    tokens = torch.arange(_PROBE_TOKENS)[None] % tiny.get_input_embeddings().num_embeddings
+    try:
+        with torch.no_grad():
+            tiny(input_ids=tokens, use_cache=False)
+    except _FAMILY_ERRORS:
+        return False
+    else:
+        return handed_on == [dtype]
+    finally:
+        hook.remove()
+        for tensor in named.values():
+            tensor.data = tensor.data.to(dtype)
