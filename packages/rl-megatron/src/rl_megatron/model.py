@@ -19,12 +19,13 @@ from transformers import PreTrainedConfig
 
 from rl_core.model import HEADLESS_ROLES, ModelSpec, Read, Role
 from rl_core.model_config import ModelConfig
-from rl_core.torch.files.model_files import read_hf_config
+from rl_core.torch.files.model_files import WeightFiles, read_hf_config
 from rl_core.torch.heads.logprobs import Head
 from rl_core.torch.heads.scalar import scalar_reads
 from rl_core.torch.heads.split_reads import join_tokens, split_language_reads
 from rl_core.torch.heads.vocab_parallel import VocabShard
 from rl_core.torch.loss import Rows
+from rl_core.torch.training.ties import untie_apart
 from rl_megatron.architecture import transformer_config
 from rl_megatron.config import MegatronConfig
 from rl_megatron.conversion.splits import padded_vocab
@@ -38,6 +39,9 @@ from rl_megatron.padding_token import freeze_padding_token
 from rl_megatron.parallel.mesh import Mesh
 from rl_megatron.replay import Replay
 from rl_megatron.routing import Routing
+
+EMBEDDING = "model.embed_tokens.weight"
+LM_HEAD = "lm_head.weight"
 
 
 def token_multiple(config: TransformerConfig) -> int:
@@ -186,6 +190,8 @@ def build_model(
         ValueError: if the files, the config, the layout and the role do not fit together.
     """
     hf = read_hf_config(folder, config.hf_config_overrides)
+    if hf.tie_word_embeddings and spec.role not in HEADLESS_ROLES:
+        untie_apart(hf, [(EMBEDDING, LM_HEAD)], WeightFiles.of(folder), mesh.control)
     is_cuda = mesh.kind.kernels == "cuda"
     has_adapters = config.lora_cfg.enabled
     # the norm within a layer of Transformer Engine's hides the input that an adapter needs

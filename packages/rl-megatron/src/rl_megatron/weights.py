@@ -21,11 +21,9 @@ from rl_megatron.conversion.splits import Vocabulary, Whole
 from rl_megatron.conversion.weight_map import AdapterMap, HFTensor, WeightMap
 from rl_megatron.families.catalog import family_of
 from rl_megatron.gathering import Gathering, Holding
-from rl_megatron.model import ReadingModel
+from rl_megatron.model import EMBEDDING, LM_HEAD, ReadingModel
 from rl_megatron.parallel.mesh import Mesh
 
-EMBEDDING = "model.embed_tokens.weight"
-LM_HEAD = "lm_head.weight"
 SCORE = "score.weight"
 BUCKET_BYTES = 64 * 2**20
 """Default size of the weights that `stream` brings together at one time."""
