@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
 from rl_core.torch.transport.parts import Region
 from rl_core.weights import Manifest, TensorSpec
 from rl_vllm.load_plan import plan_load
 from rl_vllm.planned_load import PlannedLoad
+from rl_vllm.probe import WeightProbe
 from rl_vllm.weight_receiver import WeightReceiver
 
 NAMES = ("mlp.shared_expert.weight", "mlp.gate.weight")
@@ -209,3 +211,43 @@ def test_a_rank_whose_loaders_compute_keeps_everything() -> None:
     model = Shard(scales=True)
     record_metadata_for_reloading(model)
     assert plan_load(model, SHARDED).parts(SHARDED) == {}
+
+
+class Router(LinearBase):
+    """A linear layer of the engine in bfloat16 with a bias of its own and one, in float32, of experts."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.params_dtype = torch.bfloat16
+        self.quant_method = UnquantizedLinearMethod()
+        self.bias = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+        self.correction = nn.Parameter(torch.zeros(4, dtype=torch.float32))
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            self.get_parameter(name).data.copy_(tensor)
+
+
+@pytest.mark.parametrize(
+    ("computes_with", "stale"),
+    [
+        pytest.param(lambda sent: sent, [], id="what was sent"),
+        pytest.param(lambda sent: sent.bfloat16().float(), ["correction"], id="what rounding leaves of it"),
+    ],
+)
+def test_a_float32_tensor_of_a_layer_in_bfloat16_is_checked_unrounded(
+    computes_with: Callable[[Tensor], Tensor], stale: list[str]
+) -> None:
+    model = Router()
+    record_metadata_for_reloading(model)
+    told = Manifest(1, tuple(TensorSpec(name, (4,), "float32") for name in ("bias", "correction")))
+    sent = {spec.name: 7 + torch.rand(4) for spec in told.tensors}
+    probe = WeightProbe(model, plan_load(model, told), 1)
+    with torch.no_grad():
+        for name, tensor in sent.items():
+            probe.take(name, tensor)
+        model.bias.copy_(sent["bias"])
+        # the engine on CPU widens a bias after it was rounded
+        model.bias.data = model.bias.data.float()
+        model.correction.copy_(computes_with(sent["correction"]))
+    assert probe.stale() == stale
