@@ -43,7 +43,8 @@ def _names(config: Any, stored: Set[str], model_name: str) -> tuple[str, str | N
     parameters = dict(model.named_parameters(remove_duplicate=False))
 
     def stored_as(parameter: Tensor) -> str | None:
-        aliases = [name for name, each in parameters.items() if each is parameter]
+        # the head's own name last in the model, and first here: files may hold other values under it
+        aliases = [name for name, each in reversed(parameters.items()) if each is parameter]
         exact = [name for name in aliases if name in stored]
         # a family may keep its tensors under another prefix than its modules
         alike = [name for name in sorted(stored) if any(name.endswith(f".{alias}") for alias in aliases)]
