@@ -7,9 +7,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+)
 
-from rl_core.model import LOGPROBS, ModelSpec
+from rl_core.model import LOGPROBS, SCORES, ModelSpec
 from rl_core.model_config import LoraConfig, ModelConfig, OptimizerConfig
 from rl_core.testing.losses import TokenLoss
 from rl_core.testing.pooled_model import PooledModel
@@ -148,14 +153,14 @@ def write_mixed(folder, family, *patterns):
     return folder
 
 
-def open_model(ranks, folder, num_ranks, spec=None, *, lora=False, **settings):
-    config = ModelConfig(
-        model_name=str(folder),
-        precision="bfloat16",
-        lora_cfg=LoraConfig(enabled=lora),
-        optimizer=OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 1.0}),
-        train_micro_batch_size=3,
-    )
+def open_model(ranks, folder, num_ranks, spec=None, *, lora=False, config=None, **settings):
+    fields = {
+        "precision": "bfloat16",
+        "lora_cfg": LoraConfig(enabled=lora),
+        "optimizer": OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 1.0}),
+        "train_micro_batch_size": 3,
+    }
+    config = ModelConfig(model_name=str(folder), **{**fields, **(config or {})})
     return PooledModel(ranks, "rl_dtensor.selfcheck:build", config, spec or ModelSpec(), num_ranks, **settings)
 
 
@@ -226,6 +231,39 @@ def test_what_computes_in_float32_trains_alike_on_any_mesh(ranks, tmp_path, sett
     for name, step in alone.items():
         assert step.abs().max() > 0
         assert (split[name] - step).norm() < 0.1 * step.norm(), name
+
+
+def test_what_computes_in_float32_resumes_on_another_mesh(ranks, tmp_path):
+    folder = write_mixed(tmp_path / "model", "ernie4_5_moe", *ROUTER)
+    adamw = {"optimizer": OptimizerConfig(name="torch.optim.AdamW", kwargs={"lr": 1e-3})}
+    with open_model(ranks, folder, 2, config=adamw) as model:
+        model.train_step(CHECK.batch(0), TokenLoss())
+        model.save(str(tmp_path / "saved"))
+        model.train_step(CHECK.batch(1), TokenLoss())
+        expected = streamed(model)
+    with open_model(ranks, folder, 1, config=adamw) as model:
+        model.load(str(tmp_path / "saved"))
+        model.train_step(CHECK.batch(1), TokenLoss())
+        found = streamed(model)
+    for name in (name for name in expected if name.endswith("gate.weight")):
+        assert (found[name] - expected[name]).abs().max() < 1e-5, name
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_reward_model_keeps_them_too(ranks, tmp_path, trains):
+    folder = write_mixed(tmp_path / "model", "deepseek_v3", r"e_score_correction_bias$")
+    batch, source = CHECK.batch(0), load_file(folder / MODEL_FILE)
+    with open_model(ranks, folder, 2, ModelSpec(role="reward_model", trains=trains)) as model:
+        scores = model.infer(batch, [SCORES]).array("scores")
+        model.export(str(tmp_path / "exported"))
+    exported = load_file(tmp_path / "exported" / MODEL_FILE)
+    assert all(tensor.equal(source[name]) for name, tensor in exported.items() if name in source)
+    kind = AutoModelForSequenceClassification.from_pretrained(tmp_path / "exported", dtype=torch.bfloat16)
+    with torch.no_grad():
+        rows = [torch.as_tensor(row).long()[None] for row in batch.ragged("tokens")]
+        hidden = torch.stack([kind.base_model(input_ids=row).last_hidden_state[0, -1].float() for row in rows])
+        expected = hidden @ kind.score.weight.float()[0]
+    assert scores == pytest.approx(expected.numpy(), abs=0.01)
 
 
 def test_the_generator_computes_in_float32_with_what_the_trainer_does(ranks, tmp_path):
