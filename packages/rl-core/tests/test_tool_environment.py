@@ -75,6 +75,28 @@ def test_a_call_that_fails_is_answered_with_the_reason(bad, answer):
     assert (result.done, result.info) == (False, {"tool_calls": 1, "tool_errors": 1})
 
 
+def test_what_a_policy_is_told_of_a_call_is_bounded_however_many_arguments_it_makes_up():
+    names = {f"made_up_{number}_{'x' * 500}": number for number in range(1000)}
+    [result] = environment().step([said("", ToolCall("look_up", {"word": "two", **names}))], [None])
+    told = result.observation[0]["content"]
+    assert "made_up_0" in told
+    assert told.endswith("and 992 more")
+    assert len(told) < 5000
+
+
+def echo(code: int) -> str:
+    """Return a character."""
+    if code < 0:
+        raise ValueError(chr(-code))
+    return f"x{chr(code)}"
+
+
+@pytest.mark.parametrize(("code", "told"), [(0xD83D, "x?"), (-0xD83D, "Error: ValueError: ?"), (0xE9, "xé")])
+def test_half_of_a_surrogate_pair_that_a_tool_returns_does_not_reach_the_tokenizer(code, told):
+    [result] = ToolEnvironment([echo], score).step([said("", call("echo", code=code))], [None])
+    assert result.observation[0]["content"] == told
+
+
 def test_a_turn_that_was_cut_off_is_scored_though_it_has_calls():
     [result] = environment().step([said("2", call("look_up", word="two"), truncated=True)], [None])
     assert (result.done, result.rewards()["right"]) == (True, 1.0)

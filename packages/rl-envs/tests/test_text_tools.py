@@ -73,6 +73,8 @@ class TestConformance(EnvironmentSuite):
         ("-(3 - 5) % 3", "2"),
         ("gcd(12, 18) + sqrt(16)", "10"),
         ("round(10 / 3, 2)", "3.33"),
+        ("round(1250, -2)", "1200"),
+        ("round(5, -10**10)", "0"),
         ("10 ** 30", "1" + "0" * 30),
         ("1 / 0", "error: division by zero"),
         ("9 ** 9 ** 9", "error: the number is too large"),
@@ -254,6 +256,21 @@ def test_tags_are_plain_text_in_the_format_of_the_model_and_calls_are_none_with_
     call = ToolCall("calculator", {"expression": "1+1"})
     [tagged] = TextToolsEnvironment(TextToolsConfig()).step([_calling(call, completion="84")], [None])
     assert (tagged.done, tagged.rewards()["reward"]) == (True, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("completion", "truncated", "done"),
+    [
+        pytest.param("<calculator>12*7</calculator>", False, False, id="a call"),
+        pytest.param("<calculator>12*7", False, False, id="a call that its stop string ended"),
+        pytest.param("<calculator>12*7", True, True, id="a call that the token limit cut off"),
+        pytest.param("<calculator>12*7</calculator> is", True, False, id="a call before the cut"),
+    ],
+)
+def test_a_call_by_tags_that_was_cut_off_is_not_made(completion: str, truncated: bool, done: bool) -> None:
+    turn = Conversation("c", (), {"answer": "84"}, completion, truncated)
+    [result] = TextToolsEnvironment(TextToolsConfig()).step([turn], [None])
+    assert result.done == done
 
 
 def test_the_chat_template_is_given_the_tools_only_in_the_format_of_the_model() -> None:

@@ -111,7 +111,7 @@ class ToolEnvironment:
         except MemoryError:
             raise
         except Exception as error:  # noqa: BLE001  # the policy reads what its call led to
-            return f"Error: {type(error).__name__}: {error}"[:MAX_RESULT], True
+            return as_text(f"Error: {type(error).__name__}: {error}"[:MAX_RESULT]), True
         return text[:MAX_RESULT], False
 
     def _scores(self, pairs: Sequence[tuple[Conversation, _Play | None]]) -> list[StepResult]:

@@ -14,6 +14,9 @@ OFFERED = ("state", "row")
 """Names of parameters that a tool may have and the policy does not see: the dict of the conversation's state, and the
 fields of the prompt's row."""
 
+_MAX_PROBLEMS, _MAX_NAME, _MAX_PROBLEM = 8, 100, 300
+"""Limits of a message about arguments: problems, and characters of a name and of a problem."""
+
 _ENTRY = re.compile(r"(\w+)(?: \([^)]*\))?:\s*(.*)")
 
 
@@ -67,15 +70,18 @@ class Tool:
         try:
             checked = self._arguments.model_validate(dict(arguments))
         except ValidationError as error:
-            problems = [f"{'.'.join(map(str, each['loc'])) or 'arguments'}: {each['msg']}" for each in error.errors()]
-            raise MalformedCall("; ".join(problems)) from None
+            raise MalformedCall(_problems(error)) from None
         given = {name: getattr(checked, name) for name in self._names}
         return self.function(**given, **{name: offered[name] for name in self.offered})
 
 
 def as_text(result: Any) -> str:
-    """A tool's result as the policy reads it: a text as it is, anything else as JSON."""
-    return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+    """Return a tool's result as the policy reads it: a text as it is, anything else as JSON.
+
+    Halves of surrogate pairs, which no tokenizer takes, become question marks.
+    """
+    text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+    return text.encode(errors="replace").decode()
 
 
 def schemas(tools: Any) -> tuple[Mapping[str, Any], ...]:
@@ -87,6 +93,17 @@ def schemas(tools: Any) -> tuple[Mapping[str, Any], ...]:
     if isinstance(tools, str | Mapping) or not isinstance(tools, list | tuple):
         raise ValueError(f"tools must be a list of functions, got {tools!r:.80}")
     return tuple(tool if isinstance(tool, Mapping) else Tool(tool).schema for tool in tools)
+
+
+def _problems(error: ValidationError) -> str:
+    """The problems of arguments for the policy, which may have written any number of names of any length."""
+    found = error.errors(include_url=False, include_context=False, include_input=False)
+    shown = [
+        f"{'.'.join(map(str, each['loc']))[:_MAX_NAME] or 'arguments'}: {each['msg'][:_MAX_PROBLEM]}"
+        for each in found[:_MAX_PROBLEMS]
+    ]
+    more = len(found) - len(shown)
+    return "; ".join([*shown, *([f"and {more} more"] if more else [])])
 
 
 def _parameters(function: Any, name: str) -> dict[str, tuple[Any, Any]]:

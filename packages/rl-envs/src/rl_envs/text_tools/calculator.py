@@ -10,8 +10,15 @@ from typing import Any
 
 MAX_CHARACTERS = 2000
 """Longest expression."""
+MAX_DIGITS = 3000
+"""Maximum number of digits to which a number is rounded. More would take long and change nothing."""
 MAX_BITS = 10_000
 """Largest size of an integer on the way."""
+
+
+def _rounded(number: Any, digits: int | None = None) -> Any:
+    return round(number) if digits is None else round(number, max(-MAX_DIGITS, min(MAX_DIGITS, digits)))
+
 
 _BINARY: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -41,7 +48,7 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "gcd": math.gcd,
     "lcm": math.lcm,
     "abs": abs,
-    "round": round,
+    "round": _rounded,
     "min": min,
     "max": max,
 }

@@ -39,7 +39,7 @@ class Progress:
 class TextToolsEnvironment:
     """Answers the calls of a turn with the tools' output, and scores a turn without one.
 
-    Of calls by tags, only the first of a turn counts.
+    Of calls by tags, only the first of a turn counts, and none that the token limit cut off.
 
     Raises:
         SandboxUnavailable: if Python is a tool and the machine does not offer its sandbox.
@@ -92,7 +92,7 @@ class TextToolsEnvironment:
         if self._config.call_format == "model":
             return () if turn.truncated else turn.tool_calls
         found = self._tagged.search(turn.completion)
-        if found is None:
+        if found is None or (turn.truncated and not found[0].endswith(f"</{found[1]}>")):
             return ()
         name, text = found[1], found[2].strip()
         return (ToolCall(name, {DESCRIBED[name].parameter: text}),)
@@ -111,7 +111,8 @@ class TextToolsEnvironment:
         parameter = DESCRIBED[call.name].parameter
         text = call.arguments.get(parameter)
         if not isinstance(text, str) or len(call.arguments) != 1:
-            return f"error: {call.name} takes one text, as {parameter!r}"
+            got = ", ".join(name[:40] for name in list(call.arguments)[:4]) or "nothing"
+            return f"error: {call.name} takes one text, as {parameter!r}; got {got}"
         return self._tools(session)[call.name](text)
 
     @property
