@@ -64,6 +64,36 @@ def test_a_named_format_is_read_whatever_the_template_says():
     assert [call.name for call in Chat(tokenizer, "hermes").read(said, TOOLS).tool_calls] == ["add"]
 
 
+@pytest.mark.parametrize(
+    ("said", "num_calls"),
+    [
+        ("Perhaps {call}? No.</think>\n\n3", 0),
+        ("Perhaps {call}? Yes.</think>\n\n{call}", 1),
+        ("\n</think>\n\n{call}", 1),
+        ("{call}", 1),
+    ],
+)
+def test_no_call_is_made_in_thoughts_that_the_prompt_has_opened(said, num_calls):
+    tokenizer, (call, end) = tokenizer_of("qwen3_6"), SAID["qwen3_6"]
+    reply = Chat(tokenizer).read(ids(tokenizer, said.replace("{call}", call) + end), TOOLS)
+    assert [(each.name, each.error) for each in reply.tool_calls] == [("add", "")] * num_calls
+
+
+@pytest.mark.parametrize("family", SAID)
+def test_hostile_calls_are_answered_and_the_conversation_continues(family):
+    """No call, however broken, fails a rollout: its error is rendered as an observation."""
+    tokenizer, (text, end) = tokenizer_of(family), SAID[family]
+    chat = Chat(tokenizer)
+    for broken in (text[: len(text) * 3 // 4], text.replace("1", "[" * 3000), text.replace("add", "a b"), text * 3):
+        sampled = ids(tokenizer, broken + end)
+        reply = chat.read(sampled, TOOLS)
+        told = [
+            {"role": "tool", "name": call.name, "content": "E", "tool_call_id": call.id} for call in reply.tool_calls
+        ]
+        assert told
+        assert len(chat.continuation(reply.message, told, sampled))
+
+
 def test_a_malformed_call_stays_in_the_conversation_as_one():
     tokenizer = tokenizer_of("qwen3")
     reply = Chat(tokenizer).read(ids(tokenizer, "<tool_call>add</tool_call><|im_end|>"), TOOLS)
