@@ -47,3 +47,16 @@ def test_a_published_8_bit_model_is_read_and_exported_in_full_precision(ranks, t
     assert "quantization_config" not in json.loads((tmp_path / "exported" / "config.json").read_text())
     exported = load_file(tmp_path / "exported" / "model.safetensors")
     assert all(tensor.equal(exported[name]) for name, tensor in load_file(exact / "model.safetensors").items())
+
+
+def test_a_head_that_the_files_hold_apart_is_not_tied(ranks, tmp_path):
+    folder = write_family(tmp_path, "qwen3", tie_word_embeddings=True)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(0).contiguous()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = ModelConfig(model_name=str(folder), precision="float32")
+    with PooledModel(ranks, "megatron_factories:build", config, ModelSpec(), 2) as model:
+        found = model.infer(make_batch(), [LOGPROBS]).ragged("logprobs").values
+        assert dict(model.manifest(1).tied) == {}
+    expected = Oracle(folder).infer(make_batch(), [LOGPROBS])["logprobs"]
+    np.testing.assert_allclose(found, expected, atol=1e-5, rtol=1e-5)
