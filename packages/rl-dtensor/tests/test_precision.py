@@ -77,23 +77,33 @@ BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float6
 NORM = "model.norm.weight"
 
 
+ALMOST_ALL = ("model.embed_tokens.weight", "lm_head.weight")
+
+
 @pytest.mark.parametrize(
-    ("most", "others", "expected"),
+    ("most", "others", "stated", "expected"),
     [
-        pytest.param(BF16, {}, set(), id="all bfloat16"),
-        pytest.param(F32, {}, set(), id="all float32: nothing is kept on purpose"),
-        pytest.param(BF16, {NORM: F32}, {NORM}, id="one in float32"),
-        pytest.param(BF16, {NORM: F64}, {NORM}, id="one in float64"),
-        pytest.param(F16, {NORM: F32}, {NORM}, id="among float16"),
-        pytest.param(BF16, {NORM: F16}, set(), id="one in another half precision"),
-        pytest.param(F32, {NORM: BF16}, set(), id="float32 with one in bfloat16"),
-        pytest.param(BF16, {"lm_head.weight": F32}, {"lm_head.weight"}, id="a head in float32"),
+        pytest.param(BF16, {}, "bfloat16", set(), id="all bfloat16"),
+        pytest.param(F32, {}, "float32", set(), id="all float32: nothing is kept on purpose"),
+        pytest.param(F32, {}, "bfloat16", set(), id="all float32, whatever the config says"),
+        pytest.param(BF16, {NORM: F32}, "bfloat16", {NORM}, id="one in float32"),
+        pytest.param(BF16, {NORM: F32}, None, {NORM}, id="one in float32, and the config does not say"),
+        pytest.param(BF16, {NORM: F32}, "float32", {NORM}, id="one in float32, and the config is wrong"),
+        pytest.param(BF16, {NORM: F64}, "bfloat16", {NORM}, id="one in float64"),
+        pytest.param(F16, {NORM: F32}, "float16", {NORM}, id="among float16"),
+        pytest.param(BF16, {NORM: F16}, "bfloat16", set(), id="one in another half precision"),
+        pytest.param(F32, {NORM: BF16}, "float32", set(), id="float32 with one in bfloat16"),
+        pytest.param(BF16, {"lm_head.weight": F32}, "bfloat16", {"lm_head.weight"}, id="a head in float32"),
+        pytest.param(
+            BF16, dict.fromkeys(ALMOST_ALL, F32), "bfloat16", set(ALMOST_ALL), id="most values, against the config"
+        ),
     ],
 )
-def test_what_the_files_keep_is_sent_in_float32(tmp_path, qwen, most, others, expected):
+def test_what_the_files_keep_is_sent_in_float32(tmp_path, qwen, most, others, stated, expected):
     catalog, shapes = qwen
     tensors = {name: torch.zeros(shape, dtype=others.get(name, most)) for name, shape in shapes.items()}
     save_file(tensors, tmp_path / MODEL_FILE)
+    (tmp_path / "config.json").write_text(json.dumps({"dtype": stated}))
     found = kept_by_files(catalog, WeightFiles.of(tmp_path))
     assert found == expected
     weights = Weights(catalog.keeping(found), [], mesh=None)

@@ -32,10 +32,16 @@ def export_dtype(folder: Path, precision: str) -> str:
     """
     if precision == "float32":
         return precision
+    source = stated_dtype(folder)
+    return precision if source is None else source
+
+
+def stated_dtype(folder: Path) -> str | None:
+    """Dtype that a model's config says its files have; None if it does not say."""
     config = json.loads((folder / CONFIG).read_text())
     stated = (each.get(name) for each in (config, language_fields(config)) for name in ("dtype", "torch_dtype"))
     source = next((dtype for dtype in stated if dtype), None)
-    return precision if source is None else str(source).removeprefix("torch.")
+    return None if source is None else str(source).removeprefix("torch.")
 
 
 def write_hf_config(model: RankModel, path: Path, *, role: Role, dtype: str) -> None:
