@@ -53,11 +53,13 @@ def render(
     *,
     add_generation_prompt: bool,
     tools: Sequence[Mapping[str, Any]] = (),
+    template: str | None = None,
 ) -> str:
     """The conversation as the text that the model reads.
 
     Args:
         tools: JSON schemas of the tools that the policy may call.
+        template: Chat template to use instead of the tokenizer's.
 
     Raises:
         ConfigError: if the tokenizer has no chat template.
@@ -67,7 +69,9 @@ def render(
     plain = [dict(message) for message in messages]
     shown = [dict(tool) for tool in tools] or None
     return str(
-        tokenizer.apply_chat_template(plain, tools=shown, tokenize=False, add_generation_prompt=add_generation_prompt)
+        tokenizer.apply_chat_template(
+            plain, tools=shown, chat_template=template, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
     )
 
 

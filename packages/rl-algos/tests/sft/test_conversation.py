@@ -177,8 +177,8 @@ def test_flags_that_say_nothing_clear_are_refused(messages, says):
         encode_conversation(MARKED.tokenizer(), messages)
 
 
-def test_marks_that_are_not_one_a_message_cannot_tell_messages_apart():
+def test_a_block_around_several_messages_is_refused():
     once = "{% generation %}{% for m in messages %}{{ m.content }}<|end|>{% endfor %}{% endgeneration %}"
-    assert len(learned(with_template(once), TURNS)) == 1
-    with pytest.raises(DataError, match=r"marks 1 parts by {% generation %} for 2 messages of the assistant"):
-        encode_conversation(with_template(once), TURNS, learn="last")
+    for messages in (TURNS, TURNS[:2]):
+        with pytest.raises(DataError, match=r"cannot be told apart|covers messages before it"):
+            encode_conversation(with_template(once), messages)

@@ -1,0 +1,76 @@
+"""Parts of a conversation that a chat template marks by `{% generation %}`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from rl_algos.tokenizer import render
+from rl_core.errors import DataError
+from rl_core.rollout import Message
+
+Span = tuple[int, int]
+
+_BLOCK = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
+_OPENS, _CLOSES = "\ue0f0", "\ue0f1"
+"""Private characters of Unicode, which no tokenizer's text has; they stand for the marks in a rendered conversation."""
+
+
+def has_marks(template: str) -> bool:
+    """Return whether a chat template marks what the assistant says."""
+    return _BLOCK.search(template) is not None
+
+
+def render_marked(
+    tokenizer: Any, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+) -> tuple[str, list[Span]]:
+    """Render a conversation, and find the parts that the template marks, wherever the marks stand: in macros, filters
+    and assignments as well.
+
+    Returns:
+        The text without marks, and the marked parts of it in order; empty parts are included.
+
+    Raises:
+        DataError: if the marks do not survive the template, or are nested.
+    """
+    template = _with_characters(tokenizer.get_chat_template())
+    text = render(tokenizer, messages, add_generation_prompt=False, tools=tools, template=template)
+    plain, spans, opened = [], [], -1
+    position = 0
+    for piece in re.split(f"([{_OPENS}{_CLOSES}])", text):
+        if piece == _OPENS and opened < 0:
+            opened = position
+        elif piece == _CLOSES and opened >= 0:
+            spans.append((opened, position))
+            opened = -1
+        elif piece in (_OPENS, _CLOSES):
+            raise _unreadable("nests the blocks or leaves one open")
+        else:
+            plain.append(piece)
+            position += len(piece)
+    rendered = "".join(plain)
+    if opened >= 0:
+        raise _unreadable("leaves a block open")
+    if rendered != render(tokenizer, messages, add_generation_prompt=False, tools=tools):
+        raise _unreadable("changes its output inside them, as a filter over a whole block does")
+    return rendered, spans
+
+
+@lru_cache(maxsize=8)
+def _with_characters(template: str) -> str:
+    """The template with a character in place of each mark; white space around the marks is controlled as before."""
+
+    def character(match: re.Match[str]) -> str:
+        left, ends, right = match.groups()
+        return f"{{%{left} if true +%}}{_CLOSES if ends else _OPENS}{{%+ endif {right}%}}"
+
+    return _BLOCK.sub(character, template)
+
+
+def _unreadable(reason: str) -> DataError:
+    return DataError(
+        f"the {{% generation %}} blocks of the chat template cannot be read: it {reason}; set "
+        "policy.tokenizer.chat_template to a template with one plain block around what the assistant says"
+    )
