@@ -175,6 +175,7 @@ def test_a_closing_mark_in_a_call_does_not_end_thoughts_that_the_prompt_opened()
         pytest.param("mistral", "The mark [TOOL_CALLS] opens a list.", id="Mistral"),
         pytest.param("deepseek", "The mark <｜tool▁call▁begin｜> opens a call.", id="DeepSeek"),
         pytest.param("llama", "The mark <|python_tag|> opens a call.", id="Llama"),
+        pytest.param("qwen_coder", "Functions are written as <function=add>.", id="a function of Qwen"),
         pytest.param("llama", '{"name": "Alice", "age": 3}', id="an object with a name"),
         pytest.param("llama", '{"name": "Alice", "age": ', id="an object with a name, cut off"),
         pytest.param("llama", '{"sum": 3}', id="an object"),
@@ -201,6 +202,7 @@ def test_an_answer_that_mentions_marks_or_is_json_is_an_answer(name, text):
         pytest.param("hermes", "I call <tool_call>add(1)</tool_call>.", "not valid JSON", id="no JSON in a call"),
         pytest.param("hermes", "<tool_call>", "not closed", id="a mark only"),
         pytest.param("hermes", "I call <tool_call>\n", "not closed", id="a mark at the end"),
+        pytest.param("qwen_coder", f"I call {QWEN[12:]}" % "", "must stand between", id="no mark before a function"),
         pytest.param("mistral", "[TOOL_CALLS]add(1)", "not valid JSON", id="a turn that begins with the mark"),
         pytest.param("harmony", "<|channel|>analysis to=python<|message|>1+1<|call|>", "valid JSON", id="another tool"),
     ],
@@ -208,6 +210,10 @@ def test_an_answer_that_mentions_marks_or_is_json_is_an_answer(name, text):
 def test_an_attempt_at_a_call_is_answered_with_its_error(name, text, problem):
     [call] = read(name, text).calls
     assert problem in call.error
+
+
+def test_words_without_channels_are_no_call_of_harmony():
+    assert read("harmony", "From a=1 to=5.").calls == ()
 
 
 def test_a_call_of_a_tool_that_is_not_offered_stays_one_for_the_environment_to_answer():

@@ -29,7 +29,7 @@ def harmony(text: str, schemas: Schemas, opened: str = "") -> Parsed:
         end = mark.start() if mark else len(text)
         recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
         name = recipient[1].removeprefix("functions.") if recipient else ""
-        if name and name not in _ROLES:
+        if name and name not in _ROLES and (begin is not None or "functions." in header):
             call, end = _call(text, name, begin, end, schemas)
             calls.append(call)
         elif begin is not None:

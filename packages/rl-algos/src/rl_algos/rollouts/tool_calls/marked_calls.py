@@ -28,7 +28,8 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 def qwen_coder(text: str, schemas: Schemas, opened: str = "") -> Parsed:
     """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter>...</function></tool_call>`, values as plain text."""
-    return _all_or_none(text, partial(_qwen_call, schemas=schemas), opened)
+    found = _all_or_none(text, partial(_qwen_call, schemas=schemas), opened)
+    return found if found.calls else _all_or_none(text, _bare_function, opened, mark="<function=")
 
 
 def glm(text: str, schemas: Schemas, opened: str = "") -> Parsed:
@@ -36,9 +37,9 @@ def glm(text: str, schemas: Schemas, opened: str = "") -> Parsed:
     return _all_or_none(text, partial(_glm_call, schemas=schemas), opened)
 
 
-def _all_or_none(text: str, read: ReadCalls, opened: str) -> Parsed:
+def _all_or_none(text: str, read: ReadCalls, opened: str, mark: str = _OPEN) -> Parsed:
     """The calls of a turn; none is made if one is broken, because another may be a part of its value."""
-    first, calls = marked_calls(text, _OPEN, read, opened)
+    first, calls = marked_calls(text, mark, read, opened)
     if any(call.error for call in calls):
         unmade = "it is not made, because another call of the turn cannot be read"
         calls = [call if call.error else replace(call, arguments={}, error=unmade) for call in calls]
@@ -64,6 +65,13 @@ def _qwen_call(text: str, start: int, *, schemas: Schemas) -> tuple[list[ToolCal
         end = after_space(text, end + len(mark))
     _require_no_marks(text, end, _QWEN_MARK, name)
     return [_typed_call(name, pairs, schemas)], end
+
+
+def _bare_function(text: str, start: int) -> tuple[list[ToolCall], int]:
+    """Refuse a function outside a call, which a policy writes that forgets the mark before it."""
+    at = text.find("</function>", start)
+    end = len(text) if at < 0 else at + len("</function>")
+    raise BrokenCall(f"<function=NAME> must stand between {_OPEN} and {_CLOSE}", end, mention=at < 0)
 
 
 def _glm_call(text: str, start: int, *, schemas: Schemas) -> tuple[list[ToolCall], int]:
