@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateRuntimeError
 from transformers import PreTrainedTokenizerFast
+from transformers.utils import cached_file
 
 from rl_algos import hub
+from rl_algos.rollouts.tool_calls.formats import format_of
 from rl_core.errors import ConfigError
 from rl_core.model_config import TokenizerConfig
 from rl_core.rollout import Message
 
 # AutoTokenizer imports torch if it is installed (3 s); the fast class reads the same tokenizer.json
 _FILES = "tokenizer.json"
+
+_ENDS = "ids_of_generation_ends"
+"""Attribute of a loaded tokenizer; see `generation_ends`."""
 
 
 def load_tokenizer(config: TokenizerConfig, model_name: str) -> PreTrainedTokenizerFast:
@@ -37,6 +44,7 @@ def load_tokenizer(config: TokenizerConfig, model_name: str) -> PreTrainedTokeni
             f"{key}: the tokenizer of {name!r} has no end-of-sequence token, so no completion would end; "
             "set `eos_token` in its tokenizer_config.json or name another tokenizer in policy.tokenizer.name"
         )
+    setattr(tokenizer, _ENDS, _read_generation_ends(tokenizer, model_name))
     try:
         tokenizer.chat_template = config.template_text() or tokenizer.chat_template
     except ValueError as error:
@@ -45,6 +53,53 @@ def load_tokenizer(config: TokenizerConfig, model_name: str) -> PreTrainedTokeni
         require_chat_template(tokenizer)
         tokenizer.chat_template = config.with_variables(tokenizer.chat_template)
     return tokenizer
+
+
+def generation_ends(tokenizer: Any) -> tuple[int, ...]:
+    """Return the special tokens at which the model's `generation_config.json` ends, which may be several, as those of
+    Llama's and Qwen's instruct models; none for a tokenizer that `load_tokenizer` did not load."""
+    return tuple(getattr(tokenizer, _ENDS, ()))
+
+
+def _read_generation_ends(tokenizer: PreTrainedTokenizerFast, model_name: str) -> tuple[int, ...]:
+    """Read `eos_token_id` of the model's `generation_config.json`, or of its `config.json` if it has none.
+
+    Raises:
+        ConfigError: if the file cannot be read, or the ids are not integers.
+    """
+    for name in ("generation_config.json", "config.json"):
+        path = _file_of(model_name, name)
+        if path is None:
+            continue
+        try:
+            given = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        except (OSError, ValueError, AttributeError) as error:
+            raise ConfigError(f"policy.model_name: {path} is not a JSON object ({error}); restore the file") from error
+        if given is None:
+            continue
+        ids = given if isinstance(given, list) else [given]
+        if not all(type(each) is int for each in ids):
+            raise ConfigError(
+                f"policy.model_name: `eos_token_id` of {path} must be an integer or a list of integers, got {given!r}"
+            )
+        special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+        return tuple(each for each in ids if each in special)
+    return ()
+
+
+def _file_of(model_name: str, name: str) -> Path | None:
+    """The path of a model's file; None if the model does not have it, or cannot be reached."""
+    folder = Path(model_name).expanduser()
+    if _is_local(model_name):
+        return folder / name if (folder / name).is_file() else None
+    found = cached_file(
+        model_name,
+        name,
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return None if found is None else Path(found)
 
 
 def render(
@@ -66,13 +121,35 @@ def render(
         jinja2.TemplateError: if the template refuses the messages.
     """
     require_chat_template(tokenizer)
-    plain = [dict(message) for message in messages]
+    as_text = format_of(tokenizer.chat_template).arguments_as_text
+    plain = [_as_templates_take_it(message, arguments_as_text=as_text) for message in messages]
     shown = [dict(tool) for tool in tools] or None
-    return str(
-        tokenizer.apply_chat_template(
-            plain, tools=shown, chat_template=template, tokenize=False, add_generation_prompt=add_generation_prompt
+    try:
+        return str(
+            tokenizer.apply_chat_template(
+                plain, tools=shown, chat_template=template, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
         )
-    )
+    except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
+        # the template's own code failed on a message of a form that it does not know
+        raise TemplateRuntimeError(f"{type(error).__name__}: {error}") from error
+
+
+def _as_templates_take_it(message: Message, *, arguments_as_text: bool) -> dict[str, Any]:
+    """A message with a string as its content, and with the arguments of calls as a string if the template joins them."""
+    plain = dict(message)
+    if plain.get("content") is None:
+        plain["content"] = ""
+    if arguments_as_text and plain.get("tool_calls"):
+        plain["tool_calls"] = [_with_text(call) for call in plain["tool_calls"]]
+    return plain
+
+
+def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    arguments = function.get("arguments")
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": text}}
 
 
 def encode_prompt(

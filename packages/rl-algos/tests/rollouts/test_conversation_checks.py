@@ -8,13 +8,14 @@ from rl_algos.grpo.config import GRPOConfig
 from rl_algos.rollouts.conversation_checks import check_conversations
 from rl_algos.tiny_model import make_tokenizer
 from rl_core.errors import ConfigError
-from rl_core.model_config import TokenizerConfig
+from rl_core.model_config import GenerationConfig, TokenizerConfig
 
 TOOLS = {"game": [{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}]}
 
 
-def check(tokenizer, tools=(), tool_format=None, **settings):
-    policy = SimpleNamespace(tokenizer=TokenizerConfig(tool_format=tool_format))
+def check(tokenizer, tools=(), tool_format=None, stop_strings=(), **settings):
+    generation = GenerationConfig(stop_strings=list(stop_strings))
+    policy = SimpleNamespace(tokenizer=TokenizerConfig(tool_format=tool_format), generation=generation)
     config = SimpleNamespace(policy=policy, grpo=GRPOConfig(**settings))
     return check_conversations(config, tokenizer, dict(tools))
 
@@ -22,6 +23,25 @@ def check(tokenizer, tools=(), tool_format=None, **settings):
 def test_the_ends_of_a_turn_are_those_of_the_template():
     tokenizer = tokenizer_of("gemma3")
     assert check(tokenizer).sampled == tuple(tokenizer.convert_tokens_to_ids(["<eos>", "<end_of_turn>"]))
+
+
+@pytest.mark.parametrize(
+    ("behind", "stop_strings", "is_told"),
+    [
+        pytest.param("<|im_end|>\\n", (), True, id="marks of ChatML in a tokenizer without them"),
+        pytest.param("<|im_end|>\\n", ("<|im_end|>",), False, id="a stop string is configured"),
+        pytest.param("<|im_end|>\\n", ("###",), True, id="another stop string is configured"),
+        pytest.param("<|end|>\\n", (), False, id="a special token"),
+        pytest.param("\\n", (), False, id="only white space"),
+        pytest.param(" </turn><|end|>", (), False, id="text and then a special token"),
+    ],
+)
+def test_a_turn_that_ends_with_plain_text_is_told_with_the_remedy(caplog, behind, stop_strings, is_told):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role ~ ': ' ~ m.content ~ '" + behind + "' }}{% endfor %}"
+    with caplog.at_level(logging.WARNING):
+        check(tokenizer, stop_strings=stop_strings)
+    assert ("Set policy.generation.stop_strings: ['<|im_end|>']" in caplog.text) == is_told
 
 
 def test_a_template_that_rewrites_turns_needs_a_decision_if_there_are_several():

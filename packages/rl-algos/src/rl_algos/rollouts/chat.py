@@ -51,7 +51,7 @@ class Chat:
             token_ids: int32 `[tokens]`, sampled.
             tools: that the policy may call.
         """
-        text = self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
+        text = self._tokenizer.decode(self._said(token_ids), skip_special_tokens=True)
         if not tools and not self.tool_format.reads_all:
             return Reply(text, {"role": "assistant", "content": text})
         parsed = self.tool_format.parse(self._with_marks(token_ids), schemas_of(tools), self._opened)
@@ -93,10 +93,12 @@ class Chat:
 
     def _with_marks(self, token_ids: np.ndarray) -> str:
         """The text with special tokens, but for the one that ended it."""
-        ids = token_ids.tolist()
-        if ids and (ids[-1] in self.ends.sampled) and self.tool_format is not PLAIN:
-            ids = ids[:-1]
-        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+        return str(self._tokenizer.decode(self._said(token_ids), skip_special_tokens=False))
+
+    def _said(self, token_ids: np.ndarray) -> list[int]:
+        """A turn without the token that ended it, which need not be a special one."""
+        ids: list[int] = token_ids.tolist()
+        return ids[:-1] if ids and ids[-1] in self.ends.sampled else ids
 
     def _as_written(self, call: ToolCall) -> dict[str, Any]:
         arguments: Any = json.dumps(call.arguments) if self.tool_format.arguments_as_text else dict(call.arguments)

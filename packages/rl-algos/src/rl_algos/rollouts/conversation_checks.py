@@ -74,11 +74,24 @@ def check_turns(
     """
     require_chat_template(tokenizer)
     chat = Chat(tokenizer, config.policy.tokenizer.tool_format)
+    _warn_of_plain_end(chat.ends, tokenizer, config.policy.generation.stop_strings)
     if tools:
         _check_tools(chat, tokenizer, max_turns, turns_key, tools)
     if max_turns > 1 and program == DEFAULT_PROGRAM:
         _check_continuation(chat, with_tools=bool(tools), splits=splits)
     return chat.ends
+
+
+def _warn_of_plain_end(ends: TurnEnds, tokenizer: Any, stop_strings: Sequence[str]) -> None:
+    """Warn if a turn ends with text that is not a token, so that a policy which writes it does not stop."""
+    if ends.plain and not any(stop in ends.plain for stop in stop_strings):
+        _log.warning(
+            "the chat template ends a turn with %r, which is not a token of the tokenizer, so a turn ends only at %s. "
+            "Set policy.generation.stop_strings: [%r], or name a tokenizer that has the token in policy.tokenizer.name",
+            ends.plain,
+            tokenizer.eos_token,
+            ends.plain,
+        )
 
 
 def _check_tools(

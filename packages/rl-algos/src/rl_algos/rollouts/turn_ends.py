@@ -1,4 +1,4 @@
-"""Special tokens at which a turn of the policy ends, read from the chat template."""
+"""Tokens at which a turn of the policy ends, read from the chat template and the model's generation config."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from rl_algos.tokenizer import generation_ends
 from rl_core.rollout import Message
 
 POLICY_MARK, OTHER_MARK = "ANCHOR_5f1d_POLICY", "ANCHOR_5f1d_OTHER"
@@ -23,27 +24,34 @@ class TurnEnds:
         marks: by text, the ids of those and of a token that the template writes behind an earlier turn instead, such
             as `<|end|>` of gpt-oss, which ends a last turn with `<|return|>`.
         open_next: whether these tokens begin the next message, as `<|user|>` of GLM does, rather than end the turn.
+        plain: Text that the template writes behind a turn if no token stands there, such as the marks of ChatML in a
+            tokenizer that does not have them; empty if a token ends the turn.
     """
 
     sampled: tuple[int, ...]
     marks: Mapping[str, int]
     open_next: bool = False
+    plain: str = ""
 
 
 def find_turn_ends(tokenizer: Any, further: Sequence[str] = ()) -> TurnEnds:
-    """Find the ends of a turn: the end of sequence, and the first special token behind the policy's text.
+    """Find the ends of a turn: the end of sequence, the first token of its own behind the policy's text, and the special
+    tokens at which the model's generation config ends.
 
     Args:
         tokenizer: with or without a chat template.
         further: texts of tokens at which a turn may end as well, such as those behind a tool call.
     """
-    special = {str(token): index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-    last = _first_special(_behind_the_policy(tokenizer, ()), special)
-    earlier = _first_special(_behind_the_policy(tokenizer, ({"role": "user", "content": OTHER_MARK},)), special)
-    sampled = [tokenizer.eos_token, last or earlier, *(text for text in further if text in special)]
-    marks = {text: special[text] for text in (*sampled, earlier) if text in special}
-    ids = (tokenizer.eos_token_id, *(special[text] for text in sampled if text in special))
-    return TurnEnds(tuple(dict.fromkeys(ids)), marks, open_next=not last and bool(earlier))
+    added = {str(token): index for index, token in tokenizer.added_tokens_decoder.items()}
+    behind = _behind_the_policy(tokenizer, ())
+    last = _first_token(behind, added)
+    earlier = _first_token(_behind_the_policy(tokenizer, ({"role": "user", "content": OTHER_MARK},)), added)
+    configured = [str(tokenizer.added_tokens_decoder[index]) for index in generation_ends(tokenizer)]
+    sampled = [tokenizer.eos_token, last or earlier, *(text for text in further if text in added), *configured]
+    marks = {text: added[text] for text in (*sampled, earlier) if text in added}
+    ids = (tokenizer.eos_token_id, *(added[text] for text in sampled if text in added))
+    plain = "" if last or earlier else behind.strip()
+    return TurnEnds(tuple(dict.fromkeys(ids)), marks, open_next=not last and bool(earlier), plain=plain)
 
 
 def _behind_the_policy(tokenizer: Any, later: Sequence[Message]) -> str:
@@ -58,6 +66,6 @@ def _behind_the_policy(tokenizer: Any, later: Sequence[Message]) -> str:
     return text.partition(POLICY_MARK)[2].partition(OTHER_MARK)[0]
 
 
-def _first_special(text: str, special: Mapping[str, int]) -> str:
-    found = [(text.index(token), -len(token), token) for token in special if token in text]
+def _first_token(text: str, tokens: Mapping[str, int]) -> str:
+    found = [(text.index(token), -len(token), token) for token in tokens if token in text]
     return min(found)[2] if found else ""
