@@ -136,7 +136,7 @@ def render(
 
 
 def _as_templates_take_it(message: Message, *, arguments_as_text: bool) -> dict[str, Any]:
-    """A message with a string as its content, and with the arguments of calls as a string if the template joins them."""
+    """A message with a string as its content, and with arguments of calls as a string if the template joins them."""
     plain = dict(message)
     if plain.get("content") is None:
         plain["content"] = ""

@@ -1,7 +1,8 @@
 import pytest
 
 from rl_algos.data.config import DatasetConfig
-from rl_algos.data.example import Example, as_messages, by_keys
+from rl_algos.data.example import Example, by_keys
+from rl_algos.data.messages import as_messages
 from rl_algos.data.processors import processor
 from rl_core.errors import ConfigError, DataError
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from rl_algos.data.config import DatasetConfig
+from rl_algos.data.messages import as_tools, conversation
 from rl_core.config import did_you_mean
 from rl_core.errors import DataError
 from rl_core.rollout import Message
@@ -41,7 +41,9 @@ class Example:
         info: whatever else an environment needs beside the answer and the fields of the row.
         responses: of preference data, to the conversation, which then ends before them.
         margin: of two responses, by how much one is better; None if it is not known.
-        solution: text that leads to the answer, learned in its place by supervised fine-tuning; None if there is none.
+        solution: text or messages that lead to the answer, learned in its place by supervised fine-tuning; None if
+            there are none.
+        tools: JSON schemas of the tools that the assistant may call.
     """
 
     messages: tuple[Message, ...]
@@ -50,7 +52,8 @@ class Example:
     info: Mapping[str, Any] = field(default_factory=dict)
     responses: tuple[Response, ...] = ()
     margin: float | None = None
-    solution: str | None = None
+    solution: Any = None
+    tools: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def is_unanswered(self) -> bool:
@@ -80,7 +83,9 @@ Processor = Callable[[Mapping[str, Any], DatasetConfig], Example]
 def column(row: Mapping[str, Any], name: str) -> Any:
     """A row's column; raises a `DataError` that names the nearest column and all others."""
     if name not in row:
-        raise DataError(f"no column {name!r}{did_you_mean(name, row)}; the columns are {', '.join(sorted(row))}")
+        padded = next((other for other in row if other.strip() == name), None)
+        near = did_you_mean(name, row) if padded is None else f"; {padded!r} has white space around it, remove that"
+        raise DataError(f"no column {name!r}{near}; the columns are {', '.join(sorted(row))}")
     return row[name]
 
 
@@ -96,38 +101,26 @@ def by_keys(row: Mapping[str, Any], settings: DatasetConfig) -> Example:
     """Input and answer from the columns `input_key` and `output_key`.
 
     If unset they are `messages` and `answer`, or, in a row without messages, `prompt` and one of `answer`, `completion`
-    and `response`.
+    and `response`. A row with an `answer` and a `completion` or `response` is rewarded by the first and learns the
+    second.
     """
     is_pair = settings.input_key is None and "messages" not in row and "prompt" in row
-    given = column(row, settings.input_key or ("prompt" if is_pair else "messages"))
-    messages = ({"role": "user", "content": given},) if isinstance(given, str) else as_messages(given)
-    names = ("answer", "completion", "response") if is_pair else ("answer",)
-    found = next((row[name] for name in names if row.get(name) is not None), None)
-    answer = found if settings.output_key is None else column(row, settings.output_key)
+    messages = conversation(column(row, settings.input_key or ("prompt" if is_pair else "messages")))
+    written = next((row[name] for name in ("completion", "response") if is_pair and row.get(name) is not None), None)
+    if settings.output_key is not None:
+        answer, written = column(row, settings.output_key), None
+    elif row.get("answer") is None:
+        answer, written = written, None
+    else:
+        answer = row["answer"]
     info = row.get("info") or {}
     if not isinstance(info, Mapping):
         raise DataError(f"the column 'info' must hold an object, got {info!r}")
-    return Example(messages, answer, str(row.get("environment") or ""), info)
-
-
-def as_messages(value: Any) -> tuple[Message, ...]:
-    """Chat messages from data: a list of objects with `role` and whatever a chat template understands.
-
-    Raises:
-        DataError: if it is anything else.
-    """
-    if not isinstance(value, list | tuple) or not value:
-        raise DataError(f"expected text or a list of messages, got {json.dumps(value, default=str)[:80]}")
-    for message in value:
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            is_sharegpt = isinstance(message, Mapping) and {"from", "value"} <= message.keys()
-            remedy = "; rename `from` and `value`, or name a `processor` that does" if is_sharegpt else ""
-            shown = json.dumps(message, default=str)[:80]
-            raise DataError(f"a message needs a `role` and a `content`, got {shown}{remedy}")
-        content = message.get("content")
-        if not isinstance(content, str | list | tuple | None):
-            raise DataError(f"the {message['role']} message's `content` must be a text, got {content!r}")
-        if message["role"] not in ("assistant",) and content is None:
-            raise DataError(f"the {message['role']} message has no `content`: {json.dumps(message, default=str)[:80]}")
-    # columnar files fill keys that a message does not have with null
-    return tuple({key: item for key, item in message.items() if item is not None} for message in value)
+    return Example(
+        messages,
+        answer,
+        str(row.get("environment") or ""),
+        info,
+        solution=written,
+        tools=as_tools(row.get("tools")),
+    )

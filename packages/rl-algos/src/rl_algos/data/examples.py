@@ -21,6 +21,7 @@ from rl_algos.data.files import Rows
 from rl_algos.data.hub_datasets import with_known
 from rl_algos.data.lazily import Lazily, RowMapping
 from rl_algos.data.load import load_rows, stream_rows
+from rl_algos.data.messages import refuse_surrogates
 from rl_algos.data.pass_rates import positions_within
 from rl_algos.data.permutation import permutation
 from rl_algos.data.preference import preference
@@ -293,6 +294,7 @@ class _Convert:
 
     def __call__(self, row: Mapping[str, Any]) -> Example:
         row = _renamed(row, self.settings.columns)
+        refuse_surrogates(row)
         example = self.surround.apply(self.processor(row, self.settings), row)
         # a reward asks for any field of the row by name
         fields = {name: value for name, value in row.items() if name not in _READ}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl_algos.data.config import DatasetConfig
-from rl_algos.data.example import Example, Response, as_messages, column
+from rl_algos.data.example import Example, Response, column
+from rl_algos.data.messages import as_tools, conversation, shown
 from rl_core.errors import DataError
 from rl_core.rollout import Message
 
@@ -34,12 +34,12 @@ def preference(row: Mapping[str, Any], settings: DatasetConfig) -> Example:
         return _pair(row, settings)
     if "completions" in row:
         responses = tuple(_listed(item, index) for index, item in enumerate(_list(row["completions"])))
-        return Example(_required_prompt(row, settings), responses=responses)
+        return Example(_required_prompt(row, settings), responses=responses, tools=as_tools(row.get("tools")))
     if "completion" in row and ("label" in row or "score" in row):
         response = Response(
             _response(row["completion"], "completion"), score=_score(row), is_desirable=_label(row.get("label"))
         )
-        return Example(_required_prompt(row, settings), responses=(response,))
+        return Example(_required_prompt(row, settings), responses=(response,), tools=as_tools(row.get("tools")))
     raise DataError(
         "expected the columns `chosen` and `rejected`, or `completions`, or `completion` with a `label` or a `score`; "
         f"the columns are {', '.join(sorted(row))}. Map other names in `columns`, such as "
@@ -57,7 +57,7 @@ def helpsteer3(row: Mapping[str, Any], _settings: DatasetConfig) -> Example:
         raise DataError(f"`overall_preference` must be a number from -3 to 3, got {preferred!r}")
     first = Response(_response(column(row, "response1"), "response1"), rank=float(preferred > 0))
     second = Response(_response(column(row, "response2"), "response2"), rank=float(preferred < 0))
-    return Example(_as_prompt(column(row, "context")), responses=(first, second), margin=abs(float(preferred)))
+    return Example(conversation(column(row, "context")), responses=(first, second), margin=abs(float(preferred)))
 
 
 def ultrafeedback(row: Mapping[str, Any], _settings: DatasetConfig) -> Example:
@@ -66,7 +66,7 @@ def ultrafeedback(row: Mapping[str, Any], _settings: DatasetConfig) -> Example:
         Response(_response(column(item, "response"), "response"), score=_number(item, "overall_score"))
         for item in _list(column(row, "completions"))
     )
-    return Example(_as_prompt(column(row, "instruction")), responses=responses)
+    return Example(conversation(column(row, "instruction")), responses=responses)
 
 
 def _pair(row: Mapping[str, Any], settings: DatasetConfig) -> Example:
@@ -86,7 +86,7 @@ def _pair(row: Mapping[str, Any], settings: DatasetConfig) -> Example:
     )
     margin = _number(row, "margin") if _has(row, "margin") else None
     responses = (Response(chosen, rank=0, score=better), Response(rejected, rank=1, score=worse))
-    return Example(prompt, responses=responses, margin=margin)
+    return Example(prompt, responses=responses, margin=margin, tools=as_tools(row.get("tools")))
 
 
 def _split(chosen: Messages, rejected: Messages) -> tuple[Messages, Messages, Messages]:
@@ -106,7 +106,7 @@ def _listed(item: Any, index: int) -> Response:
     """One of the `completions`."""
     name = next((name for name in _RESPONSE if isinstance(item, Mapping) and name in item), None)
     if name is None:
-        raise DataError(f"completions[{index}] must be an object with a `completion`, got {_shown(item)}")
+        raise DataError(f"completions[{index}] must be an object with a `completion`, got {shown(item)}")
     if not _has(item, "rank") and not _has(item, "score"):
         raise DataError(f"completions[{index}] has neither a `rank` (lower is better) nor a `score` (higher is better)")
     rank = _number(item, "rank") if _has(item, "rank") else None
@@ -120,14 +120,10 @@ def _required_prompt(row: Mapping[str, Any], settings: DatasetConfig) -> Message
             f"no prompt: give it in one of the columns {', '.join(_PROMPT)}, or name its column in `input_key`; the "
             f"columns are {', '.join(sorted(row))}"
         )
-    prompt = _as_prompt(column(row, name))
+    prompt = conversation(column(row, name))
     if prompt[-1]["role"] == "assistant":
         raise DataError(f"the prompt in `{name}` ends with the assistant's message; end it with one of the user")
     return prompt
-
-
-def _as_prompt(value: Any) -> Messages:
-    return ({"role": "user", "content": value},) if isinstance(value, str) else as_messages(value)
 
 
 def _response(value: Any, name: str) -> Messages:
@@ -140,10 +136,8 @@ def _response(value: Any, name: str) -> Messages:
 
 
 def _said(value: Any, name: str) -> Messages:
-    if isinstance(value, str):
-        return ({"role": "assistant", "content": value},)
     try:
-        return as_messages([value] if isinstance(value, Mapping) else value)
+        return conversation(value, role="assistant")
     except DataError as error:
         raise DataError(f"`{name}`: {error}") from None
 
@@ -163,7 +157,7 @@ def _score(item: Mapping[str, Any]) -> float | None:
 def _number(item: Mapping[str, Any], name: str) -> float:
     value = column(item, name)
     if not _is_number(value):
-        raise DataError(f"`{name}` must be a number, got {_shown(value)}")
+        raise DataError(f"`{name}` must be a number, got {shown(value)}")
     return float(value)
 
 
@@ -177,9 +171,5 @@ def _has(item: Mapping[str, Any], *names: str) -> bool:
 
 def _list(value: Any) -> Sequence[Any]:
     if not isinstance(value, list | tuple) or not value:
-        raise DataError(f"`completions` must be a list of objects, got {_shown(value)}")
+        raise DataError(f"`completions` must be a list of objects, got {shown(value)}")
     return value
-
-
-def _shown(value: Any) -> str:
-    return json.dumps(value, default=str)[:80]

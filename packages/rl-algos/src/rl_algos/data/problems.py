@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from rl_algos.data.config import DatasetConfig
-from rl_algos.data.example import Example, as_messages, column, text_column
+from rl_algos.data.example import Example, column, text_column
+from rl_algos.data.messages import as_messages
 from rl_core.errors import DataError
 
 _UNCHECKED = ("", "proof", "notfound")

@@ -120,7 +120,7 @@ class _EncodePairs:
                 "without margins, such as that of rm.margin=ignore"
             )
         better, worse = (
-            encode_response(self.tokenizer, example.messages, response.messages)
+            encode_response(self.tokenizer, example.messages, response.messages, example.tools)
             for response in (found.better, found.worse)
         )
         return better, worse, found.margin
@@ -133,7 +133,7 @@ class _EncodeJudged:
 
     def __call__(self, example: Example) -> list[tuple[EncodedResponse, float]]:
         return [
-            (encode_response(self.tokenizer, example.messages, response.messages), verdict)
+            (encode_response(self.tokenizer, example.messages, response.messages, example.tools), verdict)
             for response, verdict in verdicts(example, self.by)
         ]
 

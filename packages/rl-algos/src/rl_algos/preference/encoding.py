@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,15 +26,23 @@ class EncodedResponse:
     loss_mask: np.ndarray
 
 
-def encode_response(tokenizer: Any, prompt: Sequence[Message], response: Sequence[Message]) -> EncodedResponse:
+def encode_response(
+    tokenizer: Any,
+    prompt: Sequence[Message],
+    response: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> EncodedResponse:
     """Tokens of prompt and response, with a mask of the response.
+
+    Args:
+        tools: JSON schemas of the tools that the assistant may call.
 
     Raises:
         DataError: if the chat template renders the prompt in another way once the response follows, or the response is
             empty.
         jinja2.TemplateError: if the template refuses the messages.
     """
-    tokens, mask = encode_conversation(tokenizer, [*map(_not_learned, prompt), *response])
+    tokens, mask = encode_conversation(tokenizer, [*map(_not_learned, prompt), *response], tools=tools)
     if not mask.any():
         raise DataError("the response is empty: it has no text of the assistant")
     return EncodedResponse(tokens, mask)

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from rl_algos.data.config import DataConfig
-from rl_algos.data.example import Example, as_messages
+from rl_algos.data.example import Example
 from rl_algos.data.examples import Dataset, Datasets
 from rl_algos.data.flow import FlowStream
+from rl_algos.data.messages import conversation
 from rl_algos.data.prompts import weights_of
 from rl_algos.data.streamed import flow_stream
 from rl_algos.sft.config import LearnedTurns, SFTRoot
@@ -22,7 +23,6 @@ from rl_algos.tokenizer import require_chat_template
 from rl_core.batch import TOKENS, Batch
 from rl_core.errors import DataError
 from rl_core.ragged import Ragged
-from rl_core.rollout import Message
 
 _log = logging.getLogger(__name__)
 
@@ -96,17 +96,12 @@ class _EncodeExample:
     learn: LearnedTurns
 
     def __call__(self, example: Example) -> tuple[np.ndarray, np.ndarray]:
-        messages, answer = example.messages, example.answer
-        if not example.has_response and example.solution is not None:
-            messages = (*messages, *_said(example.solution))
-        elif not example.has_response and answer is not None:
-            said = as_messages(answer) if isinstance(answer, list | tuple) else _said(answer)
-            messages = (*messages, *said)
-        return encode_conversation(self.tokenizer, messages, learn=self.learn)
-
-
-def _said(answer: Any) -> tuple[Message, ...]:
-    return ({"role": "assistant", "content": str(answer)},)
+        messages = example.messages
+        said = example.answer if example.solution is None else example.solution
+        if not example.has_response and said is not None:
+            said = said if isinstance(said, str | list | tuple | dict) else str(said)
+            messages = (*messages, *conversation(said, role="assistant"))
+        return encode_conversation(self.tokenizer, messages, learn=self.learn, tools=example.tools)
 
 
 def _training_row(

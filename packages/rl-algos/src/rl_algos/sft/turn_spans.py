@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from os.path import commonprefix
 from typing import Any
 
 from jinja2 import TemplateError
@@ -54,6 +53,7 @@ def find_turns(
         jinja2.TemplateError: if the template refuses the messages.
     """
     conversation = _Conversation(tokenizer, messages, tools)
+    conversation.check_tools()
     wanted = [index for index, flag in enumerate(learned) if flag]
     if has_marks(tokenizer.get_chat_template()):
         text, parts = conversation.marked(wanted)
@@ -68,7 +68,9 @@ def find_turns(
         turn = [*earlier, closed]
         _check_said(messages[index], index, "".join(text[start:end] for start, end in turn))
         spans += [span for span in turn if span[1] > span[0]]
-    return LearnedTurns(text, tuple(spans), is_open=not is_ended and not text[spans[-1][1] :].strip() if spans else False)
+    return LearnedTurns(
+        text, tuple(spans), is_open=not is_ended and not text[spans[-1][1] :].strip() if spans else False
+    )
 
 
 @dataclass(frozen=True)
@@ -87,10 +89,8 @@ class _Ends:
         """A span up to the token that ends its turn, and whether there is one; white space behind the token is left
         out."""
         start, end = span
-        said = text[start:end].rstrip()
-        if said.endswith(self.turn):
-            return (start, start + len(said)), True
-        rest = text[end:]
+        end = start + len(self.without(text[start:end]))
+        said, rest = text[start:end].rstrip(), text[end:]
         gap = len(rest) - len(rest.lstrip())
         follows = _prefix(rest[gap:], self.turn)
         if follows:
@@ -124,6 +124,17 @@ class _Conversation:
         self._messages = messages
         self._tools = tools
 
+    def check_tools(self) -> None:
+        """Raise a `DataError` if the template does not show the tools, so that calls would be learned without them."""
+        if not self._tools:
+            return
+        text = self.render(len(self._messages))
+        if text == render(self._tokenizer, self._messages, add_generation_prompt=False):
+            raise DataError(
+                "the row has `tools`, which the chat template does not show; set policy.tokenizer.chat_template to one "
+                "that does, or remove the column"
+            )
+
     def render(self, count: int, *more: Message, prompts: bool = False) -> str:
         """The first messages, and more behind them; up to the start of the assistant's turn if it prompts."""
         shown = [*self._messages[:count], *more]
@@ -154,7 +165,7 @@ class _Conversation:
         # a prompt may open a thought that the template leaves out of the turn: the turn begins where they part
         before = self.render(index) if index else ""
         shown = self.render(index, {"role": "assistant", "content": POLICY_MARK})
-        shared = len(commonprefix([prompt, shown]))
+        shared = _shared(prompt, shown)
         if shared < len(before) or not turn.startswith(prompt[:shared]):
             raise DataError(
                 f"the chat template renders the messages before message {index} in another way once the assistant has "
@@ -200,9 +211,7 @@ class _Conversation:
                 "assistant, which cannot be told apart; set policy.tokenizer.chat_template to one that marks each "
                 "message by blocks of its own"
             )
-        return {
-            index: list(spans[start:end]) for index, start, end in zip(speaks, before, after, strict=True)
-        }
+        return {index: list(spans[start:end]) for index, start, end in zip(speaks, before, after, strict=True)}
 
     def _num_marked(self, count: int) -> int:
         return len(render_marked(self._tokenizer, self._messages[:count], self._tools)[1]) if count else 0
@@ -224,7 +233,7 @@ class _Conversation:
 
 @lru_cache(maxsize=8)
 def _header(tokenizer: Any, template: str) -> str:
-    """Text with which a turn of the assistant begins, such as `<|im_start|>assistant`; empty if the template has none."""
+    """Beginning of a turn of the assistant, such as `<|im_start|>assistant`; empty if the template writes none."""
     asked: Message = {"role": "user", "content": POLICY_MARK}
     try:
         shown = render(tokenizer, [asked], add_generation_prompt=False)
@@ -236,6 +245,13 @@ def _header(tokenizer: Any, template: str) -> str:
 
 def _check_said(message: Message, index: int, turn: str) -> None:
     """Refuse a turn that lacks what its message says; thoughts and the words beside a tool call may be left out."""
+    unwritten = [call["function"]["name"] for call in message.get("tool_calls") or ()]
+    unwritten = [name for name in unwritten if name not in turn]
+    if unwritten:
+        raise DataError(
+            f"the chat template does not write the call of {unwritten[0]!r} in message {index}; set "
+            "policy.tokenizer.chat_template to one that writes tool calls, or leave such rows out of the data"
+        )
     content = message.get("content")
     if not isinstance(content, str) or message.get("tool_calls"):
         return
@@ -245,6 +261,12 @@ def _check_said(message: Message, index: int, turn: str) -> None:
             f"the chat template renders message {index} of the assistant without what it says: got {turn[:80]!r} for "
             f"{content[:80]!r}; set policy.tokenizer.chat_template to one that keeps it"
         )
+
+
+def _shared(first: str, second: str) -> int:
+    """Length of the common beginning of two strings."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((index for index, (one, other) in pairs if one != other), min(len(first), len(second)))
 
 
 def _prefix(text: str, tokens: Sequence[str]) -> str:

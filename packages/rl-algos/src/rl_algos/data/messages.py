@@ -1,0 +1,178 @@
+"""Chat messages and tools as data has them, in the one form that the rest of the code reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from rl_core.errors import DataError
+from rl_core.rollout import Message
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+"""Usual roles. A chat template may know others."""
+
+
+def conversation(value: Any, *, role: str = "user") -> tuple[Message, ...]:
+    """Read a conversation: a list of messages, the same as JSON text, or one message as plain text.
+
+    Args:
+        role: Role of plain text.
+
+    Raises:
+        DataError: if it is anything else.
+    """
+    if isinstance(value, str):
+        listed = _listed(value)
+        return ({"role": role, "content": value},) if listed is None else as_messages(listed)
+    return as_messages([value] if isinstance(value, Mapping) else value)
+
+
+def as_messages(value: Any) -> tuple[Message, ...]:
+    """Read a list of chat messages. Text parts of a content are joined, the arguments of tool calls become objects,
+    and keys without a value are left out.
+
+    Raises:
+        DataError: if it is anything else.
+    """
+    if not isinstance(value, list | tuple) or not value:
+        raise DataError(f"expected text or a list of messages, got {shown(value)}")
+    return tuple(map(_message, value))
+
+
+def as_tools(value: Any) -> tuple[Mapping[str, Any], ...]:
+    """Read the tools of a row: a list of JSON schemas as OpenAI's API takes them, or of their functions alone, or JSON
+    text of either.
+
+    Raises:
+        DataError: if it is anything else.
+    """
+    if value is None or value == "":
+        return ()
+    tools = _json_of(value, "tools") if isinstance(value, str) else value
+    if not isinstance(tools, list | tuple):
+        raise DataError(f"the column `tools` must hold a list of tools, got {shown(value)}")
+    return tuple(map(_tool, tools))
+
+
+def shown(value: Any) -> str:
+    """A value for a message, cut off if it is long."""
+    return json.dumps(value, default=str)[:80]
+
+
+def _listed(text: str) -> list[Any] | None:
+    """The messages that a text is as JSON; None for any other text."""
+    if not text.lstrip().startswith("["):
+        return None
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    is_list = isinstance(found, list) and bool(found)
+    return found if is_list and all(isinstance(each, Mapping) and "role" in each for each in found) else None
+
+
+def _message(message: Any) -> Message:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        is_sharegpt = isinstance(message, Mapping) and {"from", "value"} <= message.keys()
+        remedy = "; rename `from` and `value`, or name a `processor` that does" if is_sharegpt else ""
+        raise DataError(f"a message needs a `role` and a `content`, got {shown(message)}{remedy}")
+    role = message["role"]
+    if role not in ROLES and (meant := role.strip().lower()) in ROLES:
+        raise DataError(f"{role!r} is not a role; write it as {meant!r}")
+    # columnar files fill keys that a message does not have with null
+    plain = {key: item for key, item in message.items() if item is not None}
+    if "tool_calls" in plain:
+        calls = _calls(plain.pop("tool_calls"))
+        if calls:
+            plain["tool_calls"] = calls
+    content = _content(plain.get("content"), role)
+    if content is None and role != "assistant":
+        raise DataError(f"the {role} message has no `content`: {shown(message)}")
+    return {**plain, "content": content or ""}
+
+
+def _content(content: Any, role: str) -> str | None:
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list | tuple):
+        raise DataError(f"the {role} message's `content` must be a text, got {content!r}")
+    return "".join(_part(part, role) for part in content)
+
+
+def _part(part: Any, role: str) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
+    if isinstance(part, Mapping) and kind == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    raise DataError(
+        f"the {role} message has a part of type {kind!r}; only parts of type 'text' with a `text` can be read: "
+        f"{shown(part)}"
+    )
+
+
+def _calls(calls: Any) -> list[dict[str, Any]]:
+    if isinstance(calls, str):
+        calls = _json_of(calls, "tool_calls")
+    if not isinstance(calls, list | tuple):
+        raise DataError(f"`tool_calls` must be a list, got {shown(calls)}")
+    return [_call(call) for call in calls]
+
+
+def _call(call: Any) -> dict[str, Any]:
+    """A tool call in OpenAI's form, with its arguments as an object."""
+    plain = {key: item for key, item in call.items() if item is not None} if isinstance(call, Mapping) else {}
+    function = plain.get("function", plain)
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise DataError(f"a tool call needs a `function` with a `name` and `arguments`, got {shown(call)}")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = _json_of(arguments, "arguments") if arguments.strip() else {}
+    if not isinstance(arguments, Mapping | None):
+        raise DataError(f"the `arguments` of the tool call {function['name']!r} must be an object, got {shown(call)}")
+    named = {**function, "arguments": dict(arguments or {})}
+    return {**plain, "function": named} if "function" in plain else {"type": "function", "function": named}
+
+
+def _tool(tool: Any) -> Mapping[str, Any]:
+    wrapped = tool if isinstance(tool, Mapping) and isinstance(tool.get("function"), Mapping) else None
+    function = wrapped["function"] if wrapped else tool
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise DataError(
+            'a tool must be {"type": "function", "function": {"name": ..., "parameters": ...}}, got ' + shown(tool)
+        )
+    return {"type": "function", **(wrapped or {}), "function": dict(function)}
+
+
+def _json_of(text: str, name: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"`{name}` is a text that is not valid JSON ({error}): {shown(text)}") from None
+
+
+def refuse_surrogates(value: Any, name: str = "the row") -> None:
+    """Raise a `DataError` if a string anywhere in a value has half of a surrogate pair, which no tokenizer takes."""
+    if isinstance(value, str):
+        if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
+            raise DataError(
+                f"{name} has half of a surrogate pair ({value[:60]!a}), which is not valid Unicode; "
+                "write the character as a whole, or remove it"
+            )
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            refuse_surrogates(key, "the name of a field")
+            refuse_surrogates(item, f"`{key}`" if name == "the row" else name)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            refuse_surrogates(item, name)
+
+
+def without_nulls(value: Any) -> Any:
+    """Leave out keys without a value at any depth: columnar files fill every field that another row has with null."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    return value
