@@ -20,7 +20,7 @@ from rl_core.testing.losses import TokenLoss
 from rl_core.testing.pooled_model import PooledModel
 from rl_core.torch.files.model_files import WeightFiles
 from rl_dtensor.generation.loading import load_model
-from rl_dtensor.precision import kept_by_family, kept_by_files, taken_in_float32, widen
+from rl_dtensor.precision import computed_in_float32, kept_by_family, kept_by_files, widen
 from rl_dtensor.selfcheck import CHECK, shrink, streamed, write_tiny
 from rl_dtensor.weights import Catalog, Weights, persistent
 
@@ -128,12 +128,31 @@ def test_what_the_files_keep_is_sent_in_float32(tmp_path, qwen, most, others, st
 )
 def test_a_tensor_computes_in_float32_if_its_familys_code_takes_it(family, name, expected):
     config = shrink(AutoConfig.for_model(family))
-    assert taken_in_float32(config, {name}, torch.bfloat16) == ({name} if expected else set())
+    assert computed_in_float32(config, set(), {name}, torch.bfloat16) == ({name} if expected else set())
+
+
+@pytest.mark.parametrize(
+    ("family", "names", "expected"),
+    [
+        pytest.param("llama", {NORM}, set(), id="the code does not take it"),
+        pytest.param("deepseek_v3", {f"model.layers.1.{BIAS}"}, {f"model.layers.1.{BIAS}"}, id="the code takes it"),
+        pytest.param("llama", {NORM, "model.of.another.size"}, {"model.of.another.size"}, id="no tiny model has it"),
+        pytest.param(
+            "deepseek_v4",
+            {"model.layers.0.self_attn.sinks", "model.layers.0.input_layernorm.weight"},
+            {"model.layers.0.self_attn.sinks"},
+            id="some of them",
+        ),
+    ],
+)
+def test_what_a_family_keeps_computes_in_float32_unless_its_code_fails(family, names, expected):
+    config = shrink(AutoConfig.for_model(family))
+    assert computed_in_float32(config, names, set(), torch.bfloat16) == expected
 
 
 def test_finding_out_draws_no_random_numbers():
     before = torch.get_rng_state()
-    taken_in_float32(shrink(AutoConfig.for_model("llama")), {NORM}, torch.bfloat16)
+    computed_in_float32(shrink(AutoConfig.for_model("llama")), set(), {NORM}, torch.bfloat16)
     assert torch.get_rng_state().equal(before)
 
 

@@ -48,8 +48,8 @@ class Kept:
     def of(cls, hf: PreTrainedModel, catalog: Catalog, files: WeightFiles, compute: torch.dtype) -> Kept:
         """Decide from a model's class, its files and its code.
 
-        Tensors that the family keeps in float32 compute in it. Tensors that only the files have in float32, next to
-        others in less, compute in it if the family's code takes them so.
+        Float32 are the tensors that the family keeps so, and those that the files have so next to others in less. They
+        compute in float32 if the family's code takes them so.
 
         Args:
             hf: The whole model, built in the compute dtype, without adapters.
@@ -59,8 +59,8 @@ class Kept:
             return cls()
         by_family = kept_by_family(hf, compute)
         by_files = kept_by_files(catalog, files) - by_family
-        taken = taken_in_float32(hf.config, by_files, compute)
-        return cls(frozenset(by_family | by_files), frozenset(by_family | taken))
+        computed = computed_in_float32(hf.config, by_family, by_files, compute)
+        return cls(frozenset(by_family | by_files), frozenset(computed))
 
 
 def kept_by_family(hf: PreTrainedModel, compute: torch.dtype) -> set[str]:
@@ -92,24 +92,31 @@ def kept_by_files(catalog: Catalog, files: WeightFiles) -> set[str]:
     return {name for name, pieces in sources.items() if pieces and all(dtypes[piece.name] in WIDE for piece in pieces)}
 
 
-def taken_in_float32(config: PreTrainedConfig, names: Set[str], compute: torch.dtype) -> set[str]:
-    """Names of those tensors that a family's code computes with in float32 in the midst of another dtype, as a pass of
-    a tiny model of it shows; none if no tiny model can be made. Experts, which are split over ranks, never are.
+def computed_in_float32(
+    config: PreTrainedConfig, by_family: Set[str], by_files: Set[str], compute: torch.dtype
+) -> set[str]:
+    """Names of those tensors that a family's code computes with in float32 in the midst of another dtype, as passes of
+    a tiny model of it show. Experts, which are split over ranks, never are.
+
+    Args:
+        by_family: Tensors that the family keeps. They are taken to compute so if no tiny model can be made, or none
+            that has them.
+        by_files: Tensors that only files keep.
     """
-    if not names:
+    if not by_family and not by_files:
         return set()
     try:
         tiny = _tiny(config, compute)
     except ConfigError:
-        return set()
-    kinds: dict[str, set[str]] = {}
-    for name in names:
-        kinds.setdefault(_kind(name), set()).add(name)
-    found = sorted(kinds)
-    if not _runs(tiny, found):
-        found = [kind for kind in found if _runs(tiny, [kind])]
-        found = found if len(found) < 2 or _runs(tiny, found) else []
-    return {name for kind in found for name in kinds[kind]}
+        return set(by_family)
+    if not _runs(tiny, []):
+        return set(by_family)
+    known = {_kind(name) for name in _plain_tensors(tiny)}
+    taken: list[str] = []
+    for names in (by_family, by_files):
+        taken = _taken(tiny, taken, sorted({_kind(name) for name in names} & known))
+    unknown = {name for name in by_family if _kind(name) not in known}
+    return unknown | {name for name in by_family | by_files if _kind(name) in taken}
 
 
 def widen(hf: nn.Module, names: Iterable[str] | None = None) -> None:
@@ -146,19 +153,28 @@ def _tiny(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
             return AutoModelForCausalLM.from_config(small, dtype=dtype, attn_implementation="eager").eval()
 
 
+def _plain_tensors(tiny: PreTrainedModel) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name, without those of experts."""
+    stacks = expert_modules(tiny)
+    experts = tuple(f"{name}." for name, module in tiny.named_modules() if module in stacks)
+    return {name: tensor for name, tensor in persistent(tiny).items() if not (experts and name.startswith(experts))}
+
+
+def _taken(tiny: PreTrainedModel, before: list[str], kinds: list[str]) -> list[str]:
+    """The kinds of tensors that a tiny model computes with in float32, these next to those before."""
+    if _runs(tiny, [*before, *kinds]):
+        return [*before, *kinds]
+    alone = [kind for kind in kinds if _runs(tiny, [*before, kind])]
+    return [*before, *alone] if len(alone) < 2 or _runs(tiny, [*before, *alone]) else before
+
+
 def _runs(tiny: PreTrainedModel, kinds: list[str]) -> bool:
-    """Whether a tiny model computes with tensors of these kinds in float32, and hands on its own dtype."""
-    experts = {f"{name}." for name, module in tiny.named_modules() if module in expert_modules(tiny)}
-    dtype = tiny.dtype
-    named = {
-        name: tensor
-        for name, tensor in persistent(tiny).items()
-        if _kind(name) in kinds and not any(name.startswith(prefix) for prefix in experts)
-    }
-    if {_kind(name) for name in named} != set(kinds):
-        return False
-    for tensor in named.values():
-        tensor.data = tensor.data.float()
+    """Whether a tiny model computes with tensors of these kinds in float32 and of no others, and hands on its own
+    dtype."""
+    dtype = tiny.config.dtype
+    for name, tensor in _plain_tensors(tiny).items():
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(torch.float32 if _kind(name) in kinds else dtype)
     handed_on: list[torch.dtype] = []
     hook = body_of(tiny).register_forward_hook(lambda *call: handed_on.append(call[-1].last_hidden_state.dtype))
     tokens = torch.arange(_PROBE_TOKENS)[None] % tiny.get_input_embeddings().num_embeddings
@@ -171,5 +187,3 @@ def _runs(tiny: PreTrainedModel, kinds: list[str]) -> bool:
         return handed_on == [dtype]
     finally:
         hook.remove()
-        for tensor in named.values():
-            tensor.data = tensor.data.to(dtype)
