@@ -17,8 +17,8 @@ from collections.abc import Iterator
 
 from measurement import surroundings, table
 
-from rl_algos.rollouts.tool_calls.formats import FORMATS
-from rl_algos.rollouts.tool_calls.parsed import Parser, schemas_of
+from rl_algos.tool_calls.formats import FORMATS
+from rl_algos.tool_calls.parsed import Parser, schemas_of
 
 TOOL = {
     "name": "f",

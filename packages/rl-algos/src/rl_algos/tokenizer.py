@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import cached_file
 
 from rl_algos import hub
-from rl_algos.rollouts.tool_calls.formats import format_of
+from rl_algos.tool_calls.formats import format_of
 from rl_core.errors import ConfigError
 from rl_core.model_config import TokenizerConfig
 from rl_core.rollout import Message

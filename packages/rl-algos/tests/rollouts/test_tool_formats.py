@@ -1,9 +1,9 @@
 import pytest
 from chat_tokenizers import tokenizer_of
 
-from rl_algos.rollouts.tool_calls.formats import FORMATS, PLAIN, format_of
-from rl_algos.rollouts.tool_calls.parsed import schemas_of
 from rl_algos.tiny_model import make_tokenizer
+from rl_algos.tool_calls.formats import FORMATS, PLAIN, format_of
+from rl_algos.tool_calls.parsed import schemas_of
 from rl_core.environment import ToolCall
 
 TOOLS = [

@@ -12,10 +12,10 @@ import numpy as np
 from jinja2 import TemplateError
 
 from rl_algos.rollouts.continuation import Continuation
-from rl_algos.rollouts.tool_calls.formats import PLAIN, ToolFormat, format_of
-from rl_algos.rollouts.tool_calls.parsed import THOUGHTS, schemas_of
 from rl_algos.rollouts.turn_ends import TurnEnds, find_turn_ends
 from rl_algos.tokenizer import render
+from rl_algos.tool_calls.formats import ToolFormat, format_of
+from rl_algos.tool_calls.parsed import THOUGHTS, schemas_of
 from rl_core.environment import ToolCall
 from rl_core.errors import ConfigError
 from rl_core.generation import Reply

@@ -13,9 +13,9 @@ from rl_algos.rollouts.chat import Chat
 from rl_algos.rollouts.config import EvaluationRoot, RolloutRoot, rollout_config
 from rl_algos.rollouts.continuation import rewrites_history
 from rl_algos.rollouts.programs import DEFAULT_PROGRAM
-from rl_algos.rollouts.tool_calls.formats import FORMATS, PLAIN
 from rl_algos.rollouts.turn_ends import TurnEnds
 from rl_algos.tokenizer import render, require_chat_template
+from rl_algos.tool_calls.formats import FORMATS, PLAIN
 from rl_core.errors import ConfigError
 from rl_core.rollout import Message
 

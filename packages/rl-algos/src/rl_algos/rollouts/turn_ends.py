@@ -35,8 +35,8 @@ class TurnEnds:
 
 
 def find_turn_ends(tokenizer: Any, further: Sequence[str] = ()) -> TurnEnds:
-    """Find the ends of a turn: the end of sequence, the first token of its own behind the policy's text, and the special
-    tokens at which the model's generation config ends.
+    """Find the ends of a turn: the end of sequence, the first added token behind the policy's text, and the special
+    tokens that the model's generation config lists.
 
     Args:
         tokenizer: with or without a chat template.

@@ -9,10 +9,10 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from rl_algos.rollouts.tool_calls.formats import format_of
 from rl_algos.rollouts.turn_ends import POLICY_MARK, find_turn_ends
 from rl_algos.sft.marked_template import Span, has_marks, render_marked
 from rl_algos.tokenizer import render
+from rl_algos.tool_calls.formats import format_of
 from rl_core.errors import DataError
 from rl_core.rollout import Message
 

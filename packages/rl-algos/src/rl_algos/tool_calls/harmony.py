@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from rl_algos.rollouts.tool_calls.objects import named_call, object_before, without_arguments
-from rl_algos.rollouts.tool_calls.parsed import BrokenCall, Parsed, Schemas, at_most, malformed
+from rl_algos.tool_calls.objects import named_call, object_before, without_arguments
+from rl_algos.tool_calls.parsed import BrokenCall, Parsed, Schemas, at_most, malformed
 from rl_core.environment import ToolCall
 from rl_core.model_json import after_space
 

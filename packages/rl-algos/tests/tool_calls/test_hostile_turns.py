@@ -5,7 +5,7 @@ import pickle
 import pytest
 from offered_tools import FAMILIES, read
 
-from rl_algos.rollouts.tool_calls.parsed import MAX_CALLS
+from rl_algos.tool_calls.parsed import MAX_CALLS
 
 CALLS = {
     "hermes": '<tool_call>{"name": "add", "arguments": %s}</tool_call>',

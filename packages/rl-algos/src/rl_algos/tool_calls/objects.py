@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rl_algos.rollouts.tool_calls.parsed import TOOL_NAME, BrokenCall, Schemas, malformed
+from rl_algos.tool_calls.parsed import TOOL_NAME, BrokenCall, Schemas, malformed
 from rl_core.environment import ToolCall
 from rl_core.model_json import MalformedJson, after_space, read_model_json, read_model_json_at
 

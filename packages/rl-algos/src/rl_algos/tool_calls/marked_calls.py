@@ -12,10 +12,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from rl_algos.rollouts.tool_calls.json_calls import broken_block
-from rl_algos.rollouts.tool_calls.objects import named_call
-from rl_algos.rollouts.tool_calls.parsed import BrokenCall, Parsed, ReadCalls, Schemas, malformed, marked_calls
-from rl_algos.rollouts.tool_calls.typed import properties_of, typed
+from rl_algos.tool_calls.json_calls import broken_block
+from rl_algos.tool_calls.objects import named_call
+from rl_algos.tool_calls.parsed import BrokenCall, Parsed, ReadCalls, Schemas, malformed, marked_calls
+from rl_algos.tool_calls.typed import properties_of, typed
 from rl_core.environment import ToolCall
 from rl_core.model_json import MalformedJson, after_space
 

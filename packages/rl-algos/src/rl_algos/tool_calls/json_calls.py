@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from functools import partial
 
-from rl_algos.rollouts.tool_calls.objects import named_call, object_before, object_call, without_arguments
-from rl_algos.rollouts.tool_calls.parsed import (
+from rl_algos.tool_calls.objects import named_call, object_before, object_call, without_arguments
+from rl_algos.tool_calls.parsed import (
     MAX_CALLS,
     THOUGHTS,
     BrokenCall,

@@ -4,8 +4,8 @@ import json
 
 from chat_tokenizers import tokenizer_of
 
-from rl_algos.rollouts.tool_calls.formats import FORMATS
-from rl_algos.rollouts.tool_calls.parsed import schemas_of
+from rl_algos.tool_calls.formats import FORMATS
+from rl_algos.tool_calls.parsed import schemas_of
 
 TOOLS = [
     {

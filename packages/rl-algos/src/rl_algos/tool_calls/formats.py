@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rl_algos.rollouts.tool_calls.harmony import harmony
-from rl_algos.rollouts.tool_calls.json_calls import deepseek, hermes, llama, mistral
-from rl_algos.rollouts.tool_calls.marked_calls import glm, qwen_coder
-from rl_algos.rollouts.tool_calls.parsed import Parsed, Parser
+from rl_algos.tool_calls.harmony import harmony
+from rl_algos.tool_calls.json_calls import deepseek, hermes, llama, mistral
+from rl_algos.tool_calls.marked_calls import glm, qwen_coder
+from rl_algos.tool_calls.parsed import Parsed, Parser
 
 
 @dataclass(frozen=True)

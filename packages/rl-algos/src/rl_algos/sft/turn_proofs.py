@@ -1,0 +1,79 @@
+"""Checks of what was found to be learned: each turn says what its message says, once, and the prompts are complete."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rl_core.errors import DataError
+from rl_core.rollout import Message
+
+_THINK = ("<think>", "</think>")
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Keys of a message that chat templates read thoughts from."""
+
+
+def check_turn(message: Message, index: int, turn: str, end: str, ends: Sequence[str]) -> None:
+    """Raise a `DataError` if a learned turn lacks a part of its message, or ends more than once.
+
+    Args:
+        index: Of the message in its conversation, for messages.
+        turn: What is learned, with the token that ends it.
+        end: That token; empty if nothing ends the turn.
+        ends: All tokens at which the policy stops.
+    """
+    place = f"message {index} (from 0) of the assistant"
+    content = message.get("content")
+    written = next((token for token in ends if isinstance(content, str) and token in content), None)
+    if written is not None:
+        raise DataError(
+            f"{place} contains {written!r}, the token that ends a turn, so the model would learn to stop there; remove "
+            "it from the data: the chat template writes the end of a turn"
+        )
+    if end and end in turn.removesuffix(end):
+        raise DataError(
+            f"the chat template ends {place} more than once: {_short(turn)}; set policy.tokenizer.chat_template to one "
+            f"that writes {end!r} once, behind what the assistant says, and marks no other message"
+        )
+    shown = _squeezed(turn)
+    for what, part in _parts(message):
+        if _squeezed(part) not in shown:
+            raise DataError(
+                f"the chat template leaves out {what} of {place}: {_short(part)} is not in {_short(turn)}; set "
+                f"policy.tokenizer.chat_template to one that writes it, or remove {what} from the data"
+            )
+
+
+def check_prompts(messages: Sequence[Message], text: str) -> None:
+    """Raise a `DataError` if a message of the system or the user is missing from the rendered conversation."""
+    shown = _squeezed(text)
+    for index, message in enumerate(messages):
+        content = message.get("content")
+        if message["role"] in ("system", "developer", "user") and isinstance(content, str):
+            if _squeezed(content) not in shown:
+                raise DataError(
+                    f"the chat template does not show message {index} (from 0), whose role is {message['role']!r}: "
+                    f"{_short(content)}; set policy.tokenizer.chat_template to one that does, or leave the message out"
+                )
+
+
+def _parts(message: Message) -> Iterator[tuple[str, str]]:
+    """The parts of a message, with a name: thoughts, what is said, and the calls."""
+    calls = message.get("tool_calls") or ()
+    for call in calls:
+        yield "the call", str(call.get("function", call).get("name", ""))
+    content = message.get("content")
+    content = content if isinstance(content, str) else ""
+    inner, mark, said = content.rpartition(_THINK[1])
+    thoughts = [inner.rpartition(_THINK[0])[2]] if mark else []
+    thoughts += [message[key] for key in _THOUGHTS if isinstance(message.get(key), str)]
+    yield from (("the thoughts", each) for each in thoughts)
+    yield "the text", said
+
+
+def _squeezed(text: str) -> str:
+    """The text without white space, which templates trim."""
+    return "".join(text.split())
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 80 else f"{text[:60]} ... {text[-15:]}")
