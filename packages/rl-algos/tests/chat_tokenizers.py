@@ -54,6 +54,8 @@ FAMILIES = {
         ("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"), PLAIN
     ),
     "phi3": Family(("<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")),
+    "phi4": Family(("<|im_end|>", "<|im_start|>", "<|im_sep|>", "<|endoftext|>")),
+    "granite": Family(("<|end_of_text|>", "<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>")),
     "mistral": Family(
         (
             "</s>",

@@ -13,7 +13,7 @@ CALL = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", 
 RESULT = {"role": "tool", "content": '{"sum": 3}', "name": "add", "tool_call_id": "call00000"}
 AS_TEXT = {"deepseek_v3"}
 APPENDS = ("qwen2_5", "llama3_1", "gemma3", "deepseek_v3", "mistral")
-WITH_TOOLS = sorted(FAMILIES.keys() - {"gemma3", "phi3"})
+WITH_TOOLS = sorted(FAMILIES.keys() - {"gemma3", "phi3", "phi4"})
 
 
 def continuation(family, further=()):
@@ -48,6 +48,8 @@ ENDS = {
     "gpt_oss": ["<|return|>"],
     "glm4_moe": ["<|endoftext|>", "<|user|>"],
     "phi3": ["<|endoftext|>", "<|end|>"],
+    "phi4": ["<|im_end|>"],
+    "granite": ["<|end_of_text|>"],
     "mistral": ["</s>"],
 }
 

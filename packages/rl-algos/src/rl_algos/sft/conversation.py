@@ -46,10 +46,9 @@ def encode_conversation(
     encoding = tokenizer(turns.text, add_special_tokens=False, return_offsets_mapping=True)
     tokens = list(encoding["input_ids"])
     mask = _mask(encoding["offset_mapping"], turns.spans)
-    if turns.is_open:
-        # nothing ends the last turn, so that the end of sequence does
+    if turns.missing_end:
         end = next((index for index in reversed(range(len(mask))) if mask[index]), -1) + 1
-        tokens[end:] = [tokenizer.eos_token_id]
+        tokens[end:] = [tokenizer.convert_tokens_to_ids(turns.missing_end)]
         mask[end:] = [1]
     mask[0] = 0
     return np.asarray(tokens, dtype=np.int32), np.asarray(mask, dtype=np.uint8)

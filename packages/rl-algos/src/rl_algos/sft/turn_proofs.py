@@ -48,12 +48,13 @@ def check_prompts(messages: Sequence[Message], text: str) -> None:
     shown = _squeezed(text)
     for index, message in enumerate(messages):
         content = message.get("content")
-        if message["role"] in ("system", "developer", "user") and isinstance(content, str):
-            if _squeezed(content) not in shown:
-                raise DataError(
-                    f"the chat template does not show message {index} (from 0), whose role is {message['role']!r}: "
-                    f"{_short(content)}; set policy.tokenizer.chat_template to one that does, or leave the message out"
-                )
+        if message["role"] not in ("system", "developer", "user") or not isinstance(content, str):
+            continue
+        if _squeezed(content) not in shown:
+            raise DataError(
+                f"the chat template does not show message {index} (from 0), whose role is {message['role']!r}: "
+                f"{_short(content)}; set policy.tokenizer.chat_template to one that does, or leave the message out"
+            )
 
 
 def _parts(message: Message) -> Iterator[tuple[str, str]]:

@@ -9,14 +9,13 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from rl_algos.rollouts.turn_ends import POLICY_MARK, find_turn_ends
+from rl_algos.rollouts.turn_ends import OTHER_MARK, POLICY_MARK, find_turn_ends
 from rl_algos.sft.marked_template import Span, has_marks, render_marked
+from rl_algos.sft.turn_proofs import check_prompts, check_turn
 from rl_algos.tokenizer import render
 from rl_algos.tool_calls.formats import format_of
 from rl_core.errors import DataError
 from rl_core.rollout import Message
-
-_THOUGHTS_END = "</think>"
 
 
 @dataclass(frozen=True)
@@ -26,12 +25,12 @@ class LearnedTurns:
     Args:
         text: The whole conversation.
         spans: Start and end of each turn in the text, in order: what the assistant says, with the token that ends it.
-        is_open: Whether the last of them is also the end of the text and nothing ends it.
+        missing_end: Token that ends the last of them, if the text ends without one; otherwise empty.
     """
 
     text: str
     spans: tuple[Span, ...]
-    is_open: bool
+    missing_end: str
 
 
 def find_turns(
@@ -60,17 +59,18 @@ def find_turns(
     else:
         text = conversation.render(len(messages))
         parts = {index: [conversation.added(text, index)] for index in wanted}
+    check_prompts(messages, text)
     ends = _ends_of(tokenizer, str(tokenizer.get_chat_template()))
-    spans, is_ended = [], True
+    spans, end = [], ""
     for index, several in parts.items():
         *earlier, last = several
-        closed, is_ended = ends.closed(text, last)
+        closed, end = ends.closed(text, last)
+        if not end and text[closed[1] :].strip():
+            raise _never_ends(index, ends)
         turn = [*earlier, closed]
-        _check_said(messages[index], index, "".join(text[start:end] for start, end in turn))
+        check_turn(messages[index], index, "".join(text[start:stop] for start, stop in turn), end, ends.turn)
         spans += [span for span in turn if span[1] > span[0]]
-    return LearnedTurns(
-        text, tuple(spans), is_open=not is_ended and not text[spans[-1][1] :].strip() if spans else False
-    )
+    return LearnedTurns(text, tuple(spans), "" if end else conversation.end_of_open_turn(text, ends))
 
 
 @dataclass(frozen=True)
@@ -78,29 +78,31 @@ class _Ends:
     """Tokens that end a turn.
 
     Args:
-        turn: Those at which the policy stops.
-        special: All special tokens, the longest first.
+        turn: Tokens at which the policy stops, the end of sequence first.
+        special: All special tokens, the longest first, if the template does not show which of them ends a turn;
+            otherwise none.
     """
 
     turn: tuple[str, ...]
     special: tuple[str, ...]
 
-    def closed(self, text: str, span: Span) -> tuple[Span, bool]:
-        """A span up to the token that ends its turn, and whether there is one; white space behind the token is left
-        out."""
+    def closed(self, text: str, span: Span) -> tuple[Span, str]:
+        """Return a span up to the token that ends its turn, and that token; it is empty if there is none.
+
+        White space behind the token is left out.
+        """
         start, end = span
         end = start + len(self.without(text[start:end]))
-        said, rest = text[start:end].rstrip(), text[end:]
+        rest = text[end:]
         gap = len(rest) - len(rest.lstrip())
-        follows = _prefix(rest[gap:], self.turn)
-        if follows:
-            return (start, end + gap + len(follows)), True
-        follows = _prefix(rest, self.special)
-        if follows:
-            return (start, end + len(follows)), True
-        if said.endswith(self.special):
-            return (start, start + len(said)), True
-        return span, False
+        if follows := _prefix(rest[gap:], self.turn):
+            return (start, end + gap + len(follows)), follows
+        said = text[start:end].rstrip()
+        if inside := next((token for token in self.special if said.endswith(token)), ""):
+            return (start, start + len(said)), inside
+        if follows := _prefix(rest, self.special):
+            return (start, end + len(follows)), follows
+        return span, ""
 
     def without(self, turn: str) -> str:
         """A turn without the tokens that end it, and without white space behind them."""
@@ -111,9 +113,18 @@ class _Ends:
 
 @lru_cache(maxsize=8)
 def _ends_of(tokenizer: Any, template: str) -> _Ends:
-    special = sorted((str(token) for token in tokenizer.added_tokens_decoder.values() if token.special), key=len)
-    marks = find_turn_ends(tokenizer, format_of(template).ends).marks
-    return _Ends(tuple(sorted(marks, key=len, reverse=True)), tuple(reversed(special)))
+    found = find_turn_ends(tokenizer, format_of(template).ends)
+    turn = tuple(str(token) for token in tokenizer.convert_ids_to_tokens(list(found.sampled)))
+    special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    return _Ends(turn, () if len(turn) > 1 or turn[0] in template else tuple(sorted(special, key=len, reverse=True)))
+
+
+def _never_ends(index: int, ends: _Ends) -> DataError:
+    return DataError(
+        f"the chat template does not end message {index} (from 0) of the assistant with a token at which the model "
+        f"stops ({', '.join(ends.turn)}), because other messages follow; set sft.learn: last, if the last turn is the "
+        "one to learn, or policy.tokenizer.chat_template to one that ends every turn"
+    )
 
 
 class _Conversation:
@@ -157,10 +168,25 @@ class _Conversation:
             )
         return self._start(turn, index), len(said)
 
+    def end_of_open_turn(self, text: str, ends: _Ends) -> str:
+        """Return the token that the template writes behind the last message if another one follows (`<|user|>` for
+        GLM); the end of sequence if it writes none."""
+        calls = self._messages[-1].get("tool_calls")
+        answer = (
+            {"role": "tool", "content": "x", "name": "x", "tool_call_id": calls[0].get("id", "")} if calls else None
+        )
+        try:
+            longer = self.render(len(self._messages), answer or {"role": "user", "content": "x"})
+        except TemplateError:
+            return ends.turn[0]
+        follows = longer[len(text.rstrip()) :].lstrip() if longer.startswith(text.rstrip()) else ""
+        return _prefix(follows, ends.turn) or ends.turn[0]
+
     def _start(self, turn: str, index: int) -> int:
         """Where a turn begins behind its prompt, in the rendered turn."""
         prompt = self._prompt(index)
         if turn.startswith(prompt):
+            self._check_header(turn[len(prompt) :], index)
             return len(prompt)
         # a prompt may open a thought that the template leaves out of the turn: the turn begins where they part
         before = self.render(index) if index else ""
@@ -173,6 +199,18 @@ class _Conversation:
                 "marks it with {% generation %}"
             )
         return shared
+
+    def _check_header(self, turn: str, index: int) -> None:
+        """Raise a `DataError` if a turn begins with a header that its prompt should have."""
+        header = _unprompted(self._tokenizer, str(self._tokenizer.get_chat_template()))
+        if header and turn.startswith(header):
+            raise DataError(
+                f"the chat template writes {header!r} before message {index} (from 0), and does not with "
+                "`add_generation_prompt`, so the prompt of a model lacks it; set policy.tokenizer.chat_template to one "
+                "that ends with {% if add_generation_prompt %}{{ "
+                f"{header!r}"
+                " }}{% endif %}"
+            )
 
     def _prompt(self, index: int) -> str:
         """The conversation up to the start of a turn; also of a turn that nothing precedes."""
@@ -193,9 +231,14 @@ class _Conversation:
         text, spans = render_marked(self._tokenizer, self._messages, self._tools)
         of_message = self._by_message(spans)
         found = {index: [self._behind_prompt(text, span, index) for span in of_message[index]] for index in wanted}
-        if not any(end > start for several in found.values() for start, end in several):
-            raise DataError("the chat template's {% generation %} block marks nothing of this conversation")
-        return text, {index: several for index, several in found.items() if several}
+        for index, several in found.items():
+            if not several:
+                raise DataError(
+                    f"the chat template marks nothing of message {index} (from 0) by {{% generation %}}; set "
+                    "policy.tokenizer.chat_template to one that marks each turn of the assistant, or `train: false` "
+                    "in this message"
+                )
+        return text, found
 
     def _by_message(self, spans: Sequence[Span]) -> dict[int, list[Span]]:
         """The marked parts by the message of the assistant that adds them."""
@@ -243,24 +286,20 @@ def _header(tokenizer: Any, template: str) -> str:
     return prompt.removeprefix(shown) if prompt.startswith(shown) else ""
 
 
-def _check_said(message: Message, index: int, turn: str) -> None:
-    """Refuse a turn that lacks what its message says; thoughts and the words beside a tool call may be left out."""
-    unwritten = [call["function"]["name"] for call in message.get("tool_calls") or ()]
-    unwritten = [name for name in unwritten if name not in turn]
-    if unwritten:
-        raise DataError(
-            f"the chat template does not write the call of {unwritten[0]!r} in message {index}; set "
-            "policy.tokenizer.chat_template to one that writes tool calls, or leave such rows out of the data"
-        )
-    content = message.get("content")
-    if not isinstance(content, str) or message.get("tool_calls"):
-        return
-    said = "".join(content.rpartition(_THOUGHTS_END)[2].split())
-    if said not in "".join(turn.split()):
-        raise DataError(
-            f"the chat template renders message {index} of the assistant without what it says: got {turn[:80]!r} for "
-            f"{content[:80]!r}; set policy.tokenizer.chat_template to one that keeps it"
-        )
+@lru_cache(maxsize=8)
+def _unprompted(tokenizer: Any, template: str) -> str:
+    """Beginning of a turn of the assistant with a token of its own, if the template writes no generation prompt."""
+    asked: Message = {"role": "user", "content": POLICY_MARK}
+    try:
+        before = render(tokenizer, [asked], add_generation_prompt=False)
+        prompt = render(tokenizer, [asked], add_generation_prompt=True)
+        turn = render(tokenizer, [asked, {"role": "assistant", "content": OTHER_MARK}], add_generation_prompt=False)
+    except TemplateError:
+        return ""
+    if prompt != before or not turn.startswith(before):
+        return ""
+    header = turn[len(before) :].partition(OTHER_MARK)[0]
+    return header if any(str(token) in header for token in tokenizer.added_tokens_decoder.values()) else ""
 
 
 def _shared(first: str, second: str) -> int:
