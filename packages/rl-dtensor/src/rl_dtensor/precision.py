@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Set
+from collections.abc import Set
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
 
@@ -119,25 +119,17 @@ def computed_in_float32(
     return unknown | {name for name in by_family | by_files if _kind(name) in taken}
 
 
-def widen(hf: nn.Module, names: Iterable[str] | None = None) -> None:
-    """Make parameters and buffers of a model on `meta` float32.
+def widen(hf: PreTrainedModel, names: Set[str] | None = None) -> None:
+    """Make parameters and persistent buffers of a model float32.
 
     Args:
-        names: Of persistent ones; all of lower precision if None, also buffers that no file holds.
+        names: The ones to widen; all of lower precision if None. Buffers that no file holds keep the dtype that the
+            family's code made them in.
     """
-    wanted = None if names is None else set(names)
-
-    def is_wanted(name: str, tensor: Tensor) -> bool:
+    for name, tensor in persistent(hf).items():
         is_lower = tensor.is_floating_point() and tensor.dtype.itemsize < torch.float32.itemsize
-        return is_lower and (wanted is None or name in wanted)
-
-    for name, parameter in hf.named_parameters():
-        if is_wanted(name, parameter):
-            parameter.data = parameter.data.float()
-    for name, buffer in list(hf.named_buffers(remove_duplicate=False)):
-        if is_wanted(name, buffer):
-            owner, _, short = name.rpartition(".")
-            hf.get_submodule(owner)._buffers[short] = buffer.float()
+        if is_lower and (names is None or name in names):
+            tensor.data = tensor.data.float()
 
 
 def _kind(name: str) -> str:

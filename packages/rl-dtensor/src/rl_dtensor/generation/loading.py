@@ -82,7 +82,7 @@ def _keep_float32(hf: PreTrainedModel, folder: Path) -> None:
     names = Kept.of(hf, catalog, files, hf.dtype).computed
     held = persistent(hf)
     wider = [entry for entry in catalog.entries if entry.name in names and held[entry.name].dtype != torch.float32]
-    widen(hf, [entry.name for entry in wider])
+    widen(hf, {entry.name for entry in wider})
     held = persistent(hf)
     with files.open() as opened:
         for entry in wider:
