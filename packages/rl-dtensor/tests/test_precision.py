@@ -237,6 +237,26 @@ def test_a_model_computes_sends_and_saves_in_bfloat16_as_transformers(
 
 
 @pytest.mark.parametrize(
+    ("family", "packs"),
+    [
+        pytest.param("olmo2", True, id="rotary embeddings in float32"),
+        pytest.param("mpt", False, id="biases of attention in float32"),
+        pytest.param("mamba", False, id="a residual in float32"),
+        pytest.param("xglm", False, id="positions in the model's dtype"),
+        pytest.param("openai-gpt", False, id="a mask in the model's dtype"),
+        pytest.param("hy_v4", False, id="a head in float32"),
+    ],
+)
+def test_a_family_computes_in_the_dtypes_of_transformers(ranks, tmp_path, family, packs):
+    folder = write_mixed(tmp_path, family)
+    hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    batch, packing = CHECK.batch(0), {"sequence_packing": {"enabled": packs}}
+    with open_model(ranks, folder, 1, ModelSpec(trains=False), config=packing) as model:
+        found = model.infer(batch, [LOGPROBS]).ragged("logprobs").values
+    assert np.abs(found - logprobs_of(hf, batch)).mean() < 1e-3
+
+
+@pytest.mark.parametrize(
     "settings",
     [
         pytest.param({"num_ranks": 4, "dp_replicate_size": 2}, id="hsdp 2x2"),
