@@ -146,6 +146,9 @@ class EnvironmentPlugin:
             gets no settings of its own.
         tools: `"package.module:function"` that returns the tools which the policy may call, functions or JSON schemas,
             from the settings; called on the driver. Empty for an environment without tools.
+        row_check: `"package.module:function"`, called on the driver as `function(info, config)` for every row before a
+            run starts. It raises `ValueError` for a row that no completion can answer, and imports nothing heavy. Empty
+            to accept all rows.
     """
 
     name: str
@@ -153,6 +156,7 @@ class EnvironmentPlugin:
     environment: str
     requirement: Requirement
     tools: str = ""
+    row_check: str = ""
 
 
 @dataclass(frozen=True)

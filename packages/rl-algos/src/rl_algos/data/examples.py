@@ -198,17 +198,26 @@ class Datasets:
     validation: list[Dataset]
 
 
-def load(config: DataRoot, default: Processor = by_keys) -> Datasets:
-    """Load all data that the `data` section of a root names, for an algorithm plugin's `load`; raises as
+RowCheck = Callable[[Example, DatasetConfig], None]
+"""Raises a `DataError` for an example that cannot be used, by the settings of its dataset."""
+
+
+def load(config: DataRoot, default: Processor = by_keys, check: RowCheck | None = None) -> Datasets:
+    """Load all data that the `data` section of a root names, for an algorithm plugin's `load`; see
     `load_datasets`."""
-    return Datasets(load_datasets(config.data, "train", default), load_datasets(config.data, "validation", default))
+    return Datasets(
+        load_datasets(config.data, "train", default, check), load_datasets(config.data, "validation", default, check)
+    )
 
 
-def load_datasets(config: DataConfig, purpose: Purpose, default: Processor = by_keys) -> list[Dataset]:
+def load_datasets(
+    config: DataConfig, purpose: Purpose, default: Processor = by_keys, check: RowCheck | None = None
+) -> list[Dataset]:
     """The configured datasets for training or validation; ids are unique and depend on no row's content.
 
     Args:
         default: processor of datasets that name none.
+        check: Called for every row; None to accept all.
 
     Raises:
         DataError: naming dataset and row, and the remedy.
@@ -216,15 +225,22 @@ def load_datasets(config: DataConfig, purpose: Purpose, default: Processor = by_
     """
     settings = config.train_datasets if purpose == "train" else config.validation_datasets
     named = zip(dataset_names(settings, purpose), settings, strict=True)
-    datasets = [_dataset(name, one, purpose, default, config.malformed) for name, one in named]
+    datasets = [_dataset(name, one, purpose, default, config.malformed, check) for name, one in named]
     return [dataset.within_pass_rates() for dataset in datasets] if purpose == "train" else datasets
 
 
-def _dataset(name: str, settings: DatasetConfig, purpose: Purpose, default: Processor, malformed: OnFault) -> Dataset:
+def _dataset(
+    name: str,
+    settings: DatasetConfig,
+    purpose: Purpose,
+    default: Processor,
+    malformed: OnFault,
+    check: RowCheck | None,
+) -> Dataset:
     split = settings.split or purpose
     source: Purpose = "train" if settings.split_validation_size is not None else purpose
     settings = with_known(settings, source, of_preferences=default is preference)
-    convert = _Convert(processor(settings, default), Surround.of(settings), settings)
+    convert = _Convert(processor(settings, default), Surround.of(settings), settings, check)
     streamed = None
     if settings.streaming and purpose == "train":
         check_streamable(settings)
@@ -291,6 +307,7 @@ class _Convert:
     processor: Processor
     surround: Surround
     settings: DatasetConfig
+    check: RowCheck | None
 
     def __call__(self, row: Mapping[str, Any]) -> Example:
         row = _renamed(row, self.settings.columns)
@@ -298,7 +315,10 @@ class _Convert:
         example = self.surround.apply(self.processor(row, self.settings), row)
         # a reward asks for any field of the row by name
         fields = {name: value for name, value in row.items() if name not in _READ}
-        return replace(example, info={**fields, **example.info})
+        example = replace(example, info={**fields, **example.info})
+        if self.check is not None:
+            self.check(example, self.settings)
+        return example
 
 
 def _renamed(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:

@@ -99,8 +99,32 @@ class _EncodePrompt:
                 "the conversation ends with the assistant, so there is nothing to sample; "
                 "end it with a message of the user"
             )
-        tools = self.tools.get(self.environment or example.environment, ())
-        return encode_prompt(self.tokenizer, example.messages, tools)
+        tools = tools_for(example, self.tools.get(self.environment or example.environment, ()))
+        tokens = encode_prompt(self.tokenizer, example.messages, tools)
+        if example.tools and np.array_equal(tokens, encode_prompt(self.tokenizer, example.messages)):
+            raise DataError(
+                "the row has `tools`, which the chat template does not show; set policy.tokenizer.chat_template to one "
+                "that does, or remove the column"
+            )
+        return tokens
+
+
+def tools_for(example: Example, offered: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Return the tools that a prompt shows: the environment's, or the row's own if the environment has none.
+
+    Raises:
+        DataError: if the row has tools that the environment does not have.
+    """
+    if not offered:
+        return example.tools
+    names = {tool["function"]["name"] for tool in offered}
+    foreign = [name for tool in example.tools if (name := tool["function"]["name"]) not in names]
+    if foreign:
+        raise DataError(
+            f"the row's `tools` name {foreign[0]!r}, which the environment cannot call; it has "
+            f"{', '.join(sorted(names))}. Remove the column, or choose an environment without tools"
+        )
+    return offered
 
 
 def _prompts(dataset: Dataset, config: DataConfig, tokenizer: Any, max_tokens: int, tools: Tools) -> Sequence[Prompt]:
@@ -119,5 +143,12 @@ def _prompt(dataset: Dataset, row_id: str, example: Example, token_ids: np.ndarr
     info = info_of(example)
     environment, place = dataset.environment_of(example, row_id), dataset.place(row_id)
     return Prompt(
-        row_id, example.messages, token_ids, environment, info, dataset.name, place, tuple(tools.get(environment, ()))
+        row_id,
+        example.messages,
+        token_ids,
+        environment,
+        info,
+        dataset.name,
+        place,
+        tuple(tools_for(example, tools.get(environment, ()))),
     )

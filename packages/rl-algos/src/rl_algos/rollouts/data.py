@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from rl_algos.data.example import info_of
+from rl_algos.data.config import DatasetConfig
+from rl_algos.data.example import Example, info_of
 from rl_algos.data.examples import Dataset, Datasets
 from rl_algos.data.examples import load as load_all
 from rl_algos.data.flow import FlowStream
 from rl_algos.data.stream import Stream
 from rl_algos.rollouts.config import EvaluationRoot, PolicyGradientConfig, RolloutConfig, RolloutRoot, rollout_config
 from rl_algos.rollouts.rewards import EFFORT
-from rl_core.environments.instance import instance_of, problem_with, tools_of, unknown_environment
+from rl_core.config import Config
+from rl_core.environments.instance import instance_of, problem_with, row_check_of, tools_of, unknown_environment
 from rl_core.environments.trial import Attempt, attempts_on
 from rl_core.errors import DataError
 from rl_core.rollout import Prompt
@@ -54,10 +56,38 @@ def load(config: RolloutRoot) -> Datasets:
         DataError: naming dataset and row, and the remedy.
         ConfigError: if a file or a processor that a dataset names is not there.
     """
-    loaded = load_all(config)
+    loaded = load_all(config, check=AnswerCheck(config.env))
     datasets = Datasets([each.answered() for each in loaded.train], [each.answered() for each in loaded.validation])
     check_environments(config, datasets)
     return datasets
+
+
+class AnswerCheck:
+    """Refuses a row that its environment cannot score, whatever the completion.
+
+    Args:
+        environments: The section `env` of the config.
+    """
+
+    def __init__(self, environments: Config) -> None:
+        self._environments = environments
+        self._checks: dict[str, Callable[[Mapping[str, Any]], None] | None] = {}
+
+    def __call__(self, example: Example, settings: DatasetConfig) -> None:
+        """Raise a `DataError` with the reason."""
+        name = settings.env_name or example.environment
+        if not name or example.is_unanswered:
+            return
+        if name not in self._checks:
+            known = not problem_with(name, self._environments)
+            self._checks[name] = row_check_of(instance_of(self._environments, name)) if known else None
+        check = self._checks[name]
+        if check is None:
+            return
+        try:
+            check(info_of(example))
+        except ValueError as error:
+            raise DataError(f"the environment {name} cannot score it: {error}") from None
 
 
 def check_environments(config: RolloutRoot, datasets: Datasets, *, also: Collection[str] = ()) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, is_dataclass, replace
+from functools import partial
 from typing import Any, get_type_hints
 
 from rl_core.config import Config, Problem, ProblemError, did_you_mean, section_of
@@ -111,6 +112,24 @@ def _with_rewards(name: str, section: EnvironmentConfig) -> EnvironmentInstance:
     inner = _single(name, section.type, section)
     assert not isinstance(inner.environment, RewardSum), "an environment has one section"
     return replace(inner, environment=RewardSum(inner.environment, parts))
+
+
+def row_check_of(instance: EnvironmentInstance) -> Callable[[Mapping[str, Any]], None] | None:
+    """Return the check of an environment for the `info` of each row; None if it accepts all rows.
+
+    The check raises `ValueError` for a row that no completion can answer.
+    """
+    kind = instance.config.type or instance.name
+    if ":" in kind:
+        return None
+    if isinstance(instance.environment, RewardSum) and instance.environment.environment is None:
+        return None
+    found: EnvironmentPlugin = plugin(ENVIRONMENTS, kind)
+    return partial(_checked, resolve(found.row_check), instance.config) if found.row_check else None
+
+
+def _checked(check: Callable[[Mapping[str, Any], Config], None], config: Config, info: Mapping[str, Any]) -> None:
+    check(info, config)
 
 
 def tools_of(instance: EnvironmentInstance) -> tuple[Mapping[str, Any], ...]:

@@ -7,6 +7,7 @@ PLUGIN = EnvironmentPlugin(
     name="code",
     config=CodeConfig,
     environment="rl_envs.code.environment:CodeEnvironment",
+    row_check="rl_envs.code.row_check:check",
     requirement=Requirement("rl-envs"),
 )
 

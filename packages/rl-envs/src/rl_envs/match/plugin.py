@@ -7,5 +7,6 @@ PLUGIN = EnvironmentPlugin(
     name="match",
     config=MatchConfig,
     environment="rl_envs.match.environment:MatchEnvironment",
+    row_check="rl_envs.match.row_check:check",
     requirement=Requirement("rl-envs"),
 )

@@ -7,5 +7,6 @@ PLUGIN = EnvironmentPlugin(
     name="math",
     config=MathConfig,
     environment="rl_envs.math.environment:MathEnvironment",
+    row_check="rl_envs.math.row_check:check",
     requirement=Requirement("rl-envs", imports=("math_verify",)),
 )

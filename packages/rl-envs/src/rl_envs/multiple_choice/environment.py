@@ -7,8 +7,8 @@ from typing import Any
 
 from rl_core.environment import Conversation, StepResult
 from rl_envs.math.extraction import extract
-from rl_envs.math.known_answer import known_answers
 from rl_envs.multiple_choice.config import MultipleChoiceConfig
+from rl_envs.multiple_choice.row_check import right_letters
 
 
 class MultipleChoiceEnvironment:
@@ -25,9 +25,7 @@ class MultipleChoiceEnvironment:
         pass
 
     def _score(self, conversation: Conversation) -> StepResult:
-        known = known_answers(conversation.info, "choice").answers
-        if not set(known) <= set(self._letters):
-            raise ValueError(f"the answer {'/'.join(known)} is not one of {self._config.num_choices} options")
+        known = right_letters(conversation.info, self._config)
         found = extract(conversation.completion, "choice")
         letter = found.text if found is not None and found.text in self._letters else ""
         correct = float(letter in known)

@@ -7,5 +7,6 @@ PLUGIN = EnvironmentPlugin(
     name="multiple_choice",
     config=MultipleChoiceConfig,
     environment="rl_envs.multiple_choice.environment:MultipleChoiceEnvironment",
+    row_check="rl_envs.multiple_choice.row_check:check",
     requirement=Requirement("rl-envs"),
 )
