@@ -1,5 +1,8 @@
 """Conversations of every shape, and what is learned of them as text with `[[` and `]]` around it."""
 
+import re
+from pathlib import Path
+
 from chat_tokenizers import tokenizer_of
 
 from rl_algos.preference.encoding import encode_response
@@ -30,10 +33,24 @@ CONVERSATIONS = {
     "two turns": [user("hi"), says("yo"), user("so"), says("ok")],
     "spaces": [user("hi"), says(" yo \n")],
     "thoughts": [user("hi"), says("<think>\nhm\n</think>\n\nyo")],
+    "thoughts apart": [user("hi"), says("yo", reasoning_content="hm", thinking="hm")],
     "assistant first": [says("Hello!"), user("hi"), says("yo")],
     "tool call": [user("hi"), calls("add", a=1), RESULT, says("3.")],
     "four turns": [SYSTEM, user("a"), says("b"), user("c"), says("d"), user("e"), says("f"), user("g"), says("h")],
 }
+
+
+def table():
+    """The lines of `learned_spans.txt`: family, conversation, turns to learn, expected text."""
+    lines = (Path(__file__).parent / "learned_spans.txt").read_text(encoding="utf-8").splitlines()
+    for case, expected in (line.split(": ", 1) for line in lines if line and not line.startswith("#")):
+        yield (*case.split(" / "), expected.replace("\\n", "\n"))
+
+
+def matches(text, expected):
+    """Whether a text is the expected one, in which `…` stands for any text that is not learned."""
+    pattern = r"(?:(?!\[\[|\]\]).)*".join(map(re.escape, expected.split("…")))
+    return re.fullmatch(pattern, text, re.DOTALL) is not None
 
 
 def shown(tokenizer, tokens, mask):

@@ -14,14 +14,13 @@ from rl_core.rollout import Message
 Span = tuple[int, int]
 
 _BLOCK = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
-_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 _OPENS, _CLOSES = "\ue0f0", "\ue0f1"
 """Private characters of Unicode, which no tokenizer's text has; they stand for the marks in a rendered conversation."""
 
 
 def has_marks(template: str) -> bool:
     """Return whether a chat template marks what the assistant says."""
-    return _BLOCK.search(_COMMENT.sub("", template)) is not None
+    return _BLOCK.search(template) is not None
 
 
 def render_marked(

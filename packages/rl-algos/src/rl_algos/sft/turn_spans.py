@@ -17,6 +17,8 @@ from rl_algos.tool_calls.formats import format_of
 from rl_core.errors import DataError
 from rl_core.rollout import Message
 
+_ASKED: Message = {"role": "user", "content": POLICY_MARK}
+
 
 @dataclass(frozen=True)
 class LearnedTurns:
@@ -54,11 +56,9 @@ def find_turns(
     conversation = _Conversation(tokenizer, messages, tools)
     conversation.check_tools()
     wanted = [index for index, flag in enumerate(learned) if flag]
-    if has_marks(tokenizer.get_chat_template()):
-        text, parts = conversation.marked(wanted)
-    else:
-        text = conversation.render(len(messages))
-        parts = {index: [conversation.added(text, index)] for index in wanted}
+    text, parts = (
+        conversation.marked(wanted) if has_marks(tokenizer.get_chat_template()) else conversation.unmarked(wanted)
+    )
     check_prompts(messages, text)
     ends = _ends_of(tokenizer, str(tokenizer.get_chat_template()))
     spans, end = [], ""
@@ -70,7 +70,7 @@ def find_turns(
         turn = [*earlier, closed]
         check_turn(messages[index], index, "".join(text[start:stop] for start, stop in turn), end, ends.turn)
         spans += [span for span in turn if span[1] > span[0]]
-    return LearnedTurns(text, tuple(spans), "" if end else conversation.end_of_open_turn(text, ends))
+    return LearnedTurns(text, tuple(spans), "" if end else conversation.end_of_open_turn(ends))
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,12 @@ class _Conversation:
         shown = [*self._messages[:count], *more]
         return render(self._tokenizer, shown, add_generation_prompt=prompts, tools=self._tools)
 
-    def added(self, text: str, index: int) -> Span:
+    def unmarked(self, wanted: Sequence[int]) -> tuple[str, dict[int, list[Span]]]:
+        """The text, and the part of it that each wanted message adds to its prompt."""
+        text = self.render(len(self._messages))
+        return text, {index: [self._added(text, index)] for index in wanted}
+
+    def _added(self, text: str, index: int) -> Span:
         """The part of the text that a message of the assistant adds to its prompt.
 
         Raises:
@@ -168,19 +173,22 @@ class _Conversation:
             )
         return self._start(turn, index), len(said)
 
-    def end_of_open_turn(self, text: str, ends: _Ends) -> str:
+    def end_of_open_turn(self, ends: _Ends) -> str:
         """Return the token that the template writes behind the last message if another one follows (`<|user|>` for
         GLM); the end of sequence if it writes none."""
         calls = self._messages[-1].get("tool_calls")
-        answer = (
-            {"role": "tool", "content": "x", "name": "x", "tool_call_id": calls[0].get("id", "")} if calls else None
-        )
+        said: Message = {"role": "assistant", "content": "x", **({"tool_calls": calls} if calls else {})}
+        answer: Message = {"role": "user", "content": "x"}
+        if calls:
+            answer = {"role": "tool", "content": "x", "name": "x", "tool_call_id": calls[0].get("id", "")}
         try:
-            longer = self.render(len(self._messages), answer or {"role": "user", "content": "x"})
+            turn, longer = (
+                render(self._tokenizer, messages, add_generation_prompt=False, tools=self._tools)
+                for messages in ([_ASKED, said], [_ASKED, said, answer])
+            )
         except TemplateError:
             return ends.turn[0]
-        follows = longer[len(text.rstrip()) :].lstrip() if longer.startswith(text.rstrip()) else ""
-        return _prefix(follows, ends.turn) or ends.turn[0]
+        return _prefix(longer[len(turn.rstrip()) :].lstrip(), ends.turn) or ends.turn[0]
 
     def _start(self, turn: str, index: int) -> int:
         """Where a turn begins behind its prompt, in the rendered turn."""
@@ -229,6 +237,8 @@ class _Conversation:
             DataError: if a message has no marked part, or a part covers another message.
         """
         text, spans = render_marked(self._tokenizer, self._messages, self._tools)
+        if not spans:  # the marks stand in a comment, or in a part of the template that is not used
+            return self.unmarked(wanted)
         of_message = self._by_message(spans)
         found = {index: [self._behind_prompt(text, span, index) for span in of_message[index]] for index in wanted}
         for index, several in found.items():
@@ -277,10 +287,9 @@ class _Conversation:
 @lru_cache(maxsize=8)
 def _header(tokenizer: Any, template: str) -> str:
     """Beginning of a turn of the assistant, such as `<|im_start|>assistant`; empty if the template writes none."""
-    asked: Message = {"role": "user", "content": POLICY_MARK}
     try:
-        shown = render(tokenizer, [asked], add_generation_prompt=False)
-        prompt = render(tokenizer, [asked], add_generation_prompt=True)
+        shown = render(tokenizer, [_ASKED], add_generation_prompt=False)
+        prompt = render(tokenizer, [_ASKED], add_generation_prompt=True)
     except TemplateError:
         return ""
     return prompt.removeprefix(shown) if prompt.startswith(shown) else ""
@@ -289,11 +298,10 @@ def _header(tokenizer: Any, template: str) -> str:
 @lru_cache(maxsize=8)
 def _unprompted(tokenizer: Any, template: str) -> str:
     """Beginning of a turn of the assistant with a token of its own, if the template writes no generation prompt."""
-    asked: Message = {"role": "user", "content": POLICY_MARK}
     try:
-        before = render(tokenizer, [asked], add_generation_prompt=False)
-        prompt = render(tokenizer, [asked], add_generation_prompt=True)
-        turn = render(tokenizer, [asked, {"role": "assistant", "content": OTHER_MARK}], add_generation_prompt=False)
+        before = render(tokenizer, [_ASKED], add_generation_prompt=False)
+        prompt = render(tokenizer, [_ASKED], add_generation_prompt=True)
+        turn = render(tokenizer, [_ASKED, {"role": "assistant", "content": OTHER_MARK}], add_generation_prompt=False)
     except TemplateError:
         return ""
     if prompt != before or not turn.startswith(before):
