@@ -4,10 +4,13 @@ import numpy as np
 import pytest
 import torch
 from chat_templates import APPENDING, MARKED, THINKING, TURNS
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from rl_algos.losses.nll import NLLLoss
 from rl_algos.sft.conversation import encode_conversation
 from rl_algos.tiny_model import make_tokenizer
+from rl_algos.tokenizer import encode_prompt
 from rl_core.batch import Batch
 from rl_core.errors import DataError
 from rl_core.plugins import resolve
@@ -182,3 +185,47 @@ def test_a_block_around_several_messages_is_refused():
     for messages in (TURNS, TURNS[:2]):
         with pytest.raises(DataError, match=r"cannot be told apart|covers messages before it"):
             encode_conversation(with_template(once), messages)
+
+
+def joining_tokenizer(template):
+    """A tokenizer whose tokens join white space and the word behind it, as those of real models do."""
+    words = ["<pad>", "<|end|>", "user", "assistant", ":", " ", " yes", "yes", " hi", "hi", "\n", "\n\n", "!"]
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="!"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r" ?[a-z]+|\n+|[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<pad>", chat_template=template
+    )
+
+
+@pytest.mark.parametrize(
+    ("template", "answer", "expected"),
+    [
+        pytest.param(
+            BARE, "yes", ["user", ":", " hi", "\n", "assistant", ":", " ", "[", "yes", "\n", "<|end|>"], id="space"
+        ),
+        pytest.param(
+            "{% for m in messages %}{{ m.role + '\n' + m.content }}<|end|>{% endfor %}"
+            "{% if add_generation_prompt %}{{ 'assistant\n' }}{% endif %}",
+            "\nyes",
+            "user ↵ hi <|end|> assistant ↵ [ ↵ yes <|end|>",
+            id="newline",
+        ),
+        pytest.param(
+            "{% for m in messages %}{{ m.role + ':' + m.content }}<|end|>{% endfor %}"
+            "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}",
+            " yes",
+            "user : hi <|end|> assistant : [ ▁yes <|end|>",
+            id="a space of the turn",
+        ),
+    ],
+)
+def test_a_token_that_would_join_prompt_and_turn_is_split_as_generation_has_it(template, answer, expected):
+    tokenizer = joining_tokenizer(template)
+    messages = talk((USER, "hi"), (ASSISTANT, answer))
+    tokens, mask = encode_conversation(tokenizer, messages)
+    expected = [token.replace("▁", " ").replace("↵", "\n") for token in expected.split()]
+    start = expected.index("[")
+    assert tokenizer.convert_ids_to_tokens(tokens.tolist()) == [token for token in expected if token != "["]
+    assert mask.tolist() == [int(index >= start) for index in range(len(tokens))]
+    assert tokens[:start].tolist() == encode_prompt(tokenizer, messages[:1]).tolist()

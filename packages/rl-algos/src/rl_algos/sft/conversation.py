@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -43,9 +44,8 @@ def encode_conversation(
     learned = learned_messages(messages, learn)
     plain = [{key: value for key, value in message.items() if key not in LEARNED_FLAGS} for message in messages]
     turns = find_turns(tokenizer, plain, learned, tools)
-    encoding = tokenizer(turns.text, add_special_tokens=False, return_offsets_mapping=True)
-    tokens = list(encoding["input_ids"])
-    mask = _mask(encoding["offset_mapping"], turns.spans)
+    tokens, offsets = _tokens(tokenizer, turns.text, [start for start, _ in turns.spans])
+    mask = _mask(offsets, turns.spans)
     if turns.missing_end:
         end = next((index for index in reversed(range(len(mask))) if mask[index]), -1) + 1
         tokens[end:] = [tokenizer.convert_tokens_to_ids(turns.missing_end)]
@@ -94,6 +94,28 @@ def _flag(index: int, message: Message) -> bool | None:
             raise DataError(f"message {index} (from 0): `{key}` is {allowed}, got {message[key]!r}")
         return bool(message[key])
     return None
+
+
+def _tokens(tokenizer: Any, text: str, starts: Sequence[int]) -> tuple[list[int], list[Span]]:
+    """Tokens of a text, with the part of the text that each stands for.
+
+    Where a token would join the end of a prompt and the start of a turn, they are tokenised apart, as the model reads
+    its prompt when it generates.
+    """
+    tokens, offsets = _encoded(tokenizer, text)
+    joined = [start for start in starts if any(first < start < last for first, last in offsets)]
+    if not joined:
+        return tokens, offsets
+    pieces = [(first, *_encoded(tokenizer, text[first:last])) for first, last in pairwise([0, *joined, len(text)])]
+    apart = [token for _, piece, _ in pieces for token in piece]
+    if tokenizer.decode(apart) != tokenizer.decode(tokens):  # the tokenizer marks the start of every string
+        return tokens, offsets
+    return apart, [(first + start, first + end) for first, _, spans in pieces for start, end in spans]
+
+
+def _encoded(tokenizer: Any, text: str) -> tuple[list[int], list[Span]]:
+    encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    return list(encoding["input_ids"]), list(encoding["offset_mapping"])
 
 
 def _mask(offsets: Sequence[Span], spans: Sequence[Span]) -> list[int]:
