@@ -201,9 +201,7 @@ def joining_tokenizer(template):
 @pytest.mark.parametrize(
     ("template", "answer", "expected"),
     [
-        pytest.param(
-            BARE, "yes", ["user", ":", " hi", "\n", "assistant", ":", " ", "[", "yes", "\n", "<|end|>"], id="space"
-        ),
+        pytest.param(BARE, "yes", "user : ▁hi ↵ assistant : ▁ [ yes ↵ <|end|>", id="space"),
         pytest.param(
             "{% for m in messages %}{{ m.role + '\n' + m.content }}<|end|>{% endfor %}"
             "{% if add_generation_prompt %}{{ 'assistant\n' }}{% endif %}",
