@@ -78,7 +78,7 @@ def test_what_datasets_saved_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ('{"a": 1', "not a JSON object: Expecting ',' delimiter at column 8$"),
+        ('{"a": 1', "not a JSON object: Expecting ',' delimiter at column 8; one line is one row"),
         ('{"a": "b\tc"}', r"not a JSON object: Invalid control character at column 9; write \\t for a tab"),
         ("{'a': 1}", "in double quotes at column 2; JSON has double quotes"),
         ("[1]", "a row must be a JSON object, got list"),

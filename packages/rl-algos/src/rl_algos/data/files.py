@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import os
 from array import array
 from bisect import bisect_right
@@ -15,6 +14,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from rl_algos.data import cache
+from rl_algos.data.json_rows import LINE_IS_ROW, json_array, json_row
+from rl_algos.data.messages import without_nulls
 from rl_core.errors import DataError
 
 Row = Mapping[str, Any]
@@ -24,6 +25,13 @@ COMPRESSIONS = (".gz", ".bz2", ".zst", ".lz4")
 
 _IN_MEMORY_BYTES = 32 << 20
 """A Parquet file of at most this size is held as a table; a larger one is unpacked to the cache and mapped."""
+_UNPACKED_BYTES = 1 << 30
+"""Any file may grow to this size when it is unpacked, and a large one by `_UNPACKED_TIMES`."""
+_UNPACKED_TIMES = 500
+_LONGEST_FIELD = 1 << 28
+"""Maximum number of characters of a CSV field."""
+_MARKS = {b"\xff\xfe\x00\x00": "UTF-32", b"\x00\x00\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
+"""Byte-order marks of encodings that are not read."""
 
 
 class FileRows:
@@ -61,7 +69,7 @@ class JsonLines(FileRows):
         position = 0
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
-                if line.strip():
+                if line.strip() and line != _BOM + b"\n":
                     self._starts.append(position)
                     self._lines.append(number)
                 position += len(line)
@@ -75,7 +83,7 @@ class JsonLines(FileRows):
     def row(self, index: int) -> Row:
         start, end = self._starts[index], self._starts[index + 1]
         line = os.pread(_opened(self._path, self._identity).fileno(), end - start, start)
-        return _json_object(line.partition(b"\n")[0].rstrip(b"\r"))  # blank lines may follow
+        return json_row(line.partition(b"\n")[0].removeprefix(_BOM).rstrip(b"\r"))  # blank lines may follow
 
     def place(self, index: int) -> str:
         return f"{self.name}, line {self._lines[index] if self._lines else index + 1}"
@@ -96,7 +104,9 @@ class HeldRows(FileRows):
         row = self._rows[index]
         if isinstance(row, DataError):
             raise DataError(str(row))
-        return _object(row)
+        if not isinstance(row, dict):
+            raise DataError(f"a row must be a JSON object, got {type(row).__name__}")
+        return row
 
     def place(self, index: int) -> str:
         return f"{self.name}, {self._place(index)}"
@@ -117,7 +127,8 @@ class ArrowRows(FileRows):
         which = bisect_right(self._ends, index)
         first = self._ends[which - 1] if which else 0
         row: Row = self._batches[which].slice(index - first, 1).to_pylist()[0]
-        return row
+        # every struct has the fields of all others, with nulls
+        return {name: without_nulls(value) for name, value in row.items()}
 
 
 @dataclass(frozen=True)
@@ -205,9 +216,12 @@ def read(path: Path, name: str = "") -> FileRows:
         DataError: that names the file, if it cannot be read.
     """
     name = name or str(path)
-    reader = _READERS[kind_of(path.name)]
+    kind = kind_of(path.name)
     try:
-        return reader(_unpacked(path, name) if path.suffix in COMPRESSIONS else path, name)
+        plain = _unpacked(path, name) if path.suffix in COMPRESSIONS else path
+        if kind in _TEXT:
+            _check_encoding(plain, name)
+        return _READERS[kind](plain, name)
     except OSError as error:
         raise DataError(f"{name}: cannot be read: {error.strerror or error}") from None
 
@@ -238,31 +252,69 @@ def _unpacked(path: Path, name: str) -> Path:
             with pyarrow.input_stream(str(path), compression=_COMPRESSION[path.suffix]) as source:
                 while block := source.read(1 << 20):
                     file.write(block)
+                    _check_growth(path, name, file.tell())
         except (OSError, ValueError) as error:
             raise DataError(f"{name}: not a {path.suffix} file, or a damaged one: {error}") from None
 
     return cache.stored(f"unpacked/{cache.digest(identity(path))}{path.with_suffix('').suffix}", write)
 
 
-def _json(path: Path, name: str) -> FileRows:
+def _check_encoding(path: Path, name: str) -> None:
     with path.open("rb") as file:
-        if not file.read(4096).lstrip().startswith(b"["):
-            return JsonLines(path, name)
+        start = file.read(4)
+    encoding = next((encoding for mark, encoding in _MARKS.items() if start.startswith(mark)), None)
+    if encoding:
+        raise DataError(
+            f"{name}: it is text in {encoding}, and only UTF-8 is read; convert it: "
+            f"iconv -f {encoding} -t UTF-8 {path.name} > utf8{path.suffix}"
+        )
+
+
+def _check_growth(path: Path, name: str, num_bytes: int) -> None:
+    """Refuse a small file that holds far more than it seems to, before it fills memory or disk."""
+    size = path.stat().st_size
+    if num_bytes > max(_UNPACKED_BYTES, _UNPACKED_TIMES * size):
+        raise DataError(
+            f"{name}: it has {size:,} bytes and unpacks to more than {num_bytes:,}, which looks like a damaged or "
+            "hostile file; unpack it by hand and give the result if it is right"
+        )
+
+
+def _json(path: Path, name: str) -> FileRows:
+    """An array of rows, one row, or lines of them."""
+    with path.open("rb") as file:
+        start = file.read(4096).removeprefix(_BOM).lstrip()
         file.seek(0)
+        if start.startswith(b"["):
+            return HeldRows(
+                json_array(file.read().removeprefix(_BOM), name), name, lambda index: f"item {index} (from 0)"
+            )
+        lines = JsonLines(path, name)
+        if len(lines) < 2 or _is_row(lines, 0):
+            return lines
+        # not lines of rows, so perhaps one row over many lines
         try:
-            rows = json.load(file)
-        except ValueError as error:
-            where = f", line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
-            raise DataError(f"{name}{where}: not a JSON array: {_reason(b'', error)}") from None
-    return HeldRows(rows, name, lambda index: f"item {index} (from 0)")
+            return HeldRows([json_row(file.read().removeprefix(_BOM))], name, lambda _index: "line 1")
+        except DataError as error:
+            raise DataError(f"{name}: {error}; {LINE_IS_ROW}") from None
+
+
+def _is_row(lines: JsonLines, index: int) -> bool:
+    try:
+        lines.row(index)
+    except DataError:
+        return False
+    return True
 
 
 def _csv(path: Path, name: str) -> FileRows:
     rows: list[Any] = []
     lines: list[int] = []
+    csv.field_size_limit(_LONGEST_FIELD)  # 128 KiB by default, for the whole process
     # reading leaves a place for characters that are not UTF-8, so that only their row is malformed
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         reader = csv.DictReader(file, strict=True)
+        _check_header(reader, name)
         while True:
             first = reader.line_num + 1
             try:
@@ -274,6 +326,16 @@ def _csv(path: Path, name: str) -> FileRows:
             rows.append(_checked_csv(row, reader.fieldnames or ()))
             lines.append(max(first, 2))
     return HeldRows(rows, name, lambda index: f"line {lines[index]}")
+
+
+def _check_header(reader: csv.DictReader[str], name: str) -> None:
+    try:
+        columns = list(reader.fieldnames or ())
+    except csv.Error as error:
+        raise DataError(f"{name}, line 1: not CSV: {error}") from None
+    twice = next((column for column in columns if columns.count(column) > 1), None)
+    if twice is not None:
+        raise DataError(f"{name}, line 1: the column {twice!r} is there twice; rename one, as their values differ")
 
 
 def _checked_csv(row: Any, columns: Sequence[str]) -> Any:
@@ -289,23 +351,44 @@ def _checked_csv(row: Any, columns: Sequence[str]) -> Any:
 
 
 def _parquet(path: Path, name: str) -> FileRows:
+    """A small file is held; the batches of a large one go to a file of the cache, which is mapped."""
     import pyarrow
     import pyarrow.parquet
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            if path.stat().st_size <= _IN_MEMORY_BYTES:
-                return ArrowRows(file.read().to_batches(), name)
+            if _declared_bytes(file) <= _IN_MEMORY_BYTES:
+                held = _held_batches(file)
+                if held is not None:
+                    return ArrowRows(held, name)
 
             def write(out: IO[bytes]) -> None:
                 with pyarrow.ipc.new_file(out, file.schema_arrow) as writer:
-                    for batch in file.iter_batches(batch_size=1024):
+                    for batch in file.iter_batches(batch_size=_BATCH):
                         writer.write_batch(batch)
+                        _check_growth(path, name, out.tell())
 
             unpacked = cache.stored(f"unpacked/{cache.digest(identity(path))}.arrow", write)
-    except (pyarrow.ArrowInvalid, OSError) as error:
+    except (pyarrow.ArrowException, OSError, MemoryError) as error:
         raise DataError(f"{name}: not a Parquet file, or a damaged one: {error}") from None
     return _arrow(unpacked, name)
+
+
+def _declared_bytes(file: Any) -> int:
+    """Uncompressed size of a Parquet file, as its row groups say."""
+    metadata = file.metadata
+    return sum(metadata.row_group(index).total_byte_size for index in range(metadata.num_row_groups))
+
+
+def _held_batches(file: Any) -> list[Any] | None:
+    """All batches; None if they turn out larger than the file says, as repeated values do."""
+    batches, num_bytes = [], 0
+    for batch in file.iter_batches(batch_size=_BATCH):
+        batches.append(batch)
+        num_bytes += batch.nbytes
+        if num_bytes > 8 * _IN_MEMORY_BYTES:
+            return None
+    return batches
 
 
 def _arrow(path: Path, name: str) -> FileRows:
@@ -326,35 +409,6 @@ def _arrow(path: Path, name: str) -> FileRows:
     return ArrowRows(batches, name)
 
 
-def _json_object(line: bytes) -> Row:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"not a JSON object: {_reason(line, error)}") from None
-    return _object(row)
-
-
-def _object(row: Any) -> Row:
-    if not isinstance(row, dict):
-        raise DataError(f"a row must be a JSON object, got {type(row).__name__}")
-    return row
-
-
-def _reason(line: bytes, error: Exception) -> str:
-    """The reason in words, with the column and the remedy if there is a usual one."""
-    if isinstance(error, UnicodeDecodeError):
-        return f"it is not text in UTF-8 ({error})"
-    if not isinstance(error, json.JSONDecodeError):
-        return str(error)
-    what = error.msg.removesuffix(" at")
-    remedy = ""
-    if "control character" in what:
-        remedy = r"; write \t for a tab and \n for a line break in a text"
-    elif "property name enclosed in double quotes" in what and b"'" in line:
-        remedy = "; JSON has double quotes, as json.dumps writes them"
-    return f"{what} at column {error.colno}{remedy}"
-
-
 _TEXT: Mapping[str, Callable[[Path, str], FileRows]] = {
     ".jsonl": JsonLines,
     ".ndjson": JsonLines,
@@ -362,4 +416,7 @@ _TEXT: Mapping[str, Callable[[Path, str], FileRows]] = {
     ".csv": _csv,
 }
 _READERS: Mapping[str, Callable[[Path, str], FileRows]] = {**_TEXT, ".parquet": _parquet, ".arrow": _arrow}
+_BOM = b"\xef\xbb\xbf"
+_BATCH = 256
+"""Rows of a Parquet file that are read at once."""
 _COMPRESSION = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
