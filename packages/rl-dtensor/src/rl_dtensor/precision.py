@@ -27,7 +27,7 @@ LOWER = ("bfloat16", "float16")
 
 _PROBE_TOKENS = 8
 
-_FAMILY_ERRORS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+_FAMILY_ERRORS = (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 """Errors of a family's code for a dtype that it did not foresee."""
 
 
