@@ -45,6 +45,12 @@ def bare():
     return tokenizer
 
 
+def always_prompting():
+    tokenizer = chatml(PLAIN_TURN)
+    tokenizer.chat_template = tokenizer.chat_template.replace("if add_generation_prompt", "if true")
+    return tokenizer
+
+
 def block(inside, *, header="{{- '" + HEADER + "' -}}", behind=""):
     return f"{header}{BLOCK}{inside}{CLOSE}{behind}"
 
@@ -161,6 +167,20 @@ def test_a_turn_and_its_end_are_learned_whatever_the_template_marks(turn):
             id="the prompt has a part of the empty thought that the turn writes",
         ),
         pytest.param(
+            chatml(
+                block("{{- '" + HEADER + "' + m.content + '<|im_end|>' -}}", header=""), prompt=HEADER + "<think>\\n"
+            ),
+            TURNS[:2],
+            "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n[[yo<|im_end|>]]",
+            id="the prompt opens a thought, and the marks include the header",
+        ),
+        pytest.param(
+            always_prompting(),
+            TURNS[:2],
+            "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n[[yo<|im_end|>]]\n<|im_start|>assistant\n",
+            id="a prompt for the next turn follows the last one",
+        ),
+        pytest.param(
             chatml(PLAIN_TURN, prompt=HEADER + "<think>\\n"),
             [user("hi"), says("<thin>")],
             "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n[[<thin><|im_end|>]]\n",
@@ -273,7 +293,29 @@ def test_a_template_or_a_row_that_would_be_learned_wrongly_is_refused(tokenizer,
 
 
 def test_the_remedy_for_turns_that_change_helps():
-    tokenizer = chatml("{{- '" + HEADER + "' + m.content + ('!' if loop.last else '') + '<|im_end|>\\n' -}}")
-    with pytest.raises(DataError, match=r"says in message 1 cannot be told.*sft.learn: last"):
+    tokenizer = chatml(REWRITING)
+    with pytest.raises(DataError, match=r"rewrites earlier turns, .* message 1 .*sft.learn: last"):
         encode_conversation(tokenizer, TURNS)
     assert text_of(tokenizer, TURNS, learn="last").endswith("assistant\n[[ok!<|im_end|>]]\n")
+
+
+REWRITING = "{{- '" + HEADER + "' + m.content + ('!' if loop.last else '') + '<|im_end|>\\n' -}}"
+
+
+@pytest.mark.parametrize(
+    ("messages", "remedied"),
+    [
+        pytest.param(TURNS, [user("hi"), {**says("yo"), "train": False}, *TURNS[2:]], id="train: false"),
+        pytest.param(TURNS[:3], TURNS[:2], id="the row ends with what it learns"),
+    ],
+)
+def test_each_remedy_for_turns_that_change_helps(messages, remedied):
+    tokenizer = chatml(REWRITING)
+    with pytest.raises(
+        DataError, match="`train: false` in this message" if len(messages) > 3 else "remove the messages"
+    ):
+        encode_conversation(tokenizer, messages)
+    assert text_of(tokenizer, remedied).endswith("!<|im_end|>]]\n")
+    with pytest.raises(DataError, match=r"rewrites earlier turns"):
+        encode_response(tokenizer, messages[:1], messages[1:])
+    encode_response(tokenizer, remedied[:1], remedied[1:])

@@ -8,7 +8,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from rl_algos.tokenizer import generation_ends
+from rl_algos.tokenizer import generation_ends, render
 from rl_core.rollout import Message
 
 POLICY_MARK, OTHER_MARK = "ANCHOR_5f1d_POLICY", "ANCHOR_5f1d_OTHER"
@@ -58,9 +58,9 @@ def _behind_the_policy(tokenizer: Any, later: Sequence[Message]) -> str:
     """Text between the policy's and that of the next message, or the end; empty if the template renders neither."""
     if tokenizer.chat_template is None:
         return ""
-    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": POLICY_MARK}, *later]
+    messages: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": POLICY_MARK}, *later]
     try:
-        text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+        text = render(tokenizer, messages, add_generation_prompt=False)
     except TemplateError:
         return ""
     return text.partition(POLICY_MARK)[2].partition(OTHER_MARK)[0]

@@ -47,7 +47,7 @@ def encode_conversation(
     tokens, offsets = _tokens(tokenizer, turns.text, [start for start, _ in turns.spans])
     mask = _mask(offsets, turns.spans)
     if turns.missing_end:
-        end = next((index for index in reversed(range(len(mask))) if mask[index]), -1) + 1
+        end = next((index + 1 for index in reversed(range(len(mask))) if mask[index]), len(mask))
         tokens[end:] = [tokenizer.convert_tokens_to_ids(turns.missing_end)]
         mask[end:] = [1]
     mask[0] = 0

@@ -23,6 +23,11 @@ def has_marks(template: str) -> bool:
     return _BLOCK.search(template) is not None
 
 
+def template_of(tokenizer: Any, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    """Return the chat template; a tokenizer may have another one for conversations with tools."""
+    return str(tokenizer.get_chat_template(tools=[dict(tool) for tool in tools] or None))
+
+
 def render_marked(
     tokenizer: Any, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
 ) -> tuple[str, list[Span]]:
@@ -35,7 +40,7 @@ def render_marked(
     Raises:
         DataError: if the marks do not survive the template, or are nested.
     """
-    template = _with_characters(tokenizer.get_chat_template())
+    template = _with_characters(template_of(tokenizer, tools))
     text = render(tokenizer, messages, add_generation_prompt=False, tools=tools, template=template)
     plain, spans, opened = [], [], -1
     position = 0

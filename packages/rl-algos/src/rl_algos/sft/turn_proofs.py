@@ -12,14 +12,13 @@ _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Keys of a message that chat templates read thoughts from."""
 
 
-def check_turn(message: Message, index: int, turn: str, end: str, ends: Sequence[str]) -> None:
-    """Raise a `DataError` if a learned turn lacks a part of its message, or ends more than once.
+def check_turn(message: Message, index: int, turn: str, ends: Sequence[str]) -> None:
+    """Raise a `DataError` if a learned turn lacks a part of its message, or the message ends its turn itself.
 
     Args:
         index: Of the message in its conversation, for messages.
         turn: What is learned, with the token that ends it.
-        end: That token; empty if nothing ends the turn.
-        ends: All tokens at which the policy stops.
+        ends: Tokens at which the policy stops.
     """
     place = f"message {index} (from 0) of the assistant"
     content = message.get("content")
@@ -28,11 +27,6 @@ def check_turn(message: Message, index: int, turn: str, end: str, ends: Sequence
         raise DataError(
             f"{place} contains {written!r}, the token that ends a turn, so the model would learn to stop there; remove "
             "it from the data: the chat template writes the end of a turn"
-        )
-    if end and end in turn.removesuffix(end):
-        raise DataError(
-            f"the chat template ends {place} more than once: {_short(turn)}; set policy.tokenizer.chat_template to one "
-            f"that writes {end!r} once, behind what the assistant says, and marks no other message"
         )
     shown = _squeezed(turn)
     for what, part in _parts(message):

@@ -9,11 +9,11 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from rl_algos.rollouts.turn_ends import OTHER_MARK, POLICY_MARK, find_turn_ends
-from rl_algos.sft.marked_template import Span, has_marks, render_marked
+from rl_algos.rollouts.turn_ends import OTHER_MARK, POLICY_MARK
+from rl_algos.sft.marked_template import Span, has_marks, render_marked, template_of
+from rl_algos.sft.turn_closing import TurnClosing, beginning, ends_of
 from rl_algos.sft.turn_proofs import check_prompts, check_turn
 from rl_algos.tokenizer import render
-from rl_algos.tool_calls.formats import format_of
 from rl_core.errors import DataError
 from rl_core.rollout import Message
 
@@ -56,11 +56,10 @@ def find_turns(
     conversation = _Conversation(tokenizer, messages, tools)
     conversation.check_tools()
     wanted = [index for index, flag in enumerate(learned) if flag]
-    text, parts = (
-        conversation.marked(wanted) if has_marks(tokenizer.get_chat_template()) else conversation.unmarked(wanted)
-    )
+    is_marked = has_marks(template_of(tokenizer, tools))
+    text, parts = conversation.marked(wanted) if is_marked else conversation.unmarked(wanted)
     check_prompts(messages, text)
-    ends = _ends_of(tokenizer, str(tokenizer.get_chat_template()))
+    ends = ends_of(tokenizer, str(tokenizer.get_chat_template()))
     spans, end = [], ""
     for index, several in parts.items():
         *earlier, last = several
@@ -68,58 +67,12 @@ def find_turns(
         if not end and text[closed[1] :].strip():
             raise _never_ends(index, ends)
         turn = [*earlier, closed]
-        check_turn(messages[index], index, "".join(text[start:stop] for start, stop in turn), end, ends.turn)
+        check_turn(messages[index], index, "".join(text[start:stop] for start, stop in turn), ends.turn)
         spans += [span for span in turn if span[1] > span[0]]
     return LearnedTurns(text, tuple(spans), "" if end else conversation.end_of_open_turn(ends))
 
 
-@dataclass(frozen=True)
-class _Ends:
-    """Tokens that end a turn.
-
-    Args:
-        turn: Tokens at which the policy stops, the end of sequence first.
-        special: All special tokens, the longest first, if the template does not show which of them ends a turn;
-            otherwise none.
-    """
-
-    turn: tuple[str, ...]
-    special: tuple[str, ...]
-
-    def closed(self, text: str, span: Span) -> tuple[Span, str]:
-        """Return a span up to the token that ends its turn, and that token; it is empty if there is none.
-
-        White space behind the token is left out.
-        """
-        start, end = span
-        end = start + len(self.without(text[start:end]))
-        rest = text[end:]
-        gap = len(rest) - len(rest.lstrip())
-        if follows := _prefix(rest[gap:], self.turn):
-            return (start, end + gap + len(follows)), follows
-        said = text[start:end].rstrip()
-        if inside := next((token for token in self.special if said.endswith(token)), ""):
-            return (start, start + len(said)), inside
-        if follows := _prefix(rest, self.special):
-            return (start, end + len(follows)), follows
-        return span, ""
-
-    def without(self, turn: str) -> str:
-        """A turn without the tokens that end it, and without white space behind them."""
-        while (said := turn.rstrip()).endswith(self.turn):
-            turn = said.removesuffix(next(end for end in self.turn if said.endswith(end)))
-        return turn
-
-
-@lru_cache(maxsize=8)
-def _ends_of(tokenizer: Any, template: str) -> _Ends:
-    found = find_turn_ends(tokenizer, format_of(template).ends)
-    turn = tuple(str(token) for token in tokenizer.convert_ids_to_tokens(list(found.sampled)))
-    special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-    return _Ends(turn, () if len(turn) > 1 or turn[0] in template else tuple(sorted(special, key=len, reverse=True)))
-
-
-def _never_ends(index: int, ends: _Ends) -> DataError:
+def _never_ends(index: int, ends: TurnClosing) -> DataError:
     return DataError(
         f"the chat template does not end message {index} (from 0) of the assistant with a token at which the model "
         f"stops ({', '.join(ends.turn)}), because other messages follow; set sft.learn: last, if the last turn is the "
@@ -134,6 +87,7 @@ class _Conversation:
         self._tokenizer = tokenizer
         self._messages = messages
         self._tools = tools
+        self._rendered: dict[tuple[int, bool], str] = {}
 
     def check_tools(self) -> None:
         """Raise a `DataError` if the template does not show the tools, so that calls would be learned without them."""
@@ -146,10 +100,18 @@ class _Conversation:
                 "that does, or remove the column"
             )
 
-    def render(self, count: int, *more: Message, prompts: bool = False) -> str:
-        """The first messages, and more behind them; up to the start of the assistant's turn if it prompts."""
-        shown = [*self._messages[:count], *more]
-        return render(self._tokenizer, shown, add_generation_prompt=prompts, tools=self._tools)
+    def render(self, count: int, *, prompts: bool = False) -> str:
+        """The first messages; up to the start of the assistant's turn if it prompts."""
+        key = count, prompts
+        if key not in self._rendered:
+            shown = self._messages[:count]
+            self._rendered[key] = render(self._tokenizer, shown, add_generation_prompt=prompts, tools=self._tools)
+        return self._rendered[key]
+
+    def _with_answer(self, count: int) -> str:
+        """The first messages and a turn of the assistant, with `POLICY_MARK` in place of its text."""
+        shown = [*self._messages[:count], {"role": "assistant", "content": POLICY_MARK}]
+        return render(self._tokenizer, shown, add_generation_prompt=False, tools=self._tools)
 
     def unmarked(self, wanted: Sequence[int]) -> tuple[str, dict[int, list[Span]]]:
         """The text, and the part of it that each wanted message adds to its prompt."""
@@ -163,17 +125,18 @@ class _Conversation:
             DataError: if the template rewrites the turn once others follow, or does not keep its prompt.
         """
         turn = self.render(index + 1)
-        ends = _ends_of(self._tokenizer, str(self._tokenizer.get_chat_template()))
-        said = turn if text.startswith(turn) else ends.without(turn)
+        ends = ends_of(self._tokenizer, str(self._tokenizer.get_chat_template()))
+        start = self._start(turn, index)
+        said = turn if text.startswith(turn) else turn[:start] + ends.without(turn[start:])
         if not text.startswith(said):
             raise DataError(
-                f"the chat template rewrites earlier turns, so what the assistant says in message {index} cannot be "
-                "told from the rest; set policy.tokenizer.chat_template to one that marks it with {% generation %}, "
-                "or sft.learn: last, if the last turn is the one to learn"
+                f"the chat template rewrites earlier turns, so the model would learn message {index} (from 0) of the "
+                f"assistant in another form than it writes; {self._remedy(index)}, or set "
+                "policy.tokenizer.chat_template to one that leaves earlier turns as they are"
             )
-        return self._start(turn, index), len(said)
+        return start, len(said)
 
-    def end_of_open_turn(self, ends: _Ends) -> str:
+    def end_of_open_turn(self, ends: TurnClosing) -> str:
         """Return the token that the template writes behind the last message if another one follows (`<|user|>` for
         GLM); the end of sequence if it writes none."""
         calls = self._messages[-1].get("tool_calls")
@@ -188,7 +151,13 @@ class _Conversation:
             )
         except TemplateError:
             return ends.turn[0]
-        return _prefix(longer[len(turn.rstrip()) :].lstrip(), ends.turn) or ends.turn[0]
+        return beginning(longer[len(turn.rstrip()) :].lstrip(), ends.turn) or ends.turn[0]
+
+    def _remedy(self, index: int) -> str:
+        """Return the way to learn a turn that later messages change."""
+        if any(message["role"] == "assistant" for message in self._messages[index + 1 :]):
+            return "learn the last turn only (sft.learn: last, or `train: false` in this message)"
+        return "remove the messages behind it, so that the row ends with what it learns"
 
     def _start(self, turn: str, index: int) -> int:
         """Where a turn begins behind its prompt, in the rendered turn."""
@@ -198,13 +167,13 @@ class _Conversation:
             return len(prompt)
         # a prompt may open a thought that the template leaves out of the turn: the turn begins where they part
         before = self.render(index) if index else ""
-        shown = self.render(index, {"role": "assistant", "content": POLICY_MARK})
+        shown = self._with_answer(index)
         shared = _shared(prompt, shown)
         if shared < len(before) or not turn.startswith(prompt[:shared]):
             raise DataError(
                 f"the chat template renders the messages before message {index} in another way once the assistant has "
                 "answered, so its turn cannot be told from the rest; set policy.tokenizer.chat_template to one that "
-                "marks it with {% generation %}"
+                "leaves them as they are, or that marks the turn with {% generation %}"
             )
         return shared
 
@@ -224,7 +193,7 @@ class _Conversation:
         """The conversation up to the start of a turn; also of a turn that nothing precedes."""
         if index:
             return self.render(index, prompts=True)
-        shown = self.render(0, {"role": "assistant", "content": POLICY_MARK})
+        shown = self._with_answer(0)
         header = _header(self._tokenizer, str(self._tokenizer.get_chat_template()))
         opening = shown.partition(POLICY_MARK)[0]
         start = opening.rfind(header) + len(header) if header and header in opening else len(opening)
@@ -273,12 +242,14 @@ class _Conversation:
         """A marked part without the prompt of its turn, which a block may include."""
         start, end = span
         before = self.render(index) if index else ""
-        prompt = self._prompt(index)
         if text.startswith(before) and start < len(before):
             raise DataError(
                 f"the chat template's {{% generation %}} block for message {index} covers messages before it; set "
                 "policy.tokenizer.chat_template to one that marks only what the assistant says"
             )
+        prompt = self._prompt(index)
+        if not text.startswith(prompt):  # it may open a thought that the template leaves out of the turn
+            prompt = prompt[: _shared(prompt, self._with_answer(index))]
         if text.startswith(prompt):
             start = max(start, len(prompt))
         return start, max(start, end)
@@ -314,7 +285,3 @@ def _shared(first: str, second: str) -> int:
     """Length of the common beginning of two strings."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((index for index, (one, other) in pairs if one != other), min(len(first), len(second)))
-
-
-def _prefix(text: str, tokens: Sequence[str]) -> str:
-    return next((token for token in tokens if text.startswith(token)), "")
