@@ -187,11 +187,11 @@ def test_a_block_around_several_messages_is_refused():
             encode_conversation(with_template(once), messages)
 
 
-def joining_tokenizer(template):
+def joining_tokenizer(template, newlines=r"\n+"):
     """A tokenizer whose tokens join white space and the word behind it, as those of real models do."""
     words = ["<pad>", "<|end|>", "user", "assistant", ":", " ", " yes", "yes", " hi", "hi", "\n", "\n\n", "!"]
     tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="!"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r" ?[a-z]+|\n+|[\s\S]"), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(rf" ?[a-z]+|{newlines}|[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<pad>", chat_template=template
@@ -227,3 +227,15 @@ def test_a_token_that_would_join_prompt_and_turn_is_split_as_generation_has_it(t
     assert tokenizer.convert_ids_to_tokens(tokens.tolist()) == [token for token in expected if token != "["]
     assert mask.tolist() == [int(index >= start) for index in range(len(tokens))]
     assert tokens[:start].tolist() == encode_prompt(tokenizer, messages[:1]).tolist()
+
+
+def test_a_prompt_has_the_tokens_of_generation_whatever_follows_it():
+    template = (
+        "{% for m in messages %}{{ m.role + '\n\n' + m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant\n\n' }}{% endif %}"
+    )
+    tokenizer = joining_tokenizer(template, newlines=r"\n+(?!\S)")  # as GPT-2 splits white space
+    messages = talk((USER, "hi"), (ASSISTANT, "yes"))
+    tokens, mask = encode_conversation(tokenizer, messages)
+    assert tokens[: mask.argmax()].tolist() == encode_prompt(tokenizer, messages[:1]).tolist()
+    assert tokenizer.convert_ids_to_tokens(tokens[mask == 1].tolist()) == ["yes", "<|end|>"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -99,23 +101,49 @@ def _flag(index: int, message: Message) -> bool | None:
 def _tokens(tokenizer: Any, text: str, starts: Sequence[int]) -> tuple[list[int], list[Span]]:
     """Tokens of a text, with the part of the text that each stands for.
 
-    Where a token would join the end of a prompt and the start of a turn, they are tokenised apart, as the model reads
-    its prompt when it generates.
+    Each turn is tokenised apart from its prompt, as in generation: otherwise a token could join the end of a prompt
+    and the start of a turn, or a prompt could have other tokens than the model reads when it generates.
     """
-    tokens, offsets = _encoded(tokenizer, text)
-    joined = [start for start in starts if any(first < start < last for first, last in offsets)]
-    if not joined:
-        return tokens, offsets
-    pieces = [(first, *_encoded(tokenizer, text[first:last])) for first, last in pairwise([0, *joined, len(text)])]
-    apart = [token for _, piece, _ in pieces for token in piece]
-    if tokenizer.decode(apart) != tokenizer.decode(tokens):  # the tokenizer marks the start of every string
-        return tokens, offsets
-    return apart, [(first + start, first + end) for first, _, spans in pieces for start, end in spans]
+    whole, offsets = _encoded(tokenizer, text)
+    if all(_begins_apart(tokenizer, text, start, whole, offsets) for start in starts):
+        return whole, offsets
+    tokens: list[int] = []
+    spans: list[Span] = []
+    for first, last in pairwise([0, *starts, len(text)]):
+        piece, found = _encoded(tokenizer, text[first:last], inside=first > 0)
+        tokens += piece
+        spans += [(first + start, first + end) for start, end in found]
+    if tokenizer.decode(tokens) != tokenizer.decode(whole):
+        return whole, offsets  # the tokenizer writes a mark at the start of every string
+    return tokens, spans
 
 
-def _encoded(tokenizer: Any, text: str) -> tuple[list[int], list[Span]]:
-    encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    return list(encoding["input_ids"]), list(encoding["offset_mapping"])
+def _begins_apart(tokenizer: Any, text: str, start: int, tokens: Sequence[int], offsets: Sequence[Span]) -> bool:
+    """Return whether the tokens before a turn are those of its prompt; an added token parts what surrounds it."""
+    end = bisect_left(offsets, start, key=lambda span: span[0])
+    if end and offsets[end - 1][1] > start:
+        return False
+    added = _added_tokens(tokenizer)
+    first = next((index + 1 for index in reversed(range(end)) if tokens[index] in added), 0)
+    if first == end:
+        return True
+    begin = offsets[first - 1][1] if first else 0
+    return _encoded(tokenizer, text[begin:start], inside=first > 0)[0] == list(tokens[first:end])
+
+
+@lru_cache(maxsize=8)
+def _added_tokens(tokenizer: Any) -> frozenset[int]:
+    return frozenset(tokenizer.added_tokens_decoder)
+
+
+def _encoded(tokenizer: Any, text: str, *, inside: bool = False) -> tuple[list[int], list[Span]]:
+    """Tokens and offsets of a text, or of a text inside a longer one, which has no mark of a start."""
+    if not inside:
+        encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return list(encoding["input_ids"]), list(encoding["offset_mapping"])
+    before = str(tokenizer.eos_token)
+    tokens, offsets = _encoded(tokenizer, before + text)
+    return tokens[1:], [(max(start - len(before), 0), end - len(before)) for start, end in offsets[1:]]
 
 
 def _mask(offsets: Sequence[Span], spans: Sequence[Span]) -> list[int]:
