@@ -183,7 +183,7 @@ _DATASETS = (
         "an answer that the math environment cannot read",
         _rows({**QUESTION, "answer": ""}),
         algorithm=GRPO,
-        says=r"environment math raised ValueError: the answer .* is empty .*tried on rows\.jsonl, line 1",
+        says=r"rows\.jsonl, line 1: the environment math cannot score it: the answer .* is empty",
     ),
     _data(
         "a row that names a file for its environment",

@@ -57,6 +57,20 @@ def test_settings_that_differ_from_the_adapters_are_named(tmp_path):
         ({"use_dora": True}, "an adapter with use_dora, which is not supported"),
         ({"rank_pattern": {"q_proj": 2}}, "an adapter with rank_pattern"),
         ({"modules_to_save": ["score"]}, "an adapter with modules_to_save"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa"),
+        ({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights=pissa_niter_16"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights=olora"),
+        ({"init_lora_weights": "loftq"}, "init_lora_weights=loftq"),
+        ({"init_lora_weights": "corda"}, "init_lora_weights=corda"),
+        ({"peft_type": "LOHA"}, "peft_type=LOHA"),
+        ({"bias": "lora_only"}, "bias=lora_only"),
+        ({"lora_bias": True}, "lora_bias"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out"),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices"),
+        ({"layer_replication": [[0, 1]]}, "layer_replication"),
+        ({"use_qalora": True}, "use_qalora"),
+        ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
+        ({"a_field_of_a_later_peft": {"x": 1}}, "a_field_of_a_later_peft"),
         ({"r": None}, "is not the config of a low-rank adapter"),
         ({"layers": ()}, "has no factors of layers"),
     ],
@@ -64,3 +78,20 @@ def test_settings_that_differ_from_the_adapters_are_named(tmp_path):
 def test_adapters_of_another_kind_are_refused_by_name(tmp_path, changes, says):
     with pytest.raises(ConfigError, match=says):
         AdapterFolder.read(write(tmp_path, **changes))
+
+
+@pytest.mark.parametrize("tensor", ["base_model.model.lm_head.weight", "base_model.model.embed.lora_embedding_A"])
+def test_tensors_that_are_not_factors_of_layers_are_refused(tmp_path, tensor):
+    write(tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    header = json.loads(file.read_bytes()[8:])
+    header[tensor] = {"dtype": "F32", "data_offsets": [0, 0], "shape": [0]}
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text)
+    with pytest.raises(ConfigError, match=f"not factors of linear layers, such as {tensor}"):
+        AdapterFolder.read(tmp_path)
+
+
+def test_what_peft_writes_for_a_plain_adapter_is_read(tmp_path):
+    plain = {"bias": "none", "init_lora_weights": True, "lora_bias": False, "rank_pattern": {}, "loftq_config": {}}
+    assert AdapterFolder.read(write(tmp_path, peft_version="0.21.2", task_type="CAUSAL_LM", **plain)).dim == 4

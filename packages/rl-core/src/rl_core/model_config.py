@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from rl_core.config import Config, EnvVars, PathText, Problem, ProblemError, WhenChanged, did_you_mean
+from rl_core.hf_config import with_overrides
 from rl_core.optimizer_arguments import OPTIMIZERS, SCHEDULES
 from rl_core.token_filter import TokenFilter
 from rl_core.weights import WeightSyncChoice, WeightSyncEncoding
@@ -218,6 +219,7 @@ class ModelConfig(Config):
             *_adapter_problems(self.lora_cfg),
             *_schedule_problems(self.scheduler),
             *_argument_problems(self),
+            *_override_problems(self.hf_config_overrides),
         )
         if problems:
             raise ProblemError(*problems)
@@ -231,6 +233,17 @@ def _batching_problems(model: ModelConfig) -> Iterator[Problem]:
             "sequence_packing and dynamic_batching are both enabled; set sequence_packing.enabled=false in the same "
             "section to pad instead",
         )
+
+
+def _override_problems(overrides: Mapping[str, Any]) -> Iterator[Problem]:
+    """Older names of the parameters of rotary embeddings, which `transformers` would ignore or replace as a whole."""
+    for name in ("rope_scaling", "rope_theta"):
+        if name in overrides:
+            value = overrides[name] if name == "rope_scaling" else {name: overrides[name]}
+            yield Problem(
+                f"hf_config_overrides.{name}",
+                f"this is an older name; write rope_parameters: {value}, which is merged over the model's own",
+            )
 
 
 def _adapter_problems(lora: LoraConfig) -> Iterator[Problem]:
@@ -293,7 +306,7 @@ def local_hf_config(policy: ModelConfig) -> dict[str, Any]:
         fields = json.loads((Path(policy.model_name).expanduser() / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return {**language_fields(fields), **policy.hf_config_overrides} if isinstance(fields, dict) else {}
+    return with_overrides(language_fields(fields), policy.hf_config_overrides) if isinstance(fields, dict) else {}
 
 
 def is_composite(fields: Mapping[str, Any]) -> bool:

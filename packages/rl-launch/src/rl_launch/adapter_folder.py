@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from rl_launch.weight_files import Header
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
-_PREFIX, _DOWN, _WRAPPED = "base_model.model.", ".lora_A", ".base_layer"
+_PREFIX, _DOWN, _UP, _WRAPPED = "base_model.model.", ".lora_A", ".lora_B", ".base_layer"
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,14 @@ class AdapterFolder:
             raise ConfigError(f"{path} has no {ADAPTER_CONFIG}; name a folder that peft or a run has saved") from None
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise ConfigError(f"{path / ADAPTER_CONFIG} is not the config of a low-rank adapter: {error!r}") from None
-        odd = [name for name in ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save") if said.get(name)]
-        if odd:
+        if odd := _unsupported(said):
             raise ConfigError(f"{path} is an adapter with {', '.join(odd)}, which is not supported; merge it with peft")
         _check_weights(path)
+        if others := _other_tensors(path):
+            raise ConfigError(
+                f"{path} has tensors that are not factors of linear layers, such as {others[0]}, which are not "
+                "supported; merge it with peft"
+            )
         names = (name.removeprefix(_PREFIX) for name in layer_names(str(path)) if name.endswith(_DOWN))
         layers = tuple(name.removesuffix(_DOWN) for name in names)
         if not layers:
@@ -78,6 +82,39 @@ class AdapterFolder:
             "use_rslora": self.use_rslora,
             "adapter": str(self.path.absolute()),
         }
+
+
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
+}
+"""Values with which a field leaves an adapter the plain product of its factors; of other fields those that are empty,
+false or null. Starts from a decomposition of the weights, as PiSSA's, change the weights that the adapter sits on."""
+_IRRELEVANT = {
+    *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
+    *("r", "lora_alpha", "use_rslora", "lora_dropout", "target_modules", "target_parameters", "exclude_modules"),
+    *("layers_to_transform", "layers_pattern", "megatron_core", "runtime_config", "ensure_weight_tying"),
+    *("qalora_group_size", "loftq_config", "eva_config"),
+}
+"""Fields that are read elsewhere, or say where adapters are, which the names of the tensors say as well, or how they
+began or were trained."""
+
+
+def _unsupported(said: Mapping[str, Any]) -> list[str]:
+    """Fields that make an adapter something else than the product of two factors, with their values."""
+    odd = []
+    for name, value in said.items():
+        neutral = _NEUTRAL.get(name)
+        if name not in _IRRELEVANT and (value not in neutral if neutral else bool(value)):
+            odd.append(f"{name}={value}" if isinstance(value, str) else name)
+    return odd
+
+
+def _other_tensors(folder: Path) -> list[str]:
+    """Tensors in the file that are not the factors of a layer: of embeddings, heads, biases and magnitudes."""
+    names = Header.read(folder / ADAPTER_WEIGHTS).shapes
+    return sorted(name for name in names if not name.endswith((_DOWN + ".weight", _UP + ".weight")))
 
 
 def _is_of_parameters(layer: str, parameters: Sequence[str]) -> bool:

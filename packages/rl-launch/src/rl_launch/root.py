@@ -27,6 +27,7 @@ from rl_core.config import (
 from rl_core.devices import Device
 from rl_core.environments.instance import environment_types
 from rl_core.errors import ConfigError
+from rl_core.model import HEADLESS_ROLES
 from rl_core.model_config import ColocatedConfig, GenerationConfig, ModelConfig, local_hf_config, num_experts_of
 from rl_core.plugins import (
     ALGORITHMS,
@@ -51,6 +52,7 @@ from rl_launch.backends import (
 )
 from rl_launch.cluster.device import AUTO, resolve_device
 from rl_launch.local_models import MADE_HERE
+from rl_launch.model_facts import model_problems
 from rl_launch.model_folder import MODEL_FILES, TOKENIZER_FILES, adapter_problems, folder_problems
 from rl_launch.placement.topology import (
     Topology,
@@ -124,6 +126,7 @@ def read_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
         root_type(algorithm, raw),
         checks=(
             _folder_checks,
+            _model_fact_checks,
             *algorithm.checks,
             _checkpointing_checks,
             _backend_checks,
@@ -296,6 +299,20 @@ def _folder_checks(config: Any) -> Iterator[Problem]:
         tokenizer.template_text()
     except ValueError as error:
         yield Problem("policy.tokenizer.chat_template", str(error))
+
+
+def _model_fact_checks(config: Any) -> Iterator[Problem]:
+    try:
+        models = backends_of(config).models.values()
+    except ProblemError:
+        return
+    for model in models:
+        yield from model_problems(
+            model.section,
+            model.config,
+            longest_row=config.policy.max_total_sequence_length,
+            has_scalar_head=model.spec.role in HEADLESS_ROLES,
+        )
 
 
 def _checkpointing_checks(config: Any) -> Iterator[Problem]:

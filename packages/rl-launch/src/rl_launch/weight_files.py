@@ -90,6 +90,11 @@ def _index_problems(folder: Path) -> Iterator[str]:
         yield f"{INDEX} is not a valid index of weights: {error!r}"
         return
     files = sorted({str(file) for file in file_of.values()})
+    if (folder / SINGLE).is_file() and SINGLE not in files:
+        yield (
+            f"it has both {SINGLE} and {INDEX}, which does not name that file, so two models may lie there; remove the "
+            "one that is out of date"
+        )
     missing = [file for file in files if not (folder / file).is_file()]
     if missing:
         yield f"{INDEX} names {_few(missing)}, which {_is(missing)} missing ({len(missing)} of {len(files)} files)"

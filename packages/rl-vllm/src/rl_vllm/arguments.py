@@ -20,6 +20,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from rl_core.errors import RequestRefused
 from rl_core.generation import GenerationRequest, Placement
+from rl_core.hf_config import with_overrides
 from rl_core.model_config import ModelConfig, is_composite, language_fields
 from rl_core.torch.files.language_part import language_config, read_language_config
 from rl_core.torch.training.lora import is_adapted
@@ -88,8 +89,9 @@ def engine_arguments(
     smallest_batch = max(max_len + 1, CPU_BATCH_TOKENS) if on_cpu else None
     starts_empty = _starts_empty(backend, placement)
     stored, _ = PreTrainedConfig.get_config_dict(model.model_name)
-    fields = {**language_fields(stored), **model.hf_config_overrides}
-    changed = {**model.hf_config_overrides, **_window_of_policy(model, fields)}
+    fields = with_overrides(language_fields(stored), model.hf_config_overrides)
+    written = {name: fields[name] for name in model.hf_config_overrides}
+    changed = {**written, **_window_of_policy(model, fields)}
     # an engine that reads the weights of a composite model serves it whole
     overrides = {"text_config": changed} if is_composite(stored) else changed
     return AsyncEngineArgs(

@@ -7,6 +7,7 @@ from typing import Any
 
 from rl_core.config import Problem
 from rl_core.devices import Device
+from rl_core.hf_config import num_positions
 from rl_core.model_config import LoraConfig, ModelConfig, local_hf_config
 from rl_core.plugins import BackendPlugin, Requirement
 from rl_vllm.config import MAX_TEMPERATURE, MIN_TEMPERATURE, VllmConfig
@@ -28,6 +29,17 @@ def _room_for_prompts(section: Any, config: Any) -> Iterable[Problem]:
             "generation.vllm_cfg.max_model_len",
             f"{max_model_len} tokens leave no room for a prompt beside max_new_tokens={generation.max_new_tokens};"
             " raise it, or leave it out to follow max_total_sequence_length",
+        )
+
+
+def _positions(section: Any, config: Any) -> Iterable[Problem]:
+    max_model_len = section.generation.vllm_cfg.max_model_len
+    limit = num_positions(local_hf_config(section))
+    if limit is not None and max_model_len is not None and max_model_len > limit:
+        yield Problem(
+            "generation.vllm_cfg.max_model_len",
+            f"got {max_model_len}, but the model has positions for {limit} tokens; lower it, or extend the positions "
+            "in hf_config_overrides (rope_parameters, max_position_embeddings)",
         )
 
 
@@ -106,7 +118,7 @@ PLUGIN = BackendPlugin(
     worker="rl_vllm.generator:VllmGenerator",
     requirement=Requirement("rl-vllm", {"cpu": ("cpu",), "cuda": ("cuda",)}, imports=("vllm",)),
     ranks=_ranks,
-    checks=(_room_for_prompts, _heads, _temperatures),
+    checks=(_room_for_prompts, _positions, _heads, _temperatures),
     routing_problem=routing_problem,
     adapter_problem=adapter_problem,
     keeps_cache=True,

@@ -25,7 +25,8 @@ def variables(placement: Placement, *, eager: bool) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_HOST_IP": node_address(),
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        # one position more than the model's: scoring a full-length row samples one more token, which is discarded
+        # one position more than the model has: scoring a full-length row samples one more token, which is discarded;
+        # longer rows are refused before anything starts (rl_core.hf_config.num_positions)
         "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
         "OMP_NUM_THREADS": str(placement.cpu_threads),
     }

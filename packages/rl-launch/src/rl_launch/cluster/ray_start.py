@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 import ray
 import ray._private.worker as ray_worker
 
-from rl_core.errors import RLError
+from rl_core.errors import ConfigError, RLError
 from rl_launch.cluster.ray_address import check_ray_address, nobody_answers
+from rl_launch.cluster.ray_folder import folder_problem, ray_folder
 
 _log = logging.getLogger(__name__)
 
@@ -71,8 +72,11 @@ def retried(start: Callable[[], T], clean_up: Callable[[], object]) -> T:
         clean_up: removes the remains of a failed attempt.
 
     Raises:
+        ConfigError: if Ray cannot start with its folder where it is, before any attempt.
         RLError: if no attempt succeeds, with the last reason; errors of this project at once.
     """
+    if (problem := folder_problem(ray_folder())) is not None:
+        raise ConfigError(". ".join(problem))
     for attempt in range(1, START_ATTEMPTS + 1):
         try:
             return start()

@@ -15,10 +15,10 @@ from typing import Any, TextIO
 from rl_algos.rollouts.conversation_checks import check_turns
 from rl_algos.rollouts.programs import program_named
 from rl_algos.rollouts.setup import training_sampling
-from rl_algos.tool_calls.formats import FORMATS
 from rl_algos.rollouts.worker import RolloutWorker, RolloutWorkerSpec
 from rl_algos.rollouts.written import make_tokenizer
 from rl_algos.tokenizer import encode_prompt, load_tokenizer
+from rl_algos.tool_calls.formats import FORMATS
 from rl_core.environment import Conversation, EnvironmentFailure, StepResult
 from rl_core.environments.pool import EnvironmentPool
 from rl_core.errors import ConfigError

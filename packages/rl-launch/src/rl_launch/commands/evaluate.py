@@ -27,6 +27,7 @@ from rl_launch.evaluation.folder import Done, EvaluationFolder
 from rl_launch.evaluation.identity import identity_of, prompt_digest
 from rl_launch.evaluation.progress import EvaluationProgress
 from rl_launch.evaluation.result import EvaluationResult, ScoredPrompt
+from rl_launch.model_facts import check_tokenizer
 from rl_launch.model_folder import check_models
 from rl_launch.root import check_placement
 from rl_launch.runtime.environment_trials import try_here, try_in
@@ -68,7 +69,9 @@ def evaluate(config: Any, *, folder: str | Path) -> EvaluationResult:
     # imports transformers, which takes a second
     from rl_algos.tokenizer import load_tokenizer
 
-    plan: EvaluationPlan = evaluation.plan(load_tokenizer(config.policy.tokenizer, config.policy.model_name))
+    tokenizer = load_tokenizer(config.policy.tokenizer, config.policy.model_name)
+    check_tokenizer(tokenizer, config.policy)
+    plan: EvaluationPlan = evaluation.plan(tokenizer)
     identity, samples = identity_of(config, plan), {task.name: task.num_samples for task in plan.tasks}
     done = place.open(identity, written, samples)
     try:

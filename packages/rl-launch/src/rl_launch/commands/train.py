@@ -21,6 +21,7 @@ from rl_launch.backends import backends_of, model_sections, section_of, with_sec
 from rl_launch.cluster.device import check_devices, resolve_device
 from rl_launch.cluster.ray_address import check_ray_address
 from rl_launch.local_models import MADE_HERE, TINY, WARMED_UP, models_folder, tiny_model
+from rl_launch.model_facts import check_tokenizer
 from rl_launch.model_folder import adapter_problems, check_models
 from rl_launch.placement.bundles import PlacementError
 from rl_launch.root import check_placement, read_config
@@ -131,6 +132,7 @@ def _run(
     config = with_local_models(config)
     algorithm = algorithm_named(config.algorithm)
     tokenizer = load_tokenizer(config.policy.tokenizer, config.policy.model_name)
+    check_tokenizer(tokenizer, config.policy)
     data = resolve(algorithm.prepare)(config, tokenizer, loaded)
     needs = resolve(algorithm.rollouts)(config, data) if algorithm.generates else None
     plan = None if evaluation is None else evaluation.plan(tokenizer)

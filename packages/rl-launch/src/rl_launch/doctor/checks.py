@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from packaging.specifiers import SpecifierSet
 
 from rl_core.install_command import install_command
+from rl_launch.cluster.ray_folder import folder_problem
 from rl_launch.doctor.findings import Check, Finding
 from rl_launch.doctor.gpus import GpuDriver
 from rl_launch.doctor.machine import Machine, Space
@@ -17,8 +18,6 @@ GIB = 2**30
 NUM_PORTS = 32
 """About as many ports as a run on one machine uses: Ray's services, its workers, process groups, weight transports."""
 
-_LONGEST_SOCKET = 107
-_SOCKET_IN_RAY_FOLDER = len("/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store")
 _ENGINES = ("policy", "generation")
 _IN_USE = 0.1
 # the weights of the smallest models; Ray puts its own objects on disk if they do not fit
@@ -60,15 +59,8 @@ def ray(machine: Machine, needs: Needs) -> Iterator[Finding]:
         )
         return
     yield _cluster(machine, needs, version, machine.ray_address)
-    folder = str(machine.ray_folder)
-    if len(folder) + _SOCKET_IN_RAY_FOLDER > _LONGEST_SOCKET:
-        longest = _LONGEST_SOCKET - _SOCKET_IN_RAY_FOLDER - len("/ray")
-        yield Finding(
-            "ray folder",
-            "missing",
-            f"the path {folder} is too long for Ray's sockets",
-            f"Set RAY_TMPDIR to a folder of at most {longest} characters.",
-        )
+    if (found := folder_problem(machine.ray_folder)) is not None:
+        yield Finding("ray folder", "missing", *found)
 
 
 def _cluster(machine: Machine, needs: Needs, version: str, address: str) -> Finding:

@@ -20,6 +20,7 @@ import psutil
 
 from rl_launch.cluster.local_gpus import local_gpus
 from rl_launch.cluster.ray_address import is_answered
+from rl_launch.cluster.ray_folder import ray_folder
 from rl_launch.doctor.gpus import GpuDriver, ask_driver
 from rl_launch.worker_envs import Availability, Mode, Wanted, WorkerEnvSpec, availability_of, default_root, missing
 from rl_launch.worker_envs.node_build import EnvBuildError, clean_environment, find_uv
@@ -103,7 +104,7 @@ class Machine:
     @property
     def ray_folder(self) -> Path:
         """Folder in which Ray puts its sockets, logs and spilled objects."""
-        return Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp") / "ray"
+        return ray_folder()
 
     @cached_property
     def uv(self) -> Tool | None:

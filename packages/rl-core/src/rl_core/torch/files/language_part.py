@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from rl_core.hf_config import with_overrides
+
 LANGUAGE_PREFIX = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?")
 """Start of the names of the language model's weights in the files of a composite model, which differs by family and by
 the version of `transformers` that wrote them."""
@@ -43,14 +45,17 @@ def read_language_config(source: Path | str, overrides: Mapping[str, Any]) -> An
     """
     from transformers import AutoConfig
 
-    whole = AutoConfig.from_pretrained(source)
+    whole = AutoConfig.from_pretrained(source, trust_remote_code=False)
     config = language_config(whole)
-    unknown = sorted(set(overrides) - set(config.to_dict()))
+    own = config.to_dict()
+    unknown = sorted(set(overrides) - set(own))
     if unknown:
         raise ValueError(f"hf_config_overrides {unknown} are not fields of a {type(config).__name__}")
+    merged = with_overrides(own, overrides)
     if config is whole:
-        return AutoConfig.from_pretrained(source, **overrides)
-    return type(config).from_dict({**config.to_dict(), **overrides})
+        changed = {name: merged[name] for name in overrides}
+        return AutoConfig.from_pretrained(source, trust_remote_code=False, **changed)
+    return type(config).from_dict(merged)
 
 
 def language_names(stored: Iterable[str]) -> dict[str, str]:

@@ -198,11 +198,22 @@ class WeightFiles:
 
 def _files_of_tensors(folder: Path) -> dict[str, str]:
     if (folder / INDEX).is_file():
-        return dict(json.loads((folder / INDEX).read_text())["weight_map"])
+        file_of = dict(json.loads((folder / INDEX).read_text())["weight_map"])
+        if (folder / SINGLE).is_file() and SINGLE not in file_of.values():
+            raise ValueError(two_models(folder))
+        return file_of
     if (folder / SINGLE).is_file():
         with safe_open(folder / SINGLE, framework="pt") as file:
             return dict.fromkeys(file.keys(), SINGLE)
     raise ValueError(f"{folder} has neither {SINGLE} nor {INDEX}; save the model with save_pretrained() to get them")
+
+
+def two_models(folder: Path) -> str:
+    """Message for a folder with weights in one file and in several, of which libraries read either."""
+    return (
+        f"{folder} has both {SINGLE} and {INDEX}, which does not name that file, so two models may lie there; remove "
+        "the one that is out of date"
+    )
 
 
 def _is_composite(folder: Path) -> bool:

@@ -1,0 +1,88 @@
+"""Facts of a model that the fields of its Hugging Face config state, read without the libraries that load it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
+_SCALED = ("yarn", "deepseek_yarn", "linear", "dynamic")
+_DEQUANTISED = ("fp8", "mxfp4")
+ROPE = "rope_parameters"
+"""Field with the parameters of rotary embeddings, in the names of `transformers` 5."""
+
+
+def with_overrides(fields: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a config with overrides. Parameters of rotary embeddings are merged over the model's own, so
+    that an override need not repeat `rope_theta`."""
+    merged = {**fields, **overrides}
+    if isinstance(overrides.get(ROPE), Mapping):
+        merged[ROPE] = _merged(rope_parameters(fields), overrides[ROPE])
+    return merged
+
+
+def rope_parameters(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters of rotary embeddings; of a config in older names with `rope_theta` among them."""
+    own = fields.get(ROPE)
+    if isinstance(own, Mapping):
+        return dict(own)
+    older = fields.get("rope_scaling")
+    found = dict(older) if isinstance(older, Mapping) else {}
+    if "type" in found:
+        found.setdefault("rope_type", found.pop("type"))
+    if fields.get("rope_theta") is not None:
+        found.setdefault("rope_theta", fields["rope_theta"])
+    return found
+
+
+def num_positions(fields: Mapping[str, Any]) -> int | None:
+    """Return the number of tokens of the longest row that a model has positions for; None if its config sets no limit.
+
+    Scaled rotary embeddings reach further than `max_position_embeddings` of some configs says (Qwen2.5 with YaRN).
+    """
+    if fields.get("alibi") or fields.get("position_embedding_type") in ("alibi", "nope"):
+        return None
+    stated = next((fields[name] for name in _POSITIONS if isinstance(fields.get(name), int)), None)
+    if stated is None or stated <= 0:
+        return None
+    rope = rope_parameters(fields)
+    layers = [each for each in rope.values() if isinstance(each, Mapping)] or [rope]
+    return max(stated, *(_scaled(layer, stated) for layer in layers))
+
+
+def unread_quantisation(fields: Mapping[str, Any]) -> str:
+    """Return the name of the quantisation of a model's files if they cannot be dequantised when they are read; empty
+    otherwise."""
+    quantised = fields.get("quantization_config") or fields.get("compression_config")
+    if not isinstance(quantised, Mapping):
+        return ""
+    method = str(quantised.get("quant_method") or ("bitsandbytes" if quantised.get("load_in_4bit") else "unknown"))
+    if method == "fp8" and not quantised.get("weight_block_size"):
+        return "fp8 without block scales"
+    return "" if method in _DEQUANTISED else method
+
+
+def custom_code(fields: Mapping[str, Any]) -> str:
+    """Return the class that a config asks to load from code in the model's folder; empty if it asks for none."""
+    classes = fields.get("auto_map")
+    if not isinstance(classes, Mapping):
+        return ""
+    found = next((classes[name] for name in ("AutoModelForCausalLM", "AutoModel", "AutoConfig") if name in classes), "")
+    return str(found)
+
+
+def _scaled(rope: Mapping[str, Any], stated: int) -> int:
+    kind, factor = rope.get("rope_type", rope.get("type")), rope.get("factor")
+    if kind not in _SCALED or not isinstance(factor, int | float):
+        return stated
+    original = rope.get("original_max_position_embeddings")
+    return int((original if isinstance(original, int) else stated) * factor)
+
+
+def _merged(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested values of both, the given ones first; models with several kinds of layers have parameters for each."""
+    both = {
+        key: _merged(own[key], value) if isinstance(value, Mapping) and isinstance(own.get(key), Mapping) else value
+        for key, value in given.items()
+    }
+    return {**own, **both}

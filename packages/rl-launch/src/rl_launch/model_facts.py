@@ -1,0 +1,107 @@
+"""Models that a run cannot train or serve, known from their config and the headers of their files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rl_core.config import Problem
+from rl_core.errors import ConfigError
+from rl_core.hf_config import custom_code, num_positions, unread_quantisation
+from rl_core.model_config import ModelConfig, local_hf_config
+from rl_launch.weight_files import Header
+
+_QUANTISED_PARTS = {
+    "qweight": "gptq or awq",
+    "qzeros": "gptq or awq",
+    "weight_packed": "compressed-tensors",
+    "quant_state": "bitsandbytes",
+}
+"""Last parts of the names of quantised tensors, and who writes them."""
+
+
+def model_problems(key: str, model: ModelConfig, *, longest_row: int, has_scalar_head: bool) -> Iterator[Problem]:
+    """Find what a local model's config and headers rule out; nothing is said of a model on the hub.
+
+    Args:
+        key: Key of the model's section.
+        longest_row: Maximum number of tokens of a row.
+        has_scalar_head: Whether the run reads one number for each token, as those of a reward model.
+    """
+    fields = local_hf_config(model)
+    if not fields:
+        return
+    name = f"{key}.model_name"
+    if (written := custom_code(fields)) and not _is_known(fields.get("model_type")):
+        yield Problem(
+            name,
+            f"{model.model_name!r} needs code of its own ({written}), and code from a model's folder is not run; "
+            f"transformers does not have the type {fields.get('model_type')!r}: choose a model of a type that it has",
+        )
+    if method := unread_quantisation(fields) or _quantised_by(model.model_name):
+        yield Problem(
+            name,
+            f"{model.model_name!r} is quantised by {method}, which cannot be trained from; name the model that it was "
+            "quantised from, or dequantise it",
+        )
+    limit = num_positions(fields)
+    if limit is not None and longest_row > limit:
+        yield Problem(
+            "policy.max_total_sequence_length",
+            f"got {longest_row}, but {model.model_name} has positions for {limit} tokens; lower it, or extend the "
+            f"positions in {key}.hf_config_overrides, such as {{max_position_embeddings: {longest_row}}} or "
+            "{rope_parameters: {rope_type: yarn, factor: 4.0, original_max_position_embeddings: "
+            f"{limit}}}}}",
+        )
+    if has_scalar_head:
+        yield from _head_problems(name, model.model_name)
+
+
+def _head_problems(key: str, name: str) -> Iterator[Problem]:
+    shape = _shapes(name).get("score.weight")
+    if shape is not None and shape[0] != 1:
+        yield Problem(
+            key,
+            f"the head of {name!r} (score.weight) has {shape[0]} labels, and a reward or value is one number; choose a "
+            "model with one label, or one without a head, which gets a new one",
+        )
+
+
+def check_tokenizer(tokenizer: Any, model: ModelConfig) -> None:
+    """Refuse a tokenizer with ids that a local model's embedding has no rows for.
+
+    Raises:
+        ConfigError: naming both numbers.
+    """
+    rows = local_hf_config(model).get("vocab_size")
+    largest = max(tokenizer.get_vocab().values(), default=0)
+    if isinstance(rows, int) and largest >= rows:
+        raise ConfigError(
+            f"policy.model_name: the tokenizer has ids up to {largest}, and the embedding of {model.model_name} has "
+            f"{rows} rows (vocab_size); resize the embedding and save the model, or name the tokenizer that belongs to "
+            "it in policy.tokenizer.name"
+        )
+
+
+def _is_known(model_type: Any) -> bool:
+    # takes a second to import, and only models with code of their own need it
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    return model_type in CONFIG_MAPPING_NAMES
+
+
+def _quantised_by(name: str) -> str:
+    parts = {tensor.rpartition(".")[2] for tensor in _shapes(name)}
+    return next((writer for part, writer in _QUANTISED_PARTS.items() if part in parts), "")
+
+
+def _shapes(name: str) -> Mapping[str, tuple[int, ...]]:
+    """Shapes of all tensors in a local folder; empty if a header cannot be read."""
+    found: dict[str, tuple[int, ...]] = {}
+    for file in sorted(Path(name).expanduser().glob("*.safetensors")):
+        try:
+            found.update(Header.read(file).shapes)
+        except ValueError:
+            return {}
+    return found

@@ -1,0 +1,105 @@
+"""What a config and the headers of files rule out, before anything starts. A case is a line."""
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from safetensors_files import write_weights
+
+from rl_core.errors import ConfigError
+from rl_core.model_config import ModelConfig
+from rl_launch.cluster.ray_folder import folder_problem
+from rl_launch.model_facts import check_tokenizer, model_problems
+from rl_launch.weight_files import weight_file_problems
+
+PLAIN = {"model_type": "qwen3", "vocab_size": 16, "max_position_embeddings": 64}
+
+
+def model(folder, fields=None, shapes=None, overrides=None):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(PLAIN | (fields or {})))
+    write_weights(folder / "model.safetensors", shapes or {"model.norm.weight": (4,)})
+    overrides = overrides or {}
+    return ModelConfig(
+        model_name=str(folder),
+        max_total_sequence_length=64,
+        train_global_batch_size=1,
+        train_micro_batch_size=1,
+        hf_config_overrides=overrides,
+    )
+
+
+def problems(config, *, longest_row=64, has_scalar_head=False):
+    found = model_problems("policy", config, longest_row=longest_row, has_scalar_head=has_scalar_head)
+    return {problem.key: problem.message for problem in found}
+
+
+@pytest.mark.parametrize(
+    ("fields", "shapes", "key", "says"),
+    [
+        pytest.param(
+            {"model_type": "novel", "auto_map": {"AutoModelForCausalLM": "m.NovelModel"}},
+            {},
+            "policy.model_name",
+            "needs code of its own .m.NovelModel.",
+            id="code of its own",
+        ),
+        pytest.param({"quantization_config": {"quant_method": "awq"}}, {}, "policy.model_name", "by awq", id="AWQ"),
+        pytest.param(
+            {}, {"model.layers.0.q.qweight": (4, 4)}, "policy.model_name", "by gptq or awq", id="seen in headers"
+        ),
+        pytest.param(
+            {"max_position_embeddings": 32},
+            {},
+            "policy.max_total_sequence_length",
+            "got 64, but .* has positions for 32 tokens; .*rope_parameters",
+            id="rows beyond the positions",
+        ),
+        pytest.param({}, {"score.weight": (2, 4)}, "policy.model_name", "has 2 labels", id="two labels"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_named(tmp_path, fields, shapes, key, says):
+    found = problems(model(tmp_path / "m", fields, shapes), has_scalar_head=True)
+    assert found.keys() == {key}
+    assert re.search(says, found[key])
+
+
+@pytest.mark.parametrize(
+    ("fields", "overrides", "longest_row"),
+    [
+        pytest.param({}, {}, 64, id="rows of full length"),
+        pytest.param({"auto_map": {"AutoConfig": "c.C"}}, {}, 64, id="a type that transformers has"),
+        pytest.param({}, {"max_position_embeddings": 128}, 128, id="positions extended"),
+        pytest.param({}, {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, 128, id="positions scaled"),
+    ],
+)
+def test_a_model_that_can_be_trained_is_not(tmp_path, fields, overrides, longest_row):
+    config = model(tmp_path / "m", fields, {"score.weight": (1, 4)}, overrides)
+    assert problems(config, longest_row=longest_row, has_scalar_head=True) == {}
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path):
+    config = model(tmp_path / "m")
+    check_tokenizer(SimpleNamespace(get_vocab=lambda: {"a": 15}), config)
+    with pytest.raises(ConfigError, match=r"ids up to 16, and the embedding of .* has 16 rows \(vocab_size\)"):
+        check_tokenizer(SimpleNamespace(get_vocab=lambda: {"a": 3, "b": 16}), config)
+
+
+def test_a_folder_with_one_file_and_an_index_of_others_is_refused(tmp_path):
+    write_weights(tmp_path / "model.safetensors", {"a": (1,)})
+    write_weights(tmp_path / "model-00001-of-00001.safetensors", {"a": (1,)})
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model-00001-of-00001.safetensors"}}))
+    [problem] = weight_file_problems(tmp_path)
+    assert "two models may lie there" in problem
+    index.write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))
+    assert list(weight_file_problems(tmp_path)) == []
+
+
+def test_a_folder_too_long_for_rays_sockets_is_named_with_the_remedy():
+    assert folder_problem(Path("/tmp/ray")) is None
+    problem, remedy = folder_problem(Path("/tmp/" + "x" * 60 + "/ray"))
+    assert "too long for Ray's sockets" in problem
+    assert remedy.startswith("Set RAY_TMPDIR to a folder of at most")
