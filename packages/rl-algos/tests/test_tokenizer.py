@@ -5,7 +5,7 @@ import pytest
 from jinja2 import TemplateError
 
 from rl_algos.tokenizer import encode_prompt, load_tokenizer, render
-from rl_core.errors import ConfigError
+from rl_core.errors import ConfigError, DataError
 from rl_core.model_config import TokenizerConfig
 
 MESSAGES = [{"role": "user", "content": "1+2="}]
@@ -98,3 +98,27 @@ def test_no_end_of_sequence_is_refused(folder):
 def test_a_template_path_that_is_not_there_is_refused(folder):
     with pytest.raises(ConfigError, match=r"'chat\.jinja' is neither a Jinja template .* nor a file that can be read"):
         load(folder, chat_template="chat.jinja")
+
+
+SYSTEM, ASKED = {"role": "system", "content": " Be  kind.\n"}, {"role": "user", "content": "1+2="}
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "left_out"),
+    [
+        pytest.param("{{ messages[-1].content }}", [SYSTEM, ASKED], "message 0", id="only the last message is shown"),
+        pytest.param("{{ messages[0].content }}", [SYSTEM, ASKED], "message 1", id="only the first message is shown"),
+        pytest.param("{{ messages[0].content | trim }} {{ messages[1].content }}", [SYSTEM, ASKED], "", id="trimmed"),
+        pytest.param("{{ messages[1].content ~ messages[0].content }}", [SYSTEM, ASKED], "", id="another order"),
+        pytest.param(
+            "{{ messages[-1].content }}", [{"role": "assistant", "content": "x"}, ASKED], "", id="said before"
+        ),
+    ],
+)
+def test_a_prompt_shows_what_system_and_user_say(folder, template, messages, left_out):
+    loaded = load(folder, chat_template=template)
+    if left_out:
+        with pytest.raises(DataError, match=rf"does not show {left_out} .*policy.tokenizer.chat_template"):
+            encode_prompt(loaded, messages)
+    else:
+        assert len(encode_prompt(loaded, messages))

@@ -14,7 +14,7 @@ from transformers.utils import cached_file
 
 from rl_algos import hub
 from rl_algos.tool_calls.formats import format_of
-from rl_core.errors import ConfigError
+from rl_core.errors import ConfigError, DataError
 from rl_core.model_config import TokenizerConfig
 from rl_core.rollout import Message
 
@@ -155,10 +155,38 @@ def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
 def encode_prompt(
     tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
 ) -> np.ndarray:
-    """int32 `[tokens]`, the conversation up to the start of the policy's next turn; as `render`."""
+    """Tokens of the conversation up to the start of the policy's next turn.
+
+    Returns:
+        int32 `[tokens]`.
+
+    Raises:
+        ConfigError, jinja2.TemplateError: as `render`.
+        DataError: if the template leaves out a message of the system or the user.
+    """
     text = render(tokenizer, messages, add_generation_prompt=True, tools=tools)
+    check_shown(messages, text)
     # the template adds the special tokens
     return np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
+
+
+def check_shown(messages: Sequence[Message], text: str) -> None:
+    """Raise a `DataError` if a message of the system or the user is missing from the rendered conversation."""
+    shown = squeezed(text)
+    for index, message in enumerate(messages):
+        content = message.get("content")
+        if message["role"] not in ("system", "developer", "user") or not isinstance(content, str):
+            continue
+        if squeezed(content) not in shown:
+            raise DataError(
+                f"the chat template does not show message {index} (from 0), whose role is {message['role']!r}: "
+                f"{content[:80]!r}; set policy.tokenizer.chat_template to one that does, or leave the message out"
+            )
+
+
+def squeezed(text: str) -> str:
+    """Return a text without white space, which chat templates trim."""
+    return "".join(text.split())
 
 
 def require_chat_template(tokenizer: PreTrainedTokenizerFast) -> None:

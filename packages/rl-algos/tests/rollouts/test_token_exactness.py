@@ -28,7 +28,7 @@ WRITTEN = {
     "gpt_oss": "<|channel|>commentary to=functions.echo <|constrain|>json<|message|>{}",
 }
 """Calls, with the place of the call's JSON, of its arguments' JSON or of the argument itself."""
-ALWAYS_REWRITTEN = {"qwen3_6", "glm4_moe", "gpt_oss"}
+ALWAYS_REWRITTEN = {"qwen3_6", "glm4_moe", "gpt_oss", "mistral"}
 """Templates that write every earlier turn in another way than the policy does here."""
 CALL_ENDS = {"llama3_1": "<|eom_id|>", "glm4_moe": "<|observation|>", "gpt_oss": "<|call|>"}
 

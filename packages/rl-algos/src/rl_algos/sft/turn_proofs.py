@@ -1,9 +1,10 @@
-"""Checks of what was found to be learned: each turn says what its message says, once, and the prompts are complete."""
+"""Check that a learned turn says what its message says, and ends once."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from rl_algos.tokenizer import squeezed
 from rl_core.errors import DataError
 from rl_core.rollout import Message
 
@@ -28,26 +29,12 @@ def check_turn(message: Message, index: int, turn: str, ends: Sequence[str]) -> 
             f"{place} contains {written!r}, the token that ends a turn, so the model would learn to stop there; remove "
             "it from the data: the chat template writes the end of a turn"
         )
-    shown = _squeezed(turn)
+    shown = squeezed(turn)
     for what, part in _parts(message):
-        if _squeezed(part) not in shown:
+        if squeezed(part) not in shown:
             raise DataError(
                 f"the chat template leaves out {what} of {place}: {_short(part)} is not in {_short(turn)}; set "
                 f"policy.tokenizer.chat_template to one that writes it, or remove {what} from the data"
-            )
-
-
-def check_prompts(messages: Sequence[Message], text: str) -> None:
-    """Raise a `DataError` if a message of the system or the user is missing from the rendered conversation."""
-    shown = _squeezed(text)
-    for index, message in enumerate(messages):
-        content = message.get("content")
-        if message["role"] not in ("system", "developer", "user") or not isinstance(content, str):
-            continue
-        if _squeezed(content) not in shown:
-            raise DataError(
-                f"the chat template does not show message {index} (from 0), whose role is {message['role']!r}: "
-                f"{_short(content)}; set policy.tokenizer.chat_template to one that does, or leave the message out"
             )
 
 
@@ -63,11 +50,6 @@ def _parts(message: Message) -> Iterator[tuple[str, str]]:
     thoughts += [message[key] for key in _THOUGHTS if isinstance(message.get(key), str)]
     yield from (("the thoughts", each) for each in thoughts)
     yield "the text", said
-
-
-def _squeezed(text: str) -> str:
-    """The text without white space, which templates trim."""
-    return "".join(text.split())
 
 
 def _short(text: str) -> str:

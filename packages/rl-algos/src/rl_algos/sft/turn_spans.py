@@ -12,8 +12,8 @@ from jinja2 import TemplateError
 from rl_algos.rollouts.turn_ends import OTHER_MARK, POLICY_MARK
 from rl_algos.sft.marked_template import Span, has_marks, render_marked, template_of
 from rl_algos.sft.turn_closing import TurnClosing, beginning, ends_of
-from rl_algos.sft.turn_proofs import check_prompts, check_turn
-from rl_algos.tokenizer import render
+from rl_algos.sft.turn_proofs import check_turn
+from rl_algos.tokenizer import check_shown, render
 from rl_core.errors import DataError
 from rl_core.rollout import Message
 
@@ -58,7 +58,7 @@ def find_turns(
     wanted = [index for index, flag in enumerate(learned) if flag]
     is_marked = has_marks(template_of(tokenizer, tools))
     text, parts = conversation.marked(wanted) if is_marked else conversation.unmarked(wanted)
-    check_prompts(messages, text)
+    check_shown(messages, text)
     ends = ends_of(tokenizer, str(tokenizer.get_chat_template()))
     spans, end = [], ""
     for index, several in parts.items():
