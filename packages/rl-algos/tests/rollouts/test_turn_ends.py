@@ -42,7 +42,7 @@ GENERATION = "generation_config"
             "llama3_1",
             {GENERATION: ["<|eom_id|>", "<|eot_id|>", "<|begin_of_text|>"]},
             ["<|eot_id|>", "<|eom_id|>", "<|begin_of_text|>"],
-            id="a list of ids, the tokenizer's own first",
+            id="a list of ids, the tokenizer's own first [vllm-project/vllm#4180]",
         ),
         pytest.param("gemma3", {GENERATION: ["<eos>"]}, ["<eos>", "<end_of_turn>"], id="the template adds its own"),
         pytest.param(

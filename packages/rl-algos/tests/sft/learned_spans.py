@@ -34,6 +34,7 @@ CONVERSATIONS = {
     "spaces": [user("hi"), says(" yo \n")],
     "thoughts": [user("hi"), says("<think>\nhm\n</think>\n\nyo")],
     "thoughts apart": [user("hi"), says("yo", reasoning_content="hm", thinking="hm")],
+    "thought only closed": [user("hi"), says("hm\n</think>\n\nyo")],
     "assistant first": [says("Hello!"), user("hi"), says("yo")],
     "tool call": [user("hi"), calls("add", a=1), RESULT, says("3.")],
     "four turns": [SYSTEM, user("a"), says("b"), user("c"), says("d"), user("e"), says("f"), user("g"), says("h")],
@@ -41,10 +42,11 @@ CONVERSATIONS = {
 
 
 def table():
-    """The lines of `learned_spans.txt`: family, conversation, turns to learn, expected text."""
+    """The lines of `learned_spans.txt`: case, family, conversation, turns to learn, expected text."""
     lines = (Path(__file__).parent / "learned_spans.txt").read_text(encoding="utf-8").splitlines()
     for case, expected in (line.split(": ", 1) for line in lines if line and not line.startswith("#")):
-        yield (*case.split(" / "), expected.replace("\\n", "\n"))
+        family, name, learn = case.split(" / ")
+        yield case, family, name.partition(" [")[0], learn, expected.replace("\\n", "\n")
 
 
 def matches(text, expected):

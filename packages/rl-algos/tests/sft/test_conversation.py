@@ -201,7 +201,7 @@ def joining_tokenizer(template, newlines=r"\n+"):
 @pytest.mark.parametrize(
     ("template", "answer", "expected"),
     [
-        pytest.param(BARE, "yes", "user : ▁hi ↵ assistant : ▁ [ yes ↵ <|end|>", id="space"),
+        pytest.param(BARE, "yes", "user : ▁hi ↵ assistant : ▁ [ yes ↵ <|end|>", id="space [Lightning-AI/litgpt#1567]"),
         pytest.param(
             "{% for m in messages %}{{ m.role + '\n' + m.content }}<|end|>{% endfor %}"
             "{% if add_generation_prompt %}{{ 'assistant\n' }}{% endif %}",

@@ -22,7 +22,7 @@ OPENS_THOUGHTS = {"deepseek_v3"}
 
 
 @pytest.mark.parametrize(
-    ("family", "name", "learn", "expected"), [pytest.param(*row, id=" / ".join(row[:3])) for row in table()]
+    ("family", "name", "learn", "expected"), [pytest.param(*row, id=case) for case, *row in table()]
 )
 def test_what_is_learned_is_what_the_table_shows(family, name, learn, expected):
     if expected.startswith("!"):

@@ -60,9 +60,15 @@ CALLED = "{{- turn(m) -}}"
 NEWLINE = "{{- '\\n' -}}"
 SHAPES = [
     pytest.param(block("{{- m.content + '<|im_end|>' -}}", behind=NEWLINE), id="up to the end of the turn"),
-    pytest.param(block("{{- m.content + '<|im_end|>\\n' -}}"), id="with the newline behind the end"),
+    pytest.param(
+        block("{{- m.content + '<|im_end|>\\n' -}}"),
+        id="with the newline behind the end [huggingface/transformers#30650]",
+    ),
     pytest.param(block("{{- m.content -}}", behind="{{- '<|im_end|>\\n' -}}"), id="without the end"),
-    pytest.param(block("{{- '" + HEADER + "' + m.content + '<|im_end|>\\n' -}}", header=""), id="with the header"),
+    pytest.param(
+        block("{{- '" + HEADER + "' + m.content + '<|im_end|>\\n' -}}", header=""),
+        id="with the header [PrimeIntellect-ai/renderers#33]",
+    ),
     pytest.param(
         block("{{- 'assistant\\n' + m.content + '<|im_end|>' -}}", header="{{- '<|im_start|>' -}}", behind=NEWLINE),
         id="with a part of the header",
@@ -252,6 +258,17 @@ CALL = says("", tool_calls=[{"type": "function", "id": "c", "function": {"name":
             [user("hi"), says("<think>hm</think>yo")],
             r"leaves out the thoughts of message 1 .*remove the thoughts from the data",
             id="no thoughts",
+        ),
+        pytest.param(
+            chatml(
+                PLAIN_TURN.replace(
+                    "m.content", "('' if '<think>' in m.content else '<think>\\n\\n</think>') + m.content"
+                ),
+                prompt=HEADER + "<think>\\n",
+            ),
+            [user("hi"), says("hm</think>yo")],
+            r"a thought of its own before the thought of message 1 .*give the thoughts in <think></think>",
+            id="an empty thought before a thought that is only closed [huggingface/trl#6361]",
         ),
         pytest.param(
             chatml(

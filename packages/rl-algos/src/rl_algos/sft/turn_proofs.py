@@ -29,6 +29,11 @@ def check_turn(message: Message, index: int, turn: str, ends: Sequence[str]) -> 
             f"{place} contains {written!r}, the token that ends a turn, so the model would learn to stop there; remove "
             "it from the data: the chat template writes the end of a turn"
         )
+    if content and turn.count(_THINK[1]) > max(1, str(content).count(_THINK[1])):
+        raise DataError(
+            f"the chat template writes a thought of its own before the thought of {place}: {_short(turn)}; give the "
+            f"thoughts in {_THINK[0]}{_THINK[1]}, or set policy.tokenizer.chat_template to one that finds them"
+        )
     shown = squeezed(turn)
     for what, part in _parts(message):
         if squeezed(part) not in shown:
