@@ -2,7 +2,14 @@
 
 import pytest
 
-from rl_core.hf_config import custom_code, num_positions, rope_parameters, unread_quantisation, with_overrides
+from rl_core.hf_config import (
+    custom_code,
+    num_positions,
+    rope_parameters,
+    switches_at,
+    unread_quantisation,
+    with_overrides,
+)
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 
@@ -35,6 +42,11 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
             },
             65536,
             id="by kind of layer",
+        ),
+        pytest.param(
+            {"max_position_embeddings": 4096, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            4096,
+            id="dynamic, whose frequencies depend on the length beyond",
         ),
         pytest.param({"max_position_embeddings": 2048, "alibi": True}, None, id="ALiBi has no limit"),
         pytest.param({"max_position_embeddings": 2048, "position_embedding_type": "nope"}, None, id="no positions"),
@@ -108,3 +120,22 @@ def test_a_quantisation_that_is_not_read_is_named(quantised, method):
 )
 def test_code_of_a_models_own_is_named(auto_map, written):
     assert custom_code({"auto_map": auto_map}) == written
+
+
+@pytest.mark.parametrize(
+    ("fields", "length"),
+    [
+        pytest.param(
+            {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 4096},
+            4096,
+            id="Phi-3.5",
+        ),
+        pytest.param(
+            {"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 4096}}, 4096, id="newer"
+        ),
+        pytest.param({"rope_scaling": YARN}, None, id="YaRN"),
+        pytest.param({}, None, id="plain"),
+    ],
+)
+def test_the_length_at_which_longrope_switches(fields, length):
+    assert switches_at(fields) == length

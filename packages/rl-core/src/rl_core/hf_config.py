@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
-_SCALED = ("yarn", "deepseek_yarn", "linear", "dynamic")
+_SCALED = ("yarn", "deepseek_yarn", "linear")
+"""Types of rotary embeddings that reach further than the config says; with `dynamic` each length has frequencies of its
+own beyond it."""
 _DEQUANTISED = ("fp8", "mxfp4")
 ROPE = "rope_parameters"
 """Field with the parameters of rotary embeddings, in the names of `transformers` 5."""
@@ -86,3 +88,13 @@ def _merged(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in given.items()
     }
     return {**own, **both}
+
+
+def switches_at(fields: Mapping[str, Any]) -> int | None:
+    """Return the length up to which a model with LongRoPE takes its short factors; None for other models."""
+    rope = rope_parameters(fields)
+    for each in [each for each in rope.values() if isinstance(each, Mapping)] or [rope]:
+        if each.get("rope_type") in ("longrope", "su"):
+            original = each.get("original_max_position_embeddings", fields.get("original_max_position_embeddings"))
+            return original if isinstance(original, int) else None
+    return None

@@ -45,8 +45,10 @@ from rl_dtensor.probes import check_logits, check_packing, probe_row
 from rl_dtensor.recompute import checkpoint_activations
 from rl_dtensor.recurrent import run_rows_alone
 from rl_dtensor.replay import Replay
+from rl_dtensor.rope import fix_frequencies
 from rl_dtensor.settings import device_problems, kernel_problems
 from rl_dtensor.shape import shape_of
+from rl_dtensor.tiny import is_dropout
 from rl_dtensor.weights import SCORE, Catalog, Weights, tied_pairs
 
 LM_HEAD = "lm_head.weight"
@@ -128,6 +130,7 @@ class _Builder:
             weights=weights,
             shape=shape,
             mesh=self.mesh,
+            asks_for_dropout=any(map(is_dropout, self.config.hf_config_overrides)),
             replicated=[each for chunk in chunks for each in self._replicated(chunk, kept)] if replicates else None,
         )
 
@@ -149,6 +152,7 @@ class _Builder:
             dtype=self._compute,
             is_packed=self.is_packed,
             is_split=self.mesh.sizes.cp > 1 or self.backend.sequence_parallel,
+            longest_row=self.config.max_total_sequence_length,
         )
 
     def _prepare(self, hf: PreTrainedModel, kept: Kept) -> PreTrainedModel:
@@ -246,6 +250,7 @@ class _Builder:
         )
         model.to_empty(device=torch.device("cpu") if offloads else mesh.device)
         rebuild_buffers(model.hf)
+        fix_frequencies(model.hf, self.config.max_total_sequence_length)
         if offloads:
             for module in model.modules():
                 for name, buffer in module.named_buffers(recurse=False):
@@ -298,6 +303,7 @@ def _on_meta(
     dtype: torch.dtype,
     is_packed: bool,
     is_split: bool,
+    longest_row: int,
 ) -> PreTrainedModel:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"{config.model_type} models are not causal language models")
@@ -308,7 +314,9 @@ def _on_meta(
 
     def built(attention: str) -> PreTrainedModel:
         with torch.device("meta"):
-            return auto.from_config(config, dtype=dtype, attn_implementation=attention)
+            hf: PreTrainedModel = auto.from_config(config, dtype=dtype, attn_implementation=attention)
+        fix_frequencies(hf, longest_row)
+        return hf
 
     choose = partial(
         attention_for,

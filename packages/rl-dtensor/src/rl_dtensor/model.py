@@ -31,6 +31,9 @@ from rl_dtensor.parallel.mesh import Mesh
 from rl_dtensor.replay import Replay
 from rl_dtensor.weights import Weights, persistent
 
+ADAPTER_DROPOUT = "lora_dropout"
+"""Part of the names of the modules that drop inputs of adapters."""
+
 
 @dataclass(frozen=True)
 class HeadShard:
@@ -188,6 +191,7 @@ class ShardedModel:
         shape: of the whole model.
         replicated: Parameters of this rank that train and that every rank of its stage has whole, in float32; None if
             no stage has any.
+        asks_for_dropout: Whether the user set the model's dropout, which is then active under every loss.
     """
 
     def __init__(
@@ -201,7 +205,9 @@ class ShardedModel:
         shape: ModelShape,
         mesh: Mesh,
         replicated: Sequence[nn.Parameter] | None = None,
+        asks_for_dropout: bool = False,
     ) -> None:
+        self.asks_for_dropout = asks_for_dropout
         self.chunks = list(chunks)
         self.stages_here = list(stages_here)
         self.num_stages = num_stages
@@ -250,10 +256,18 @@ class ShardedModel:
             found |= {name: kept[name] for name, _ in chunk.hf.named_buffers() if name in kept}
         return found
 
-    def train(self, mode: bool) -> None:
-        """Put dropout on or off."""
+    def train(self, mode: bool, *, compares: bool = False) -> None:
+        """Put dropout on or off.
+
+        Args:
+            compares: Whether results are compared with logprobs of another pass: the model's own dropout is then off
+                unless the user asked for it; dropout of adapters is always asked for.
+        """
         for chunk in self.chunks:
             chunk.train(mode)
+            if mode and compares and not self.asks_for_dropout:
+                for name, module in chunk.named_modules():
+                    module.training = ADAPTER_DROPOUT in name
 
     def reshard_all(self) -> None:
         """Free every gathered parameter.

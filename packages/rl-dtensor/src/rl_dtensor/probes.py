@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from transformers import PreTrainedConfig
 
@@ -9,6 +11,7 @@ from rl_core.batch import TOKENS
 from rl_core.model import LOGPROBS
 from rl_core.torch.loss import Rows
 from rl_dtensor.model import ShardedModel
+from rl_dtensor.parallel.fsdp import local
 from rl_dtensor.parallel.mesh import Mesh
 
 MAX_LOGIT_ERROR = 0.05
@@ -33,10 +36,24 @@ def check_logits(model: ShardedModel, mesh: Mesh) -> None:
     with torch.no_grad():
         error = last(layout, entered, (), 1.0, checks_logits=True)["logit_error"].item()
     model.reshard_all()
+    _check_finite(model, error)
     if not error < MAX_LOGIT_ERROR:
         kind = last.hf.config.model_type
         raise ValueError(
             f"logits of {kind} models are not a scaled or capped product with the head (off by {error:.2g})"
+        )
+
+
+def _check_finite(model: ShardedModel, error: float) -> None:
+    """Name the weights of this rank that are not finite, if a pass over them is not."""
+    if math.isfinite(error):
+        return
+    broken = [name for name, tensor in model.weights.held() if not bool(local(tensor).isfinite().all())]
+    if broken:
+        more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
+        raise ValueError(
+            f"weights of the model are not finite: {broken[0]}{more}; its files are damaged, or were saved from a run "
+            "that diverged: choose an earlier checkpoint or another copy"
         )
 
 

@@ -73,7 +73,7 @@ class DTensorModel:
             part: Tensor = run.on_reads(microbatch, columns)
             return part * self._mesh.num_gradients  # FSDP averages over them
 
-        self.sharded.train(True)
+        self.sharded.train(True, compares=run.compares)
         run_pipeline(self.sharded, replace(run, on_reads=share), mesh=self._mesh, backward=True)
         average_replicated(self.sharded, self._mesh)
         sum_tied(self.sharded, self._mesh)

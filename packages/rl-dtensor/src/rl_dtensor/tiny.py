@@ -102,7 +102,7 @@ def shrink(config: PreTrainedConfig, sizes: Mapping[str, Any] = SMALL) -> PreTra
         small[called["num_experts_per_tok"]] = 1
     if "qk_rope_head_dim" in small and fields.get("head_dim") == fields["qk_rope_head_dim"]:
         small["head_dim"] = small["qk_rope_head_dim"]
-    small |= {name: 0.0 for name, value in fields.items() if _is_dropout(name) and isinstance(value, float)}
+    small |= {name: 0.0 for name, value in fields.items() if is_dropout(name) and isinstance(value, float)}
     small |= {name: _token(value, place) for place, (name, value) in enumerate(_tokens(fields))}
     small |= _shorter(fields, called["num_hidden_layers"], sizes)
     if fields.get("linear_key_head_dim", fields.get("linear_value_head_dim")) != fields.get("linear_value_head_dim"):
@@ -163,7 +163,8 @@ def _smaller(said: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, Any
     return {name: sizes.get(name, value) for name, value in said.items()}
 
 
-def _is_dropout(name: str) -> bool:
+def is_dropout(name: str) -> bool:
+    """Return whether a field of a config is the share of something that is dropped in training."""
     return name.endswith(("dropout", "pdrop", "dropout_prob", "dropout_rate", "layerdrop"))
 
 

@@ -139,6 +139,10 @@ class Weights:
         """Each further name of a shared parameter to its first."""
         return self.catalog.tied
 
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """The parameters and persistent buffers of this rank by name."""
+        yield from self._tensors.items()
+
     def load(self, files: WeightFiles, *, new: Iterable[str] = (), foreign: Iterable[str] = ()) -> None:
         """Fill this rank's parts from the files.
 

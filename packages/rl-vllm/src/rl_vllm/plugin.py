@@ -7,7 +7,7 @@ from typing import Any
 
 from rl_core.config import Problem
 from rl_core.devices import Device
-from rl_core.hf_config import num_positions
+from rl_core.hf_config import num_positions, switches_at
 from rl_core.model_config import LoraConfig, ModelConfig, local_hf_config
 from rl_core.plugins import BackendPlugin, Requirement
 from rl_vllm.config import MAX_TEMPERATURE, MIN_TEMPERATURE, VllmConfig
@@ -34,7 +34,17 @@ def _room_for_prompts(section: Any, config: Any) -> Iterable[Problem]:
 
 def _positions(section: Any, config: Any) -> Iterable[Problem]:
     max_model_len = section.generation.vllm_cfg.max_model_len
-    limit = num_positions(local_hf_config(section))
+    fields = local_hf_config(section)
+    limit = num_positions(fields)
+    switch, longest = switches_at(fields), section.max_total_sequence_length
+    # the engine has room for one token more than a row, and chooses by that room
+    if switch is not None and (longest > switch) != ((max_model_len or longest) + 1 > switch):
+        yield Problem(
+            "max_total_sequence_length",
+            f"got {longest} with room for {max_model_len or longest} tokens in vLLM: one takes the short factors of "
+            f"LongRoPE and the other the long ones, which begin after {switch} tokens; set it below or above {switch}, "
+            "and leave generation.vllm_cfg.max_model_len out",
+        )
     if limit is not None and max_model_len is not None and max_model_len > limit:
         yield Problem(
             "generation.vllm_cfg.max_model_len",

@@ -23,6 +23,7 @@ from rl_core.torch.training.flops import CHUNKED, RECURRENT_LAYERS, ROW_LAYERS
 from rl_dtensor.generation.cache import Kind, RowCache, has_states, row_layers
 from rl_dtensor.generation.whole_rows import last_logits
 from rl_dtensor.precision import Kept, widen
+from rl_dtensor.rope import fix_frequencies
 from rl_dtensor.weights import Catalog, persistent, read_into
 
 _logger = logging.getLogger(__name__)
@@ -68,6 +69,10 @@ def load_model(model: ModelConfig, attn_implementation: str, device: torch.devic
             f"the files of {model.model_name} lack {', '.join(sorted(info['missing_keys']))}; save the whole model"
         )
     _keep_float32(loaded, model_folder(model.model_name))
+    try:
+        fix_frequencies(loaded, model.max_total_sequence_length)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     return loaded.to(device).eval().requires_grad_(False)
 
 

@@ -137,6 +137,8 @@ class Pass:
         temperature: divides logits.
         on_reads: returns what is kept of a microbatch or, in a backward pass, its share of the loss, a scalar.
         num_tokens: of this rank's rows, in all microbatches.
+        compares: Whether the results are compared with logprobs of another pass, so that the model's own dropout would
+            move their ratio away from 1.
     """
 
     microbatches: Microbatches
@@ -144,6 +146,7 @@ class Pass:
     temperature: float
     on_reads: OnReads
     num_tokens: int
+    compares: bool = False
 
 
 class RankModel(Protocol):

@@ -30,6 +30,9 @@ from rl_core.torch.training.backend import (
 from rl_core.torch.training.loss_pass import LossPass, idle
 from rl_core.torch.training.skipped_steps import SkippedSteps
 
+_OF_OTHER_PASSES = frozenset({"prev_logprobs", "ref_logprobs", "generation_logprobs", "advantages"})
+"""Columns of losses that compare the pass with logprobs of another one, of trainer, reference or generator."""
+
 
 def run_reads(
     model: RankModel, batch: Batch, reads: Sequence[Read], *, temperature: float, batching: Batching, mesh: RankMesh
@@ -194,7 +197,8 @@ def _pass(
     plan = plan_together(columns, batching, mesh.control, multiple=model.multiple)
     loss = loss_pass.loss
     microbatches = _on_device(columns, plan, read_columns(loss.reads), mesh)
-    return Pass(microbatches, loss.reads, loss.temperature, on_reads, _num_tokens(columns))
+    compares = not _OF_OTHER_PASSES.isdisjoint(loss.columns)
+    return Pass(microbatches, loss.reads, loss.temperature, on_reads, _num_tokens(columns), compares)
 
 
 def _num_tokens(batch: Batch) -> int:
