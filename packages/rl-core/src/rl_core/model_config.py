@@ -358,7 +358,8 @@ class GenerationConfig(Config):
     min_p: float = Field(default=0.0, ge=0, le=1)
     """Smallest probability kept, as a share of that of the most likely token."""
     stop_token_ids: list[int] = []
-    """Tokens that end a completion, beside the tokenizer's end of sequence."""
+    """Tokens that end a completion, in addition to the end of sequence, the end of a turn in the chat template, and the
+    special tokens in `eos_token_id` of the model's `generation_config.json`."""
     stop_strings: list[str] = []
     """Texts that end a completion."""
     val_temperature: Annotated[float, WhenChanged.RESUME] = Field(default=0.0, ge=0)

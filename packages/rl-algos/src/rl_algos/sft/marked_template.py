@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 from rl_algos.tokenizer import render
@@ -14,8 +15,8 @@ from rl_core.rollout import Message
 Span = tuple[int, int]
 
 _BLOCK = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
-_OPENS, _CLOSES = "\ue0f0", "\ue0f1"
-"""Private characters of Unicode, which no tokenizer's text has; they stand for the marks in a rendered conversation."""
+_PRIVATE = range(0xE000, 0xF900)
+"""Private characters of Unicode; two that a conversation does not have stand for the marks in its rendered text."""
 
 
 def has_marks(template: str) -> bool:
@@ -40,36 +41,35 @@ def render_marked(
     Raises:
         DataError: if the marks do not survive the template, or are nested.
     """
-    template = _with_characters(template_of(tokenizer, tools))
+    plain = render(tokenizer, messages, add_generation_prompt=False, tools=tools)
+    opens, closes = islice((mark for mark in map(chr, _PRIVATE) if mark not in plain), 2)
+    template = _with_characters(template_of(tokenizer, tools), opens, closes)
     text = render(tokenizer, messages, add_generation_prompt=False, tools=tools, template=template)
-    plain, spans, opened = [], [], -1
-    position = 0
-    for piece in re.split(f"([{_OPENS}{_CLOSES}])", text):
-        if piece == _OPENS and opened < 0:
+    spans, opened, position = [], -1, 0
+    for piece in re.split(f"([{opens}{closes}])", text):
+        if piece == opens and opened < 0:
             opened = position
-        elif piece == _CLOSES and opened >= 0:
+        elif piece == closes and opened >= 0:
             spans.append((opened, position))
             opened = -1
-        elif piece in (_OPENS, _CLOSES):
+        elif piece in (opens, closes):
             raise _unreadable("nests the blocks or leaves one open")
         else:
-            plain.append(piece)
             position += len(piece)
-    rendered = "".join(plain)
     if opened >= 0:
         raise _unreadable("leaves a block open")
-    if rendered != render(tokenizer, messages, add_generation_prompt=False, tools=tools):
+    if plain != text.replace(opens, "").replace(closes, ""):
         raise _unreadable("changes its output inside them, as a filter over a whole block does")
-    return rendered, spans
+    return plain, spans
 
 
 @lru_cache(maxsize=8)
-def _with_characters(template: str) -> str:
+def _with_characters(template: str, opens: str, closes: str) -> str:
     """The template with a character in place of each mark; white space around the marks is controlled as before."""
 
     def character(match: re.Match[str]) -> str:
         left, ends, right = match.groups()
-        return f"{{%{left} if true +%}}{_CLOSES if ends else _OPENS}{{%+ endif {right}%}}"
+        return f"{{%{left} if true +%}}{closes if ends else opens}{{%+ endif {right}%}}"
 
     return _BLOCK.sub(character, template)
 

@@ -268,7 +268,7 @@ def _header(tokenizer: Any, template: str) -> str:
 
 @lru_cache(maxsize=8)
 def _unprompted(tokenizer: Any, template: str) -> str:
-    """Beginning of a turn of the assistant with a token of its own, if the template writes no generation prompt."""
+    """Text before what the assistant says, except a thought, if the template writes no generation prompt."""
     try:
         before = render(tokenizer, [_ASKED], add_generation_prompt=False)
         prompt = render(tokenizer, [_ASKED], add_generation_prompt=True)
@@ -277,8 +277,9 @@ def _unprompted(tokenizer: Any, template: str) -> str:
         return ""
     if prompt != before or not turn.startswith(before):
         return ""
-    header = turn[len(before) :].partition(OTHER_MARK)[0]
-    return header if any(str(token) in header for token in tokenizer.added_tokens_decoder.values()) else ""
+    header, _, _ = turn[len(before) :].partition(OTHER_MARK)
+    said = header.replace("<think>", "").replace("</think>", "").strip()
+    return header if said else ""
 
 
 def _shared(first: str, second: str) -> int:
