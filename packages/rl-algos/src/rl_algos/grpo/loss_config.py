@@ -105,7 +105,7 @@ class LossConfig(NamedConfig):
     kl_input_clamp_value: float | None = Field(default=20.0, gt=0)
     """Bound of the log-ratio that enters the estimator."""
     kl_output_clamp_value: float | None = Field(default=10.0, gt=0)
-    """Bound of the estimate."""
+    """Bound of the estimate. A token beyond it adds the bound to the loss and nothing to the gradient."""
     use_importance_sampling_correction: bool = False
     """Weigh the policy term by `exp(prev - generation)` logprobs."""
     importance_sampling_level: Level | None = None

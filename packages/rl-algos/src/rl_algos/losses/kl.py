@@ -28,7 +28,7 @@ class KLPenalty:
         weight: of the term.
         estimator: k1, k2 or k3.
         input_clamp, output_clamp: bounds of `|d|` and of the absolute estimate; None is unbounded, but for the d of
-            k3, which is within plus or minus 20.
+            k3, which is within plus or minus 20. A token beyond a bound adds the bound and has no gradient.
         unbiased: whether to add the score-function term.
         from_generation: whether the tokens count as drawn from the generator: the estimate is multiplied by
             `exp(logp - generation)`, without gradient, or with it where `unbiased`. The latter is the term of

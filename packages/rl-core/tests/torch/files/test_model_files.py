@@ -50,3 +50,12 @@ def test_the_template_is_the_configured_one(source: Path, settings: TokenizerCon
 def test_a_tokenizer_without_a_template_stays_so(source: Path) -> None:
     (source / "tokenizer_config.json").write_text("{}")
     assert not (exported(source, TokenizerConfig()) / "chat_template.jinja").exists()
+
+
+def test_templates_by_name_are_copied_with_the_tokenizer(tmp_path):
+    source, target = tmp_path / "source", tmp_path / "target"
+    (source / "additional_chat_templates").mkdir(parents=True)
+    (source / "additional_chat_templates" / "tools.jinja").write_text("{{ messages }}")
+    target.mkdir()
+    copy_side_files(target, source=source, tokenizer=source, settings=TokenizerConfig())
+    assert (target / "additional_chat_templates" / "tools.jinja").read_text() == "{{ messages }}"

@@ -5,10 +5,12 @@ import json
 import pytest
 import torch
 from export_cases import numbered, write
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from rl_core.torch.files.model_files import WeightFiles
 from rl_core.torch.training import export
-from rl_core.torch.training.export import ExportPlan, export_dtype
+from rl_core.torch.training.export import ExportPlan, export_dtype, padding_token
 from rl_core.weights import TensorSpec
 
 
@@ -56,3 +58,21 @@ def test_a_file_that_cannot_be_written_is_told_on_every_rank(pool, tmp_path):
     assert first == "PeerFailed: rank 1 failed: OSError: [Errno 28] No space left on device"
     assert second == "OSError: [Errno 28] No space left on device"
     assert not (tmp_path / "model.safetensors.index.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "padding"),
+    [
+        pytest.param({"pad_token": "<pad>", "eos_token": "<end>"}, 1, id="its own"),
+        pytest.param({"eos_token": "<end>"}, None, id="none"),
+        pytest.param({"pad_token": "<end>", "eos_token": "<end>"}, None, id="one that also ends rows"),
+    ],
+)
+def test_a_scalar_head_is_exported_with_the_token_that_rows_are_padded_with(tmp_path, tokens, padding):
+    vocabulary = Tokenizer(models.WordLevel({"a": 0, "<pad>": 1, "<end>": 2}))
+    PreTrainedTokenizerFast(tokenizer_object=vocabulary, **tokens).save_pretrained(tmp_path)
+    assert padding_token(tmp_path) == padding
+
+
+def test_a_model_without_a_tokenizer_has_no_padding(tmp_path):
+    assert padding_token(tmp_path) is None

@@ -24,7 +24,17 @@ from rl_core.torch.files.stored import FLOATING, Slices, StoredTensor, StoredWei
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+TEMPLATES = "additional_chat_templates"
+PATTERNS = [
+    "*.json",
+    "*.safetensors",
+    "*.jinja",
+    "*.txt",
+    "*.model",
+    "*.tiktoken",
+    "*.model.v3",
+    f"{TEMPLATES}/*.jinja",
+]
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -35,7 +45,11 @@ TOKENIZER_FILES = (
     "vocab.txt",
     "merges.txt",
     "tokenizer.model",
+    "tokenizer.model.v3",
+    "tekken.json",
     "spiece.model",
+    "sentencepiece.bpe.model",
+    "chat_template.json",
 )
 
 
@@ -63,6 +77,8 @@ def copy_tokenizer(target: Path, *, tokenizer: Path, settings: TokenizerConfig) 
         settings: of the tokenizer.
     """
     _copy_files(TOKENIZER_FILES, tokenizer, target)
+    if (tokenizer / TEMPLATES).is_dir():
+        shutil.copytree(tokenizer / TEMPLATES, target / TEMPLATES, dirs_exist_ok=True)
     template = settings.template_text() or _own_template(target)
     if template is not None:
         (target / TEMPLATE).write_text(settings.with_variables(template), encoding="utf-8")

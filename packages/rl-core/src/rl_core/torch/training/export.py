@@ -44,8 +44,12 @@ def stated_dtype(folder: Path) -> str | None:
     return None if source is None else str(source).removeprefix("torch.")
 
 
-def write_hf_config(model: RankModel, path: Path, *, role: Role, dtype: str) -> None:
+def write_hf_config(model: RankModel, path: Path, *, role: Role, dtype: str, tokenizer: Path) -> None:
     """Write the config by which `transformers` loads an export.
+
+    Args:
+        tokenizer: Folder of the tokenizer. A model with a scalar head gets its padding token, by which `transformers`
+            finds the last token of a padded row; not one that also ends rows, behind which it would find another.
 
     Raises:
         ValueError: if `transformers` has no class for this family and role.
@@ -54,9 +58,24 @@ def write_hf_config(model: RankModel, path: Path, *, role: Role, dtype: str) -> 
     config = type(model.hf_config).from_dict(model.hf_config.to_dict())
     config.dtype = dtype
     config.architectures = [model.architecture]
+    vars(config).pop("auto_map", None)  # of code that came with the model, where the class is transformers' own
     if role in HEADLESS_ROLES:
         config.num_labels = 1
+        if (padding := padding_token(tokenizer)) is not None:
+            config.pad_token_id = padding
     config.save_pretrained(path)
+
+
+def padding_token(folder: Path) -> int | None:
+    """Return the id of the token that a tokenizer pads with; None if it has none, or one that also ends rows."""
+    # comes with the backends; a folder without a tokenizer has none to ask
+    from transformers import PreTrainedTokenizerFast
+
+    if not (folder / "tokenizer.json").is_file():
+        return None
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    found = tokenizer.pad_token_id
+    return None if found is None or found == tokenizer.eos_token_id else int(found)
 
 
 def export_weights(weights: RankWeights, path: Path, *, dtype: str, mesh: RankMesh) -> None:

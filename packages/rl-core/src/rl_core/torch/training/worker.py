@@ -243,7 +243,7 @@ class TrainingWorker:
 
     def _write_side_files(self, path: Path, dtype: str) -> None:
         """Write the files of an export other than its weights."""
-        write_hf_config(self._model, path, role=self._spec.role, dtype=dtype)
+        write_hf_config(self._model, path, role=self._spec.role, dtype=dtype, tokenizer=self._tokenizer)
         copy_side_files(path, source=self._folder, tokenizer=self._tokenizer, settings=self._config.tokenizer)
 
     def _peak_of_shard(self) -> float | None:
