@@ -50,6 +50,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ),
         pytest.param({"max_position_embeddings": 2048, "alibi": True}, None, id="ALiBi has no limit"),
         pytest.param({"max_position_embeddings": 2048, "position_embedding_type": "nope"}, None, id="no positions"),
+        pytest.param({"model_type": "bloom", "seq_length": 2048}, None, id="BLOOM does not say that it has ALiBi"),
+        pytest.param({"max_seq_len": 2048, "attn_config": {"alibi": True}}, None, id="MPT says it within a section"),
         pytest.param({"hidden_size": 8}, None, id="nothing stated"),
     ],
 )

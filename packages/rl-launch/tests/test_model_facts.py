@@ -51,6 +51,20 @@ def problems(config, *, longest_row=64, has_scalar_head=False):
             {}, {"model.layers.0.q.qweight": (4, 4)}, "policy.model_name", "by gptq or awq", id="seen in headers"
         ),
         pytest.param(
+            {},
+            {"model.layers.0.q.weight.quant_state.bitsandbytes__nf4": (4,)},
+            "policy.model_name",
+            "by bitsandbytes",
+            id="seen in headers of bitsandbytes",
+        ),
+        pytest.param(
+            {"text_config": PLAIN, "vision_config": {}, "quantization_config": {"quant_method": "gptq"}},
+            {},
+            "policy.model_name",
+            "by gptq",
+            id="a composite model states it for all parts",
+        ),
+        pytest.param(
             {"max_position_embeddings": 32},
             {},
             "policy.max_total_sequence_length",

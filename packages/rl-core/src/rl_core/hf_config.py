@@ -9,6 +9,8 @@ _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequ
 _SCALED = ("yarn", "deepseek_yarn", "linear")
 """Types of rotary embeddings that reach further than the config says; with `dynamic` each length has frequencies of its
 own beyond it."""
+_RELATIVE = ("bloom", "t5", "mt5")
+"""Types of models without positions of their own whose configs do not say so."""
 _DEQUANTISED = ("fp8", "mxfp4")
 ROPE = "rope_parameters"
 """Field with the parameters of rotary embeddings, in the names of `transformers` 5."""
@@ -42,7 +44,7 @@ def num_positions(fields: Mapping[str, Any]) -> int | None:
 
     Scaled rotary embeddings reach further than `max_position_embeddings` of some configs says (Qwen2.5 with YaRN).
     """
-    if fields.get("alibi") or fields.get("position_embedding_type") in ("alibi", "nope"):
+    if _has_relative_positions(fields):
         return None
     stated = next((fields[name] for name in _POSITIONS if isinstance(fields.get(name), int)), None)
     if stated is None or stated <= 0:
@@ -71,6 +73,16 @@ def custom_code(fields: Mapping[str, Any]) -> str:
         return ""
     found = next((classes[name] for name in ("AutoModelForCausalLM", "AutoModel", "AutoConfig") if name in classes), "")
     return str(found)
+
+
+def _has_relative_positions(fields: Mapping[str, Any]) -> bool:
+    attention = fields.get("attn_config")
+    return (
+        fields.get("model_type") in _RELATIVE
+        or bool(fields.get("alibi"))
+        or fields.get("position_embedding_type") in ("alibi", "nope")
+        or (isinstance(attention, Mapping) and bool(attention.get("alibi")))
+    )
 
 
 def _scaled(rope: Mapping[str, Any], stated: int) -> int:

@@ -59,7 +59,7 @@ def cases_of(model: str, only: MeshCase | None = None) -> Iterator[FamilyCase]:
         ConfigError: if transformers knows no such family, or no language model of it.
     """
     try:
-        config = AutoConfig.from_pretrained(model)
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{model} has no config that transformers can read: {str(error).splitlines()[0]}") from None
     if type(config.get_text_config()) not in MODEL_FOR_CAUSAL_LM_MAPPING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ _QUANTISED_PARTS = {
     "weight_packed": "compressed-tensors",
     "quant_state": "bitsandbytes",
 }
-"""Last parts of the names of quantised tensors, and who writes them."""
+"""Parts of the names of quantised tensors, and who writes them."""
 
 
 def model_problems(key: str, model: ModelConfig, *, longest_row: int, has_scalar_head: bool) -> Iterator[Problem]:
@@ -33,13 +34,15 @@ def model_problems(key: str, model: ModelConfig, *, longest_row: int, has_scalar
     if not fields:
         return
     name = f"{key}.model_name"
-    if (written := custom_code(fields)) and not _is_known(fields.get("model_type")):
+    # a composite model states both for all its parts
+    whole = {**_whole_config(model.model_name), **fields}
+    if (written := custom_code(whole)) and not _is_known(fields.get("model_type")):
         yield Problem(
             name,
             f"{model.model_name!r} needs code of its own ({written}), and code from a model's folder is not run; "
             f"transformers does not have the type {fields.get('model_type')!r}: choose a model of a type that it has",
         )
-    if method := unread_quantisation(fields) or _quantised_by(model.model_name):
+    if method := unread_quantisation(whole) or _quantised_by(model.model_name):
         yield Problem(
             name,
             f"{model.model_name!r} is quantised by {method}, which cannot be trained from; name the model that it was "
@@ -84,6 +87,14 @@ def check_tokenizer(tokenizer: Any, model: ModelConfig) -> None:
         )
 
 
+def _whole_config(name: str) -> dict[str, Any]:
+    try:
+        fields = json.loads((Path(name).expanduser() / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return fields if isinstance(fields, dict) else {}
+
+
 def _is_known(model_type: Any) -> bool:
     # takes a second to import, and only models with code of their own need it
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
@@ -92,7 +103,7 @@ def _is_known(model_type: Any) -> bool:
 
 
 def _quantised_by(name: str) -> str:
-    parts = {tensor.rpartition(".")[2] for tensor in _shapes(name)}
+    parts = {part for tensor in _shapes(name) for part in tensor.split(".")}
     return next((writer for part, writer in _QUANTISED_PARTS.items() if part in parts), "")
 
 

@@ -74,7 +74,7 @@ def cases_of(model: str, only: MeshCase | None = None) -> Iterator[FamilyCase]:
         ConfigError: if transformers does not know the family, or this backend has no maps of its weights.
     """
     try:
-        config = AutoConfig.from_pretrained(model)
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
         family_of(config)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{model} cannot be trained on Megatron Core: {str(error).splitlines()[0]}") from None

@@ -120,8 +120,7 @@ def teachers_of(config: Any, components: Components) -> Teachers:
 def _widest(config: Any) -> int:
     """The largest hidden size of the teachers."""
     # imports torch where it is installed
-    from transformers import AutoConfig
+    from rl_core.torch.files.language_part import read_language_config
 
     teachers = [attrgetter(key)(config) for key in teacher_sections(config).values()]
-    found = [AutoConfig.from_pretrained(each.model_name, **each.hf_config_overrides) for each in teachers]
-    return max(each.get_text_config().hidden_size for each in found)
+    return max(read_language_config(each.model_name, each.hf_config_overrides).hidden_size for each in teachers)

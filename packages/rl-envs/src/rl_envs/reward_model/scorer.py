@@ -39,7 +39,7 @@ class Scorer:
             )
         self._device = kind.torch_device
         self._model = _load(name, getattr(torch, precision)).to(self._device)
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(name)
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         if self._tokenizer.chat_template is None:
             raise ValueError(
                 f"the tokenizer of {name!r} has no chat template, by which its conversations were rendered"
@@ -75,7 +75,9 @@ class Scorer:
 
 def _load(name: str, dtype: torch.dtype) -> Any:
     """The classifier, in evaluation mode; refuses a model whose head would be made anew."""
-    model, loaded = AutoModelForSequenceClassification.from_pretrained(name, dtype=dtype, output_loading_info=True)
+    model, loaded = AutoModelForSequenceClassification.from_pretrained(
+        name, dtype=dtype, output_loading_info=True, trust_remote_code=False
+    )
     if dict(model.named_children()).get(HEAD) is None or any(key.startswith(HEAD) for key in loaded["missing_keys"]):
         raise ValueError(
             f"{name!r} is not a reward model: its files have no `{HEAD}` head. Train one with `algorithm: rm` and name "
