@@ -22,7 +22,9 @@ def problems(model_name: str = "model", **settings: object) -> dict[str, str]:
     vllm_cfg = settings.pop("vllm_cfg", VllmConfig())
     kind = assemble("Generation", {"vllm_cfg": VllmConfig}, base=GenerationConfig)
     generation = kind.model_validate({**settings, "vllm_cfg": vllm_cfg})
-    section = SimpleNamespace(generation=generation, model_name=model_name, hf_config_overrides={})
+    section = SimpleNamespace(
+        generation=generation, model_name=model_name, hf_config_overrides={}, max_total_sequence_length=1024
+    )
     return {problem.key: problem.message for check in PLUGIN.checks for problem in check(section, None)}
 
 
@@ -49,6 +51,13 @@ def test_a_completion_must_leave_room_for_its_prompt() -> None:
     assert problems() == {}
     found = problems(max_new_tokens=512, vllm_cfg=VllmConfig(max_model_len=512))
     assert "leave no room" in found["generation.vllm_cfg.max_model_len"]
+
+
+def test_an_engine_longer_than_the_models_positions_is_a_problem(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 1024}')
+    assert problems(str(tmp_path), vllm_cfg=VllmConfig(max_model_len=1024)) == {}
+    found = problems(str(tmp_path), vllm_cfg=VllmConfig(max_model_len=1025))
+    assert "positions for 1024 tokens" in found["generation.vllm_cfg.max_model_len"]
 
 
 def test_ranks_that_do_not_divide_the_heads_of_a_model_on_this_machine_are_a_problem(tmp_path: Path) -> None:

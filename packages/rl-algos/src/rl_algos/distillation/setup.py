@@ -120,7 +120,11 @@ def teachers_of(config: Any, components: Components) -> Teachers:
 def _widest(config: Any) -> int:
     """The largest hidden size of the teachers."""
     # imports torch where it is installed
-    from rl_core.torch.files.language_part import read_language_config
+    from transformers import AutoConfig
 
     teachers = [attrgetter(key)(config) for key in teacher_sections(config).values()]
-    return max(read_language_config(each.model_name, each.hf_config_overrides).hidden_size for each in teachers)
+    found = [
+        AutoConfig.from_pretrained(each.model_name, trust_remote_code=False, **each.hf_config_overrides)
+        for each in teachers
+    ]
+    return max(each.get_text_config().hidden_size for each in found)
