@@ -71,6 +71,8 @@ def test_settings_that_differ_from_the_adapters_are_named(tmp_path):
         ({"use_qalora": True}, "use_qalora"),
         ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
         ({"a_field_of_a_later_peft": {"x": 1}}, "a_field_of_a_later_peft"),
+        ({"layers": (*LAYERS, "lm_head")}, r"adapts the head \(lm_head\)"),
+        ({"layers": (*LAYERS, "score")}, r"adapts the head \(score\)"),
         ({"r": None}, "is not the config of a low-rank adapter"),
         ({"layers": ()}, "has no factors of layers"),
     ],

@@ -65,6 +65,8 @@ class AdapterFolder:
         layers = tuple(name.removesuffix(_DOWN) for name in names)
         if not layers:
             raise ConfigError(f"{path} has no factors of layers in {ADAPTER_WEIGHTS}; save the adapter again")
+        if heads := [layer for layer in layers if layer.rpartition(".")[2] in _HEADS]:
+            raise ConfigError(f"{path} adapts the head ({heads[0]}), which gets no adapter here; merge it with peft")
         parameters = tuple(said.get("target_parameters") or ())
         linear = tuple(layer for layer in layers if not _is_of_parameters(layer, parameters))
         base = str(said.get("base_model_name_or_path") or "")
@@ -84,6 +86,8 @@ class AdapterFolder:
         }
 
 
+_HEADS = ("lm_head", "embed_out", "score")
+"""Last parts of the names of heads; layers within blocks are named otherwise."""
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
