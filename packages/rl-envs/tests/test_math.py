@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_core.environment import Conversation, EnvironmentFailure
+from rl_core.environment import Conversation
 from rl_core.environments.pool import EnvironmentPool
 from rl_core.plugins import ENVIRONMENTS, plugin, resolve
 from rl_core.testing.environment import EnvironmentSuite
@@ -258,7 +258,7 @@ assert "sympy" in sys.modules
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent)
 
 
-def test_an_answer_that_hangs_sympy_costs_itself_alone() -> None:
+def test_an_answer_that_would_hang_sympy_is_wrong_and_costs_no_other() -> None:
     tower = r"\boxed{\left(x+1\right)^{10^{9}} + 9^{9^{9^{9}}}}"
 
     async def run() -> None:
@@ -271,9 +271,7 @@ def test_an_answer_that_hangs_sympy_costs_itself_alone() -> None:
             outcomes = await pool.step(
                 [said(tower, "x^2", "0"), said(r"\boxed{7}", name="1"), said(r"\boxed{8}", name="2")]
             )
-            assert isinstance(outcomes[0], EnvironmentFailure)
-            assert "deadline of 15 s (env.math.deadline_s)" in outcomes[0].reason
-            assert [outcome.reward for outcome in outcomes[1:]] == [1.0, 0.0]
+            assert [outcome.reward for outcome in outcomes] == [0.0, 1.0, 0.0]
         finally:
             await pool.close()
 

@@ -8,8 +8,9 @@ from typing import Any
 from rl_core.environment import Conversation, StepResult
 from rl_envs.math.config import MathConfig
 from rl_envs.math.extraction import extract
-from rl_envs.math.known_answer import known_answers
-from rl_envs.math.verdict import is_correct
+from rl_envs.math.known_answer import KnownAnswers, known_answers
+from rl_envs.math.time_limit import CPU_S, within
+from rl_envs.math.verdict import judge
 
 SHOWN = 200
 """Most characters of an extracted answer that are reported."""
@@ -18,7 +19,8 @@ SHOWN = 200
 class MathEnvironment:
     """Scores a single turn by its final answer; the known one is `info["answer"]`, or any of several in a list.
 
-    It runs in an `EnvironmentPool`, whose deadline is the only limit on sympy's time.
+    An answer of which it cannot be decided whether it is right counts as wrong and as `unparsed`; so does one that
+    takes too much processor time.
     """
 
     def __init__(self, config: MathConfig) -> None:
@@ -34,13 +36,21 @@ class MathEnvironment:
         config = self._config
         known = known_answers(conversation.info, config.answer_format)
         found = extract(conversation.completion, known.answer_format)
-        correct = found is not None and any(
-            is_correct(found.text, answer, known.answer_format) for answer in known.answers
-        )
+        verdicts = [] if found is None else [_verdict(found.text, answer, known) for answer in known.answers]
+        correct = True in verdicts
         well_formed = found is not None and (found.in_box or config.answer_format != "auto")
         reward = config.correct_reward if correct else config.wrong_reward
-        info = {"accuracy": float(correct), "answer": "" if found is None else found.text[:SHOWN]}
+        undecided = not correct and None in verdicts
+        answer = "" if found is None else found.text[:SHOWN]
+        info = {"accuracy": float(correct), "answer": answer, "unparsed": float(undecided)}
         if not config.format_reward:
             return StepResult(reward=reward, info=info)
         formed = config.format_reward if well_formed else 0.0
         return StepResult(reward={"reward": reward + formed, "correct": reward, "format": formed}, info=info)
+
+
+def _verdict(found: str, answer: str, known: KnownAnswers) -> bool | None:
+    try:
+        return within(CPU_S, lambda: judge(found, answer, known.answer_format))
+    except RecursionError:
+        return None

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 from rl_envs.math.config import AnswerFormat
-from rl_envs.math.extraction import letter_of, unboxed
+from rl_envs.math.extraction import unboxed
+from rl_envs.multiple_choice.letter import letter_of
+
+_BARE_LETTER = re.compile(r"[A-Z]|\([A-Z]\)|\[[A-Z]\]|[A-Z][.)]|\\text\s*\{\(?[A-Z]\)?\}")
+"""A known answer that makes a row multiple choice if the format is `auto`."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +37,7 @@ def known_answers(info: Mapping[str, Any], answer_format: AnswerFormat) -> Known
     answers = tuple(_text(answer) for answer in (given if isinstance(given, list | tuple) else (given,)))
     if not answers:
         raise ValueError("the answer in the prompt's info is an empty list")
-    if answer_format == "auto" and all(letter_of(answer) for answer in answers):
+    if answer_format == "auto" and all(_BARE_LETTER.fullmatch(answer) for answer in answers):
         answer_format = "choice"
     if answer_format == "choice":
         letters = [letter_of(answer) for answer in answers]
@@ -43,7 +50,14 @@ def known_answers(info: Mapping[str, Any], answer_format: AnswerFormat) -> Known
 def _text(answer: Any) -> str:
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise ValueError(f"an answer must be text or a number, got {answer!r}")
-    text = unboxed(str(answer))
+    if isinstance(answer, float) and not math.isfinite(answer):
+        raise ValueError(f"an answer must be a finite number, got {answer!r}")
+    text = unboxed(_digits(answer) if isinstance(answer, int) else str(answer))
     if not text:
         raise ValueError("the answer in the prompt's info is empty")
     return text
+
+
+def _digits(number: int) -> str:
+    """A whole number of any size; `str` refuses those of more than 4,300 digits."""
+    return f"{Decimal(number):f}"

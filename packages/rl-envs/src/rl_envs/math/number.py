@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
 
+from rl_envs.math.unit import read_unit, unwrapped
+
 MAX_EXPONENT = 5000
 """Largest power of ten, or power of an integer, that is written out; a text beyond it is not read as a number."""
 MAX_DIGITS = 100_000
@@ -21,12 +23,12 @@ _LATEX_FRACTION = re.compile(
 )
 _MIXED = re.compile(r"(?P<sign>[-+]?)(?P<whole>\d+)(?:\s+(?P<slash>\d+/\d+)|\s*(?P<latex>\\[dtc]?frac\s*\{?\d.*))")
 _UNIT = re.compile(
-    r"\\(?:text|mathrm|mbox|textrm)\s*\{(?P<latex>[^{}]*)\}(?:\s*\^\s*\{?-?\d\}?)?$"
-    r"|(?<=[\d}]) (?P<word>[A-Za-z]{2,}(?: [A-Za-z]+){0,2}(?:\^\d)?)$"
+    r"(?<=[\d})!])(?:\s*(?P<latex>\\(?:text|mathrm|mbox|textrm|operatorname)\s*\{[^{}]*\}.*)| (?P<word>[A-Za-zµΩ].*))$"
 )
+_GROUPED = re.compile(r"(?<![\d.])\d{1,3}(?:(?:\\[,; !]|~|[\u00a0\u2009\u202f])\d{3})+(?!\d)")
+_GROUP_GAP = re.compile(r"\\[,; !]|~|[\u00a0\u2009\u202f]")
 _DEGREES = re.compile(r"\s*(?:\^\s*\{?\s*\\circ\s*\}?|°)$")
 _MULTIPLES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_NOT_UNITS = {"pi", "and", "or", "to", "inf", "infinity", "mod", "sqrt", "dozen", "hundred", "if", "is", "not"}
 _CURRENCY = re.compile(r"^([-+]?)\s*(?:\\?\$|€|£)\s*")
 
 
@@ -37,7 +39,7 @@ class Number:
     Args:
         value: its value; for a percentage, the number before the sign.
         percent: whether a percent sign follows.
-        unit: the unit, lower case; empty if there is none.
+        unit: the unit, as `read_unit` returns it; empty if there is none.
     """
 
     value: Fraction
@@ -67,6 +69,7 @@ def read_number(text: str) -> Number | None:
     if len(text) > MAX_DIGITS or not any(character.isdigit() for character in text):
         return None
     text = text.strip().replace("−", "-").replace("–", "-").replace("{,}", ",").replace(r"\%", "%")
+    text = _GROUPED.sub(lambda match: _GROUP_GAP.sub("", match[0]), text)
     text = re.sub(r"\\[,;:! ]|\\quad|~", " ", text).replace("\\left", "").replace("\\right", "").strip()
     text = _CURRENCY.sub(r"\1", _DEGREES.sub("", text))
     text, factor, unit, percent = _without_unit(text)
@@ -82,16 +85,16 @@ def _without_unit(text: str) -> tuple[str, int, str, bool]:
     match = _UNIT.search(text)
     if match is None:
         return text, 1, "", False
-    unit = " ".join((match["latex"] if match["word"] is None else match["word"]).lower().split())
-    head, *rest = unit.split() or [""]
-    if head in _NOT_UNITS:
-        return text, 1, "", False
+    written = match["latex"] or match["word"]
     bare = text[: match.start()].strip()
+    plain = unwrapped(written).lower()
+    head, _, rest = plain.partition(" ")
     if head in _MULTIPLES:
-        return bare, _MULTIPLES[head], " ".join(rest), False
-    if unit in ("percent", "per cent", "%"):
+        return bare, _MULTIPLES[head], read_unit(rest) or "", False
+    if plain in ("percent", "per cent", "%"):
         return bare, 1, "", True
-    return bare, 1, unit, False
+    unit = read_unit(written, is_marked=match["word"] is None)
+    return (text, 1, "", False) if unit is None else (bare, 1, unit, False)
 
 
 def _value(text: str) -> Fraction | None:

@@ -1,0 +1,42 @@
+"""A limit of processor time for one verdict."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import TypeVar
+
+T = TypeVar("T")
+
+CPU_S = 2.0
+"""Seconds of processor time for one verdict; sympy may take a second to import within it."""
+
+
+class OutOfTime(BaseException):
+    """The limit has passed. Not an `Exception`, as libraries catch those and go on."""
+
+
+def within(cpu_s: float, compute: Callable[[], T]) -> T | None:
+    """Return a result, or None if it takes too much processor time.
+
+    The limit holds in the main thread alone, in which an environment's process computes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return compute()
+
+    def stop(_signal: int, _frame: FrameType | None) -> None:
+        raise OutOfTime
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    try:
+        signal.setitimer(signal.ITIMER_VIRTUAL, cpu_s)
+        try:
+            return compute()
+        finally:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+    except OutOfTime:
+        return None
+    finally:
+        signal.signal(signal.SIGVTALRM, before)

@@ -1,0 +1,174 @@
+"""Pairs of answers that are the same or not. A case is a line: two answers, in whatever form people write them."""
+
+import time
+
+import pytest
+
+from rl_core.environment import Conversation
+from rl_envs.math.config import MathConfig
+from rl_envs.math.environment import MathEnvironment
+from rl_envs.math.exact import exact_value
+from rl_envs.math.verdict import judge
+
+SAME = [
+    ("1 1/2", "3/2"),
+    ("1.5", "1 1/2"),
+    ("1000", r"1\,000\text{ km}"),
+    (r"(-\infty,2]", r"x \le 2"),
+    (r"x \le 2", r"(-\infty,2]"),
+    ("1/3", r"0.\overline{3}"),
+    (r"0.\overline{3}", r"\frac13"),
+    ("0.(3)", "1/3"),
+    (r"[1,2]\cup[3,4]", r"[3,4]\cup[1,2]"),
+    ("x=5", "5"),
+    ("5", "x = 5"),
+    ("1,2", "2 and 1"),
+    ("1,2", "x=1, x=2"),
+    (r"1\pm\sqrt2", r"1+\sqrt{2}, 1-\sqrt{2}"),
+    ("1010_2", "1010_{2}"),
+    ("60 mph", "60 miles per hour"),
+    ("12 cm^2", "12 square centimeters"),
+    ("5 m", "5 meters"),
+    ("1<x<2", "(1,2)"),
+    ("f(x)=x+1", "f(x) = 1+x"),
+    ("(1,2)", "(1, 2)"),
+    (r"\{1,2\}", "{2,1}"),
+    ("2^{100}", "1267650600228229401496703205376"),
+    (r"\frac{\sqrt{3}}{3}", r"\frac{1}{\sqrt{3}}"),
+    (r"\log 8", r"3\log 2"),
+    ("U.S.", "u.s."),
+    ("2x+1", "1+2x"),
+    (r"\binom{5}{2}", "10"),
+    ("y=2x+3", "y = 3+2x"),
+    (r"\text{Monday}", "monday"),
+    (r"x\in[1,2)", "[1,2)"),
+    (r"50\%", "0.5"),
+    (r"1, 2, \ldots, n", r"1,2,\dots,n"),
+    (r"\begin{pmatrix}1&2\end{pmatrix}", r"\begin{pmatrix} 1 & 2 \end{pmatrix}"),
+    ("-3", "- 3"),
+    ("3!", "6"),
+    (r"\cos x", r"\cos(x)"),
+    (r"e^{i\pi}", "-1"),
+    ("x>3", r"(3,\infty)"),
+    ("a=1, b=2", "a=1,b=2"),
+    ("1:2", "1:2"),
+    ("12:30", "12:30"),
+    (r"e^{i\pi}", "-1"),
+]
+
+DIFFERENT = [
+    ("11/2", "1 1/2"),
+    ("12", "1 2"),
+    ("1/2^{60}", "1/2^{61}"),
+    (r"\frac{2^{100}+1}{3\cdot 2^{101}}", r"\frac{1}{3\cdot 2^{101}}"),
+    ("U.S.", "U.K."),
+    ("5 m", "5 cm"),
+    (r"5\text{ m}", "5 cm"),
+    ("12 cm^2", "12 cm^3"),
+    ("5 m/s", "5 m"),
+    ("1010_2", "1010_3"),
+    ("1010_2", "1010"),
+    (r"1, 2, \ldots, n", r"1, 3, 5, \ldots, 2n-1"),
+    ("[1,2]", "(1,2)"),
+    ("(1,2)", "(2,1)"),
+    ("1,2", "1,3"),
+    ("1,2", "1,2,3"),
+    ("1,1", "1"),
+    (r"\{1,2\}", "(1,2)"),
+    ("x<2", r"x \le 2"),
+    ("x=5", "6"),
+    ("x=5", "y=6"),
+    (r"\pi", "3.14159265358979"),
+    ("1/3", "0.333"),
+    ("0.1", "0.10000000001"),
+    (r"(-\infty,2]", r"(-\infty,2)"),
+    ("60 mph", "60 km/h"),
+    ("x+1", "x+2"),
+    ("sqrt(2)", "1.41421356"),
+    ("12:30", "12.5"),
+    ("1:2", "2:1"),
+    ("a=1, b=2", "a=2,b=1"),
+    ("10^{-8}", "10^{-9}"),
+    ("5", "5x"),
+    ("x^2", "x"),
+    ("John Smith", "Smith"),
+    (r"\frac{1}{7}", "0.142857"),
+    ("3", "-3"),
+    ("1,000", "1,0000"),
+    ("1000", "1 000,5"),
+    (r"\sin x", r"\cos x"),
+    ("2 hours", "2 minutes"),
+    ("y=x+1", "y=x-1"),
+    ("x=1 or x=2", "x=1"),
+    ("5!", "5"),
+    (r"\{1, \{2\}\}", r"\{1,2\}"),
+    ("5", "nan"),
+    ("e^{2}", "e^{3}"),
+    ("i", "-i"),
+]
+
+HOSTILE = {
+    "brackets": r"\boxed{" + "(" * 50 + "1" + ")" * 50 + "}",
+    "many brackets": r"\boxed{" + "(" * 800 + "1" + ")" * 800 + "}",
+    "a tower": r"\boxed{9^{9^{9^{9}}}}",
+    "a factorial": r"\boxed{(10^7)!}",
+    "open boxes": r"\boxed{" * 6000,
+    "nested boxes": r"\boxed{" * 3000 + "1" + "}" * 3000,
+    "spaces": "answer" + " " * 100_000 + "x",
+    "braces": r"\boxed{" + "{" * 20_000 + "}" * 20_000 + "}",
+    "commas": "1,111" * 20_000,
+    "letters": r"\boxed{" + "x" * 200_000 + "}",
+    "a product": r"\boxed{\prod_{k=1}^{999} k!}",
+    "half a surrogate pair": "\\boxed{\ud83d}",
+}
+
+
+@pytest.mark.parametrize(("one", "other"), SAME)
+def test_the_same_answer_is_right_whichever_is_known(one, other):
+    assert (judge(one, other, "auto"), judge(other, one, "auto")) == (True, True)
+
+
+@pytest.mark.parametrize(("one", "other"), DIFFERENT)
+def test_another_answer_is_wrong_whichever_is_known(one, other):
+    assert True not in (judge(one, other, "auto"), judge(other, one, "auto"))
+
+
+@pytest.mark.parametrize("completion", HOSTILE.values(), ids=HOSTILE)
+def test_an_answer_that_would_cost_time_is_wrong_within_the_limit(completion):
+    started = time.process_time()
+    conversation = Conversation("0", (), {"answer": r"\sqrt{2}"}, completion)
+    [result] = MathEnvironment(MathConfig()).step([conversation], [None])
+    assert result.reward == 0.0
+    # quadratic time would be minutes
+    assert time.process_time() - started < 60
+
+
+@pytest.mark.parametrize(
+    ("known", "said", "unparsed"),
+    [
+        ("x^2", r"\boxed{x^2}", 0.0),
+        ("x^2", r"\boxed{x^3}", 0.0),
+        ("x^2", r"\boxed{\foo{x}}", 1.0),
+        ("2", "no idea", 0.0),
+    ],
+)
+def test_the_record_says_where_the_grader_could_not_decide(known, said, unparsed):
+    [result] = MathEnvironment(MathConfig()).step([Conversation("0", (), {"answer": known}, said)], [None])
+    assert result.info["unparsed"] == unparsed
+
+
+@pytest.mark.parametrize("answer", ["U.S.", "x", "B cell", "AB", "b"])
+def test_only_a_capital_letter_alone_makes_a_row_multiple_choice(answer):
+    [result] = MathEnvironment(MathConfig()).step([Conversation("0", (), {"answer": answer}, r"\boxed{B}")], [None])
+    assert result.reward == 0.0
+
+
+@pytest.mark.parametrize("answer", [float("nan"), float("inf"), "", None, True, []])
+def test_an_answer_that_nobody_can_give_is_refused(answer):
+    with pytest.raises(ValueError, match="answer"):
+        MathEnvironment(MathConfig()).step([Conversation("0", (), {"answer": answer}, "1")], [None])
+
+
+@pytest.mark.parametrize("text", ["1 2", "1,00", "x", "", "1/0", "9^{9^{9}}", "3000!", "(1", "1)", "--", "2^{1/2}"])
+def test_what_is_no_constant_expression_has_no_exact_value(text):
+    assert exact_value(text) is None
