@@ -11,6 +11,8 @@ from rl_envs.math.exact import exact_value
 from rl_envs.math.verdict import judge
 
 SAME = [
+    (r"[-5,-3)", r"-5 \le x < -3"),
+    (r"(1,2]", r"2 \geq t > 1"),
     ("1 1/2", "3/2"),
     ("1.5", "1 1/2"),
     ("1000", r"1\,000\text{ km}"),
