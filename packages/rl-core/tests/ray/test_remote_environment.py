@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray import cloudpickle
 from ray.exceptions import ObjectLostError, RayActorError, RayError
 
 from rl_core.environment import Conversation, EnvironmentFailure, StepResult
@@ -63,6 +65,28 @@ def test_whatever_a_call_raises_is_every_conversations_answer(error: Exception) 
     for outcome in asyncio.run(outcomes(remote(answer), range(3))):
         assert isinstance(outcome, EnvironmentFailure)
         assert "environment judge" in outcome.reason
+
+
+def test_a_conversation_that_cannot_be_sent_fails_alone() -> None:
+    def call(method: str, patience_s: float, conversations: Sequence[Conversation], client: str) -> Any:
+        cloudpickle.dumps(conversations)  # as Ray does before it sends
+        answers = asyncio.get_running_loop().create_future()
+        answers.set_result([StepResult(1.0) for _ in conversations])
+        return answers
+
+    nested: list[Any] = []
+    for _ in range(5000):
+        nested = [nested]
+    hostile = replace(turn("deep"), info={"x": nested})
+    environment = RemoteEnvironment(SimpleNamespace(call=SimpleNamespace(remote=call)), name="judge")
+
+    async def run() -> list[StepResult | EnvironmentFailure]:
+        async with asyncio.timeout(BOUND_S):
+            return await asyncio.gather(*(environment.step(each) for each in (turn(1), hostile, turn(2))))
+
+    first, deep, last = asyncio.run(run())
+    assert (first, last) == (StepResult(1.0), StepResult(1.0))
+    assert isinstance(deep, EnvironmentFailure)
 
 
 def test_too_few_answers_are_a_failure_of_each_conversation() -> None:

@@ -136,13 +136,65 @@ class TestConformance(EnvironmentSuite):
         ("```\na\n```", "a\n"),
         ("```cpp\nint x;\n```", None),
         ("print(1)", None),
-        ("```python\nunfinished", None),
+        pytest.param("```python\na\n", "a\n", id="a block that is not closed runs to the end"),
+        pytest.param("1. So:\n\n   ```python\n   if a:\n       b\n   ```", "if a:\n    b\n", id="within a list"),
+        pytest.param("```python\r\na\r\nb\r\n```\r\n", "a\nb\n", id="line ends of Windows"),
+        pytest.param("````python\na = 1\n```\nb\n````", "a = 1\n```\nb\n", id="a longer fence"),
+        pytest.param("~~~python\na\n~~~", "a\n", id="tildes"),
+        pytest.param("~~~python\n```\n~~~", "```\n", id="the other kind does not close"),
+        pytest.param("```python\na\n``` That is all.", "a\n", id="words behind the closing fence"),
+        pytest.param("Use ```a``` here.\n```python\nb\n```", "b\n", id="code in a line is no block"),
+        pytest.param("```{python}\na\n```", "a\n", id="braces around the language"),
+        pytest.param("\t```python\n\ta\n\t```", "a\n", id="tabs"),
+        pytest.param("`" * 200_000, None, id="many backticks"),
+        pytest.param("```\n" * 50_000, None, id="only fences"),
         ("```python\n\n```", None),
         ("```Python3 title\na\n```", "a\n"),
     ],
 )
 def test_the_last_block_of_python_counts(response: str, program: str | None) -> None:
     assert program_in(response) == program
+
+
+@pytest.mark.parametrize(
+    ("value", "expected", "same"),
+    [
+        pytest.param(float("nan"), float("nan"), True, id="NaN"),
+        pytest.param(1.0, float("nan"), False, id="a number for NaN"),
+        pytest.param(float("inf"), float("inf"), True, id="infinity"),
+        pytest.param(float("inf"), float("-inf"), False, id="the other infinity"),
+        pytest.param(10**400, 1.0, False, id="a whole number beyond the floats"),
+        pytest.param(10**5000, 10**5000, True, id="huge"),
+        pytest.param(-0.0, 0.0, True, id="zeros"),
+    ],
+)
+def test_unusual_numbers_are_compared(value: Any, expected: Any, same: bool) -> None:
+    assert same_value(value, expected, 1e-9) == same
+
+
+DEEP = "def f():\n    x = []\n    for _ in range(20_000):\n        x = [x]\n    return x"
+
+
+@pytest.mark.parametrize(
+    ("code", "info", "reward"),
+    [
+        pytest.param(DEEP, {"function": "f", "tests": [{"arguments": [], "result": 1}]}, 0.0, id="a deep result"),
+        pytest.param(
+            "def f():\n    return 10**5000",
+            {"function": "f", "tests": [{"arguments": [], "result": 10**5000}]},
+            1.0,
+            id="a huge whole number",
+        ),
+        pytest.param("print('\ud83d')", DOUBLE, 0.0, id="half of a surrogate pair"),
+        pytest.param("def add(a, b):\n    return '\ud83d'", ADD, 0.0, id="the same in a function"),
+        pytest.param("def add(a, b):\n    return float('nan')", ADD, 0.0, id="NaN for a number"),
+    ],
+)
+def test_an_unusual_program_scores_and_raises_nothing(
+    share: CodeEnvironment, code: str, info: Any, reward: float
+) -> None:
+    [result] = share.step([_turn(code, info)], [None])
+    assert result.reward == reward
 
 
 @pytest.mark.parametrize(

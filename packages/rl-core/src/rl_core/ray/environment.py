@@ -93,9 +93,14 @@ class RemoteEnvironment:
     async def _call(self, calls: list[_Waiting]) -> None:
         """Answer every one of these calls, even if the call that they share fails."""
         conversations = [conversation for conversation, _ in calls]
+        try:
+            sent = self._actor.call.remote("step_within", PATIENCE_S, conversations, self._client)
+        except Exception as error:  # noqa: BLE001 - whatever cannot be sent, such as lists within lists
+            await self._call_singly(calls, error)
+            return
         waiting = calls
         try:
-            outcomes = await self._actor.call.remote("step_within", PATIENCE_S, conversations, self._client)
+            outcomes = await sent
             while waiting := self._settle(waiting, outcomes):
                 ids = [conversation.id for conversation, _ in waiting]
                 outcomes = await self._actor.call.remote("late", PATIENCE_S, ids)
@@ -105,6 +110,13 @@ class RemoteEnvironment:
             for _, answer in waiting:
                 answer.cancel()
             raise
+
+    async def _call_singly(self, calls: list[_Waiting], error: Exception) -> None:
+        """Call again for each conversation alone, so that one which cannot be sent fails by itself."""
+        if len(calls) == 1:
+            self._settle(calls, [EnvironmentFailure(self._reason(error))])
+        else:
+            await asyncio.gather(*(self._call([each]) for each in calls))
 
     @staticmethod
     def _settle(calls: list[_Waiting], outcomes: Sequence[StepResult | EnvironmentFailure | None]) -> list[_Waiting]:

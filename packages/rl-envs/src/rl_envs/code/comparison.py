@@ -29,7 +29,7 @@ def same_value(value: Any, expected: Any, tolerance: float) -> bool:
         return value is expected
     if isinstance(expected, float) or isinstance(value, float):
         is_number = isinstance(value, int | float) and isinstance(expected, int | float)
-        return is_number and (value == expected or math.isclose(value, expected, rel_tol=tolerance, abs_tol=tolerance))
+        return is_number and _same_float(value, expected, tolerance)
     if isinstance(expected, list) and isinstance(value, list):
         return len(value) == len(expected) and all(
             same_value(a, b, tolerance) for a, b in zip(value, expected, strict=True)
@@ -37,6 +37,15 @@ def same_value(value: Any, expected: Any, tolerance: float) -> bool:
     if isinstance(expected, Mapping) and isinstance(value, Mapping):
         return value.keys() == expected.keys() and all(same_value(value[k], expected[k], tolerance) for k in expected)
     return type(value) is type(expected) and bool(value == expected)
+
+
+def _same_float(value: float, expected: float, tolerance: float) -> bool:
+    try:
+        # a function that is to return NaN is right if it does
+        both_nan = math.isnan(value) and math.isnan(expected)
+        return both_nan or value == expected or math.isclose(value, expected, rel_tol=tolerance, abs_tol=tolerance)
+    except OverflowError:  # a whole number beyond the floats
+        return False
 
 
 def _lines(text: str) -> list[str]:
@@ -52,7 +61,7 @@ def _same_words(words: list[str], others: list[str], tolerance: float) -> bool:
 def _same_number(word: str, expected: str, tolerance: float) -> bool:
     number, known = _number(word), _number(expected)
     if number is None or known is None:
-        return False
+        return word.lower().lstrip("+-") == expected.lower().lstrip("+-") == "nan"
     if number == known:
         return True
     has_point = "." in expected or "e" in expected.lower()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rl_envs.code import harness
@@ -73,8 +73,7 @@ def _by_calls(solution: str, tests: Calls, runner: Runner, limits: Limits, toler
         if report is None or "result" not in report:
             yield _failure(report, outcome, limits)
         else:
-            is_right = any(same_value(report["result"], result, tolerance) for result in results)
-            yield "" if is_right else "another result"
+            yield _compared(report["result"], results, tolerance)
 
 
 def _by_assertions(solution: str, tests: Assertions, runner: Runner, limits: Limits) -> Iterator[str]:
@@ -84,6 +83,14 @@ def _by_assertions(solution: str, tests: Assertions, runner: Runner, limits: Lim
     for index in range(len(tests.texts)):
         report = reports.get(index) or reports.get(-1)
         yield "" if report is not None and "result" in report else _failure(report, outcome, limits)
+
+
+def _compared(value: object, results: Sequence[object], tolerance: float) -> str:
+    try:
+        is_right = any(same_value(value, result, tolerance) for result in results)
+    except RecursionError:
+        return "its result is nested too deeply"
+    return "" if is_right else "another result"
 
 
 def _failure(report: dict[str, object] | None, outcome: Outcome, limits: Limits) -> str:

@@ -9,12 +9,15 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Sequence
+from decimal import Decimal
 from typing import Any
 
 from rl_envs.sandbox.program import Outcome, Program
 
 SOLUTION = "solution.py"
 """Name of the response's program beside the harness."""
+_MAX_DIGITS = 100_000
+"""Longest whole number of a report."""
 
 _START = """
 import json, os, sys
@@ -24,6 +27,7 @@ task = json.loads(sys.stdin.readline())
 report = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="backslashreplace")
 os.dup2(2, 1)  # output of the program must not reach the report
 sys.setrecursionlimit(50_000)
+sys.set_int_max_str_digits(100_000)
 space = {"__name__": "solution"}
 exec("from typing import *\\nimport collections, functools, heapq, itertools, math, re, string, bisect, random\\n"
      "from collections import *\\nfrom functools import *\\nfrom heapq import *\\nfrom itertools import *\\n"
@@ -92,16 +96,22 @@ def reports(outcome: Outcome, mark: str) -> dict[int, dict[str, Any]]:
         if head != mark:
             continue
         try:
-            report = json.loads(text)
-        except ValueError:  # cut off at the limit of output
+            report = json.loads(text, parse_int=_integer)
+        except (ValueError, RecursionError):  # cut off at the limit of output, or forged
             continue
         if isinstance(report, dict) and isinstance(report.get("index"), int):
             found[report["index"]] = report
     return found
 
 
+def _integer(digits: str) -> int:
+    """A whole number of any size; `int` refuses more than 4,300 digits."""
+    return int(Decimal(digits)) if len(digits) < _MAX_DIGITS else 0
+
+
 def _program(solution: str, body: str, task: dict[str, Any]) -> tuple[Program, str]:
     mark = secrets.token_hex(8)
     stdin = json.dumps({**task, "mark": mark}).encode() + b"\n"
-    files = {SOLUTION: solution.encode("utf-8", "surrogateescape")}
+    # half of a surrogate pair makes a file that Python refuses, as it should be
+    files = {SOLUTION: solution.encode("utf-8", "surrogatepass")}
     return Program(_START + body, stdin=stdin, files=files), mark
