@@ -89,6 +89,15 @@ def stepped(process, completion, *calls):
     return answer
 
 
+def test_a_class_that_is_called_is_a_reward_that_keeps_something(tmp_path):
+    (tmp_path / "reward.py").write_text(
+        "class Count:\n    def __init__(self): self.n = 0\n"
+        "    def __call__(self, response):\n        self.n += 1\n        return self.n\n"
+    )
+    process = EnvironmentProcess("reward", _built(resolve(f"{tmp_path}/reward.py:Count"), "reward", None))
+    assert [stepped(process, "a").result.reward, stepped(process, "b").result.reward] == [1.0, 2.0]
+
+
 def test_a_class_plays_conversations_with_its_settings(tmp_path):
     (tmp_path / "game.py").write_text(GAME)
     target = resolve(f"{tmp_path}/game.py:Count")

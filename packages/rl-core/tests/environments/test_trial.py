@@ -84,6 +84,7 @@ def test_a_notebook_tries_environments_in_its_running_loop(trial):
             "def helper(): return SCALE\nhelper()\ndef score(response): ...",
             r"NameError: .*\(at reward\.py:1\)",
         ),
+        ("def score(response):\n    return {}", "the reward has no parts"),
         ("class score: ...", "score is not an environment: it lacks the method `step`"),
         ("score = 3", "3 is not a function"),
     ],

@@ -222,7 +222,11 @@ def _instance(kind: type, config: Any) -> Environment:
     """The environment of a class."""
     built: Environment = _made(kind, config)
     if not _has_steps(built):
-        raise ValueError(f"{kind.__name__} is not an environment: it lacks the method `step` or `close`")
+        if callable(built):  # a reward that keeps something between calls
+            return as_environment(built)
+        raise ValueError(
+            f"{kind.__name__} is not an environment: it lacks the method `step` or `close`, or, as a reward, `__call__`"
+        )
     return built
 
 
