@@ -1,4 +1,4 @@
-"""The environments `match` and `multiple_choice`."""
+"""The environment `match`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from rl_core.testing.environment import EnvironmentSuite
 from rl_envs.match.config import MatchConfig
 from rl_envs.match.environment import MatchEnvironment
 from rl_envs.match.json_schema import satisfies
-from rl_envs.multiple_choice.config import MultipleChoiceConfig
-from rl_envs.multiple_choice.environment import MultipleChoiceEnvironment
 
 
 def _turn(completion: str, info: dict[str, Any], id: str = "0") -> Conversation:
@@ -32,14 +30,6 @@ class TestMatchConformance(EnvironmentSuite):
 
     def conversations(self) -> list[Conversation]:
         return [_turn(text, {"answer": "yes"}, text) for text in ("yes", "no", " yes ")]
-
-
-class TestMultipleChoiceConformance(EnvironmentSuite):
-    def environment(self) -> MultipleChoiceEnvironment:
-        return MultipleChoiceEnvironment(MultipleChoiceConfig())
-
-    def conversations(self) -> list[Conversation]:
-        return [_turn(text, {"answer": "B"}, text) for text in ("The answer is B.", "A", r"\boxed{B}")]
 
 
 @pytest.mark.parametrize(
@@ -134,28 +124,3 @@ def test_schemas_combine() -> None:
         assert satisfies(number, {"not": small}) == (number > 10)
     assert satisfies([1, "a", 2], {"prefixItems": [{"type": "integer"}, {"const": "a"}], "items": {"const": 2}})
     assert not satisfies([1, "a", 3], {"prefixItems": [{"type": "integer"}, {"const": "a"}], "items": {"const": 2}})
-
-
-@pytest.mark.parametrize(
-    ("completion", "reward"),
-    [
-        ("The answer is (C).", 1.0),
-        (r"So \boxed{\text{C}}", 1.0),
-        ("C", 1.0),
-        ("I compare A with B.\n**C**", 1.0),
-        ("The answer is D.", 0.0),
-        ("The answer is E.", 0.0),
-        ("no idea", 0.0),
-    ],
-)
-def test_the_chosen_letter_counts(completion: str, reward: float) -> None:
-    environment = MultipleChoiceEnvironment(MultipleChoiceConfig(num_choices=4))
-    assert _reward(environment, completion, answer="c") == reward
-
-
-def test_a_choice_of_no_option_is_no_answer_and_earns_no_format_reward() -> None:
-    environment = MultipleChoiceEnvironment(MultipleChoiceConfig(num_choices=4, format_reward=0.1))
-    assert _reward(environment, "The answer is E.", answer="C") == 0.0
-    assert _reward(environment, "The answer is A.", answer="C") == 0.1
-    with pytest.raises(ValueError, match="not one of 4 options"):
-        _reward(environment, "A", answer="Q")
