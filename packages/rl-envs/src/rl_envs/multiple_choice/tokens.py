@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-# Kinds of a letter that may be an option: `L` bare and capital, `l` bare, `W` enclosed as in `(b)`, `H` before a bracket
-# as in `B)`. Other kinds: `X` a box or tag, `d` an article, `e` a colon or the like, `x` anything else.
+# Kinds of a letter that may be an option: `L` bare and capital, `l` bare, `W` enclosed as in `(b)`, `H` before a
+# bracket as in `B)`. Other kinds: `X` a box or tag, `d` an article, `e` a colon or the like, `x` anything else.
 _VOCABULARY = {
     # a: what the question asks for, which the letter is said to be
     "a": "answer answers solution conclusion ans antwort réponse respuesta risposta resposta ответ 答案 答え 정답",
