@@ -15,14 +15,17 @@ import pytest
 from rl_core.environment import Conversation, UnusableAnswer
 from rl_core.errors import DataError
 from rl_core.testing.environment import EnvironmentSuite
+from rl_envs.code import harness
 from rl_envs.code.cases import Assertions, Calls, InputOutput, read_tests
 from rl_envs.code.comparison import same_text, same_value
 from rl_envs.code.config import CodeConfig
 from rl_envs.code.dataset import load
 from rl_envs.code.environment import CodeEnvironment
 from rl_envs.code.extraction import program_in
+from rl_envs.code.grading import grade
 from rl_envs.code.schemas import row_of
 from rl_envs.sandbox.config import SandboxConfig
+from rl_envs.sandbox.program import Limits, Outcome, Program
 from rl_envs.sandbox.sandbox import Sandbox, SandboxUnavailable
 
 DOUBLE = {"tests": [{"input": "2\n", "output": "4\n"}, {"input": "5\n", "output": "10"}]}
@@ -145,6 +148,25 @@ class TestConformance(EnvironmentSuite):
         pytest.param("```python\na\n``` That is all.", "a\n", id="words behind the closing fence"),
         pytest.param("Use ```a``` here.\n```python\nb\n```", "b\n", id="code in a line is no block"),
         pytest.param("```{python}\na\n```", "a\n", id="braces around the language"),
+        pytest.param("```{.python .numberLines}\na\n```", "a\n", id="attributes"),
+        pytest.param("```python:main.py\na\n```", "a\n", id="a name behind the language"),
+        pytest.param("~~~python ``` x\na\n~~~", "a\n", id="backticks behind tildes"),
+        pytest.param("1. ```python\n   a\n   ```\n2. Done.", "a\n", id="behind the number of a list"),
+        pytest.param("- ```py\n  if a:\n      b\n  ```", "if a:\n    b\n", id="behind the mark of a list"),
+        pytest.param("> ```python\n> a\n>\n> b\n> ```", "a\n\nb\n", id="a quotation"),
+        pytest.param(
+            '```python\n"""\n    ```\n    a\n    ```\n"""\n```',
+            '"""\n    ```\n    a\n    ```\n"""\n',
+            id="a fence that is indented further [commonmark/commonmark-spec#94]",
+        ),
+        pytest.param("```python\na\n   ```", "a\n", id="a closing fence with three spaces"),
+        pytest.param("```python\na\n`````", "a\n", id="a longer closing fence"),
+        pytest.param("   ```python\n a\n     b\n   ```", "a\n  b\n", id="less indented than its fence"),
+        pytest.param("```python\nx = '\u2028\x0c'\n```", "x = '\u2028\x0c'\n", id="other separators are no line ends"),
+        pytest.param("```python\ra\rb\r```", "a\nb\n", id="line ends of old machines"),
+        pytest.param("```python\na\n```\nFurther:\n```python\nb", "b\n", id="the last one is cut off"),
+        pytest.param("````markdown\n```python\na\n```\n````", None, id="within a block of another language"),
+        pytest.param("> " * 60_000 + "```\na", "a\n", id="many quotations"),
         pytest.param("\t```python\n\ta\n\t```", "a\n", id="tabs"),
         pytest.param("`" * 200_000, None, id="many backticks"),
         pytest.param("```\n" * 50_000, None, id="only fences"),
@@ -166,6 +188,8 @@ def test_the_last_block_of_python_counts(response: str, program: str | None) -> 
         pytest.param(10**400, 1.0, False, id="a whole number beyond the floats"),
         pytest.param(10**5000, 10**5000, True, id="huge"),
         pytest.param(-0.0, 0.0, True, id="zeros"),
+        pytest.param({"a": [float("nan")]}, {"a": [float("nan")]}, True, id="NaN within"),
+        pytest.param(10**400, 10.0**300, False, id="huge for a large float"),
     ],
 )
 def test_unusual_numbers_are_compared(value: Any, expected: Any, same: bool) -> None:
@@ -185,6 +209,25 @@ DEEP = "def f():\n    x = []\n    for _ in range(20_000):\n        x = [x]\n    
             1.0,
             id="a huge whole number",
         ),
+        pytest.param(
+            "def f():\n    return {'c', 'a', 'b'}",
+            {"function": "f", "tests": [{"arguments": [], "result": ["a", "b", "c"]}]},
+            1.0,
+            id="a set is in order",
+        ),
+        pytest.param(
+            "def f():\n    x = []\n    x.append(x)\n    return x",
+            {"function": "f", "tests": [{"arguments": [], "result": []}]},
+            0.0,
+            id="a list that holds itself",
+        ),
+        pytest.param(
+            "def f():\n    return 10**200_000",
+            {"function": "f", "tests": [{"arguments": [], "result": 0}]},
+            0.0,
+            id="a whole number beyond the limit",
+        ),
+        pytest.param("def add(a, b):\n    return b'3'", ADD, 0.0, id="bytes"),
         pytest.param("print('\ud83d')", DOUBLE, 0.0, id="half of a surrogate pair"),
         pytest.param("def add(a, b):\n    return '\ud83d'", ADD, 0.0, id="the same in a function"),
         pytest.param("def add(a, b):\n    return float('nan')", ADD, 0.0, id="NaN for a number"),
@@ -210,6 +253,12 @@ def test_an_unusual_program_scores_and_raises_nothing(
         ("1000000", "1000001", False),
         ("YES", "Yes", False),
         ("nan", "1.5", False),
+        ("NaN", "nan", True),
+        ("Infinity", "inf", True),
+        ("-inf", "inf", False),
+        ("1_000", "1000", False),
+        ("1e99999999999999999999", "1.0", False),
+        ("9" * 5000, "9" * 4999 + "8", False),
         ("", "1", False),
         ("1e999999999", "1.0", False),
     ],
@@ -236,6 +285,38 @@ def test_values_are_compared_by_type(value: Any, expected: Any, same: bool) -> N
     assert same_value(value, expected, 1e-6) == same
 
 
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        pytest.param('{"index": 0, "result": 1}', {"index": 0, "result": 1}, id="a report"),
+        pytest.param('{"index": 0, "result": ' + "[" * 100_000, None, id="deep"),
+        pytest.param('{"index": 0, "result": ' + "9" * 200_000 + "}", None, id="a whole number beyond the limit"),
+        pytest.param('{"index": 0, "resu', None, id="cut off"),
+        pytest.param("[]", None, id="no object"),
+        pytest.param('{"index": "0"}', None, id="no index"),
+    ],
+)
+def test_forged_reports_are_left_out(line: str, found: Any) -> None:
+    reports = harness.reports(Outcome("exit", 0, stdout=f"noise\nmark {line}\n".encode()), "mark")
+    assert reports == ({} if found is None else {0: found})
+
+
+def test_a_forged_error_is_no_text_of_any_depth() -> None:
+    class Forger:
+        def run(self, program: Program, limits: Limits) -> Outcome:
+            mark = json.loads(program.stdin)["mark"]
+            deep = "[" * 900 + "]" * 900
+            return Outcome("exit", 0, stdout=f'{mark} {{"index": 0, "error": {deep}}}\n'.encode())
+
+    verdict = grade("", Calls("f", ([],), ([1],)), Forger(), Limits(), tolerance=0.0, stop_early=False)
+    assert verdict.problem == "test 1: no result"
+
+
+def test_a_test_may_have_a_huge_whole_number() -> None:
+    text = f'[{{"arguments": [], "result": {"9" * 5000}}}]'
+    assert read_tests({"tests": text, "function": "f"}, None) == Calls("f", ([],), ([10**5000 - 1],))
+
+
 def test_tests_have_three_forms() -> None:
     assert read_tests(DOUBLE, None) == InputOutput((("2\n", "4\n"), ("5\n", "10")))
     assert read_tests({"tests": json.dumps(DOUBLE["tests"])}, 1) == InputOutput((("2\n", "4\n"),))
@@ -252,6 +333,13 @@ def test_tests_have_three_forms() -> None:
         ({"tests": [{"in": 1}]}, "input and output"),
         ({"tests": [{"input": 1}], "function": "f"}, "arguments and result"),
         ({"test_code": []}, "test_code"),
+        ({"test_code": 5}, "test_code"),
+        ({"tests": [{"input": None, "output": "x"}]}, "both texts"),
+        ({"tests": [{"arguments": {"a": 1}, "result": 1}], "function": "f"}, "the first a list"),
+        ({"tests": [{"arguments": "ab", "result": 1}], "function": "f"}, "the first a list"),
+        ({"tests": [{"arguments": [b"x"], "result": 1}], "function": "f"}, "plain data of JSON"),
+        ({"tests": [{"arguments": [10**5000], "result": 1}], "function": "f"}, "4300 digits"),
+        ({"tests": "[" * 100_000}, "not JSON"),
     ],
 )
 def test_a_row_without_usable_tests_is_refused(info: dict[str, Any], says: str) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_core.environment import UnusableAnswer
+from rl_envs.code.harness import whole_number
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def read_tests(info: Mapping[str, Any], most: int | None) -> Tests:
     """
     if "test_code" in info:
         given = info["test_code"]
-        texts = (given,) if isinstance(given, str) else tuple(given)
+        texts = tuple(given) if isinstance(given, list | tuple) else (given,)
         if not texts or not all(isinstance(text, str) and text.strip() for text in texts):
             raise UnusableAnswer(f"`test_code` must be Python text or a list of it, got {given!r:.80}")
         return Assertions(texts[:most])
@@ -64,20 +65,45 @@ def read_tests(info: Mapping[str, Any], most: int | None) -> Tests:
     tests = _list(info["tests"])[:most]
     try:
         if function := info.get("function"):
-            results = tuple(test["results"] if "results" in test else [test["result"]] for test in tests)
-            return Calls(str(function), tuple(test["arguments"] for test in tests), results)
-        return InputOutput(tuple((str(test["input"]), str(test["output"])) for test in tests))
+            calls = [_call(test) for test in tests]
+            return Calls(str(function), tuple(given for given, _ in calls), tuple(results for _, results in calls))
+        return InputOutput(tuple((_text(test["input"]), _text(test["output"])) for test in tests))
     except (KeyError, TypeError):
-        wanted = "arguments and result" if info.get("function") else "input and output"
-        raise UnusableAnswer(f"each of `tests` must be an object with {wanted}, got {tests!r:.80}") from None
+        wanted = "arguments and result, the first a list," if info.get("function") else "input and output, both texts,"
+        raise UnusableAnswer(f"each of `tests` must be an object with {wanted} got {_shown(tests)}") from None
+
+
+def _call(test: Mapping[str, Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Arguments of a call, and the results that are right; raise a `TypeError` or `KeyError` for another form."""
+    arguments, results = test["arguments"], test["results"] if "results" in test else [test["result"]]
+    if not isinstance(arguments, list | tuple) or not isinstance(results, list | tuple) or not results:
+        raise TypeError
+    try:
+        json.dumps(arguments)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UnusableAnswer(f"the arguments of a test must be plain data of JSON: {error}") from None
+    return arguments, results
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str | int | float):
+        raise TypeError
+    return str(value)
+
+
+def _shown(value: Any) -> str:
+    try:
+        return f"{value!r:.80}"
+    except (RecursionError, ValueError):
+        return f"a {type(value).__name__}"
 
 
 def _list(tests: Any) -> list[Any]:
     if isinstance(tests, str):
         try:
-            tests = json.loads(tests)
-        except ValueError as error:
+            tests = json.loads(tests, parse_int=whole_number)
+        except (ValueError, RecursionError) as error:
             raise UnusableAnswer(f"`tests` is text that is not JSON: {error}") from None
     if not isinstance(tests, list | tuple) or not tests:
-        raise UnusableAnswer(f"`tests` must be a list with at least one test, got {tests!r:.80}")
+        raise UnusableAnswer(f"`tests` must be a list with at least one test, got {_shown(tests)}")
     return list(tests)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from typing import Any
 
 _MAX_NUMBER = 400
 """Longest text that is compared as a number."""
+_NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,9})?", re.ASCII)
+_NOT_FINITE = {"nan": "nan", "inf": "inf", "infinity": "inf"}
 
 
 def same_text(output: str, expected: str, tolerance: float) -> bool:
@@ -24,7 +27,7 @@ def same_text(output: str, expected: str, tolerance: float) -> bool:
 
 
 def same_value(value: Any, expected: Any, tolerance: float) -> bool:
-    """Whether two values from JSON are equal; floats may differ by the tolerance."""
+    """Whether two values from JSON are equal; floats may differ by the tolerance, and NaN equals NaN."""
     if isinstance(value, bool) or isinstance(expected, bool):
         return value is expected
     if isinstance(expected, float) or isinstance(value, float):
@@ -61,7 +64,7 @@ def _same_words(words: list[str], others: list[str], tolerance: float) -> bool:
 def _same_number(word: str, expected: str, tolerance: float) -> bool:
     number, known = _number(word), _number(expected)
     if number is None or known is None:
-        return word.lower().lstrip("+-") == expected.lower().lstrip("+-") == "nan"
+        return _not_finite(word) == _not_finite(expected) is not None
     if number == known:
         return True
     has_point = "." in expected or "e" in expected.lower()
@@ -69,10 +72,13 @@ def _same_number(word: str, expected: str, tolerance: float) -> bool:
 
 
 def _number(word: str) -> Decimal | None:
-    if len(word) > _MAX_NUMBER:
+    if len(word) > _MAX_NUMBER or not _NUMBER.fullmatch(word):
         return None
-    try:
-        number = Decimal(word)
-    except InvalidOperation:
-        return None
-    return number if number.is_finite() and number.adjusted() < 300 else None
+    number = Decimal(word)
+    return number if number.adjusted() < 300 else None
+
+
+def _not_finite(word: str) -> str | None:
+    """The usual name of NaN, whose sign says nothing, or of an infinity, as languages write them."""
+    name = _NOT_FINITE.get(word.lower().lstrip("+-"))
+    return "-inf" if name == "inf" and word.startswith("-") else name

@@ -94,4 +94,7 @@ def _compared(value: object, results: Sequence[object], tolerance: float) -> str
 
 
 def _failure(report: dict[str, object] | None, outcome: Outcome, limits: Limits) -> str:
-    return outcome.describe(limits) if report is None else str(report.get("error", "no result"))
+    if report is None:
+        return outcome.describe(limits)
+    error = report.get("error")
+    return error if isinstance(error, str) else "no result"

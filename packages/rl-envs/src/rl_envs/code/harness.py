@@ -21,20 +21,23 @@ _MAX_DIGITS = 100_000
 
 _START = """
 import json, os, sys
+sys.set_int_max_str_digits(100_000)
 with open("solution.py", encoding="utf-8", errors="surrogateescape") as file:
     source = file.read()
 task = json.loads(sys.stdin.readline())
 report = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="backslashreplace")
 os.dup2(2, 1)  # output of the program must not reach the report
 sys.setrecursionlimit(50_000)
-sys.set_int_max_str_digits(100_000)
 space = {"__name__": "solution"}
 exec("from typing import *\\nimport collections, functools, heapq, itertools, math, re, string, bisect, random\\n"
      "from collections import *\\nfrom functools import *\\nfrom heapq import *\\nfrom itertools import *\\n"
      "from bisect import *\\nfrom math import *", space)
 def plain(value):
-    if isinstance(value, (set, frozenset, tuple)):
-        return list(value)
+    if isinstance(value, (set, frozenset)):
+        try:
+            return sorted(value)
+        except TypeError:
+            return sorted(value, key=repr)
     raise TypeError(type(value).__name__)
 def tell(index, **fields):
     try:
@@ -96,17 +99,23 @@ def reports(outcome: Outcome, mark: str) -> dict[int, dict[str, Any]]:
         if head != mark:
             continue
         try:
-            report = json.loads(text, parse_int=_integer)
-        except (ValueError, RecursionError):  # cut off at the limit of output, or forged
+            report = json.loads(text, parse_int=whole_number)
+        except (ValueError, RecursionError):  # cut off at the limit of output, forged, or an integer that is too long
             continue
         if isinstance(report, dict) and isinstance(report.get("index"), int):
             found[report["index"]] = report
     return found
 
 
-def _integer(digits: str) -> int:
-    """A whole number of any size; `int` refuses more than 4,300 digits."""
-    return int(Decimal(digits)) if len(digits) < _MAX_DIGITS else 0
+def whole_number(digits: str) -> int:
+    """Return the integer of a number in JSON; `int` refuses more than 4,300 digits.
+
+    Raises:
+        ValueError: If it has more than 100,000 digits.
+    """
+    if len(digits) > _MAX_DIGITS:
+        raise ValueError(f"a whole number has {len(digits)} digits; the limit is {_MAX_DIGITS}")
+    return int(Decimal(digits))
 
 
 def _program(solution: str, body: str, task: dict[str, Any]) -> tuple[Program, str]:
