@@ -1,4 +1,4 @@
-"""How the math grader scores pairs of answers of known truth, beside math-verify and plain sympy.
+"""How the math grader scores pairs of answers of known truth, next to math-verify and plain sympy.
 
     uv run --isolated --package rl-envs benchmarks/graders.py [--per-kind N] [--disagreements N]
 

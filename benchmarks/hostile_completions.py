@@ -4,7 +4,7 @@
 
 Every completion is read by every parser of tool calls, and scored by each grader in a process pool as a run has it,
 eight at a time with an ordinary completion among them. Prints, for each, exceptions, time-outs (deadline 30 s),
-neighbours whose score was another than it is alone, and hostile completions that were paid.
+neighbours whose score changed, and hostile completions that were paid.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def read(count: int) -> None:
 
 
 async def score(name: str, grader: Grader, count: int) -> None:
-    """One grader on every completion, eight at a time beside an ordinary one."""
+    """One grader on every completion, eight at a time with an ordinary one."""
     found = plugin(ENVIRONMENTS, grader.type)
     config = found.config(**{**grader.settings, "num_workers": 2, "deadline_s": 30.0})
     pool = EnvironmentPool.of(found.environment, config, name=grader.type)

@@ -113,7 +113,7 @@ def test_a_folder_with_one_file_and_an_index_of_others_is_refused(tmp_path):
 
 
 def test_a_folder_too_long_for_rays_sockets_is_named_with_the_remedy():
-    assert folder_problem(Path("/tmp/ray")) is None
-    problem, remedy = folder_problem(Path("/tmp/" + "x" * 60 + "/ray"))
+    assert folder_problem(Path("/var/ray")) is None
+    problem, remedy = folder_problem(Path("/var/" + "x" * 60 + "/ray"))
     assert "too long for Ray's sockets" in problem
     assert remedy.startswith("Set RAY_TMPDIR to a folder of at most")

@@ -71,7 +71,7 @@ def test_a_message_has_one_form_however_it_is_written(message, read):
         pytest.param({"from": "human", "value": "x"}, "rename `from` and `value`", id="ShareGPT"),
         pytest.param(
             calling(function={"name": "f", "arguments": "{"}),
-            "`arguments` is a text that is not valid JSON",
+            "`arguments` is not valid JSON",
             id="bad JSON",
         ),
         pytest.param(calling(function={"name": "f", "arguments": [1]}), "must be an object", id="a list of arguments"),

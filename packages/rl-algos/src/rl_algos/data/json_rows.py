@@ -54,11 +54,11 @@ def _reason(line: bytes, error: Exception) -> str:
         return "its lists and objects are nested too deeply"
     if not isinstance(error, json.JSONDecodeError):
         is_long = "set_int_max_str_digits" in str(error)
-        return "an integer has more than 4300 digits; write it as a text" if is_long else str(error)
+        return "an integer has more than 4300 digits; write it as a string" if is_long else str(error)
     what = error.msg.removesuffix(" at")
     remedy = ""
     if "control character" in what:
-        remedy = r"; write \t for a tab and \n for a line break in a text"
+        remedy = r"; write \t for a tab and \n for a line break in a string"
     elif line.strip() in (b"{", b"[") or (line and error.pos >= len(line.rstrip())):
         remedy = f"; {LINE_IS_ROW}"
     elif "property name enclosed in double quotes" in what and b"'" in line:

@@ -41,8 +41,8 @@ def as_messages(value: Any) -> tuple[Message, ...]:
 
 
 def as_tools(value: Any) -> tuple[Mapping[str, Any], ...]:
-    """Read the tools of a row: a list of JSON schemas as OpenAI's API takes them, or of their functions alone, or JSON
-    text of either.
+    """Read the tools of a row: a list of JSON schemas as OpenAI's API takes them, or only their functions, or JSON text of
+    either.
 
     Raises:
         DataError: if it is anything else.
@@ -61,7 +61,7 @@ def shown(value: Any) -> str:
 
 
 def _listed(text: str) -> list[Any] | None:
-    """The messages that a text is as JSON; None for any other text."""
+    """Return the messages that a JSON string holds; None for any other string."""
     if not text.lstrip().startswith("["):
         return None
     try:
@@ -149,7 +149,7 @@ def _json_of(text: str, name: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"`{name}` is a text that is not valid JSON ({error}): {shown(text)}") from None
+        raise DataError(f"`{name}` is not valid JSON ({error}): {shown(text)}") from None
 
 
 def refuse_surrogates(value: Any, name: str = "the row") -> None:

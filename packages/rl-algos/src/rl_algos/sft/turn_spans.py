@@ -41,7 +41,7 @@ def find_turns(
     """Find the turns to learn: what the template marks by `{% generation %}`, or, in a template without marks, what a
     rendered turn adds to the prompt before it.
 
-    Each turn is proven: it begins behind its prompt, holds what the message says and no other message, and ends with
+    Each turn is proven: it begins after its prompt, holds what the message says and no other message, and ends with
     one token that ends a turn.
 
     Args:
@@ -160,7 +160,7 @@ class _Conversation:
         return "remove the messages behind it, so that the row ends with what it learns"
 
     def _start(self, turn: str, index: int) -> int:
-        """Where a turn begins behind its prompt, in the rendered turn."""
+        """Return where a turn begins after its prompt, in the rendered turn."""
         prompt = self._prompt(index)
         if turn.startswith(prompt):
             self._check_header(turn[len(prompt) :], index)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from fractions import Fraction
 
 MAX_LENGTH = 2000
-"""Longest string that is read as an expression; longer numbers alone are read elsewhere."""
+"""Maximum length of an expression; longer numbers are read elsewhere."""
 MAX_DEPTH = 30
 """Maximum number of nested brackets."""
 MAX_BITS = 40_000
@@ -25,13 +25,13 @@ _CLOSING = {"(": ")", "{": "}", "[": "]"}
 
 
 class NotExact(ValueError):
-    """The string is no constant expression of the kinds that have an exact value, or too large a one."""
+    """The string is not a constant expression with an exact value, or is too large."""
 
 
 def exact_value(text: str) -> Fraction | None:
     """Return the value of a constant expression in LaTeX or plain form; None for anything else.
 
-    White space between two digits is no multiplication: `1 2` has no value.
+    White space between two digits does not multiply: `1 2` has no value.
     """
     if len(text) > MAX_LENGTH or not any(character.isdigit() for character in text):
         return None
@@ -100,7 +100,7 @@ class _Reader:
                 return value
 
     def _multiplies(self, kind: str) -> bool:
-        """Whether what follows is multiplied without a sign: a bracket, or anything behind a bracket."""
+        """Whether what follows is multiplied without a sign: a bracket, or anything after a bracket."""
         if kind == "open" and self._tokens[self._at][1] == "(":
             return True
         return kind in ("open", "frac", "binom") and self._tokens[self._at - 1][0] == "close"

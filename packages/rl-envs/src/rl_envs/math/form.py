@@ -35,7 +35,7 @@ _ENDLESS = {
 
 @dataclass(frozen=True)
 class Numeral:
-    """Digits in a base that is written beside them."""
+    """Digits with the base that is written next to them."""
 
     digits: str
     base: int
@@ -43,14 +43,14 @@ class Numeral:
 
 @dataclass(frozen=True)
 class Name:
-    """Words that are no mathematics; capital letters do not count."""
+    """Words that are not mathematics; case does not count."""
 
     words: str
 
 
 @dataclass(frozen=True)
 class Series:
-    """A sequence that goes on by dots, which is compared as it is written."""
+    """A sequence with dots, compared as it is written."""
 
     text: str
 
@@ -251,7 +251,7 @@ def _repeating(text: str) -> Fraction | None:
 
 
 def _split(text: str, separators: tuple[str, ...]) -> list[str]:
-    """The parts of a string between separators outside of brackets; none if there is no separator there."""
+    """The parts of a string between separators outside of brackets; empty without a separator there."""
     parts, depth, start, position = [], 0, 0, 0
     while position < len(text):
         found = next((each for each in separators if text.startswith(each, position)), "") if depth == 0 else ""

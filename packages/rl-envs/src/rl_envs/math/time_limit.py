@@ -15,13 +15,13 @@ CPU_S = 2.0
 
 
 class OutOfTime(BaseException):
-    """The limit has passed. Not an `Exception`, as libraries catch those and go on."""
+    """The limit has passed. Not an `Exception`, because libraries catch those and continue."""
 
 
 def within(cpu_s: float, compute: Callable[[], T]) -> T | None:
     """Return a result, or None if it takes too much processor time.
 
-    The limit holds in the main thread alone, in which an environment's process computes.
+    The limit holds only in the main thread, in which an environment's process computes.
     """
     if threading.current_thread() is not threading.main_thread():
         return compute()

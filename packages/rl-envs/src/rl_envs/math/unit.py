@@ -46,7 +46,7 @@ def unwrapped(text: str) -> str:
 
 
 def read_unit(text: str, *, is_marked: bool = True) -> str | None:
-    """Return a unit in one form, such as `m s^-2` for `m/s^2` and for `meters per second^2`; None if it is none.
+    """Return a unit in one form, such as `m s^-2` for `m/s^2` and for `meters per second^2`; None if it is not a unit.
 
     Args:
         is_marked: Whether it is set as text; otherwise one letter must be the symbol of a unit.
