@@ -41,8 +41,8 @@ def as_messages(value: Any) -> tuple[Message, ...]:
 
 
 def as_tools(value: Any) -> tuple[Mapping[str, Any], ...]:
-    """Read the tools of a row: a list of JSON schemas as OpenAI's API takes them, or only their functions, or JSON text of
-    either.
+    """Read the tools of a row: a list of JSON schemas as OpenAI's API takes them, or only their functions, or JSON
+    text of either.
 
     Raises:
         DataError: if it is anything else.
