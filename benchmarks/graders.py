@@ -22,8 +22,8 @@ import sympy
 from math_verify import parse, verify
 from sympy.parsing.sympy_parser import parse_expr
 
-from rl_envs.math.time_limit import within
 from rl_envs.math.verdict import judge
+from rl_envs.time_limit import within
 
 Verdict = bool | None
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)

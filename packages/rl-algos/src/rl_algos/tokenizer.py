@@ -122,9 +122,9 @@ def render(
     """
     require_chat_template(tokenizer)
     as_text = format_of(tokenizer.chat_template).arguments_as_text
-    plain = [_as_templates_take_it(message, arguments_as_text=as_text) for message in messages]
     shown = [dict(tool) for tool in tools] or None
     try:
+        plain = [_as_templates_take_it(message, arguments_as_text=as_text) for message in messages]
         return str(
             tokenizer.apply_chat_template(
                 plain, tools=shown, chat_template=template, tokenize=False, add_generation_prompt=add_generation_prompt

@@ -9,8 +9,8 @@ from rl_core.environment import Conversation, StepResult
 from rl_envs.math.config import MathConfig
 from rl_envs.math.extraction import extract
 from rl_envs.math.known_answer import KnownAnswers, known_answers
-from rl_envs.math.time_limit import CPU_S, within
 from rl_envs.math.verdict import judge
+from rl_envs.time_limit import CPU_S, within
 
 SHOWN = 200
 """Most characters of an extracted answer that are reported."""
