@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from fractions import Fraction
 from typing import Any
-
-from rl_core.environment import UnusableAnswer
 
 _TYPES: Mapping[str, Callable[[Any], bool]] = {
     "object": lambda value: isinstance(value, dict),
@@ -22,40 +20,57 @@ _TYPES: Mapping[str, Callable[[Any], bool]] = {
 }
 
 
-def satisfies(value: Any, schema: Any) -> bool:
-    """Whether a JSON value satisfies a schema.
+def check_schema(schema: Any, where: str = "") -> None:
+    """Raise a `ValueError` if `satisfies` cannot check a schema.
 
-    Raises:
-        UnusableAnswer: if the schema uses a keyword that is not supported, such as `$ref`.
+    Args:
+        schema: A JSON value.
+        where: Path of the schema within the whole one, for the message.
     """
     if isinstance(schema, bool):
-        return schema
-    if not isinstance(schema, Mapping):
-        raise UnusableAnswer(f"a JSON schema must be an object, got {schema!r:.80}")
+        return
+    if not isinstance(schema, dict):
+        raise ValueError(f"a JSON schema{where} must be an object, got {schema!r:.80}")
     unknown = sorted(set(schema) - _CHECKS.keys() - _NOTES)
     if unknown:
-        raise UnusableAnswer(
-            f"the keywords {', '.join(unknown)} of a JSON schema are not supported; supported are {', '.join(_CHECKS)}"
+        raise ValueError(
+            f"the keywords {', '.join(unknown)} of a JSON schema{where} are not supported; supported are "
+            f"{', '.join(_CHECKS)}"
         )
+    for keyword in schema.keys() & _RULES.keys():
+        wanted, is_valid = _RULES[keyword]
+        if not is_valid(schema[keyword]):
+            raise ValueError(f"{keyword!r} of a JSON schema{where} must be {wanted}, got {schema[keyword]!r:.80}")
+    for keyword in schema.keys() & _SCHEMAS.keys():
+        for place, inner in _SCHEMAS[keyword](schema[keyword]):
+            check_schema(inner, f" at {keyword}{place}")
+
+
+def satisfies(value: Any, schema: Any) -> bool:
+    """Return whether a JSON value, nested within bounds, satisfies a schema that `check_schema` accepts."""
+    if isinstance(schema, bool):
+        return schema
     return all(_CHECKS[key](value, rule, schema) for key, rule in schema.items() if key not in _NOTES)
 
 
 def same_json(a: Any, b: Any) -> bool:
-    """Whether two JSON values are equal; true and 1 are not."""
-    if isinstance(a, bool) or isinstance(b, bool):
-        return a is b
-    if isinstance(a, list) and isinstance(b, list):
-        return len(a) == len(b) and all(map(same_json, a, b))
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(same_json(a[key], b[key]) for key in a)
-    return bool(a == b)
+    """Return whether two JSON values are equal; true and 1 are not."""
+    return _key(a) == _key(b)
+
+
+def _key(value: Any) -> Hashable:
+    """A hashable value that is equal for equal JSON values only; 1 and 1.0 are equal."""
+    if isinstance(value, bool):
+        return ("bool", value)
+    if isinstance(value, list):
+        return ("list", *map(_key, value))
+    if isinstance(value, dict):
+        return ("dict", frozenset((key, _key(item)) for key, item in value.items()))
+    return value if value is None or isinstance(value, str) else ("number", value)
 
 
 def _type(value: Any, names: Any, _: Any) -> bool:
-    wanted = [names] if isinstance(names, str) else names
-    if not set(wanted) <= _TYPES.keys():
-        raise UnusableAnswer(f"a JSON schema names the type {names!r}; types are {', '.join(_TYPES)}")
-    return any(_TYPES[name](value) for name in wanted)
+    return any(_TYPES[name](value) for name in ([names] if isinstance(names, str) else names))
 
 
 def _properties(value: Any, rules: Any, _: Any) -> bool:
@@ -77,15 +92,16 @@ def _prefix(value: Any, rules: Any, _: Any) -> bool:
 
 
 def _unique(value: Any, rule: Any, _: Any) -> bool:
-    if not rule or not isinstance(value, list):
-        return True
-    return not any(same_json(a, b) for index, a in enumerate(value) for b in value[:index])
+    return not rule or not isinstance(value, list) or len({_key(item) for item in value}) == len(value)
 
 
 def _multiple(value: Any, step: Any, _: Any) -> bool:
-    if not _TYPES["number"](value):
-        return True
-    return math.isclose(value / step, round(value / step), rel_tol=0, abs_tol=1e-9)
+    return not _TYPES["number"](value) or _exact(value) % _exact(step) == 0
+
+
+def _exact(number: float) -> Fraction:
+    """The number that was written, rather than the nearest float: 0.3 is a multiple of 0.1."""
+    return Fraction(repr(number)) if isinstance(number, float) else Fraction(number)
 
 
 def _bound(kind: str, holds: Callable[[Any, Any], bool], measure: Callable[[Any], Any] = lambda value: value) -> Any:
@@ -123,3 +139,48 @@ _CHECKS: Mapping[str, Callable[[Any, Any, Any], bool]] = {
 
 _NOTES = frozenset({"$schema", "$id", "$comment", "title", "description", "default", "examples", "format"})
 """Keywords that say nothing about what is valid."""
+
+
+def _is_type(names: Any) -> bool:
+    wanted = [names] if isinstance(names, str) else names
+    return isinstance(wanted, list) and all(isinstance(name, str) and name in _TYPES for name in wanted)
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
+def _is_pattern(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and bool(re.compile(value))
+    except (re.error, RecursionError, OverflowError):
+        return False
+
+
+_NUMBER = ("a number", _TYPES["number"])
+_COUNT = ("a whole number of at least 0", lambda value: bool(_TYPES["integer"](value) and value >= 0))
+_FLAG = ("true or false", _TYPES["boolean"])
+_OBJECT = ("an object", _TYPES["object"])
+_LIST = ("a list with at least one schema", lambda value: isinstance(value, list) and bool(value))
+_RULES: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "type": (f"one or several of {', '.join(_TYPES)}", _is_type),
+    "enum": ("a list", _TYPES["array"]),
+    "properties": _OBJECT,
+    "required": ("a list of names", _is_texts),
+    "uniqueItems": _FLAG,
+    "multipleOf": ("a number above 0", lambda value: bool(_TYPES["number"](value) and value > 0)),
+    **dict.fromkeys(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"], _NUMBER),
+    **dict.fromkeys(["minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"], _COUNT),
+    "pattern": ("a regular expression", _is_pattern),
+    **dict.fromkeys(["anyOf", "allOf", "oneOf", "prefixItems"], _LIST),
+}
+"""Description and check of the value of each keyword that is not a schema itself."""
+
+_SCHEMAS: Mapping[str, Callable[[Any], list[tuple[str, Any]]]] = {
+    "properties": lambda rule: [(f".{name}", inner) for name, inner in rule.items()],
+    **dict.fromkeys(["additionalProperties", "items", "not"], lambda rule: [("", rule)]),
+    **dict.fromkeys(
+        ["anyOf", "allOf", "oneOf", "prefixItems"], lambda rule: [(f"[{i}]", r) for i, r in enumerate(rule)]
+    ),
+}
+"""The schemas within the value of a keyword, and their places in it."""
