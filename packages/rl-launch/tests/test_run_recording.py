@@ -92,7 +92,7 @@ def test_another_engine_needs_a_branch(tmp_path):
         ("policy.model_name=tiny-arithmetic", WhenChanged.NEW_RUN),
         ("policy.lora_cfg.enabled=true", WhenChanged.NEW_RUN),
         ("policy.optimizer.name=torch.optim.Adam", WhenChanged.NEW_RUN),
-        ("policy.hf_config_overrides={rope_theta: 1.0}", WhenChanged.NEW_RUN),
+        ("policy.hf_config_overrides={hidden_size: 8}", WhenChanged.NEW_RUN),
     ],
 )
 def test_each_key_of_a_run_has_its_rule(tmp_path_factory, override, rule):
