@@ -99,7 +99,7 @@ def _multiple(value: Any, step: Any, _: Any) -> bool:
     return not _TYPES["number"](value) or _exact(value) % _exact(step) == 0
 
 
-def _exact(number: float) -> Fraction:
+def _exact(number: Any) -> Fraction:
     """The number that was written, rather than the nearest float: 0.3 is a multiple of 0.1."""
     return Fraction(repr(number)) if isinstance(number, float) else Fraction(number)
 
