@@ -393,3 +393,18 @@ def test_reading_takes_linear_time(piece: str) -> None:
         return time.process_time() - begin
 
     assert seconds(64_000) < 16 * max(seconds(8_000), 0.01)
+
+
+@pytest.mark.parametrize(
+    ("completion", "letter"),
+    [
+        pytest.param("The answer is A.\nActually, A is wrong.", None, id="taken back in the next line"),
+        pytest.param("The answer is A. A is wrong.", None, id="taken back in the next sentence"),
+        pytest.param("The answer is A.\nNo, A is incorrect. The answer is C.", "C", id="taken back for another"),
+        pytest.param("The answer is B because B is wrong.", "B", id="the wrong one is asked for"),
+        pytest.param("B is wrong. The answer is B.", "B", id="the wrong one is asked for, and named first"),
+        pytest.param(r"\boxed{B} or \boxed{C}", None, id="two boxes"),
+    ],
+)
+def test_what_is_taken_back_is_not_stated(completion: str, letter: str | None) -> None:
+    assert stated_letter(completion) == letter

@@ -12,7 +12,7 @@ from rl_envs.multiple_choice.tokens import Tokens, read_tokens
 # The grammar is over the kinds of tokens (see `tokens`). Every repetition is bounded, so reading takes linear time.
 _LABEL = r"(?:o[LWHl]|[LWH])"
 _MORE = rf"(?:(?:,?k|,)[tfqo]{{0,2}}{_LABEL}){{0,26}}"
-_MORE_UNJUDGED = rf"(?:,?k[tfjqo]{{0,2}}{_LABEL}(?![mtc])|,{_LABEL}(?=[,k.\n]|\Z)){{0,26}}"
+_MORE_UNJUDGED = rf"(?:,?k[tfjqo]{{0,2}}X?{_LABEL}(?![mtc])|,{_LABEL}(?=[,k.\n]|\Z)){{0,26}}"
 _SAID = rf"{_LABEL}{_MORE_UNJUDGED}"
 _SUBJECT = rf"(?:o[LWHl]|[WH]|(?<!x)L){_MORE}"
 _FILL = r"[fjgodnmtq]{0,8}"
@@ -126,6 +126,7 @@ def _last(statements: Sequence[_Statement]) -> str | None:
 def _sentences(tokens: Tokens, listed: frozenset[int]) -> Iterator[_Statement]:
     kinds = tokens.kinds
     conditional, retracting, asked = _contexts(kinds)
+    stated: frozenset[str] = frozenset()
     position = 0
     while (found := _STATEMENT.search(kinds, position)) is not None:
         start, position = found.span()
@@ -139,16 +140,24 @@ def _sentences(tokens: Tokens, listed: frozenset[int]) -> Iterator[_Statement]:
         if is_negated and is_wrong:
             continue  # "B is not wrong" says little
         if is_negated or is_wrong:
-            # "B is wrong" may explain why B is the answer, unless it takes something back
-            if rule != "judged" or retracting[start]:
+            # "B is wrong" may explain why B is the answer, unless it takes back what was stated before
+            if rule != "judged" or retracting[start] or (letters & stated and not _is_reason(kinds, start, position)):
                 yield _Statement(start, letters, states=False)
             if is_negated and (but := _BUT.match(kinds, position)) is not None:
                 yield _Statement(position, _letters(tokens, *but.span()))
                 position = but.end()
         else:
+            stated |= letters
             yield _Statement(
                 start, letters, adds="q" in span or rule == "added", is_weak="t" in span or rule == "matched"
             )
+
+
+def _is_reason(kinds: str, start: int, end: int) -> bool:
+    """Return whether a verdict is the reason for an answer: "The answer is B because B is wrong", "B is wrong, as
+    asked"."""
+    sentence = max(kinds.rfind(mark, 0, start) for mark in ".?\n") + 1
+    return "b" in kinds[sentence:start] or kinds.startswith(",b", end)
 
 
 def _lines(tokens: Tokens) -> tuple[list[_Statement], list[_Statement], frozenset[int]]:
