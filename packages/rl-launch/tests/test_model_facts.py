@@ -94,6 +94,17 @@ def test_a_model_that_can_be_trained_is_not(tmp_path, fields, overrides, longest
     assert problems(config, longest_row=longest_row, has_scalar_head=True) == {}
 
 
+def test_a_download_of_the_hub_is_checked_as_a_folder_is(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    stored = tmp_path / "models--org--name"
+    (stored / "refs").mkdir(parents=True)
+    (stored / "refs" / "main").write_text("abc")
+    (stored / "snapshots").mkdir()
+    config = model(stored / "snapshots" / "abc", {"quantization_config": {"quant_method": "awq"}})
+    named = config.model_copy(update={"model_name": "org/name"})
+    assert "'org/name' is quantised by awq" in problems(named)["policy.model_name"]
+
+
 def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path):
     config = model(tmp_path / "m")
     check_tokenizer(SimpleNamespace(get_vocab=lambda: {"a": 15}), config)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rl_algos import hub
 from rl_core.config import Problem
 from rl_core.errors import ConfigError
 from rl_core.hf_config import custom_code, num_positions, unread_quantisation
@@ -23,26 +24,28 @@ _QUANTISED_PARTS = {
 
 
 def model_problems(key: str, model: ModelConfig, *, longest_row: int, has_scalar_head: bool) -> Iterator[Problem]:
-    """Find what a local model's config and headers rule out; nothing is said of a model on the hub.
+    """Find what rules a model out by its config and headers, in a folder or among the hub's downloads. Nothing is known
+    of a model that has to be downloaded.
 
     Args:
         key: Key of the model's section.
         longest_row: Maximum number of tokens of a row.
         has_scalar_head: Whether the run reads one number for each token, as those of a reward model.
     """
-    fields = local_hf_config(model)
+    folder = _folder(model.model_name)
+    fields = local_hf_config(model.model_copy(update={"model_name": folder}))
     if not fields:
         return
     name = f"{key}.model_name"
     # a composite model states both for all its parts
-    whole = {**_whole_config(model.model_name), **fields}
+    whole = {**_whole_config(folder), **fields}
     if (written := custom_code(whole)) and not _is_known(fields.get("model_type")):
         yield Problem(
             name,
             f"{model.model_name!r} needs code of its own ({written}), and code from a model's folder is not run; "
             f"transformers does not have the type {fields.get('model_type')!r}: choose a model of a type that it has",
         )
-    if method := unread_quantisation(whole) or _quantised_by(model.model_name):
+    if method := unread_quantisation(whole) or _quantised_by(folder):
         yield Problem(
             name,
             f"{model.model_name!r} is quantised by {method}, which cannot be trained from; name the model that it was "
@@ -58,11 +61,11 @@ def model_problems(key: str, model: ModelConfig, *, longest_row: int, has_scalar
             f"{limit}}}}}",
         )
     if has_scalar_head:
-        yield from _head_problems(name, model.model_name)
+        yield from _head_problems(name, model.model_name, folder)
 
 
-def _head_problems(key: str, name: str) -> Iterator[Problem]:
-    shape = _shapes(name).get("score.weight")
+def _head_problems(key: str, name: str, folder: str) -> Iterator[Problem]:
+    shape = _shapes(folder).get("score.weight")
     if shape is not None and shape[0] != 1:
         yield Problem(
             key,
@@ -72,12 +75,12 @@ def _head_problems(key: str, name: str) -> Iterator[Problem]:
 
 
 def check_tokenizer(tokenizer: Any, model: ModelConfig) -> None:
-    """Refuse a tokenizer with ids that a local model's embedding has no rows for.
+    """Refuse a tokenizer with ids that the embedding of a model on this machine has no rows for.
 
     Raises:
         ConfigError: naming both numbers.
     """
-    rows = local_hf_config(model).get("vocab_size")
+    rows = local_hf_config(model.model_copy(update={"model_name": _folder(model.model_name)})).get("vocab_size")
     largest = max(tokenizer.get_vocab().values(), default=0)
     if isinstance(rows, int) and largest >= rows:
         raise ConfigError(
@@ -85,6 +88,14 @@ def check_tokenizer(tokenizer: Any, model: ModelConfig) -> None:
             f"{rows} rows (vocab_size); resize the embedding and save the model, or name the tokenizer that belongs to "
             "it in policy.tokenizer.name"
         )
+
+
+def _folder(name: str) -> str:
+    """The folder of a model: its own, or that of its download."""
+    if Path(name).expanduser().is_dir():
+        return name
+    found = hub.downloaded("model", name)
+    return name if found is None else str(found)
 
 
 def _whole_config(name: str) -> dict[str, Any]:
