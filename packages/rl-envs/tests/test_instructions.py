@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import re
+import time
 from typing import Any
 
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from rl_core.environment import Conversation, UnusableAnswer
 from rl_core.testing.environment import EnvironmentSuite
-from rl_envs.instructions.checks import CHECKS, is_followed
+from rl_envs.instructions.asked import is_followed
+from rl_envs.instructions.checks import CHECKS
 from rl_envs.instructions.config import InstructionsConfig
 from rl_envs.instructions.environment import InstructionsEnvironment
+from rl_envs.instructions.row_check import check
 
 CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "keywords:existence": ({"keywords": ["Sea", "sun"]}, "the sun over the sea", "the sun"),
@@ -52,6 +58,10 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
 }
 
 
+def _asked(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"instruction_id_list": [name], "kwargs": [arguments]}
+
+
 def test_every_check_has_a_case() -> None:
     assert set(CASES) == set(CHECKS)
 
@@ -80,7 +90,7 @@ def test_rewards_are_for_all_or_for_a_share() -> None:
     [
         ({"answer": 1}, "instruction_id_list"),
         ({"instruction_id_list": ["none:such"]}, "there is no check"),
-        ({"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{"x": 1}]}, "unexpected keyword"),
+        ({"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{"x": 1}]}, "takes the arguments none, got x"),
         ({"instruction_id_list": ["punctuation:no_comma"], "kwargs": []}, "1 instructions and 0"),
         (
             {
@@ -89,11 +99,79 @@ def test_rewards_are_for_all_or_for_a_share() -> None:
             },
             "at least",
         ),
+        ({"instruction_id_list": "punctuation:no_comma"}, "needs the list"),
+        ({"instruction_id_list": [["x"]]}, "there is no check"),
+        ({"instruction_id_list": ["punctuation:no_comma"], "kwargs": "x"}, "must be a list"),
+        ({"instruction_id_list": ["punctuation:no_comma"], "kwargs": [5]}, "must be an object, got 5"),
+        (_asked("keywords:existence", keywords="word"), "must be a list of texts, got 'word'"),
+        (_asked("keywords:existence", keywords=[]), "must be a list of texts"),
+        (_asked("keywords:existence"), "takes the arguments keywords, got none"),
+        (_asked("keywords:letter_frequency", letter="", let_frequency=1, let_relation="at least"), "is not empty"),
+        (_asked("length_constraints:number_words", num_words="3", relation="at least"), "whole number, got '3'"),
+        (_asked("length_constraints:number_words", num_words=2.5, relation="at least"), "whole number, got 2.5"),
+        (_asked("length_constraints:number_words", num_words=3, relation=["at least"]), "one of at least"),
     ],
 )
 def test_a_row_without_usable_instructions_is_refused(info: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        check(info, InstructionsConfig())
     with pytest.raises(UnusableAnswer, match=says):
         InstructionsEnvironment(InstructionsConfig()).step([Conversation("0", (), info, "x")], [None])
+
+
+@pytest.mark.parametrize(
+    ("response", "follows"),
+    [
+        pytest.param('{"a": 1}', True, id="bare"),
+        pytest.param("\ufeff{}", True, id="byte-order mark"),
+        pytest.param("```json\r\n{}\r\n```", True, id="line ends of Windows"),
+        pytest.param("````\n{}\n````", True, id="a longer fence"),
+        pytest.param("~~~JSON\n{}\n~~~", True, id="tildes"),
+        pytest.param("```{}```", True, id="a fence in one line"),
+        pytest.param("Here:\n```json\n{}\n```", False, id="text before it"),
+        pytest.param("```json\n{}\n```\nThat is it.", False, id="text behind it"),
+        pytest.param("```python\n{}\n```", False, id="another language"),
+        pytest.param("NaN", False, id="NaN"),
+        pytest.param('{"a": 1, "a": 2}', False, id="a key twice"),
+        pytest.param("[" * 100_000, False, id="deep [Liquid4All/ifstruct#5]"),
+        pytest.param("9" * 5000, False, id="a huge number"),
+        pytest.param('"\\ud83d"', False, id="half of a surrogate pair"),
+        pytest.param("\ud83d", False, id="the same, bare"),
+    ],
+)
+def test_json_is_all_of_the_response(response: str, follows: bool) -> None:
+    assert is_followed("detectable_format:json_format", response, {}) == follows
+
+
+PATTERNS = {
+    "detectable_content:number_placeholders": r"\[.*?\]",
+    "detectable_content:postscript": r"(?m)^\s*p\s*\.\s*s\s*\..*$",
+    "detectable_format:number_bullet_lists": r"(?m)^\s*(?:\*(?!\*)|-)\s*\S.*$",
+}
+"""Patterns that count the same as the checks, in quadratic time."""
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(alphabet="[]a \n*-pP.sS", max_size=40))
+def test_counts_agree_with_plain_patterns(response: str) -> None:
+    counts = {name: len(re.findall(pattern, response.lower())) for name, pattern in PATTERNS.items()}
+    assume(response.strip())
+    number = counts["detectable_content:number_placeholders"]
+    assert is_followed("detectable_content:number_placeholders", response, {"num_placeholders": number})
+    assert not is_followed("detectable_content:number_placeholders", response, {"num_placeholders": number + 1})
+    has_one = counts["detectable_content:postscript"] > 0
+    assert is_followed("detectable_content:postscript", response, {"postscript_marker": "P.S."}) == has_one
+    number = counts["detectable_format:number_bullet_lists"]
+    assert is_followed("detectable_format:number_bullet_lists", response, {"num_bullets": number})
+
+
+@pytest.mark.parametrize("piece", ["[", "\n", " ", "<<", "*", "* \n", '!"', "a", "p.s.", "```\n", "Section 1"])
+def test_every_check_takes_little_time_on_repeats(piece: str) -> None:
+    response = "x" + piece * (60_000 // len(piece))
+    begin = time.process_time()
+    for name, (arguments, _, _) in CASES.items():
+        is_followed(name, response, arguments)
+    assert time.process_time() - begin < 2.0
 
 
 class TestConformance(EnvironmentSuite):

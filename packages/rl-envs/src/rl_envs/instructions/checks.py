@@ -5,44 +5,24 @@ Words are runs of letters, digits and apostrophes, where IFEval uses nltk's toke
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+
+from rl_core.model_json import MalformedJson, read_model_json
+from rl_envs.fences import fenced_blocks
 
 Check = Callable[..., bool]
 
 _WORD = re.compile(r"[\w']+")
-_RELATIONS: Mapping[str, Callable[[float, float], bool]] = {
+RELATIONS: Mapping[str, Callable[[float, float], bool]] = {
     "at least": lambda count, most: count >= most,
     "less than": lambda count, most: count < most,
     "at most": lambda count, most: count <= most,
 }
 
 
-def is_followed(name: str, response: str, arguments: Mapping[str, Any]) -> bool:
-    """Whether a response follows an instruction; an empty one follows none.
-
-    Args:
-        name: as IFEval has it, such as `punctuation:no_comma`.
-        arguments: its keyword arguments; those that are None are left out, as columnar files fill them in.
-
-    Raises:
-        ValueError: if there is no such check, or it takes other arguments.
-    """
-    if name not in CHECKS:
-        raise ValueError(f"there is no check of the instruction {name!r}; there are {', '.join(sorted(CHECKS))}")
-    given = {key: value for key, value in arguments.items() if value is not None}
-    try:
-        return bool(response.strip()) and CHECKS[name](response, **given)
-    except TypeError as error:
-        raise ValueError(f"instruction {name!r}: {error}") from None
-
-
 def _compare(count: float, relation: str, number: float) -> bool:
-    if relation not in _RELATIONS:
-        raise ValueError(f"a relation is one of {', '.join(_RELATIONS)}, got {relation!r}")
-    return _RELATIONS[relation](count, number)
+    return RELATIONS[relation](count, number)
 
 
 def _occurrences(word: str, response: str) -> int:
@@ -89,16 +69,16 @@ def _first_word(response: str, num_paragraphs: int, nth_paragraph: int, first_wo
 
 
 def _placeholders(response: str, num_placeholders: int) -> bool:
-    return len(re.findall(r"\[.*?\]", response)) >= num_placeholders
+    return len(re.findall(r"\[[^\[\]\n]*\]", response)) >= num_placeholders
 
 
 def _postscript(response: str, postscript_marker: str) -> bool:
     marker = r"\s*".join(map(re.escape, postscript_marker.lower().replace(" ", "")))
-    return re.search(rf"(?m)^\s*{marker}.*$", response.lower()) is not None
+    return re.search(rf"(?m)^[^\S\n]*{marker}", response.lower()) is not None
 
 
 def _bullets(response: str, num_bullets: int) -> bool:
-    return len(re.findall(r"(?m)^\s*(?:\*(?!\*)|-)\s*\S.*$", response)) == num_bullets
+    return len(re.findall(r"(?m)^[^\S\n]*(?:\*(?!\*)|-)\s*+\S", response)) == num_bullets
 
 
 def _constrained(response: str) -> bool:
@@ -117,16 +97,24 @@ def _sections(response: str, section_spliter: str, num_sections: int) -> bool:
 
 
 def _is_json(response: str) -> bool:
-    text = re.sub(r"^```(?:json)?|```$", "", response.strip(), flags=re.IGNORECASE).strip()
+    text = response.strip().removeprefix("\ufeff")
+    blocks = list(fenced_blocks(text))
+    if len(blocks) == 1 and text.startswith(("```", "~~~")):
+        language, body = blocks[0]
+        is_whole = text.endswith(("```", "~~~")) and text.count("\n") == body.count("\n") + 1
+        text = body if is_whole and language in ("json", "") else text
+    elif text.startswith("```") and text.endswith("```"):
+        text = re.sub(r"^```(?:json)?|```$", "", text, flags=re.IGNORECASE)
     try:
-        json.loads(text)
-    except (ValueError, RecursionError):
+        read_model_json(text.strip())
+    except MalformedJson:
         return False
     return True
 
 
 def _title(response: str) -> bool:
-    return any(title.strip("<> ") for title in re.findall(r"<<[^\n]+>>", response))
+    lines = (line for line in response.split("\n") if "<<" in line)
+    return any(line[line.find("<<") + 2 : max(0, line.rfind(">>"))].strip("<> ") for line in lines)
 
 
 def _two_responses(response: str) -> bool:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rl_core.environment import Conversation, StepResult, UnusableAnswer
-from rl_envs.instructions.checks import is_followed
+from rl_envs.instructions.asked import instructions_of, is_followed
 from rl_envs.instructions.config import InstructionsConfig
 
 
@@ -23,8 +23,8 @@ class InstructionsEnvironment:
         pass
 
     def _score(self, conversation: Conversation) -> StepResult:
-        asked = _instructions(conversation.info)
         try:
+            asked = instructions_of(conversation.info)
             followed = [is_followed(name, conversation.completion, arguments) for name, arguments in asked]
         except ValueError as error:
             raise UnusableAnswer(str(error)) from None
@@ -33,14 +33,3 @@ class InstructionsEnvironment:
         missed = [name for (name, _), done in zip(asked, followed, strict=True) if not done]
         reward = share if self._config.reward == "share" else strict
         return StepResult(reward=reward, info={"accuracy": strict, "followed": share, "missed": ", ".join(missed)})
-
-
-def _instructions(info: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    names, arguments = info.get("instruction_id_list"), info.get("kwargs")
-    if not names or not isinstance(names, list | tuple):
-        fields = ", ".join(sorted(map(str, info))) or "none"
-        raise UnusableAnswer(f"the row needs the list `instruction_id_list`; its fields are {fields}")
-    arguments = [{}] * len(names) if arguments is None else arguments
-    if len(arguments) != len(names):
-        raise UnusableAnswer(f"the row has {len(names)} instructions and {len(arguments)} entries of `kwargs`")
-    return [(str(name), each or {}) for name, each in zip(names, arguments, strict=True)]

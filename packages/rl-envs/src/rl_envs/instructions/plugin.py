@@ -7,5 +7,6 @@ PLUGIN = EnvironmentPlugin(
     name="instructions",
     config=InstructionsConfig,
     environment="rl_envs.instructions.environment:InstructionsEnvironment",
+    row_check="rl_envs.instructions.row_check:check",
     requirement=Requirement("rl-envs"),
 )

@@ -1,0 +1,74 @@
+"""The instructions of a row, read and checked."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from rl_envs.instructions.checks import CHECKS, RELATIONS
+
+
+def instructions_of(info: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Return names and arguments of the instructions in `instruction_id_list` and `kwargs`.
+
+    Raises:
+        ValueError: If there are none, or one has no check or does not fit it.
+    """
+    names, arguments = info.get("instruction_id_list"), info.get("kwargs")
+    if not names or not isinstance(names, list | tuple):
+        fields = ", ".join(sorted(map(str, info))) or "none"
+        raise ValueError(f"the row needs the list `instruction_id_list`; its fields are {fields}")
+    arguments = [{}] * len(names) if arguments is None else arguments
+    if not isinstance(arguments, list | tuple):
+        raise ValueError(f"`kwargs` must be a list with the arguments of each instruction, got {arguments!r:.80}")
+    if len(arguments) != len(names):
+        raise ValueError(f"the row has {len(names)} instructions and {len(arguments)} entries of `kwargs`")
+    return [(str(name), _fitting(name, each)) for name, each in zip(names, arguments, strict=True)]
+
+
+def is_followed(name: str, response: str, arguments: Mapping[str, Any]) -> bool:
+    """Return whether a response follows an instruction; an empty one follows none.
+
+    Args:
+        name: As in IFEval, such as `punctuation:no_comma`.
+        arguments: Its keyword arguments; those that are None are left out, as columnar files fill them in.
+
+    Raises:
+        ValueError: If there is no such check, or it takes other arguments.
+    """
+    given = _fitting(name, arguments)
+    return bool(response.strip()) and CHECKS[name](response, **given)
+
+
+def _fitting(name: Any, arguments: Any) -> dict[str, Any]:
+    """The arguments of a check without those that are None."""
+    if not isinstance(name, str) or name not in CHECKS:
+        raise ValueError(f"there is no check of the instruction {name!r:.80}; there are {', '.join(sorted(CHECKS))}")
+    if not isinstance(arguments, Mapping | None):
+        raise ValueError(f"the arguments of instruction {name!r} must be an object, got {arguments!r:.80}")
+    given = {key: value for key, value in (arguments or {}).items() if value is not None}
+    parameters = list(inspect.signature(CHECKS[name]).parameters.values())[1:]
+    takes = {each.name: str(each.annotation) for each in parameters}
+    if set(given) != set(takes):
+        raise ValueError(
+            f"instruction {name!r} takes the arguments {', '.join(takes) or 'none'}, got {', '.join(given) or 'none'}"
+        )
+    return {key: _typed(name, key, value, takes[key]) for key, value in given.items()}
+
+
+def _typed(name: str, key: str, value: Any, kind: str) -> Any:
+    if kind == "int" and isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1:
+        return int(value)  # columnar files write whole numbers as floats
+    is_relation = key.endswith("relation")
+    if kind == "str" and isinstance(value, str) and (value in RELATIONS if is_relation else value.strip()):
+        return value
+    if kind == "list[str]" and isinstance(value, list | tuple) and value and all(_is_word(word) for word in value):
+        return list(value)
+    wanted = {"int": "a whole number", "str": "text that is not empty", "list[str]": "a list of texts"}[kind]
+    wanted = f"one of {', '.join(RELATIONS)}" if is_relation else wanted
+    raise ValueError(f"{key!r} of instruction {name!r} must be {wanted}, got {value!r:.80}")
+
+
+def _is_word(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
