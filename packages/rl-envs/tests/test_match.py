@@ -11,7 +11,8 @@ from rl_core.environment import Conversation, UnusableAnswer
 from rl_core.testing.environment import EnvironmentSuite
 from rl_envs.match.config import MatchConfig
 from rl_envs.match.environment import MatchEnvironment
-from rl_envs.match.json_schema import satisfies
+from rl_envs.match.json_schema import check_schema, satisfies
+from rl_envs.match.row_check import check
 
 
 def _turn(completion: str, info: dict[str, Any], id: str = "0") -> Conversation:
@@ -64,8 +65,74 @@ def test_a_response_matches_by_its_mode(
 
 
 @pytest.mark.parametrize(
+    ("completion", "reward"),
+    [
+        pytest.param("{}", 1.0, id="bare"),
+        pytest.param("\ufeff{}", 1.0, id="byte-order mark"),
+        pytest.param("```json\r\n{}\r\n```", 1.0, id="line ends of Windows"),
+        pytest.param("````json\n{}\n````", 1.0, id="a longer fence"),
+        pytest.param("~~~\n{}\n~~~", 1.0, id="tildes"),
+        pytest.param("1. ```json\n   {}\n   ```", 1.0, id="within a list"),
+        pytest.param("```json\n{}", 1.0, id="a block that is not closed"),
+        pytest.param("```json\n{}\n```\n```python\nx\n```", 1.0, id="another language behind it"),
+        pytest.param("{} as asked", 0.0, id="text behind it"),
+        pytest.param('{"a": 1, "a": 2}', 0.0, id="a key twice"),
+        pytest.param("NaN", 0.0, id="NaN"),
+        pytest.param("[" * 990 + "]" * 990, 0.0, id="deep [Liquid4All/ifstruct#5]"),
+        pytest.param('{"a":' * 100_000, 0.0, id="deep and cut off"),
+        pytest.param("9" * 5000, 0.0, id="a huge number"),
+        pytest.param('"\\ud83d"', 0.0, id="half of a surrogate pair"),
+        pytest.param("\x00\ud800", 0.0, id="bytes of no text"),
+    ],
+)
+def test_json_of_a_response_is_read_within_bounds(completion: str, reward: float) -> None:
+    assert _reward(MatchEnvironment(MatchConfig(mode="json")), completion, answer={}) == reward
+    schema = {"type": "object", "maxProperties": 0}
+    assert _reward(MatchEnvironment(MatchConfig(mode="json_schema")), completion, schema=schema) == reward
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer"),
+    [
+        pytest.param("<a>x</a> <a>y</a>", "y", id="the last pair"),
+        pytest.param("<a>x</a> and </a>", "x", id="a closing tag too many"),
+        pytest.param("<a> or <a>y</a>", "y", id="an opening tag too many"),
+        pytest.param("<a>x</a> <a>y", "x", id="the last is cut off"),
+        pytest.param("<a>" * 60_000, None, id="opening tags only"),
+        pytest.param("</a>" * 60_000, None, id="closing tags only"),
+    ],
+)
+def test_the_answer_is_between_the_last_pair_of_tags(completion: str, answer: str | None) -> None:
+    environment = MatchEnvironment(MatchConfig(answer_tag="a"))
+    assert _reward(environment, completion, answer=answer or "none") == float(answer is not None)
+
+
+def test_a_pattern_that_takes_too_long_does_not_match(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rl_envs.match.environment.PATTERN_CPU_S", 0.05)
+    environment = MatchEnvironment(MatchConfig(mode="regex"))
+    assert _reward(environment, "a" * 40, pattern="(a+)+b") == 0.0
+    assert _reward(environment, "ab", pattern="(a+)+b") == 1.0
+    schemas = MatchEnvironment(MatchConfig(mode="json_schema"))
+    assert _reward(schemas, f'"{"a" * 40}"', schema={"pattern": "(a+)+b"}) == 0.0
+
+
+@pytest.mark.parametrize(
     ("settings", "info", "says"),
     [
+        ({"mode": "regex"}, {"pattern": 5}, "as text, got 5"),
+        ({"mode": "regex"}, {"pattern": "(" * 500 + "x" + ")" * 500}, "not a regular expression"),
+        ({"mode": "regex"}, {"pattern": "a{99999999999}"}, "not a regular expression"),
+        ({"mode": "json"}, {"answer": "NaN"}, "NaN is not a number of JSON"),
+        ({"mode": "json"}, {"answer": float("nan")}, "NaN is not a number of JSON"),
+        ({"mode": "json"}, {"answer": "[" * 40 + "]" * 40}, "more than 32 deep"),
+        ({"mode": "json"}, {"answer": {"a": b"x"}}, "not a value of JSON"),
+        ({"mode": "json_schema"}, {"schema": "{"}, "not JSON"),
+        ({"mode": "json_schema"}, {"schema": {"multipleOf": 0}}, "a number above 0"),
+        ({"mode": "json_schema"}, {"schema": {"minimum": "1"}}, "must be a number"),
+        ({"mode": "json_schema"}, {"schema": {"required": "a"}}, "a list of names"),
+        ({"mode": "json_schema"}, {"schema": {"pattern": "("}}, "a regular expression"),
+        ({"mode": "json_schema"}, {"schema": {"items": {"anyOf": [{"enum": 1}]}}}, "'enum' .* must be a list"),
+        ({"mode": "json_schema"}, {"schema": {"properties": {"a": {"type": "text"}}}}, r"at properties\.a must be"),
         ({}, {"other": 1}, "'answer'; its fields are other"),
         ({"mode": "regex"}, {"pattern": "("}, "not a regular expression"),
         ({"mode": "json_schema"}, {"schema": {"$ref": "#"}}, r"keywords \$ref .* not supported"),
@@ -73,8 +140,29 @@ def test_a_response_matches_by_its_mode(
     ],
 )
 def test_a_row_that_cannot_be_compared_is_refused(settings: dict[str, Any], info: dict[str, Any], says: str) -> None:
+    config = MatchConfig(**settings)
+    with pytest.raises(ValueError, match=says):
+        check(info, config)
     with pytest.raises(UnusableAnswer, match=says):
-        _reward(MatchEnvironment(MatchConfig(**settings)), "1", **info)
+        _reward(MatchEnvironment(config), "1", **info)
+
+
+@pytest.mark.parametrize(
+    ("value", "schema", "holds"),
+    [
+        pytest.param(10**30, {"multipleOf": 7}, False, id="a large number"),
+        pytest.param(1e30, {"multipleOf": 7}, False, id="a large float"),
+        pytest.param(0.3, {"multipleOf": 0.1}, True, id="a decimal"),
+        pytest.param(1e308, {"multipleOf": 1e-308}, True, id="a quotient beyond the floats"),
+        pytest.param([*range(100_000)], {"uniqueItems": True}, True, id="many items"),
+        pytest.param([1, 1.0], {"uniqueItems": True}, False, id="equal numbers"),
+        pytest.param([1, True, "1", None, [1], {"a": 1}], {"uniqueItems": True}, True, id="items of every type"),
+        pytest.param([{"a": [1], "b": 2}, {"b": 2, "a": [1.0]}], {"uniqueItems": True}, False, id="equal objects"),
+    ],
+)
+def test_numbers_are_exact_and_items_compared_as_values(value: Any, schema: dict[str, Any], holds: bool) -> None:
+    check_schema(schema)
+    assert satisfies(value, schema) == holds
 
 
 PERSON = {

@@ -303,10 +303,13 @@ def test_forged_reports_are_left_out(line: str, found: Any) -> None:
 
 def test_a_forged_error_is_no_text_of_any_depth() -> None:
     class Forger:
-        def run(self, program: Program, limits: Limits) -> Outcome:
+        def run(self, program: Program, limits: Limits | None = None) -> Outcome:
             mark = json.loads(program.stdin)["mark"]
             deep = "[" * 900 + "]" * 900
             return Outcome("exit", 0, stdout=f'{mark} {{"index": 0, "error": {deep}}}\n'.encode())
+
+        def close(self) -> None:
+            pass
 
     verdict = grade("", Calls("f", ([],), ([1],)), Forger(), Limits(), tolerance=0.0, stop_early=False)
     assert verdict.problem == "test 1: no result"
