@@ -1,5 +1,7 @@
 """Functions that score responses, by what their parameters are called."""
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -77,6 +79,43 @@ def test_an_async_function_scores_the_conversations_of_a_call_at_once():
     assert [each.reward for each in environment.step([said("a"), said("bb")], [None] * 2)] == [1.0, 2.0]
     # a client that it keeps belongs to one loop
     assert [each.reward for each in environment.step([said("ccc")], [None])] == [3.0]
+
+
+class _Length:
+    def __call__(self, response):
+        return float(len(response))
+
+    def method(self, response):
+        return self(response)
+
+
+class _AsyncLength(_Length):
+    async def __call__(self, response):
+        return float(len(response))
+
+
+async def _length(response, factor=1.0):
+    return factor * len(response)
+
+
+@pytest.mark.parametrize(
+    "score",
+    [
+        pytest.param(_Length(), id="an object"),
+        pytest.param(_Length().method, id="a method"),
+        pytest.param(_AsyncLength(), id="an object with an async call"),
+        pytest.param(functools.partial(_length, factor=1.0), id="a partial of an async function"),
+        pytest.param(functools.partial(_Length(), **{}), id="a partial of an object"),
+        pytest.param(lambda response: float(len(response)), id="a lambda"),
+    ],
+)
+def test_whatever_is_called_scores(score):
+    assert rewards(score, said("abc")) == [3.0]
+
+
+def test_a_builtin_that_takes_no_names_is_refused():
+    with pytest.raises(ValueError, match="by position only"):
+        as_environment(len)
 
 
 def test_a_function_of_lists_scores_many_at_once():

@@ -89,7 +89,7 @@ class _RewardFunction:
         self._name = getattr(score, "__name__", type(score).__name__)
         self._arguments = Arguments(score, self._name)
         self._scores_many = any(name in _OF_MANY for name in self._arguments.names)
-        self._together = Together() if inspect.iscoroutinefunction(score) else None
+        self._together = Together() if _is_async(score) else None
 
     def step(self, conversations: Sequence[Conversation], states: Sequence[Any]) -> list[StepResult]:
         if not conversations:
@@ -132,6 +132,11 @@ def _parameters(score: Callable[..., Any]) -> list[inspect.Parameter]:
     if unnamed:
         raise ValueError(f"it takes {', '.join(unnamed)} by position only; remove the `/` from its parameters")
     return parameters
+
+
+def _is_async(score: Callable[..., Any]) -> bool:
+    """Return whether a function, or the `__call__` of an object, is `async`."""
+    return inspect.iscoroutinefunction(score) or inspect.iscoroutinefunction(type(score).__call__)
 
 
 def _shown(value: Any) -> str:
