@@ -105,7 +105,7 @@ async def _length(response, factor=1.0):
         pytest.param(_Length().method, id="a method"),
         pytest.param(_AsyncLength(), id="an object with an async call"),
         pytest.param(functools.partial(_length, factor=1.0), id="a partial of an async function"),
-        pytest.param(functools.partial(_Length(), **{}), id="a partial of an object"),
+        pytest.param(functools.partial(_Length()), id="a partial of an object"),
         pytest.param(lambda response: float(len(response)), id="a lambda"),
     ],
 )
