@@ -11,6 +11,11 @@ from rl_envs.math.exact import exact_value
 from rl_envs.math.verdict import judge
 
 SAME = [
+    (r"1,2", r"x=1 \text{ or } x=2"),
+    (r"\text{5 m}", r"5\text{ m}"),
+    ("30", r"30^\circ"),
+    ("30 degrees", "30°"),
+    (r"\$5", "5 dollars"),
     (r"[-5,-3)", r"-5 \le x < -3"),
     (r"(1,2]", r"2 \geq t > 1"),
     ("1 1/2", "3/2"),
@@ -59,6 +64,10 @@ SAME = [
 ]
 
 DIFFERENT = [
+    (r"\sin(1)", r"\sin(1^\circ)"),
+    (r"30\text{ rad}", r"30^\circ"),
+    (r"\$5", "€5"),
+    ("£5", r"5\text{ euros}"),
     ("11/2", "1 1/2"),
     ("12", "1 2"),
     ("1/2^{60}", "1/2^{61}"),
@@ -165,7 +174,7 @@ def test_only_a_capital_letter_alone_makes_a_row_multiple_choice(answer):
     assert result.reward == 0.0
 
 
-@pytest.mark.parametrize("answer", [float("nan"), float("inf"), "", None, True, []])
+@pytest.mark.parametrize("answer", [float("nan"), float("inf"), "NaN", "", None, True, []])
 def test_an_answer_that_nobody_can_give_is_refused(answer):
     with pytest.raises(ValueError, match="answer"):
         MathEnvironment(MathConfig()).step([Conversation("0", (), {"answer": answer}, "1")], [None])

@@ -134,6 +134,8 @@ def is_variable(text: str) -> bool:
 def read(text: str, depth: int = 0) -> Form:
     """Read an answer."""
     text = _TEXT.sub(r"\1", text).strip() if _is_words(_TEXT.sub(r"\1", text)) else text.strip()
+    if (wrapped := _TEXT.fullmatch(text)) is not None:
+        text = wrapped[1].strip()
     if numeral := _NUMERAL.fullmatch(squeezed(text)):
         base = numeral[2] or numeral[3]
         if (base := _BASES.get(base, base)).isdigit():
@@ -178,7 +180,9 @@ def _compound(text: str, depth: int) -> Form | None:
         if items:
             return _pair_or_interval(plain[0] + plain[-1], items, depth)
         return None
-    if items := _split(re.sub(r"\b(?:and|or)\b|\\(?:text|quad)\{(?:and|or)\}", ",", text), (",", ";")):
+    if items := _split(
+        re.sub(r"\b(?:and|or)\b|\\(?:text|mbox|textrm)\s*\{\s*(?:and|or)\s*\}|\\quad", ",", text), (",", ";")
+    ):
         cleaned = [item for item in map(str.strip, items) if item]
         return _collection(cleaned, depth, is_ordered=False)
     if r"\pm" in plain or "±" in plain:

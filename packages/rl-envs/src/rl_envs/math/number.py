@@ -29,7 +29,8 @@ _GROUPED = re.compile(r"(?<![\d.])\d{1,3}(?:(?:\\[,; !]|~|[\u00a0\u2009\u202f])\
 _GROUP_GAP = re.compile(r"\\[,; !]|~|[\u00a0\u2009\u202f]")
 _DEGREES = re.compile(r"\s*(?:\^\s*\{?\s*\\circ\s*\}?|°)$")
 _MULTIPLES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_CURRENCY = re.compile(r"^([-+]?)\s*(?:\\?\$|€|£)\s*")
+_CURRENCY = re.compile(r"^([-+]?)\s*\\?(\$|€|£)\s*")
+_CURRENCIES = {"$": "dollar", "€": "euro", "£": "pound"}
 
 
 @dataclass(frozen=True)
@@ -71,10 +72,20 @@ def read_number(text: str) -> Number | None:
     text = text.strip().replace("−", "-").replace("–", "-").replace("{,}", ",").replace(r"\%", "%")
     text = _GROUPED.sub(lambda match: _GROUP_GAP.sub("", match[0]), text)
     text = re.sub(r"\\[,;:! ]|\\quad|~", " ", text).replace("\\left", "").replace("\\right", "").strip()
-    text = _CURRENCY.sub(r"\1", _DEGREES.sub("", text))
+    text, symbol = _without_symbol(text)
     text, factor, unit, percent = _without_unit(text)
     value = _value(text)
-    return None if value is None else Number(value * factor, percent, unit)
+    return None if value is None else Number(value * factor, percent, unit or symbol)
+
+
+def _without_symbol(text: str) -> tuple[str, str]:
+    """The text without a sign of degrees or of a currency, and the unit that the sign stands for."""
+    if _DEGREES.search(text):
+        return _DEGREES.sub("", text), "°"
+    currency = _CURRENCY.match(text)
+    if currency is None:
+        return text, ""
+    return _CURRENCY.sub(r"\1", text), _CURRENCIES[currency[2]]
 
 
 def _without_unit(text: str) -> tuple[str, int, str, bool]:

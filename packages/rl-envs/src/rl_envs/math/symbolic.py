@@ -57,6 +57,8 @@ _TOWER = re.compile(
 )
 """Powers of powers, large powers and factorials, which sympy would try to write out."""
 
+_DEGREES = (r"\circ", "°")
+"""Signs that the grammar drops, so that an angle in degrees would be read in radians."""
 _CONSTANTS = {"e": sympy.E, "i": sympy.I}
 
 
@@ -65,7 +67,7 @@ def are_equal(found: str, known: str) -> bool | None:
 
     A difference that is not zero to `DIGITS` digits refutes; only an exact simplification to zero proves.
     """
-    if not (_is_modest(found) and _is_modest(known)):
+    if not (_is_modest(found) and _is_modest(known)) or any(sign in found + known for sign in _DEGREES):
         return None
     try:
         mine, theirs = _parsed(found), _parsed_known(known)
