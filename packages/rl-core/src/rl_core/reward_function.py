@@ -144,6 +144,8 @@ def _shown(value: Any) -> str:
 
 
 def _result(returned: Any) -> StepResult:
+    if isinstance(returned, Mapping) and not returned:
+        raise UnusableAnswer("the reward has no parts: it is {}; return a number, or numbers by name")
     return returned if isinstance(returned, StepResult) else StepResult(reward=returned, done=True)
 
 

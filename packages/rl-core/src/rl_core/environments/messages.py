@@ -179,8 +179,6 @@ def plain_result(result: StepResult) -> StepResult:
 
 def _plain_reward(reward: float | Mapping[str, float]) -> float | dict[str, float]:
     named = reward if isinstance(reward, Mapping) else {"reward": reward}
-    if not named:
-        raise ValueError("the reward has no parts: it is {}; return a number, or numbers by name")
     plain = {str(name): _plain_number(str(name), value) for name, value in named.items()}
     return plain if isinstance(reward, Mapping) else plain["reward"]
 
