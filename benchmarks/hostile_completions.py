@@ -76,6 +76,7 @@ GRADERS = {
     "math (dapo)": Grader("math", {"answer_format": "dapo"}, {"answer": "12"}, "Answer: 12"),
     "multiple_choice": Grader("multiple_choice", {}, {"answer": "B"}, "It is B."),
     "match (exact)": Grader("match", {}, {"answer": "yes, indeed"}, "yes, indeed"),
+    "match (regex)": Grader("match", {"mode": "regex"}, {"pattern": "(a+)+b"}, "aab"),
     "match (json)": Grader("match", {"mode": "json"}, {"answer": {"a": 1}}, '{"a": 1}'),
     "match (json_schema)": Grader("match", {"mode": "json_schema"}, {"schema": {"required": ["qq"]}}, '{"qq": 1}'),
     "instructions": Grader(
@@ -84,6 +85,7 @@ GRADERS = {
         {"instruction_id_list": ["detectable_format:json_format"], "kwargs": [{}]},
         '{"a": 1}',
     ),
+    "text_tools": Grader("text_tools", {}, {"answer": "7"}, "The answer is 7."),
     "code": Grader("code", {}, {"tests": [{"input": "2\n", "output": "4\n"}]}, PROGRAM),
 }
 

@@ -8,9 +8,8 @@ from typing import Any
 from rl_core.environment import Conversation, StepResult
 from rl_envs.math.config import MathConfig
 from rl_envs.math.extraction import extract
-from rl_envs.math.known_answer import KnownAnswers, known_answers
-from rl_envs.math.verdict import judge
-from rl_envs.time_limit import CPU_S, within
+from rl_envs.math.known_answer import known_answers
+from rl_envs.math.verdict import judge_in_time
 
 SHOWN = 200
 """Most characters of an extracted answer that are reported."""
@@ -36,7 +35,9 @@ class MathEnvironment:
         config = self._config
         known = known_answers(conversation.info, config.answer_format)
         found = extract(conversation.completion, known.answer_format)
-        verdicts = [] if found is None else [_verdict(found.text, answer, known) for answer in known.answers]
+        verdicts = (
+            [] if found is None else [judge_in_time(found.text, each, known.answer_format) for each in known.answers]
+        )
         correct = True in verdicts
         well_formed = found is not None and (found.in_box or config.answer_format != "auto")
         reward = config.correct_reward if correct else config.wrong_reward
@@ -47,10 +48,3 @@ class MathEnvironment:
             return StepResult(reward=reward, info=info)
         formed = config.format_reward if well_formed else 0.0
         return StepResult(reward={"reward": reward + formed, "correct": reward, "format": formed}, info=info)
-
-
-def _verdict(found: str, answer: str, known: KnownAnswers) -> bool | None:
-    try:
-        return within(CPU_S, lambda: judge(found, answer, known.answer_format))
-    except RecursionError:
-        return None

@@ -27,6 +27,8 @@ _RELATION = re.compile(r"(\\leqslant|\\geqslant|\\leq?(?![A-Za-z])|\\geq?(?![A-Z
 _LESS = {"<": True, r"\lt": True, "<=": False, "≤": False, r"\le": False, r"\leq": False, r"\leqslant": False}
 _MORE = {">": True, r"\gt": True, ">=": False, "≥": False, r"\ge": False, r"\geq": False, r"\geqslant": False}
 _VARIABLE = re.compile(r"[A-Za-z]|\\(?:theta|alpha|beta|lambda|mu)")
+_TERM = r"\\?[A-Za-z]+(?: [A-Za-z]+)*(?:_\{?\w+\}?)?'?(?:\([^()]*\))?"
+_NAMED = re.compile(rf"{_TERM}(?:[-+]{_TERM})*")
 _ENDLESS = {
     r"\infty": 1, r"+\infty": 1, "∞": 1, "+∞": 1, "inf": 1, "infinity": 1, "oo": 1,
     r"-\infty": -1, "-∞": -1, "-inf": -1, "-infinity": -1, "-oo": -1,
@@ -120,10 +122,18 @@ def squeezed(text: str) -> str:
     which counts."""
 
     def space(match: re.Match[str]) -> str:
-        before, after = text[: match.start()][-1:], text[match.end() :][:1]
+        before = match.string[match.start() - 1 : match.start()]
+        after = match.string[match.end() : match.end() + 1]
         return " " if before.isalnum() and after.isalnum() else ""
 
     return _SPACE.sub(space, text.strip())
+
+
+def names_a_value(text: str) -> bool:
+    """Return whether the left side of an equation names its right side, as `x`, `f(x)`, `a_1`, `m+n` and words do, and
+    `x^2` does not."""
+    plain = squeezed(_TEXT.sub(r"\1", text))
+    return len(plain) <= MAX_LENGTH and _NAMED.fullmatch(plain) is not None
 
 
 def is_variable(text: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from rl_envs.math.agreement import all_of, matched
 from rl_envs.math.config import AnswerFormat
 from rl_envs.math.dapo import normalised
+from rl_envs.math.exact import exact_value
 from rl_envs.math.form import (
     Collection,
     Equation,
@@ -17,18 +18,28 @@ from rl_envs.math.form import (
     Series,
     Union,
     is_variable,
+    names_a_value,
     read,
     squeezed,
 )
 from rl_envs.math.number import Number, read_number
+from rl_envs.time_limit import CPU_S, within
 
 MAX_BITS = 4096
 """Largest value that is compared with an expression."""
 
 
 def is_correct(found: str, known: str, answer_format: AnswerFormat) -> bool:
-    """Return whether an answer equals the known one, as far as that can be decided."""
-    return judge(found, known, answer_format) is True
+    """Return whether an answer equals the known one, as far as that can be decided in time."""
+    return judge_in_time(found, known, answer_format) is True
+
+
+def judge_in_time(found: str, known: str, answer_format: AnswerFormat) -> bool | None:
+    """Return the verdict of `judge`; None if it takes too much processor time or too deep a recursion."""
+    try:
+        return within(CPU_S, lambda: judge(found, known, answer_format))
+    except RecursionError:
+        return None
 
 
 def judge(found: str, known: str, answer_format: AnswerFormat) -> bool | None:
@@ -85,7 +96,10 @@ def _same_equation(mine: Form, theirs: Form) -> bool | None:
         return are_equal(*(f"{each.left}={_text(each.right)}" for each in (mine, theirs)))
     equation, value = (mine, theirs) if isinstance(mine, Equation) else (theirs, mine)
     assert isinstance(equation, Equation)
-    return _same(equation.right, value)
+    same = _same(equation.right, value)
+    is_named = names_a_value(equation.left) or exact_value(equation.left) is not None
+    # of "x^2 = 4" it is unknown what is asked for
+    return same if is_named or same is False else None
 
 
 def _same_written(mine: Form, theirs: Form) -> bool:

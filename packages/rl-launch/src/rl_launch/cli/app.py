@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from datetime import datetime
 from pathlib import Path
@@ -22,9 +21,6 @@ from rl_launch.cli.completion import complete_override, complete_recipe
 from rl_launch.cli.failure import reported
 from rl_launch.cli.versions import versions
 from rl_launch.recipes import recipe_names
-
-_PIPE_CLOSED = 141
-"""Exit code of a program that SIGPIPE ends, as shells report it."""
 
 app = typer.Typer(
     name="rl",
@@ -246,10 +242,5 @@ def quickstart(
 
 
 def main() -> None:
-    """Entry point of `rl`. A reader that has enough, as `rl env list | head` does, ends it without a traceback."""
-    try:
-        app()
-    except BrokenPipeError:
-        # the interpreter flushes the stream at its end, which would fail again
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(_PIPE_CLOSED)
+    """Entry point of `rl`."""
+    app()

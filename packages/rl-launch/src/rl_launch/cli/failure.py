@@ -29,7 +29,7 @@ def reported() -> Iterator[Failure]:
     failure = Failure()
     try:
         yield failure
-    except (typer.Exit, BrokenPipeError):  # the second if a reader has enough, as `rl env list | head` does
+    except (typer.Exit, BrokenPipeError):  # click ends the second quietly, as in `rl env list | head`
         raise
     except KeyboardInterrupt:
         _say("interrupted")
