@@ -1,7 +1,13 @@
 """Layouts of ranks, and tiny models that fit them."""
 
+import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
 
 from rl_core.testing.torch.tiny_model import write_tiny_model
 
@@ -96,3 +102,19 @@ EXPERT_FAMILIES = ("qwen2_moe", "qwen3_moe", "qwen3_next", "mixtral", "deepseek_
 def write_family(folder: Path, family: str, **fields: Any) -> Path:
     """A tiny model of four layers."""
     return write_tiny_model(folder, family, **{"num_hidden_layers": 4, **FAMILIES[family], **fields})
+
+
+def write_mixed(folder: Path, family: str, pattern: str, **fields: Any) -> Path:
+    """A tiny model in bfloat16 except for tensors whose names match a pattern, which are float32."""
+    write_family(folder, family, **fields)
+    rewrite(folder, lambda name: torch.float32 if re.search(pattern, name) else torch.bfloat16, "bfloat16")
+    return folder
+
+
+def rewrite(folder: Path, dtype_of: Callable[[str], torch.dtype], stated: str | None) -> None:
+    """Change the dtypes of the tensors in a folder, and the one that its config states."""
+    file = folder / "model.safetensors"
+    tensors = {name: tensor.to(dtype_of(name)) for name, tensor in load_file(file).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": stated}))

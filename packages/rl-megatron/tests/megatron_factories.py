@@ -87,3 +87,50 @@ def layers_run_without_gradients(rank: Rank) -> list[int]:
     """Numbers of the layers that have run so, from 1."""
     layers = rank.held[HELD]._model.reading.chunks[0].decoder.layers
     return [layer.layer_number for layer in layers if layer.ran_without_gradients]
+
+
+def latent_rotary(rank: Rank, settings: dict[str, Any], dim: int, length: int) -> dict[str, Any]:
+    """Cosines and sines `[length, dim]` that latent attention rotates with, and the factor of its softmax scale.
+
+    Args:
+        settings: Fields of Megatron's config for the rotary embedding.
+        dim: Dims that are rotated.
+    """
+    from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEmbedding
+    from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_mscale
+
+    from rl_megatron import cpu_shim
+
+    cpu_shim.install()
+    given = dict(settings)
+    kind, factor, all_dim = given.pop("rope_type"), given["rotary_scaling_factor"], given["mscale_all_dim"]
+    if kind == "rope":
+        rotary = RotaryEmbedding(dim, rotary_percent=1.0, rotary_base=given["rotary_base"])
+        angles, scale = rotary.get_emb(length), 1.0
+    else:
+        given["scaling_factor"] = given.pop("rotary_scaling_factor")
+        angles, scale = YarnRotaryEmbedding(dim, **given).get_emb(length)
+    return {
+        "cosines": (angles.cos() * scale)[:, 0, 0].numpy(),
+        "sines": (angles.sin() * scale)[:, 0, 0].numpy(),
+        "attention_scale": _yarn_get_mscale(factor, all_dim) ** 2,
+    }
+
+
+def dropout_rates(rank: Rank) -> dict[str, set[float]]:
+    """Shares that attention and adapters of the model drop in training."""
+    (chunk,) = rank.held[HELD]._model.reading.chunks
+    layers = [layer.self_attention for layer in chunk.decoder.layers]
+    return {
+        "attention": {layer.core_attention.attention_dropout for layer in layers},
+        "adapters": {layer.linear_qkv.adapters.dropout for layer in layers},
+    }
+
+
+def hidden_dropout(rank: Rank, rate: float, compares: bool) -> set[float]:
+    """Shares of hidden states that layers and the embedding drop in training, with a config that says so."""
+    reading = rank.held[HELD]._model.reading
+    reading.config.hidden_dropout = rate
+    reading.train(True, compares=compares)
+    (chunk,) = reading.chunks
+    return {chunk.embedding.embedding_dropout.p, *(layer.hidden_dropout for layer in chunk.decoder.layers)}

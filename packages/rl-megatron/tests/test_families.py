@@ -76,6 +76,8 @@ def test_logprobs_and_gradients_are_those_of_transformers(ranks, folders, tmp_pa
 
 ROTARY = {
     "llama": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "qwen3": {"rope_type": "yarn", "factor": 4.0},
+    "glm4_moe": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.3},
     "deepseek_v3": {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0},
 }
 
@@ -127,8 +129,8 @@ def test_routing_that_megatron_computes_otherwise_is_refused(ranks, tmp_path, fi
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_other_rotary_embeddings_are_refused(ranks, tmp_path, family):
-    rope = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 16}
-    with pytest.raises(WorkerError, match="rotary embedding of type 'yarn' is not supported"):
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    with pytest.raises(WorkerError, match="rotary embedding of type 'dynamic' is not supported"):
         open_model(ranks, write_family(tmp_path, family, rope_parameters=rope), "tp1")
 
 

@@ -14,7 +14,9 @@ from transformers import PreTrainedConfig
 
 from rl_megatron.config import MegatronConfig
 from rl_megatron.families.catalog import family_of
+from rl_megatron.families.rotary import check_rope, scaling_fields
 from rl_megatron.plugin import key_heads_problem
+from rl_megatron.rope import fusion_problem
 from rl_megatron.transformer_fields import ON_CUDA, WITH_TE
 
 
@@ -60,7 +62,18 @@ def transformer_config(
             f"megatron_cfg.megatron_kwargs {backend.megatron_kwargs} does not fit the model or the layout: {error}"
         ) from error
     _check_virtual_stages(config, backend)
+    if not config.multi_latent_attention:
+        _scale_rotary(config, hf)
     return config
+
+
+def _scale_rotary(config: TransformerConfig, hf: PreTrainedConfig) -> None:
+    """Set what Megatron's attention scales the rotary embedding by; it looks for attributes that are not fields."""
+    problem = fusion_problem(hf.to_dict(), {"apply_rope_fusion": config.apply_rope_fusion})
+    if problem:
+        raise ValueError(f"megatron_cfg.megatron_kwargs.apply_rope_fusion {problem}")
+    check_rope(hf)
+    vars(config).update(scaling_fields(hf))
 
 
 def _further(backend: MegatronConfig, *, is_cuda: bool, has_te: bool) -> dict[str, Any]:

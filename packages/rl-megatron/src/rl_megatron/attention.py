@@ -40,7 +40,7 @@ class RowAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.scale = softmax_scale or 1 / math.sqrt(k_channels or config.kv_channels)
-        self.dropout = config.attention_dropout
+        self.attention_dropout = config.attention_dropout
         self.window = None if config.window_size is None else config.window_size[0] + 1
         self.group: dist.ProcessGroup = pg_collection.cp
 
@@ -85,7 +85,7 @@ class RowAttention(nn.Module):
         return self._rows(*parts, lengths=lengths)[0].transpose(0, 1).flatten(1)
 
     def _is_flash(self, query: Tensor, value: Tensor) -> bool:
-        is_plain = self.group.size() == 1 and (self.dropout == 0.0 or not self.training)
+        is_plain = self.group.size() == 1 and (self.attention_dropout == 0.0 or not self.training)
         is_half = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
         return is_plain and is_half and query.shape[-1] == value.shape[-1]
 
@@ -118,7 +118,7 @@ class RowAttention(nn.Module):
             mask = distance >= 0
             if self.window is not None:
                 mask &= distance < self.window
-        dropout = self.dropout if self.training else 0.0
+        dropout = self.attention_dropout if self.training else 0.0
         if dropout == 0.0:
             return self._product(query, key, value, mask, 0.0)
         # heads differ between tensor-parallel ranks, so dropout must differ too

@@ -116,7 +116,7 @@ class GatedDeltaNet(nn.Module):
 
     def _convolved(self, mixed: Tensor) -> Tensor:
         """Each channel of `[rows, tokens, channels]`, convolved over the tokens up to each."""
-        weight = self.conv_weight
+        weight = self.conv_weight.to(mixed.dtype)
         out = F.conv1d(mixed.transpose(1, 2), weight, padding=weight.shape[-1] - 1, groups=len(weight))
         return F.silu(out[..., : mixed.shape[1]]).transpose(1, 2)
 

@@ -14,6 +14,7 @@ from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEm
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
@@ -85,6 +86,7 @@ class ReadingModel:
         adapters: by the name of the weight that each sits on, over the whole model.
         routing: the routers of a mixture of experts.
         replay: of the generator's routing; None if it is not replayed.
+        asks_for_dropout: Whether the user set the model's dropout, which is then active under every loss.
     """
 
     chunks: list[Chunk]
@@ -97,6 +99,7 @@ class ReadingModel:
     adapters: dict[str, AdapterMap] = field(default_factory=dict)
     routing: Routing | None = None
     replay: Replay | None = None
+    asks_for_dropout: bool = False
 
     def __post_init__(self) -> None:
         self.is_last_stage = parallel_state.is_pipeline_last_stage()
@@ -112,10 +115,21 @@ class ReadingModel:
         """Whether it has a head of one output."""
         return self.role in HEADLESS_ROLES
 
-    def train(self, mode: bool) -> None:
-        """Put dropout on or off."""
+    def train(self, mode: bool, *, compares: bool = False) -> None:
+        """Turn dropout on or off.
+
+        Args:
+            compares: Whether results are compared with logprobs of another pass: the model's own dropout is then off
+                unless the user asked for it; dropout of adapters is always asked for.
+        """
+        drops = not compares or self.asks_for_dropout
         for chunk in self.chunks:
             chunk.train(mode)
+            _set_dropout(
+                chunk,
+                hidden=self.config.hidden_dropout if drops else 0.0,
+                attention=self.config.attention_dropout if drops else 0.0,
+            )
 
     def parameters(self) -> list[nn.Parameter]:
         """All parameters of this rank."""
@@ -167,7 +181,11 @@ class ReadingModel:
         return tensor_parallel.copy_to_tensor_model_parallel_region(hidden)
 
     def head_weight(self) -> Tensor:
-        """`[vocab, hidden]`, this rank's part of the weight that makes logits; the embedding's if they are tied."""
+        """Return `[vocab, hidden]`, this rank's part of the weight that makes logits, in the dtype of hidden states."""
+        return self.head_parameter().to(self.config.params_dtype)
+
+    def head_parameter(self) -> Tensor:
+        """Return the same as it is held; the embedding's if they are tied."""
         last = self.chunks[-1]
         if last.share_embeddings_and_output_weights:
             return last.shared_embedding_or_output_weight()
@@ -219,6 +237,7 @@ def build_model(
         is_packed,
         routing=None if megatron.num_moe_experts is None else Routing(chunks, megatron),
         replay=Replay(chunks, megatron) if backend.moe_router_replay else None,
+        asks_for_dropout=any(name.endswith("dropout") for name in config.hf_config_overrides),
     )
 
 
@@ -269,6 +288,22 @@ def forget_tokens(chunks: Sequence[nn.Module]) -> None:
             if isinstance(module, MoELayer):
                 kept = vars(module.token_dispatcher)
                 kept.update({name: None for name, value in kept.items() if isinstance(value, Tensor)})
+
+
+def _set_dropout(chunk: nn.Module, *, hidden: float, attention: float) -> None:
+    """Set the shares that a chunk's layers drop in training, and leave those of adapters as they are.
+
+    Args:
+        hidden: Of hidden states.
+        attention: Of the weights of attention; its modules, like Transformer Engine's, have it as `attention_dropout`.
+    """
+    for name, module in chunk.named_modules():
+        if isinstance(module, TransformerLayer):
+            module.hidden_dropout = hidden
+        elif isinstance(module, nn.Dropout):
+            module.p = attention if ".core_attention." in name else hidden
+        elif "attention_dropout" in vars(module):
+            module.attention_dropout = attention
 
 
 def _freeze_routers(chunks: list[Chunk]) -> None:

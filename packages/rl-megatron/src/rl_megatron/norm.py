@@ -31,4 +31,4 @@ class RMSNorm(nn.Module):
         normed = wide * (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()
         if self.is_zero_centered:
             return (normed * (1 + self.weight.float())).to(hidden.dtype)
-        return self.weight * normed.to(hidden.dtype)
+        return self.weight.to(hidden.dtype) * normed.to(hidden.dtype)

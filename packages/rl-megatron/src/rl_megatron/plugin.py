@@ -12,6 +12,7 @@ from rl_core.model_config import local_hf_config, num_experts_of
 from rl_core.plugins import BackendPlugin, Requirement
 from rl_core.selfcheck import MeshCase, at_most_two
 from rl_megatron.config import MegatronConfig
+from rl_megatron.rope import fusion_problem, rope_problem
 from rl_megatron.transformer_fields import ON_CUDA, WITH_FP8, WITH_TE
 
 KEY = "megatron_cfg"
@@ -86,6 +87,17 @@ def check_shape(section: Any, config: Any) -> Iterable[Problem]:
             f"{stages} stages (pipeline_model_parallel_size x virtual_pipeline_model_parallel_size) of {layers} layers "
             f"leave some empty; have at most {layers}",
         )
+
+
+def check_rope(section: Any, config: Any) -> Iterable[Problem]:
+    """A rotary embedding that Megatron's layers do not compute, if the model's config is on this machine."""
+    fields = local_hf_config(section)
+    problem = rope_problem(fields)
+    if problem:
+        yield Problem("model_name", problem)
+    problem = fusion_problem(fields, section.megatron_cfg.megatron_kwargs)
+    if problem:
+        yield Problem(f"{KEY}.megatron_kwargs.apply_rope_fusion", problem)
 
 
 def key_heads_problem(num_heads: int) -> str:
@@ -312,6 +324,7 @@ PLUGIN = BackendPlugin(
     checks=(
         check_layout,
         check_shape,
+        check_rope,
         check_recompute,
         check_lora,
         check_8_bit,

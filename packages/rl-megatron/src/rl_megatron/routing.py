@@ -97,6 +97,11 @@ class RowRouter(TopKRouter):
         self.rows.start(is_recomputed=is_recomputed)
         self.noted = None
 
+    def gating(self, hidden: Tensor) -> Tensor:
+        """Return the logits `[..., experts]`; a float32 weight takes its input in float32."""
+        logits: Tensor = super().gating(hidden.to(self.weight.dtype))
+        return logits
+
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Route as Megatron's router does, for the rows that were handed over."""
         assert padding_mask is None

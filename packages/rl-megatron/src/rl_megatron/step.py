@@ -97,7 +97,7 @@ class MegatronModel:
         """Forward and backward through all stages; each rank is left with the gradients that it steps, and with metrics
         of the loss that balances experts."""
         model, routing = self.reading, self.reading.routing
-        model.train(True)
+        model.train(True, compares=run.compares)
         _run(model, run, chunks=self._chunks, scale=_auxiliary_scale(model, run.num_tokens, self._mesh))
         self._biases = [] if routing is None else routing.biases()
         finalize_model_grads(self._chunks)

@@ -23,6 +23,7 @@ from rl_megatron.families.catalog import family_of
 from rl_megatron.gathering import Gathering, Holding
 from rl_megatron.model import EMBEDDING, LM_HEAD, ReadingModel
 from rl_megatron.parallel.mesh import Mesh
+from rl_megatron.precision import hold_in_float32, is_kept, kept_in_float32
 
 SCORE = "score.weight"
 BUCKET_BYTES = 64 * 2**20
@@ -49,14 +50,16 @@ class Weights:
     """The maps of a model's weights, what this rank holds of them, and who holds the rest.
 
     Args:
-        model: as built; the tensors keep their identity.
+        model: as built; the tensors keep their identity. Those that stay float32 become so.
+        files: that hold the weights.
 
     Raises:
         ValueError: if the family's maps and the model do not agree, or the layout does not divide a weight.
     """
 
-    def __init__(self, model: ReadingModel, mesh: Mesh) -> None:
+    def __init__(self, model: ReadingModel, files: WeightFiles, mesh: Mesh) -> None:
         self._model = model
+        self._files = files
         self._mesh = mesh
         self._place = Place(
             (parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()),
@@ -67,6 +70,9 @@ class Weights:
         self.maps = [*self._own_maps, *adapters]
         self.held = held_weights(model.chunks, model.config, parallel_state.get_expert_model_parallel_rank())
         self._check()
+        self._kept = kept_in_float32(model.hf, self._own_maps, files)
+        wide = [entry for entry in self._own_maps if is_kept(entry, self._kept)]
+        hold_in_float32(model.chunks, self.held, wide, model.config)
         holdings = {
             entry.target: Holding(self._place.of(entry)[0], tuple(self.held[entry.target].shape))
             for entry in self.maps
@@ -93,7 +99,7 @@ class Weights:
 
     def specs(self, dtype: str) -> list[TensorSpec]:
         """All tensors by Hugging Face name, in the order of `stream`."""
-        return [spec for entry in self._sent for spec in _specs_of(entry, dtype)]
+        return [spec for entry in self._sent for spec in self._specs_of(entry, dtype)]
 
     @property
     def kept(self) -> dict[str, Tensor]:
@@ -108,20 +114,20 @@ class Weights:
             if target in adapters or target == SCORE or not isinstance(tensor, nn.Parameter)
         }
 
-    def load(self, files: WeightFiles, initial: InitialFactors) -> None:
+    def load(self, initial: InitialFactors) -> None:
         """Fill this rank's parameters, reading its slices alone; a head that the files lack is made by `new_head`, and
         adapters start as those of peft.
 
         Raises:
             ValueError: naming weights that are missing, unexpected, or of another shape.
         """
-        self._check_names(files)
-        with files.open() as opened, torch.no_grad():
+        self._check_names()
+        with self._files.open() as opened, torch.no_grad():
             for entry in self._own_maps:
                 target = self.held.get(entry.target)
                 if target is None:
                     continue
-                if entry.target == SCORE and SCORE not in files.names:
+                if entry.target == SCORE and SCORE not in self._files.names:
                     std = self._model.hf.initializer_range
                     target.copy_(new_head(self._model.role, target.shape, std=std, seed=initial.seed))
                 else:
@@ -146,16 +152,15 @@ class Weights:
             merges_adapters: whether adapters are added to the weights that they sit on.
         """
         adapters = self._model.adapters if merges_adapters else {}
-        bucket: list[tuple[WeightMap, torch.dtype]] = []
+        bucket: list[WeightMap] = []
         size = 0
         for entry in self._sent:
-            wanted = entry, getattr(torch, entry.dtype or dtype)
-            bucket.append(wanted)
-            size += sum(num_bytes(spec) for spec in _specs_of(entry, dtype))
+            bucket.append(entry)
+            size += sum(num_bytes(spec) for spec in self._specs_of(entry, dtype))
             if size >= bucket_bytes:
-                yield from self._merged(bucket, adapters, everywhere=everywhere)
+                yield from self._merged(bucket, dtype, adapters, everywhere=everywhere)
                 bucket, size = [], 0
-        yield from self._merged(bucket, adapters, everywhere=everywhere)
+        yield from self._merged(bucket, dtype, adapters, everywhere=everywhere)
 
     def adapter_specs(self, dtype: str) -> list[TensorSpec]:
         """The tensors of `adapters` in their order."""
@@ -216,35 +221,47 @@ class Weights:
 
     def _merged(
         self,
-        bucket: Sequence[tuple[WeightMap, torch.dtype]],
+        bucket: Sequence[WeightMap],
+        dtype: str,
         merged_in: Mapping[str, AdapterMap],
         *,
         everywhere: bool,
     ) -> Iterator[list[tuple[str, Tensor | None]]]:
         """The tensors of each parameter by name, with what these adapters add in float32."""
         held = self._model.config.params_dtype
-        names = [[source.name for source in entry.sources] for entry, _ in bucket]
+        specs = [self._specs_of(entry, dtype) for entry in bucket]
+        names = [[spec.name for spec in own] for own in specs]
         adapters = {name: merged_in[name] for name in chain(*names) if name in merged_in}
         wanted = [
-            (entry, dtype if adapters.keys().isdisjoint(own) else held)
-            for (entry, dtype), own in zip(bucket, names, strict=True)
+            (entry, self._gathered_dtype(entry, getattr(torch, dtype) if adapters.keys().isdisjoint(own) else held))
+            for entry, own in zip(bucket, names, strict=True)
         ]
         halves = [(half, held) for adapter in adapters.values() for half in (adapter.down, adapter.up)]
         whole = self._gathering.join([*wanted, *halves], everywhere=everywhere)
         factors = dict(
             zip(adapters, zip(whole[len(bucket) :: 2], whole[len(bucket) + 1 :: 2], strict=True), strict=True)
         )
-        for (_, dtype), own, tensors in zip(bucket, names, whole, strict=False):
+        for own, tensors in zip(specs, whole, strict=False):
             if tensors is None:
-                yield [(name, None) for name in own]
+                yield [(spec.name, None) for spec in own]
                 continue
-            merged = dict(zip(own, tensors, strict=True))
+            merged = {spec.name: tensor for spec, tensor in zip(own, tensors, strict=True)}
             for name in adapters.keys() & merged.keys():
                 down, up = factors[name]
                 assert down is not None
                 assert up is not None
                 merged[name] = merged[name].float() + adapters[name].scale * (up[0].float() @ down[0].float())
-            yield [(name, tensor.to(dtype)) for name, tensor in merged.items()]
+            yield [(spec.name, merged[spec.name].to(getattr(torch, spec.dtype))) for spec in own]
+
+    def _specs_of(self, entry: WeightMap, dtype: str) -> list[TensorSpec]:
+        return [
+            TensorSpec(source.name, source.shape, "float32" if source.name in self._kept else dtype)
+            for source in entry.sources
+        ]
+
+    def _gathered_dtype(self, entry: WeightMap, dtype: torch.dtype) -> torch.dtype:
+        """Return a dtype for the shares of a parameter in which none of its tensors loses bits that it keeps."""
+        return torch.float32 if is_kept(entry, self._kept) else dtype
 
     def _check(self) -> None:
         known = {entry.target for entry in self.maps}
@@ -259,7 +276,8 @@ class Weights:
             if not entry.split.divides(size):
                 raise ValueError(f"{entry.sources[0].name} cannot be spread over {size} {entry.over} ranks; use fewer")
 
-    def _check_names(self, files: WeightFiles) -> None:
+    def _check_names(self) -> None:
+        files = self._files
         names = {source.name for entry in self._own_maps for source in entry.sources}
         missing = sorted(names - files.names - {SCORE})
         allowed = {*names, *self.tied, LM_HEAD} if self._model.is_headless else {*names, *self.tied}
@@ -277,10 +295,6 @@ class Weights:
         layer = name.removeprefix("model.layers.").partition(".")[0]
         is_beyond = layer.isdigit() and int(layer) >= self._model.hf.num_hidden_layers
         return is_beyond or name.endswith("rotary_emb.inv_freq")
-
-
-def _specs_of(entry: WeightMap, dtype: str) -> list[TensorSpec]:
-    return [TensorSpec(source.name, source.shape, entry.dtype or dtype) for source in entry.sources]
 
 
 def _head_maps(model: ReadingModel) -> list[WeightMap]:

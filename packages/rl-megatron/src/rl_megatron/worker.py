@@ -59,8 +59,8 @@ def build_parts(
     model = build_model(config, backend, spec, folder=folder, is_packed=is_packed, mesh=mesh)
     if config.lora_cfg.enabled:
         add_adapters(model, config.lora_cfg)
-    weights = Weights(model, mesh)
-    weights.load(WeightFiles.of(folder), InitialFactors.of(config.lora_cfg, spec.seed))
+    weights = Weights(model, WeightFiles.of(folder), mesh)
+    weights.load(InitialFactors.of(config.lora_cfg, spec.seed))
     chunks = wrap_chunks(model, backend.distributed_data_parallel_config) if spec.trains else []
     optimizer = None
     if spec.trains:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import deque
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from layouts import FAMILIES, write_family
+from layouts import FAMILIES, write_family, write_mixed
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -46,11 +47,13 @@ class TestMegatronGenerator(GeneratorSuite):
         chunk.share_embeddings_and_output_weights = False
 
 
-def _run(folder: Path, requests: list[GenerationRequest], adopted: Path | None = None) -> list[Completion]:
+def _run(
+    folder: Path, requests: list[GenerationRequest], adopted: Path | None = None, precision: str = "float32"
+) -> list[Completion]:
     """Completions of requests that are sent together, with the weights of another folder where one is given."""
 
     async def run() -> list[Completion]:
-        config = ModelConfig(model_name=str(folder), precision="float32", max_total_sequence_length=128)
+        config = ModelConfig(model_name=str(folder), precision=precision, max_total_sequence_length=128)
         settings = MegatronGenerationConfig(max_batch_size=4, max_prefill_tokens=24)
         generator = MegatronGenerator(GenerationConfig(backend="megatron"), settings, config, CPU)
         await generator.start()
@@ -67,11 +70,18 @@ def _run(folder: Path, requests: list[GenerationRequest], adopted: Path | None =
 def _adopt(generator: MegatronGenerator, folder: Path) -> None:
     sent = load_file(folder / "model.safetensors")
     decoder = generator._engine.model
-    specs = tuple(TensorSpec(name, tuple(tensor.shape), "float32") for name, tensor in sent.items())
+    specs = tuple(TensorSpec(name, tuple(tensor.shape), _name(tensor.dtype)) for name, tensor in sent.items())
     adoption = decoder.adoption(Manifest(1, specs, decoder._weights.tied))
     for name, tensor in sent.items():
         adoption.take(name, tensor)
     adoption.verify()
+    # what the files have in bfloat16 is held so or in more, and comes back the same
+    held = dict(chain.from_iterable(decoder._weights.stream(_name(decoder.model.config.params_dtype))))
+    assert all(held[name].equal(tensor) and held[name].dtype == tensor.dtype for name, tensor in sent.items())
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _check_completions(model: Path, requests: list[GenerationRequest], completions: list[Completion]) -> None:
@@ -100,6 +110,22 @@ def test_every_family_is_decoded_with_the_logprobs_of_transformers(family: str, 
         for seed, length in enumerate((1, 30, 9, 12, 9, 17, 48))
     ]
     _check_completions(second, requests, _run(first, requests, adopted=second))
+
+
+@pytest.mark.parametrize(
+    ("family", "pattern"),
+    [
+        ("llama", r"norm\.weight$"),
+        ("qwen3", r"embed_tokens\.weight$"),
+        ("mistral", r"^lm_head\.weight$"),
+        ("deepseek_v3", r"mlp\.gate\."),
+    ],
+)
+def test_tensors_that_stay_float32_are_adopted_as_they_are(family: str, pattern: str, tmp_path: Path) -> None:
+    first, second = (write_mixed(tmp_path / str(seed), family, pattern, seed=seed) for seed in (1, 2))
+    request = GenerationRequest(np.arange(3, 12, dtype=np.int32), SamplingParams(6), 0)
+    (completion,) = _run(first, [request], adopted=second, precision="bfloat16")
+    assert len(completion.token_ids) == 6
 
 
 def test_a_model_with_linear_attention_is_refused(tmp_path: Path) -> None:

@@ -27,7 +27,9 @@ class WeightMap:
         over: the ranks it is spread over: `tp`, or `etp` for experts.
         copy_of: target of the map whose weights it repeats (a tied head on a pipeline rank of its own); a copy is
             loaded, and never sent, exported or saved.
-        dtype: of the tensors in files and on the wire; None if it is that of the model.
+        dtype: in which the family keeps the parameter, and its tensors in exports and on the wire, whatever the rest of
+            the model has; None if it has the model's. Tensors may also stay float32 because the files or `transformers`
+            have them so (`rl_megatron.precision`).
     """
 
     target: str
@@ -35,7 +37,7 @@ class WeightMap:
     split: Split
     over: Literal["tp", "etp"] = "tp"
     copy_of: str | None = None
-    dtype: str | None = None
+    dtype: Literal["float32"] | None = None
 
     @property
     def stored(self) -> str:

@@ -9,6 +9,7 @@ from rl_megatron.conversion.splits import Chunks, Whole
 from rl_megatron.conversion.weight_map import HFTensor, WeightMap
 from rl_megatron.families.dense import common_settings, embedding_map, final_norm_map, norm_maps
 from rl_megatron.families.family import Family
+from rl_megatron.families.rotary import latent_settings
 from rl_megatron.families.sigmoid_routing import sigmoid_maps, sigmoid_settings
 
 
@@ -19,7 +20,7 @@ def _settings(config: Any) -> Mapping[str, Any]:
         raise ValueError("deepseek_v3 models with rope_interleave=false are not supported by rl-megatron")
     return {
         **common_settings(config),
-        **_rotary(config),
+        **latent_settings(config),
         "multi_latent_attention": True,
         "qk_layernorm": True,
         "q_lora_rank": config.q_lora_rank,
@@ -28,28 +29,6 @@ def _settings(config: Any) -> Mapping[str, Any]:
         "qk_pos_emb_head_dim": config.qk_rope_head_dim,
         "v_head_dim": config.v_head_dim,
         **sigmoid_settings(config),
-    }
-
-
-def _rotary(config: Any) -> Mapping[str, Any]:
-    """Latent attention makes its own rotary embedding. Both default to a scaling of 40."""
-    rope = config.rope_parameters
-    if rope["rope_type"] == "default":
-        plain = {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
-        return {**plain, "rotary_base": rope["rope_theta"]}
-    if rope["rope_type"] != "yarn":
-        raise ValueError(
-            f"deepseek_v3 models with {rope['rope_type']} rotary embedding are not supported by rl-megatron"
-        )
-    return {
-        "rope_type": "yarn",
-        "rotary_base": rope["rope_theta"],
-        "rotary_scaling_factor": rope["factor"],
-        "original_max_position_embeddings": rope["original_max_position_embeddings"],
-        "beta_fast": rope.get("beta_fast") or 32,
-        "beta_slow": rope.get("beta_slow") or 1,
-        "mscale": rope.get("mscale") or 1.0,
-        "mscale_all_dim": rope.get("mscale_all_dim") or 0.0,
     }
 
 

@@ -42,8 +42,8 @@ def load_model(config: ModelConfig, mesh: Mesh) -> tuple[ReadingModel, Weights]:
     model = build_model(plain, backend, spec, folder=folder, is_packed=False, mesh=mesh)
     if model.config.linear_attention_freq is not None:
         raise ValueError(LINEAR_PROBLEM)
-    weights = Weights(model, mesh)
-    weights.load(WeightFiles.of(folder), InitialFactors(spec.seed))
+    weights = Weights(model, WeightFiles.of(folder), mesh)
+    weights.load(InitialFactors(spec.seed))
     model.train(False)
     for parameter in model.parameters():
         parameter.requires_grad_(False)

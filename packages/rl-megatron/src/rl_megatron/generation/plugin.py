@@ -9,6 +9,7 @@ from rl_core.config import Problem
 from rl_core.model_config import local_hf_config
 from rl_core.plugins import BackendPlugin, Requirement, reports_routing
 from rl_megatron.generation.config import MegatronGenerationConfig
+from rl_megatron.rope import rope_problem
 
 LINEAR_PROBLEM = (
     "the megatron generator does not decode models with linear attention: its cache holds keys and values, no state "
@@ -34,8 +35,12 @@ def check_size(section: Any, config: Any) -> Iterable[Problem]:
 
 def check_layers(section: Any, config: Any) -> Iterable[Problem]:
     """Layers that cannot be decoded, if the model's config is on this machine."""
-    if local_hf_config(section).get("linear_num_key_heads"):
+    fields = local_hf_config(section)
+    if fields.get("linear_num_key_heads"):
         yield Problem("generation.backend", LINEAR_PROBLEM)
+    problem = rope_problem(fields)
+    if problem:
+        yield Problem("generation.backend", problem)
 
 
 PLUGIN = BackendPlugin(

@@ -58,7 +58,7 @@ class WeightAdoption:
             del self._arrived[entry.target]
             sources = [arrived[source.name] for source in entry.sources]
             target.copy_(entry.split.part(lambda index, slices: sources[index][slices], 0, 1))
-        head = self._model.head_weight()
+        head = self._model.head_parameter()
         if self._manifest.tied.get(LM_HEAD) == name and head is not target:
             head.copy_(wanted)
 
@@ -70,7 +70,7 @@ class WeightAdoption:
             WeightSyncError: naming the Hugging Face tensors that are not.
         """
         stale = [name for entry in self._maps for name, found in self._computed(entry) if self._is_stale(name, found)]
-        head = self._model.head_weight()
+        head = self._model.head_parameter()
         if digest(head.detach()) != self._digests.get(self._manifest.tied.get(LM_HEAD, LM_HEAD)):
             stale.append(LM_HEAD)
         refuse_tensors(self._manifest, set(stale), "the engine computes with a stale")

@@ -1,0 +1,142 @@
+"""Tensors of a model that stay float32 while the rest of it computes in less."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any
+
+import torch
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor, nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
+from transformers.core_model_loading import build_glob_alternation
+
+from rl_core.torch.files.model_files import WeightFiles
+from rl_core.torch.training.export import stated_dtype
+from rl_megatron.conversion.weight_map import WeightMap
+from rl_megatron.gated_delta_net import GatedDeltaNet
+from rl_megatron.model import ScoreHead
+from rl_megatron.norm import RMSNorm
+from rl_megatron.routing import RowRouter
+from rl_megatron.shared_experts import SharedExperts
+
+WIDE = ("F32", "F64")
+"""Dtypes in safetensors of tensors that lose bits in half precision."""
+
+LOWER = ("bfloat16", "float16")
+"""Dtypes in configs of models in half precision."""
+
+TAKE_FLOAT32 = (GatedDeltaNet, RMSNorm, RowRouter, ScoreHead)
+"""Modules that take float32 parameters with activations of another dtype. Routers, decays of linear attention, norms of
+its heads and norms centered at zero compute in float32; the others cast the parameter."""
+
+
+def kept_in_float32(hf: PreTrainedConfig, maps: Sequence[WeightMap], files: WeightFiles) -> frozenset[str]:
+    """Return the names of the Hugging Face tensors that are held, published and exported in float32.
+
+    Args:
+        hf: Config of the model.
+        maps: Weights of the whole model.
+        files: Source of the weights.
+    """
+    names = {source.name for entry in maps for source in entry.sources}
+    return frozenset(kept_by_family(hf, maps) | (kept_by_files(files) & names))
+
+
+def kept_by_family(hf: PreTrainedConfig, maps: Iterable[WeightMap]) -> set[str]:
+    """Return the names of the tensors that a family keeps in float32: those that its weight maps declare, and those
+    that `transformers` names in the model's class."""
+    pattern = _strict_pattern(hf)
+    return {
+        source.name
+        for entry in maps
+        for source in entry.sources
+        if entry.dtype == "float32" or (pattern is not None and pattern.search(source.name))
+    }
+
+
+def kept_by_files(files: WeightFiles) -> set[str]:
+    """Return the names of the tensors that are float32 in files that also hold others; none if the config says that the
+    model is float32 and most values are."""
+    with files.open() as opened:
+        wide = {name for name in files.names if opened.dtype(name) in WIDE}
+        is_mostly_wide = opened.common_dtype in WIDE
+    is_wide_model = is_mostly_wide and stated_dtype(files.folder) not in LOWER
+    return set() if is_wide_model or wide == files.names else wide
+
+
+def is_kept(entry: WeightMap, kept: Set[str]) -> bool:
+    """Return whether a parameter is held in float32: at least one of the tensors that it is made of is kept."""
+    return any(source.name in kept for source in entry.sources)
+
+
+def hold_in_float32(
+    chunks: Iterable[nn.Module], held: Mapping[str, Tensor], entries: Iterable[WeightMap], config: TransformerConfig
+) -> None:
+    """Make parameters and buffers of a model float32, in place.
+
+    Modules of `TAKE_FLOAT32` use them as they are. In all others, whose products need operands of one dtype, each
+    forward pass uses a copy in the model's dtype, as `transformers` computes; gradients are float32.
+
+    Args:
+        chunks: Model chunks of this rank.
+        held: Parameters and buffers of this rank by target.
+        entries: Weights to hold in float32; those of other ranks are skipped.
+        config: Megatron's config, with the dtype of activations.
+
+    Raises:
+        ValueError: Naming a parameter that a fused kernel of the config takes in the model's dtype alone.
+    """
+    for entry in entries:
+        if entry.target in held:
+            held[entry.target].data = held[entry.target].data.float()
+    for chunk in chunks:
+        for path, module in chunk.named_modules():
+            parameters = module.named_parameters(recurse=False)
+            names = [name for name, parameter in parameters if parameter.dtype != config.params_dtype]
+            if names and not isinstance(module, TAKE_FLOAT32):
+                _check_kernels(f"{path}.{names[0]}", module, config)
+                casting = _Casting(names, config.params_dtype)
+                module.register_forward_pre_hook(casting.start)
+                module.register_forward_hook(casting.end, always_call=True)
+
+
+def _check_kernels(name: str, module: nn.Module, config: TransformerConfig) -> None:
+    """Refuse kernels that use a parameter itself where other layers use a copy of it."""
+    for field, is_used in (
+        ("gradient_accumulation_fusion", config.gradient_accumulation_fusion),
+        ("moe_shared_expert_overlap", config.moe_shared_expert_overlap and isinstance(module, SharedExperts)),
+    ):
+        if is_used:
+            raise ValueError(
+                f"megatron_cfg.megatron_kwargs.{field} does not work with parameters that stay float32, as {name} of "
+                "this model does; leave it out"
+            )
+
+
+class _Casting:
+    """Replaces parameters of a module by copies in another dtype while its forward pass runs."""
+
+    def __init__(self, names: Sequence[str], dtype: torch.dtype) -> None:
+        self._names = names
+        self._dtype = dtype
+        self._parameters: dict[str, nn.Parameter | None] = {}
+
+    def start(self, module: nn.Module, _: Any) -> None:
+        self._parameters = module._parameters
+        rest = {name: value for name, value in self._parameters.items() if name not in self._names}
+        copies = {name: module.get_parameter(name).to(self._dtype) for name in self._names}
+        vars(module).update(copies, _parameters=rest)
+
+    def end(self, module: nn.Module, *_: Any) -> None:
+        for name in self._names:
+            del vars(module)[name]
+        vars(module)["_parameters"] = self._parameters
+
+
+def _strict_pattern(hf: PreTrainedConfig) -> Any:
+    """Pattern of the names that `transformers` keeps in float32 in every lower precision; None if there are none."""
+    if type(hf) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return None
+    names = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf)]._keep_in_fp32_modules_strict
+    return build_glob_alternation(list(names))[0] if names else None
