@@ -46,6 +46,20 @@ def problems(config, *, longest_row=64, has_scalar_head=False):
             "needs code of its own .m.NovelModel.",
             id="code of its own",
         ),
+        pytest.param(
+            {"model_type": "novel"}, {}, "policy.model_name", "type 'novel', which transformers", id="new type"
+        ),
+        pytest.param({"model_type": None}, {}, "policy.model_name", "has no model_type", id="no type"),
+        pytest.param(
+            {"is_encoder_decoder": True, "architectures": ["T5ForConditionalGeneration"]},
+            {},
+            "policy.model_name",
+            "is a T5ForConditionalGeneration",
+            id="an encoder with a decoder",
+        ),
+        pytest.param(
+            {"architectures": ["BertForMaskedLM"]}, {}, "policy.model_name", "is a BertForMaskedLM", id="an encoder"
+        ),
         pytest.param({"quantization_config": {"quant_method": "awq"}}, {}, "policy.model_name", "by awq", id="AWQ"),
         pytest.param(
             {}, {"model.layers.0.q.qweight": (4, 4)}, "policy.model_name", "by gptq or awq", id="seen in headers"
@@ -85,6 +99,8 @@ def test_a_model_that_cannot_be_trained_is_named(tmp_path, fields, shapes, key, 
     [
         pytest.param({}, {}, 64, id="rows of full length"),
         pytest.param({"auto_map": {"AutoConfig": "c.C"}}, {}, 64, id="a type that transformers has"),
+        pytest.param({"model_type": "qwen2_5_vl_text"}, {}, 64, id="a type whose folder has another name"),
+        pytest.param({"architectures": ["Qwen3ForSequenceClassification"]}, {}, 64, id="a classifier has the head"),
         pytest.param({}, {"max_position_embeddings": 128}, 128, id="positions extended"),
         pytest.param({}, {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, 128, id="positions scaled"),
     ],
@@ -92,6 +108,11 @@ def test_a_model_that_cannot_be_trained_is_named(tmp_path, fields, shapes, key, 
 def test_a_model_that_can_be_trained_is_not(tmp_path, fields, overrides, longest_row):
     config = model(tmp_path / "m", fields, {"score.weight": (1, 4)}, overrides)
     assert problems(config, longest_row=longest_row, has_scalar_head=True) == {}
+
+
+def test_a_classifier_is_no_language_model(tmp_path):
+    found = problems(model(tmp_path / "m", {"architectures": ["Qwen3ForSequenceClassification"]}))
+    assert "is a Qwen3ForSequenceClassification, and this run needs a causal" in found["policy.model_name"]
 
 
 def test_a_download_of_the_hub_is_checked_as_a_folder_is(tmp_path, monkeypatch):

@@ -118,7 +118,7 @@ def folder_with(tmp_path, **fields):
     """A folder that passes for a model's, as far as the config looks."""
     write_weights(tmp_path / "model.safetensors")
     (tmp_path / "tokenizer.json").touch()
-    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 4, **fields}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "num_attention_heads": 4, **fields}))
     return f"policy.model_name={tmp_path}"
 
 

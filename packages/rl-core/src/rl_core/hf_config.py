@@ -11,6 +11,18 @@ _SCALED = ("yarn", "deepseek_yarn", "linear")
 own beyond it."""
 _RELATIVE = ("bloom", "t5", "mt5")
 """Types of models without positions of their own whose configs do not say so."""
+_CLASSIFIER = "SequenceClassification"
+_OTHER_TASKS = (
+    "MaskedLM",
+    "MultipleChoice",
+    "NextSentencePrediction",
+    "PreTraining",
+    "QuestionAnswering",
+    "RewardModel",
+    "Seq2SeqLM",
+    "TokenClassification",
+)
+"""Ends of the names of classes whose files hold another head, or a model that reads what comes later in a row."""
 _DEQUANTISED = ("fp8", "mxfp4")
 ROPE = "rope_parameters"
 """Field with the parameters of rotary embeddings, in the names of `transformers` 5."""
@@ -73,6 +85,22 @@ def custom_code(fields: Mapping[str, Any]) -> str:
         return ""
     found = next((classes[name] for name in ("AutoModelForCausalLM", "AutoModel", "AutoConfig") if name in classes), "")
     return str(found)
+
+
+def other_task(fields: Mapping[str, Any], *, has_scalar_head: bool) -> str:
+    """Return the class that a config names if it is not one of a causal model with the head that a run needs; empty
+    otherwise, and for names that do not say.
+
+    Args:
+        has_scalar_head: Whether the run reads one number for each token; a classifier has a head for it.
+    """
+    named = fields.get("architectures")
+    architecture = str(named[0]) if isinstance(named, list) and named else ""
+    if fields.get("is_encoder_decoder"):
+        return architecture or "encoder with a decoder"
+    task = architecture.rpartition("For")[2] if "For" in architecture else ""
+    is_other = task in _OTHER_TASKS or (task == _CLASSIFIER and not has_scalar_head)
+    return architecture if is_other else ""
 
 
 def _has_relative_positions(fields: Mapping[str, Any]) -> bool:

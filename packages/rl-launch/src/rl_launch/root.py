@@ -303,15 +303,16 @@ def _folder_checks(config: Any) -> Iterator[Problem]:
 
 def _model_fact_checks(config: Any) -> Iterator[Problem]:
     try:
-        models = backends_of(config).models.values()
+        read = {model.section: model.spec.role for model in backends_of(config).models.values()}
     except ProblemError:
         return
-    for model in models:
+    for key in model_sections(config):
         yield from model_problems(
-            model.section,
-            model.config,
+            key,
+            section_of(config, key),
             longest_row=config.policy.max_total_sequence_length,
-            has_scalar_head=model.spec.role in HEADLESS_ROLES,
+            has_scalar_head=read.get(key) in HEADLESS_ROLES,
+            is_trained_from=key in read,
         )
 
 

@@ -41,6 +41,7 @@ def test_a_model_is_evaluated_on_named_tasks_without_a_run(model):
     given = evaluation_of(str(model), ["eval.num_samples=4", "eval.temperature=0.8"], ["arithmetic", "gsm8k"])
     assert (given.config.algorithm, given.config.eval.tasks) == ("evaluation", ["arithmetic", "gsm8k"])
     assert given.config.policy.model_name == str(model)
+    assert given.config.policy.max_total_sequence_length == 1024  # the model's positions, fewer than the default
     assert given.folder.parent == Path("runs")
     assert given.folder.name.startswith("eval-tiny-")
 

@@ -17,6 +17,7 @@ from rl_launch.adapter_folder import ADAPTER_CONFIG, AdapterFolder
 from rl_launch.backends import POLICY, backends_of, with_section
 from rl_launch.foreign_folders import foreign_kind
 from rl_launch.local_models import MADE_HERE
+from rl_launch.model_facts import model_problems
 from rl_launch.model_folder import MODEL_FILES, folder_problems
 from rl_launch.root import read_model_config
 from rl_launch.session.checkpoints import newest_checkpoint
@@ -121,7 +122,11 @@ def model_source(name: str, overrides: Sequence[str], *, backend: str) -> Source
         if problem := hub.problem("model", name):
             raise ConfigError(f"SOURCE: {name!r} is {problem}")
     found = str(folder.absolute()) if folder.is_dir() else name
-    return _single({"model_name": found, "precision": _precision(found), **_enabling(backend)}, overrides, backend)
+    source = _single({"model_name": found, "precision": _precision(found), **_enabling(backend)}, overrides, backend)
+    facts = model_problems(POLICY, source.policy, longest_row=0, has_scalar_head=False)
+    if problems := [problem.message for problem in facts]:
+        raise ConfigError("\n".join(problems))
+    return source
 
 
 def recast_source(source: Source, overrides: Sequence[str], *, backend: str) -> Source:

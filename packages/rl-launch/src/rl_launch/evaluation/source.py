@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import ConfigError
+from rl_core.model_config import ModelConfig
 from rl_core.plugins import algorithm_named
 from rl_launch.evaluation.folder import is_evaluation
 from rl_launch.local_models import MADE_HERE
+from rl_launch.model_facts import longest_of
 from rl_launch.root import read_config, read_raw
 from rl_launch.session.branch import BranchPoint
 from rl_launch.session.checkpoints import EXPORT, checkpoint_at, newest_checkpoint
@@ -73,8 +75,7 @@ def evaluation_of(
     if is_run(path) or (match is not None and is_run(Path(match["run"]).expanduser())):
         config, name = _of_run(BranchPoint.parse(source), overrides)
     elif is_model(source):
-        values = {"algorithm": ALGORITHM, "policy": {"model_name": source}}
-        config, name = read_config(values, overrides).config, path.name
+        config, name = read_config(_of_model(source), overrides).config, path.name
     else:
         config, name = read_config(source, overrides).config, path.stem
     return GivenEvaluation(config, _folder(config, overrides, name))
@@ -87,6 +88,15 @@ def is_model(source: str) -> bool:
         return (path / "config.json").is_file()
     is_file = path.suffix in (".yaml", ".yml")
     return source in MADE_HERE or bool(_HUB_NAME.fullmatch(source) and not is_file and not source.startswith("."))
+
+
+def _of_model(name: str) -> dict[str, Any]:
+    """Values of the evaluation of a model, with rows that its positions suffice for."""
+    policy: dict[str, Any] = {"model_name": name}
+    limit = longest_of(name)
+    if limit is not None and limit < ModelConfig(model_name=name).max_total_sequence_length:
+        policy["max_total_sequence_length"] = limit
+    return {"algorithm": ALGORITHM, "policy": policy}
 
 
 def _of_run(point: BranchPoint, overrides: Sequence[str]) -> tuple[Any, str]:
