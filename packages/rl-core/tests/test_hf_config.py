@@ -19,8 +19,16 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
     [
         pytest.param({"max_position_embeddings": 4096}, 4096, id="as stated"),
         pytest.param({"n_positions": 1024}, 1024, id="GPT-2"),
-        pytest.param({"max_position_embeddings": 32768, "rope_scaling": YARN}, 131072, id="YaRN beyond what is stated"),
-        pytest.param({"max_position_embeddings": 131072, "rope_parameters": YARN}, 131072, id="YaRN as stated"),
+        pytest.param(
+            {"max_position_embeddings": 32768, "rope_scaling": YARN},
+            131072,
+            id="YaRN beyond what is stated [NovaSky-AI/SkyRL#561]",
+        ),
+        pytest.param(
+            {"max_position_embeddings": 131072, "rope_parameters": YARN},
+            131072,
+            id="YaRN as stated [vllm-project/vllm#53634]",
+        ),
         pytest.param(
             {"max_position_embeddings": 4096, "rope_scaling": {"type": "linear", "factor": 2.0}}, 8192, id="linear"
         ),
@@ -50,8 +58,16 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ),
         pytest.param({"max_position_embeddings": 2048, "alibi": True}, None, id="ALiBi has no limit"),
         pytest.param({"max_position_embeddings": 2048, "position_embedding_type": "nope"}, None, id="no positions"),
-        pytest.param({"model_type": "bloom", "seq_length": 2048}, None, id="BLOOM does not say that it has ALiBi"),
-        pytest.param({"max_seq_len": 2048, "attn_config": {"alibi": True}}, None, id="MPT says it within a section"),
+        pytest.param(
+            {"model_type": "bloom", "seq_length": 2048},
+            None,
+            id="BLOOM does not say that it has ALiBi [Muennighoff/sgpt#43]",
+        ),
+        pytest.param(
+            {"max_seq_len": 2048, "attn_config": {"alibi": True}},
+            None,
+            id="MPT says it within a section [mosaicml/llm-foundry#365]",
+        ),
         pytest.param({"hidden_size": 8}, None, id="nothing stated"),
     ],
 )
@@ -101,10 +117,14 @@ def test_parameters_of_rotary_embeddings_are_merged_over_the_models_own(fields, 
         pytest.param({"quant_method": "mxfp4"}, "", id="MXFP4 is read"),
         pytest.param({"quant_method": "fp8", "weight_block_size": [128, 128]}, "", id="FP8 of blocks is read"),
         pytest.param({"quant_method": "fp8"}, "fp8 without block scales", id="FP8 of whole tensors"),
-        pytest.param({"quant_method": "gptq", "bits": 4}, "gptq", id="GPTQ"),
-        pytest.param({"quant_method": "awq"}, "awq", id="AWQ"),
+        pytest.param({"quant_method": "gptq", "bits": 4}, "gptq", id="GPTQ [unslothai/unsloth#2057]"),
+        pytest.param({"quant_method": "awq"}, "awq", id="AWQ [unslothai/unsloth#2057]"),
         pytest.param({"load_in_4bit": True}, "bitsandbytes", id="bitsandbytes of old"),
-        pytest.param({"quant_method": "compressed-tensors"}, "compressed-tensors", id="compressed tensors"),
+        pytest.param(
+            {"quant_method": "compressed-tensors"},
+            "compressed-tensors",
+            id="compressed tensors [ml-explore/mlx-lm#1865]",
+        ),
         pytest.param({"bits": 4}, "unknown", id="nobody says how"),
     ],
 )
@@ -117,7 +137,11 @@ def test_a_quantisation_that_is_not_read_is_named(quantised, method):
     [
         (None, ""),
         ({"AutoConfig": "c.Config"}, "c.Config"),
-        ({"AutoConfig": "c.Config", "AutoModelForCausalLM": "m.Model"}, "m.Model"),
+        pytest.param(
+            {"AutoConfig": "c.Config", "AutoModelForCausalLM": "m.Model"},
+            "m.Model",
+            id="of the model [huggingface/trl#5802]",
+        ),
     ],
 )
 def test_code_of_a_models_own_is_named(auto_map, written):
@@ -130,7 +154,7 @@ def test_code_of_a_models_own_is_named(auto_map, written):
         pytest.param(
             {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 4096},
             4096,
-            id="Phi-3.5",
+            id="Phi-3.5 [lablup/mlxcel#1358]",
         ),
         pytest.param(
             {"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 4096}}, 4096, id="newer"

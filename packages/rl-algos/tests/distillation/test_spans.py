@@ -1,5 +1,6 @@
 """Spans of text that two tokenizers share, and what a teacher with other tokens says of them."""
 
+from copy import deepcopy
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -105,6 +106,18 @@ def test_what_has_no_text_ends_the_spans(tokenizers_of_both):
     assert [span.student for span in cut_off.spans] == [(0, 1)]
     assert translator.response(prompt, []).spans == []
     assert translator.response(prompt, [student.eos_token_id]).spans[0].student == (0, 1)
+
+
+def test_a_turn_that_ends_by_the_template_ends_for_the_teacher_too(tokenizers_of_both):
+    student, teacher = map(deepcopy, tokenizers_of_both)
+    for each in (student, teacher):
+        each.add_special_tokens({"additional_special_tokens": ["<|stop|>"]})
+        each.chat_template = "{% for m in messages %}{{ m.content }}<|stop|>{% endfor %}"
+    translator = Translator(student, teacher, key="teacher")
+    for end in ("<|stop|>", student.eos_token):
+        response = translator.response(np.array([], np.int32), [student.convert_tokens_to_ids(end)])
+        assert response.tokens.tolist() == [teacher.convert_tokens_to_ids("<|stop|>")]
+        assert [tuple(span) for span in response.spans] == [((0, 1), (0, 1))]
 
 
 def rollout(prompt, sampled):

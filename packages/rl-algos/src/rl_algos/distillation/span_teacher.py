@@ -9,11 +9,12 @@ import numpy as np
 
 from rl_algos.distillation.spans import Span, bytes_of, common_spans, whole_text
 from rl_algos.losses.spans import SPAN_LOGPROBS, SPANS
-from rl_algos.tokenizer import encode_prompt
+from rl_algos.tokenizer import encode_prompt, generation_ends
 from rl_core.batch import TOKENS, Batch
 from rl_core.model import LOGPROBS, Model
 from rl_core.ragged import Ragged
 from rl_core.rollout import LOSS_MASK, Message, RolloutGroup
+from rl_core.template_ends import template_ends
 
 
 class Response(NamedTuple):
@@ -43,7 +44,8 @@ class Translator:
         self._teacher = teacher
         self._student_bytes = bytes_of(student, "policy")
         self._teacher_bytes = bytes_of(teacher, key)
-        self._ends = student.eos_token_id, teacher.eos_token_id
+        self._student_ends = {student.eos_token_id, _end_of_turn(student), *generation_ends(student)}
+        self._teacher_end = _end_of_turn(teacher)
 
     def prompt(self, messages: Sequence[Message]) -> np.ndarray:
         """int32 `[tokens]`, the conversation as the teacher reads it."""
@@ -52,7 +54,7 @@ class Translator:
     def response(self, prompt: np.ndarray, sampled: Sequence[int]) -> Response:
         """The tokens that the student sampled, behind the teacher's prompt. What has no text of its own (a character
         cut in two, special tokens but that at the end) is in no span, nor what comes after it."""
-        ended = bool(sampled) and sampled[-1] == self._ends[0]
+        ended = bool(sampled) and sampled[-1] in self._student_ends
         said = [self._student_bytes(token) for token in (sampled[:-1] if ended else sampled)]
         text, whole = whole_text(said)
         tokens = self._teacher(text, add_special_tokens=False)["input_ids"] if text else []
@@ -65,8 +67,13 @@ class Translator:
         ]
         if ended and whole == len(said):
             spans.append(Span((whole, whole + 1), (start + len(tokens), start + len(tokens) + 1)))
-            tokens = [*tokens, self._ends[1]]
+            tokens = [*tokens, self._teacher_end]
         return Response(np.concatenate([prompt, np.asarray(tokens, dtype=np.int32)]).astype(np.int32), spans)
+
+
+def _end_of_turn(tokenizer: Any) -> int:
+    """The id that the chat template writes behind a turn, or that of the end of sequence."""
+    return int(tokenizer.convert_tokens_to_ids(template_ends(tokenizer).token or tokenizer.eos_token))
 
 
 class SpanTeacher:

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from rl_algos.rollouts.turn_ends import OTHER_MARK, POLICY_MARK, TurnEnds
+from rl_algos.rollouts.turn_ends import TurnEnds
 from rl_core.rollout import Message
+from rl_core.template_ends import OTHER_MARK, POLICY_MARK
 
 _KINDS = 256
 """Most kinds of turn and answer whose seams are remembered."""

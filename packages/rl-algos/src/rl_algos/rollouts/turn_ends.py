@@ -6,13 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jinja2 import TemplateError
-
-from rl_algos.tokenizer import generation_ends, render
-from rl_core.rollout import Message
-
-POLICY_MARK, OTHER_MARK = "ANCHOR_5f1d_POLICY", "ANCHOR_5f1d_OTHER"
-"""Stand in a rendered conversation for the text of the policy's turn, and for that of the answer to it."""
+from rl_algos.tokenizer import generation_ends
+from rl_core.template_ends import template_ends
 
 
 @dataclass(frozen=True)
@@ -43,29 +38,11 @@ def find_turn_ends(tokenizer: Any, further: Sequence[str] = ()) -> TurnEnds:
         further: texts of tokens at which a turn may end as well, such as those behind a tool call.
     """
     added = {str(token): index for index, token in tokenizer.added_tokens_decoder.items()}
-    behind = _behind_the_policy(tokenizer, ())
-    last = _first_token(behind, added)
-    earlier = _first_token(_behind_the_policy(tokenizer, ({"role": "user", "content": OTHER_MARK},)), added)
+    written = template_ends(tokenizer)
     configured = [str(tokenizer.added_tokens_decoder[index]) for index in generation_ends(tokenizer)]
-    sampled = [tokenizer.eos_token, last or earlier, *(text for text in further if text in added), *configured]
-    marks = {text: added[text] for text in (*sampled, earlier) if text in added}
+    sampled = [tokenizer.eos_token, written.token, *(text for text in further if text in added), *configured]
+    marks = {text: added[text] for text in (*sampled, written.earlier) if text in added}
     ids = (tokenizer.eos_token_id, *(added[text] for text in sampled if text in added))
-    plain = "" if last or earlier else behind.strip()
-    return TurnEnds(tuple(dict.fromkeys(ids)), marks, open_next=not last and bool(earlier), plain=plain)
-
-
-def _behind_the_policy(tokenizer: Any, later: Sequence[Message]) -> str:
-    """Text between the policy's and that of the next message, or the end; empty if the template renders neither."""
-    if tokenizer.chat_template is None:
-        return ""
-    messages: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": POLICY_MARK}, *later]
-    try:
-        text = render(tokenizer, messages, add_generation_prompt=False)
-    except TemplateError:
-        return ""
-    return text.partition(POLICY_MARK)[2].partition(OTHER_MARK)[0]
-
-
-def _first_token(text: str, tokens: Mapping[str, int]) -> str:
-    found = [(text.index(token), -len(token), token) for token in tokens if token in text]
-    return min(found)[2] if found else ""
+    plain = "" if written.token else written.behind.strip()
+    open_next = not written.last and bool(written.earlier)
+    return TurnEnds(tuple(dict.fromkeys(ids)), marks, open_next=open_next, plain=plain)

@@ -38,7 +38,9 @@ def test_side_files_are_copied_and_weights_are_not(source: Path) -> None:
     ("settings", "template"),
     [
         (TokenizerConfig(), OWN),
-        (TokenizerConfig(chat_template="{{ x }}"), "{{ x }}"),
+        pytest.param(
+            TokenizerConfig(chat_template="{{ x }}"), "{{ x }}", id="another one [marin-community/marin#7406]"
+        ),
         (TokenizerConfig(chat_template_kwargs={"think": False}), "{% set think = False %}" + OWN),
         (TokenizerConfig(chat_template="{{ x }}", chat_template_kwargs={"x": 1}), "{% set x = 1 %}{{ x }}"),
     ],

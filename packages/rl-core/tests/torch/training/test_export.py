@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rl_core.torch.files.model_files import WeightFiles
 from rl_core.torch.training import export
-from rl_core.torch.training.export import ExportPlan, export_dtype, padding_token
+from rl_core.torch.training.export import ExportPlan, complete_generation_config, export_dtype, padding_token
 from rl_core.weights import TensorSpec
 
 
@@ -36,7 +36,7 @@ def test_what_is_written_reads_back(tmp_path, monkeypatch, limit, num_files):
         ({"dtype": "bfloat16"}, "float32", "float32"),
         ({"dtype": "float16"}, "bfloat16", "float16"),
         ({"torch_dtype": "torch.float32"}, "bfloat16", "float32"),
-        ({}, "bfloat16", "bfloat16"),
+        pytest.param({}, "bfloat16", "bfloat16", id="as it is computed [marin-community/levanter#610]"),
     ],
 )
 def test_weights_keep_the_dtype_of_their_source_unless_they_are_computed_in_float32(tmp_path, config, precision, dtype):
@@ -63,8 +63,8 @@ def test_a_file_that_cannot_be_written_is_told_on_every_rank(pool, tmp_path):
 @pytest.mark.parametrize(
     ("tokens", "padding"),
     [
-        pytest.param({"pad_token": "<pad>", "eos_token": "<end>"}, 1, id="its own"),
-        pytest.param({"eos_token": "<end>"}, None, id="none"),
+        pytest.param({"pad_token": "<pad>", "eos_token": "<end>"}, 1, id="its own [sbintuitions/flexeval#108]"),
+        pytest.param({"eos_token": "<end>"}, None, id="none [allenai/reward-bench#115]"),
         pytest.param({"pad_token": "<end>", "eos_token": "<end>"}, None, id="one that also ends rows"),
     ],
 )
@@ -76,3 +76,33 @@ def test_a_scalar_head_is_exported_with_the_token_that_rows_are_padded_with(tmp_
 
 def test_a_model_without_a_tokenizer_has_no_padding(tmp_path):
     assert padding_token(tmp_path) is None
+
+
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("model", "generation", "template", "expected"),
+    [
+        pytest.param(
+            {"eos_token_id": 1, "pad_token_id": 1}, None, CHATML, {"eos_token_id": [1, 3], "pad_token_id": 1}, id="base"
+        ),
+        pytest.param(
+            {}, {"eos_token_id": 1, "top_p": 0.8}, CHATML, {"eos_token_id": [1, 3], "top_p": 0.8}, id="one end"
+        ),
+        pytest.param({}, {"eos_token_id": [3, 1]}, CHATML, {"eos_token_id": [3, 1]}, id="both known"),
+        pytest.param({"eos_token_id": 1}, None, None, None, id="no template"),
+        pytest.param({}, {"do_sample": True}, None, {"do_sample": True, "eos_token_id": [1]}, id="none known"),
+    ],
+)
+def test_an_export_stops_where_the_policy_was_taught_to(tmp_path, model, generation, template, expected):
+    vocabulary = Tokenizer(models.WordLevel({"a": 0}))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=vocabulary, eos_token="<|endoftext|>", chat_template=template)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    path = tmp_path / "generation_config.json"
+    if generation is not None:
+        path.write_text(json.dumps(generation))
+    complete_generation_config(tmp_path)
+    assert (json.loads(path.read_text()) if path.exists() else None) == expected

@@ -19,10 +19,10 @@ def changed(place, value=0.5):
 @pytest.mark.parametrize(
     ("head", "is_apart"),
     [
-        pytest.param(None, False, id="one name"),
-        pytest.param(ROWS.clone(), False, id="equal"),
+        pytest.param(None, False, id="one name [vllm-project/vllm#53020]"),
+        pytest.param(ROWS.clone(), False, id="equal [vllm-project/vllm#3344]"),
         pytest.param(ROWS.bfloat16(), False, id="equal in another dtype"),
-        pytest.param(changed((0, 0)), True, id="first value"),
+        pytest.param(changed((0, 0)), True, id="first value [huggingface/transformers#42612]"),
         pytest.param(changed((6, 2)), True, id="last value"),
         pytest.param(changed((3, 1), torch.nan), True, id="not a number"),
         pytest.param(ROWS[:-1].clone(), True, id="fewer rows"),

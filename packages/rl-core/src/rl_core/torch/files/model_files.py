@@ -22,6 +22,7 @@ from rl_core.torch.files.mxfp4 import MXFP4Weight
 from rl_core.torch.files.stored import FLOATING, Slices, StoredTensor, StoredWeight
 
 CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 TEMPLATES = "additional_chat_templates"
@@ -65,7 +66,7 @@ def copy_side_files(target: Path, *, source: Path, tokenizer: Path, settings: To
         tokenizer: folder of the tokenizer.
         settings: of the tokenizer.
     """
-    _copy_files(("generation_config.json",), source, target)
+    _copy_files((GENERATION_CONFIG,), source, target)
     copy_tokenizer(target, tokenizer=tokenizer, settings=settings)
 
 

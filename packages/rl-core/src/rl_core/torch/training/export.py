@@ -7,14 +7,16 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
 
 from rl_core.model import HEADLESS_ROLES, Role
 from rl_core.model_config import language_fields
+from rl_core.template_ends import template_ends
 from rl_core.torch.collective_errors import on_all_ranks, on_rank0
-from rl_core.torch.files.model_files import CONFIG, INDEX, SINGLE
+from rl_core.torch.files.model_files import CONFIG, GENERATION_CONFIG, INDEX, SINGLE
 from rl_core.torch.training.backend import RankMesh, RankModel, RankWeights
 from rl_core.weights import TensorSpec, buckets, num_bytes
 
@@ -66,16 +68,39 @@ def write_hf_config(model: RankModel, path: Path, *, role: Role, dtype: str, tok
     config.save_pretrained(path)
 
 
+def complete_generation_config(folder: Path) -> None:
+    """Add the tokens at which the policy was taught to stop to `eos_token_id` of an export, which generators stop at:
+    the end of sequence, and the end of a turn in the chat template, such as `<|im_end|>` on a base model."""
+    if not (folder / "tokenizer.json").is_file():
+        return
+    tokenizer = _tokenizer(folder)
+    path = folder / GENERATION_CONFIG
+    model = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    fields = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    stated = fields.get("eos_token_id", model.get("eos_token_id"))
+    known = stated if isinstance(stated, list) else [stated]
+    taught = [tokenizer.eos_token, template_ends(tokenizer).token]
+    missing = {tokenizer.convert_tokens_to_ids(token) for token in taught if token} - set(known)
+    if missing:
+        special = {name: model[name] for name in ("bos_token_id", "pad_token_id") if model.get(name) is not None}
+        ends = [each for each in known if each is not None] + sorted(missing)
+        path.write_text(json.dumps({**special, **fields, "eos_token_id": ends}, indent=2), encoding="utf-8")
+
+
 def padding_token(folder: Path) -> int | None:
     """Return the id of the token that a tokenizer pads with; None if it has none, or one that also ends rows."""
+    if not (folder / "tokenizer.json").is_file():
+        return None
+    tokenizer = _tokenizer(folder)
+    found = tokenizer.pad_token_id
+    return None if found is None or found == tokenizer.eos_token_id else int(found)
+
+
+def _tokenizer(folder: Path) -> Any:
     # comes with the backends; a folder without a tokenizer has none to ask
     from transformers import PreTrainedTokenizerFast
 
-    if not (folder / "tokenizer.json").is_file():
-        return None
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    found = tokenizer.pad_token_id
-    return None if found is None or found == tokenizer.eos_token_id else int(found)
+    return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
 def export_weights(weights: RankWeights, path: Path, *, dtype: str, mesh: RankMesh) -> None:

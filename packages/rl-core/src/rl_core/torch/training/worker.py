@@ -16,7 +16,7 @@ from rl_core.batch import TOKENS, Batch
 from rl_core.mesh import Coordinates
 from rl_core.metrics import Metric
 from rl_core.microbatch import Batching
-from rl_core.model import Loss, ModelSpec, Part, Read, SavedFile
+from rl_core.model import HEADLESS_ROLES, Loss, ModelSpec, Part, Read, SavedFile
 from rl_core.model_config import ModelConfig
 from rl_core.torch.collective_errors import on_rank0
 from rl_core.torch.files.model_files import copy_side_files, copy_tokenizer, model_folder
@@ -26,7 +26,7 @@ from rl_core.torch.training.adapter_export import export_adapter
 from rl_core.torch.training.backend import RankMesh, TrainingParts
 from rl_core.torch.training.checkpoint import Checkpoint
 from rl_core.torch.training.checkpoint_files import exported_files, verify_files
-from rl_core.torch.training.export import export_dtype, export_weights, write_hf_config
+from rl_core.torch.training.export import complete_generation_config, export_dtype, export_weights, write_hf_config
 from rl_core.torch.training.flops import peak_flops, speed_metrics
 from rl_core.torch.training.publishing import manifest_of, send_weights, stream_of
 from rl_core.torch.training.reference import Reference
@@ -245,6 +245,8 @@ class TrainingWorker:
         """Write the files of an export other than its weights."""
         write_hf_config(self._model, path, role=self._spec.role, dtype=dtype, tokenizer=self._tokenizer)
         copy_side_files(path, source=self._folder, tokenizer=self._tokenizer, settings=self._config.tokenizer)
+        if self._spec.role not in HEADLESS_ROLES:
+            complete_generation_config(path)
 
     def _peak_of_shard(self) -> float | None:
         """Operations per second of the ranks that share a data-parallel shard; None if not known."""
