@@ -49,7 +49,7 @@ def _behind_the_policy(tokenizer: Any, later: Sequence[Mapping[str, str]]) -> st
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": POLICY_MARK}, *later]
     try:
         text = str(tokenizer.apply_chat_template(messages, tokenize=False))
-    except Exception:  # a template is code, and may fail with anything on what it does not take
+    except Exception:  # noqa: BLE001 - a template is code, and may fail with anything on what it does not take
         return ""
     return text.partition(POLICY_MARK)[2].partition(OTHER_MARK)[0]
 
