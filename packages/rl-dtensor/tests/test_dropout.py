@@ -21,9 +21,9 @@ class ComparingLoss(TokenLoss):
 @pytest.mark.parametrize(
     ("compares", "overrides", "drops"),
     [
-        pytest.param(False, {}, True, id="of the config, under a supervised loss"),
-        pytest.param(True, {}, False, id="off where a ratio would not be 1"),
-        pytest.param(True, {"attention_dropout": 0.5}, True, id="on if asked for"),
+        pytest.param(False, {}, True, id="of the config, under a supervised loss [Human-Agent-Society/reef#536]"),
+        pytest.param(True, {}, False, id="off where a ratio would not be 1 [huggingface/trl#3234]"),
+        pytest.param(True, {"attention_dropout": 0.5}, True, id="on if asked for [Human-Agent-Society/reef#536]"),
     ],
 )
 def test_dropout_of_the_model(ranks, tmp_path, compares, overrides, drops):

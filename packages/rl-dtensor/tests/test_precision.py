@@ -45,8 +45,16 @@ def built(config, device="meta"):
         pytest.param("deepseek_v3", {BIAS}, id="a buffer made in the model's dtype [sgl-project/sglang#31213]"),
         pytest.param("glm4_moe", {BIAS}, id="a buffer made in float32"),
         pytest.param("hy_v3", {"mlp.e_score_correction_bias"}, id="a buffer of another module"),
-        pytest.param("ernie4_5_moe", {"mlp.gate.weight", "mlp.gate.moe_statics.e_score_correction_bias"}, id="routers"),
-        pytest.param("hunyuan_v1_moe", {"mlp.gate.wg.weight"}, id="made in float32 and not named"),
+        pytest.param(
+            "ernie4_5_moe",
+            {"mlp.gate.weight", "mlp.gate.moe_statics.e_score_correction_bias"},
+            id="routers [vllm-project/vllm-ascend#9617]",
+        ),
+        pytest.param(
+            "hunyuan_v1_moe",
+            {"mlp.gate.wg.weight"},
+            id="made in float32 and not named [vllm-project/vllm-xpu-kernels#465]",
+        ),
         pytest.param("olmo_hybrid", {"linear_attn.A_log"}, id="a parameter of a mixer, made in float32"),
         pytest.param(
             "inkling_text",
@@ -119,9 +127,14 @@ def test_what_the_files_keep_is_sent_in_float32(tmp_path, qwen, most, others, st
         pytest.param("gpt_oss", "model.layers.0.input_layernorm.weight", True, id="a norm that narrows its output"),
         pytest.param("llama", "model.embed_tokens.weight", False, id="an embedding"),
         pytest.param("qwen3_moe", "model.layers.0.mlp.gate.weight", False, id="a router in the model's dtype"),
-        pytest.param("minimax_m2", "model.layers.0.mlp.gate.weight", True, id="a router in its own dtype"),
+        pytest.param(
+            "minimax_m2",
+            "model.layers.0.mlp.gate.weight",
+            True,
+            id="a router in its own dtype [vllm-project/vllm-xpu-kernels#465]",
+        ),
         pytest.param("minimax_m2", "model.layers.0.mlp.experts.down_proj", False, id="experts"),
-        pytest.param("bamba", "model.layers.0.mamba.A_log", True, id="decays"),
+        pytest.param("bamba", "model.layers.0.mamba.A_log", True, id="decays [ml-explore/mlx-lm#1028]"),
         pytest.param("bamba", "model.layers.0.mamba.nothing", False, id="of no tiny model"),
         pytest.param("jamba", "model.layers.0.mamba.D", True, id="skips of a selective scan"),
     ],
@@ -239,7 +252,7 @@ def test_a_model_computes_sends_and_saves_in_bfloat16_as_transformers(
 @pytest.mark.parametrize(
     ("family", "packs"),
     [
-        pytest.param("olmo2", True, id="rotary embeddings in float32"),
+        pytest.param("olmo2", True, id="rotary embeddings in float32 [NVIDIA-NeMo/Automodel#2549]"),
         pytest.param("mpt", False, id="biases of attention in float32"),
         pytest.param("mamba", False, id="a residual in float32"),
         pytest.param("xglm", False, id="positions in the model's dtype"),

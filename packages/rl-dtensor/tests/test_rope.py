@@ -62,14 +62,29 @@ def logprobs_of(folder, rows, *, longest_row):
 SHORT, LONG = list(range(1, 9)), [token % 11 for token in range(40)]
 
 
-@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("longrope", id="longrope [lablup/mlxcel#1358]"),
+        "yarn",
+        "llama3",
+        "linear",
+        pytest.param("dynamic", id="dynamic [QwenLM/Qwen#401]"),
+    ],
+)
 def test_a_row_is_the_same_alone_and_beside_a_longer_one(tmp_path, kind):
     folder = tiny(tmp_path, kind)
     alone, beside = (logprobs_of(folder, rows, longest_row=40)[0] for rows in ([SHORT], [SHORT, LONG]))
     torch.testing.assert_close(alone, beside, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize(("rows", "longest_row"), [([SHORT], ORIGINAL), ([LONG], 40)])
+@pytest.mark.parametrize(
+    ("rows", "longest_row"),
+    [
+        pytest.param([SHORT], ORIGINAL, id="short rows [trymirai/lalamo#326]"),
+        ([LONG], 40),
+    ],
+)
 def test_longrope_takes_the_factors_of_the_longest_row_of_the_run(tmp_path, rows, longest_row):
     folder = tiny(tmp_path, "longrope")
     found, expected = logprobs_of(folder, rows, longest_row=longest_row), logprobs_of(folder, rows, longest_row=0)

@@ -6,6 +6,8 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from rl_core.errors import WorkerError
 from rl_core.model import LOGPROBS, ModelSpec
@@ -68,11 +70,11 @@ def in_row(index, added):
 @pytest.mark.parametrize(
     ("change", "is_tied"),
     [
-        pytest.param(in_row(0, 0.0), True, id="equal"),
+        pytest.param(in_row(0, 0.0), True, id="equal [vllm-project/vllm#51665]"),
         pytest.param(
             lambda tensors: tensors.update({LM_HEAD: tensors[EMBEDDING].double()}), True, id="wider and equal"
         ),
-        pytest.param(in_row(0, 1.0), False, id="other first row"),
+        pytest.param(in_row(0, 1.0), False, id="other first row [huggingface/transformers#42612]"),
         pytest.param(in_row(-1, 1.0), False, id="other last row"),
         pytest.param(in_row(50, 1e-3), False, id="one row a little different"),
     ],
@@ -150,7 +152,9 @@ def quantise(name, dtype):
     ("change", "message"),
     [
         pytest.param(
-            quantise("model.norm.weight", torch.int8), "model.norm.weight is stored as I8", id="8-bit integers"
+            quantise("model.norm.weight", torch.int8),
+            "model.norm.weight is stored as I8",
+            id="8-bit integers [meta-llama/llama-cookbook#548]",
         ),
         pytest.param(quantise("model.norm.weight", torch.uint8), "is stored as U8: it is quantised", id="packed bytes"),
         pytest.param(
@@ -159,7 +163,7 @@ def quantise(name, dtype):
         pytest.param(
             quantise("model.layers.0.mlp.up_proj.weight", torch.float8_e4m3fn),
             "is stored as F8_E4M3: it is quantised",
-            id="8-bit floats without scales",
+            id="8-bit floats without scales [ml-explore/mlx-lm#1865]",
         ),
         pytest.param(
             lambda tensors: tensors.update(
@@ -212,7 +216,13 @@ def test_overrides_of_no_field_are_named(ranks, tmp_path):
         open_model(ranks, write_tiny_model(tmp_path), hf_config_overrides={"rope_tehta": 1.0})
 
 
-@pytest.mark.parametrize(("precision", "expected"), [("bfloat16", torch.bfloat16), ("float32", torch.float32)])
+@pytest.mark.parametrize(
+    ("precision", "expected"),
+    [
+        pytest.param("bfloat16", torch.bfloat16, id="bfloat16 [meta-llama/llama-cookbook#289]"),
+        ("float32", torch.float32),
+    ],
+)
 def test_an_export_has_the_dtype_of_its_source_unless_all_is_float32(ranks, tmp_path, precision, expected):
     folder = write_tiny_model(tmp_path / "model", dtype="bfloat16")
     with open_model(ranks, folder, num_ranks=2, precision=precision) as model:
@@ -235,15 +245,16 @@ def test_an_export_does_not_repeat_how_its_source_is_quantised(ranks, tmp_path):
 
 def test_tokenizer_files_come_from_the_tokenizer(ranks, tmp_path):
     folder, other = write_tiny_model(tmp_path / "model"), tmp_path / "tokenizer"
-    other.mkdir()
-    for place, text in ((folder, "model's"), (other, "other")):
-        (place / "tokenizer.json").write_text(text)
+    for place, word in ((folder, "model's"), (other, "other")):
+        vocabulary = Tokenizer(models.WordLevel({word: 0}))
+        PreTrainedTokenizerFast(tokenizer_object=vocabulary).save_pretrained(place)
     (folder / "generation_config.json").write_text("{}")
-    for tokenizer, text in ((None, "model's"), (str(other), "other")):
+    for tokenizer, source in ((None, folder), (str(other), other)):
+        target = tmp_path / "exports" / source.name
         with open_model(ranks, folder, tokenizer=TokenizerConfig(name=tokenizer)) as model:
-            model.export(str(tmp_path / text))
-        assert (tmp_path / text / "tokenizer.json").read_text() == text
-        assert (tmp_path / text / "generation_config.json").read_text() == "{}"
+            model.export(str(target))
+        assert (target / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+        assert (target / "generation_config.json").read_text() == "{}"
 
 
 def test_an_export_is_split_over_files_with_an_index(ranks, tmp_path, monkeypatch):

@@ -52,8 +52,8 @@ EQUAL = [
     (r"\frac{1}{2}", "The answer is $1/2$."),
     ("-1/2", r"\boxed{-\frac{1}{2}}"),
     ("-1/2", r"\boxed{\frac{-1}{2}}"),
-    ("1000", r"\boxed{1,000}"),
-    ("1000", r"\boxed{1{,}000}"),
+    pytest.param("1000", r"\boxed{1,000}", id="thousands [open-compass/opencompass#2647]"),
+    pytest.param("1000", r"\boxed{1{,}000}", id="thousands of LaTeX [open-compass/opencompass#2647]"),
     ("1000", r"\boxed{1\,000}"),
     ("1000", r"\boxed{10^{3}}"),
     ("1200", r"\boxed{1.2 \times 10^{3}}"),
@@ -62,7 +62,7 @@ EQUAL = [
     ("7/2", r"\boxed{3\frac{1}{2}}"),
     ("3.5", "The answer is 3 1/2"),
     ("0.5", r"\boxed{50\%}"),
-    ("50", r"\boxed{50\%}"),
+    pytest.param("50", r"\boxed{50\%}", id="percent without its sign [huggingface/Math-Verify#67]"),
     ("50%", r"\boxed{0.5}"),
     ("12", r"\boxed{12\text{ cm}}"),
     ("12", r"\boxed{12\ \mathrm{cm}^2}"),
@@ -80,10 +80,27 @@ EQUAL = [
     (["1", "2"], r"\boxed{2}"),
     (r"\boxed{4}", r"\boxed{4.0}"),
     ("5", r"\boxed{\boxed{5}}"),
-    ("5", r"First \boxed{4}, no: \boxed{5}"),
+    pytest.param("5", r"First \boxed{4}, no: \boxed{5}", id="the last box [thinking-machines-lab/tinker-cookbook#903]"),
     ("5", r"\boxed{5} but the box \boxed{6 is never closed"),
     ("5", "Answer: 4. Wait.\n**Answer:** 5"),
     ("5", "The answer is:\n5"),
+    pytest.param("5", r"Answer: \boxed{5}", id="a box behind a cue [THUDM/slime#543]"),
+    pytest.param(
+        "1",
+        r"The answer is \boxed{1}. Yeah, it is \boxed{1} because of x.",
+        id="a box twice [huggingface/Math-Verify#57]",
+    ),
+    pytest.param("42", r"\fbox{42}", id="a frame [OpenRLHF/OpenRLHF#1285]"),
+    pytest.param(r"\frac{1}{2}", r"\fbox{\frac{1}{2}}", id="a fraction in a frame [THUDM/slime#2150]"),
+    pytest.param("42", r"<answer>\boxed{42}</answer>", id="a box in a tag [AI-Hypercomputer/maxtext#4150]"),
+    pytest.param("29", "#### $29.00", id="dollars and cents [EleutherAI/lm-evaluation-harness#3254]"),
+    pytest.param("1/2", "#### 1/2", id="a fraction behind a mark [greynewell/matchspec#306]"),
+    pytest.param("9500", "The answer is $9{,}500.", id="dollars and thousands [open-compass/opencompass#2647]"),
+    pytest.param(r"28\%", r"$\boxed{28 pct}$", id="percent in a box [huggingface/Math-Verify#61]"),
+    pytest.param(r"\sqrt{17}", r"The answer is \sqrt{17}", id="a root without dollars [huggingface/Math-Verify#29]"),
+    pytest.param(
+        r"1-\sqrt{2}", r"The answer is 1 - \sqrt{2}", id="a difference without dollars [huggingface/Math-Verify#74]"
+    ),
     ("17", "Final: **17**"),
     ("17", "**Final:** 17"),
     ("17", "The answer is 16? No.\nFinal result = 17."),
@@ -121,7 +138,7 @@ DIFFERENT = [
     ("5", r"\boxed{5} then \boxed{6}"),
     ("5", r"\boxed{5"),
     ("5", ""),
-    ("5", r"\boxed{}"),
+    pytest.param("5", r"\boxed{}", id="an empty box [marin-community/marin#9163]"),
     ("5", "It is 5 or maybe 6"),
     ("7", r"\boxed{7x}"),
     ("[0,1)", r"\boxed{(0,1)}"),
@@ -132,6 +149,7 @@ DIFFERENT = [
     ("B", r"\boxed{12}"),
     ("B", "Because of that, no"),
     ("B", r"Not (B): \boxed{C}"),
+    pytest.param(r"\frac{63}{400}", r"\boxed{\frac{64}{400}}", id="fractions [huggingface/open-r1#566]"),
 ]
 
 
@@ -149,11 +167,32 @@ def test_different_answers_are_wrong(answer: Any, completion: str) -> None:
     ("answer_format", "completion", "answer", "expected"),
     [
         ("boxed", "The answer is 5", "5", 0.0),
+        pytest.param(
+            "auto",
+            "The answer is 72, in total, so the farmer earns that much.",
+            "72",
+            1.0,
+            id="a reason behind it [stanford-crfm/helm#4337]",
+        ),
+        ("auto", "The answer is 72. This is because 70 + 2 is.", "72", 1.0),
+        ("auto", "The answer is 72, or 73, as it seems.", "72", 0.0),
+        ("auto", "The answer is 72. So no, it is 73.", "72", 0.0),
+        ("auto", "The answer is 5, the second is 6", "5", 0.0),
+        pytest.param(
+            "auto", r"\boxed{\text{The answer is 460}}", "460", 1.0, id="a sentence in a box [modelscope/evalscope#906]"
+        ),
         ("boxed", r"\boxed{5}", "5", 1.0),
         ("plain", r"I had \boxed{6}. The answer is 5", "5", 1.0),
         ("plain", "5", "5", 1.0),
         ("numeric", "12+30=42", "42", 1.0),
         ("numeric", "it makes 42 in all", "42", 1.0),
+        pytest.param(
+            "numeric", "The total is 72 clips, altogether.", "72", 1.0, id="a comma behind it [jundot/omlx#3484]"
+        ),
+        pytest.param(
+            "numeric", "The answer is 72, in total, so it is.", "72", 1.0, id="two commas [stanford-crfm/helm#4337]"
+        ),
+        pytest.param("numeric", "3a5", "5", 1.0, id="a letter between [stanford-crfm/helm#4289]"),
         ("numeric", "The answer is 42, as 40 + 2 = 41 + 1", "42", 1.0),
         ("numeric", "5-2", "2", 1.0),
         ("numeric", "is it -2", "2", 0.0),

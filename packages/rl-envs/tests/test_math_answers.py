@@ -9,6 +9,9 @@ from rl_envs.math.exact import exact_value
 from rl_envs.math.verdict import judge
 
 SAME = [
+    ("1:2", "2:4"),
+    ("3:4", r"\frac{3}{4}"),
+    ("09:05", "9:05"),
     ("17", "m+n = 17"),
     ("1/2", r"P(A)=\frac{1}{2}"),
     ("5", r"\text{Total cost} = 5"),
@@ -38,7 +41,7 @@ SAME = [
     ("60 mph", "60 miles per hour"),
     ("12 cm^2", "12 square centimeters"),
     ("5 m", "5 meters"),
-    ("1<x<2", "(1,2)"),
+    pytest.param("1<x<2", "(1,2)", id="an open interval [huggingface/Math-Verify#10]"),
     ("f(x)=x+1", "f(x) = 1+x"),
     ("(1,2)", "(1, 2)"),
     (r"\{1,2\}", "{2,1}"),
@@ -58,14 +61,24 @@ SAME = [
     ("3!", "6"),
     (r"\cos x", r"\cos(x)"),
     (r"e^{i\pi}", "-1"),
-    ("x>3", r"(3,\infty)"),
+    pytest.param("x>3", r"(3,\infty)", id="a ray [huggingface/Math-Verify#71]"),
     ("a=1, b=2", "a=1,b=2"),
+    pytest.param(r"m \geq \sqrt{2}", r"m \in [\sqrt{2}, +\infty)", id="a bound and a set [huggingface/Math-Verify#25]"),
+    pytest.param(r"\text{13}", "13", id="a number as text [huggingface/Math-Verify#37]"),
+    pytest.param("2x+4y-3=0", "y = -1/2*x + 3/4", id="a line in two forms [huggingface/Math-Verify#26]"),
+    pytest.param(r"28\%", "28 percent", id="percent as a word [huggingface/Math-Verify#61]"),
+    pytest.param(r"\frac{0.5a}{b}/0.5", r"2\frac{a}{2b}", id="a decimal in a fraction [openai/prm800k#19]"),
+    pytest.param("[8.124,12.852]", "[8.124, 12.852]", id="decimals without a space [databricks/officeqa#23]"),
     ("1:2", "1:2"),
     ("12:30", "12:30"),
     (r"e^{i\pi}", "-1"),
 ]
 
 DIFFERENT = [
+    pytest.param("12:00", "1:00", id="times of day [huggingface/Math-Verify#14]"),
+    ("2:40", "1:20"),
+    ("1:2:3", "1:2:4"),
+    (r"\frac{1}{0}", r"\frac{5}{0}"),
     ("4", "x^2=4"),
     ("17", "m+n = 18"),
     (r"\sin(1)", r"\sin(1^\circ)"),
@@ -74,8 +87,12 @@ DIFFERENT = [
     ("£5", r"5\text{ euros}"),
     ("11/2", "1 1/2"),
     ("12", "1 2"),
-    ("1/2^{60}", "1/2^{61}"),
-    (r"\frac{2^{100}+1}{3\cdot 2^{101}}", r"\frac{1}{3\cdot 2^{101}}"),
+    pytest.param("1/2^{60}", "1/2^{61}", id="tiny [huggingface/Math-Verify#14]"),
+    pytest.param(
+        r"\frac{2^{100}+1}{3\cdot 2^{101}}",
+        r"\frac{1}{3\cdot 2^{101}}",
+        id="a tiny difference [huggingface/Math-Verify#14]",
+    ),
     ("U.S.", "U.K."),
     ("5 m", "5 cm"),
     (r"5\text{ m}", "5 cm"),
@@ -83,7 +100,7 @@ DIFFERENT = [
     ("5 m/s", "5 m"),
     ("1010_2", "1010_3"),
     ("1010_2", "1010"),
-    (r"1, 2, \ldots, n", r"1, 3, 5, \ldots, 2n-1"),
+    pytest.param(r"1, 2, \ldots, n", r"1, 3, 5, \ldots, 2n-1", id="sequences [huggingface/Math-Verify#14]"),
     ("[1,2]", "(1,2)"),
     ("(1,2)", "(2,1)"),
     ("1,2", "1,3"),
@@ -114,18 +131,33 @@ DIFFERENT = [
     (r"\sin x", r"\cos x"),
     ("2 hours", "2 minutes"),
     ("y=x+1", "y=x-1"),
-    ("x=1 or x=2", "x=1"),
+    pytest.param("x=1 or x=2", "x=1", id="one of two [huggingface/Math-Verify#47]"),
     ("5!", "5"),
     (r"\{1, \{2\}\}", r"\{1,2\}"),
     ("5", "nan"),
     ("e^{2}", "e^{3}"),
     ("i", "-i"),
+    pytest.param("n=2, 3, 4", "n=1, 2, 3", id="values of a name [huggingface/Math-Verify#14]"),
+    pytest.param("D = (0, 1)", "D = (0, 1.5)", id="an interval with a name [huggingface/Math-Verify#14]"),
+    pytest.param(r"\pm 2021", "2021", id="one sign of both [huggingface/Math-Verify#14]"),
+    pytest.param(
+        r"1 - \frac{1}{\mathrm{e}}",
+        r"1 + \frac{1}{\mathrm{e}}",
+        id="the same number in both [huggingface/Math-Verify#82]",
+    ),
+    pytest.param("3*x-1*y+13=0", "3x + 4y + 14=0", id="equations with 0 [huggingface/Math-Verify#60]"),
+    pytest.param("4", r"4\sqrt(2)", id="a root in other brackets [huggingface/Math-Verify#41]"),
+    pytest.param(
+        r"\left( 3, \frac{\pi}{2} \right)",
+        r"(3, \frac{2\pi}{3})",
+        id="pairs without dollars [huggingface/Math-Verify#56]",
+    ),
 ]
 
 HOSTILE = {
     "brackets": r"\boxed{" + "(" * 50 + "1" + ")" * 50 + "}",
     "many brackets": r"\boxed{" + "(" * 800 + "1" + ")" * 800 + "}",
-    "a tower": r"\boxed{9^{9^{9^{9}}}}",
+    "a tower [huggingface/Math-Verify#65]": r"\boxed{9^{9^{9^{9}}}}",
     "a factorial": r"\boxed{(10^7)!}",
     "open boxes": r"\boxed{" * 6000,
     "nested boxes": r"\boxed{" * 3000 + "1" + "}" * 3000,
@@ -176,7 +208,10 @@ def test_only_a_capital_letter_alone_makes_a_row_multiple_choice(answer):
     assert result.reward == 0.0
 
 
-@pytest.mark.parametrize("answer", [float("nan"), float("inf"), "NaN", "", None, True, []])
+@pytest.mark.parametrize(
+    "answer",
+    [float("nan"), float("inf"), "NaN", pytest.param("", id="empty [huggingface/open-r1#503]"), None, True, []],
+)
 def test_an_answer_that_nobody_can_give_is_refused(answer):
     with pytest.raises(ValueError, match="answer"):
         MathEnvironment(MathConfig()).step([Conversation("0", (), {"answer": answer}, "1")], [None])

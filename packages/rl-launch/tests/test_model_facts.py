@@ -47,7 +47,11 @@ def problems(config, *, longest_row=64, has_scalar_head=False):
             id="code of its own",
         ),
         pytest.param(
-            {"model_type": "novel"}, {}, "policy.model_name", "type 'novel', which transformers", id="new type"
+            {"model_type": "novel"},
+            {},
+            "policy.model_name",
+            "type 'novel', which transformers",
+            id="new type [microsoft/winml-cli#450]",
         ),
         pytest.param({"model_type": None}, {}, "policy.model_name", "has no model_type", id="no type"),
         pytest.param(
@@ -55,12 +59,22 @@ def problems(config, *, longest_row=64, has_scalar_head=False):
             {},
             "policy.model_name",
             "is a T5ForConditionalGeneration",
-            id="an encoder with a decoder",
+            id="an encoder with a decoder [CarperAI/trlx#204]",
         ),
         pytest.param(
-            {"architectures": ["BertForMaskedLM"]}, {}, "policy.model_name", "is a BertForMaskedLM", id="an encoder"
+            {"architectures": ["BertForMaskedLM"]},
+            {},
+            "policy.model_name",
+            "is a BertForMaskedLM",
+            id="an encoder [huggingface/transformers#12079]",
         ),
-        pytest.param({"quantization_config": {"quant_method": "awq"}}, {}, "policy.model_name", "by awq", id="AWQ"),
+        pytest.param(
+            {"quantization_config": {"quant_method": "awq"}},
+            {},
+            "policy.model_name",
+            "by awq",
+            id="AWQ [huggingface/transformers#28193]",
+        ),
         pytest.param(
             {}, {"model.layers.0.q.qweight": (4, 4)}, "policy.model_name", "by gptq or awq", id="seen in headers"
         ),
@@ -69,7 +83,7 @@ def problems(config, *, longest_row=64, has_scalar_head=False):
             {"model.layers.0.q.weight.quant_state.bitsandbytes__nf4": (4,)},
             "policy.model_name",
             "by bitsandbytes",
-            id="seen in headers of bitsandbytes",
+            id="seen in headers of bitsandbytes [tatsu-lab/alpaca_farm#63]",
         ),
         pytest.param(
             {"text_config": PLAIN, "vision_config": {}, "quantization_config": {"quant_method": "gptq"}},
@@ -83,9 +97,11 @@ def problems(config, *, longest_row=64, has_scalar_head=False):
             {},
             "policy.max_total_sequence_length",
             "got 64, but .* has positions for 32 tokens; .*rope_parameters",
-            id="rows beyond the positions",
+            id="rows beyond the positions [huggingface/open-r1#645]",
         ),
-        pytest.param({}, {"score.weight": (2, 4)}, "policy.model_name", "has 2 labels", id="two labels"),
+        pytest.param(
+            {}, {"score.weight": (2, 4)}, "policy.model_name", "has 2 labels", id="two labels [OpenRLHF/OpenRLHF#1039]"
+        ),
     ],
 )
 def test_a_model_that_cannot_be_trained_is_named(tmp_path, fields, shapes, key, says):

@@ -23,11 +23,16 @@ def rows_of(path):
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        pytest.param("a.json", BOM + b'[{"a": "x"}]', id="an array behind a byte-order mark"),
+        pytest.param(
+            "a.json", BOM + b'[{"a": "x"}]', id="an array behind a byte-order mark [pydantic/pydantic-ai#8316]"
+        ),
         pytest.param("a.json", b'{"a": "x"}', id="one object"),
-        pytest.param("a.json", b'{\n  "a":\n  "x"\n}\n', id="one object over several lines"),
+        pytest.param("a.jsonl", b'{"a": "x"}', id="a line without its end [apache/arrow#45394]"),
+        pytest.param(
+            "a.json", b'{\n  "a":\n  "x"\n}\n', id="one object over several lines [huggingface/datasets#8086]"
+        ),
         pytest.param("a.json", BOM + b'{\n  "a": "x"\n}', id="the same behind a byte-order mark"),
-        pytest.param("a.jsonl", BOM + b'{"a": "x"}\n', id="lines behind a byte-order mark"),
+        pytest.param("a.jsonl", BOM + b'{"a": "x"}\n', id="lines behind a byte-order mark [huggingface/datasets#8241]"),
         pytest.param("a.jsonl", b'\r\n{"a": "x"}\r\n\r\n', id="line ends of Windows"),
         pytest.param("a.csv", BOM + b"a\r\nx\r\n", id="CSV behind a byte-order mark"),
         pytest.param("a.jsonl.gz", gzip.compress(b'{"a": "x"}\n'), id="compressed lines"),
@@ -43,10 +48,25 @@ def test_a_file_is_read_right(tmp_path, name, content):
     [
         pytest.param("a.jsonl", '{"a": "x"}\n'.encode("utf-16"), "text in UTF-16.*iconv", id="UTF-16"),
         pytest.param("a.csv", "a\nx\n".encode("utf-32"), "text in UTF-32.*iconv", id="UTF-32"),
-        pytest.param("a.jsonl", b'{\n  "a": "x"\n}\n', "one line is one row", id="an object over several lines"),
-        pytest.param("a.jsonl", b'{"a": 1}{"a": 2}\n', "one line is one row", id="two objects in a line"),
+        pytest.param(
+            "a.jsonl",
+            b'{\n  "a": "x"\n}\n',
+            "one line is one row",
+            id="an object over several lines [apache/arrow#40912]",
+        ),
+        pytest.param(
+            "a.jsonl",
+            b'{"a": 1}{"a": 2}\n',
+            "one line is one row",
+            id="two objects in a line [huggingface/datasets#4107]",
+        ),
         pytest.param("a.jsonl", b'{"a": 1, "a": 2}\n', "the key 'a' is there twice", id="a key twice"),
-        pytest.param("a.jsonl", b'{"a": {"b": 1, "b": 2}}\n', "the key 'b' is there twice", id="a key twice within"),
+        pytest.param(
+            "a.jsonl",
+            b'{"a": {"b": 1, "b": 2}}\n',
+            "the key 'b' is there twice",
+            id="a key twice within [Quchaosheng/workbench-mobile-home-robot#197]",
+        ),
         pytest.param("a.jsonl", b'{"a": 1,}\n', "no trailing comma", id="a trailing comma"),
         pytest.param("a.jsonl", b'{"a": ' + b"9" * 5000 + b"}\n", "more than 4300 digits", id="a huge integer"),
         pytest.param("a.jsonl", b'{"a": ' + b"[" * 100_000, "nested too deeply", id="deep lines"),

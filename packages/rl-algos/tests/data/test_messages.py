@@ -25,22 +25,31 @@ def calling(**call):
         pytest.param(
             {"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]},
             USER,
-            id="text parts are joined",
+            id="text parts are joined [abetlen/llama-cpp-python#2324]",
         ),
         pytest.param({"role": "user", "content": ["h", {"text": "i"}]}, USER, id="parts may be bare text"),
         pytest.param({"role": "user", "content": []}, {"role": "user", "content": ""}, id="no parts are no text"),
         pytest.param(
+            {"role": "assistant", "content": [{"text": ""}], "tool_calls": [CALL]},
+            calling(**CALL),
+            id="parts beside a call [waybarrios/vllm-mlx#84]",
+        ),
+        pytest.param(
             {"role": "assistant", "content": None, "tool_calls": [CALL]},
             calling(**CALL),
-            id="null beside a call",
+            id="null beside a call [ProfSynapse/Synaptic-Tuner#42]",
         ),
-        pytest.param({"role": "assistant", "tool_calls": [CALL]}, calling(**CALL), id="no content beside a call"),
+        pytest.param(
+            {"role": "assistant", "tool_calls": [CALL]},
+            calling(**CALL),
+            id="no content beside a call [huggingface/speech-to-speech#425]",
+        ),
         pytest.param({**SAID, "tool_calls": None, "name": None}, SAID, id="keys without a value are left out"),
         pytest.param({**SAID, "tool_calls": []}, SAID, id="an empty list of calls is none"),
         pytest.param(
             calling(type="function", function={"name": "sum", "arguments": '{"x": 1}'}),
             calling(**CALL),
-            id="arguments as JSON text",
+            id="arguments as JSON text [oumi-ai/oumi#2599]",
         ),
         pytest.param(
             {**SAID, "content": "", "tool_calls": json.dumps([CALL])}, calling(**CALL), id="calls as JSON text"
@@ -68,7 +77,9 @@ def test_a_message_has_one_form_however_it_is_written(message, read):
         pytest.param({"role": "user", "content": None}, "user message has no `content`", id="null of the user"),
         pytest.param({"role": "User", "content": "x"}, "'User' is not a role; write it as 'user'", id="capitals"),
         pytest.param({"role": "assistant ", "content": "x"}, "write it as 'assistant'", id="white space in a role"),
-        pytest.param({"from": "human", "value": "x"}, "rename `from` and `value`", id="ShareGPT"),
+        pytest.param(
+            {"from": "human", "value": "x"}, "rename `from` and `value`", id="ShareGPT [NVIDIA-NeMo/Automodel#2375]"
+        ),
         pytest.param(
             calling(function={"name": "f", "arguments": "{"}),
             "`arguments` is not valid JSON",
@@ -94,7 +105,7 @@ def test_text_that_is_no_list_of_messages_stays_text(text):
     ("given", "tools"),
     [
         pytest.param(None, (), id="none"),
-        pytest.param([TOOL], (TOOL,), id="as OpenAI's API takes them"),
+        pytest.param([TOOL], (TOOL,), id="as OpenAI's API takes them [OpenRLHF/OpenRLHF#1228]"),
         pytest.param([TOOL["function"]], (TOOL,), id="functions alone"),
         pytest.param(json.dumps([TOOL]), (TOOL,), id="JSON text"),
     ],
@@ -129,9 +140,11 @@ def test_what_is_learned_and_what_is_rewarded(row, rewarded, learned):
 @pytest.mark.parametrize(
     "row",
     [
-        {"prompt": "\ud83d"},
+        pytest.param({"prompt": "\ud83d"}, id="a prompt [openai/tiktoken#541]"),
         {"answer": "\udc80"},
-        {"messages": [{"role": "user", "content": "a\ud800b"}]},
+        pytest.param(
+            {"messages": [{"role": "user", "content": "a\ud800b"}]}, id="content [run-llama/llama_index#1764]"
+        ),
         {"info": {"deep": [["\udfff"]]}},
         {"\ud83d": 1},
     ],

@@ -37,7 +37,15 @@ def data(tmp_path, given, **options):
     return DataConfig(train={"data_path": str(tmp_path / "a.jsonl"), "env_name": "numbers"}, **options)
 
 
-@pytest.mark.parametrize("wrong", [None, "", "x", float("nan")])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        pytest.param(None, id="null [gensyn-ai/rl-swarm#163]"),
+        pytest.param("", id="empty [huggingface/open-r1#503]"),
+        pytest.param("x", id="a word [huggingface/open-r1#86]"),
+        float("nan"),
+    ],
+)
 def test_an_answer_that_nobody_can_give_is_found_anywhere_in_the_data(tmp_path, answers, wrong):
     config = data(tmp_path, [1, 2, 3, wrong])
     with pytest.raises(DataError, match=r"a.jsonl, line 4: the environment numbers cannot score it: an answer must be"):

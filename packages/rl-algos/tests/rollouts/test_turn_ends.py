@@ -44,12 +44,22 @@ GENERATION = "generation_config"
             ["<|eot_id|>", "<|eom_id|>", "<|begin_of_text|>"],
             id="a list of ids, the tokenizer's own first [vllm-project/vllm#4180]",
         ),
-        pytest.param("gemma3", {GENERATION: ["<eos>"]}, ["<eos>", "<end_of_turn>"], id="the template adds its own"),
+        pytest.param(
+            "gemma3",
+            {GENERATION: ["<eos>"]},
+            ["<eos>", "<end_of_turn>"],
+            id="the template adds its own [Blaizzy/mlx-vlm#2112]",
+        ),
         pytest.param(
             "phi3", {GENERATION: ["<|user|>", 99999]}, ["<|endoftext|>", "<|end|>", "<|user|>"], id="no token"
         ),
         pytest.param("phi3", {GENERATION: ["<|user|>", "a"]}, ["<|endoftext|>", "<|end|>", "<|user|>"], id="a letter"),
-        pytest.param("qwen3", {"config": ["<|im_start|>"]}, ["<|im_end|>", "<|im_start|>"], id="of config.json"),
+        pytest.param(
+            "qwen3",
+            {"config": ["<|im_start|>"]},
+            ["<|im_end|>", "<|im_start|>"],
+            id="of config.json [Blaizzy/mlx-vlm#309]",
+        ),
         pytest.param(
             "qwen3",
             {GENERATION: [], "config": ["<|im_start|>"]},

@@ -152,10 +152,10 @@ def flagged(*flags, key="train"):
 @pytest.mark.parametrize(
     ("messages", "learn", "turns"),
     [
-        (flagged(None, False, None, None), "all", [1]),
+        pytest.param(flagged(None, False, None, None), "all", [1], id="one is left out [verl-project/verl#5316]"),
         (flagged(None, True, None, False), "all", [0]),
         (flagged(False, True, False, None), "last", [0, 1]),
-        (flagged(None, 0, None, 1, key="weight"), "all", [1]),
+        pytest.param(flagged(None, 0, None, 1, key="weight"), "all", [1], id="weights [axolotl-ai-cloud/axolotl#1703]"),
     ],
 )
 def test_a_message_decides_for_itself_whether_it_is_learned(name, messages, learn, turns):
@@ -171,7 +171,11 @@ def test_a_message_decides_for_itself_whether_it_is_learned(name, messages, lear
         (flagged(True, None, None, None), r"message 0 .* its role is 'user': only what the assistant says"),
         (flagged(None, False, None, False), "every message of the assistant is marked as not to be learned"),
         (flagged(None, "yes", None, None), r"message 1 \(from 0\): `train` is true or false, got 'yes'"),
-        (flagged(None, 0.5, None, None, key="weight"), r"message 1 \(from 0\): `weight` is 0 or 1, got 0.5"),
+        pytest.param(
+            flagged(None, 0.5, None, None, key="weight"),
+            r"message 1 \(from 0\): `weight` is 0 or 1, got 0.5",
+            id="a weight between [huggingface/trl#5761]",
+        ),
         ([*TURNS[:3], {**TURNS[3], "train": True, "weight": 1}], "message 3 .* has both `train` and `weight`"),
     ],
 )
@@ -207,14 +211,14 @@ def joining_tokenizer(template, newlines=r"\n+"):
             "{% if add_generation_prompt %}{{ 'assistant\n' }}{% endif %}",
             "\nyes",
             "user ↵ hi <|end|> assistant ↵ [ ↵ yes <|end|>",
-            id="newline",
+            id="newline [ohdearquant/lattice#1545]",
         ),
         pytest.param(
             "{% for m in messages %}{{ m.role + ':' + m.content }}<|end|>{% endfor %}"
             "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}",
             " yes",
             "user : hi <|end|> assistant : [ ▁yes <|end|>",
-            id="a space of the turn",
+            id="a space of the turn [unslothai/unsloth-zoo#832]",
         ),
     ],
 )

@@ -63,14 +63,16 @@ SHAPES = [
         block("{{- m.content + '<|im_end|>\\n' -}}"),
         id="with the newline behind the end [huggingface/transformers#30650]",
     ),
-    pytest.param(block("{{- m.content -}}", behind="{{- '<|im_end|>\\n' -}}"), id="without the end"),
+    pytest.param(
+        block("{{- m.content -}}", behind="{{- '<|im_end|>\\n' -}}"), id="without the end [huggingface/trl#7230]"
+    ),
     pytest.param(
         block("{{- '" + HEADER + "' + m.content + '<|im_end|>\\n' -}}", header=""),
         id="with the header [PrimeIntellect-ai/renderers#33]",
     ),
     pytest.param(
         block("{{- 'assistant\\n' + m.content + '<|im_end|>' -}}", header="{{- '<|im_start|>' -}}", behind=NEWLINE),
-        id="with a part of the header",
+        id="with a part of the header [huggingface/trl#5721]",
     ),
     pytest.param(
         "{{- '"
@@ -124,7 +126,7 @@ SHAPES = [
     pytest.param(
         "{#- no {% generation %} block -#}{{- '" + HEADER + "' + m.content + '<|im_end|>\\n' -}}", id="in a comment"
     ),
-    pytest.param("{{- '" + HEADER + "' + m.content + '<|im_end|>\\n' -}}", id="none"),
+    pytest.param("{{- '" + HEADER + "' + m.content + '<|im_end|>\\n' -}}", id="none [marin-community/marin#7237]"),
     pytest.param(
         "{{- '" + HEADER + "' + m.content + '<|im_end|>\\n' -}}{%- if loop.last and not add_generation_prompt -%}"
         "{{- '<|end|>' -}}{%- endif -%}",
@@ -154,7 +156,7 @@ def test_a_turn_and_its_end_are_learned_whatever_the_template_marks(turn):
             chatml(PLAIN_TURN, prompt=HEADER + "<think>\\n"),
             TURNS,
             LEARNED,
-            id="the prompt opens a thought that the turn leaves out",
+            id="the prompt opens a thought that the turn leaves out [huggingface/trl#5213]",
         ),
         pytest.param(
             chatml(PLAIN_TURN, prompt=HEADER + "<think>\\n\\n</think>\\n\\n"),

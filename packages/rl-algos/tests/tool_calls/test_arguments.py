@@ -43,6 +43,18 @@ HERMES, LLAMA = "<tool_call>%s</tool_call>", "%s"
         pytest.param("hermes", '{"name": "add", "arguments": "a=5"}', "must be a JSON object", id="a text"),
         pytest.param("hermes", '{"name": "add", "arguments": {"a": 1, "a": 2}}', "'a' twice", id="an argument twice"),
         pytest.param("hermes", "[1]", "text `name`", id="no object"),
+        pytest.param(
+            "hermes", '{"name": "add", "arguments": {"a": 1, "note": "x\ny"}}', "not valid JSON",
+            id="a line end in a text [minpeter/ai-sdk-tool-call-middleware#298]",
+        ),
+        pytest.param(
+            "hermes", '{"name": "add", "arguments": {"a": 1, "note": "so "x""}}', "not valid JSON",
+            id="quotes in a text [minpeter/ai-sdk-tool-call-middleware#306]",
+        ),
+        pytest.param(
+            "hermes", '{"name": "add", "arguments": {"a": 1, "note": "C:\\path"}}', "not valid JSON",
+            id="a bad escape [NousResearch/hermes-agent#110436]",
+        ),
     ],
 )  # fmt: skip
 def test_arguments_that_would_be_lost_are_an_error_that_names_their_key(name, call, problem):
@@ -54,7 +66,11 @@ def test_arguments_that_would_be_lost_are_an_error_that_names_their_key(name, ca
 @pytest.mark.parametrize(
     ("call", "arguments"),
     [
-        pytest.param('{"name": "add", "arguments": "{\\"a\\": 5}"}', {"a": 5}, id="a text of JSON, as in OpenAI's API"),
+        pytest.param(
+            '{"name": "add", "arguments": "{\\"a\\": 5}"}',
+            {"a": 5},
+            id="a text of JSON, as in OpenAI's API [huggingface/smolagents#1003]",
+        ),
         pytest.param('{"id": "x", "type": "function", "name": "add", "arguments": {"a": 5}}', {"a": 5}, id="an id"),
         pytest.param('{"arguments": {"a": 5}, "name": "add"}', {"a": 5}, id="another order"),
         pytest.param('{"name": "add", "arguments": {}}', {}, id="an empty object, which the tool answers"),
@@ -95,18 +111,20 @@ ROOT = {
 @pytest.mark.parametrize(
     ("schema", "text", "value"),
     [
-        pytest.param({"type": "string"}, "3", "3", id="a text that looks like a number"),
+        pytest.param({"type": "string"}, "3", "3", id="a text that looks like a number [antirez/ds4#1016]"),
         pytest.param({"type": "string"}, " x\n", " x\n", id="a text with white space"),
+        pytest.param({"type": "string"}, '{"x": 1}', '{"x": 1}', id="a text of JSON [ai-dynamo/frontend-crates#215]"),
+        pytest.param({"type": "string"}, "[1, 2]", "[1, 2]", id="a text of a list [ai-dynamo/frontend-crates#215]"),
         pytest.param({"type": "integer"}, "\n3 ", 3, id="a number with white space"),
         pytest.param({"type": "integer"}, "three", "three", id="a text in place of a number"),
         pytest.param({"type": "integer"}, "3.0", 3.0, id="an integer with a point"),
         pytest.param({"type": "integer"}, "3.5", "3.5", id="a fraction in place of an integer"),
         pytest.param({"type": "integer"}, "true", "true", id="a boolean in place of an integer"),
         pytest.param({"type": "integer"}, "9" * 5000, "9" * 5000, id="an integer that Python does not read"),
-        pytest.param({"type": "number"}, "3", 3, id="a number without a point"),
+        pytest.param({"type": "number"}, "3", 3, id="a number without a point [antirez/ds4#569]"),
         pytest.param({"type": "number"}, "NaN", "NaN", id="NaN"),
         pytest.param({"type": "number"}, "1e999", "1e999", id="a number that would be infinite"),
-        pytest.param({"type": "boolean"}, "True", True, id="a boolean of Python"),
+        pytest.param({"type": "boolean"}, "True", True, id="a boolean of Python [Neroued/ninfer#138]"),
         pytest.param({"type": "boolean"}, "1", "1", id="a number in place of a boolean"),
         pytest.param({"type": "object"}, '{"x": 1}', {"x": 1}, id="an object"),
         pytest.param({"type": "array"}, "x", "x", id="a text in place of a list"),

@@ -97,7 +97,7 @@ def test_200_kilobytes_of_a_mark_are_read_in_linear_time(name, unit):
         pytest.param('{"a": 1, "a": 2}', "the key 'a' twice", id="a key twice"),
         pytest.param('{"note": "\\ud83d"}', "\\ud83d", id="half of a surrogate pair"),
         pytest.param("[1]", "must be a JSON object", id="a list in place of an object"),
-        pytest.param('{"a": 1', "", id="cut off"),
+        pytest.param('{"a": 1', "", id="cut off [NousResearch/hermes-agent#1796]"),
     ],
 )
 def test_arguments_beyond_the_bounds_are_a_malformed_call(name, written, problem):

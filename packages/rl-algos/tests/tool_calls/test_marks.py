@@ -19,7 +19,7 @@ GLM = "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n%s</tool_
         pytest.param("echo </tool_call> test", id="the end of a call [vllm-project/vllm#45167]"),
         pytest.param('<tool_call>{"name": "now", "arguments": {}}', id="a call of Hermes without an end"),
         pytest.param("<function=now>", id="a function of Qwen"),
-        pytest.param("</parameter> is a mark", id="the end of a parameter"),
+        pytest.param("</parameter> is a mark", id="the end of a parameter [raullenchai/Rapid-MLX#1515]"),
         pytest.param("</arg_value> is a mark", id="the end of a value"),
         pytest.param('[TOOL_CALLS][{"name": "now", "arguments": {}}]', id="a call of Mistral"),
         pytest.param("[TOOL_CALLS]now[ARGS]{}", id="a named call of Mistral"),
@@ -49,13 +49,13 @@ def test_marks_in_an_argument_are_a_part_of_it(name, note):
             "qwen_coder",
             QWEN % "<parameter=note>\nx\n<parameter=of>\n[]\n</parameter>\n",
             "'note' is not closed",
-            id="a parameter whose end is missing would have the next one as its value",
+            id="a parameter whose end is missing [anthropics/claude-code#44826]",
         ),
         pytest.param(
             "qwen_coder",
             QWEN % "<parameter=note>\nx\n</parameter>\n<parameter=note>\ny\n</parameter>\n",
             "'note' twice",
-            id="a parameter twice, or one whose text has the other",
+            id="a parameter twice, or one whose text has the other [areal-project/AReaL#1458]",
         ),
         pytest.param(
             "qwen_coder",
@@ -64,8 +64,15 @@ def test_marks_in_an_argument_are_a_part_of_it(name, note):
             id="a text that closes the call",
         ),
         pytest.param("qwen_coder", QWEN % "<parameter=note>x</parameter>y", "no </parameter>", id="text between"),
+        pytest.param(
+            "qwen_coder", QWEN % "<parameter=note>x</parameter/>", "no </parameter>",
+            id="a bad end [sgl-project/sglang#27337]",
+        ),
         pytest.param("qwen_coder", QWEN % "<parameter=no te>x</parameter>", "a name and `>`", id="a bad label"),
-        pytest.param("qwen_coder", "<tool_call><function=add", "a name and `>`", id="a label without an end"),
+        pytest.param(
+            "qwen_coder", "<tool_call><function=add", "a name and `>`",
+            id="a label without an end [ml-explore/mlx-lm#1881]",
+        ),
         pytest.param(
             "glm",
             GLM % "<arg_key>note</arg_key>\n<arg_value>x\n<arg_key>of</arg_key>\n<arg_value>[]</arg_value>\n",
@@ -91,17 +98,29 @@ def test_marks_in_an_argument_are_a_part_of_it(name, note):
         ),
         pytest.param(
             "mistral", '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}] and', "text after its JSON",
-            id="text after a list of calls",
+            id="text after a list of calls [vllm-project/vllm#5649]",
         ),
         pytest.param(
             "llama", '{"name": "add", "parameters": {"a": 1}}; {"name": "add", "parameters": {"a": 2}}',
-            "one call", id="several calls in a format of one",
+            "one call",
+            id="several calls in a format of one [ai-dynamo/dynamo#9536]",
         ),
         pytest.param(
             "harmony", '<|channel|>commentary to=functions.add<|message|>{"a": 1} and<|call|>', "text after its JSON",
             id="text after the arguments",
         ),
-        pytest.param("deepseek", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>add {}", "```json", id="no block"),
+        pytest.param(
+            "deepseek", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>add {}", "```json",
+            id="no block [vllm-project/vllm#48367]",
+        ),
+        pytest.param(
+            "mistral", '[TOOL_CALLS]add[ARGS]{"a": 1}Estimating...', "text after its JSON",
+            id="text after a named call [vllm-project/vllm#48975]",
+        ),
+        pytest.param(
+            "hermes", '<tool_call>{"name": "add", "arguments": {"a": 1}</tool_call>', "not valid JSON",
+            id="a bracket too few [NousResearch/hermes-agent#5315]",
+        ),
     ],
 )  # fmt: skip
 def test_a_call_whose_end_is_unclear_is_malformed(name, text, problem):
@@ -168,17 +187,27 @@ def test_a_closing_mark_in_a_call_does_not_end_thoughts_that_the_prompt_opened()
     ("name", "text"),
     [
         pytest.param("hermes", "The mark <tool_call> opens a call.", id="Hermes"),
+        pytest.param(
+            "hermes",
+            "<think>some write <function=...>, others <tool_call></think>\n3",
+            id="marks in thoughts [lmstudio-ai/lmstudio-bug-tracker#1592]",
+        ),
         pytest.param("hermes", "Neither </tool_call> nor <tool_call> is needed.", id="the end first"),
-        pytest.param("hermes", '{"name": "add", "arguments": {"a": 1}}', id="JSON without a mark"),
+        pytest.param(
+            "hermes", '{"name": "add", "arguments": {"a": 1}}', id="JSON without a mark [ggml-org/llama.cpp#18183]"
+        ),
         pytest.param("qwen_coder", "Write <function=add> after <tool_call>, as in a template.", id="Qwen"),
         pytest.param("glm", "The mark <tool_call> opens a call.", id="GLM"),
         pytest.param("mistral", "The mark [TOOL_CALLS] opens a list.", id="Mistral"),
         pytest.param("deepseek", "The mark <｜tool▁call▁begin｜> opens a call.", id="DeepSeek"),
         pytest.param("llama", "The mark <|python_tag|> opens a call.", id="Llama"),
         pytest.param("qwen_coder", "Functions are written as <function=add>.", id="a function of Qwen"),
-        pytest.param("llama", '{"name": "Alice", "age": 3}', id="an object with a name"),
-        pytest.param("llama", '{"name": "Alice", "age": ', id="an object with a name, cut off"),
+        pytest.param("llama", '{"name": "Alice", "age": 3}', id="an object with a name [vllm-project/vllm#47612]"),
+        pytest.param("llama", '{"name": "Alice", "age": ', id="an object with a name, cut off [ollama/ollama#17616]"),
         pytest.param("llama", '{"sum": 3}', id="an object"),
+        pytest.param(
+            "llama", 'Here is a user: {"name": "Alice"}', id="an object in a sentence [raullenchai/Rapid-MLX#703]"
+        ),
         pytest.param("llama", "{3}", id="a set"),
         pytest.param("llama", '[{"name": "add"}]', id="a list"),
         pytest.param("llama", '{"name": 3, "parameters": {}}', id="a name that is no text"),

@@ -68,6 +68,12 @@ def _turn(code: str, info: dict[str, Any], id: str = "0") -> Conversation:
     [
         ("print(2 * int(input()))", DOUBLE, 1.0),
         ("print(4)", DOUBLE, 0.5),
+        pytest.param(
+            "import sys\nsys.stdout.buffer.write(b'%d' % (2 * int(input())))",
+            DOUBLE,
+            1.0,
+            id="bytes to stdout [NVIDIA-NeMo/Gym#2956]",
+        ),
         ("print(1 / 0)", DOUBLE, 0.0),
         ("def add(a, b):\n    return a + b", ADD, 1.0),
         ("class Solution:\n    def add(self, a, b):\n        return a + b", ADD, 1.0),
@@ -76,7 +82,7 @@ def _turn(code: str, info: dict[str, Any], id: str = "0") -> Conversation:
         ("def other():\n    pass", ADD, 0.0),
         ("def add(a, b):\n    return a + b", ASSERT, 1.0),
         ("def add(a, b):\n    return 3", ASSERT, 0.5),
-        ("import sys\nsys.exit(0)", ASSERT, 0.0),
+        pytest.param("import sys\nsys.exit(0)", ASSERT, 0.0, id="an early end [codewars/codewars.com#2179]"),
         ("import os\nos._exit(0)", ASSERT, 0.0),
         ("def add(a, b):\n    import os; os._exit(0)", ADD, 0.0),
         ("def add(a, b):\n    return {1, 2}.union", ADD, 0.0),
@@ -139,14 +145,19 @@ class TestConformance(EnvironmentSuite):
         ("```\na\n```", "a\n"),
         ("```cpp\nint x;\n```", None),
         ("print(1)", None),
-        pytest.param("```python\na\n", "a\n", id="a block that is not closed runs to the end"),
+        pytest.param(
+            "```python\na\n", "a\n", id="a block that is not closed runs to the end [cuga-project/cuga-agent#252]"
+        ),
         pytest.param("1. So:\n\n   ```python\n   if a:\n       b\n   ```", "if a:\n    b\n", id="within a list"),
         pytest.param("```python\r\na\r\nb\r\n```\r\n", "a\nb\n", id="line ends of Windows"),
-        pytest.param("````python\na = 1\n```\nb\n````", "a = 1\n```\nb\n", id="a longer fence"),
+        pytest.param("````python\na = 1\n```\nb\n````", "a = 1\n```\nb\n", id="a longer fence [gptme/gptme#1009]"),
         pytest.param("~~~python\na\n~~~", "a\n", id="tildes"),
         pytest.param("~~~python\n```\n~~~", "```\n", id="the other kind does not close"),
         pytest.param("```python\na\n``` That is all.", "a\n", id="words behind the closing fence"),
         pytest.param("Use ```a``` here.\n```python\nb\n```", "b\n", id="code in a line is no block"),
+        pytest.param(
+            "```python\nf('```x```')\n```", "f('```x```')\n", id="backticks in a line [huggingface/smolagents#2472]"
+        ),
         pytest.param("```{python}\na\n```", "a\n", id="braces around the language"),
         pytest.param("```{.python .numberLines}\na\n```", "a\n", id="attributes"),
         pytest.param("```python:main.py\na\n```", "a\n", id="a name behind the language"),
@@ -207,7 +218,7 @@ DEEP = "def f():\n    x = []\n    for _ in range(20_000):\n        x = [x]\n    
             "def f():\n    return 10**5000",
             {"function": "f", "tests": [{"arguments": [], "result": 10**5000}]},
             1.0,
-            id="a huge whole number",
+            id="a huge whole number [NVIDIA-NeMo/Gym#2956]",
         ),
         pytest.param(
             "def f():\n    return {'c', 'a', 'b'}",
@@ -243,16 +254,16 @@ def test_an_unusual_program_scores_and_raises_nothing(
 @pytest.mark.parametrize(
     ("output", "expected", "same"),
     [
-        ("1 2\n", "1 2", True),
-        ("1 2  \n3\n\n", "1 2\n3", True),
+        pytest.param("1 2\n", "1 2", True, id="a line end [RunestoneInteractive/rs#1020]"),
+        pytest.param("1 2  \n3\n\n", "1 2\n3", True, id="spaces at the end [AzenAnn/DSA-Mastery#125]"),
         ("1  2", "1 2", True),
         ("1 2", "1\n2", False),
         ("1.0", "1", True),
-        ("0.3333333", "0.33333333", True),
+        pytest.param("0.3333333", "0.33333333", True, id="digits [LiveCodeBench/LiveCodeBench#133]"),
         ("0.334", "0.333", False),
-        ("1000000", "1000001", False),
+        pytest.param("1000000", "1000001", False, id="whole numbers [NVIDIA-NeMo/Gym#2956]"),
         ("YES", "Yes", False),
-        ("nan", "1.5", False),
+        pytest.param("nan", "1.5", False, id="NaN [DMOJ/judge-server#279]"),
         ("NaN", "nan", True),
         ("Infinity", "inf", True),
         ("-inf", "inf", False),
@@ -275,6 +286,8 @@ def test_outputs_are_compared_line_by_line_and_then_as_numbers(output: str, expe
         (True, 1, False),
         ([1, [2.0000000001]], [1, [2.0]], True),
         ([1], [1, 2], False),
+        pytest.param([5 * 10**16 + 1], [5 * 10**16], False, id="large whole numbers [NVIDIA-NeMo/Gym#2956]"),
+        pytest.param([0.333333], [0.333333333333], True, id="a list of decimals [NVIDIA-NeMo/Gym#2956]"),
         ({"a": 1}, {"a": 1}, True),
         ("3", 3, False),
         (None, None, True),
@@ -454,10 +467,11 @@ class _Danger:
         ("apps", APPS | {"input_output": "{"}, "not a row of apps"),
         ("apps", APPS | {"input_output": '{"inputs": ["1"], "outputs": []}'}, "1 inputs and 0 outputs"),
         ("livecodebench", _livecodebench(FUNCTIONAL), "metadata"),
-        (
+        pytest.param(
             "livecodebench",
             _livecodebench(STDIN, private_test_cases=base64.b64encode(zlib.compress(pickle.dumps(_Danger()))).decode()),
             "may hold text only",
+            id="a pickle of code [huggingface/lighteval#1241]",
         ),
     ],
 )

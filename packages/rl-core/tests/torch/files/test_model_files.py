@@ -37,12 +37,16 @@ def test_side_files_are_copied_and_weights_are_not(source: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "template"),
     [
-        (TokenizerConfig(), OWN),
+        pytest.param(TokenizerConfig(), OWN, id="its own [gradients-ai/G.O.D#1295]"),
         pytest.param(
             TokenizerConfig(chat_template="{{ x }}"), "{{ x }}", id="another one [marin-community/marin#7406]"
         ),
         (TokenizerConfig(chat_template_kwargs={"think": False}), "{% set think = False %}" + OWN),
-        (TokenizerConfig(chat_template="{{ x }}", chat_template_kwargs={"x": 1}), "{% set x = 1 %}{{ x }}"),
+        pytest.param(
+            TokenizerConfig(chat_template="{{ x }}", chat_template_kwargs={"x": 1}),
+            "{% set x = 1 %}{{ x }}",
+            id="another one with values [hiyouga/LlamaFactory#7785]",
+        ),
     ],
 )
 def test_the_template_is_the_configured_one(source: Path, settings: TokenizerConfig, template: str) -> None:

@@ -20,6 +20,15 @@ _MARKER = re.compile(
 _NUMBER = re.compile(
     r"(?:(?<![\w)])[-+−])?(?:(?:\d{1,3}(?:,\d{3}){1,40}(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?(?:\s?/\s?\d+)?(?:\s?%)?"
 )
+_CLAUSE = r"as|assuming|because|giving|given|hence|in total|making|meaning|since|so|therefore|thus|when|where|which"
+_REASON = re.compile(
+    rf"(?:,|;|\s(?=because|since|which))\s*(?=(?:{_CLAUSE})\b)"
+    rf"|\.\s+(?=(?:{_CLAUSE}|he|it|she|that|the|they|this|we)\b)",
+    re.IGNORECASE,
+)
+"""Before what explains an answer on the same line."""
+_CORRECTION = re.compile(r"\b(?:actually|and|but|correction|instead|no|not|or|rather|sorry|wait)\b", re.IGNORECASE)
+_SENTENCE = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s*\{([^{}]*)\}")
 _SPACE_COMMAND = re.compile(r"\\[,;:! ]")
 
 
@@ -46,7 +55,7 @@ def extract(completion: str, answer_format: AnswerFormat) -> Found | None:
         letter = stated_letter(completion)
         return Found(letter, in_box=boxed is not None and letter_of(boxed) == letter) if letter else None
     if answer_format == "boxed" or (boxed is not None and answer_format != "plain"):
-        text = _tidy(boxed) if boxed is not None else ""
+        text = _said_in(_tidy(boxed)) if boxed is not None else ""
         if answer_format == "numeric" and read_number(text) is None:
             text = _number_in(text, 0) or ""
         return Found(text, in_box=True) if text else None
@@ -98,7 +107,20 @@ def _after_marker(completion: str) -> str | None:
     for marker in _MARKER.finditer(completion):  # noqa: B007  # the last one counts
         pass
     rest = "" if marker is None else completion[marker.end() :].lstrip("* \t\r\n")
-    return _tidy(rest.splitlines()[0]) if rest else None
+    return _tidy(_without_reason(rest.splitlines()[0])) if rest else None
+
+
+def _without_reason(text: str) -> str:
+    """An answer without what explains it behind it, unless that may correct it."""
+    reason = _REASON.search(text)
+    is_plain = reason is not None and reason.start() > 0 and _CORRECTION.search(text, reason.start()) is None
+    return text[: reason.start()] if reason is not None and is_plain else text
+
+
+def _said_in(boxed: str) -> str:
+    """The answer of a box that holds a sentence, such as `\\text{The answer is 4}`; else the box."""
+    sentence = _SENTENCE.fullmatch(boxed)
+    return boxed if sentence is None else _after_marker(sentence[1]) or boxed
 
 
 def _last_line(completion: str) -> str:

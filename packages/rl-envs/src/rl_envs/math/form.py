@@ -22,6 +22,8 @@ _BASES = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven
 _WORDS = re.compile(r"(?=.*[A-Za-z]{3}|.*[A-Za-z]\.)[A-Za-z]+(?:[ .,'-]+[A-Za-z]+)*\.?")
 _DOTS = re.compile(r"\\[lcd]?dots[cbmio]?(?![A-Za-z])|\.\.\.|…")
 _REPEATING = re.compile(r"([-+−]?\d*)\.(\d*)(?:\\overline\s*\{(\d+)\}|\\overline\s*(\d)|\((\d+)\))")
+_RATIO = re.compile(r"\d{1,15}(?::\d{1,15}){1,5}")
+_CLOCK = re.compile(r"\d{1,3}(?::[0-5]\d){1,2}")
 _SETS = (("\\{", "\\}"), ("{", "}"))
 _RELATION = re.compile(r"(\\leqslant|\\geqslant|\\leq?(?![A-Za-z])|\\geq?(?![A-Za-z])|\\lt|\\gt|<=|>=|≤|≥|<|>)")
 _LESS = {"<": True, r"\lt": True, "<=": False, "≤": False, r"\le": False, r"\leq": False, r"\leqslant": False}
@@ -55,6 +57,20 @@ class Series:
     """A sequence with dots, compared as it is written."""
 
     text: str
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Whole numbers between colons: a ratio, or a time of day or a duration if it can be one.
+
+    Args:
+        text: As it is written.
+        is_clock: Whether minutes and seconds have two digits and are below 60.
+    """
+
+    text: str
+    parts: tuple[int, ...]
+    is_clock: bool
 
 
 @dataclass(frozen=True)
@@ -114,7 +130,7 @@ class Equation:
     right: Form
 
 
-Form = Number | Numeral | Name | Series | Exact | Interval | Collection | Union | Equation | Expression
+Form = Number | Numeral | Name | Series | Exact | Interval | Collection | Union | Equation | Ratio | Expression
 
 
 def squeezed(text: str) -> str:
@@ -154,6 +170,8 @@ def read(text: str, depth: int = 0) -> Form:
         return number
     if len(text) > MAX_LENGTH:
         return Expression(text)
+    if _RATIO.fullmatch(plain := squeezed(text)):
+        return Ratio(plain, tuple(map(int, plain.split(":"))), _CLOCK.fullmatch(plain) is not None)
     if _DOTS.search(text):
         return Series(_DOTS.sub("...", squeezed(text)))
     if (repeating := _repeating(squeezed(text))) is not None:

@@ -91,14 +91,17 @@ def _parsed_known(known: str) -> Any:
 
 
 def _parsed(text: str) -> Any:
-    """The sympy object of an expression, with decimals as exact fractions; None if it cannot be read as a whole."""
+    """The sympy object of an expression, with decimals as exact fractions; None if it cannot be read as a whole, or
+    divides by zero."""
     text = _ROOT.sub(lambda match: rf"\sqrt{{{match[1] or match[2] or match[3]}}}", text.translate(_SIGNS))
     text = _NAME.sub(lambda match: _NAMES[match[1]], text.replace("**", "^"))
     try:
         expression = latex2sympy(text, is_real=True, normalization_config=_NORMALISED, conversion_config=_CONVERTED)
     except Exception:  # noqa: BLE001 - the grammar raises nothing more specific for what it cannot read
         return None
-    return _exact(expression) if isinstance(expression, sympy.Basic | sympy.MatrixBase) else None
+    if not isinstance(expression, sympy.Basic | sympy.MatrixBase) or expression.has(sympy.zoo, sympy.nan):
+        return None
+    return _exact(expression)
 
 
 def _exact(expression: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 from rl_envs.math.agreement import all_of, matched
 from rl_envs.math.config import AnswerFormat
 from rl_envs.math.dapo import normalised
@@ -15,6 +17,7 @@ from rl_envs.math.form import (
     Interval,
     Name,
     Numeral,
+    Ratio,
     Series,
     Union,
     is_variable,
@@ -63,6 +66,8 @@ def judge(found: str, known: str, answer_format: AnswerFormat) -> bool | None:
 def _same(mine: Form, theirs: Form) -> bool | None:
     if isinstance(mine, Equation) or isinstance(theirs, Equation):
         return _same_equation(mine, theirs)
+    if isinstance(mine, Ratio) or isinstance(theirs, Ratio):
+        return _same_ratio(mine, theirs)
     if isinstance(mine, Number | Exact) and isinstance(theirs, Number | Exact):
         return _number(mine).equals(_number(theirs))
     for kind in (Numeral, Name, Series):
@@ -100,6 +105,25 @@ def _same_equation(mine: Form, theirs: Form) -> bool | None:
     is_named = names_a_value(equation.left) or exact_value(equation.left) is not None
     # of "x^2 = 4" it is unknown what is asked for
     return same if is_named or same is False else None
+
+
+def _same_ratio(mine: Form, theirs: Form) -> bool | None:
+    """Two ratios by their shares, or one and its value. As times, equal ratios such as 2:40 and 1:20 differ, so that
+    they are undecided if both can be times."""
+    if isinstance(mine, Ratio) and isinstance(theirs, Ratio):
+        if mine.parts == theirs.parts:
+            return True
+        if len(mine.parts) != len(theirs.parts):
+            return None if mine.is_clock and theirs.is_clock else False
+        pairs = list(zip(mine.parts, theirs.parts, strict=True))
+        is_same = all(a * d == b * c for a, b in pairs for c, d in pairs) and any(mine.parts) == any(theirs.parts)
+        return None if is_same and mine.is_clock and theirs.is_clock else is_same
+    ratio, value = (mine, theirs) if isinstance(mine, Ratio) else (theirs, mine)
+    assert isinstance(ratio, Ratio)
+    if len(ratio.parts) != 2 or not ratio.parts[1]:
+        return None if isinstance(value, Expression) else False
+    same = _same(Exact(Fraction(*ratio.parts)), value)
+    return None if same and ratio.is_clock else same
 
 
 def _same_written(mine: Form, theirs: Form) -> bool:
