@@ -68,6 +68,7 @@ CHOSEN = {"ernie4_5_moe": "moe_k", "hunyuan_v1_moe": "moe_topk"}
 """Families whose config has its own name for the number of experts of a token."""
 
 PROMPTS = (3, 17, 40, 64)
+LONGEST = 128
 TOLERANCE = 1e-5
 ENGINES = ("vllm", "hf")
 PRECISIONS = ("float32", "bfloat16")
@@ -138,13 +139,23 @@ def write_model(family: str, folder: Path) -> list[str]:
     return wide
 
 
-def rows() -> list[np.ndarray]:
-    """Tokens that mean nothing."""
-    return [np.random.default_rng(length).integers(3, 300, length).astype(np.int32) for length in PROMPTS]
+def rows(lengths: Sequence[int] = PROMPTS) -> list[np.ndarray]:
+    """Return rows of random tokens, one of each length."""
+    return [np.random.default_rng(length).integers(3, 300, length).astype(np.int32) for length in lengths]
 
 
-def train(folder: Path, precision: Any, exported: Path) -> Trained:
-    """Logprobs and routing of the trainer, which also exports; raises if it sends anything but what the files hold."""
+def train(
+    folder: Path, precision: Any, exported: Path, *, lengths: Sequence[int] = PROMPTS, longest: int = LONGEST
+) -> Trained:
+    """Return the logprobs and routing of the trainer, which also exports.
+
+    Args:
+        lengths: Number of tokens of each row.
+        longest: Maximum number of tokens of a row in the run.
+
+    Raises:
+        AssertionError: If it sends or exports anything other than the contents of the files.
+    """
     import torch
     from safetensors.torch import load_file
 
@@ -158,7 +169,12 @@ def train(folder: Path, precision: Any, exported: Path) -> Trained:
 
     def build(*, packs: bool) -> DTensorWorker:
         packing = SequencePackingConfig(enabled=packs)
-        config = ModelConfig(model_name=str(folder), precision=precision, sequence_packing=packing)
+        config = ModelConfig(
+            model_name=str(folder),
+            precision=precision,
+            sequence_packing=packing,
+            max_total_sequence_length=longest,
+        )
         return DTensorWorker(config, DTensorConfig(), ModelSpec(), Rendezvous(0, 1, 0, "127.0.0.1", free_port(), "cpu"))
 
     try:
@@ -168,7 +184,7 @@ def train(folder: Path, precision: Any, exported: Path) -> Trained:
     try:
         choices = Choices(worker._model.hf_config)
         logprobs, routing = [], []
-        for row in rows():
+        for row in rows(lengths):
             with choices:
                 read = worker.infer(Batch({"tokens": Ragged.from_rows([row], np.int32)}), [LOGPROBS])
             assert read is not None
@@ -262,8 +278,15 @@ def routed_by_vllm() -> list[np.ndarray]:
     return chosen
 
 
-def served(name: str, folder: Path, precision: Any) -> Trained:
-    """An engine that starts without weights and receives those of a folder."""
+def served(
+    name: str, folder: Path, precision: Any, lengths: Sequence[int] = PROMPTS, longest: int = LONGEST
+) -> Trained:
+    """Return the logprobs and routing of an engine that starts without weights and receives those of a folder.
+
+    Args:
+        lengths: Number of tokens of each row.
+        longest: Maximum number of tokens of a row in the run.
+    """
     from rl_core.generation import Placement
     from rl_core.model_config import GenerationConfig, ModelConfig
     from rl_core.testing.torch.weight_sender import SenderProcess
@@ -271,7 +294,7 @@ def served(name: str, folder: Path, precision: Any) -> Trained:
     from rl_dtensor.generation.config import HFConfig
     from rl_dtensor.generation.generator import HFGenerator
 
-    model = ModelConfig(model_name=str(folder), precision=precision, max_total_sequence_length=128)
+    model = ModelConfig(model_name=str(folder), precision=precision, max_total_sequence_length=longest)
     placement = Placement("cpu", awaits_weights=True)
     generator: Any
     if name == "hf":
@@ -287,7 +310,7 @@ def served(name: str, folder: Path, precision: Any) -> Trained:
             bench.runner.run(bench.sync(folder))
             chosen = routed_by_vllm() if name == "vllm" else []
             logprobs, routing = [], []
-            for row in rows():
+            for row in rows(lengths):
                 chosen.clear()
                 logprobs.append(bench.runner.run(generator.score(row)))
                 layers = [ids[: len(row)] for ids in chosen if len(ids) >= len(row)]

@@ -54,18 +54,33 @@ def test_settings_that_differ_from_the_adapters_are_named(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"use_dora": True}, "an adapter with use_dora, which is not supported"),
-        ({"rank_pattern": {"q_proj": 2}}, "an adapter with rank_pattern"),
-        ({"modules_to_save": ["score"]}, "an adapter with modules_to_save"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa"),
+        pytest.param(
+            {"use_dora": True}, "an adapter with use_dora, which is not supported", id="DoRA [vllm-project/vllm#6983]"
+        ),
+        pytest.param(
+            {"rank_pattern": {"q_proj": 2}},
+            "an adapter with rank_pattern",
+            id="mixed ranks [huggingface/diffusers#14409]",
+        ),
+        pytest.param(
+            {"modules_to_save": ["score"]},
+            "an adapter with modules_to_save",
+            id="whole modules [hiyouga/LlamaFactory#9545]",
+        ),
+        pytest.param({"init_lora_weights": "pissa"}, "init_lora_weights=pissa", id="PiSSA [huggingface/peft#2184]"),
         ({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights=pissa_niter_16"),
         ({"init_lora_weights": "olora"}, "init_lora_weights=olora"),
         ({"init_lora_weights": "loftq"}, "init_lora_weights=loftq"),
         ({"init_lora_weights": "corda"}, "init_lora_weights=corda"),
-        ({"peft_type": "LOHA"}, "peft_type=LOHA"),
-        ({"bias": "lora_only"}, "bias=lora_only"),
-        ({"lora_bias": True}, "lora_bias"),
-        ({"fan_in_fan_out": True}, "fan_in_fan_out"),
+        ({"init_lora_weights": "lora_ga"}, "init_lora_weights=lora_ga"),
+        ({"init_lora_weights": "mica"}, "init_lora_weights=mica"),
+        ({"alpha_pattern": {"q_proj": 2}}, "an adapter with alpha_pattern, which is not supported; merge it with peft"),
+        pytest.param({"bias": "lora_only"}, "bias=lora_only", id="biases [huggingface/peft#3306]"),
+        pytest.param({"lora_bias": True}, "lora_bias", id="biases of factors [vllm-project/vllm#5733]"),
+        ({"bias": "all"}, "bias=all"),
+        ({"modules_to_save": ["embed_tokens", "lm_head"]}, "an adapter with modules_to_save"),
+        ({"use_bdlora": {"target_modules_bd_a": ["q_proj"]}}, "use_bdlora"),
+        ({"kasa_config": {"beta": 0.1}}, "kasa_config"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
         ({"layer_replication": [[0, 1]]}, "layer_replication"),
         ({"use_qalora": True}, "use_qalora"),
@@ -82,7 +97,13 @@ def test_adapters_of_another_kind_are_refused_by_name(tmp_path, changes, says):
         AdapterFolder.read(write(tmp_path, **changes))
 
 
-@pytest.mark.parametrize("tensor", ["base_model.model.lm_head.weight", "base_model.model.embed.lora_embedding_A"])
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        pytest.param("base_model.model.lm_head.weight", id="a head [vllm-project/vllm#9280]"),
+        "base_model.model.embed.lora_embedding_A",
+    ],
+)
 def test_tensors_that_are_not_factors_of_layers_are_refused(tmp_path, tensor):
     write(tmp_path)
     file = tmp_path / "adapter_model.safetensors"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from transformers import Gemma3Config, Qwen3Config
@@ -152,6 +153,26 @@ def test_prefixes_of_states_are_not_cached_on_cpu(
 ) -> None:
     (folder / "config.json").write_text(json.dumps({"model_type": "any", "architectures": [architecture]}))
     assert started_with(folder, Placement(device)).enable_prefix_caching is caches
+
+
+@pytest.mark.parametrize(
+    ("precision", "device", "fields", "backend"),
+    [
+        ("float32", "cpu", {"kv_lora_rank": 512}, "CPU_MLA"),
+        ("bfloat16", "cpu", {"kv_lora_rank": 512}, "CPU_MLA"),
+        ("float32", "cuda", {"kv_lora_rank": 512}, None),
+        ("float32", "cpu", {}, None),
+    ],
+)
+def test_latent_attention_on_cpu_takes_the_backend_that_keeps_its_weights(
+    folder: Path, precision: Literal["float32", "bfloat16"], device: str, fields: dict[str, int], backend: str | None
+) -> None:
+    (folder / "config.json").write_text(json.dumps({"model_type": "deepseek_v3", **fields}))
+    model = ModelConfig(model_name=str(folder), precision=precision)
+    found = engine_arguments(
+        VllmConfig(), model, Placement(device), max_len=16, eager=True, extension="module.Extension"
+    )
+    assert found.attention_backend == backend
 
 
 def test_an_engine_that_applies_adapters_has_room_for_those_of_one_version(tmp_path: Path) -> None:

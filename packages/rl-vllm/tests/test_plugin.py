@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -58,6 +59,35 @@ def test_an_engine_longer_than_the_models_positions_is_a_problem(tmp_path: Path)
     assert problems(str(tmp_path), vllm_cfg=VllmConfig(max_model_len=1024)) == {}
     found = problems(str(tmp_path), vllm_cfg=VllmConfig(max_model_len=1025))
     assert "positions for 1024 tokens" in found["generation.vllm_cfg.max_model_len"]
+
+
+LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 1024}
+LATENT = {"model_type": "deepseek_v3", "kv_lora_rank": 512}
+
+
+@pytest.mark.parametrize(
+    ("fields", "rope", "refused"),
+    [
+        ({"model_type": "phi3"}, LONGROPE, ""),
+        ({"model_type": "phi3"}, {**LONGROPE, "factor": 4.0}, ""),  # the ratio of both lengths
+        ({"model_type": "phi3"}, {**LONGROPE, "factor": 16.0}, "factor=16.0"),
+        ({"model_type": "phi3"}, {**LONGROPE, "attention_factor": 1.5}, "attention_factor=1.5"),
+        ({"model_type": "phi3"}, {**LONGROPE, "short_mscale": 1.1}, "short_mscale=1.1"),
+        ({"model_type": "qwen3"}, {"rope_type": "yarn", "factor": 4.0, "attention_factor": 0.8}, ""),
+        (LATENT, {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0}, ""),
+        (LATENT, {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7}, "mscale=0.7"),
+        (LATENT, {"rope_type": "yarn", "factor": 4.0, "attention_factor": 0.8}, "attention_factor=0.8"),
+    ],
+    ids=str,
+)
+def test_scales_of_rotary_embeddings_that_vllm_reads_otherwise_are_problems(
+    tmp_path: Path, fields: dict[str, Any], rope: dict[str, Any], refused: str
+) -> None:
+    config = {**fields, "max_position_embeddings": 4096, "rope_parameters": rope}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = {key: message for key, message in problems(str(tmp_path)).items() if "rope_parameters" in key}
+    assert bool(found) == bool(refused)
+    assert all(refused in message for message in found.values())
 
 
 def test_ranks_that_do_not_divide_the_heads_of_a_model_on_this_machine_are_a_problem(tmp_path: Path) -> None:

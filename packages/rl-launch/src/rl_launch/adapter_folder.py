@@ -48,11 +48,14 @@ class AdapterFolder:
         """
         try:
             said: dict[str, Any] = json.loads((path / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-            dim, alpha = int(said["r"]), float(said["lora_alpha"])
+            kind = str(said.get("peft_type") or _LORA)
+            dim, alpha = (int(said["r"]), float(said["lora_alpha"])) if kind == _LORA else (0, 0.0)
         except FileNotFoundError:
             raise ConfigError(f"{path} has no {ADAPTER_CONFIG}; name a folder that peft or a run has saved") from None
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise ConfigError(f"{path / ADAPTER_CONFIG} is not the config of a low-rank adapter: {error!r}") from None
+        if kind != _LORA:
+            raise ConfigError(_other_type(path, kind))
         if odd := _unsupported(said):
             raise ConfigError(f"{path} is an adapter with {', '.join(odd)}, which is not supported; merge it with peft")
         _check_weights(path)
@@ -88,8 +91,19 @@ class AdapterFolder:
 
 _HEADS = ("lm_head", "embed_out", "score")
 """Last parts of the names of heads; layers within blocks are named otherwise."""
+_LORA = "LORA"
+_PROMPTS = (
+    "ADAPTION_PROMPT",
+    "CARTRIDGE",
+    "CPT",
+    "MULTITASK_PROMPT_TUNING",
+    "P_TUNING",
+    "PREFIX_TUNING",
+    "PROMPT_TUNING",
+)
+"""Types of adapters that add tokens, or states of tokens, and change no weights that they could be merged into."""
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",),
+    "peft_type": (_LORA,),
     "bias": ("none",),
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
 }
@@ -99,10 +113,17 @@ _IRRELEVANT = {
     *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
     *("r", "lora_alpha", "use_rslora", "lora_dropout", "target_modules", "target_parameters", "exclude_modules"),
     *("layers_to_transform", "layers_pattern", "megatron_core", "runtime_config", "ensure_weight_tying"),
-    *("qalora_group_size", "loftq_config", "eva_config"),
+    *("qalora_group_size", "loftq_config", "eva_config", "fan_in_fan_out"),
 }
 """Fields that are read elsewhere, or say where adapters are, which the names of the tensors say as well, or how they
-began or were trained."""
+began or were trained. `fan_in_fan_out` follows from the kind of layer: peft sets it for transposed weights (GPT-2), and
+ignores it for others."""
+
+
+def _other_type(path: Path, kind: str) -> str:
+    """Return the message for an adapter that is not a LoRA adapter."""
+    advice = "pass a LoRA adapter" if kind in _PROMPTS else "merge it with peft, or pass a LoRA adapter"
+    return f"{path} is an adapter with peft_type={kind}, which is not supported; {advice}"
 
 
 def _unsupported(said: Mapping[str, Any]) -> list[str]:

@@ -127,6 +127,7 @@ def engine_arguments(
             "language_model_only": is_composite(stored),
             # prefixes of states are cached only where prompts are read in parts; None is vLLM's own choice
             "enable_prefix_caching": False if on_cpu and _has_states(fields) else None,
+            **(_latent_attention_on_cpu(fields) if on_cpu else {}),
             **backend.vllm_kwargs,
         },
     )
@@ -190,6 +191,18 @@ def _window_of_policy(model: ModelConfig, fields: Mapping[str, Any]) -> dict[str
         return {}
     window = read_language_config(model.model_name, model.hf_config_overrides).sliding_window
     return {} if window is None else {"sliding_window": window - 1}
+
+
+def _latent_attention_on_cpu(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments with which latent attention (DeepSeek-V3) takes weights on CPU.
+
+    On processors with AMX vLLM (0.32) takes its AMX_MLA backend, which does not start in float32, and in bfloat16
+    frees weights that the next weight update needs.
+
+    Args:
+        fields: Fields of the language model's Hugging Face config.
+    """
+    return {"attention_backend": "CPU_MLA"} if fields.get("kv_lora_rank") is not None else {}
 
 
 def _has_states(fields: Mapping[str, Any]) -> bool:

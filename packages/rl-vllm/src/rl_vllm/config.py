@@ -13,7 +13,10 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
 """vLLM silently raises a lower temperature to the first and refuses one above the second."""
 
 _PLACED = "the runtime places replicas and their ranks; give generation more devices"
-_DRAFT = "a draft model would keep its old weights after a weight sync"
+_SPECULATION = (
+    "speculative decoding, with a draft model or n-grams, is not supported: a draft model would keep its old weights "
+    "after a weight sync, and no method has been verified to report the policy's logprobs"
+)
 _SAMPLING = "sampling parameters come from `policy.generation` alone"
 _TASK = "the engine only generates"
 _ADAPTERS = "the adapters of the policy are applied as `policy.generation.lora_sync` says"
@@ -65,10 +68,10 @@ OWNED_ARGUMENTS = {
     "runner": _TASK,
     "seed": "every request carries its own seed",
     "skip_tokenizer_init": "stop strings need the tokenizer",
-    "spec_method": _DRAFT,
-    "spec_model": _DRAFT,
-    "spec_tokens": _DRAFT,
-    "speculative_config": _DRAFT,
+    "spec_method": _SPECULATION,
+    "spec_model": _SPECULATION,
+    "spec_tokens": _SPECULATION,
+    "speculative_config": _SPECULATION,
     "tensor_parallel_size": "write `vllm_cfg.tensor_parallel_size`",
     "tokenizer": "write `policy.tokenizer.name`",
     "watermark_config": "a watermark changes the distribution that is sampled from",
