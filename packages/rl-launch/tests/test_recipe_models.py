@@ -37,7 +37,8 @@ def folder_of(name, folder):
     path.mkdir(parents=True, exist_ok=True)
     write_weights(path / "model.safetensors")
     (path / "tokenizer.json").touch()
-    (path / "config.json").write_text(json.dumps(dict(zip(FIELDS, SHAPES[name], strict=True))))
+    shape = dict(zip(FIELDS, SHAPES[name], strict=True))
+    (path / "config.json").write_text(json.dumps({"model_type": "qwen3", **shape}))
     return path
 
 
