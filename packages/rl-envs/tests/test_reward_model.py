@@ -149,6 +149,25 @@ def test_models_that_score_nothing_are_refused(tmp_path, settings, says):
         RewardModelEnvironment(RewardModelConfig(model=save_model(tmp_path, **settings)))
 
 
+class Payload:
+    """An object whose unpickling leaves a file."""
+
+    def __init__(self, trace):
+        self.trace = trace
+
+    def __reduce__(self):
+        return open, (str(self.trace), "w")
+
+
+def test_pickled_weights_are_refused_unread(tmp_path):
+    folder = save_model(tmp_path / "model")
+    (tmp_path / "model/model.safetensors").unlink()
+    torch.save({"score.weight": Payload(tmp_path / "trace")}, tmp_path / "model/pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"has no `model\.safetensors`.*pytorch_model\.bin.*save_pretrained"):
+        Scorer(folder, device="cpu", precision="float32")
+    assert not (tmp_path / "trace").exists()
+
+
 def test_settings_that_cannot_work_are_refused(folder, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="it has no model; set `model`"):
         RewardModelEnvironment(RewardModelConfig())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
@@ -16,6 +17,9 @@ WeightSyncEncoding = Literal["full", "changes"]
 WeightForm = Literal["merged", "factored", "adapter"]
 """Form in which the weights of a model with low-rank adapters travel: the adapters merged into the weights, the weights
 as they are followed by the factors of the adapters, or these factors alone. Without adapters there is only `merged`."""
+
+MIN_SECRET_BYTES = 16
+"""Minimum length of a transport's secret."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,11 @@ class Transport:
             otherwise rank 0 sends to all.
         sends_changes: whether only the changes since the last transfer travel, where they are smaller; both ends then
             keep the weights in host memory. Not for `ipc`, whose receivers read the sender's memory.
+        secret: Key by which senders and receivers prove to each other that they belong to this transport, at least 16
+            bytes; random unless given. Only the processes of the run may know it.
+
+    Raises:
+        ValueError: If `sends_changes` is set for `ipc`, or the secret is too short.
     """
 
     kind: TransportKind
@@ -94,8 +103,11 @@ class Transport:
     timeout_s: float = 300.0
     every_rank_sends: bool = False
     sends_changes: bool = False
+    secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
 
     def __post_init__(self) -> None:
+        if len(self.secret) < MIN_SECRET_BYTES:
+            raise ValueError(f"the secret of a transport has at least {MIN_SECRET_BYTES} bytes, got {len(self.secret)}")
         if self.sends_changes and self.kind == "ipc":
             raise ValueError("changes alone are sent by collective or disk; ipc shares memory and always sends all")
 

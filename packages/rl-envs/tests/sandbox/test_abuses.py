@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
-from rl_envs.sandbox.abuses import ABUSES, Abuse, bait
-from rl_envs.sandbox.program import Isolation, Program
+from rl_envs.sandbox.abuses import ABUSES, BREACHED, CONTAINED, NAME_WIDTH, NOT_OFFERED, USER, Abuse, bait
+from rl_envs.sandbox.confinement import first_user_id, mapped_ids
+from rl_envs.sandbox.program import Isolation, Limits, Program
 from rl_envs.sandbox.sandbox import Sandbox, SandboxUnavailable
 
+ISOLATIONS: list[Isolation] = ["namespaces", "landlock"]
 NOT_BY_LANDLOCK = {"fill the disk by many files", "make files without end"}
 """Abuses that the level `landlock` does not contain, as its table says."""
 BY_LIMITS = {"a memory bomb", "flood stdout", "open descriptors without end", "an endless loop", "sleep without end"}
@@ -42,7 +48,7 @@ def sandboxes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Isolati
 
 
 @pytest.mark.parametrize("abuse", ABUSES, ids=lambda abuse: abuse.name.replace(" ", "-"))
-@pytest.mark.parametrize("isolation", ["namespaces", "landlock"])
+@pytest.mark.parametrize("isolation", ISOLATIONS)
 def test_an_abuse_is_contained_and_the_next_program_runs(
     isolation: Isolation,
     abuse: Abuse,
@@ -57,6 +63,56 @@ def test_an_abuse_is_contained_and_the_next_program_runs(
     sandbox = sandboxes[isolation]
     assert abuse.breaches(sandbox.run(abuse.program(given), abuse.limits)) == ""
     assert sandbox.run(Program("import os; print(len(os.listdir()))")).stdout == b"0\n"
+
+
+@pytest.fixture(scope="module")
+def unprivileged() -> dict[str, list[str]]:
+    """Results by abuse of the levels in order, as a user without privileges whose programs share its user id."""
+    if os.getuid() != 0:
+        pytest.skip("the other tests run as such a user")
+    uid = first_user_id(os.getpid(), mapped_ids())
+    command = [sys.executable, "-m", "rl_envs.sandbox.abuses", *ISOLATIONS, "--uid", str(uid)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    if "PermissionError" in done.stderr:
+        pytest.skip(f"root may not become another user here: {done.stderr.splitlines()[-1]}")
+    assert done.returncode == 0, done.stderr
+    title, _, *rows = done.stdout.splitlines()
+    assert title == f"sandboxes and victims of user {uid}"
+    results = {row[:NAME_WIDTH].strip(): re.split(r"\s{2,}", row[NAME_WIDTH:].strip()) for row in rows}
+    assert all(user in (f"{uid}, ours", NOT_OFFERED) for user in results[USER])
+    return results
+
+
+@pytest.mark.parametrize("abuse", ABUSES, ids=lambda abuse: abuse.name.replace(" ", "-"))
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+def test_an_abuse_by_a_program_of_the_victims_user_is_contained(
+    isolation: Isolation, abuse: Abuse, unprivileged: Mapping[str, list[str]]
+) -> None:
+    result = unprivileged[abuse.name][ISOLATIONS.index(isolation)]
+    if result == NOT_OFFERED:
+        pytest.skip("this machine does not offer the level to users without privileges")
+    assert result == (BREACHED if isolation == "landlock" and abuse.name in NOT_BY_LANDLOCK else CONTAINED)
+
+
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+def test_programs_that_may_not_choose_processors_still_compute(isolation: Isolation) -> None:
+    packages = str(Path(numpy.__file__).parents[1])
+    source = """
+import ctypes, os, threading
+os.environ.update(OMP_PROC_BIND="true", OMP_NUM_THREADS="2", OPENBLAS_NUM_THREADS="2")
+import numpy
+try:
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+except PermissionError:
+    pass
+mask = (ctypes.c_uint64 * 16)(1)
+bound = ctypes.CDLL(None).pthread_setaffinity_np(ctypes.c_void_p(threading.get_ident()), 128, mask)
+assert bound in (0, 1, 22), bound  # done, not permitted, or no such processor here
+print(int((numpy.ones((200, 200)) @ numpy.ones((200, 200))).sum()))
+"""
+    with _open(isolation, Path(packages)) as sandbox:
+        outcome = sandbox.run(Program(source), Limits(cpu_s=60.0, wall_s=120.0, memory_mib=4096))
+    assert outcome.stdout == b"8000000\n", outcome
 
 
 def test_there_are_forty_abuses_of_different_kinds() -> None:

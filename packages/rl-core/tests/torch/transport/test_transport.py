@@ -490,7 +490,7 @@ def test_a_store_that_dies_while_a_receiver_joins_names_the_sender(tmp_path: Pat
 
     def offer_a_store_that_nobody_serves() -> None:
         with socket.create_server((host, port)) as listener, socket.create_server((host, 0)) as unserved:
-            channels = accept_receivers(listener, 1, 600)
+            channels = accept_receivers(listener, way)
             channels[1].send({"store": unserved.getsockname()[1], "size": 2, "rank": 1}, "joining")
             channels[1].abort("the sender gave up")
             ended.wait()

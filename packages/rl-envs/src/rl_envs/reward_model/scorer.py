@@ -27,7 +27,7 @@ class Scorer:
             positions.
 
     Raises:
-        ValueError: if the model has no head of one score, or the process sees no GPU for it.
+        ValueError: If the model has no safetensors or no head of one score, or the process sees no GPU for it.
     """
 
     def __init__(self, name: str, *, device: str, precision: str, max_length: int | None = None) -> None:
@@ -74,10 +74,23 @@ class Scorer:
 
 
 def _load(name: str, dtype: torch.dtype) -> Any:
-    """The classifier, in evaluation mode; refuses a model whose head would be made anew."""
-    model, loaded = AutoModelForSequenceClassification.from_pretrained(
-        name, dtype=dtype, output_loading_info=True, trust_remote_code=False
-    )
+    """Return the classifier, in evaluation mode, from safetensors only: pickled weights can run code when read.
+
+    Raises:
+        ValueError: If the model has no safetensors, no head of its own, or several labels.
+    """
+    try:
+        model, loaded = AutoModelForSequenceClassification.from_pretrained(
+            name, dtype=dtype, output_loading_info=True, trust_remote_code=False, use_safetensors=True
+        )
+    except OSError as error:
+        if "safetensors" not in str(error):
+            raise
+        raise ValueError(
+            f"{name!r} has no `model.safetensors`, the only format of weights that a reward model is loaded from. "
+            "Weights that PyTorch pickled (`pytorch_model.bin`) can run code when they are read: if you trust them, "
+            "load the model with transformers once, and save it with `save_pretrained`"
+        ) from error
     if dict(model.named_children()).get(HEAD) is None or any(key.startswith(HEAD) for key in loaded["missing_keys"]):
         raise ValueError(
             f"{name!r} is not a reward model: its files have no `{HEAD}` head. Train one with `algorithm: rm` and name "

@@ -1,4 +1,8 @@
-"""Programs that abuse their sandbox, each by one way: `python -m rl_envs.sandbox.abuses` tells which are contained.
+"""Programs that abuse their sandbox, each by one way: `python -m rl_envs.sandbox.abuses` shows which are contained.
+
+Root's programs may have their own user ids, so that the kernel refuses them much whatever the sandbox does. Started as
+root, the module therefore tries everything a second time as a user without privileges, whose programs share their user
+id with the victims. Each table shows the user ids.
 
 Each program is bounded by itself as well, so that none harms a machine that does not contain it: a fork bomb ends after
 a hundred processes, and signals are only tried.
@@ -8,20 +12,23 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import json
 import os
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 from rl_core.errors import RLError
+from rl_envs.sandbox.confinement import first_user_id, mapped_ids
 from rl_envs.sandbox.program import Ending, Isolation, Limits, Outcome, Program
 from rl_envs.sandbox.sandbox import Sandbox
+from rl_envs.sandbox.unprivileged import become
 
 LIMITS = Limits(cpu_s=10.0, wall_s=60.0, memory_mib=256, scratch_mib=8, processes=8, output_kib=64)
 """Limits of a program whose abuse is not about time."""
@@ -29,6 +36,8 @@ BRIEF = Limits(cpu_s=1.0, wall_s=4.0, memory_mib=256, scratch_mib=8, processes=8
 """Limits of a program that would never end."""
 
 SECRET = "a secret of the machine"
+
+_libc = ctypes.CDLL(None, use_errno=True)
 
 _PRELUDE = f"""
 import ctypes, errno, json, os, resource, signal, socket, struct, sys, threading, time
@@ -68,12 +77,14 @@ class Abuse:
         source: the program, after a prelude that offers `breach`, `must_fail`, `call` and `bait`.
         limits: to run it with.
         endings: how it may end if it is contained; it must have come to its end if that is `exit`.
+        exit_code: Exit code with which it ends itself; None if it comes to the end of its source.
     """
 
     name: str
     source: str
     limits: Limits = LIMITS
     endings: tuple[Ending, ...] = ("exit",)
+    exit_code: int | None = None
 
     def program(self, given: Mapping[str, Any]) -> Program:
         """The program, with the bait of this machine."""
@@ -88,7 +99,9 @@ class Abuse:
             return "; ".join(found)
         if outcome.ending not in self.endings:
             return f"it came to the ending {outcome.ending}: {outcome.last_words}"
-        if outcome.ending == "exit" and _TRIED not in lines:
+        if self.exit_code is not None and outcome.exit_code != self.exit_code:
+            return f"it ended itself with {self.exit_code}, but {outcome.exit_code} was reported"
+        if outcome.ending == "exit" and self.exit_code is None and _TRIED not in lines:
             return f"it did not try everything: {outcome.last_words}"
         return ""
 
@@ -200,7 +213,57 @@ remote = (ctypes.c_size_t * 2)(bait["address"], 8)
 must_fail(lambda: libc.process_vm_readv(bait["pid"], vector, 1, remote, 1, 0))""",
     ),
     Abuse("limit another process", 'must_fail(resource.prlimit, bait["pid"], resource.RLIMIT_CORE, (0, 0))'),
-    Abuse("slow another process down", 'must_fail(os.setpriority, os.PRIO_PROCESS, bait["pid"], 19)'),
+    Abuse(
+        "change the priority of all processes of the user",
+        """
+# by default all processes of a user have this priority; root's do not: the kernel's threads are among them
+if os.getuid() == bait["uid"] != 0 and not refused(os.getpriority, os.PRIO_PROCESS, bait["pid"]):
+    must_fail(os.setpriority, os.PRIO_USER, 0, 0)""",
+    ),
+    Abuse(
+        "change the priority of another process",
+        """
+must_fail(os.setpriority, os.PRIO_PROCESS, bait["pid"], 19)
+must_fail(os.setpriority, os.PRIO_PGRP, bait["pid"], 19)
+must_fail(lambda: call((251, 30), 1, bait["pid"], 3 << 13))  # ioprio_set: idle""",
+    ),
+    Abuse(
+        "choose the processors of another process",
+        'must_fail(os.sched_setaffinity, bait["pid"], {min(os.sched_getaffinity(0))})',
+    ),
+    Abuse(
+        "choose the scheduler of another process",
+        """
+idle, attributes = 5, struct.pack("IIQiIQQQ", 48, 5, 0, 0, 0, 0, 0, 0)
+must_fail(os.sched_setscheduler, bait["pid"], idle, os.sched_param(0))
+must_fail(os.sched_setparam, bait["pid"], os.sched_param(0))
+must_fail(lambda: call((314, 274), bait["pid"], attributes, 0))""",
+    ),
+    Abuse(
+        "share a core's schedule with another process",
+        "must_fail(lambda: libc.prctl(62, ctypes.c_ulong(2), ctypes.c_ulong(bait['pid']), ctypes.c_ulong(0), None))",
+    ),
+    Abuse(
+        "signal a process by a descriptor of it",
+        """
+def signal_by_descriptor():
+    descriptor = os.pidfd_open(bait["pid"])
+    signal.pidfd_send_signal(descriptor, 0)
+must_fail(signal_by_descriptor)""",
+    ),
+    Abuse(
+        "remove shared memory or a queue of another process",
+        """
+must_fail(lambda: call((31, 195), bait["shm"], 0, None))
+must_fail(lambda: call((241, 181), bait["queue"].encode()))""",
+    ),
+    Abuse(
+        "hold a lease on a file",
+        """
+import fcntl
+with open("leased", "w") as file:
+    must_fail(fcntl.fcntl, file, fcntl.F_SETLEASE, fcntl.F_WRLCK)""",
+    ),
     # privileges
     Abuse("become root", "os.getuid() and must_fail(os.setuid, 0)"),
     Abuse("make a user namespace", "must_fail(lambda: libc.unshare(0x10000000))"),
@@ -362,6 +425,55 @@ while True: pass""",
 for limit in (resource.RLIMIT_AS, resource.RLIMIT_CPU, resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE):
     must_fail(resource.setrlimit, limit, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))""",
     ),
+    # what the sandbox reports
+    Abuse(
+        "end its parents",
+        """
+os.getppid() > 1 and must_fail(os.kill, os.getppid(), signal.SIGKILL)
+must_fail(lambda: call((234, 131), os.getppid() or 1, os.getppid() or 1, signal.SIGKILL))  # tgkill""",
+        endings=("exit",),
+    ),
+    Abuse(
+        "forge the sandbox's report",
+        """
+report = struct.pack("!I", 2**31) + b'{"ending": "exit", "exit_code": 0, "parts": []}'
+for descriptor in range(3, 256):
+    for data in (report, struct.pack("=i", 0), struct.pack("=i", -1) + b"x"):
+        try:
+            os.write(descriptor, data)
+            breach(f"descriptor {descriptor} can be written")
+        except OSError:
+            pass
+os.write(1, report)
+os.write(2, report)
+os._exit(7)""",
+        endings=("exit",),
+        exit_code=7,
+    ),
+    Abuse(
+        "forge the sandbox's report and crash",
+        'os.write(1, b\'{"ending": "exit", "exit_code": 0, "parts": []}\'); os.abort()',
+        endings=("signal",),
+    ),
+    Abuse(
+        "flood stdout from many threads, and close it",
+        """
+def flood():
+    while True:
+        os.write(1, b"x" * 65536)
+for _ in range(4):
+    threading.Thread(target=flood, daemon=True).start()
+time.sleep(0.2)
+os.close(1)
+flood()""",
+        endings=("output",),
+    ),
+    Abuse(
+        "close its streams and stay",
+        "for descriptor in range(3): os.close(descriptor)\ntime.sleep(10**6)",
+        BRIEF,
+        ("deadline",),
+    ),
     # leftovers
     Abuse(
         "leave a process behind",
@@ -431,6 +543,11 @@ def bait() -> Iterator[dict[str, Any]]:
             )
         )
         assert victim.stdout is not None
+        shared = _libc.shmget(ctypes.c_int(0), ctypes.c_size_t(4096), 0o1666)
+        stack.callback(_libc.shmctl, shared, 0, None)
+        queue = f"rl-sandbox-{os.getpid()}"
+        _libc.mq_open(f"/{queue}".encode(), os.O_CREAT | os.O_RDWR, 0o666, None)
+        stack.callback(_libc.mq_unlink, f"/{queue}".encode())
         yield {
             "file": str(folder / "bait"),
             "spare": str(folder / "spare"),
@@ -441,40 +558,85 @@ def bait() -> Iterator[dict[str, Any]]:
             "tcp": tcp.getsockname()[1],
             "udp": udp.getsockname()[1],
             "pid": victim.pid,
+            "uid": os.getuid(),
+            "shm": shared,
+            "queue": queue,
             "address": int(victim.stdout.readline()),
         }
 
 
-def table(isolations: tuple[Isolation, ...]) -> Iterator[tuple[str, list[str]]]:
-    """For each abuse its name and, by isolation, how it got out; empty if it is contained."""
-    with bait() as given, contextlib.ExitStack() as stack:
-        sandboxes: list[Sandbox | str] = []
+NAME_WIDTH = 52
+"""Width of the first column of the printed table."""
+USER = "user id of the program"
+"""Name of the row that shows as which user the programs of each level run."""
+NOT_OFFERED = "not offered"
+"""Entry of a level that the machine does not offer."""
+CONTAINED = "contained"
+"""Entry of an abuse that is contained."""
+BREACHED = "-"
+"""Entry of an abuse that is not contained."""
+
+
+@contextlib.contextmanager
+def opened(isolations: Sequence[Isolation]) -> Iterator[list[Sandbox | None]]:
+    """Open a sandbox of each level, None for those that the machine does not offer, which are reported on stderr."""
+    with contextlib.ExitStack() as stack:
+        sandboxes: list[Sandbox | None] = []
         for isolation in isolations:
             try:
                 sandboxes.append(stack.enter_context(Sandbox(isolation)))
             except RLError as error:
-                sandboxes.append(str(error))
+                print(error, file=sys.stderr)  # noqa: T201  # the table is the output
+                sandboxes.append(None)
+        yield sandboxes
+
+
+def table(sandboxes: Sequence[Sandbox | None]) -> Iterator[tuple[str, list[str]]]:
+    """Yield the name of each row of the table and its entry for each sandbox: first `USER`, then every abuse."""
+    yield USER, [_user_of(sandbox) if sandbox else NOT_OFFERED for sandbox in sandboxes]
+    with bait() as given:
         for abuse in ABUSES:
-            yield abuse.name, [_attempt(abuse, sandbox, given) for sandbox in sandboxes]
+            yield abuse.name, [_attempt(abuse, sandbox, given) if sandbox else NOT_OFFERED for sandbox in sandboxes]
 
 
-def _attempt(abuse: Abuse, sandbox: Sandbox | str, given: Mapping[str, Any]) -> str:
-    if isinstance(sandbox, str):
-        return "not offered here"
-    return abuse.breaches(sandbox.run(abuse.program(given), abuse.limits))
+def _user_of(sandbox: Sandbox) -> str:
+    uid = int(sandbox.run(Program("import os; print(os.getuid())")).stdout)
+    return f"{uid}, {'ours' if uid == os.getuid() else 'its own'}"
+
+
+def _attempt(abuse: Abuse, sandbox: Sandbox, given: Mapping[str, Any]) -> str:
+    return BREACHED if abuse.breaches(sandbox.run(abuse.program(given), abuse.limits)) else CONTAINED
 
 
 def main() -> None:
-    """Print the table of all levels, or of those named."""
+    """Print the table of all levels, or of those named; as root also the table of a user without privileges."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("isolations", nargs="*", default=get_args(Isolation), help="namespaces, landlock, limits")
-    isolations = tuple(parser.parse_args().isolations)
+    parser.add_argument("--uid", type=int, help="run as this user; needs root (default: as root, then as another user)")
+    arguments = parser.parse_args()
+    if arguments.uid is not None:
+        become(arguments.uid)
+    _print_table(arguments.isolations)
+    if os.getuid() == 0:
+        uid = first_user_id(os.getpid(), mapped_ids())
+        again = [sys.executable, "-m", "rl_envs.sandbox.abuses", *arguments.isolations, "--uid", str(uid)]
+        subprocess.run(again, check=True)
+
+
+def _print_table(isolations: Sequence[Isolation]) -> None:
+    def show(name: str, entries: Iterable[object]) -> None:
+        print(f"{name:{NAME_WIDTH}}", *(f"{entry!s:18}" for entry in entries), flush=True)  # noqa: T201  # the output
+
+    print(f"sandboxes and victims of user {os.getuid()}")  # noqa: T201  # the output
+    show("abuse", isolations)
     num_contained = [0] * len(isolations)
-    print(f"{'abuse':52}", *(f"{isolation:12}" for isolation in isolations))  # noqa: T201  # the table is the output
-    for name, found in table(isolations):
-        print(f"{name:52}", *(f"{'-' if how else 'contained':12}" for how in found), flush=True)  # noqa: T201
-        num_contained = [count + (not how) for count, how in zip(num_contained, found, strict=True)]
-    print(f"{f'contained of {len(ABUSES)}':52}", *(f"{count:<12}" for count in num_contained))  # noqa: T201
+    with opened(isolations) as sandboxes:
+        for name, entries in table(sandboxes):
+            show(name, entries)
+            num_contained = [
+                count + (entry == "contained") for count, entry in zip(num_contained, entries, strict=True)
+            ]
+    show(f"contained of {len(ABUSES)}", num_contained)
 
 
 if __name__ == "__main__":

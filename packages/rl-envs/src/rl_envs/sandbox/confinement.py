@@ -96,7 +96,7 @@ def confine(confinement: Confinement, limits: Limits, uid: int, scratch: str) ->
     if confinement.isolation == "landlock" or landlock.version():
         devices = [path for path in DEVICES if os.path.exists(path)]
         landlock.restrict(readable=[*confinement.readable, *devices], writable=[scratch, *devices[:1]])
-    seccomp.apply(may_fork=confinement.may_fork, has_own_root=confinement.isolation == "namespaces")
+    seccomp.apply(may_fork=confinement.may_fork, has_namespaces=confinement.isolation == "namespaces")
 
 
 def _limit(confinement: Confinement, limits: Limits) -> None:

@@ -61,7 +61,7 @@ class RemoteSandbox:
         try:
             with urllib.request.urlopen(request, timeout=timeout) as response:
                 return json.loads(response.read(MAX_ANSWER))
-        except (OSError, http.client.HTTPException, ValueError) as error:
+        except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
             raise RemoteSandboxFailed(f"the sandbox server {self._url} did not answer: {error}") from None
 
 
@@ -93,7 +93,9 @@ def read_answer(answer: Any, limits: Limits, seconds: float) -> Outcome:
         most = limits.output_kib * 1024
         stdout, stderr = ((result.get(name) or "").encode() for name in ("stdout", "stderr"))
         is_timeout = result.get("status") == "TimeLimitExceeded"
-    except (TypeError, KeyError, AttributeError):
+        if code is not None and type(code) is not int:
+            raise TypeError
+    except (TypeError, KeyError, AttributeError, UnicodeError):
         raise RemoteSandboxFailed(f"the sandbox server sent a malformed answer: {answer!r:.200}") from None
     ending: Ending = "exit"
     if is_timeout or code is None:

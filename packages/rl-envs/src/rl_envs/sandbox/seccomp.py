@@ -32,6 +32,9 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
     # memory that no limit of a process counts
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "shmat": (30, 196),
     "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180), "mlock": (149, 228), "mlock2": (325, 284),
+    # such memory, semaphores and queues of other processes, which need not be opened
+    "shmctl": (31, 195), "shmdt": (67, 197), "semop": (65, 193), "semtimedop": (220, 192), "semctl": (66, 191),
+    "msgsnd": (69, 189), "msgrcv": (70, 188), "msgctl": (71, 187), "mq_unlink": (241, 181),
     "mlockall": (151, 230), "move_pages": (279, 239), "migrate_pages": (256, 238), "userfaultfd": (323, 282),
     "splice": (275, 76), "tee": (276, 77), "vmsplice": (278, 75),
     # parts of the kernel that programs do not need
@@ -59,12 +62,22 @@ METADATA: dict[str, tuple[int | None, int | None]] = {
 }  # fmt: skip
 """Calls that change mode, owner, attributes and times of files, which Landlock does not cover."""
 
+# names as in the kernel's tables
+OTHER_PROCESSES: dict[str, tuple[int | None, int | None]] = {
+    "setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setaffinity": (203, 122),
+    "sched_setscheduler": (144, 119), "sched_setparam": (142, 118), "sched_setattr": (314, 274),
+    "pidfd_open": (434, 434), "pidfd_send_signal": (424, 424), "get_robust_list": (274, 100),
+}  # fmt: skip
+"""Calls on processes by their ids, most of which Landlock does not cover. They fail for the program's own threads too;
+numerical libraries run all the same if they cannot bind their threads to processors."""
+
 _SPECIAL = {
     "clone": (56, 220),
     "clone3": (435, 435),
     "socketpair": (53, 199),
     "prlimit64": (302, 261),
     "ioctl": (16, 29),
+    "fcntl": (72, 25),
     "fork": (57, None),
     "vfork": (58, None),
 }
@@ -82,6 +95,7 @@ _NEW_NAMESPACES = (
     | syscalls.CLONE_NEWNET
 )
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
+_F_SETLEASE, _F_NOTIFY = 1024, 1026
 _AF_UNIX, _SOCK_STREAM, _SOCK_TYPE_MASK = 1, 1, 0xF
 
 _LOAD, _EQUAL, _GREATER, _AND, _BITS, _RETURN = 0x20, 0x15, 0x25, 0x54, 0x45, 0x06
@@ -91,13 +105,14 @@ _NUMBER, _ARCH = 0, 4
 _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 22, 2
 
 
-def filter_of(machine: str, *, may_fork: bool, has_own_root: bool) -> bytes:
-    """The filter as an array of `struct sock_filter`.
+def filter_of(machine: str, *, may_fork: bool, has_namespaces: bool) -> bytes:
+    """Return the filter as an array of `struct sock_filter`.
 
     Args:
         machine: `x86_64` or `aarch64`.
-        may_fork: whether programs may start processes; they may start threads in any case.
-        has_own_root: whether the program sees no files of the machine that it could change the mode of.
+        may_fork: Whether programs may start processes; they may start threads in any case.
+        has_namespaces: Whether a program has its own root and its own process ids, so that it can name neither files
+            nor processes of the machine.
     """
     column = syscalls.MACHINES.index(machine)
     special = {name: numbers[column] for name, numbers in _SPECIAL.items()}
@@ -109,7 +124,7 @@ def filter_of(machine: str, *, may_fork: bool, has_own_root: bool) -> bytes:
         *_if(_GREATER, NEWEST, _error(errno.ENOSYS)),
     ]
     assert NEWEST < _X32
-    for numbers in (DENIED if has_own_root else DENIED | METADATA).values():
+    for numbers in (DENIED if has_namespaces else DENIED | METADATA | OTHER_PROCESSES).values():
         if (number := numbers[column]) is not None:
             code += _if(_EQUAL, number, _error(errno.EPERM))
     # its flags are in memory, which a filter cannot read; libc falls back to clone
@@ -123,12 +138,15 @@ def filter_of(machine: str, *, may_fork: bool, has_own_root: bool) -> bytes:
     code += _call(special["prlimit64"], [_argument(0), *_unless(_EQUAL, 0, _error(errno.EPERM))])
     terminal = [*_if(_EQUAL, _TIOCSTI, _error(errno.EPERM)), *_if(_EQUAL, _TIOCLINUX, _error(errno.EPERM))]
     code += _call(special["ioctl"], [_argument(1), *terminal])
+    # a lease delays whoever opens the file, for as long as 45 s
+    lease = [*_if(_EQUAL, _F_SETLEASE, _error(errno.EPERM)), *_if(_EQUAL, _F_NOTIFY, _error(errno.EPERM))]
+    code += _call(special["fcntl"], [_argument(1), *lease])
     code.append(_instruction(_RETURN, _ALLOW))
     return b"".join(code)
 
 
-def apply(*, may_fork: bool, has_own_root: bool) -> None:
-    """Filter the calls of this process and of all that it starts, for good; needs `no_new_privs`.
+def apply(*, may_fork: bool, has_namespaces: bool) -> None:
+    """Filter the calls of this process and of all that it starts, for good; needs `no_new_privs`. See `filter_of`.
 
     Raises:
         OSError: if the kernel has no filters, or the machine is not known here.
@@ -136,7 +154,7 @@ def apply(*, may_fork: bool, has_own_root: bool) -> None:
     machine = syscalls.machine()
     if machine not in syscalls.MACHINES:
         raise OSError(errno.ENOSYS, f"the system calls of {machine} are not known")
-    code = ctypes.create_string_buffer(filter_of(machine, may_fork=may_fork, has_own_root=has_own_root))
+    code = ctypes.create_string_buffer(filter_of(machine, may_fork=may_fork, has_namespaces=has_namespaces))
     count = (len(code) - 1) // 8
     program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", count, ctypes.addressof(code)))
     syscalls.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(program))

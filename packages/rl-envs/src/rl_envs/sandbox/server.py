@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import base64
 import json
+import math
+from collections.abc import Mapping
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -17,7 +19,9 @@ from rl_envs.sandbox.program import Limits, Outcome, Program
 from rl_envs.sandbox.sandbox import Sandbox
 
 MAX_REQUEST = 2**26
-"""Most bytes of a request."""
+"""Maximum number of bytes of a request."""
+CLIENT_TIMEOUT_S = 60.0
+"""Seconds within which a client must send or take its next bytes."""
 
 
 class SandboxServer(ThreadingHTTPServer):
@@ -42,56 +46,88 @@ class SandboxServer(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: SandboxServer
+    timeout = CLIENT_TIMEOUT_S
 
     def do_POST(self) -> None:
         if self.path != "/run_code":
             self.send_error(404)
             return
-        size = int(self.headers.get("Content-Length") or 0)
-        if not 0 < size <= MAX_REQUEST:
+        if self.headers.get_content_type() != "application/json":
+            # the pages of a browser may send other types to any address without asking
+            self.send_error(415, "send application/json")
+            return
+        length = self.headers.get("Content-Length", "")
+        if not (length.isascii() and length.isdecimal()):
+            self.send_error(411)
+            return
+        if len(length) > 12 or not 0 < int(length) <= MAX_REQUEST:
             self.send_error(413)
             return
-        try:
-            program, limits = program_in(json.loads(self.rfile.read(size)), self.server.sandbox.limits)
-        except ValueError as error:
-            self._answer({"status": "SandboxError", "message": str(error)})
+        data = self.rfile.read(int(length))
+        if len(data) < int(length):  # the client left
+            self.close_connection = True
             return
-        try:
-            outcome = self.server.sandbox.run(program, limits)
-        except RLError as error:
-            self._answer({"status": "SandboxError", "message": str(error)})
-            return
-        self._answer(answer_to(outcome))
+        self._answer(self._run(data))
 
     def log_message(self, *_: Any) -> None:
         """Requests are not logged."""
 
+    def _run(self, data: bytes) -> dict[str, Any]:
+        try:
+            program, limits = program_in(_read_json(data), self.server.sandbox.limits)
+            return answer_to(self.server.sandbox.run(program, limits))
+        except (ValueError, RLError) as error:
+            return {"status": "SandboxError", "message": str(error)}
+
     def _answer(self, answer: dict[str, Any]) -> None:
         data = json.dumps(answer).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
+        try:
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+        except ConnectionError:  # the client left
+            self.close_connection = True
+
+
+def _read_json(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise ValueError("the request is nested too deeply") from None
 
 
 def program_in(body: Any, most: Limits) -> tuple[Program, Limits]:
-    """The program of a request, and its limits.
+    """Return the program of a request, and its limits.
 
     Raises:
-        ValueError: if the request has another form, or another language.
+        ValueError: If the request has another form, or another language.
     """
     if not isinstance(body, dict) or not isinstance(body.get("code"), str):
-        raise ValueError("a request needs the program as text under `code`")
+        raise ValueError("a request needs the program as a string under `code`")
     if body.get("language", "python") != "python":
-        raise ValueError(f"this server runs python, got the language {body['language']!r}")
-    files = {name: base64.b64decode(content) for name, content in (body.get("files") or {}).items()}
-    program = Program(body["code"], stdin=(body.get("stdin") or "").encode(errors="replace"), files=files)
-    return program, replace(
-        most,
-        wall_s=min(most.wall_s, float(body.get("run_timeout") or most.wall_s)),
-        memory_mib=min(most.memory_mib, int(body.get("memory_limit_MB") or most.memory_mib)),
+        raise ValueError(f"this server runs python, got the language {body['language']!r:.100}")
+    stdin, files = body.get("stdin") or "", body.get("files") or {}
+    if not isinstance(stdin, str):
+        raise ValueError("`stdin` is a string")
+    if not isinstance(files, dict) or not all(isinstance(content, str) for content in files.values()):
+        raise ValueError("`files` is an object of names and contents in base64")
+    program = Program(
+        body["code"],
+        stdin=stdin.encode(errors="replace"),
+        files={name: base64.b64decode(content) for name, content in files.items()},
     )
+    memory = _bounded(body, "memory_limit_MB", most.memory_mib)
+    return program, replace(most, wall_s=_bounded(body, "run_timeout", most.wall_s), memory_mib=math.ceil(memory))
+
+
+def _bounded(body: Mapping[str, Any], key: str, most: float) -> float:
+    """Return a limit that a request asks for, no larger than that of the server."""
+    value = body.get(key) or most
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ValueError(f"`{key}` is a positive number, got {value!r:.100}")
+    return min(most, value)
 
 
 def answer_to(outcome: Outcome) -> dict[str, Any]:

@@ -97,7 +97,7 @@ class Session:
             output += parts[0]
         try:
             answer = json.loads(output)
-        except ValueError:
+        except (ValueError, RecursionError):
             answer = None
         if not isinstance(answer, str):
             self._end("the session was ended: the code wrote to its descriptors")

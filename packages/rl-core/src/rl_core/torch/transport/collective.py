@@ -25,7 +25,14 @@ from rl_core.torch.transport.channel import Channel
 from rl_core.torch.transport.deadline import Deadline
 from rl_core.torch.transport.parts import Parts, digest_of
 from rl_core.torch.transport.receipt import confirm, verify
-from rl_core.torch.transport.rendezvous import abort_all, accept_receivers, await_ready, find_sender, say_ready
+from rl_core.torch.transport.rendezvous import (
+    MAX_PENDING,
+    abort_all,
+    accept_receivers,
+    await_ready,
+    find_sender,
+    say_ready,
+)
 from rl_core.weights import Transport
 
 NUM_BUFFERS = 2
@@ -136,8 +143,8 @@ def collective_sender_links(transport: Transport, device: Device) -> list[Collec
     """Meet the receivers; a link for each group of those that keep the same parts."""
     host, port = _host_and_port(transport.address)
     count = transport.num_receivers
-    with socket.create_server((host, port), backlog=max(1, count)) as listener:
-        channels = accept_receivers(listener, count, transport.timeout_s)
+    with socket.create_server((host, port), backlog=max(MAX_PENDING, count)) as listener:
+        channels = accept_receivers(listener, transport)
     links: list[CollectiveSenderLink] = []
     try:
         if list(channels) != list(range(1, count + 1)):
@@ -232,7 +239,7 @@ class CollectiveReceiverLink:
         self._awaits_sizes = transport.sends_changes
         self._told: Parts = {}
         self._phase = f"receiver rank {rank}, {{}}"
-        self._channel = find_sender(socket.AF_INET, address, rank, transport.timeout_s)
+        self._channel = find_sender(socket.AF_INET, address, transport, rank)
         try:
             group = self._join(address[0], device, transport.timeout_s, digest_of(parts))
         except BaseException:

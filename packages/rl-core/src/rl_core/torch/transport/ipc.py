@@ -10,7 +10,7 @@ import torch
 from rl_core.devices import Device
 from rl_core.torch.transport.bucket import Bucket, Layout
 from rl_core.torch.transport.receipt import confirm, verify
-from rl_core.torch.transport.rendezvous import accept_receivers, await_ready, find_sender, say_ready
+from rl_core.torch.transport.rendezvous import MAX_PENDING, accept_receivers, await_ready, find_sender, say_ready
 from rl_core.torch.transport.shared_memory import SharedBuffers, map_offered, shared_buffers
 from rl_core.weights import Transport
 
@@ -35,8 +35,8 @@ class IpcSenderLink:
         self._buffers: SharedBuffers | None = None
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.bind(_meeting_place(transport, device))
-            listener.listen(max(1, transport.num_receivers))
-            self._channels = accept_receivers(listener, transport.num_receivers, transport.timeout_s)
+            listener.listen(max(MAX_PENDING, transport.num_receivers))
+            self._channels = accept_receivers(listener, transport)
 
     def begin(self, layout: Layout) -> Layout:
         self._layout = layout
@@ -101,7 +101,7 @@ class IpcReceiverLink:
         self._device = device
         self._rank = rank
         self._buffers: list[torch.Tensor] = []
-        self._channel = find_sender(socket.AF_UNIX, _meeting_place(transport, device), rank, transport.timeout_s)
+        self._channel = find_sender(socket.AF_UNIX, _meeting_place(transport, device), transport, rank)
 
     def begin(self, layout: Layout) -> None:
         self._layout = layout

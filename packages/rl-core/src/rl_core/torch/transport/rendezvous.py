@@ -2,62 +2,193 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import selectors
 import socket
 import struct
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from rl_core.errors import WeightSyncError
 from rl_core.torch.transport.bucket import Layout
 from rl_core.torch.transport.channel import Channel
 from rl_core.torch.transport.deadline import Deadline
+from rl_core.torch.transport.handshake import (
+    ANSWER_BYTES,
+    CHALLENGE_BYTES,
+    HELLO_BYTES,
+    HandshakeError,
+    ReceiverHandshake,
+    SenderHandshake,
+    check_prefix,
+)
 from rl_core.torch.transport.parts import Parts, decoded, encoded
+from rl_core.weights import Transport
 
-_HANDSHAKE_S = 10.0
+_log = logging.getLogger(__name__)
+
+HANDSHAKE_S = 10.0
+"""Timeout in seconds of one peer's handshake."""
+MAX_PENDING = 128
+"""Maximum number of connections in a handshake; a new one then replaces the oldest."""
+
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.001, 0.05
 _CREDENTIALS = struct.Struct("3i")
 
 
-def accept_receivers(listener: socket.socket, count: int, timeout_s: float) -> dict[int, Channel]:
-    """Wait for `count` receivers; their channels by rank."""
+def accept_receivers(listener: socket.socket, transport: Transport) -> dict[int, Channel]:
+    """Wait for the receivers of a transport and return their channels by rank.
+
+    A peer is a receiver once it has proven that it has the transport's secret, and on a Unix socket runs as this user.
+    All others are dropped, and reported by one warning; none of them delays the receivers.
+
+    Raises:
+        WeightSyncError: If the receivers do not come in time, or two of them have the same rank.
+    """
+    deadline = Deadline(transport.timeout_s, "")
     channels: dict[int, Channel] = {}
-    deadline = Deadline(timeout_s, "")
-    try:
-        while len(channels) < count:
-            present = f"have ranks {sorted(channels)}" if channels else "have none"
-            deadline.phase = f"sender rank 0 in rendezvous, waiting for {count} receivers ({present})"
-            rank, channel = _accept(listener, deadline, timeout_s)
-            if rank in channels:
-                channel.abort(f"another receiver has rank {rank}")
-                channel.close()
-                raise WeightSyncError(f"two receivers have rank {rank}")
-            channels[rank] = channel
-    except WeightSyncError as error:
-        abort_all(channels.values(), str(error))
-        raise
+    with _Reception(listener, transport) as reception:
+        try:
+            while len(channels) < transport.num_receivers:
+                present = f"have ranks {sorted(channels)}" if channels else "have none"
+                deadline.phase = (
+                    f"sender rank 0 in rendezvous, waiting for {transport.num_receivers} receivers "
+                    f"({present}{reception.dropped.summary()})"
+                )
+                for rank, channel in reception.poll(deadline.slice()):
+                    if rank in channels:
+                        channel.abort(f"another receiver has rank {rank}")
+                        channel.close()
+                        raise WeightSyncError(f"two receivers have rank {rank}")
+                    channels[rank] = channel
+        except WeightSyncError as error:
+            abort_all(channels.values(), str(error))
+            raise
     return dict(sorted(channels.items()))
 
 
-def _accept(listener: socket.socket, deadline: Deadline, timeout_s: float) -> tuple[int, Channel]:
-    while True:
-        listener.settimeout(deadline.slice())
+@dataclass
+class _Dropped:
+    """Connections that were not receivers'."""
+
+    num: int = 0
+    first: str = ""
+
+    def add(self, peer: str, reason: str) -> None:
+        self.num += 1
+        self.first = self.first or f"{peer} {reason}"
+
+    def summary(self) -> str:
+        """Return the count and the first reason for messages; empty if there were none."""
+        if not self.num:
+            return ""
+        return f"; dropped {self.num} connections that are not receivers, the first: {self.first}"
+
+
+@dataclass
+class _Pending:
+    """A connection whose peer has yet to prove itself."""
+
+    connection: socket.socket
+    peer: str
+    handshake: SenderHandshake
+    end: float
+    hello: bytearray = field(default_factory=bytearray)
+
+
+class _Reception:
+    """The handshakes with all who connect, side by side and without blocking."""
+
+    def __init__(self, listener: socket.socket, transport: Transport) -> None:
+        self._listener = listener
+        self._transport = transport
+        self._pending: dict[int, _Pending] = {}  # by descriptor, oldest first
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+        self.dropped = _Dropped()
+        listener.setblocking(False)
+
+    def __enter__(self) -> _Reception:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._selector.close()
+        for pending in self._pending.values():
+            pending.connection.close()
+        if self.dropped.num:
+            _log.warning("weight sync at %s%s", self._transport.address, self.dropped.summary())
+
+    def poll(self, timeout_s: float) -> list[tuple[int, Channel]]:
+        """Wait for at most this long, and return the receivers that have proven themselves meanwhile."""
+        received = []
+        for key, _ in self._selector.select(timeout_s):
+            if key.fileobj is self._listener:
+                self._accept()
+            elif (pending := self._pending.get(key.fd)) is not None:
+                received += self._read(pending)
+        now = time.monotonic()
+        for pending in [each for each in self._pending.values() if each.end <= now]:
+            self._drop(pending, f"did not finish its handshake within {HANDSHAKE_S:g} s")
+        return received
+
+    def _accept(self) -> None:
         try:
-            connection, _ = listener.accept()
-        except TimeoutError:
-            continue
+            connection, address = self._listener.accept()
+        except OSError:  # it has left already
+            return
+        peer = str(address[0]) if connection.family != socket.AF_UNIX else "a process of this node"
+        connection.setblocking(False)
+        pending = _Pending(connection, peer, SenderHandshake(self._transport.secret), time.monotonic() + HANDSHAKE_S)
+        if len(self._pending) >= MAX_PENDING:
+            self._drop(next(iter(self._pending.values())), "did not finish its handshake before many others connected")
+        self._pending[connection.fileno()] = pending
+        self._selector.register(connection, selectors.EVENT_READ)
         if not _same_user(connection):
-            connection.close()
-            continue
-        channel = Channel(connection, "a receiver", min(timeout_s, _HANDSHAKE_S))
+            self._drop(pending, "runs as another user")
+            return
         try:
-            hello = channel.receive("rendezvous")
-        except (WeightSyncError, ValueError):
-            # not one of ours, or one that died on the way in
-            channel.close()
-            continue
-        rank = int(hello["rank"])
-        return rank, Channel(connection, f"receiver rank {rank}", timeout_s)
+            connection.send(pending.handshake.challenge)  # fits into the buffer of a new connection
+        except OSError:
+            self._drop(pending, "left during its handshake")
+
+    def _read(self, pending: _Pending) -> list[tuple[int, Channel]]:
+        """Read what has come of a hello; returns the receiver if that is complete and right."""
+        try:
+            data = pending.connection.recv(HELLO_BYTES - len(pending.hello))
+        except BlockingIOError:
+            return []
+        except OSError:
+            data = b""
+        if not data:
+            self._drop(pending, "left during its handshake")
+            return []
+        pending.hello += data
+        try:
+            check_prefix(pending.hello)
+            if len(pending.hello) < HELLO_BYTES:
+                return []
+            rank, answer = pending.handshake.verify(bytes(pending.hello))
+            pending.connection.send(answer)
+        except HandshakeError as error:
+            self._drop(pending, str(error))
+            return []
+        except OSError:
+            self._drop(pending, "left during its handshake")
+            return []
+        self._forget(pending)
+        pending.connection.setblocking(True)
+        return [(rank, Channel(pending.connection, f"receiver rank {rank}", self._transport.timeout_s))]
+
+    def _forget(self, pending: _Pending) -> None:
+        self._selector.unregister(pending.connection)
+        del self._pending[pending.connection.fileno()]
+
+    def _drop(self, pending: _Pending, reason: str) -> None:
+        self._forget(pending)
+        pending.connection.close()
+        self.dropped.add(pending.peer, reason)
 
 
 def await_ready(channels: Mapping[int, Channel], layout: Layout, parts: Parts | None = None) -> Layout:
@@ -88,26 +219,72 @@ def say_ready(channel: Channel, layout: Layout, *, with_parts: bool = False) -> 
     channel.send({"ready": layout.fingerprint, **parts}, "the beginning of a transfer")
 
 
-def find_sender(family: socket.AddressFamily, address: str | tuple[str, int], rank: int, timeout_s: float) -> Channel:
-    """Connect to the sender, waiting until it listens."""
-    deadline = Deadline(timeout_s, f"receiver rank {rank} in rendezvous, waiting for the sender at {address!r}")
+def find_sender(
+    family: socket.AddressFamily, address: str | tuple[str, int], transport: Transport, rank: int
+) -> Channel:
+    """Connect to the sender, waiting until it listens; both ends prove that they have the transport's secret.
+
+    Raises:
+        WeightSyncError: If no sender answers in time, or what listens at the address is not the sender.
+    """
+    who = f"receiver rank {rank}"
+    waiting = f"{who} in rendezvous, waiting for the sender at {address!r}"
+    deadline = Deadline(transport.timeout_s, waiting)
     pause_s = _FIRST_RETRY_S
     while True:
         connection = socket.socket(family, socket.SOCK_STREAM)
-        connection.settimeout(deadline.remaining())
         try:
+            connection.settimeout(deadline.remaining())
             connection.connect(address)
-            break
-        except (ConnectionError, FileNotFoundError, TimeoutError, BlockingIOError):
+            if not _same_user(connection):
+                raise HandshakeError("runs as another user")
+            _prove(connection, transport.secret, rank, deadline)
+            return Channel(connection, "the sender", transport.timeout_s)
+        except HandshakeError as error:
             connection.close()
-            time.sleep(min(pause_s, deadline.remaining()))
-            pause_s = min(2 * pause_s, _LAST_RETRY_S)
-    if not _same_user(connection):
+            raise WeightSyncError(f"{who}: the process that listens at {address!r} {error}") from None
+        except _HandshakeEnded:
+            # not the sender of this transport, a sender that is ending, or one that many strangers connect to
+            deadline.phase = f"{waiting}; what listens there does not complete the handshake"
+        except (ConnectionError, FileNotFoundError, TimeoutError, BlockingIOError):
+            pass
+        except WeightSyncError:
+            connection.close()
+            raise
         connection.close()
-        raise WeightSyncError(f"receiver rank {rank}: another user's process listens at {address!r}")
-    channel = Channel(connection, "the sender", timeout_s)
-    channel.send({"rank": rank}, "rendezvous")
-    return channel
+        time.sleep(min(pause_s, deadline.remaining()))
+        pause_s = min(2 * pause_s, _LAST_RETRY_S)
+
+
+class _HandshakeEnded(Exception):
+    """Raised if the other end closed the connection or fell silent before it had answered."""
+
+
+def _prove(connection: socket.socket, secret: bytes, rank: int, deadline: Deadline) -> None:
+    """Perform the receiver's side of the handshake, within `HANDSHAKE_S`."""
+    end = time.monotonic() + HANDSHAKE_S
+
+    def exactly(count: int) -> bytes:
+        data = bytearray()
+        while len(data) < count:
+            if time.monotonic() >= end:
+                raise _HandshakeEnded
+            connection.settimeout(deadline.slice())
+            try:
+                part = connection.recv(count - len(data))
+            except TimeoutError:
+                continue
+            if not part:
+                raise _HandshakeEnded
+            data += part
+        return bytes(data)
+
+    try:
+        handshake = ReceiverHandshake(secret, rank, exactly(CHALLENGE_BYTES))
+        connection.sendall(handshake.hello)
+        handshake.verify(exactly(ANSWER_BYTES))
+    except ConnectionError:
+        raise _HandshakeEnded from None
 
 
 def abort_all(channels: Iterable[Channel], reason: str) -> None:
