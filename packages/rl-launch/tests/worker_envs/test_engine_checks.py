@@ -1,3 +1,5 @@
+import os
+import stat
 import sys
 
 import pytest
@@ -5,6 +7,7 @@ import pytest
 from rl_core.config import Config
 from rl_core.errors import WorkerEnvironmentError
 from rl_launch.worker_envs import engine_problems
+from rl_launch.worker_envs.passed_checks import PassedChecks
 
 
 class Root(Config):
@@ -27,6 +30,7 @@ def engine(tmp_path, monkeypatch):
         "    raise RuntimeError('no driver')\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("RL_HOME", str(tmp_path / "home"))
 
 
 def test_problems_come_back_from_the_worker_environment():
@@ -35,9 +39,10 @@ def test_problems_come_back_from_the_worker_environment():
 
 
 @pytest.mark.parametrize(("name", "num_calls"), [("known", 1), ("missing", 2)])
-def test_only_a_check_that_found_a_problem_is_repeated_for_the_same_section(tmp_path, name, num_calls):
+def test_only_a_check_that_found_a_problem_is_repeated_for_the_same_section(tmp_path, monkeypatch, name, num_calls):
+    monkeypatch.chdir(tmp_path)
     calls = tmp_path / name
-    section = Root(optimizer=str(calls))
+    section = Root(optimizer=name)
     first = engine_problems(sys.executable, "some_engine:count", section)
     assert engine_problems(sys.executable, "some_engine:count", section) == first
     assert len(calls.read_text()) == num_calls
@@ -49,3 +54,34 @@ def test_only_a_check_that_found_a_problem_is_repeated_for_the_same_section(tmp_
 def test_a_check_that_does_not_run_is_an_error(check, said):
     with pytest.raises(WorkerEnvironmentError, match=said):
         engine_problems(sys.executable, check, Root())
+
+
+@pytest.mark.parametrize(
+    ("change", "is_repeated"),
+    [
+        pytest.param(lambda model, _: model.rename(model.with_name("moved")), False, id="model moved"),
+        pytest.param(lambda model, _: (model / "config.json").write_text('{"a": 2}') and model, True, id="config"),
+        pytest.param(lambda model, _: (model / "model.safetensors").write_bytes(b"12") and model, True, id="weights"),
+        pytest.param(lambda model, code: code.write_text(code.read_text() + "\n") and model, True, id="code"),
+    ],
+)
+def test_a_check_is_repeated_once_anything_that_it_may_depend_on_has_changed(tmp_path, change, is_repeated):
+    model, code = tmp_path / "model", tmp_path / "some_engine.py"
+    model.mkdir()
+    (model / "config.json").write_text('{"a": 1}')
+    (model / "model.safetensors").write_bytes(b"1")
+    calls = tmp_path / "calls.txt"
+    code.write_text(f"def check(config):\n    open({str(calls)!r}, 'a').write('.')\n    return []\n")
+    engine_problems(sys.executable, "some_engine:check", Root(optimizer=str(model)))
+    moved = change(model, code) or model
+    engine_problems(sys.executable, "some_engine:check", Root(optimizer=str(moved)))
+    assert len(calls.read_text()) == 1 + is_repeated
+
+
+def test_a_record_that_another_user_wrote_does_not_count(tmp_path, monkeypatch):
+    passed = PassedChecks(tmp_path / "checks")
+    passed.add("one")
+    assert passed.has("one")
+    assert stat.S_IMODE((tmp_path / "checks").stat().st_mode) == 0o700
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    assert not passed.has("one")

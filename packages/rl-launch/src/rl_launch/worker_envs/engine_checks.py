@@ -7,6 +7,7 @@ import subprocess
 
 from rl_core.config import Config, plain
 from rl_core.errors import WorkerEnvironmentError
+from rl_launch.worker_envs.passed_checks import PassedChecks, record_of
 from rl_launch.worker_envs.variables import worker_process_environment
 
 _CHECK = """
@@ -17,15 +18,12 @@ print("\\nproblems " + json.dumps(problems))
 """
 _TIMEOUT_S = 300.0
 
-_passed: set[tuple[str, str, str]] = set()
-"""Interpreter, check and section of the checks of this process that found no problem."""
-
 
 def engine_problems(python: str, check: str, section: Config) -> list[str]:
     """The problems that a backend's `preflight` finds in a model's section of a resolved config.
 
-    A check imports its engine, which takes seconds. One that has found no problem is not repeated for the same section
-    in this process, as further seeds of a run and a run that lost a worker would.
+    A check imports its engine, which takes seconds. One that has found no problem is not repeated for the same section,
+    model and environment, in this process or a later one.
 
     Args:
         python: interpreter of the worker's environment.
@@ -35,13 +33,13 @@ def engine_problems(python: str, check: str, section: Config) -> list[str]:
     Raises:
         WorkerEnvironmentError: if the check itself fails.
     """
-    text = json.dumps(plain(section))
-    if (python, check, text) in _passed:
+    passed, record = PassedChecks(), record_of(python, check, section)
+    if passed.has(record):
         return []
     try:
         done = subprocess.run(
             [python, "-c", _CHECK, check],
-            input=text,
+            input=json.dumps(plain(section)),
             capture_output=True,
             text=True,
             env=worker_process_environment(python),
@@ -55,5 +53,5 @@ def engine_problems(python: str, check: str, section: Config) -> list[str]:
         raise WorkerEnvironmentError(f"{check} failed in {python}:\n{done.stderr.strip()}")
     problems = list(json.loads(answers[-1].removeprefix("problems ")))
     if not problems:
-        _passed.add((python, check, text))
+        passed.add(record)
     return problems
