@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import cached_file
 
 from rl_algos import hub
+from rl_algos.special_tokens import SPLIT, special_tokens, splits_prompts
 from rl_algos.tool_calls.formats import format_of
 from rl_core.errors import ConfigError, DataError
 from rl_core.model_config import TokenizerConfig
@@ -20,6 +22,9 @@ from rl_core.rollout import Message
 
 # AutoTokenizer imports torch if it is installed (3 s); the fast class reads the same tokenizer.json
 _FILES = "tokenizer.json"
+
+_RENDERING_S = 20.0
+"""Seconds within which a chat template must render a short conversation; known ones take milliseconds."""
 
 _ENDS = "ids_of_generation_ends"
 """Attribute of a loaded tokenizer; see `generation_ends`."""
@@ -29,7 +34,8 @@ def load_tokenizer(config: TokenizerConfig, model_name: str) -> PreTrainedTokeni
     """The tokenizer of a local folder or a hub name, with the configured chat template and its variables.
 
     Raises:
-        ConfigError: if the files of a fast tokenizer, the end-of-sequence token or the template's file are missing.
+        ConfigError: if the files of a fast tokenizer, the end-of-sequence token or the template's file are missing, or
+            the template does not end.
     """
     name = config.name or model_name
     key = "policy.tokenizer.name" if config.name else "policy.model_name"
@@ -45,6 +51,7 @@ def load_tokenizer(config: TokenizerConfig, model_name: str) -> PreTrainedTokeni
             "set `eos_token` in its tokenizer_config.json or name another tokenizer in policy.tokenizer.name"
         )
     setattr(tokenizer, _ENDS, _read_generation_ends(tokenizer, model_name))
+    setattr(tokenizer, SPLIT, config.split_special_tokens)
     try:
         tokenizer.chat_template = config.template_text() or tokenizer.chat_template
     except ValueError as error:
@@ -52,7 +59,39 @@ def load_tokenizer(config: TokenizerConfig, model_name: str) -> PreTrainedTokeni
     if config.chat_template_kwargs:
         require_chat_template(tokenizer)
         tokenizer.chat_template = config.with_variables(tokenizer.chat_template)
+    _check_rendering_ends(tokenizer)
     return tokenizer
+
+
+def _check_rendering_ends(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Render a short conversation, because a template is code of the hub's: its sandbox bounds a loop, but not loops in
+    loops.
+
+    Raises:
+        ConfigError: if it takes longer than `_RENDERING_S`, or more memory than there is.
+    """
+    if tokenizer.chat_template is None:
+        return
+    failures: list[MemoryError] = []
+
+    def rendered() -> None:
+        try:
+            tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
+        except MemoryError as error:
+            failures.append(error)
+        except Exception:  # noqa: BLE001 - what a template refuses is reported with the row that it refuses
+            return
+
+    # a daemon, as a thread cannot be ended: it ends with the process, which the error below ends
+    thread = Thread(target=rendered, daemon=True, name="first rendering of the chat template")
+    thread.start()
+    thread.join(_RENDERING_S)
+    if thread.is_alive() or failures:
+        why = "needs more memory than there is" if failures else f"does not end within {_RENDERING_S:g} s"
+        raise ConfigError(
+            f"policy.tokenizer.chat_template: rendering a short conversation {why}; check the chat template of "
+            f"{tokenizer.name_or_path!r}, or set this key to another one"
+        )
 
 
 def generation_ends(tokenizer: Any) -> tuple[int, ...]:
@@ -155,7 +194,8 @@ def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
 def encode_prompt(
     tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
 ) -> np.ndarray:
-    """Tokens of the conversation up to the start of the policy's next turn.
+    """Tokens of the conversation up to the start of the policy's next turn; special tokens in its content are text or
+    not, as `policy.tokenizer.split_special_tokens` says.
 
     Returns:
         int32 `[tokens]`.
@@ -164,10 +204,12 @@ def encode_prompt(
         ConfigError, jinja2.TemplateError: as `render`.
         DataError: if the template leaves out a message of the system or the user.
     """
-    text = render(tokenizer, messages, add_generation_prompt=True, tools=tools)
-    check_shown(messages, text)
+    special = special_tokens(tokenizer)
+    shown = special.hidden(messages) if splits_prompts(tokenizer) else messages
+    text = render(tokenizer, shown, add_generation_prompt=True, tools=tools)
+    check_shown(shown, text)
     # the template adds the special tokens
-    return np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
+    return np.asarray(special.encode(text), dtype=np.int32)
 
 
 def check_shown(messages: Sequence[Message], text: str) -> None:

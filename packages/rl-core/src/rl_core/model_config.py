@@ -13,7 +13,7 @@ from pydantic import Field, field_validator, model_validator
 
 from rl_core.config import Config, EnvVars, PathText, Problem, ProblemError, WhenChanged, did_you_mean
 from rl_core.hf_config import with_overrides
-from rl_core.optimizer_arguments import OPTIMIZERS, SCHEDULES
+from rl_core.optimizer_arguments import OPTIMIZERS, SCHEDULES, UNSUPPORTED
 from rl_core.token_filter import TokenFilter
 from rl_core.weights import WeightSyncChoice, WeightSyncEncoding
 
@@ -48,6 +48,10 @@ class TokenizerConfig(Config):
     tool_format: Literal["hermes", "qwen_coder", "llama", "mistral", "deepseek", "glm", "harmony"] | None = None
     """Format in which the model writes tool calls, for environments with tools; read from the chat template if unset.
     `hermes` is that of Qwen2.5 and Qwen3 as well, `harmony` that of gpt-oss."""
+    split_special_tokens: Literal["none", "observations", "all"] = "observations"
+    """Content in which the text of a special token, such as `<|im_end|>`, is tokenised as ordinary text, so that it
+    cannot end a turn or open one of another role: what environments and tools answer, or also (`all`) the messages of
+    datasets that are not the assistant's. Tokens that the chat template writes stay special."""
 
     @field_validator("chat_template_kwargs")
     @classmethod
@@ -218,6 +222,7 @@ class ModelConfig(Config):
             *_batching_problems(self),
             *_adapter_problems(self.lora_cfg),
             *_schedule_problems(self.scheduler),
+            *_optimizer_problems(self.optimizer),
             *_argument_problems(self),
             *_override_problems(self.hf_config_overrides),
         )
@@ -280,6 +285,14 @@ def _schedule_problems(scheduler: list[SchedulerConfig]) -> Iterator[Problem]:
             "scheduler",
             f"milestones {milestones} separate schedules, and there are {num_schedules}; add a schedule, or remove the "
             "milestones",
+        )
+
+
+def _optimizer_problems(optimizer: OptimizerConfig) -> Iterator[Problem]:
+    if optimizer.name in UNSUPPORTED:
+        yield Problem(
+            "optimizer.name",
+            f"{optimizer.name} {UNSUPPORTED[optimizer.name]}; choose another, such as torch.optim.AdamW",
         )
 
 

@@ -19,7 +19,6 @@ OPTIMIZERS: Mapping[str, frozenset[str]] = {
         ),
         "AdamW": ("lr", "betas", "eps", "weight_decay", "amsgrad", "capturable", "fused", *_SCALING),
         "Adamax": ("lr", "betas", "eps", "weight_decay", "capturable", *_SCALING),
-        "Muon": ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn"),
         "NAdam": (
             *("lr", "betas", "eps", "weight_decay", "momentum_decay", "decoupled_weight_decay", "capturable"),
             *_SCALING,
@@ -31,6 +30,14 @@ OPTIMIZERS: Mapping[str, frozenset[str]] = {
     }.items()
 }
 """Arguments that each class takes beside the parameters, by its dotted name."""
+
+UNSUPPORTED: Mapping[str, str] = {
+    "torch.optim.LBFGS": "computes the loss several times in a step, which a training step does once",
+    "torch.optim.Muon": "is for the matrices of hidden layers only, and the optimizer is given every parameter, "
+    "embeddings, heads, norms and biases included",
+    "torch.optim.SparseAdam": "is for sparse gradients, and gradients here are dense",
+}
+"""Optimizer classes that cannot train a model here, each with the reason."""
 
 SCHEDULES: Mapping[str, frozenset[str]] = {
     f"torch.optim.lr_scheduler.{name}": frozenset(arguments) | {"last_epoch"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -47,9 +48,11 @@ def rollout_record(prompt: Prompt, index: int, rollout: Rollout) -> np.ndarray:
 
 
 def write_records(path: Path, records: Iterable[tuple[np.ndarray, float | None]]) -> None:
-    """Write a new file of rollouts: each a record and its advantage, which is added to the object."""
+    """Write a new file of rollouts to the disk: each a record and its advantage, which is added to the object."""
     with path.open("xb", buffering=_BUFFER_BYTES) as file:
         append_records(file, records)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def append_records(file: BinaryIO, records: Iterable[tuple[np.ndarray, float | None]]) -> None:

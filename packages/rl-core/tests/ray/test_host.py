@@ -2,6 +2,8 @@
 
 import errno
 import logging
+import os
+import queue
 import socket
 import subprocess
 import sys
@@ -10,6 +12,8 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
+from rl_core.ray import bounded_log
+from rl_core.ray.bounded_log import bound_size
 from rl_core.ray.host import hold_port, log_to
 
 
@@ -53,6 +57,59 @@ def test_a_workers_log_holds_the_projects_infos_and_everybodys_warnings(tmp_path
         "WARNING rl_core.torch.training.worker: a warning",
         "WARNING somebody.else: a warning",
     ]
+
+
+# sizes of the log and of the limit, and whether the log starts over
+SIZES = {
+    "at the limit": (100, 100, False),
+    "above": (101, 100, True),
+    "empty": (0, 0, False),
+    "no file": (None, 0, False),
+}
+
+
+@pytest.mark.parametrize("case", SIZES)
+def test_a_log_above_its_limit_starts_over_and_the_last_one_is_kept(tmp_path, case):
+    size, limit, starts_over = SIZES[case]
+    log, last = tmp_path / "worker.log", tmp_path / "worker.log.1"
+    if size is not None:
+        log.write_text("x" * size)
+        last.write_text("earlier")
+    bound_size(str(log), limit)
+    if starts_over:
+        assert (log.read_text(), last.read_text()) == ("", "x" * 101)
+    elif size is not None:
+        assert (log.read_text(), last.read_text()) == ("x" * size, "earlier")
+    assert {path.name for path in tmp_path.iterdir()} <= {"worker.log", "worker.log.1"}
+
+
+def test_descriptors_of_a_log_that_starts_over_write_to_its_start(tmp_path):
+    log = tmp_path / "worker.log"
+    held = [os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND) for _ in range(2)]
+    for fd in held:
+        os.write(fd, b"before\n")
+    bound_size(str(log), 1)
+    for fd in held:
+        os.write(fd, b"after\n")
+        os.close(fd)
+    assert log.read_text() == "after\nafter\n"
+    assert (tmp_path / "worker.log.1").read_text() == "before\nbefore\n"
+
+
+def test_the_size_of_a_workers_log_is_bounded_while_it_runs(tmp_path, monkeypatch):
+    checked, log = queue.SimpleQueue(), tmp_path / "worker.log"
+
+    def check(path):
+        checked.put(path)
+        if checked.qsize() > 1:
+            raise SystemExit
+        raise OSError("no space is left")
+
+    monkeypatch.setattr(bounded_log, "CHECK_PERIOD_S", 0)
+    monkeypatch.setattr(bounded_log, "bound_size", check)
+    with pytest.raises(SystemExit):
+        bounded_log._keep_bounded(str(log))
+    assert checked.qsize() == 2
 
 
 def test_output_of_a_worker_and_of_what_it_starts_goes_to_its_log(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import signal
@@ -177,5 +178,41 @@ def _as_process(run_dir: Path, kill_at: int, kill_in: str) -> None:
     run(run_dir, config(async_save=kill_in == "background"), at_step=at_step, model=Killed())
 
 
-if __name__ == "__main__":
+def _signalled_at_every_rename(folder: Path, number: int) -> None:
+    """Runs in `folder`, each sent a signal before another of its renames and then resumed in the same folder; prints
+    the number of renames of a whole run."""
+    for count in itertools.count(1):
+        if _signalled(folder / str(count), count, number) == 0:
+            sys.stdout.write(f"{count - 1}\n")
+            return
+
+
+def _signalled(run_dir: Path, at_rename: int, number: int) -> int:
+    """0 if the run ended before as many renames, else 1; a child makes it, so that it may be killed."""
+    if child := os.fork():
+        status = os.waitpid(child, 0)[1]
+        return 1 if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+    left = itertools.count(at_rename - 1, -1)
+    was_sent = False
+
+    def counted(rename: Any) -> Any:
+        def call(self: Path, target: Path) -> Path:
+            nonlocal was_sent
+            if next(left) == 0:
+                was_sent = True
+                os.kill(os.getpid(), number)
+            return rename(self, target)
+
+        return call
+
+    Path.replace, Path.rename = counted(Path.replace), counted(Path.rename)  # type: ignore[method-assign]
+    try:
+        run(run_dir, config())
+    finally:
+        os._exit(int(was_sent))
+
+
+if __name__ == "__main__" and sys.argv[2] == "renames":
+    _signalled_at_every_rename(Path(sys.argv[1]), int(sys.argv[3]))
+elif __name__ == "__main__":
     _as_process(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -22,7 +22,7 @@ from rl_core.generation import SamplingParams
 from rl_core.rollout import Prompt, Rollout, RolloutGroup, Turn, WeightSpan
 from rl_core.testing.fakes import FakeModel, FakeWeights
 from rl_launch.cli import app
-from rl_launch.session import RunSession
+from rl_launch.session import LoggerConfig, RunSession, rollout_store
 from rl_launch.session.exactly_once import described, prove
 from rl_launch.session.run_folder import RunFolder
 from rl_launch.session.state_file import read_state, write_state
@@ -85,7 +85,7 @@ class LastFirstPool:
         )
 
 
-def run(folder, *, steps, staleness=2, killed_after=None):
+def run(folder, *, steps, staleness=2, killed_after=None, rollout_period=1):
     settings = GRPOConfig(
         num_prompts_per_step=3, num_generations_per_prompt=2, max_num_steps=steps, use_dynamic_sampling=True
     )
@@ -99,7 +99,8 @@ def run(folder, *, steps, staleness=2, killed_after=None):
         max_staleness=staleness,
         prompts_per_step=3,
     )
-    with RunSession(folder, counting.CountingConfig()) as session:
+    logger = LoggerConfig(tensorboard_enabled=False, rollout_period=rollout_period)
+    with RunSession(folder, counting.CountingConfig(logger=logger)) as session:
         taken = RolloutSteps(settings, source, FakeWeights(policy), Validation([], SAMPLING, settings), session)
         train(settings, Objective(PolicyLoss()), policy=policy, steps=taken, rows_per_minibatch=6)
 
@@ -187,6 +188,24 @@ def test_rollouts_that_are_not_there_are_gaps_and_no_contradiction(copy):
     assert proof.holds
     assert proof.gaps[0] == "rollouts/step_2.jsonl does not exist"
     assert proof.gaps[1].startswith("rollouts/step_5.jsonl lacks the rollouts of 1 of its")
+
+
+@pytest.mark.parametrize(("period", "written"), [(0, []), (1, [1, 2, 3, 4, 5, 6]), (4, [4]), (3, [3, 6])])
+def test_rollouts_that_the_config_leaves_out_are_one_gap(tmp_path, period, written):
+    run(tmp_path, steps=6, rollout_period=period)
+    proof = prove(RunFolder(tmp_path))
+    assert RunFolder(tmp_path).rollout_steps() == written
+    assert (proof.holds, proof.num_compared) == (True, len(written))
+    left_out = f"logger.rollout_period is {period}, so the rollouts of {6 - len(written)} steps were not written"
+    assert proof.gaps == (() if period == 1 else (left_out,))
+
+
+def test_archived_rollouts_are_compared(copy, monkeypatch):
+    monkeypatch.setattr(rollout_store, "STEPS_PER_ARCHIVE", 4)
+    rollout_store.archive_before(copy / "rollouts", 104)
+    assert (copy / "rollouts/steps_1-4.zip").is_file()
+    proof = prove(RunFolder(copy))
+    assert (proof.holds, proof.gaps, proof.num_compared) == (True, (), 6)
 
 
 def test_a_run_without_a_ledger_is_refused(tmp_path):

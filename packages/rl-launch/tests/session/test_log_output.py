@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from rl_launch.session import log_output
-from rl_launch.session.log_output import show_logs
+from rl_launch.session.log_output import logged_to, show_logs
 
 
 @pytest.fixture
@@ -39,3 +39,14 @@ def test_a_notebook_gets_ordinary_output_of_the_cell(shown, capsys):
     errors = shown(Console(file=io.StringIO(), force_jupyter=True, force_terminal=False))
     assert errors == ""
     assert "step 1/3\n" in capsys.readouterr().out
+
+
+def test_the_drivers_log_starts_over_at_its_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(log_output, "MAX_LOG_BYTES", 500)
+    with logged_to(tmp_path / "driver.log"):
+        for number in range(40):
+            logging.getLogger("rl_launch.test").warning("message %d", number)
+    files = sorted(tmp_path.iterdir())
+    assert [path.name for path in files] == ["driver.log", "driver.log.1"]
+    assert all(path.stat().st_size <= 500 for path in files)
+    assert files[0].read_text().endswith("message 39\n")

@@ -1,4 +1,5 @@
 import os
+import stat
 import subprocess
 import sys
 
@@ -21,6 +22,31 @@ def opened(path, config=None, *, fresh=False):
 def test_a_new_folder_becomes_a_run_and_then_resumes(tmp_path):
     assert opened(tmp_path / "a/b") is False
     assert opened(tmp_path / "a/b") is True
+
+
+# who may read a new folder, the umask, whether it exists before, and the mode
+MODES = {
+    "owner": ("owner", 0o022, False, 0o700),
+    "group": ("group", 0o022, False, 0o750),
+    "group, with a strict umask": ("group", 0o077, False, 0o750),
+    "all": ("all", 0o022, False, 0o755),
+    "existing": ("owner", 0o022, True, 0o755),
+}
+
+
+@pytest.mark.parametrize("case", MODES)
+def test_a_folder_that_the_run_makes_is_open_to_its_readers_only(tmp_path, case):
+    access, umask, exists, mode = MODES[case]
+    earlier = os.umask(umask)
+    try:
+        if exists:
+            (tmp_path / "run").mkdir()
+        directory = RunDirectory(tmp_path / "run")
+        directory.open(counting.config(), access=access)
+        directory.close()
+    finally:
+        os.umask(earlier)
+    assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == mode
 
 
 def test_the_config_in_it_loads_back(tmp_path):

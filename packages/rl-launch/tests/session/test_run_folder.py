@@ -10,6 +10,7 @@ import pytest
 
 from rl_core.errors import RunDirectoryError
 from rl_launch.session import RunSession
+from rl_launch.session.records import MetricsFile
 from rl_launch.session.run_folder import RunFolder, find_runs
 from rl_launch.session.run_state import Best, BestSoFar
 
@@ -102,7 +103,7 @@ def test_a_value_that_is_not_finite_is_never_the_best():
 
 def test_what_a_run_holds_is_read_as_it_was_written(tmp_path):
     counting.run(tmp_path, counting.config())
-    (tmp_path / "rollouts/step_2.jsonl").write_text('{"prompt_id": "a"}\n{"prompt_id": "b"}\n{"prom')
+    (tmp_path / "rollouts/step_2.jsonl").write_text('{"prompt_id": "a"}\n{"pro\n{"prompt_id": "b"}\n{"prom')
     run = RunFolder(tmp_path)
     assert run.config()["loop"] == {"max_num_steps": 6, "learning_rate": 0.1}
     assert run.config()["run_dir"] is None
@@ -117,6 +118,28 @@ def test_what_a_run_holds_is_read_as_it_was_written(tmp_path):
     assert times["training"] == pytest.approx(sum(row["time/training"] for row in run.metrics()))
     with pytest.raises(RunDirectoryError, match="no rollouts of step 3; it has those of steps 2 to 2"):
         list(run.rollouts(3))
+
+
+# lines of metrics as a crash leaves them, and the steps that are read
+CUT_LINES = {
+    "at the end": ('{"step": 1}\n{"step": 2, "a', [1]),
+    "in the middle": ('{"step": 1}\n{"step": 2, "a\n{"step": 3}\n', [1, 3]),
+    "in the middle, without its end": ('{"step": 1}\n{"step": 2, "a{"step": 3, "a": 1}\n{"step": 4}\n', [1, 3, 4]),
+    "zeros of a power cut": ('{"step": 1}\n\0\0\0\0\n{"step": 3}\n', [1, 3]),
+    "half a character": ('{"step": 1}\n{"step": 2, "\udcc3\n{"step": 3}\n', [1, 3]),
+    "not an object": ('{"step": 1}\n12\n[1]\n{"a": 1}\n\n{"step": 3}\n', [1, 3]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CUT_LINES)
+def test_a_line_that_was_cut_short_hides_no_other(tmp_path, case):
+    text, steps = CUT_LINES[case]
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    (tmp_path / "metrics.jsonl").write_bytes(text.encode(errors="surrogateescape"))
+    assert [row["step"] for row in file.read()] == steps
+    file.cut_back(2)
+    file.append(3, {"a": float("nan")})
+    assert [row["step"] for row in file.read()] == [*(step for step in steps if step <= 2), 3]
 
 
 def test_a_line_that_is_half_written_is_not_the_last(tmp_path):

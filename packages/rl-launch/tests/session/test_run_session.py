@@ -81,6 +81,19 @@ def test_a_killed_run_resumes_to_the_same_numbers(tmp_path, whole, kill_at, kill
     assert counting.metrics(tmp_path / "killed") == whole
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_run_that_is_ended_before_any_of_its_renames_resumes_to_the_same_numbers(tmp_path, whole, number):
+    command = [sys.executable, counting.__file__, str(tmp_path / "runs"), "renames", str(int(number))]
+    made = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    runs = sorted((tmp_path / "runs").iterdir())
+    assert len(runs) == int(made.stdout) + 1 > 10
+    for folder in runs:
+        counting.run(folder, counting.config())
+        assert counting.metrics(folder) == whole
+        assert not list(folder.rglob("*.part"))
+        assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step_2", "step_4", "step_6"]
+
+
 def test_a_terminated_run_saves_and_resumes_to_the_same_numbers(tmp_path, whole):
     process = start(tmp_path / "run", 0, "never")
     assert process.stdout is not None

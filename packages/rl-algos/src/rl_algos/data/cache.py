@@ -1,15 +1,30 @@
-"""A folder for what is made of data once and read many times: rows of Parquet files, and tokens."""
+"""A folder for what is made of data once and read many times: rows of Parquet files, and tokens.
+
+It belongs to one user: others may neither enter it nor put files into it that a run would read.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
+import stat
+import time
 from collections.abc import Callable
+from functools import cache as once
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import IO
 
 from rl_core.errors import DataError
+
+_log = logging.getLogger(__name__)
+
+MAX_BYTES = 256 << 30
+"""Size of the cache above which files that have long been unused are removed."""
+
+_UNUSED_S = 14 * 24 * 3600.0
+"""Seconds without use after which a file may be removed; a run reads its files as long as it lasts."""
 
 
 def folder() -> Path:
@@ -27,16 +42,34 @@ def digest(*parts: str | bytes) -> str:
     return whole.hexdigest()
 
 
-def stored(name: str, write: Callable[[IO[bytes]], None]) -> Path:
-    """The file of that name in the cache. If it does not exist, `write` fills it; a file that exists is complete.
+def found(name: str) -> Path | None:
+    """The file of that name in the cache; None if there is none that this user wrote."""
+    path = folder() / name
+    try:
+        facts = path.lstat()
+    except OSError:
+        return None
+    return path if stat.S_ISREG(facts.st_mode) and facts.st_uid == os.geteuid() else None
+
+
+def stored(
+    name: str, write: Callable[[IO[bytes]], None], *, is_intact: Callable[[Path], bool] = lambda _path: True
+) -> Path:
+    """The file of that name in the cache. If it cannot be used, `write` makes it; a file that exists is complete.
+
+    Args:
+        is_intact: Return whether a file's content can be used; a file that cannot be read cannot.
 
     Raises:
-        DataError: if the folder cannot be written, with the remedy.
+        DataError: If the folder cannot be written or belongs to another user, with the remedy.
     """
     path = folder() / name
-    if path.exists():
-        return path
     try:
+        _claim(folder())
+        if found(name) is not None and _is_readable(path, is_intact):
+            _note_use(path)
+            return path
+        _evict_once(folder())
         path.parent.mkdir(parents=True, exist_ok=True)
         with NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
             try:
@@ -51,3 +84,71 @@ def stored(name: str, write: Callable[[IO[bytes]], None]) -> Path:
             f"the cache of data in {folder()} cannot be written: {error}; set XDG_CACHE_HOME to a folder with room"
         ) from error
     return path
+
+
+def evict(max_bytes: int, unused_s: float) -> int:
+    """Remove the files that have been unused for longest until the cache is within a size.
+
+    Args:
+        max_bytes: Size to reach.
+        unused_s: Seconds without use that a file must have to be removed.
+
+    Returns:
+        Number of files removed.
+    """
+    facts = [(path, path.lstat()) for path in folder().rglob("*") if path.is_file()]
+    excess = sum(fact.st_size for _, fact in facts) - max_bytes
+    latest = time.time() - unused_s
+    num_removed = 0
+    for path, fact in sorted(facts, key=lambda item: _last_use(item[1])):
+        if excess <= 0 or _last_use(fact) > latest:
+            break
+        path.unlink(missing_ok=True)
+        excess -= fact.st_size
+        num_removed += 1
+    return num_removed
+
+
+def _claim(path: Path) -> None:
+    """Make the folder, for this user only.
+
+    Raises:
+        DataError: If it belongs to another user.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    facts = path.stat()
+    if facts.st_uid != os.geteuid():
+        raise DataError(
+            f"the cache of data in {path} belongs to another user (id {facts.st_uid}); set XDG_CACHE_HOME to a folder "
+            "of yours"
+        )
+    if stat.S_IMODE(facts.st_mode) != stat.S_IRWXU:
+        path.chmod(stat.S_IRWXU)
+
+
+def _is_readable(path: Path, is_intact: Callable[[Path], bool]) -> bool:
+    try:
+        return is_intact(path)
+    except OSError:
+        return False
+
+
+def _note_use(path: Path) -> None:
+    """Set the time of the last access only: the time of the change identifies what a file holds."""
+    os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
+
+
+def _last_use(facts: os.stat_result) -> float:
+    return max(facts.st_atime, facts.st_mtime)
+
+
+@once
+def _evict_once(path: Path) -> None:
+    """Keep the cache within `MAX_BYTES`, at the first file that this process adds to it."""
+    try:
+        num_removed = evict(MAX_BYTES, _UNUSED_S)
+    except OSError as error:  # another process removes files, too
+        _log.warning("the cache of data in %s could not be tidied: %s", path, error)
+        return
+    if num_removed:
+        _log.info("removed %d files from the cache of data in %s, unused for two weeks", num_removed, path)

@@ -8,6 +8,7 @@ import logging
 import os
 import pickle
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -25,6 +26,7 @@ import numpy as np
 from jinja2 import TemplateError
 
 from rl_algos.data import cache
+from rl_algos.data.stored_rows import from_bytes, storable, to_bytes
 from rl_core.errors import DataError
 
 _log = logging.getLogger(__name__)
@@ -37,12 +39,16 @@ LARGE = 50_000
 _CHUNK = 2048
 """Rows of a file of the cache."""
 
+_NUMBER_BYTES = 8
+"""Bytes of each number behind the rows of a file: positions of rows, their number, and a checksum."""
+
 _PROGRESS_S = 10.0
 """Seconds from one line about progress to the next."""
 
 _LIBRARIES = ("jinja2", "numpy", "tokenizers", "transformers")
 
 
+@storable
 @dataclass(frozen=True)
 class Failure:
     """Why a row could not be encoded."""
@@ -69,7 +75,7 @@ def encode_in_memory(items: Sequence[Any], encode: Callable[[Any], T], num_worke
     """Every item encoded, in their order; in processes if `num_workers` is above 0.
 
     Args:
-        encode: picklable if there are workers; raises a `DataError` for an item that it refuses.
+        encode: Picklable if there are workers; raises a `DataError` for an item that it refuses.
     """
     attempt = Attempt(encode)
     if not num_workers:
@@ -85,10 +91,10 @@ def encode_on_disk(
 
     A file holds some rows, under a name that follows from their content, from `encode` with all that it holds, and from
     the code and the libraries that do it. So rows that were encoded once are not encoded again, and an interrupted run
-    goes on where it was.
+    continues where it was. Files hold data and no code (`rl_algos.data.stored_rows`), and a damaged one is made again.
 
     Args:
-        name: of the dataset, for the log.
+        name: Name of the dataset, for the log.
     """
     attempt = Attempt(encode)
     work = pickle.dumps(attempt)
@@ -106,7 +112,7 @@ def encode_on_disk(
             pool = ProcessPoolExecutor(num_workers, mp_context=spawn, initializer=_keep, initargs=(identity, work))
             stack.enter_context(pool)
         for file, content in _in_order(chunks, identity, pool, ahead=2 * num_workers):
-            paths.append(cache.stored(file, partial(_write, content)))
+            paths.append(cache.stored(file, partial(_write, content), is_intact=_is_intact))
             progress.add(_CHUNK)
     return EncodedRows(paths)
 
@@ -129,13 +135,13 @@ class EncodedRows(Sequence[Any]):
             raise IndexError(index)
         which, row = divmod(int(index) % self._size, _CHUNK)
         start, end = (int(position) for position in self._positions[which][row : row + 2])
-        return pickle.loads(os.pread(_opened(self._paths[which]).fileno(), end - start, start))
+        return from_bytes(os.pread(_opened(self._paths[which]).fileno(), end - start, start))
 
     def __iter__(self) -> Iterator[Any]:
         for path, positions in zip(self._paths, self._positions, strict=True):
             content = path.read_bytes()
             for start, end in pairwise(positions):
-                yield pickle.loads(content[start:end])
+                yield from_bytes(content[start:end])
 
 
 def _in_order(
@@ -146,8 +152,8 @@ def _in_order(
     for chunk in chunks:
         name = cache.digest(identity, chunk)
         file = f"encoded/{name[:2]}/{name}"
-        if pool is None or (cache.folder() / file).exists():
-            pending.append((file, partial(_encode_chunk, identity, chunk)))  # called if the file is not there
+        if pool is None or cache.found(file) is not None:
+            pending.append((file, partial(_encode_chunk, identity, chunk)))  # called if the file cannot be used
         else:
             future: Future[bytes] = pool.submit(_encode_chunk, identity, chunk)
             pending.append((file, future.result))
@@ -157,29 +163,39 @@ def _in_order(
 
 
 def _encode_chunk(identity: str, chunk: bytes) -> bytes:
-    """The content of a file: each encoded row, then their positions, then how many there are."""
+    """The content of a file: each encoded row, then their positions, their number, and a checksum of all this."""
     attempt = _ATTEMPTS[identity]
     out = io.BytesIO()
     positions = [0]
-    for item in pickle.loads(chunk):
-        out.write(pickle.dumps(attempt(item), protocol=pickle.HIGHEST_PROTOCOL))
+    for item in pickle.loads(chunk):  # the chunk comes from the process that encodes, not from a file
+        out.write(to_bytes(attempt(item)))
         positions.append(out.tell())
     out.write(np.asarray(positions, dtype="<i8").tobytes())
-    out.write(len(positions).to_bytes(8, "little"))
-    return out.getvalue()
+    out.write(_number(len(positions)))
+    return out.getvalue() + _number(zlib.crc32(out.getbuffer()))
 
 
 def _write(content: Callable[[], bytes], file: IO[bytes]) -> None:
     file.write(content())
 
 
+def _number(value: int) -> bytes:
+    return value.to_bytes(_NUMBER_BYTES, "little")
+
+
+def _is_intact(path: Path) -> bool:
+    """Return whether a file is as it was written."""
+    content = path.read_bytes()
+    return _number(zlib.crc32(content[:-_NUMBER_BYTES])) == content[-_NUMBER_BYTES:]
+
+
 def _positions(path: Path) -> np.ndarray:
-    """int64 `[rows + 1]`, where the rows of a file start, and the last one ends."""
+    """int64 `[rows + 1]`: starts of a file's rows, and the end of the last one."""
     with path.open("rb") as file:
-        file.seek(-8, os.SEEK_END)
-        count = int.from_bytes(file.read(8), "little")
-        file.seek(-8 * (count + 1), os.SEEK_END)
-        return np.frombuffer(file.read(8 * count), dtype="<i8")
+        file.seek(-2 * _NUMBER_BYTES, os.SEEK_END)
+        count = int.from_bytes(file.read(_NUMBER_BYTES), "little")
+        file.seek(-_NUMBER_BYTES * (count + 2), os.SEEK_END)
+        return np.frombuffer(file.read(_NUMBER_BYTES * count), dtype="<i8")
 
 
 _ATTEMPTS: dict[str, Attempt[Any]] = {}

@@ -28,6 +28,7 @@ from rl_algos.data.preference import preference
 from rl_algos.data.processors import arranged, check_streamable, processor
 from rl_algos.data.template import Surround
 from rl_core.errors import DataError
+from rl_core.rollout import Message
 
 _log = logging.getLogger(__name__)
 
@@ -131,6 +132,10 @@ class Dataset:
                 "data.default.env_name, to a reward of your own (file.py:function) or an installed environment"
             )
         return name
+
+    def conversations(self) -> Iterator[tuple[str, Sequence[Message]]]:
+        """The place and the messages of each row, in order."""
+        return ((self.place(row_id), example.messages) for row_id, example in self.examples.items())
 
     def encode(self, encode: Callable[[Example], T], num_workers: int) -> RowMapping[T]:
         """Every example encoded, by id; in processes of their own if `num_workers` is above 0.

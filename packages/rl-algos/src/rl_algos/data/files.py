@@ -6,7 +6,7 @@ import csv
 import os
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
@@ -392,21 +392,33 @@ def _held_batches(file: Any) -> list[Any] | None:
 
 
 def _arrow(path: Path, name: str) -> FileRows:
+    """A mapped file; batches of a compressed one are in memory."""
     import pyarrow
     import pyarrow.ipc
 
     source = pyarrow.memory_map(str(path))
     try:
-        reader = pyarrow.ipc.open_stream(source)  # as `datasets` writes
-        batches = list(reader)
-    except (pyarrow.ArrowInvalid, OSError):
-        source.seek(0)
         try:
+            reader = pyarrow.ipc.open_stream(source)  # as `datasets` writes
+            batches = _grown_within_bounds(reader, path, name)
+        except pyarrow.ArrowInvalid:
+            source.seek(0)
             file = pyarrow.ipc.open_file(source)
-            batches = [file.get_batch(index) for index in range(file.num_record_batches)]
-        except (pyarrow.ArrowInvalid, OSError) as error:
-            raise DataError(f"{name}: not an Arrow file, or a damaged one: {error}") from None
+            read = (file.get_batch(index) for index in range(file.num_record_batches))
+            batches = _grown_within_bounds(read, path, name)
+    except (pyarrow.ArrowException, OSError, MemoryError) as error:
+        raise DataError(f"{name}: not an Arrow file, or a damaged one: {error}") from None
     return ArrowRows(batches, name)
+
+
+def _grown_within_bounds(batches: Iterable[Any], path: Path, name: str) -> list[Any]:
+    """All batches; raises a `DataError` once they are far larger than the file."""
+    kept, num_bytes = [], 0
+    for batch in batches:
+        kept.append(batch)
+        num_bytes += batch.nbytes
+        _check_growth(path, name, num_bytes)
+    return kept
 
 
 _TEXT: Mapping[str, Callable[[Path, str], FileRows]] = {

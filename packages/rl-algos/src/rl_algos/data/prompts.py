@@ -16,6 +16,7 @@ from rl_algos.data.examples import Dataset
 from rl_algos.data.flow import FlowStream
 from rl_algos.data.stream import Stream
 from rl_algos.data.streamed import flow_stream
+from rl_algos.special_tokens import warn_of_special_tokens
 from rl_algos.tokenizer import encode_prompt, require_chat_template
 from rl_core.errors import ConfigError, DataError
 from rl_core.rollout import Prompt
@@ -129,6 +130,7 @@ def tools_for(example: Example, offered: Sequence[Mapping[str, Any]]) -> Sequenc
 
 def _prompts(dataset: Dataset, config: DataConfig, tokenizer: Any, max_tokens: int, tools: Tools) -> Sequence[Prompt]:
     require_chat_template(tokenizer)
+    warn_of_special_tokens(dataset.name, dataset.conversations(), tokenizer)
     tokens = dataset.encode(_EncodePrompt(tokenizer, tools, dataset.settings.env_name), config.num_workers)
     lengths = map(len, tokens.values_in_order)
     kept = dataset.within_limit(tokens, lengths, _limit(config, max_tokens), overlong=config.overlong)

@@ -24,8 +24,9 @@ class DistillationConfig(RolloutConfig):
     num_generations_per_prompt: int = Field(default=1, gt=0)
     """Rollouts of each prompt."""
     topk_logits_k: int | None = Field(default=DEFAULT_K, gt=0)
-    """Most likely tokens of the teacher that the student is compared at; all others count as one, the tail. Null takes
-    the whole vocabulary; of a large one the teacher's hidden states travel, and there is one teacher."""
+    """Number of the teacher's most likely tokens at which the student is compared with it; all others count as one, the
+    tail. null compares the whole vocabulary, with one teacher or several; if it is large, the teachers' hidden states
+    are sent in place of logprobs."""
     cross_tokenizer: bool = False
     """The teacher has other tokens than the student: compare the likelihoods of spans of text that both make of whole
     tokens, in place of the teacher's most likely tokens."""
@@ -38,8 +39,9 @@ class OfflineDistillationConfig(SupervisedConfig):
     learn: LearnedTurns = "all"
     """Turns of the assistant that are learned: all of them, or the last one."""
     topk_logits_k: int | None = Field(default=DEFAULT_K, gt=0)
-    """Most likely tokens of the teacher that the student is compared at; all others count as one, the tail. Null takes
-    the whole vocabulary; of a large one the teacher's hidden states travel, and there is one teacher."""
+    """Number of the teacher's most likely tokens at which the student is compared with it; all others count as one, the
+    tail. null compares the whole vocabulary, with one teacher or several; if it is large, the teachers' hidden states
+    are sent in place of logprobs."""
 
 
 class DistillationLossConfig(Config):

@@ -17,6 +17,7 @@ from rl_algos.preference.comparison import Comparison, Pairing, Verdict, compari
 from rl_algos.preference.config import PreferenceConfig, PreferenceRoot
 from rl_algos.preference.encoding import EncodedResponse, encode_response
 from rl_algos.preference.rows import JudgedRow, PairRow
+from rl_algos.special_tokens import warn_of_special_tokens
 from rl_algos.supervised.data import SupervisedData, longest_row, supervised_data
 from rl_algos.tokenizer import require_chat_template
 from rl_core.errors import DataError
@@ -84,6 +85,7 @@ def pair_rows(
     Raises:
         DataError: naming a row that has nothing to compare or is too long, or the dataset if it has no pairs.
     """
+    warn_of_special_tokens(dataset.name, dataset.conversations(), tokenizer)
     found = _encoded(dataset, data, _EncodePairs(tokenizer, pairing, needs_margin), limit)
     ties = sum(not pairs for pairs in found.values_in_order)
     if ties == len(found):
@@ -100,6 +102,7 @@ def judged_rows(dataset: Dataset, data: DataConfig, tokenizer: Any, limit: int, 
     Raises:
         DataError: naming a row that has no such verdict or is too long.
     """
+    warn_of_special_tokens(dataset.name, dataset.conversations(), tokenizer)
     found = _encoded(dataset, data, _EncodeJudged(tokenizer, by), limit)
     return found.flat(lambda row_id, number, count, judged: JudgedRow(_numbered(row_id, number, count), *judged))
 

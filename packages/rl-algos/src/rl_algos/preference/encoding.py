@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from rl_algos.data.stored_rows import storable
 from rl_algos.sft.conversation import LEARNED_FLAGS, encode_conversation
 from rl_core.errors import DataError
 from rl_core.rollout import Message
 
 
+@storable
 @dataclass(frozen=True)
 class EncodedResponse:
     """A conversation that ends with a response.

@@ -13,6 +13,7 @@ from jinja2 import TemplateError
 
 from rl_algos.rollouts.continuation import Continuation
 from rl_algos.rollouts.turn_ends import TurnEnds, find_turn_ends
+from rl_algos.special_tokens import special_tokens, splits_observations, splits_prompts
 from rl_algos.tokenizer import render
 from rl_algos.tool_calls.formats import ToolFormat, format_of
 from rl_algos.tool_calls.parsed import THOUGHTS, schemas_of
@@ -72,11 +73,20 @@ class Chat:
         self, messages: Sequence[Message], so_far: np.ndarray, tools: Sequence[Mapping[str, Any]] = ()
     ) -> np.ndarray:
         """As `rl_core.generation.GenerationClient.rendered`, with the tools that the policy may call."""
-        text = render(self._tokenizer, messages, add_generation_prompt=True, tools=tools)
+        special = special_tokens(self._tokenizer)
+        text = render(self._tokenizer, self._with_plain_content(messages), add_generation_prompt=True, tools=tools)
         before = self._tokenizer.decode(so_far.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        kept, rest = (so_far, text[len(before) :]) if text.startswith(before) else (so_far[:0], text)
-        behind = self._tokenizer.encode(rest, add_special_tokens=False)
-        return np.concatenate([kept, np.asarray(behind, dtype=np.int32)]).astype(np.int32)
+        keeps = special.shown(text).startswith(before)
+        kept, rest = (so_far, special.after(text, len(before))) if keeps else (so_far[:0], text)
+        return np.concatenate([kept, np.asarray(special.encode(rest), dtype=np.int32)]).astype(np.int32)
+
+    def _with_plain_content(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages with special tokens hidden: in what answers the policy, or in the prompt as well."""
+        answered = next((place for place, each in enumerate(messages) if each["role"] == "assistant"), len(messages))
+        first = 0 if splits_prompts(self._tokenizer) else answered
+        if not splits_observations(self._tokenizer):
+            return list(messages)
+        return [*messages[:first], *special_tokens(self._tokenizer).hidden(messages[first:])]
 
     @cached_property
     def _opened(self) -> str:

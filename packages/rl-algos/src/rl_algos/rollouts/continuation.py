@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from rl_algos.rollouts.turn_ends import TurnEnds
+from rl_algos.special_tokens import special_tokens, splits_observations
 from rl_core.rollout import Message
 from rl_core.template_ends import OTHER_MARK, POLICY_MARK
 
@@ -23,6 +24,7 @@ class Continuation:
     A short conversation is rendered twice: with marks instead of the texts, which shows where the end of the policy's
     turn is, and with the real answer, of which everything behind that place is taken. So it does not matter how the
     template would write the policy's turn: its tokens stay as they were sampled, thoughts and tool calls included.
+    Special tokens in the content of an answer are tokenised as text unless the tokenizer's settings say otherwise.
 
     Args:
         tokenizer: with a chat template.
@@ -53,15 +55,16 @@ class Continuation:
         calls = [call.get("id", "") for call in turn.get("tool_calls", ())]
         kinds = [{key: value for key, value in message.items() if key != "content"} for message in observation]
         before, end = self._seam(json.dumps([calls, kinds], sort_keys=True, default=str))
-        text = self._render([*self._opening(calls), *observation])
+        special = special_tokens(self._tokenizer)
+        told = special.hidden(observation) if splits_observations(self._tokenizer) else observation
+        text = self._render([*self._opening(calls), *told])
         if not text.startswith(before):
             raise ValueError(
                 "the chat template renders a turn of the policy in another way if the answer to it has another text, "
                 "so that no continuation exists; set policy.tokenizer.chat_template to one that does not"
             )
         missing = "" if self._has_ended(sampled, end) else end
-        ids = self._tokenizer.encode(missing + text[len(before) :], add_special_tokens=False)
-        return np.asarray(ids, dtype=np.int32)
+        return np.asarray(special.encode(missing + text[len(before) :]), dtype=np.int32)
 
     def _has_ended(self, sampled: np.ndarray, end: str) -> bool:
         """Whether the sampled turn ends so that the text behind `end` can follow."""

@@ -13,6 +13,7 @@ import numpy as np
 from rl_algos.sft.config import LearnedTurns
 from rl_algos.sft.marked_template import Span
 from rl_algos.sft.turn_spans import find_turns
+from rl_algos.special_tokens import special_tokens, splits_prompts
 from rl_core.errors import DataError
 from rl_core.rollout import Message
 
@@ -44,10 +45,20 @@ def encode_conversation(
         jinja2.TemplateError: if the template refuses the messages.
     """
     learned = learned_messages(messages, learn)
-    plain = [{key: value for key, value in message.items() if key not in LEARNED_FLAGS} for message in messages]
+    plain: list[Message] = [
+        {key: value for key, value in message.items() if key not in LEARNED_FLAGS} for message in messages
+    ]
+    special = special_tokens(tokenizer)
+    if splits_prompts(tokenizer):
+        plain = special.hidden(plain)
     turns = find_turns(tokenizer, plain, learned, tools)
-    tokens, offsets = _tokens(tokenizer, turns.text, [start for start, _ in turns.spans])
-    mask = _mask(offsets, turns.spans)
+    reader, text, spans = tokenizer, turns.text, turns.spans
+    if special.has_placeholders(text):
+        reader = special.renamed
+        text, places = special.for_renamed(text, [place for span in spans for place in span])
+        spans = tuple(zip(places[::2], places[1::2], strict=True))
+    tokens, offsets = _tokens(reader, text, [start for start, _ in spans])
+    mask = _mask(offsets, spans)
     if turns.missing_end:
         end = next((index + 1 for index in reversed(range(len(mask))) if mask[index]), len(mask))
         tokens[end:] = [tokenizer.convert_tokens_to_ids(turns.missing_end)]

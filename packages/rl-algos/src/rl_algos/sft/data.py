@@ -18,6 +18,7 @@ from rl_algos.data.prompts import weights_of
 from rl_algos.data.streamed import flow_stream
 from rl_algos.sft.config import LearnedTurns, SFTRoot
 from rl_algos.sft.conversation import encode_conversation
+from rl_algos.special_tokens import warn_of_special_tokens
 from rl_algos.supervised.data import SupervisedData, longest_row, supervised_data
 from rl_algos.tokenizer import require_chat_template
 from rl_core.batch import TOKENS, Batch
@@ -118,6 +119,7 @@ def training_rows(
     dataset: Dataset, config: DataConfig, tokenizer: Any, limit: int, *, learn: LearnedTurns
 ) -> Sequence[TrainingRow]:
     """The rows of a dataset of at most `limit` tokens; raises as `prepare`."""
+    warn_of_special_tokens(dataset.name, dataset.conversations(), tokenizer)
     encoded = dataset.encode(_EncodeExample(tokenizer, learn), config.num_workers)
     kept = dataset.within_limit(
         encoded, (len(tokens) for tokens, _ in encoded.values_in_order), limit, overlong=config.overlong

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,11 @@ from rl_core.user_code import beside
 Search = Callable[[str], Path | None] | Sequence[Path]
 """How a recipe name becomes a file: folders that hold `NAME.yaml`, or a function that returns the file or None."""
 
+_MAX_EXPANSIONS = 1000
+"""Maximum number of interpolations that one value leads to, directly and through others."""
+
 _SUFFIXES = (".yaml", ".yml")
+_REFERENCE = re.compile(r"\$\{(\.*)([^\s${}:]+)\}")
 _NOT_FOUND = re.compile(r"Interpolation key '(.+?)' not found")
 _VARIABLE = re.compile(r"Environment variable '(.+?)' not found")
 
@@ -83,9 +88,9 @@ class RawConfig:
 def load(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), *, search: Search = ()) -> RawConfig:
     """Read a recipe and what it inherits from, and lay overrides over it.
 
-    `defaults:` in a file names one or several others (a recipe name, or a file relative to it); later ones win, the
-    file itself wins over them. Mappings merge, lists and scalars are replaced. `file.py:Name` is relative to the folder
-    of the file in which it is written.
+    `defaults:` in a file names one or several others (a recipe name, or a file relative to it, which may be in any
+    folder that the user can read); later ones win, the file itself wins over them. Mappings merge, lists and scalars
+    are replaced. `file.py:Name` is relative to the folder of the file in which it is written.
 
     Args:
         source: a recipe name, a YAML file, or plain nested values, which may have `defaults:` as well.
@@ -154,13 +159,16 @@ class _Reader:
     def __init__(self, search: Search) -> None:
         self._search = search
         self.files: list[Path] = []
+        self._merged: dict[Path, Entry] = {}
 
     def read(self, path: Path, chain: tuple[Path, ...]) -> Entry:
         resolved = path.resolve()
         if resolved in chain:
             circle = " -> ".join(shown(file) for file in (*chain[chain.index(resolved) :], resolved))
             raise ConfigError(f"`defaults` go in a circle: {circle}; take one of them out")
-        merged = self.over_parents(read_file(path, shown(path)), path, (*chain, resolved))
+        if path in self._merged:  # several files may inherit from the same one
+            return self._merged[path]
+        merged = self._merged[path] = self.over_parents(read_file(path, shown(path)), path, (*chain, resolved))
         if resolved not in self.files:
             self.files.append(resolved)
         return merged
@@ -236,6 +244,7 @@ def interpolate(tree: dict[str, Any], everything: dict[str, Any]) -> tuple[dict[
     from omegaconf import OmegaConf
 
     wrong = {path: message for path, text in written.items() if (message := _malformed(text))}
+    wrong |= _too_many(written)
     resolvable = mapped(
         everything, lambda path, value: None if path in wrong else MISSING if isinstance(value, Unset) else value
     )
@@ -248,6 +257,37 @@ def interpolate(tree: dict[str, Any], everything: dict[str, Any]) -> tuple[dict[
         else:
             wrong[path] = _message(written[path], problem, map(format_path, leaves(everything)))
     return mapped(tree, lambda path, value: values.get(path) if path in written else value), wrong
+
+
+def _too_many(written: Mapping[KeyPath, str]) -> dict[KeyPath, str]:
+    """The problems of values whose interpolations lead to too many others: each level of `${a}${a}` doubles them."""
+    counts: dict[KeyPath, int] = {}
+
+    def count(path: KeyPath) -> int:
+        if path not in counts:
+            counts[path] = 0  # a circle is found when it is resolved
+            with suppress(RecursionError):  # as is a chain that is too long
+                counts[path] = sum(1 + sum(map(count, led)) for led in _references(path, written))
+        return counts[path]
+
+    return {
+        path: f"{text!r} leads to more than {_MAX_EXPANSIONS:,} interpolations; write the value"
+        for path, text in written.items()
+        if count(path) > _MAX_EXPANSIONS
+    }
+
+
+def _references(path: KeyPath, written: Mapping[KeyPath, str]) -> Iterable[list[KeyPath]]:
+    """For each key that a value names, the interpolations at it, below it and above it."""
+    for dots, key in _REFERENCE.findall(written[path]):
+        try:
+            target = (*(path[: -len(dots)] if dots else ()), *parse_path(key))
+        except ConfigError:
+            continue
+        if target in written:
+            yield [target]
+        else:
+            yield [each for each in written if each[: len(target)] == target or target[: len(each)] == each]
 
 
 def _malformed(text: str) -> str | None:
@@ -280,7 +320,7 @@ def _message(text: str, error: Exception, known: Iterable[str]) -> str:
     said = str(error).partition("\n")[0]
     if isinstance(error, RecursionError) or "Recursive interpolation" in said:
         return f"{text!r} leads back to itself; give one of the keys in the circle a value"
-    if match := _NOT_FOUND.search(said):
+    if (match := _NOT_FOUND.search(said)) and match[1].lstrip(".") in text:
         return f"{text!r} names {match[1]}, which is not a key here{did_you_mean(match[1].lstrip('.'), known)}"
     if match := _VARIABLE.search(said):
         name = match[1]
@@ -294,4 +334,7 @@ def _message(text: str, error: Exception, known: Iterable[str]) -> str:
         )
     if "MissingMandatoryValue" in said or "MissingValue" in type(error).__name__:
         return f"{text!r} names a key marked {MISSING}: set that key"
+    if "oc.env" in text or text.count("${") > 1:
+        # OmegaConf's words would show the value of the variable
+        return f"{text!r} cannot be resolved with the present values of what it names"
     return f"{text!r} cannot be worked out: {said}"

@@ -57,8 +57,12 @@ def located(problem: Problem, below: KeyPath = ()) -> tuple[KeyPath, str]:
     return (*below, *(parse_path(problem.key) if problem.key else ())), problem.message
 
 
-def problems_in(error: ValidationError, root: type[Config], values: Any) -> Iterator[tuple[KeyPath, str]]:
-    """One path and message per key that pydantic refuses in `values`."""
+def problems_in(error: ValidationError, root: type[Config], values: Any, shown: Any) -> Iterator[tuple[KeyPath, str]]:
+    """One path and message per key that pydantic refuses in `values`.
+
+    Args:
+        shown: The same values as messages may show them.
+    """
     by_path: dict[KeyPath, list[ErrorDetails]] = {}
     for details in error.errors(include_url=False):
         by_path.setdefault(_path_in(values, details), []).append(details)
@@ -72,7 +76,10 @@ def problems_in(error: ValidationError, root: type[Config], values: Any) -> Iter
         elif group[0]["type"] == "extra_forbidden":
             yield path, _unknown(path, list(all_keys(root, values)), values)
         else:
-            yield path, _verdict(group, key_at(root, path, values), format_path(path))
+            value = value_at(shown, path)
+            is_hidden = value != value_at(values, path)
+            given = show(value if is_hidden else group[0]["input"])
+            yield path, _verdict(group, key_at(root, path, values), format_path(path), given, is_hidden=is_hidden)
 
 
 def report(problems: Sequence[tuple[KeyPath, str]], name: str, written: Entry) -> str:
@@ -120,13 +127,15 @@ def _unknown(path: KeyPath, keys: list[str], values: Any) -> str:
     return f"no such key; {section or 'the config'} has {', '.join(known)}"
 
 
-def _verdict(errors: Sequence[ErrorDetails], key: Key | None, name: str) -> str:
+def _verdict(errors: Sequence[ErrorDetails], key: Key | None, name: str, shown: str, *, is_hidden: bool) -> str:
     """One line that says what was given, what is allowed and what to do.
 
     Args:
-        errors: pydantic's errors about one key, one per member of a union.
-        key: the key, None if the type has none there.
-        name: its dotted name.
+        errors: Pydantic's errors about one key, one per member of a union.
+        key: The key; None if the type has none there.
+        name: Its dotted name.
+        shown: The value that was given, as messages show it.
+        is_hidden: Whether that is not the value itself.
     """
     first = errors[0]
     allowed = key.allowed if key is not None else ""
@@ -134,10 +143,10 @@ def _verdict(errors: Sequence[ErrorDetails], key: Key | None, name: str) -> str:
         return f"must be set; allowed: {allowed}" if allowed != "section" else "this section must be there"
     if first["type"] in ("value_error", "assertion_error"):
         return str(first["ctx"]["error"]) or first["msg"]
-    given = f"got {show(first['input'])}"
+    given = f"got {shown}"
     if key is None or not all(e["type"].endswith(("_type", "_parsing")) or e["type"] in _STATED for e in errors):
         return f"{given}: " + "; ".join(dict.fromkeys(e["msg"][:1].lower() + e["msg"][1:] for e in errors))
-    return f"{given}; allowed: {allowed}{_remedy(first['input'], key, name)}"
+    return f"{given}; allowed: {allowed}{'' if is_hidden else _remedy(first['input'], key, name)}"
 
 
 def _remedy(value: Any, key: Key, name: str) -> str:

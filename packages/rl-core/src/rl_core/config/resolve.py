@@ -15,6 +15,7 @@ from rl_core.config.keys import Key, key_at
 from rl_core.config.load import RawConfig, interpolate, interpolations
 from rl_core.config.messages import located, problems_in, report
 from rl_core.config.schema import Config, Problem, plain
+from rl_core.config.secrets import hide_values, literal_credentials, with_references
 from rl_core.config.tree import MISSING, KeyPath, Origin, Unquoted, Unset, format_path, leaves, mapped, parse_path
 from rl_core.errors import ConfigError
 
@@ -89,15 +90,19 @@ def resolve(raw: RawConfig, root: type[C], *, checks: Sequence[Callable[[C], Ite
         if isinstance(value, Unset):
             wrong[path] = f"is marked {MISSING}; set it: {format_path(path)}=VALUE"
     values = mapped(tree, lambda path, value: _read(key_at(root, path, tree), value))
+    references = _environment_references(written)
+    wrong |= literal_credentials(written, references)
     try:
         config = root.model_validate_json(json.dumps(values))
     except ValidationError as error:
-        blamed = [each for each in problems_in(error, root, values) if not any(_is_below(each[0], at) for at in wrong)]
-        raise ConfigError(report([*wrong.items(), *blamed], raw.name, raw.entry)) from None
+        found = problems_in(error, root, values, with_references(values, references))
+        blamed = [each for each in found if not any(_is_below(each[0], at) for at in wrong)]
+        problems = hide_values([*wrong.items(), *blamed], values, references)
+        raise ConfigError(report(problems, raw.name, raw.entry)) from None
     problems = list(wrong.items()) or [located(problem) for check in checks for problem in check(config)]
     if problems:
-        raise ConfigError(report(problems, raw.name, raw.entry))
-    return Resolved(config.with_references(_environment_references(written)), raw)
+        raise ConfigError(report(hide_values(problems, values, references), raw.name, raw.entry))
+    return Resolved(config.with_references(references), raw)
 
 
 def _is_below(path: KeyPath, section: KeyPath) -> bool:

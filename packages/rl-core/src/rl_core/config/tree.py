@@ -22,6 +22,11 @@ KeyPath = tuple[str | int, ...]
 MISSING: Final = "???"
 """An unquoted value that marks a key which the user of the file must set."""
 
+MAX_DEPTH = 64
+"""Maximum number of levels of nested lists and mappings, each alias (`*name`) written out."""
+MAX_VALUES = 50_000
+"""Maximum number of values of a file, each alias (`*name`) written out."""
+
 _DATASET = ("dataset_name", "data_path")
 """Keys of a mapping that name a dataset."""
 
@@ -31,6 +36,7 @@ _FLOAT = re.compile(r"[-+]?(?:\d[\d_]*)?(?:\d\.|\.\d)[\d_]*(?:[eE][-+]?\d+)?|[-+
 _SPECIAL = {".inf": "inf", "+.inf": "inf", "-.inf": "-inf", ".nan": "nan"}
 _NULL = ("", "~", "null", "Null", "NULL")
 _BOOL = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
+_TOO_DEEP = f"lists and mappings are nested more than {MAX_DEPTH} levels deep"
 _TEXT, _LIST, _MAPPING = (f"tag:yaml.org,2002:{kind}" for kind in ("str", "seq", "map"))
 
 
@@ -230,6 +236,18 @@ class _Composer(yaml.SafeLoader):
 
     yaml_implicit_resolvers = {}
 
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self._depth == MAX_DEPTH:
+            raise yaml.composer.ComposerError(None, None, _TOO_DEEP, self.peek_event().start_mark)
+        self._depth += 1
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
 
 def _chooses_another(below: Entry, over: Entry) -> bool:
     """Whether two mappings name different datasets, or different things, one of them by `module:name`."""
@@ -250,7 +268,8 @@ def read_file(path: Path, name: str) -> Entry:
         name: of the file in origins and messages.
 
     Raises:
-        ConfigError: if it cannot be read, is not YAML, or uses what is refused: duplicated keys, tags and merge keys.
+        ConfigError: if it cannot be read, is not YAML, has more than `MAX_VALUES` values or `MAX_DEPTH` levels, or uses
+            what is refused: duplicated keys, tags and merge keys.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -328,6 +347,7 @@ class _Reader:
         self._source = source
         self.is_numbered = is_numbered
         self._open: list[yaml.Node] = []
+        self._num_values = 0
         self._path: list[str | int] = []
         self.problems: list[str] = []
 
@@ -338,6 +358,13 @@ class _Reader:
     def entry(self, node: yaml.Node) -> Entry:
         if any(node is parent for parent in self._open):
             return self.refuse(node, "an alias (`*name`) inside its own anchor never ends")
+        self._num_values += 1
+        if self._num_values > MAX_VALUES:
+            # at once: a few lines of aliases to aliases stand for any number of values
+            what = f"more than {MAX_VALUES:,} values, each alias (`*name`) written out"
+            raise ConfigError(f"{self._origin(node)}: {what}")
+        if len(self._open) == MAX_DEPTH:
+            raise ConfigError(f"{self._origin(node)}: {_TOO_DEEP}")
         self._open.append(node)
         try:
             return self._entry(node)

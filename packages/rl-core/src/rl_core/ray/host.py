@@ -19,6 +19,7 @@ from rl_core.devices.device import NODE_ADDRESS, node_address
 from rl_core.devices.rehearsal import hide_real_gpus
 from rl_core.errors import RLError, WorkerError
 from rl_core.plugins import plugin_packages, resolve
+from rl_core.ray.bounded_log import keep_bounded
 from rl_core.ray.stacks import write_stacks_on_signal
 from rl_core.shuffle import Chunk, Pick, Shard, pick
 
@@ -198,7 +199,7 @@ def log_to(path: str) -> None:
 
 def redirect_output(path: str) -> None:
     """Append this process's standard output and error, those of native code and child processes included, to a file
-    instead of one in Ray's temporary folder.
+    instead of one in Ray's temporary folder. The file stays below about `MAX_LOG_BYTES`, see `rl_core.ray.bounded_log`.
     """
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -206,6 +207,7 @@ def redirect_output(path: str) -> None:
     for fd in (1, 2):
         os.dup2(file, fd)
     os.close(file)
+    keep_bounded(path)
 
 
 def plain(error: BaseException) -> RLError:

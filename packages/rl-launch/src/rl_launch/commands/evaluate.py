@@ -57,7 +57,7 @@ def evaluate(config: Any, *, folder: str | Path) -> EvaluationResult:
             f"algorithm: {algorithm.name} has no evaluation by rollouts; give a run or a model and name tasks, such as "
             "--tasks gsm8k, or use a config of another algorithm"
         )
-    place = EvaluationFolder(folder)
+    place = EvaluationFolder(folder, config.logger.run_dir_access)
     place.check()
     check_devices(config.cluster)
     check_models(model_names(config))

@@ -13,13 +13,18 @@ from rl_algos.evaluation.scores import PromptScore
 from rl_core.config import Config, tree_to_yaml, with_absolute_paths
 from rl_core.errors import RunDirectoryError
 from rl_core.rollout import RECORD, RolloutGroup
-from rl_launch.session.lock import FILE_NAME as LOCK
+from rl_launch.session.atomic_file import write_atomically
+from rl_launch.session.config import Access
+from rl_launch.session.lock import FILE_NAMES as LOCKS
 from rl_launch.session.lock import DirectoryLock
-from rl_launch.session.writable import check_writable
+from rl_launch.session.writable import check_writable, make_folder
 
 CONFIG = "config.yaml"
 PLAN = "plan.json"
 RESULT = "eval.json"
+
+_UNFINISHED = {CONFIG, f"{CONFIG}.part", f"{PLAN}.part"}
+"""Files that an evaluation leaves if it is killed while it begins."""
 
 Done = dict[tuple[str, str], PromptScore]
 """Scores by name of the task and id of the prompt."""
@@ -34,11 +39,13 @@ class EvaluationFolder:
     (`rollouts.jsonl`, as of training, with the name of the task) and the result (`eval.json`).
 
     Args:
-        path: of the folder.
+        path: Path of the folder.
+        access: Readers of a folder that does not exist yet.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, access: Access = "owner") -> None:
         self.path = Path(path).expanduser().absolute()
+        self._access: Access = access
         self._lock = DirectoryLock(self.path)
         self._file: BinaryIO | None = None
 
@@ -55,7 +62,9 @@ class EvaluationFolder:
         """
         check_writable(self.path)
         if self.path.is_dir() and not is_evaluation(self.path):
-            foreign = sorted(entry.name for entry in self.path.iterdir() if entry.name not in (LOCK, "logs"))
+            foreign = sorted({entry.name for entry in self.path.iterdir()} - {*LOCKS, "logs"})
+            if (self.path / LOCKS[0]).is_file() and set(foreign) <= _UNFINISHED:
+                foreign = []
             if foreign:
                 raise RunDirectoryError(
                     f"{self.path} holds files that do not belong to an evaluation ({', '.join(foreign[:3])}). Choose "
@@ -74,12 +83,13 @@ class EvaluationFolder:
             RunDirectoryError: if another process has it, or it holds an evaluation of something else.
         """
         self.check()
-        self.logs.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path, self._access)
+        self.logs.mkdir(exist_ok=True)
         self._lock.acquire()
         try:
             self._compare(identity)
-            (self.path / CONFIG).write_text(tree_to_yaml(with_absolute_paths(config)), encoding="utf-8")
-            (self.path / PLAN).write_text(json.dumps({"schema": 1, "identity": dict(identity)}, indent=2) + "\n")
+            write_atomically(self.path / CONFIG, tree_to_yaml(with_absolute_paths(config)))
+            write_atomically(self.path / PLAN, json.dumps({"schema": 1, "identity": dict(identity)}, indent=2) + "\n")
             done, size = self._finished(num_samples)
             self._file = (self.path / ROLLOUTS).open("ab")
             # the group that was being written when the process was killed
@@ -102,9 +112,7 @@ class EvaluationFolder:
 
     def write_result(self, result: Mapping[str, Any]) -> None:
         """Write `eval.json`, whole or not at all."""
-        aside = self.path / f"{RESULT}.part"
-        aside.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        aside.replace(self.path / RESULT)
+        write_atomically(self.path / RESULT, json.dumps(result, indent=1) + "\n")
 
     def set_aside(self) -> Path:
         """Move the rollouts away, so that the next evaluation here begins anew; returns their new file."""

@@ -1,15 +1,18 @@
-"""Settings of a run's checkpoints and metric writers."""
+"""Settings of a run's checkpoints, records and metric writers."""
 
 from __future__ import annotations
 
 import re
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator
 
 from rl_core.config import Config, WhenChanged
 
 _DURATION = re.compile(r"(\d+):([01]?\d|2[0-3]):([0-5]?\d):([0-5]?\d)")
+
+Access = Literal["owner", "group", "all"]
+"""Readers of a run directory."""
 
 
 class CheckpointingConfig(Config):
@@ -73,6 +76,11 @@ class MLflowConfig(Config):
 class LoggerConfig(Config):
     when_changed: ClassVar[WhenChanged | None] = WhenChanged.RESUME
 
+    rollout_period: int = Field(default=1, ge=0)
+    """Write the rollouts of every this many steps into the run directory; 0 writes none."""
+    run_dir_access: Access = "owner"
+    """Access to a run directory that the run makes: `owner` lets nobody else in (mode 0700), `group` also lets the
+    group of the folder read it (0750), `all` everybody on the machine (0755). An existing folder keeps its mode."""
     tensorboard_enabled: bool = True
     """Write TensorBoard events into `logs/tensorboard`."""
     wandb_enabled: bool = False

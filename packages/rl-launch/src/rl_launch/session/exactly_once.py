@@ -77,8 +77,12 @@ def prove(run: RunFolder) -> Proof:
                 gaps.append(f"{sentence}, before the run branched off")
             else:
                 contradictions.append(f"{sentence}, which no step up to {checkpoint.step} has recorded")
-    written, num_compared = set(run.rollout_steps()), 0
+    written, num_compared, period = set(run.rollout_steps()), 0, _rollout_period(run)
+    num_left_out = 0
     for step in sorted(step for step in by_step if step <= checkpoint.step):
+        if step not in written and not (period and step % period == 0):
+            num_left_out += 1
+            continue
         if step not in written:
             gaps.append(f"rollouts/step_{step}.jsonl does not exist")
             continue
@@ -90,6 +94,8 @@ def prove(run: RunFolder) -> Proof:
             gaps.append(
                 f"rollouts/step_{step}.jsonl lacks the rollouts of {missing} of its {len(by_step[step])} prompts"
             )
+    if num_left_out:
+        gaps.append(f"logger.rollout_period is {period}, so the rollouts of {num_left_out} steps were not written")
     return Proof(
         checkpoint.step,
         ledger.num_drawn,
@@ -132,6 +138,11 @@ def _newest_ledger(run: RunFolder) -> tuple[SavedCheckpoint, Ledger]:
         f"{run.path} has no checkpoint with a ledger of prompts. Runs that roll out prompts save one with every "
         "checkpoint (checkpointing.save_period)."
     )
+
+
+def _rollout_period(run: RunFolder) -> int:
+    logger = run.config().get("logger", {})
+    return int(logger.get("rollout_period", 1))
 
 
 def _prompts(run: RunFolder, step: int) -> list[str]:

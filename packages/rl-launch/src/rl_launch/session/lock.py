@@ -17,17 +17,31 @@ from rl_core.errors import RunDirectoryError
 
 FILE_NAME = "run.lock"
 
+_CLAIM = "run.lock.claim"
+"""Made by the holder where the file system has no locks."""
+
+FILE_NAMES = (FILE_NAME, _CLAIM)
+"""Files that do not belong to the contents of a folder."""
+
+_TAKEN = (errno.EWOULDBLOCK, errno.EACCES)
+"""Errors of `flock` that say that another process has the lock; others say that the file system has none."""
+
 
 class DirectoryLock:
     """Holds a run directory until released or until this process ends, however it ends.
 
+    Where the file system has no locks (some network file systems), the holder is the process that made a file next to
+    the lock. A holder that was killed on another host can then not be told from a live one.
+
     Args:
-        folder: an existing folder.
+        folder: An existing folder.
     """
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / FILE_NAME
+        self._claim = folder / _CLAIM
         self._file: IO[str] | None = None
+        self._has_claim = False
 
     def acquire(self) -> None:
         """Take the lock; one left by a process that has died is taken over.
@@ -39,16 +53,13 @@ class DirectoryLock:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if not self._is_free(error):
+            if error.errno in _TAKEN:
                 file.close()
-                raise RunDirectoryError(
-                    f"{self._path.parent} is in use by {self._holder()}. "
-                    "Wait for it or stop it, or choose another run_dir."
-                ) from None
+                raise self._refusal(_read(self._path)) from None
+            self._make_claim(file)
         file.seek(0)
         file.truncate()
-        started = datetime.now().astimezone().isoformat(timespec="seconds")
-        json.dump({"pid": os.getpid(), "host": socket.gethostname(), "since": started}, file)
+        file.write(_identity())
         file.flush()
         self._file = file
 
@@ -58,17 +69,33 @@ class DirectoryLock:
             self._file.truncate(0)
             self._file.close()
             self._file = None
+        if self._has_claim:
+            self._claim.unlink(missing_ok=True)
+            self._has_claim = False
 
-    def _is_free(self, error: OSError) -> bool:
-        """Whether the file system has no locks, and the process named in the file is gone."""
-        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            return False
-        holder = _read(self._path)
-        return not holder or (holder["host"] == socket.gethostname() and not psutil.pid_exists(holder["pid"]))
+    def _make_claim(self, file: IO[str]) -> None:
+        try:
+            if self._claim.exists() and _has_died(_read(self._claim)):
+                # of several processes that find this, one renames the file
+                aside = self._claim.with_name(f".{_CLAIM}.{os.getpid()}")
+                self._claim.rename(aside)
+                aside.unlink()
+            claim = self._claim.open("x")
+        except (FileExistsError, FileNotFoundError):
+            file.close()
+            raise self._refusal(_read(self._claim), self._claim) from None
+        with claim:
+            claim.write(_identity())
+        self._has_claim = True
 
-    def _holder(self) -> str:
-        holder = _read(self._path)
-        return _in_words(holder) if holder else "another process"
+    def _refusal(self, held: dict, claim: Path | None = None) -> RunDirectoryError:
+        text = (
+            f"{self._path.parent} is in use by {_in_words(held) if held else 'another process'}. "
+            "Wait for it or stop it, or choose another run_dir."
+        )
+        if claim is not None:
+            text += f" Its file system has no locks: if that process has ended, remove {claim}."
+        return RunDirectoryError(text)
 
 
 def holder(folder: Path) -> str | None:
@@ -78,12 +105,24 @@ def holder(folder: Path) -> str | None:
         return None
     if held["host"] != socket.gethostname():
         return _in_words(held) if _is_locked(folder / FILE_NAME) else None
+    return None if _has_died(held) else _in_words(held)
+
+
+def _identity() -> str:
+    started = datetime.now().astimezone().isoformat(timespec="seconds")
+    return json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": started})
+
+
+def _has_died(held: dict) -> bool:
+    """Return whether the process with this identity was one of this host and has ended."""
+    if not held or held["host"] != socket.gethostname():
+        return False
     try:
         started = psutil.Process(held["pid"]).create_time()
     except psutil.NoSuchProcess:
-        return None
+        return True
     # a later process may have the number of one that has ended
-    return _in_words(held) if started <= datetime.fromisoformat(held["since"]).timestamp() + 1 else None
+    return started > datetime.fromisoformat(held["since"]).timestamp() + 1
 
 
 def _is_locked(path: Path) -> bool:
@@ -91,7 +130,7 @@ def _is_locked(path: Path) -> bool:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError as error:
-            return error.errno in (errno.EWOULDBLOCK, errno.EACCES)
+            return error.errno in _TAKEN or (path.parent / _CLAIM).exists()
         return False
 
 
@@ -101,6 +140,7 @@ def _in_words(held: dict) -> str:
 
 def _read(path: Path) -> dict:
     try:
-        return json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError):
+        data = json.loads(path.read_text())
+    except (OSError, ValueError):
         return {}
+    return data if isinstance(data, dict) and data.keys() >= {"pid", "host", "since"} else {}

@@ -8,12 +8,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 from rich.console import Console
 from rich.logging import RichHandler
 
 from rl_core.plugins import plugin_packages
+from rl_core.ray.bounded_log import MAX_LOG_BYTES
 
 
 @cache
@@ -47,8 +49,8 @@ def show_logs(*, verbose: bool = False) -> None:
 
 @contextmanager
 def logged_to(path: Path) -> Iterator[None]:
-    """Append log records to a file while inside."""
-    handler = _LogFile(path, delay=True, encoding="utf-8")
+    """Append log records to a file while inside; one of more than `MAX_LOG_BYTES` becomes `NAME.1`."""
+    handler = _LogFile(path, maxBytes=MAX_LOG_BYTES, backupCount=1, delay=True, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.getLogger().addHandler(handler)
     try:
@@ -58,7 +60,7 @@ def logged_to(path: Path) -> Iterator[None]:
         handler.close()
 
 
-class _LogFile(logging.FileHandler):
+class _LogFile(RotatingFileHandler):
     """Drops records when the disk is full: logging would print a traceback for each."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - a method of logging's

@@ -6,7 +6,6 @@ import json
 import logging
 import math
 import os
-import re
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,20 +20,20 @@ from rl_core.batch import Batch, RemoteColumn, RemoteRows
 from rl_core.errors import RLError, WorkerDied
 from rl_core.rollout import RECORD, RolloutGroup
 from rl_core.rollout_record import append_records
+from rl_launch.session import rollout_store
+from rl_launch.session.manifest import sync_folder
 
 _log = logging.getLogger(__name__)
 
 MOST_STEPS = 2
 """Steps whose rollouts may wait to be written, as they are held in memory; the next step waits for them."""
 
-_STEP_FILE = re.compile(r"step_(\d+)\.jsonl")
-
 
 class MetricsFile:
     """`metrics.jsonl`: one object per step, in the order of the steps.
 
     Args:
-        path: of the file.
+        path: Path of the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -46,17 +45,18 @@ class MetricsFile:
         with self._path.open("a") as file:
             file.write(line + "\n")
 
+    def sync(self) -> None:
+        """Write all lines to the disk; call it before anything that relies on them."""
+        if self._path.exists():
+            with self._path.open("rb") as file:
+                os.fsync(file.fileno())
+
     def read(self) -> list[dict[str, Any]]:
-        """The lines; one that was cut short ends them."""
+        """Return the lines, without those that were cut short."""
         if not self._path.exists():
             return []
-        rows = []
-        for line in self._path.read_text().splitlines():
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError:
-                break
-        return rows
+        lines = self._path.read_text(encoding="utf-8", errors="replace").splitlines()
+        return [row for row in map(_row, lines) if row is not None]
 
     def cut_back(self, step: int) -> None:
         """Drop the lines of later steps, which will be made again."""
@@ -67,6 +67,7 @@ class MetricsFile:
             file.flush()
             os.fsync(file.fileno())
         aside.replace(self._path)
+        sync_folder(self._path.parent)
 
 
 RolloutWriter = Callable[[str, RemoteRows, Sequence[float | None]], None]
@@ -74,7 +75,8 @@ RolloutWriter = Callable[[str, RemoteRows, Sequence[float | None]], None]
 
 
 class RolloutFiles:
-    """`rollouts/step_<n>.jsonl`: one object per rollout, written beside the steps.
+    """`rollouts/step_<n>.jsonl`: one object per rollout, written beside the steps. See `rollout_store` for the files of
+    earlier steps.
 
     A thread has them written by the process that holds the texts, by `write_elsewhere`, or fetches and writes them
     itself. Its failure is raised by the next call. `flush` comes before anything that relies on the files: a
@@ -88,6 +90,8 @@ class RolloutFiles:
         self._folder = folder
         self._threads: ThreadPoolExecutor | None = None
         self._writing: deque[Future[None]] = deque()
+        self._archiver: ThreadPoolExecutor | None = None
+        self._archiving: Future[None] | None = None
         self.write_elsewhere: RolloutWriter | None = None
 
     def append(self, step: int, groups: Sequence[RolloutGroup], advantages: np.ndarray) -> None:
@@ -106,29 +110,42 @@ class RolloutFiles:
             self._threads = ThreadPoolExecutor(1, thread_name_prefix="rollout-files")
         padded = [*np.asarray(advantages).tolist(), *[None] * (num_rollouts - len(advantages))]
         self._writing.append(self._threads.submit(self._write, step, records, padded))
+        self._archive_before(step)
 
     def flush(self) -> None:
-        """Wait until everything is written."""
+        """Wait until everything is written, and is on the disk."""
+        was_writing = bool(self._writing)
         while self._writing:
             self._writing.popleft().result()
+        if was_writing:
+            sync_folder(self._folder)
 
     def close(self) -> None:
-        """End the thread; files that it has not begun are not written."""
-        if self._threads is not None:
-            self._threads.shutdown(cancel_futures=True)
-            self._threads = None
+        """End the threads; files that they have not begun are not written, an archive under way is completed."""
+        for threads in (self._threads, self._archiver):
+            if threads is not None:
+                threads.shutdown(cancel_futures=True)
+        self._threads = self._archiver = None
 
     def cut_back(self, step: int) -> None:
-        """Drop the files of later steps, and those that were not finished."""
-        for path in self._folder.glob(".step_*.part"):
-            path.unlink()
-        for path in self._folder.glob("step_*.jsonl"):
-            match = _STEP_FILE.fullmatch(path.name)
-            if match and int(match[1]) > step:
-                path.unlink()
+        """Drop the rollouts of later steps, and files that were not finished."""
+        rollout_store.cut_back(self._folder, step)
+
+    def _archive_before(self, step: int) -> None:
+        """Have the files of earlier steps compressed, which nothing waits for."""
+        if self._archiving is not None:
+            if not self._archiving.done():
+                return
+            error, self._archiving = self._archiving.exception(), None
+            if error is not None:
+                _log.warning("rollouts of earlier steps were not archived: %s", error)
+        if step % rollout_store.STEPS_PER_ARCHIVE == 0:
+            if self._archiver is None:
+                self._archiver = ThreadPoolExecutor(1, thread_name_prefix="rollout-archives")
+            self._archiving = self._archiver.submit(rollout_store.archive_before, self._folder, step)
 
     def _write(self, step: int, groups: Sequence[tuple[str, Batch]], advantages: Sequence[float | None]) -> None:
-        path = self._folder / f"step_{step}.jsonl"
+        path = rollout_store.file_of(self._folder, step)
         if not path.exists() and self._is_written_elsewhere(path, [columns for _, columns in groups], advantages):
             return
         waiting = iter(advantages)
@@ -141,6 +158,8 @@ class RolloutFiles:
                     _log.warning("step %d: the texts of prompt %s are lost: %s", step, prompt_id, error)
                     continue
                 append_records(file, zip(records, own, strict=True))
+            file.flush()
+            os.fsync(file.fileno())
 
     def _is_written_elsewhere(self, path: Path, groups: Sequence[Batch], advantages: Sequence[float | None]) -> bool:
         columns = [group.columns[RECORD] for group in groups]
@@ -164,3 +183,14 @@ def _number(value: Any) -> float | int | None:
     if isinstance(plain, float) and not math.isfinite(plain):
         return None
     return plain
+
+
+def _row(line: str) -> dict[str, Any] | None:
+    """The object in a line of metrics, or the last one if an earlier line was cut short before it; None if it was cut
+    short itself. Metrics are flat, so the last brace opens the last object.
+    """
+    try:
+        row = json.loads(line[max(0, line.rfind("{")) :])
+    except json.JSONDecodeError:
+        return None
+    return row if isinstance(row, dict) and "step" in row else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from datetime import datetime
 from importlib.metadata import distributions
 from pathlib import Path
@@ -13,14 +12,15 @@ from rl_core.config import Config, tree_to_yaml
 from rl_core.errors import ConfigError, RunDirectoryError
 from rl_core.user_code import SourceFile
 from rl_launch.session import lock
+from rl_launch.session.atomic_file import write_atomically
 from rl_launch.session.branch import Branch
+from rl_launch.session.config import Access
 from rl_launch.session.lock import DirectoryLock
-from rl_launch.session.manifest import sync_folder
 from rl_launch.session.recording import Recording, WholeConfig, changes_since, kept
 from rl_launch.session.remedies import refusal, train_command
 from rl_launch.session.run_folder import CONFIG, DESCRIPTION, RunFolder, is_run
 from rl_launch.session.user_files import FOLDER, changed_files, copies_of
-from rl_launch.session.writable import check_writable
+from rl_launch.session.writable import check_writable, make_folder
 
 
 class RunDirectory:
@@ -72,19 +72,22 @@ class RunDirectory:
         origin = RunFolder(self.path).description().origin
         return Branch.from_json(origin) if origin else None
 
-    def open(self, config: Config, *, fresh: bool = False, branch: Branch | None = None) -> bool:
+    def open(
+        self, config: Config, *, fresh: bool = False, branch: Branch | None = None, access: Access = "owner"
+    ) -> bool:
         """Take the folder for this run; returns whether it continues an earlier one.
 
         Args:
-            config: the resolved config.
-            fresh: refuse to go on with an earlier run.
-            branch: the start of a new run; an existing run keeps its own.
+            config: The resolved config.
+            fresh: Refuse to resume an earlier run.
+            branch: Start of a new run; an existing run keeps its own.
+            access: Readers of a folder that does not exist yet.
 
         Raises:
             RunDirectoryError: if the folder holds other files, is in use, holds a run with another config or other
                 code, or is not empty although `fresh` is set.
         """
-        self._make()
+        self._make(access)
         self._lock.acquire()
         try:
             return self._claim(config, fresh=fresh, branch=branch)
@@ -96,14 +99,14 @@ class RunDirectory:
         """Release the folder for other processes."""
         self._lock.release()
 
-    def _make(self) -> None:
+    def _make(self, access: Access) -> None:
         if self.path.is_dir() and self._contents() and not self._is_run():
             raise RunDirectoryError(
                 f"{self.path} holds files that do not belong to a run ({', '.join(self._contents()[:3])}). "
                 "Choose another run_dir."
             )
         check_writable(self.path)
-        self.path.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path, access)
 
     def _claim(self, config: Config, *, fresh: bool, branch: Branch | None) -> bool:
         resumes = self._is_run()
@@ -119,12 +122,12 @@ class RunDirectory:
         for folder in (self.rollouts, self.checkpoints, self.logs):
             folder.mkdir(exist_ok=True)
         tree = kept(config, self._recording)
-        self._write(self.config, tree_to_yaml(tree))
+        write_atomically(self.config, tree_to_yaml(tree))
         for name, file in copies.items():
             self.code.mkdir(exist_ok=True)
-            self._write(self.code / name, file.text)
+            write_atomically(self.code / name, file.text)
         if not resumes:
-            self._write(self.path / DESCRIPTION, json.dumps(_description(tree, branch), indent=2) + "\n")
+            write_atomically(self.path / DESCRIPTION, json.dumps(_description(tree, branch), indent=2) + "\n")
         return resumes
 
     def _is_run(self) -> bool:
@@ -132,14 +135,14 @@ class RunDirectory:
 
     def _contents(self) -> list[str]:
         """Names in the folder, except those that an interrupted start leaves behind."""
-        own = {lock.FILE_NAME, *(folder.name for folder in (self.rollouts, self.checkpoints, self.logs, self.code))}
+        own = {*lock.FILE_NAMES, *(folder.name for folder in (self.rollouts, self.checkpoints, self.logs, self.code))}
         unfinished = {f"{CONFIG}.part", f"{DESCRIPTION}.part", *own}
         if not (self.path / DESCRIPTION).exists() and not any(self.checkpoints.glob("*")):
             unfinished.add(CONFIG)
         names = sorted(entry.name for entry in self.path.iterdir())
         if set(names) <= unfinished and lock.FILE_NAME in names and not self._is_run():
             return []
-        return [name for name in names if name != lock.FILE_NAME]
+        return [name for name in names if name not in lock.FILE_NAMES]
 
     def _compare(self, config: Config) -> None:
         try:
@@ -168,16 +171,6 @@ class RunDirectory:
                     ]
                 )
             )
-
-    @staticmethod
-    def _write(path: Path, text: str) -> None:
-        aside = path.with_name(f"{path.name}.part")
-        with aside.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-        sync_folder(path.parent)
 
 
 def _description(tree: dict[str, Any], branch: Branch | None) -> dict[str, Any]:

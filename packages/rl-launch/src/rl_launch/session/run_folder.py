@@ -28,7 +28,7 @@ from typing import Any
 
 from rl_core.config import load
 from rl_core.errors import ConfigError, RunDirectoryError
-from rl_launch.session import lock
+from rl_launch.session import lock, rollout_store
 from rl_launch.session.manifest import Manifest
 from rl_launch.session.records import MetricsFile
 from rl_launch.session.run_state import RunState
@@ -37,7 +37,6 @@ DESCRIPTION = "run.json"
 CONFIG = "config.yaml"
 
 _CHECKPOINT = re.compile(r"step_(\d+)")
-_ROLLOUTS = re.compile(r"step_(\d+)\.jsonl")
 _TAIL_BYTES = 2**16
 _DEEPEST = 3
 
@@ -156,25 +155,26 @@ class RunFolder:
 
     def rollout_steps(self) -> list[int]:
         """Steps whose rollouts were written, in order."""
-        return sorted(step for step, _ in _numbered(self.path / "rollouts", _ROLLOUTS))
+        return rollout_store.steps_in(self.path / "rollouts")
 
     def rollouts(self, step: int) -> Iterator[dict[str, Any]]:
-        """The rollouts of a step, one mapping each; a line that is half written ends them.
+        """The rollouts of a step, one mapping each; a line that was cut short is left out.
 
         Raises:
             RunDirectoryError: if none were written, naming the steps that have some.
         """
-        path = self.path / "rollouts" / f"step_{step}.jsonl"
-        if not path.is_file():
+        try:
+            file = rollout_store.open_step(self.path / "rollouts", step)
+        except FileNotFoundError:
             steps = self.rollout_steps()
             known = f"it has those of steps {steps[0]} to {steps[-1]}" if steps else "it has none"
-            raise RunDirectoryError(f"{self.path} has no rollouts of step {step}; {known}.")
-        with path.open(encoding="utf-8") as file:
+            raise RunDirectoryError(f"{self.path} has no rollouts of step {step}; {known}.") from None
+        with file:
             for line in file:
                 try:
                     yield json.loads(line)
-                except json.JSONDecodeError:
-                    return
+                except ValueError:
+                    continue
 
     def checkpoint_steps(self) -> list[int]:
         """Steps of the checkpoints, in order; opens none."""

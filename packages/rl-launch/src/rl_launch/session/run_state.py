@@ -9,6 +9,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from rl_launch.session.atomic_file import write_atomically
+
 FILE_NAME = "state.json"
 
 Status = Literal["running", "finished", "interrupted", "failed"]
@@ -58,9 +60,7 @@ class RunState:
     def write(self, folder: Path) -> None:
         """Write it into a run directory, atomically."""
         now = datetime.now().astimezone().isoformat(timespec="seconds")
-        aside = folder / f"{FILE_NAME}.part"
-        aside.write_text(json.dumps({**asdict(self), "at": now}, indent=1) + "\n", encoding="utf-8")
-        aside.replace(folder / FILE_NAME)
+        write_atomically(folder / FILE_NAME, json.dumps({**asdict(self), "at": now}, indent=1) + "\n")
 
     @classmethod
     def read(cls, folder: Path) -> RunState | None:

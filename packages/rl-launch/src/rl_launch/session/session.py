@@ -127,7 +127,8 @@ class RunSession:
 
     def __enter__(self) -> Self:
         check_writers(self._config.logger)
-        resumes = self.directory.open(self._config, fresh=self._fresh, branch=self._branch)
+        access = self._config.logger.run_dir_access
+        resumes = self.directory.open(self._config, fresh=self._fresh, branch=self._branch, access=access)
         with ExitStack() as stack:
             stack.callback(self.directory.close)
             self._branch = self.directory.branch
@@ -261,7 +262,10 @@ class RunSession:
         self._pending.setdefault(step, {}).update(results(metrics))
 
     def record_rollouts(self, step: int, groups: Sequence[RolloutGroup], advantages: np.ndarray) -> None:
-        """Have a step's rollouts written, one line each; those beyond the advantages have null."""
+        """Have a step's rollouts written, one line each; those beyond the advantages have null. Writes none of steps
+        that `logger.rollout_period` leaves out."""
+        if not self.due(self._config.logger.rollout_period, step):
+            return
         with self.phase("recording"):
             self._rollouts.append(step, groups, advantages)
 
@@ -354,6 +358,7 @@ class RunSession:
     def _save(self, *, wait: bool) -> None:
         """Begin a save of the last complete step, and complete it or leave it under way."""
         self._rollouts.flush()
+        self._metrics.sync()
         self._finish_save(wait=True)
         self._begun_at, self._begun_wall = time.monotonic(), time.time()
         self._progress.phase("saving")

@@ -1,4 +1,4 @@
-"""The check that a run directory can be written, before anything is started."""
+"""Folders of runs: the check that one can be written before anything is started, and its making."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import tempfile
 from pathlib import Path
 
 from rl_core.errors import RunDirectoryError
+from rl_launch.session.config import Access
 
 _LEAST_FREE_BYTES = 2**24
+_MODES: dict[Access, int] = {"owner": 0o700, "group": 0o750, "all": 0o755}
 
 
 def check_writable(folder: Path) -> None:
@@ -34,6 +36,16 @@ def check_writable(folder: Path) -> None:
     free = shutil.disk_usage(existing).free
     if free < _LEAST_FREE_BYTES:
         raise _full(folder, free)
+
+
+def make_folder(folder: Path, access: Access) -> None:
+    """Make a folder, and those around it, unless it exists; one that exists keeps its mode."""
+    if folder.is_dir():
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # never open to more, even for a moment; the umask may have taken bits away
+    folder.mkdir(mode=_MODES[access], exist_ok=True)
+    folder.chmod(_MODES[access])
 
 
 def _full(folder: Path, free: int) -> RunDirectoryError:

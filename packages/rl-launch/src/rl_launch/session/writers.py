@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from rl_core.config import Config, as_written
 from rl_core.errors import ConfigError
 from rl_core.install_command import install_command
+from rl_launch.session.atomic_file import write_atomically
 from rl_launch.session.config import LoggerConfig
 
 _logger = logging.getLogger(__name__)
@@ -133,7 +134,7 @@ class WandbWriter:
         wandb = importlib.import_module("wandb")
         id_file = run_dir / "logs" / "wandb_id"
         if not id_file.exists():
-            id_file.write_text(uuid.uuid4().hex)
+            write_atomically(id_file, uuid.uuid4().hex)
         self._run = wandb.init(
             project=config.wandb.project,
             name=config.wandb.name or run_dir.name,
@@ -169,7 +170,7 @@ class MLflowWriter:
         self._entities = mlflow.entities
         id_file = run_dir / "logs" / "mlflow_run_id"
         if not id_file.exists():
-            id_file.write_text(self._create(config, run_dir, settings))
+            write_atomically(id_file, self._create(config, run_dir, settings))
         self._run_id = id_file.read_text()
 
     def _create(self, config: LoggerConfig, run_dir: Path, settings: Any) -> str:

@@ -1,0 +1,62 @@
+"""Chat templates whose rendering does not end are refused when the tokenizer is loaded."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+from chat_tokenizers import tokenizer_of
+
+from rl_algos import tokenizer as tokenizers
+from rl_core.errors import ConfigError
+from rl_core.model_config import TokenizerConfig
+
+LOAD = """
+import sys
+from rl_algos import tokenizer
+from rl_core.errors import ConfigError
+from rl_core.model_config import TokenizerConfig
+
+tokenizer._RENDERING_S = 1.0
+try:
+    tokenizer.load_tokenizer(TokenizerConfig(chat_template=sys.argv[2]), sys.argv[1])
+except ConfigError as error:
+    sys.exit(str(error))
+"""
+LOOPS = "{% for a in range(90000) %}" * 3 + "{% endfor %}" * 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    tokenizer_of("qwen3").save_pretrained(path)
+    return str(path)
+
+
+def test_a_template_of_loops_in_loops_is_refused_and_the_process_ends(folder):
+    """In a process of its own, as the rendering takes its processor until it ends."""
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", LOAD, folder, LOOPS], capture_output=True, text=True, timeout=120)
+    assert "rendering a short conversation does not end within 1 s; check the chat template of " in done.stderr
+    assert time.monotonic() - start < 60
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        pytest.param("{% for a in range(10 ** 9) %}{% endfor %}", id="a range that the sandbox refuses"),
+        pytest.param("{{ raise_exception('no') }}", id="an exception"),
+        pytest.param("{{ messages[7].content }}", id="a message that is not there"),
+    ],
+)
+def test_a_template_that_fails_at_once_is_loaded(folder, template):
+    assert tokenizers.load_tokenizer(TokenizerConfig(chat_template=template), folder).chat_template == template
+
+
+def test_a_template_that_needs_more_memory_than_there_is_is_refused(folder, monkeypatch):
+    def fail(*_, **__):
+        raise MemoryError
+
+    monkeypatch.setattr(tokenizers.PreTrainedTokenizerFast, "apply_chat_template", fail)
+    with pytest.raises(ConfigError, match="rendering a short conversation needs more memory than there is"):
+        tokenizers.load_tokenizer(TokenizerConfig(), folder)

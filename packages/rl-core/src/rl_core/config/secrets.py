@@ -1,0 +1,72 @@
+"""Values that no message and no file of a run shows: those of environment variables, and credentials."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rl_core.config.keys import value_at
+from rl_core.config.messages import show
+from rl_core.config.tree import KeyPath, Unset, leaves
+
+_VARIABLES = "env_vars"
+_VARIABLE = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD)$", re.IGNORECASE)
+_KEY = re.compile(r"(^|_)(api_?key|secret|password|(access|auth)_(key|token))$", re.IGNORECASE)
+_SHORTEST = 4
+"""Characters of the shortest value that is hidden from the messages of other keys."""
+
+
+def literal_credentials(written: Any, references: Mapping[KeyPath, str]) -> Iterator[tuple[KeyPath, str]]:
+    """Problems of credentials that the user wrote into the config itself, which is stored with the run and uploaded.
+
+    Args:
+        written: Plain nested values as the user wrote them.
+        references: Interpolations of environment variables by key path.
+    """
+    for path, value in leaves(written).items():
+        is_variable = len(path) > 1 and path[-2] == _VARIABLES
+        pattern = _VARIABLE if is_variable else _KEY
+        name = str(path[-1])
+        if isinstance(value, Unset) or value in (None, "") or path in references or not pattern.search(name):
+            continue
+        remedy = f"write {name}: ${{oc.env:{name.upper()}}} and set {name.upper()} where you start the run"
+        yield path, f"a credential must not be written in the config, which is stored with the run; {remedy}"
+
+
+def with_references(values: Any, references: Mapping[KeyPath, str], path: KeyPath = ()) -> Any:
+    """Nested values with the interpolations of environment variables as they were written."""
+    if path in references:
+        return references[path]
+    match values:
+        case dict():
+            return {key: with_references(item, references, (*path, key)) for key, item in values.items()}
+        case list():
+            return [with_references(item, references, (*path, index)) for index, item in enumerate(values)]
+        case _:
+            return values
+
+
+def hide_values(
+    problems: Sequence[tuple[KeyPath, str]], values: Any, references: Mapping[KeyPath, str]
+) -> list[tuple[KeyPath, str]]:
+    """The problems, with interpolations of environment variables as they were written in place of their values."""
+    hidden = [(path, text, form) for path, text in references.items() for form in _forms(value_at(values, path))]
+    hidden.sort(key=lambda each: -len(each[2]))
+    found = []
+    for path, message in problems:
+        for other, text, form in hidden:
+            is_own = other[: len(path)] == path or path[: len(other)] == other
+            if is_own or len(form) >= _SHORTEST:
+                # a word of its own: 1 is not hidden in 10
+                message = text.join(re.split(rf"(?<![\w.]){re.escape(form)}(?![\w.])", message))
+        found.append((path, message))
+    return found
+
+
+def _forms(value: Any) -> set[str]:
+    """The ways in which a message may show a value, also cut."""
+    if value is None or isinstance(value, dict | list):
+        return set()
+    return {str(value), repr(value), json.dumps(value), json.dumps(value, ensure_ascii=False), show(value)}
