@@ -6,6 +6,7 @@ from rl_core.errors import ConfigError
 from rl_launch.cluster.device import check_devices
 from rl_launch.commands.evaluate import evaluate
 from rl_launch.root import ClusterConfig
+from rl_launch.session.config import LoggerConfig
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +39,7 @@ def test_devices_that_this_machine_has_are_not(monkeypatch, visible, settings):
 
 
 def test_an_evaluation_asks_before_it_loads_anything(tmp_path):
-    config = SimpleNamespace(algorithm="grpo", cluster=ClusterConfig(num_nodes=2))
+    config = SimpleNamespace(algorithm="grpo", cluster=ClusterConfig(num_nodes=2), logger=LoggerConfig())
     with pytest.raises(ConfigError, match="RAY_ADDRESS is not set"):
         evaluate(config, folder=tmp_path)
 
