@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +9,6 @@ from safetensors_files import write_weights
 
 from rl_core.errors import ConfigError
 from rl_core.model_config import ModelConfig
-from rl_launch.cluster.ray_folder import folder_problem
 from rl_launch.model_facts import check_tokenizer, model_problems
 from rl_launch.weight_files import weight_file_problems
 
@@ -158,10 +156,3 @@ def test_a_folder_with_one_file_and_an_index_of_others_is_refused(tmp_path):
     assert "two models may lie there" in problem
     index.write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))
     assert list(weight_file_problems(tmp_path)) == []
-
-
-def test_a_folder_too_long_for_rays_sockets_is_named_with_the_remedy():
-    assert folder_problem(Path("/var/ray")) is None
-    problem, remedy = folder_problem(Path("/var/" + "x" * 60 + "/ray"))
-    assert "too long for Ray's sockets" in problem
-    assert remedy.startswith("Set RAY_TMPDIR to a folder of at most")

@@ -51,17 +51,28 @@ nodes = RayNodes(one_node(4))
 ray.init(nodes.address)
 actor = ray.remote(type("Actor", (), {"pid": lambda self: os.getpid()})).remote()
 pid = ray.get(actor.pid.remote())
-beside = [each.cmdline() for each in psutil.Process(pid).parent().children()]
+raylet = psutil.Process(pid).parent()
+beside = [each.cmdline()[0] for each in raylet.children() if each.cmdline()]
+services = [os.path.basename(word) for each in raylet.parent().children() for word in each.cmdline()]
+session = ray._private.worker.global_worker.node.get_session_dir_path()
+mode = os.stat(os.path.dirname(os.path.dirname(session))).st_mode & 0o777
 ray.shutdown()
 nodes.close()
-print(json.dumps(beside))
+print(json.dumps([beside, services, mode, os.path.exists(session)]))
 """
 
 
-def test_no_python_is_started_before_there_is_work_for_it():
-    done = subprocess.run([sys.executable, "-c", WORKERS], capture_output=True, text=True, timeout=240, check=True)
-    beside = [words[0] for words in json.loads(done.stdout) if words]
+def test_a_run_starts_no_process_that_it_does_not_need_in_a_private_folder_that_it_removes():
+    settings = {name: value for name, value in os.environ.items() if name != "RAY_TMPDIR"}
+    done = subprocess.run(
+        [sys.executable, "-c", WORKERS], capture_output=True, text=True, timeout=240, check=True, env=settings
+    )
+    beside, services, mode, is_left = json.loads(done.stdout)
     assert sorted(beside) == ["ray::Actor", "ray::DashboardAgent", "ray::RuntimeEnvAgent"]
+    assert not {"log_monitor.py", "monitor.py"} & set(services)
+    assert {"gcs_server", "raylet"} <= set(services)
+    assert mode == 0o700
+    assert not is_left
 
 
 def test_nodes_that_do_not_start_say_why():

@@ -57,6 +57,7 @@ class FakeMachine:
     listening: frozenset[str] = frozenset()
     ray_processes: tuple[int, ...] = ()
     ray_folder: Path = Path("/tmp/ray")
+    token_problem: tuple[str, str] | None = None
     uv: Tool | None = UV
     num_gpus: int = 0
     gpu_driver: GpuDriver | None = None

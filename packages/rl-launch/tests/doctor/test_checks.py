@@ -63,6 +63,7 @@ def test_what_is_missing_keeps_the_recipe_from_running_and_says_the_remedy(name,
     ("name", "facts", "found"),
     [
         ("packages of driver", {"unmet": ("rl-launch needs rich>=14, but 13 is installed",)}, "rich>=14"),
+        ("ray token", {"token_problem": ("Others can access it", "Run: chmod")}, "Others can"),
         ("ray", {"ray_processes": (4711,)}, "another Ray is running here (process 4711)"),
         ("uv", {"uv": None, "uv_cache": None}, "this recipe needs no environment that is still to be built"),
         ("shared memory", {"shared_memory": space(1 / 16, 1 / 16)}, "64 MiB of 64 MiB"),

@@ -36,7 +36,7 @@ def versions(text, python, machine):
         "platform_python_implementation": "CPython",
         "implementation_name": "cpython",
     }
-    pins = [Pin(line) for line in text.splitlines()]
+    pins = [Pin(line.partition(" --hash=")[0]) for line in text.splitlines()]
     return {pin.name: str(pin.specifier) for pin in pins if pin.marker is None or pin.marker.evaluate(marks)}
 
 
@@ -59,6 +59,20 @@ def test_shipped_exports_put_together_are_what_the_lock_has_for_all_at_once(work
     for python in ("3.11", "3.12", "3.13"):
         for machine in ("x86_64", "aarch64"):
             assert versions(together, python, machine) == versions(locked, python, machine)
+
+
+@pytest.mark.parametrize("worker", WORKERS)
+def test_every_pin_has_the_hashes_of_its_files(worker):
+    requirement, *also = WORKERS[worker]
+    spec = worker_env(requirement, "cpu", also=also)
+    pins = shipped_pins(spec.wanted)
+    assert pins is not None
+    assert [line for line in pins.splitlines() if " --hash=sha256:" not in line] == []
+    from_pins = [
+        command for command in portable_plan(spec).commands if "{files}/pins.txt" in command and "-r" in command
+    ]
+    assert from_pins
+    assert all("--require-hashes" in command for command in from_pins)
 
 
 def test_no_pins_are_made_up_for_what_is_not_ours():

@@ -9,14 +9,19 @@ import select
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from ray._private.ray_constants import PROCESS_TYPE_GCS_SERVER, PROCESS_TYPE_RAYLET
 from ray.cluster_utils import Cluster
 
 from rl_core.errors import RLError
+from rl_launch.cluster.ray_folder import remove_session
 from rl_launch.cluster.ray_start import retried
 
 _POLL_S = 1.0
+
+_ESSENTIAL = (PROCESS_TYPE_GCS_SERVER, PROCESS_TYPE_RAYLET)
 
 
 def keep(nodes: Sequence[Mapping[str, Any]]) -> None:
@@ -41,7 +46,17 @@ def keep(nodes: Sequence[Mapping[str, Any]]) -> None:
         while not select.select([sys.stdin], [], [], _POLL_S)[0] and os.getppid() == driver:
             pass
     finally:
-        cluster.shutdown()
+        _end(cluster)
+
+
+def _end(cluster: Cluster) -> None:
+    """End all nodes and remove their session, whose logs stay if a process of Ray's had died: they say why."""
+    nodes = cluster.list_all_nodes()
+    died = any(name in _ESSENTIAL for node in nodes for name, _ in node.dead_processes())
+    sessions = {Path(node.get_session_dir_path()) for node in nodes}
+    cluster.shutdown()
+    for session in sessions:
+        remove_session(session, keep_logs=died)
 
 
 def _remove_others(cluster: Cluster, known: Sequence[Any]) -> None:

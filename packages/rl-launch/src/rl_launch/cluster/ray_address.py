@@ -17,8 +17,7 @@ def check_ray_address() -> None:
         ConfigError: naming the address and the remedy.
     """
     address = os.environ.get("RAY_ADDRESS", "")
-    # `auto`, `local` and addresses of Ray's client are for Ray to read
-    if ":" in address and "://" not in address and not is_answered(address, timeout_s=_TIMEOUT_S):
+    if is_host_and_port(address) and not is_answered(address, timeout_s=_TIMEOUT_S):
         raise nobody_answers(address)
 
 
@@ -26,9 +25,15 @@ def nobody_answers(address: str, reason: str = "") -> ConfigError:
     """The error of a run whose cluster does not answer."""
     return ConfigError(
         f"RAY_ADDRESS is {address}, but no Ray cluster answers there{f': {reason}' if reason else ''}\n"
-        "Start it, or unset RAY_ADDRESS to use this machine alone. If it asks for a token (RPC error: "
-        "InvalidAuthToken), set RAY_AUTH_MODE=token, which Ray sets by itself only for a cluster that it starts."
+        "Start it, or unset RAY_ADDRESS to use only this machine. If it requires a token (RPC error: "
+        "InvalidAuthToken), set RAY_AUTH_MODE=token on every node before `ray start`, and on this one, with the same "
+        "~/.ray/auth_token, RAY_AUTH_TOKEN_PATH or RAY_AUTH_TOKEN."
     )
+
+
+def is_host_and_port(address: str) -> bool:
+    """Return whether an address is `host:port`; Ray resolves `auto`, `local` and addresses of its client."""
+    return ":" in address and "://" not in address
 
 
 def is_answered(address: str, *, timeout_s: float) -> bool:

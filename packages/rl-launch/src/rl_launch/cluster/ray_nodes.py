@@ -11,13 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
-from ray._private.authentication.authentication_token_setup import (
-    enable_token_auth_by_default,
-    ensure_token_if_auth_enabled,
-)
 
 from rl_core.errors import ConfigError, RLError
 from rl_launch.cluster.local_gpus import local_gpus
+from rl_launch.cluster.ray_folder import prepare_ray_folder
+from rl_launch.cluster.ray_token import secure_new_cluster
 
 _log = logging.getLogger(__name__)
 
@@ -32,8 +30,15 @@ LEAST_OBJECT_STORE_BYTES = 80 * 2**20
 CLOSE_TIMEOUT_S = 60.0
 """Most seconds that nodes have to end before they are killed."""
 
-_OF_HEAD = {"include_dashboard": False, "_system_config": {"prestart_worker_first_driver": False}}
-"""No dashboard, and no idle Python for every CPU: workers have interpreters of their own."""
+_OF_HEAD = {
+    "include_dashboard": False,
+    # tails the workers' output for drivers that print it
+    "include_log_monitor": False,
+    # the autoscaler
+    "no_monitor": True,
+    "_system_config": {"prestart_worker_first_driver": False},
+}
+"""No process that a local run does not need, and no idle Python for each CPU: workers have their own interpreters."""
 
 _started: set[str] = set()
 """Addresses of the Rays of one node that this process started."""
@@ -50,18 +55,19 @@ class RayNodes:
         nodes: settings of each, as `ray.cluster_utils.Cluster.add_node` takes them; the first is the head.
 
     Raises:
-        RLError: if one does not start.
+        ConfigError: if Ray cannot start with its folder where it is.
+        RLError: if a node does not start.
     """
 
     def __init__(self, nodes: Sequence[Mapping[str, Any]]) -> None:
         logging.getLogger("ray").setLevel(logging.ERROR)
-        # as `ray.init` does for a cluster that it starts: only who has this user's token may connect
-        enable_token_auth_by_default()
-        ensure_token_if_auth_enabled(create_token_if_missing=True)
+        secure_new_cluster()
+        folder = prepare_ray_folder()
         self._keeper = subprocess.Popen(
             [sys.executable, "-P", "-m", "rl_launch.cluster.node_keeper", json.dumps(list(nodes))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            env={**os.environ, "RAY_TMPDIR": str(folder)},
             start_new_session=True,
         )
         try:

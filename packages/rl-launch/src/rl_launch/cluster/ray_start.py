@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 import ray
 import ray._private.worker as ray_worker
 
-from rl_core.errors import ConfigError, RLError
-from rl_launch.cluster.ray_address import check_ray_address, nobody_answers
-from rl_launch.cluster.ray_folder import folder_problem, ray_folder
+from rl_core.errors import RLError
+from rl_launch.cluster.ray_address import check_ray_address, is_host_and_port, nobody_answers
+from rl_launch.cluster.ray_token import use_token_of
 
 _log = logging.getLogger(__name__)
 
@@ -29,11 +29,13 @@ def connect(address: str, *, is_own: bool) -> None:
         is_own: whether this process started the cluster; otherwise RAY_ADDRESS names it.
 
     Raises:
-        ConfigError: if no cluster answers at RAY_ADDRESS.
+        ConfigError: if no cluster answers at RAY_ADDRESS, or it requires a token that is not at hand.
         RLError: if the cluster that this process started does not answer, or Ray fails in another way.
     """
     if not is_own:
         check_ray_address()
+        if is_host_and_port(address):
+            use_token_of(address)
 
     def attempt() -> None:
         try:
@@ -72,11 +74,8 @@ def retried(start: Callable[[], T], clean_up: Callable[[], object]) -> T:
         clean_up: removes the remains of a failed attempt.
 
     Raises:
-        ConfigError: if Ray cannot start with its folder where it is, before any attempt.
         RLError: if no attempt succeeds, with the last reason; errors of this project at once.
     """
-    if (problem := folder_problem(ray_folder())) is not None:
-        raise ConfigError(". ".join(problem))
     for attempt in range(1, START_ATTEMPTS + 1):
         try:
             return start()

@@ -61,6 +61,8 @@ def ray(machine: Machine, needs: Needs) -> Iterator[Finding]:
     yield _cluster(machine, needs, version, machine.ray_address)
     if (found := folder_problem(machine.ray_folder)) is not None:
         yield Finding("ray folder", "missing", *found)
+    if (found := machine.token_problem) is not None:
+        yield Finding("ray token", "warning", *found)
 
 
 def _cluster(machine: Machine, needs: Needs, version: str, address: str) -> Finding:

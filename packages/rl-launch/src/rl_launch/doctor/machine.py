@@ -21,6 +21,7 @@ import psutil
 from rl_launch.cluster.local_gpus import local_gpus
 from rl_launch.cluster.ray_address import is_answered
 from rl_launch.cluster.ray_folder import ray_folder
+from rl_launch.cluster.token_file import token_problem
 from rl_launch.doctor.gpus import GpuDriver, ask_driver
 from rl_launch.worker_envs import Availability, Mode, Wanted, WorkerEnvSpec, availability_of, default_root, missing
 from rl_launch.worker_envs.node_build import EnvBuildError, clean_environment, find_uv
@@ -105,6 +106,11 @@ class Machine:
     def ray_folder(self) -> Path:
         """Folder in which Ray puts its sockets, logs and spilled objects."""
         return ray_folder()
+
+    @property
+    def token_problem(self) -> tuple[str, str] | None:
+        """Why others can take the token of this user's Ray clusters, and the remedy; None if they cannot."""
+        return token_problem()
 
     @cached_property
     def uv(self) -> Tool | None:

@@ -103,7 +103,7 @@ def _distribution(name: str, path: list[str]) -> importlib.metadata.Distribution
 
 
 def _pinned(lines: list[str]) -> str:
-    return lines[0].partition(" ;")[0].partition("==")[2].strip()
+    return lines[0].partition(" --hash=")[0].partition(" ;")[0].partition("==")[2].strip()
 
 
 def _torch(installed: importlib.metadata.Distribution | None) -> TorchBuild | None:

@@ -1,7 +1,8 @@
 """Locked versions of everything that is not this project's own, per distribution and extra.
 
 `locks/` holds exports of the workspace's lock, so that an installation without a checkout gets the versions that were
-tested together: some sets (vLLM's CPU build) resolve only with the workspace's overrides.
+tested together: some sets (vLLM's CPU build) resolve only with the workspace's overrides. Each line ends with the
+hashes of the files that may be installed.
 """
 
 from __future__ import annotations
@@ -57,7 +58,6 @@ def export(workspace: Path, wanted: Iterable[Wanted]) -> str:
         "--frozen",
         "--no-dev",
         "--no-emit-workspace",
-        "--no-hashes",
         "--no-header",
         "--no-annotate",
     ]
@@ -65,7 +65,9 @@ def export(workspace: Path, wanted: Iterable[Wanted]) -> str:
     done = subprocess.run(command, cwd=workspace, env=clean_environment(), capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"uv export failed in {workspace}:\n{done.stderr}")
-    return "".join(f"{_plain(line)}\n" for line in done.stdout.splitlines() if line.strip())
+    # hashes are on lines of their own, continued from the requirement's
+    lines = re.sub(r" *\\\n *", " ", done.stdout).splitlines()
+    return "".join(f"{_plain(line)}\n" for line in lines if line.strip())
 
 
 def selection(wanted: Iterable[Wanted]) -> list[str]:
@@ -85,9 +87,13 @@ def by_name(text: str) -> dict[str, list[str]]:
     return lines
 
 
+def without_hashes(line: str) -> str:
+    """Return the requirement of a line: name, version and marker."""
+    return line.partition(" --hash=")[0]
+
+
 def _plain(line: str) -> str:
     """The line without a marker that only names the platforms of this project."""
-    requirement, _, marker = line.partition(" ; ")
-    if marker == _EVERYWHERE:
-        return requirement
-    return line
+    requirement, *hashes = line.split(" --hash=")
+    version, _, marker = requirement.partition(" ; ")
+    return " --hash=".join([version if marker.strip() == _EVERYWHERE else requirement, *hashes])

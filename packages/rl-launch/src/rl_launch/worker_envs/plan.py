@@ -50,11 +50,15 @@ def portable_plan(spec: WorkerEnvSpec) -> EnvPlan:
     install = ("{uv}", "pip", "install", "--quiet", "--no-compile-bytecode", "--python", "{env_python}")
     commands = [
         ("{uv}", "venv", "--quiet", "--no-project", "--python", "{python}", "{env}"),
-        (*install, "--no-deps", "-r", "{files}/pins.txt", *(f"{{files}}/wheels/{each.file_name}" for each in wheels)),
+        (*install, "--no-deps", "--require-hashes", "-r", "{files}/pins.txt"),
+        # made from the driver's own files, which no lock has hashes of
+        (*install, "--no-deps", *(f"{{files}}/wheels/{each.file_name}" for each in wheels)),
     ]
     if compiled:
         commands.append((*install, "--constraints", "{files}/pins.txt", *BUILD_TOOLS))
-        commands.append((*install, "--no-deps", "--no-build-isolation", "-r", "{files}/compiled.txt"))
+        commands.append(
+            (*install, "--no-deps", "--no-build-isolation", "--require-hashes", "-r", "{files}/compiled.txt")
+        )
     if others:
         commands.append((*install, "--constraints", "{files}/pins.txt", *named))
     return _plan(
