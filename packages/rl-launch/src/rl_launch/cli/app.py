@@ -18,7 +18,7 @@ from rl_launch.cli import (
     evaluation_commands,
 )
 from rl_launch.cli.completion import complete_override, complete_recipe
-from rl_launch.cli.failure import reported
+from rl_launch.cli.failure import quiet_without_reader, reported
 from rl_launch.cli.versions import versions
 from rl_launch.recipes import recipe_names
 
@@ -243,4 +243,5 @@ def quickstart(
 
 def main() -> None:
     """Entry point of `rl`."""
-    app()
+    with quiet_without_reader():
+        app()

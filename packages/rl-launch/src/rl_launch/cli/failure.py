@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import select
+import signal
 import sys
 import traceback
 from collections.abc import Iterator
@@ -14,6 +16,8 @@ from pathlib import Path
 import typer
 
 _WRONG_USE, _FAILED = 2, 1
+_READER_IS_GONE = 128 + signal.SIGPIPE
+"""Exit code of a program that SIGPIPE ends, as in `yes | head`."""
 
 
 @dataclass
@@ -29,12 +33,14 @@ def reported() -> Iterator[Failure]:
     failure = Failure()
     try:
         yield failure
-    except (typer.Exit, BrokenPipeError):  # click ends the second quietly, as in `rl env list | head`
+    except typer.Exit:
         raise
     except KeyboardInterrupt:
         _say("interrupted")
         raise typer.Exit(_FAILED) from None
     except Exception as error:  # noqa: BLE001  # the end of the process: every failure becomes a report
+        if isinstance(error, BrokenPipeError) and _is_reader_gone():
+            raise typer.Exit(_READER_IS_GONE) from None
         from rl_core.errors import ConfigError, DataError, RunDirectoryError, WorkerEnvironmentError
 
         if isinstance(error, ConfigError | DataError | RunDirectoryError | WorkerEnvironmentError):
@@ -48,6 +54,41 @@ def reported() -> Iterator[Failure]:
             raise typer.Exit(_FAILED) from None
         _say("\n".join([describe(error), *_traceback_left(error, failure.run_dir)]))
         raise typer.Exit(_FAILED) from None
+
+
+@contextmanager
+def quiet_without_reader() -> Iterator[None]:
+    """End the process without a traceback if nobody reads its output any more, as in `rl env list | head`."""
+    try:
+        yield
+    except SystemExit as ending:
+        if _is_output_lost() and not ending.code:
+            raise SystemExit(_READER_IS_GONE) from None
+        raise
+
+
+def _is_output_lost() -> bool:
+    """Return whether buffered output cannot be written; the rest of it is then dropped."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # the interpreter flushes once more at its end
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+        return True
+    return False
+
+
+def _is_reader_gone() -> bool:
+    """Return whether standard output is a pipe that nobody reads; a broken pipe to a worker is a failure."""
+    try:
+        output = sys.stdout.fileno()
+    except (OSError, ValueError):
+        return False
+    poll = select.poll()
+    poll.register(output, 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
 def _is_full_disk(error: BaseException) -> bool:
