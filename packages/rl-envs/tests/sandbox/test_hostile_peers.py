@@ -6,8 +6,6 @@ import http.client
 import json
 import socket
 import struct
-import threading
-from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
@@ -15,33 +13,11 @@ import pytest
 from rl_envs.sandbox import frames
 from rl_envs.sandbox.program import Limits, Program
 from rl_envs.sandbox.remote import RemoteSandbox, RemoteSandboxFailed, read_answer
-from rl_envs.sandbox.sandbox import Sandbox, SandboxUnavailable
+from rl_envs.sandbox.sandbox import Sandbox
 from rl_envs.sandbox.server import MAX_REQUEST, SandboxServer
 from rl_envs.sandbox.session import Session
 
 WORKS = Program("print(6 * 7)")
-
-
-@pytest.fixture(scope="module")
-def sandbox() -> Iterator[Sandbox]:
-    for isolation in ("namespaces", "landlock"):
-        try:
-            with Sandbox(isolation, limits=Limits(cpu_s=20.0, wall_s=60.0)) as opened:
-                yield opened
-            return
-        except SandboxUnavailable:
-            continue
-    pytest.skip("this machine offers no sandbox")
-
-
-@pytest.fixture(scope="module")
-def server(sandbox: Sandbox) -> Iterator[SandboxServer]:
-    with SandboxServer(sandbox) as opened:
-        thread = threading.Thread(target=opened.serve_forever)
-        thread.start()
-        yield opened
-        opened.shutdown()
-        thread.join()
 
 
 def framed(text: bytes, size: int | None = None) -> bytes:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -17,28 +15,6 @@ from rl_envs.sandbox.program import Limits, Outcome, Program, program_of, reques
 from rl_envs.sandbox.remote import RemoteSandbox, RemoteSandboxFailed
 from rl_envs.sandbox.sandbox import Sandbox, SandboxUnavailable
 from rl_envs.sandbox.server import SandboxServer
-
-
-@pytest.fixture(scope="module")
-def sandbox() -> Iterator[Sandbox]:
-    for isolation in ("namespaces", "landlock"):
-        try:
-            with Sandbox(isolation, limits=Limits(cpu_s=20.0, wall_s=120.0)) as opened:
-                yield opened
-            return
-        except SandboxUnavailable:
-            continue
-    pytest.skip("this machine offers no sandbox")
-
-
-@pytest.fixture(scope="module")
-def server(sandbox: Sandbox) -> Iterator[SandboxServer]:
-    with SandboxServer(sandbox) as opened:
-        thread = threading.Thread(target=opened.serve_forever)
-        thread.start()
-        yield opened
-        opened.shutdown()
-        thread.join()
 
 
 def test_a_program_reads_its_input_and_its_files_and_writes_its_output(sandbox: Sandbox) -> None:
