@@ -13,17 +13,11 @@ from transformers.core_model_loading import build_glob_alternation
 
 from rl_core.errors import ConfigError
 from rl_core.torch.files.model_files import WeightFiles
-from rl_core.torch.training.export import stated_dtype
+from rl_core.torch.training.export import float32_among_others
 from rl_dtensor.body import body_of
 from rl_dtensor.parallel.experts import expert_modules
 from rl_dtensor.tiny import check_size, made_tiny, shrink
 from rl_dtensor.weights import Catalog, persistent
-
-WIDE = ("F32", "F64")
-"""Dtypes in safetensors of tensors that lose bits in half precision."""
-
-LOWER = ("bfloat16", "float16")
-"""Dtypes in configs of models in half precision."""
 
 _PROBE_TOKENS = 8
 
@@ -83,13 +77,9 @@ def kept_by_family(hf: PreTrainedModel, compute: torch.dtype) -> set[str]:
 def kept_by_files(catalog: Catalog, files: WeightFiles) -> set[str]:
     """Names of the tensors that are float32 in files of which others are not, if the config says that the model is of
     less, or most values are."""
-    with files.open() as opened:
-        dtypes = {name: opened.dtype(name) for name in files.names}
-        is_wide = opened.common_dtype in WIDE and stated_dtype(files.folder) not in LOWER
-        if is_wide or set(dtypes.values()) <= set(WIDE):
-            return set()
+    wide = float32_among_others(files)
     sources = {entry.name: catalog.sources(entry, files.names) for entry in catalog.entries}
-    return {name for name, pieces in sources.items() if pieces and all(dtypes[piece.name] in WIDE for piece in pieces)}
+    return {name for name, pieces in sources.items() if pieces and all(piece.name in wide for piece in pieces)}
 
 
 def computed_in_float32(

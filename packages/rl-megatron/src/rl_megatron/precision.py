@@ -12,19 +12,13 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 from transformers.core_model_loading import build_glob_alternation
 
 from rl_core.torch.files.model_files import WeightFiles
-from rl_core.torch.training.export import stated_dtype
+from rl_core.torch.training.export import float32_among_others
 from rl_megatron.conversion.weight_map import WeightMap
 from rl_megatron.gated_delta_net import GatedDeltaNet
 from rl_megatron.model import ScoreHead
 from rl_megatron.norm import RMSNorm
 from rl_megatron.routing import RowRouter
 from rl_megatron.shared_experts import SharedExperts
-
-WIDE = ("F32", "F64")
-"""Dtypes in safetensors of tensors that lose bits in half precision."""
-
-LOWER = ("bfloat16", "float16")
-"""Dtypes in configs of models in half precision."""
 
 TAKE_FLOAT32 = (GatedDeltaNet, RMSNorm, RowRouter, ScoreHead)
 """Modules that take float32 parameters with activations of another dtype. Routers, decays of linear attention, norms of
@@ -40,7 +34,7 @@ def kept_in_float32(hf: PreTrainedConfig, maps: Sequence[WeightMap], files: Weig
         files: Source of the weights.
     """
     names = {source.name for entry in maps for source in entry.sources}
-    return frozenset(kept_by_family(hf, maps) | (kept_by_files(files) & names))
+    return frozenset(kept_by_family(hf, maps) | (float32_among_others(files) & names))
 
 
 def kept_by_family(hf: PreTrainedConfig, maps: Iterable[WeightMap]) -> set[str]:
@@ -53,16 +47,6 @@ def kept_by_family(hf: PreTrainedConfig, maps: Iterable[WeightMap]) -> set[str]:
         for source in entry.sources
         if entry.dtype == "float32" or (pattern is not None and pattern.search(source.name))
     }
-
-
-def kept_by_files(files: WeightFiles) -> set[str]:
-    """Return the names of the tensors that are float32 in files that also hold others; none if the config says that the
-    model is float32 and most values are."""
-    with files.open() as opened:
-        wide = {name for name in files.names if opened.dtype(name) in WIDE}
-        is_mostly_wide = opened.common_dtype in WIDE
-    is_wide_model = is_mostly_wide and stated_dtype(files.folder) not in LOWER
-    return set() if is_wide_model or wide == files.names else wide
 
 
 def is_kept(entry: WeightMap, kept: Set[str]) -> bool:

@@ -16,12 +16,19 @@ from rl_core.model import HEADLESS_ROLES, Role
 from rl_core.model_config import language_fields
 from rl_core.template_ends import template_ends
 from rl_core.torch.collective_errors import on_all_ranks, on_rank0
-from rl_core.torch.files.model_files import CONFIG, GENERATION_CONFIG, INDEX, SINGLE
+from rl_core.torch.files.model_files import CONFIG, GENERATION_CONFIG, INDEX, SINGLE, WeightFiles
 from rl_core.torch.training.backend import RankMesh, RankModel, RankWeights
 from rl_core.weights import TensorSpec, buckets, num_bytes
 
 FILE_BYTES = 2 * 2**30
 """Most bytes of one safetensors file, and of the tensors that a writing rank gathers at a time."""
+
+
+_WIDE = ("F32", "F64")
+"""Dtypes in safetensors of tensors that lose bits in half precision."""
+
+_LOWER = ("bfloat16", "float16")
+"""Dtypes in configs of models in half precision."""
 
 
 def export_dtype(folder: Path, precision: str) -> str:
@@ -44,6 +51,15 @@ def stated_dtype(folder: Path) -> str | None:
     stated = (each.get(name) for each in (config, language_fields(config)) for name in ("dtype", "torch_dtype"))
     source = next((dtype for dtype in stated if dtype), None)
     return None if source is None else str(source).removeprefix("torch.")
+
+
+def float32_among_others(files: WeightFiles) -> set[str]:
+    """Return the names of the tensors that are float32 in files of which others are not, if the config says that the
+    model is of less, or most values are."""
+    with files.open() as opened:
+        wide = {name for name in files.names if opened.dtype(name) in _WIDE}
+        is_wide_model = opened.common_dtype in _WIDE and stated_dtype(files.folder) not in _LOWER
+    return set() if is_wide_model or wide == set(files.names) else wide
 
 
 def write_hf_config(model: RankModel, path: Path, *, role: Role, dtype: str, tokenizer: Path) -> None:
