@@ -7,8 +7,11 @@ import time
 from pathlib import Path
 
 import pytest
-from runs import steps_of
+from runs import python_of, steps_of
 from slurm_cluster import SlurmCluster, missing_requirement
+
+from rl_core.plugins import POLICIES
+from rl_launch.worker_envs.node_build import default_root
 
 PAGE = Path(__file__).parents[1] / "docs" / "several-machines.md"
 
@@ -48,7 +51,7 @@ def finished(slurm: SlurmCluster, script: str, folder: Path) -> tuple[str, str]:
         "HOME": str(home),
         "PATH": f"{Path(sys.executable).parent}:/usr/bin:/usr/sbin:/bin:/sbin",
         "RAY_TMPDIR": "/run",
-        "RL_HOME": str(folder / "rl"),
+        "RL_HOME": str(default_root().parent),
     }
     job = slurm.run("sbatch", "--parsable", f"--output={output}", f"--chdir={folder}", str(path), **variables).strip()
     while True:
@@ -63,6 +66,8 @@ def finished(slurm: SlurmCluster, script: str, folder: Path) -> tuple[str, str]:
 
 def test_the_printed_script_trains_over_two_hosts(slurm, tmp_path):
     run = tmp_path / "run"
+    # the hosts reach nothing but each other
+    python_of(POLICIES, "dtensor")
     train = (
         "rl train sft-arithmetic cluster.device=rehearsal cluster.num_nodes=2 cluster.gpus_per_node=1 "
         f"sft.max_num_steps=2 run_dir={run}"

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from rl_core.devices import NODE_ADDRESS
+from rl_core.devices import DEVICES, NODE_ADDRESS
 from rl_core.generation import Placement
 from rl_vllm import process_env
 
 
 def test_a_replica_on_gpus_keeps_the_gpus_that_it_was_shown() -> None:
-    found = process_env.variables(Placement("cuda"), eager=False)
+    found = process_env.variables(Placement("cuda"))
     assert "CUDA_VISIBLE_DEVICES" not in found
     assert "TORCHDYNAMO_DISABLE" not in found
     assert not [name for name in found if name.startswith("VLLM_CPU")]
@@ -19,17 +19,21 @@ def test_a_replica_on_gpus_keeps_the_gpus_that_it_was_shown() -> None:
 
 def test_ranks_meet_at_the_address_of_their_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(NODE_ADDRESS, raising=False)
-    assert process_env.variables(Placement("cuda"), eager=False)["VLLM_HOST_IP"] == "127.0.0.1"
+    assert process_env.variables(Placement("cuda"))["VLLM_HOST_IP"] == "127.0.0.1"
     monkeypatch.setenv(NODE_ADDRESS, "10.0.0.7")
-    assert process_env.variables(Placement("cuda"), eager=False)["VLLM_HOST_IP"] == "10.0.0.7"
+    assert process_env.variables(Placement("cuda"))["VLLM_HOST_IP"] == "10.0.0.7"
 
 
 def test_a_replica_on_cpu_uses_its_share_of_threads_and_hides_no_gpu() -> None:
-    found = process_env.variables(Placement("cpu", cpu_threads=3), eager=True)
+    found = process_env.variables(Placement("cpu", cpu_threads=3))
     assert found["OMP_NUM_THREADS"] == "3"
-    assert found["TORCHDYNAMO_DISABLE"] == "1"
     assert "CUDA_VISIBLE_DEVICES" not in found
-    assert "TORCHDYNAMO_DISABLE" not in process_env.variables(Placement("cpu"), eager=False)
+
+
+def test_the_sampler_compiles_nothing_in_an_eager_replica_on_cpu() -> None:
+    assert process_env.import_variables(DEVICES["cpu"], eager=True)["TORCHDYNAMO_DISABLE"] == "1"
+    assert "TORCHDYNAMO_DISABLE" not in process_env.import_variables(DEVICES["cpu"], eager=False)
+    assert "TORCHDYNAMO_DISABLE" not in process_env.import_variables(DEVICES["cuda"], eager=True)
 
 
 def test_what_the_user_set_stays_where_it_is_theirs_to_set(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,6 +80,19 @@ def applies_no_adapters(config: Any, model: ModelConfig, device: Device) -> str:
 
 
 @dataclass(frozen=True)
+class Preload:
+    """What a worker's process imports before it knows its work, so that one such import can serve many processes.
+
+    Args:
+        modules: imported in this order. They start no thread and use no GPU; `rl_core.fork_server` has the rest.
+        variables: environment variables that they read when they are imported; those that the user set win.
+    """
+
+    modules: tuple[str, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class BackendPlugin:
     """A training backend or a generation engine: its light half.
 
@@ -89,6 +102,8 @@ class BackendPlugin:
         config: type of that config; a training backend's extends `rl_core.model_config.BackendConfig`.
         worker: `"package.module:Class"`, a `ModelWorker` or a `Generator`, imported in the worker's environment.
         requirement: what that environment needs.
+        preload: from the backend's config and the device to what its workers import in any case; if None, the module of
+            `worker`.
         further: from the backend's config to what else that environment needs with these settings, such as an extra
             with a kernel that they choose.
         ranks: from the backend's config to the number of ranks that one model (training: one data-parallel shard times
@@ -124,6 +139,7 @@ class BackendPlugin:
     requirement: Requirement
     ranks: Callable[[Any], int]
     further: Callable[[Any], tuple[Requirement, ...]] = nothing_further
+    preload: Callable[[Any, Device], Preload] | None = None
     checks: tuple[Callable[[Any, Any], Iterable[Problem]], ...] = ()
     preflight: str = ""
     selfcheck: str = ""
@@ -134,6 +150,10 @@ class BackendPlugin:
     keeps_cache: bool = False
     held_families: frozenset[str] = frozenset()
     family_table: str = ""
+
+    def preload_of(self, config: Any, device: Device) -> Preload:
+        """What its workers import in any case, with this backend's config."""
+        return self.preload(config, device) if self.preload else Preload((self.worker.partition(":")[0],))
 
 
 @dataclass(frozen=True)

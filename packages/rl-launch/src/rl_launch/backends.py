@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
@@ -19,6 +19,7 @@ from rl_core.plugins import (
     POLICIES,
     BackendPlugin,
     ModelNeed,
+    Preload,
     Requirement,
     algorithm_named,
     names,
@@ -32,6 +33,9 @@ POLICY = "policy"
 
 DEFAULT = "dtensor"
 """Training backend of a model whose section enables none."""
+
+ROLLOUT_WORKER = "rl_algos.rollouts.worker:RolloutWorker"
+"""Class of the worker that holds a generation engine."""
 
 _logger = logging.getLogger(__name__)
 
@@ -112,6 +116,17 @@ class Backends:
             weight_sync_encoding=self.weight_sync_encoding,
             replica_bounds=self.replica_bounds,
         )
+
+    def preloads(self, device: Device) -> dict[str, Preload]:
+        """What the workers of each role import in any case."""
+        chosen: dict[str, Backend[Any]] = {**self.models}
+        if self.generation is not None:
+            chosen[GENERATION] = self.generation
+        found = {role: each.plugin.preload_of(each.backend, device) for role, each in chosen.items()}
+        if GENERATION in found:
+            modules = (*found[GENERATION].modules, ROLLOUT_WORKER.partition(":")[0])
+            found[GENERATION] = replace(found[GENERATION], modules=modules)
+        return found
 
     @property
     def weight_sync(self) -> WeightSyncChoice:

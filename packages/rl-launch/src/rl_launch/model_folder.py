@@ -66,11 +66,11 @@ def folder_problems(key: str, name: str, needed: Sequence[Needed]) -> Iterator[P
 
 def hf_config_fields(name: str) -> dict[str, Any]:
     """Fields of a language model's Hugging Face config, from its folder or from the hub."""
-    # the driver has transformers for tokenizers, without torch; it takes a second to import
-    from transformers import PreTrainedConfig
+    # the driver has transformers for tokenizers, which takes a second to import; its classes of configs import torch
+    from transformers.utils import cached_file
 
-    fields, _ = PreTrainedConfig.get_config_dict(name)
-    return language_fields(fields)
+    path = cached_file(str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name, "config.json")
+    return language_fields(json.loads(Path(path).read_text(encoding="utf-8")))
 
 
 def layer_names(name: str) -> list[str]:

@@ -91,6 +91,9 @@ class ClusterConfig(Config):
     """Longest wait for the first answer of a process, or of a node."""
     worker_envs_timeout_s: float = Field(default=3600.0, gt=0)
     """Longest time to build the environments of workers on nodes other than the driver's."""
+    fork_server_s: float | None = Field(default=None, ge=0)
+    """How long a Python interpreter that has imported an engine stays for the next worker, which it forks in a fraction
+    of the time; 0: every worker imports by itself. Unset: 600 on CPU; on GPUs 0, until it has been tried on them."""
     start_timeout_s: float = Field(default=1800.0, gt=0)
     """Longest time to load a model: large ones read hundreds of gigabytes."""
     env_vars: EnvVars = {}

@@ -86,8 +86,7 @@ class VllmGenerator:
             problem = adapter_problem(self._backend, self._model, self._placement.kind)
             if problem:
                 raise GeneratorError(f"adapters cannot be sent by themselves: {problem}")
-        eager = self._backend.enforce_eager
-        eager = not self._placement.kind.runs_on_gpus if eager is None else eager
+        eager = self._backend.is_eager(self._placement.kind)
         own_process = self._backend.has_own_process(self._placement.kind)
         process_env.apply(
             self._placement, eager=eager, num_ranks=self.num_ranks, own_process=own_process, environ=os.environ

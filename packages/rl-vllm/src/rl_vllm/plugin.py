@@ -9,8 +9,9 @@ from rl_core.config import Problem
 from rl_core.devices import Device
 from rl_core.hf_config import num_positions, rope_parameters, switches_at
 from rl_core.model_config import LoraConfig, ModelConfig, local_hf_config
-from rl_core.plugins import BackendPlugin, Requirement
+from rl_core.plugins import BackendPlugin, Preload, Requirement
 from rl_vllm.config import MAX_TEMPERATURE, MIN_TEMPERATURE, VllmConfig
+from rl_vllm.process_env import import_variables
 
 MAX_ADAPTER_DIM = 512
 """Largest dim that vLLM 0.32 has room for."""
@@ -154,6 +155,13 @@ def _ranks(config: VllmConfig) -> int:
     return config.num_ranks
 
 
+def _preload(config: VllmConfig, device: Device) -> Preload:
+    """All of vLLM but its engine's core, which imports Ray."""
+    worker = "vllm.v1.worker.gpu_worker" if device.runs_on_gpus else "vllm.v1.worker.cpu_worker"
+    modules = ("vllm.engine.arg_utils", worker, "vllm.lora.model_manager")
+    return Preload(modules, import_variables(device, eager=config.is_eager(device)))
+
+
 PLUGIN = BackendPlugin(
     name="vllm",
     key="vllm_cfg",
@@ -161,6 +169,7 @@ PLUGIN = BackendPlugin(
     worker="rl_vllm.generator:VllmGenerator",
     requirement=Requirement("rl-vllm", {"cpu": ("cpu",), "cuda": ("cuda",)}, imports=("vllm",)),
     ranks=_ranks,
+    preload=_preload,
     checks=(_room_for_prompts, _positions, _rotary_scales, _heads, _temperatures),
     routing_problem=routing_problem,
     adapter_problem=adapter_problem,

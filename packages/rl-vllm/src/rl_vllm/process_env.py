@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
+from rl_core.devices import Device
 from rl_core.devices.device import node_address
 from rl_core.generation import Placement
 
@@ -19,7 +20,13 @@ CPU_DEFAULTS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
 which batches of ever other sizes fill and do not use again."""
 
 
-def variables(placement: Placement, *, eager: bool) -> dict[str, str]:
+def import_variables(device: Device, *, eager: bool) -> dict[str, str]:
+    """Return the variables that vLLM and torch read when they are imported."""
+    # the sampler compiles a kernel of its own otherwise, whatever `enforce_eager` says
+    return {**DEFAULTS, **({} if device.runs_on_gpus or not eager else {"TORCHDYNAMO_DISABLE": "1"})}
+
+
+def variables(placement: Placement) -> dict[str, str]:
     """Return the environment variables of vLLM and its processes, for a replica placed so."""
     found = {
         "VLLM_NO_USAGE_STATS": "1",
@@ -34,9 +41,6 @@ def variables(placement: Placement, *, eager: bool) -> dict[str, str]:
         return found
     # binding threads to cores is left to the scheduler: several replicas and trainers share them
     found["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    if eager:
-        # the sampler compiles a kernel of its own otherwise, whatever `enforce_eager` says
-        found["TORCHDYNAMO_DISABLE"] = "1"
     return found
 
 
@@ -44,11 +48,13 @@ def apply(
     placement: Placement, *, eager: bool, num_ranks: int, own_process: bool, environ: MutableMapping[str, str]
 ) -> None:
     """Set the environment of this process and of the engine's, before vLLM is imported."""
-    environ.update(variables(placement, eager=eager))
+    environ.update(variables(placement))
     # one rank on CPU runs inside the engine's process; vLLM would give it another one and halve the throughput
     together = not own_process or (not placement.kind.runs_on_gpus and num_ranks == 1)
     environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if together else "1"
-    defaults = DEFAULTS if placement.kind.runs_on_gpus else DEFAULTS | CPU_DEFAULTS
+    defaults = import_variables(placement.kind, eager=eager)
+    if not placement.kind.runs_on_gpus:
+        defaults |= CPU_DEFAULTS
     for name, value in defaults.items():
         environ.setdefault(name, value)
     prefix = bytecode_folder(environ)

@@ -35,6 +35,7 @@ class CpuDevice(Device):
     bucket_bytes: ClassVar[int] = 8 * 2**20
     collectives: ClassVar[Literal["gloo", "nccl"]] = "gloo"
     is_logical: ClassVar[bool] = False
+    forks_workers: ClassVar[bool] = True
     kernels: ClassVar[Literal["cpu", "cuda"]] = "cpu"
 
     def worker_variables(self, num_threads: int) -> Mapping[str, str]:

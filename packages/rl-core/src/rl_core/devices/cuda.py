@@ -30,6 +30,7 @@ class CudaDevice(Device):
     bucket_bytes: ClassVar[int] = 256 * 2**20
     collectives: ClassVar[Literal["gloo", "nccl"]] = "nccl"
     is_logical: ClassVar[bool] = False
+    forks_workers: ClassVar[bool] = False
     kernels: ClassVar[Literal["cpu", "cuda"]] = "cuda"
 
     def worker_variables(self, num_threads: int) -> Mapping[str, str]:

@@ -51,6 +51,8 @@ class Device(ABC):
     """Library of the collectives of tensors that lie on it."""
     is_logical: ClassVar[bool]
     """Whether its nodes and GPUs exist only for Ray, on one machine; the launcher starts as many as the run needs."""
+    forks_workers: ClassVar[bool]
+    """Whether workers are forked from a process that has imported their engine, unless the config says otherwise."""
     kernels: ClassVar[Literal["cpu", "cuda"]]
     """Kernels that compute on it: the type of its `torch.device`."""
 

@@ -42,6 +42,7 @@ class RehearsalDevice(CpuDevice):
     name: ClassVar[str] = "rehearsal"
     has_gpus: ClassVar[bool] = True
     is_logical: ClassVar[bool] = True
+    forks_workers: ClassVar[bool] = True
     ranks_key: ClassVar[str] = CudaDevice.ranks_key
 
     def worker_variables(self, num_threads: int) -> Mapping[str, str]:

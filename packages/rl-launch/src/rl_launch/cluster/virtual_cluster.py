@@ -70,7 +70,7 @@ class WorkerProcess:
     """The settings of an actor's process.
 
     Args:
-        python: executable of its environment.
+        python: what starts it, for a shell: the executable of its environment, or what stands in for that.
         variables: environment variables.
         node: Ray's id of the node that has this executable.
         num_gpus: GPUs it takes from its bundle.

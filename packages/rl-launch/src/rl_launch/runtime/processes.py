@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from rl_core.config import EnvVars
+from rl_core.fork_server import IDLE_S, shell_command
+from rl_core.plugins import Preload
 from rl_launch.cluster.nodes import Nodes
 from rl_launch.cluster.virtual_cluster import VirtualCluster, WorkerProcess
 from rl_launch.worker_envs import chosen_variables, worker_variables
@@ -18,15 +20,27 @@ class Processes:
         nodes: of the run.
         env_vars: environment variables for workers of every role.
         env_vars_by_role: environment variables for those of one role.
+        preloads: what workers of one role import in any case.
+        fork_server_s: `cluster.fork_server_s`.
     """
 
     def __init__(
-        self, cluster: VirtualCluster, nodes: Nodes, *, env_vars: EnvVars, env_vars_by_role: Mapping[str, EnvVars]
+        self,
+        cluster: VirtualCluster,
+        nodes: Nodes,
+        *,
+        env_vars: EnvVars,
+        env_vars_by_role: Mapping[str, EnvVars],
+        preloads: Mapping[str, Preload],
+        fork_server_s: float | None,
     ) -> None:
         self._cluster = cluster
         self._nodes = nodes
         self._env_vars = env_vars
         self._env_vars_by_role = dict(env_vars_by_role)
+        self._preloads = dict(preloads)
+        default_s = IDLE_S if cluster.device.forks_workers else 0.0
+        self._fork_server_s = default_s if fork_server_s is None else fork_server_s
 
     def prepare(self, roles: Iterable[tuple[str, str]]) -> None:
         """Prepare nodes for workers, before the first of them is started there.
@@ -51,10 +65,13 @@ class Processes:
         """A process on a prepared node, whose cores as many ranks share."""
         found = self._nodes[node]
         python = found.interpreters[role]
+        preload = self._preloads.get(role, Preload())
         variables = {
             **worker_variables(python),
+            **preload.variables,
             **(self._cluster.network_variables or found.network_variables),
             **self._cluster.device.worker_variables(max(1, found.facts.cores // ranks)),
             **chosen_variables(self._env_vars, self._env_vars_by_role.get(role, {})),
         }
-        return WorkerProcess(python, variables, node, num_gpus)
+        command = shell_command(python, preload.modules, self._fork_server_s)
+        return WorkerProcess(command, variables, node, num_gpus)

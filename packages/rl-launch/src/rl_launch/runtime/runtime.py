@@ -102,7 +102,14 @@ class Runtime:
             answer_timeout_s=config.cluster.process_timeout_s,
             build_timeout_s=config.cluster.worker_envs_timeout_s,
         )
-        self._processes = Processes(cluster, self._nodes, env_vars=config.cluster.env_vars, env_vars_by_role=env_vars)
+        self._processes = Processes(
+            cluster,
+            self._nodes,
+            env_vars=config.cluster.env_vars,
+            env_vars_by_role=env_vars,
+            preloads=backends.preloads(cluster.device),
+            fork_server_s=config.cluster.fork_server_s,
+        )
 
     def __enter__(self) -> Runtime:
         return self

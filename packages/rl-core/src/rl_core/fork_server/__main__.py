@@ -1,0 +1,128 @@
+"""`python -m rl_core.fork_server --import=MODULES --idle=SECONDS -- SCRIPT ...`: `python SCRIPT ...`, forked."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+
+from rl_core.fork_server.address import server_address
+from rl_core.fork_server.request import Request, receive_answer, send_request
+
+_FORWARDED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
+_START_S = 20.0
+"""Longest wait until a new server listens; it imports afterwards."""
+
+_IMPORT_S = 300.0
+"""Longest wait until a server that listens has imported its modules."""
+
+_SERVER = """\
+import sys
+del sys.path[0]
+from rl_core.fork_server.server import main
+main(sys.argv[1], sys.argv[2].split(","), float(sys.argv[3]))
+"""
+
+
+def main() -> None:
+    """Run the command of this process's arguments."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--import", dest="modules", required=True)
+    parser.add_argument("--idle", required=True)
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    chosen = parser.parse_args()
+    command = chosen.command[1:] if chosen.command[:1] == ["--"] else chosen.command
+    status = _forked(command, chosen.modules, chosen.idle)
+    if status is None:
+        os.execv(sys.executable, [sys.executable, *command])
+    _end_with(status)
+
+
+def _forked(command: list[str], modules: str, idle: str) -> int | None:
+    """The exit status of a command that a server ran; None if none could. Negative: the signal that ended it."""
+    address = server_address(modules.split(","), os.environ)
+    if address is None:
+        return None
+    request = Request.of_this_process(command)
+    # a server that is out of date refuses, and makes way for another
+    for _ in range(2):
+        connection = _connected(address, modules, idle)
+        if connection is None:
+            return None
+        with connection:
+            try:
+                send_request(connection, request)
+                connection.settimeout(_IMPORT_S)
+                answer = receive_answer(connection)
+            except OSError:
+                return None
+            connection.settimeout(None)
+            if "pid" in answer:
+                return _wait(int(str(answer["pid"])), connection)
+        if answer.get("refusal"):
+            sys.stderr.write(f"started without the fork server: {answer['refusal']}\n")
+            return None
+    return None
+
+
+def _connected(address: Path, modules: str, idle: str) -> socket.socket | None:
+    """A connection to the server, which is started unless it runs."""
+    connection = socket.socket(socket.AF_UNIX)
+    if connection.connect_ex(str(address)) == 0:
+        return connection
+    server = subprocess.Popen(
+        [sys.executable, "-c", _SERVER, str(address), modules, idle],
+        cwd="/",
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    until = time.monotonic() + _START_S
+    while time.monotonic() < until:
+        time.sleep(0.02)
+        ended = server.poll() is not None
+        if connection.connect_ex(str(address)) == 0:
+            return connection
+        if ended:
+            break
+    connection.close()
+    return None
+
+
+def _wait(pid: int, connection: socket.socket) -> int:
+    """Wait for a forked process, forward signals to it, and return how it ended."""
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return int(str(receive_answer(connection).get("status", 1)))
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        signal.pidfd_send_signal(process, number)
+
+    for each in _FORWARDED:
+        signal.signal(each, forward)
+    # readable when the process has ended; the server tells how, unless it has died
+    select.select([process], [], [])
+    return int(str(receive_answer(connection).get("status", 1)))
+
+
+def _end_with(status: int) -> None:
+    if status >= 0:
+        sys.exit(status)
+    # of SIGKILL it cannot be set
+    with suppress(OSError):
+        signal.signal(-status, signal.SIG_DFL)
+    os.kill(os.getpid(), -status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""The server: imports modules once and forks a process for every request."""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import os
+import selectors
+import signal
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from rl_core.fork_server.loaded import Files, import_all
+from rl_core.fork_server.process import become
+from rl_core.fork_server.request import Request, receive_request, send_answer
+
+_CHECK_PERIOD_S = 5.0
+_REQUEST_TIMEOUT_S = 10.0
+MOST_SERVERS = 4
+"""Of one user on one machine: each takes up to a gigabyte."""
+
+_LEAST_MEMORY = 0.1
+"""Share of the machine's memory below which an idle server ends at once."""
+
+
+def main(address: str, modules: Sequence[str], idle_s: float) -> None:
+    """Serve at an address until idle, then return; in a forked process, run what was asked for."""
+    listener = listen(Path(address))
+    if listener is None:
+        return  # another server was faster
+    asked = Server(listener, Path(address), modules, idle_s).serve()
+    if asked is not None:
+        become(*asked)
+
+
+def listen(address: Path) -> socket.socket | None:
+    """Listen at an address, unless another server does."""
+    with open(address.parent / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        others = [path for path in address.parent.iterdir() if path.is_socket()]
+        for path in others:
+            # of a server that was killed
+            if not _is_served(path):
+                path.unlink()
+        if address.exists():
+            return None
+        # a server whose socket is gone takes no requests, and ends when its processes have
+        for path in sorted(filter(Path.exists, others), key=_last_request)[: 1 - MOST_SERVERS]:
+            path.unlink()
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(address))
+        listener.listen(1024)
+        return listener
+
+
+def _last_request(address: Path) -> float:
+    return address.stat().st_mtime
+
+
+def _is_served(address: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as connection:
+        return connection.connect_ex(str(address)) == 0
+
+
+class Server:
+    """Forks this process for those who connect.
+
+    Args:
+        listener: At the address.
+        address: Path of the socket.
+        modules: To import first.
+        idle_s: Ends the server when it has had no process for so long.
+    """
+
+    def __init__(self, listener: socket.socket, address: Path, modules: Sequence[str], idle_s: float) -> None:
+        self._listener: socket.socket | None = listener
+        self._address = address
+        self._idle_s = idle_s
+        self._refusal = import_all(modules)
+        self._files = Files()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        self._processes: dict[int, tuple[int, socket.socket]] = {}
+        # what is alive now is never freed: its memory stays shared with the forks
+        gc.collect()
+        gc.freeze()
+
+    def serve(self) -> tuple[Request, list[int]] | None:
+        """Serve until idle or out of date; returns twice in a fork, there with the request and its streams."""
+        active = time.monotonic()
+        while self._listener is not None or self._processes:
+            for key, _ in self._selector.select(_CHECK_PERIOD_S):
+                asked = key.data(key.fileobj)
+                if asked is not None:
+                    return asked
+                active = time.monotonic()
+            is_idle = not self._processes and (time.monotonic() - active >= self._idle_s or _memory_is_short())
+            if is_idle or not self._address.exists():
+                self._stop_listening()
+        return None
+
+    def _accept(self, listener: socket.socket) -> tuple[Request, list[int]] | None:
+        connection, _ = listener.accept()
+        connection.settimeout(_REQUEST_TIMEOUT_S)
+        try:
+            if _user_of(connection) != os.geteuid():
+                raise PermissionError("the request of another user")
+            request, streams = receive_request(connection)
+        except (OSError, ValueError):
+            connection.close()
+            return None
+        if self._refusal or self._files.have_changed():
+            if not self._refusal:
+                # the next request starts a server with the files of now
+                self._stop_listening()
+            send_answer(connection, refusal=self._refusal)
+            connection.close()
+            for each in streams:
+                os.close(each)
+            return None
+        with suppress(FileNotFoundError):
+            os.utime(self._address)
+        pid = os.fork()
+        if not pid:
+            self._forget(connection)
+            return request, streams
+        for each in streams:
+            os.close(each)
+        self._watch(pid, connection)
+        return None
+
+    def _forget(self, connection: socket.socket) -> None:
+        """Close, in a fork, what belongs to the server."""
+        self._selector.close()
+        connection.close()
+        if self._listener is not None:
+            self._listener.close()
+        for process, other in self._processes.items():
+            os.close(process)
+            other[1].close()
+
+    def _watch(self, pid: int, connection: socket.socket) -> None:
+        process = os.pidfd_open(pid)
+        self._processes[process] = (pid, connection)
+        self._selector.register(process, selectors.EVENT_READ, self._ended)
+        self._selector.register(connection, selectors.EVENT_READ, self._left)
+        send_answer(connection, pid=pid)
+
+    def _ended(self, process: int) -> None:
+        pid, connection = self._processes.pop(process)
+        _, status = os.waitpid(pid, 0)
+        self._selector.unregister(process)
+        os.close(process)
+        if connection.fileno() >= 0:
+            self._selector.unregister(connection)
+            send_answer(connection, status=os.waitstatus_to_exitcode(status))
+            connection.close()
+
+    def _left(self, connection: socket.socket) -> None:
+        """End the process of a launcher that has died: Ray knows the launcher until the process has reported to it."""
+        self._selector.unregister(connection)
+        process = next(process for process, (_, other) in self._processes.items() if other is connection)
+        signal.pidfd_send_signal(process, signal.SIGKILL)
+        connection.close()
+
+    def _stop_listening(self) -> None:
+        if self._listener is not None:
+            self._selector.unregister(self._listener)
+            self._listener.close()
+            self._listener = None
+            self._address.unlink(missing_ok=True)
+
+
+def _user_of(connection: socket.socket) -> int:
+    credentials = struct.Struct("3i")
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size)
+    return int(credentials.unpack(found)[1])
+
+
+def _memory_is_short() -> bool:
+    sizes = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    available, total = (int(sizes[name].split()[0]) for name in ("MemAvailable", "MemTotal"))
+    return available < _LEAST_MEMORY * total
