@@ -1,9 +1,10 @@
-"""Seconds from `rl train RECIPE` to its first trained step, with everything cached, by part.
+"""Seconds from `rl train RECIPE` to its first trained step, by part, and processor seconds by process.
 
-    python benchmarks/start_up.py [RECIPE ...]
+    python benchmarks/start_up.py [RECIPE ...] [--checkout FOLDER]
 
-Each recipe runs once uncounted, which makes its model and the workers' environments if need be, then several times for
-one step. The parts are read from the run directory: its config, and the log of the driver.
+Worker environments and models are cached: each recipe runs once uncounted. Three starts are compared, in turns: without
+a fork server (or as the packages of another checkout start), the first run of the day, which starts its fork servers,
+and a run after another one. The parts are read from the run directory: its config, and the log of the driver.
 """
 
 from __future__ import annotations
@@ -11,17 +12,18 @@ from __future__ import annotations
 import argparse
 import itertools
 import re
+import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from measurement import median, rl_command, run_logged, seconds, surroundings, table
+from measurement import median, rl_command, seconds, surroundings, table
+from processor_time import KINDS, processor_seconds
 
 RECIPES = ("sft-arithmetic", "grpo-arithmetic")
-AIM_S = 60
 
 _STARTED = re.compile(r"(?P<time>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) \w+ \S+: starting: (?P<seconds>[\d.]+) s")
 
@@ -36,29 +38,68 @@ PARTS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("recipes", nargs="*", default=RECIPES, metavar="RECIPE", help=" ".join(RECIPES))
-    parser.add_argument("--repeats", type=int, default=3, help="counted runs of each (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=5, help="counted runs of each (%(default)s)")
+    parser.add_argument("--checkout", type=Path, help="compare with the packages of this checkout")
     parser.add_argument("--quick", action="store_true", help="test run: one run of sft-arithmetic")
     chosen = parser.parse_args()
     recipes, repeats = (("sft-arithmetic",), 1) if chosen.quick else (chosen.recipes, chosen.repeats)
-    print(f"{surroundings('rl-launch', 'ray')}; medians of {repeats}\n")
-    with tempfile.TemporaryDirectory(prefix="rl-benchmark-") as scratch:
-        columns = []
+    print(f"{surroundings('rl-launch', 'ray')}; medians of {repeats}")
+    with tempfile.TemporaryDirectory(prefix="rl-", dir="/tmp") as scratch:
         for recipe in recipes:
-            runs = [start_up(recipe, Path(scratch) / f"{recipe}-{index}") for index in range(repeats + 1)]
-            columns.append([median(parts) for parts in zip(*runs[1:], strict=True)])
-    rows = [(name, *(seconds(column[index]) for column in columns)) for index, name in enumerate(PARTS)]
-    rows.append((f"to the first trained step (aim: under {AIM_S})", *(seconds(sum(column)) for column in columns)))
-    print(table(["s", *recipes], rows))
+            print(f"\n## {recipe}\n")
+            runs = compared(recipe, Path(scratch), chosen.checkout, repeats)
+            print(comparison("s", list(PARTS), {name: [parts for parts, _ in each] for name, each in runs.items()}))
+            print()
+            kinds = list(dict.fromkeys(KINDS.values()))
+            spent = {name: [[cpu.get(kind, 0.0) for kind in kinds] for _, cpu in each] for name, each in runs.items()}
+            print(comparison("processor seconds", kinds, spent))
     print()
     for name, meaning in PARTS.items():
         print(f"- {name}: {meaning}")
 
 
-def start_up(recipe: str, run_dir: Path) -> list[float]:
-    """Seconds of each part of one run."""
-    overrides = [f"{recipe.partition('-')[0]}.max_num_steps=1", "checkpointing.enabled=false", f"run_dir={run_dir}"]
+Measured = tuple[list[float], dict[str, float]]
+
+
+def compared(recipe: str, scratch: Path, checkout: Path | None, repeats: int) -> dict[str, list[Measured]]:
+    """Seconds by part and processor seconds by process of each run, by the kind of start."""
+    after = scratch / "after"
+    after.mkdir(exist_ok=True)
+    other = "other checkout" if checkout else "no fork server"
+    runs: dict[str, list[Measured]] = {other: [], "first run": [], "after a run": []}
+    for index in range(repeats + 1):
+        for name, found in runs.items():
+            folder = Path(tempfile.mkdtemp(dir=scratch))
+            environ = {"TMPDIR": str(after if name == "after a run" else folder)}
+            overrides = []
+            if name == other and checkout is not None:
+                environ["PYTHONPATH"] = ":".join(map(str, sorted(checkout.absolute().glob("packages/*/src"))))
+            elif name == other:
+                overrides = ["cluster.fork_server_s=0"]
+            measured = start_up(recipe, folder / "run", overrides, environ)
+            if index:
+                found.append(measured)
+            # servers end when their sockets are gone
+            shutil.rmtree(folder)
+    shutil.rmtree(after)
+    return runs
+
+
+def comparison(unit: str, names: Sequence[str], runs: Mapping[str, Sequence[Sequence[float]]]) -> str:
+    """A table of the medians of rows of numbers, with their sums and the ratio of these to the first column's."""
+    columns = [[median(values) for values in zip(*each, strict=True)] for each in runs.values()]
+    sums = [median(sum(values) for values in each) for each in runs.values()]
+    rows = [(name, *(seconds(column[index]) for column in columns)) for index, name in enumerate(names)]
+    rows.append(("**all**", *map(seconds, sums)))
+    rows.append(("ratio", *(f"{each / sums[0]:.2f}" for each in sums)))
+    return table([unit, *runs], rows)
+
+
+def start_up(recipe: str, run_dir: Path, overrides: Sequence[str], environ: Mapping[str, str]) -> Measured:
+    """Seconds of each part of one run, and its processor seconds by kind of process."""
+    settings = [f"{recipe.partition('-')[0]}.max_num_steps=1", "checkpointing.enabled=false", f"run_dir={run_dir}"]
     started = time.time()
-    run_logged(rl_command("train", recipe, *overrides), run_dir.with_suffix(".log"))
+    spent = processor_seconds(rl_command("train", recipe, *settings, *overrides), run_dir.with_suffix(".log"), environ)
     workers_up, starting_s = workers_started((run_dir / "logs" / "driver.log").read_text().splitlines())
     marks = [
         started,
@@ -67,7 +108,7 @@ def start_up(recipe: str, run_dir: Path) -> list[float]:
         workers_up,
         (run_dir / "metrics.jsonl").stat().st_mtime,
     ]
-    return [after - before for before, after in itertools.pairwise(marks)]
+    return [after - before for before, after in itertools.pairwise(marks)], spent
 
 
 def workers_started(lines: Sequence[str]) -> tuple[float, float]:

@@ -4,11 +4,12 @@ import os
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+from runs import described, family
 
 from rl_core.testing.rank_pool import free_port
 
@@ -37,18 +38,18 @@ class LogicalNode:
     def processes(self):
         if self.process.poll() is not None:
             return []
-        root = psutil.Process(self.process.pid)
-        return [root, *root.children(recursive=True)]
+        return family(psutil.Process(self.process.pid))
 
     def runs(self, words):
         """Whether the title of one of its processes has these words."""
-        return any(words in " ".join(each.cmdline()) for each in self.processes())
+        return any(words in described(each) for each in self.processes())
 
     def kill(self):
         """Kill all its processes, as if the machine lost power."""
         found = self.processes()
         for each in found:
-            each.kill()
+            with suppress(psutil.NoSuchProcess):  # others end it as soon as the first are gone
+                each.kill()
         psutil.wait_procs(found, 30)
         self.process.wait(30)
 
@@ -118,7 +119,7 @@ class LogicalCluster:
 
     def kill_one(self, words):
         """Kill a process of any node by words of its title."""
-        found = [each for node in self.nodes for each in node.processes() if words in " ".join(each.cmdline())]
+        found = [each for node in self.nodes for each in node.processes() if words in described(each)]
         assert found, f"no node runs {words}"
         found[0].kill()
 

@@ -67,8 +67,7 @@ class Run:
 
     def processes(self):
         """Everything it has started, this process included."""
-        driver = psutil.Process(self.process.pid)
-        return [driver, *driver.children(recursive=True)]
+        return family(psutil.Process(self.process.pid))
 
     def kill_one(self, words):
         """Kill a process of the run by words of its name or command line."""
@@ -84,6 +83,22 @@ class Run:
                 each.kill()
         self.process.wait(60)
         return found
+
+
+def family(root):
+    """A process and all that it has started, itself or through a fork server."""
+    found = [root, *root.children(recursive=True)]
+    forks = [process for each in found for fork in _forks(each) for process in family(fork)]
+    return list(dict.fromkeys([*found, *forks]))
+
+
+def _forks(process):
+    """Processes that a process waits for without being their parent: it has a descriptor of them."""
+    for path in Path(f"/proc/{process.pid}/fdinfo").glob("*"):
+        with suppress(OSError, psutil.NoSuchProcess):
+            facts = dict(line.split(":", 1) for line in path.read_text().splitlines() if ":" in line)
+            if (pid := int(facts.get("Pid", -1))) > 0:
+                yield psutil.Process(pid)
 
 
 def described(process):

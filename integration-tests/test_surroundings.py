@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from logical_cluster import START_ATTEMPTS
-from runs import Run, figures, steps_of
+from runs import Run, family, figures, steps_of
 
 from rl_core.testing.exhaustive import exhaustive
 
@@ -57,7 +57,7 @@ def others_ray(tmp_path_factory):
         processes = psutil.Process(started.pid).children(recursive=True)
         yield OthersRay("127.0.0.1:6379", processes, folder)
     finally:
-        left = [psutil.Process(started.pid), *psutil.Process(started.pid).children(recursive=True)]
+        left = family(psutil.Process(started.pid))
         started.send_signal(signal.SIGTERM)
         for process in psutil.wait_procs(left, 20)[1]:
             process.kill()

@@ -264,6 +264,17 @@ def test_servers_are_few(machine: Machine) -> None:
     assert all(is_alive(server) for server in servers[1:])
 
 
+def test_a_server_whose_address_another_took_leaves_it_alone(machine: Machine) -> None:
+    module = machine.add("engine")
+    code = "import os; print(os.getppid())"
+    first = int(machine.run(code, module)[1])
+    machine.sockets[0].unlink()
+    second = int(machine.run(code, module)[1])
+    assert second != first
+    until(lambda: not is_alive(first))
+    assert int(machine.run(code, module)[1]) == second
+
+
 def test_a_socket_that_a_killed_server_left_is_replaced(machine: Machine) -> None:
     module = machine.add("engine")
     code = "import os; print(os.getppid())"

@@ -9,18 +9,14 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from rl_core.fork_server.address import server_address
+from rl_core.fork_server.address import connected, server_address
 from rl_core.fork_server.request import Request, receive_answer, send_request
 
 _FORWARDED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
-_START_S = 20.0
-"""Longest wait until a new server listens; it imports afterwards."""
-
 _IMPORT_S = 300.0
 """Longest wait until a server that listens has imported its modules."""
 
@@ -54,7 +50,7 @@ def _forked(command: list[str], modules: str, idle: str) -> int | None:
     request = Request.of_this_process(command)
     # a server that is out of date refuses, and makes way for another
     for _ in range(2):
-        connection = _connected(address, modules, idle)
+        connection = _server(address, modules, idle)
         if connection is None:
             return None
         with connection:
@@ -73,29 +69,21 @@ def _forked(command: list[str], modules: str, idle: str) -> int | None:
     return None
 
 
-def _connected(address: Path, modules: str, idle: str) -> socket.socket | None:
+def _server(address: Path, modules: str, idle: str) -> socket.socket | None:
     """A connection to the server, which is started unless it runs."""
-    connection = socket.socket(socket.AF_UNIX)
-    if connection.connect_ex(str(address)) == 0:
+    if (connection := connected(address)) is not None:
         return connection
-    server = subprocess.Popen(
+    # returns once the server, or another one that was faster, listens
+    started = subprocess.run(
         [sys.executable, "-c", _SERVER, str(address), modules, idle],
         cwd="/",
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
+        check=False,
     )
-    until = time.monotonic() + _START_S
-    while time.monotonic() < until:
-        time.sleep(0.02)
-        ended = server.poll() is not None
-        if connection.connect_ex(str(address)) == 0:
-            return connection
-        if ended:
-            break
-    connection.close()
-    return None
+    return connected(address) if started.returncode == 0 else None
 
 
 def _wait(pid: int, connection: socket.socket) -> int:

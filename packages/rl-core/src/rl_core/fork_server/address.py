@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import resource
+import socket
 import stat
 import sys
 from collections.abc import Mapping, Sequence
@@ -47,6 +48,15 @@ def server_address(modules: Sequence[str], variables: Mapping[str, str]) -> Path
     name = hashlib.blake2b(json.dumps(everything).encode(), digest_size=12).hexdigest()
     path = Path(os.environ.get("TMPDIR") or "/tmp") / f"rl-fork-server-{os.geteuid()}" / name
     return path if len(str(path)) <= _LONGEST_PATH and _is_private(path.parent) else None
+
+
+def connected(address: Path) -> socket.socket | None:
+    """A connection to the server at an address; None if there is none."""
+    connection = socket.socket(socket.AF_UNIX)
+    if connection.connect_ex(str(address)) == 0:
+        return connection
+    connection.close()
+    return None
 
 
 def _counts(variable: str) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from rl_core.fork_server.address import connected
 from rl_core.fork_server.loaded import Files, import_all
 from rl_core.fork_server.process import become
 from rl_core.fork_server.request import Request, receive_request, send_answer
@@ -28,10 +29,13 @@ _LEAST_MEMORY = 0.1
 
 
 def main(address: str, modules: Sequence[str], idle_s: float) -> None:
-    """Serve at an address until idle, then return; in a forked process, run what was asked for."""
+    """Listen at an address, unless another server does, and serve there in a process that belongs to nobody.
+
+    Returns in the first process at once, in the server when it is idle, and in its forks after their work.
+    """
     listener = listen(Path(address))
-    if listener is None:
-        return  # another server was faster
+    if listener is None or os.fork():
+        return
     asked = Server(listener, Path(address), modules, idle_s).serve()
     if asked is not None:
         become(*asked)
@@ -43,8 +47,10 @@ def listen(address: Path) -> socket.socket | None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         others = [path for path in address.parent.iterdir() if path.is_socket()]
         for path in others:
-            # of a server that was killed
-            if not _is_served(path):
+            if (answering := connected(path)) is not None:
+                answering.close()
+            else:
+                # of a server that was killed
                 path.unlink()
         if address.exists():
             return None
@@ -61,11 +67,6 @@ def _last_request(address: Path) -> float:
     return address.stat().st_mtime
 
 
-def _is_served(address: Path) -> bool:
-    with socket.socket(socket.AF_UNIX) as connection:
-        return connection.connect_ex(str(address)) == 0
-
-
 class Server:
     """Forks this process for those who connect.
 
@@ -79,6 +80,7 @@ class Server:
     def __init__(self, listener: socket.socket, address: Path, modules: Sequence[str], idle_s: float) -> None:
         self._listener: socket.socket | None = listener
         self._address = address
+        self._socket = address.stat().st_ino
         self._idle_s = idle_s
         self._refusal = import_all(modules)
         self._files = Files()
@@ -99,11 +101,13 @@ class Server:
                     return asked
                 active = time.monotonic()
             is_idle = not self._processes and (time.monotonic() - active >= self._idle_s or _memory_is_short())
-            if is_idle or not self._address.exists():
+            if is_idle or not self._is_reachable():
                 self._stop_listening()
         return None
 
     def _accept(self, listener: socket.socket) -> tuple[Request, list[int]] | None:
+        if listener.fileno() < 0:
+            return None  # closed by the event before
         connection, _ = listener.accept()
         connection.settimeout(_REQUEST_TIMEOUT_S)
         try:
@@ -162,6 +166,8 @@ class Server:
 
     def _left(self, connection: socket.socket) -> None:
         """End the process of a launcher that has died: Ray knows the launcher until the process has reported to it."""
+        if connection.fileno() < 0:
+            return  # closed by the event before
         self._selector.unregister(connection)
         process = next(process for process, (_, other) in self._processes.items() if other is connection)
         signal.pidfd_send_signal(process, signal.SIGKILL)
@@ -172,7 +178,12 @@ class Server:
             self._selector.unregister(self._listener)
             self._listener.close()
             self._listener = None
-            self._address.unlink(missing_ok=True)
+            if self._is_reachable():
+                self._address.unlink()
+
+    def _is_reachable(self) -> bool:
+        """Whether the address still leads here, and not to nothing or to a server that took it over."""
+        return self._address.exists() and self._address.stat().st_ino == self._socket
 
 
 def _user_of(connection: socket.socket) -> int:
