@@ -21,7 +21,7 @@ from rl_core.fork_server.request import Request, receive_request, send_answer
 
 _CHECK_PERIOD_S = 5.0
 _REQUEST_TIMEOUT_S = 10.0
-MOST_SERVERS = 4
+MOST_SERVERS = 6
 """Of one user on one machine: each takes up to a gigabyte."""
 
 _LEAST_MEMORY = 0.1

@@ -263,7 +263,9 @@ class Workbook:
         variables = {name: value for name, value in changed.items() if value is not None}
         # the interpreter's own folder first: `rl` and `python` are those of the tests
         variables["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{variables.get('PATH', '')}"
-        variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(self.folder), variables.get("PYTHONPATH")]))
+        if any(self.folder.glob("*.dist-info")):
+            # a project that the reader has installed
+            variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(self.folder), variables.get("PYTHONPATH")]))
         done = subprocess.run(
             command,
             cwd=self.folder,
