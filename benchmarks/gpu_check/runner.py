@@ -74,6 +74,7 @@ SECTIONS = {
         "gpu_check.generator:check", "The `hf` generator: its tokens, logprobs, speed and sleep.", DTENSOR
     ),
     "resume": Section("gpu_check.resume:check", "A checkpoint, restored in another worker.", DTENSOR),
+    "forks": Section("gpu_check.forks:check", "Workers that a fork server starts, on this device.", DTENSOR),
     "megatron": Section(
         "gpu_check.megatron:check",
         "rl-megatron's worker: training, residency and checkpoints on local layers, and on Transformer Engine's.",
