@@ -43,6 +43,15 @@ def test_an_environment_serves_those_that_need_less_of_the_same_engine():
     assert homes([generator, trainer, other]) == {generator: trainer, trainer: trainer, other: other}
 
 
+@pytest.mark.parametrize("backend", ["dtensor", "megatron"])
+def test_a_generator_of_a_training_backend_shares_the_environment_of_its_trainer(backend):
+    trainer = worker_env(plugin(POLICIES, backend).requirement, "cpu", also=[LOSSES])
+    generator = worker_env(
+        plugin(GENERATORS, {"dtensor": "hf"}.get(backend, backend)).requirement, "cpu", also=[ROLLOUT_WORKER]
+    )
+    assert generator == trainer
+
+
 def test_an_engine_never_moves_into_the_environment_of_another():
     vllm = worker_env(Requirement("rl-vllm", {"cpu": ("cpu",)}), "cpu", also=[LOSSES])
     plain = worker_env(Requirement("rl-algos"), "cpu")
@@ -79,7 +88,7 @@ def test_an_algorithms_own_distribution_reaches_every_model_and_the_rollouts():
         assert Wanted("their-losses", ("torch",)) in specs[role].wanted
         assert "their_losses" in specs[role].imports
     assert Wanted("their-losses") in specs["generation"].wanted
-    assert Wanted("rl-algos") in specs["generation"].wanted
+    assert Wanted("rl-algos", ("torch",)) in specs["generation"].wanted
 
 
 def test_the_package_of_a_loss_that_the_config_names_reaches_the_models(monkeypatch):

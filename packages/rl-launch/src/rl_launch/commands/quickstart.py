@@ -69,6 +69,17 @@ class Quickstart:
             make_tiny_model(folder)
         return folder
 
+    def prepare_workers(self, model: Path) -> None:
+        """Build the environments of all stages, which takes no longer than the slowest of them."""
+        from rl_launch.backends import backends_of
+        from rl_launch.cluster.device import resolve_device
+        from rl_launch.runtime.role_envs import role_specs
+        from rl_launch.worker_envs import provision
+
+        config: Any = read_config("grpo-arithmetic", [f"policy.model_name={model}", *self._cluster]).config
+        specs = role_specs(backends_of(config), (), resolve_device(config.cluster))
+        provision(specs.values(), config.cluster.worker_envs)
+
     def score(self, model: Path) -> float:
         """Greedy accuracy on held-out sums, sampled in the trainer's environment, which starts sooner than vLLM."""
         from rl_launch.commands.evaluate import evaluate
@@ -161,6 +172,7 @@ def run(folder: Path, cluster: Sequence[str] = (), console: Console | None = Non
 
     with stages.stage("model", "1/4  Making a tiny Qwen3 (about 0.7M parameters) and its tokenizer"):
         model = stages.make_model()
+    stages.prepare_workers(model)
     config: Any = read_config("grpo-arithmetic", [f"policy.model_name={model}", *cluster]).config
     with VirtualCluster.of(config.cluster, resolve_device(config.cluster)):
         if "initial" not in stages.accuracy:

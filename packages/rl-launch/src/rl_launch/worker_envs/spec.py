@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from rl_core.plugins import Requirement
 
-ROLLOUT_WORKER = Requirement("rl-algos", {}, ("rl_algos",))
-"""The rollout worker itself."""
+ROLLOUT_WORKER = Requirement("rl-algos", {"cpu": ("torch",), "cuda": ("torch",)}, ("rl_algos",))
+"""The rollout worker itself; with torch, which every engine has, so that it shares the environment of a trainer."""
 
 _HOST = Requirement("rl-core", {"cpu": ("ray",), "cuda": ("ray",)}, ("ray",))
 
