@@ -9,7 +9,18 @@ import pytest
 from rl_core.testing.exhaustive import partly_exhaustive
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
-SECTIONS = ("environment", "attention", "head", "training", "syncs", "residency", "transfer", "generator", "resume", "forks")
+SECTIONS = (
+    "environment",
+    "attention",
+    "head",
+    "training",
+    "syncs",
+    "residency",
+    "transfer",
+    "generator",
+    "resume",
+    "forks",
+)
 ON_CPU, IN_REHEARSAL = ("cpu", SECTIONS), ("rehearsal", ("residency", "generator"))
 
 pytestmark = pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="benchmarks are in a checkout alone")
