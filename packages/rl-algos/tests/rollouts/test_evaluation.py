@@ -102,6 +102,26 @@ class NoPrompts:
         return {}
 
 
+@pytest.mark.parametrize("has_validation", [False, True])
+def test_rows_that_were_held_out_are_the_validation_data(file, tokenizer, has_validation):
+    training = [
+        DatasetConfig(data_path=str(file), split_validation_size=2.0),
+        DatasetConfig(data_path="/nowhere.jsonl"),
+    ]
+    validation = DatasetConfig(data_path=str(file)) if has_validation else None
+    of_run = DataConfig(train=training[0], validation=validation)
+    expected = prepare(make_config(data=of_run), tokenizer, load(make_config(data=of_run))).validation
+    data = of_run.model_copy(update={"train": training})
+    (task,) = RolloutEvaluation(make_config(data=data)).plan(tokenizer).tasks
+    assert [group.prompt.id for group in task.groups] == [prompt.id for prompt in expected]
+    assert len(task.groups) == (7 if has_validation else 2)
+
+
+def test_a_run_without_validation_data_names_both_kinds(file):
+    with pytest.raises(ConfigError, match=r"data\.validation, or split_validation_size"):
+        RolloutEvaluation(make_config(data=DataConfig(train=DatasetConfig(data_path=str(file)))))
+
+
 def test_a_run_is_evaluated_with_the_program_the_time_and_the_stop_tokens_of_its_training(file, tmp_path):
     tokenizer = tokenizer_of("gemma3")
     agent = tmp_path / "agent.py"

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -92,11 +93,19 @@ VALID = {
 }
 
 
+@pytest.fixture(scope="module")
+def refused(schema_file, tmp_path_factory):
+    """The broken recipes that the validator refuses, all looked at by one process of it."""
+    folder = tmp_path_factory.mktemp("broken")
+    for case, text in BROKEN.items():
+        (folder / f"{case}.yaml").write_text(text)
+    answer = validate(schema_file, "--output-format=json", *sorted(folder.glob("*.yaml")))
+    return {Path(error["filename"]).stem for error in json.loads(answer.stdout)["errors"]}
+
+
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_recipe_is_refused(schema_file, tmp_path, case):
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(BROKEN[case])
-    assert validate(schema_file, recipe).returncode == 1
+def test_a_broken_recipe_is_refused(refused, case):
+    assert case in refused
 
 
 def test_what_configs_take_is_valid(schema_file, tmp_path):

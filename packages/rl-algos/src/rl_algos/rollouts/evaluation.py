@@ -138,13 +138,14 @@ class RolloutEvaluation:
 
     def _load_validation(self) -> _Loaded:
         data = getattr(self._config, "data", None)
-        if data is None or not data.validation:
+        if data is None or not data.validation_datasets:
             raise ConfigError(
-                "eval.tasks: is empty, and there is no validation data (data.validation) to score instead; name tasks, "
-                "such as --tasks gsm8k"
+                "eval.tasks: is empty, and there is no validation data (data.validation, or split_validation_size of a "
+                "training dataset) to score instead; name tasks, such as --tasks gsm8k"
             )
-        # the training data is neither needed nor read
-        data = data.model_copy(update={"train": data.validation})
+        # of the training data only what rows are held out from is read
+        held_out = [dataset for dataset in data.train_datasets if dataset.split_validation_size is not None]
+        data = data.model_copy(update={"train": held_out or data.validation})
         config = self._config.model_copy(update={"data": data})
         loaded: Datasets = resolve(algorithm_named(config.algorithm).load)(config)
         return _Loaded(None, loaded.validation, data)
