@@ -163,7 +163,7 @@ def test_validation_compares_with_the_teacher_on_held_out_rows_and_ends_at_its_g
     goal = {"stop_at_validation_metric": "loss", "stop_at_validation_threshold": 0.3}
     student = on_rollouts(run, **goal, val_period=1, val_at_start=True, max_num_steps=9, rows=8)
     assert [run.metrics[step]["val/loss"] for step in (0, 1, 2)] == [1.0, 0.5, 0.25]
-    assert run.metrics[0]["val/accuracy"] == 0.5
+    assert run.metrics[0]["val/reward"] == 0.5
     assert "val/loss reached 0.25" in run.stop_reason
     assert student.num_steps == 2
     held_out = [batch for name, batch in student.calls if name == "evaluate"]
@@ -173,9 +173,9 @@ def test_validation_compares_with_the_teacher_on_held_out_rows_and_ends_at_its_g
 
 def test_other_metrics_reach_their_goal_from_below():
     run = FakeRun()
-    goal = {"stop_at_validation_metric": "accuracy", "stop_at_validation_threshold": 0.4}
+    goal = {"stop_at_validation_metric": "reward", "stop_at_validation_threshold": 0.4}
     on_rollouts(run, **goal, val_period=1, max_num_steps=9)
-    assert "val/accuracy reached 0.5" in run.stop_reason
+    assert "val/reward reached 0.5" in run.stop_reason
 
 
 def test_validation_on_text_ends_at_its_goal():

@@ -80,7 +80,7 @@ def test_rows_go_to_the_teacher_of_their_environment_or_dataset_or_to_the_one_fo
         (PLUGIN, "loss_fn.nll_weight=0.5", "loss_fn.nll_weight"),
         (PLUGIN, "policy.train_global_batch_size=7", "policy.train_global_batch_size"),
         (PLUGIN, "distillation.val_period=5", "data.validation"),
-        (PLUGIN, "distillation={stop_at_validation_metric: reward, stop_at_validation_threshold: 1}",
+        (PLUGIN, "distillation={stop_at_validation_metric: score, stop_at_validation_threshold: 1}",
          "distillation.stop_at_validation_metric"),
         (OFFLINE, "distillation.val_at_end=true", "distillation.val_at_end"),
         (OFFLINE, "distillation.stop_at_validation_loss=1", "distillation.stop_at_validation_loss"),
@@ -96,7 +96,7 @@ def test_a_run_may_end_at_a_loss(tmp_path):
     goal = "distillation={stop_at_validation_metric: loss, stop_at_validation_threshold: 1, val_period: 1}"
     settings = config(tmp_path, PLUGIN, goal, "data.validation={dataset_name: arithmetic}")
     assert problems(PLUGIN, settings) == {}
-    assert {"val/accuracy", "val/loss", "val/forward_kl"} <= set(PLUGIN.validation_metrics(settings))
+    assert {"val/reward", "val/loss", "val/forward_kl"} <= set(PLUGIN.validation_metrics(settings))
     assert PLUGIN.validation_metrics(config(tmp_path, PLUGIN)) == []
     assert OFFLINE.validation_metrics(config(tmp_path, OFFLINE)) == []
 

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from rl_algos.evaluation.scores import PromptScore, SampleScore
 from rl_algos.evaluation.summary import Scoring, summarize, values_by_name
 from rl_algos.rollouts.validation import validation_metrics
 from rl_core.generation import Evaluation
-from rl_core.rollout import RECORD, Rollout, RolloutGroup
+from rl_core.rollout import RECORD, Prompt, Rollout, RolloutGroup
 
 
 def samples(*pairs):
@@ -68,6 +69,50 @@ def test_records_have_the_scores_of_their_group_and_the_answers_besides():
 
 def test_the_metrics_of_validation_are_the_means_of_the_groups():
     generator = np.random.default_rng(0)
-    groups = [make_group(f"p{i}", generator.random(3).tolist()) for i in range(7)]
+    groups = [make_group(f"p{i}", generator.random(1).tolist()) for i in range(7)]
     evaluation = Evaluation(groups)
-    assert validation_metrics(evaluation) == {"val/accuracy": evaluation.rewards.mean(), "val/mean_length": 2.0}
+    assert validation_metrics(evaluation) == {"val/reward": evaluation.rewards.mean(), "val/mean_length": 2.0}
+
+
+def test_several_samples_have_a_deviation_and_the_chance_that_some_pass():
+    found = validation_metrics(Evaluation([make_group("a", [1.0, 0.0, 0.0]), make_group("b", [0.0, 0.0, 0.0])]))
+    assert found["val/reward"] == pytest.approx(1 / 6)
+    assert found["val/reward_std"] == pytest.approx(np.std([1.0, 0.0, 0.0]) / 2)
+    assert found["val/pass@1"] == pytest.approx(1 / 6)
+    assert found["val/pass@2"] == pytest.approx((1 - (2 * 1) / (3 * 2)) / 2)
+    assert "val/pass@4" not in found
+
+
+def scored(name, environment, dataset, *samples):
+    """A group whose samples have rewards by name and what the environment reports; None for one that failed."""
+    prompt = Prompt(name, (), np.zeros(1, dtype=np.int32), environment, dataset=dataset)
+    whole = make_group(name, [0.0 if sample is None else sample[0]["reward"] for sample in samples])
+    reports = replace(
+        whole.rollouts,
+        rewards=tuple({} if sample is None else sample[0] for sample in samples),
+        info=tuple({} if sample is None else sample[1] for sample in samples),
+        status=tuple("failed" if sample is None else "ok" for sample in samples),
+    )
+    return replace(whole, prompt=prompt, rollouts=reports)
+
+
+def test_parts_of_rewards_and_accuracies_that_are_reported_are_metrics_of_their_own():
+    right, wrong = (
+        ({"reward": 1.2, "format": 0.2}, {"accuracy": 1.0}),
+        ({"reward": 0.2, "format": 0.2}, {"accuracy": 0.0}),
+    )
+    groups = [
+        scored("a", "math", "sums", right, wrong, None),
+        scored("b", "math", "products", right, right, right),
+        scored("c", "talk", "talks", ({"reward": -3.0}, {}), ({"reward": -1.0}, {}), ({"reward": -2.0}, {})),
+    ]
+    found = validation_metrics(Evaluation(groups))
+    assert found["val/reward"] == pytest.approx((1.4 + 3.6 - 6.0) / 9)
+    assert found["val/reward/format"] == pytest.approx((0.4 + 0.6) / 9)
+    # a sample that failed is not right; an environment that reports none does not count
+    assert found["val/accuracy"] == pytest.approx(4 / 6)
+    assert found["val/sums/accuracy"] == pytest.approx(1 / 3)
+    assert found["val/products/accuracy"] == 1.0
+    assert "val/talks/accuracy" not in found
+    assert found["val/talks/reward"] == -2.0
+    assert "val/accuracy" not in validation_metrics(Evaluation(groups[2:]))

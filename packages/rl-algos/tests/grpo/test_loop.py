@@ -168,14 +168,14 @@ def test_dynamic_sampling_that_finds_nothing_says_what_to_do():
 def test_validation_runs_at_start_periodically_and_at_the_end():
     run = FakeRun()
     run_loop(run, val_at_start=True, val_period=2, val_at_end=True, max_val_samples=5)
-    assert [step for step, metrics in sorted(run.metrics.items()) if "val/accuracy" in metrics] == [0, 2, 4, 5]
+    assert [step for step, metrics in sorted(run.metrics.items()) if "val/reward" in metrics] == [0, 2, 4, 5]
 
 
 def test_a_goal_in_validation_ends_the_run():
     run = FakeRun()
-    run_loop(run, val_period=1, stop_at_validation_metric="accuracy", stop_at_validation_threshold=0.0)
+    run_loop(run, val_period=1, stop_at_validation_metric="reward", stop_at_validation_threshold=0.0)
     assert sorted(run.metrics) == [1]
-    assert "val/accuracy reached" in run.stop_reason
+    assert "val/reward reached" in run.stop_reason
 
 
 def test_the_end_of_the_data_ends_the_run():

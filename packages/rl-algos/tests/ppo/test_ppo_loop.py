@@ -145,7 +145,7 @@ def test_validation_and_the_end_of_the_data_are_those_of_every_loop():
     run = FakeRun()
     run_loop(run, prompts=PROMPTS[:20], max_num_steps=9, val_at_start=True, val_period=2)
     assert run.stop_reason == "the data has ended"
-    assert [step for step, metrics in sorted(run.metrics.items()) if "val/accuracy" in metrics] == [0, 2]
+    assert [step for step, metrics in sorted(run.metrics.items()) if "val/reward" in metrics] == [0, 2]
 
 
 def test_dynamic_sampling_needs_groups():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -325,7 +326,7 @@ def _checkpointing_checks(config: Any) -> Iterator[Problem]:
     if key is None or not key.startswith("val/") or names_of is None or (known := names_of(config)) is None:
         return
     recorded = list(known)
-    if key not in recorded:
+    if not any(fnmatchcase(key, name) for name in recorded):
         said = f"validation records {', '.join(recorded)}" if recorded else "this run does not validate"
         yield Problem(
             "checkpointing.metric_name",

@@ -19,7 +19,7 @@ DEFAULT_K = 64
 
 class DistillationConfig(RolloutConfig):
     section: ClassVar[str] = "distillation"
-    validation_goals: ClassVar[tuple[str, ...]] = ("accuracy", "mean_length", "loss")
+    validation_goals: ClassVar[tuple[str, ...]] = ("reward", "accuracy", "mean_length", "loss")
 
     num_generations_per_prompt: int = Field(default=1, gt=0)
     """Rollouts of each prompt."""

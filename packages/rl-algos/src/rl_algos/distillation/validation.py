@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rl_algos.distillation.teachers import RolloutScorer
 from rl_algos.rollouts.batch import build_batch
 from rl_algos.rollouts.config import RolloutConfig
-from rl_algos.rollouts.validation import validation_metrics
+from rl_algos.rollouts.validation import goal_value, validation_metrics
 from rl_core.generation import RolloutSource, SamplingParams
 from rl_core.model import Loss, Model
 from rl_core.rollout import Prompt
@@ -55,6 +55,6 @@ class DistillationValidation:
         name, goal = config.stop_at_validation_metric, config.stop_at_validation_threshold
         if name is None or goal is None:
             return
-        value = metrics[f"val/{name}"]
+        value = goal_value(metrics, name, config)
         if value <= goal if name in FALLING else value >= goal:
             run.stop(f"val/{name} reached {value:.4g}, the goal was {goal:.4g}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -116,6 +116,14 @@ def means_by_dataset(scores: Sequence[PromptScore]) -> dict[str, float]:
     datasets = np.array([score.dataset for score in scores])
     names = np.unique(datasets)
     return {str(name): float(rewards[datasets == name].mean()) for name in names} if len(names) > 1 else {}
+
+
+def powers_of_two(most: int) -> Iterator[int]:
+    """1, 2, 4 and so on, up to a number: the usual k of pass@k."""
+    k = 1
+    while k <= most:
+        yield k
+        k *= 2
 
 
 def _consensus(score: PromptScore, k: int) -> float:

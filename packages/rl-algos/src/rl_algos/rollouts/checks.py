@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rl_algos.data.config import dataset_names
+from rl_algos.evaluation.summary import powers_of_two
 from rl_algos.rollouts.config import EvaluationRoot, PolicyGradientConfig, RolloutRoot, rollout_config
 from rl_algos.rollouts.programs import program_named
 from rl_core.config import Problem, is_changed
@@ -97,12 +98,16 @@ def whole_distribution(config: RolloutRoot) -> Iterator[Problem]:
 
 
 def validation_metrics(config: RolloutRoot) -> list[str]:
-    """Names of the metrics that a validation records; none if the run does not validate."""
+    """Names of the metrics that a validation may record, with `*` for those that environments name; none if the run
+    does not validate.
+    """
     if not rollout_config(config).validates:
         return []
     names = sorted(set(dataset_names(config.data.validation_datasets, "validation")))
-    by_dataset = [f"val/{name}/accuracy" for name in names] if len(names) > 1 else []
-    return ["val/accuracy", "val/mean_length", *by_dataset]
+    by_dataset = [f"val/{name}/{kind}" for name in names for kind in ("reward", "accuracy")] if len(names) > 1 else []
+    samples = rollout_config(config).val_num_generations_per_prompt
+    several = ["val/reward_std", *(f"val/pass@{k}" for k in powers_of_two(samples))] if samples > 1 else []
+    return ["val/reward", "val/reward/*", "val/accuracy", "val/mean_length", *several, *by_dataset]
 
 
 def minibatch_problem(config: RolloutRoot, key: str, rows: int) -> Iterator[Problem]:

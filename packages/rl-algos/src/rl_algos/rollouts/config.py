@@ -48,7 +48,7 @@ class RolloutConfig(Config):
 
     section: ClassVar[str]
     """Key of the section in the config of a run, as messages name it; set by every algorithm."""
-    validation_goals: ClassVar[tuple[str, ...]] = ("accuracy", "mean_length")
+    validation_goals: ClassVar[tuple[str, ...]] = ("reward", "accuracy", "mean_length")
     """Values of `stop_at_validation_metric`."""
 
     num_prompts_per_step: int = Field(default=32, gt=0)
@@ -92,7 +92,8 @@ class RolloutConfig(Config):
     val_num_generations_per_prompt: Annotated[int, WhenChanged.RESUME] = Field(default=1, gt=0)
     """Rollouts of each validation prompt."""
     stop_at_validation_metric: Annotated[str | None, WhenChanged.GOAL] = None
-    """End the run once this validation metric (such as `accuracy`) reaches the threshold."""
+    """End the run once this validation metric reaches the threshold: `reward`, `mean_length`, or `accuracy` of an
+    environment that reports it."""
     stop_at_validation_threshold: Annotated[float | None, WhenChanged.GOAL] = None
     """Threshold of `stop_at_validation_metric`."""
     seed: int = 42

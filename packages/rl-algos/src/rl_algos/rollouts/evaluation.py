@@ -9,7 +9,7 @@ from typing import Any
 from rl_algos.data.config import DataConfig
 from rl_algos.data.examples import Dataset, Datasets, load_datasets
 from rl_algos.evaluation.config import EvaluationConfig, TaskConfig
-from rl_algos.evaluation.summary import Scoring
+from rl_algos.evaluation.summary import Scoring, powers_of_two
 from rl_algos.evaluation.tasks import task_named
 from rl_algos.rollouts.config import RolloutConfig
 from rl_algos.rollouts.data import attempts as attempts_on_data
@@ -194,7 +194,7 @@ class RolloutEvaluation:
 
     def _scoring(self, num_samples: int) -> Scoring:
         settings = self._settings
-        several = (*_powers_of_two(num_samples), num_samples) if num_samples > 1 else ()
+        several = (*powers_of_two(num_samples), num_samples) if num_samples > 1 else ()
         k = tuple(sorted(set(settings.k or several)))
         return Scoring(k, settings.pass_threshold, settings.confidence, self._seed)
 
@@ -204,10 +204,3 @@ def _refused(prompts: Sequence[Prompt], limit: int, sampling: SamplingParams) ->
     for prompt in prompts:
         if len(prompt.token_ids) > limit:
             yield prompt, f"context overflow: the prompt has {len(prompt.token_ids)} tokens, and {room}"
-
-
-def _powers_of_two(most: int) -> Iterator[int]:
-    k = 1
-    while k <= most:
-        yield k
-        k *= 2

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+import numpy as np
+
+from rl_algos.evaluation.estimates import pass_at_k
 from rl_algos.evaluation.scores import PromptScore
-from rl_algos.evaluation.summary import mean_length, means, means_by_dataset
+from rl_algos.evaluation.summary import mean_length, means, means_by_dataset, powers_of_two
 from rl_algos.rollouts.config import RolloutConfig
+from rl_core.errors import ConfigError
 from rl_core.generation import Evaluation, RolloutSource, SamplingParams
-from rl_core.rollout import Prompt
+from rl_core.rollout import Prompt, RolloutGroup
 from rl_core.run import Run
+
+ACCURACY = "accuracy"
+"""Number in an environment's `info` that says whether a response is right, whatever the reward weighs."""
+
+PASSES = 1.0
+"""Least reward of a sample that counts for `val/pass@k`."""
 
 
 class RolloutValidation(Protocol):
@@ -44,12 +54,72 @@ class Validation:
         metrics = validation_metrics(evaluation)
         run.record(step, metrics)
         name, goal = self._config.stop_at_validation_metric, self._config.stop_at_validation_threshold
-        if name is not None and goal is not None and metrics[f"val/{name}"] >= goal:
-            run.stop(f"val/{name} reached {metrics[f'val/{name}']:.4g}, the goal was {goal:.4g}")
+        if name is not None and goal is not None and (reached := goal_value(metrics, name, self._config)) >= goal:
+            run.stop(f"val/{name} reached {reached:.4g}, the goal was {goal:.4g}")
+
+
+def goal_value(metrics: Mapping[str, float], name: str, config: RolloutConfig) -> float:
+    """The metric that ends the run at a goal.
+
+    Raises:
+        ConfigError: if the validation has not recorded it.
+    """
+    if f"val/{name}" not in metrics:
+        raise ConfigError(
+            f"{config.section}.stop_at_validation_metric: validation has not recorded val/{name}; it records "
+            f"{', '.join(metrics)}"
+        )
+    return metrics[f"val/{name}"]
 
 
 def validation_metrics(evaluation: Evaluation) -> dict[str, float]:
-    """`val/accuracy` (mean reward) over all prompts, and by dataset if there are several."""
+    """What a validation records.
+
+    - `val/reward`, the mean over all samples, and `val/reward/<part>` of each reward by name; 0 for a failed sample.
+    - `val/accuracy` over the samples of environments that report one, and by dataset if there are several; likewise
+      `val/<dataset>/reward`.
+    - With several samples of a prompt `val/reward_std`, their deviation within a prompt, and `val/pass@k`.
+    """
     scores = [PromptScore.of_group(group) for group in evaluation.groups]
-    by_dataset = {f"val/{name}/accuracy": mean for name, mean in means_by_dataset(scores).items()}
-    return {"val/accuracy": float(means(scores).mean()), "val/mean_length": mean_length(scores), **by_dataset}
+    found = {
+        "val/reward": float(means(scores).mean()),
+        **_parts(evaluation.groups),
+        "val/mean_length": mean_length(scores),
+    }
+    found |= {f"val/{name}/reward": mean for name, mean in means_by_dataset(scores).items()}
+    found |= _accuracies(evaluation.groups)
+    num_samples = min(len(score.samples) for score in scores)
+    if num_samples > 1:
+        rewards = [np.std([sample.reward for sample in score.samples]) for score in scores]
+        found["val/reward_std"] = float(np.mean(rewards))
+        passed = [(len(score.samples), score.num_passed(PASSES)) for score in scores]
+        for k in powers_of_two(num_samples):
+            found[f"val/pass@{k}"] = float(np.mean([pass_at_k(n, number, k) for n, number in passed]))
+    return found
+
+
+def _parts(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    by_sample = [rewards for group in groups for rewards in group.rollouts.rewards]
+    names = sorted(set().union(*by_sample) - {"reward"})
+    return {f"val/reward/{name}": float(np.mean([each.get(name, 0.0) for each in by_sample])) for name in names}
+
+
+def _accuracies(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    reporting = {group.prompt.environment for group in groups if any(ACCURACY in info for info in group.rollouts.info)}
+    by_dataset: dict[str, list[float]] = {}
+    for group in groups:
+        if group.prompt.environment in reporting:
+            found = by_dataset.setdefault(group.prompt.dataset, [])
+            found += [float(info.get(ACCURACY, 0.0)) for info in group.rollouts.info]
+    if not by_dataset:
+        return {}
+    whole = float(np.mean([value for found in by_dataset.values() for value in found]))
+    several = len({group.prompt.dataset for group in groups}) > 1
+    return {
+        "val/accuracy": whole,
+        **(
+            {f"val/{name}/accuracy": float(np.mean(found)) for name, found in sorted(by_dataset.items())}
+            if several
+            else {}
+        ),
+    }

@@ -12,13 +12,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-_OF_ONE_PROCESS = frozenset(
-    {"_", "COLUMNS", "LINES", "OLDPWD", "PWD", "SHLVL", "PYTEST_CURRENT_TEST", "PYTHONBREAKPOINT"}
-)
-"""Variables that differ between processes and that no library reads when it is imported. All others count."""
+_OF_ONE_PROCESS = frozenset({"_", "COLUMNS", "LINES", "OLDPWD", "PWD", "PYTHONBREAKPOINT", "SHLVL"})
+"""Variables that differ between processes and that no library reads when it is imported. All others count, but those
+of `_OF_ONE_PROGRAM`."""
 
-_OF_RAY = "RAY_"
-"""Prefix of variables that Ray reads when it is imported, which a server never does."""
+_OF_ONE_PROGRAM = ("PYTEST_", "RAY_")
+"""Prefixes of variables that one program alone reads, which a server never imports."""
 
 _LONGEST_PATH = 107
 """Of a Unix socket."""
@@ -60,7 +59,7 @@ def connected(address: Path) -> socket.socket | None:
 
 
 def _counts(variable: str) -> bool:
-    return variable not in _OF_ONE_PROCESS and not variable.startswith(_OF_RAY)
+    return variable not in _OF_ONE_PROCESS and not variable.startswith(_OF_ONE_PROGRAM)
 
 
 def _is_private(folder: Path) -> bool:

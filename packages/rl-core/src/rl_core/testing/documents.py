@@ -262,7 +262,8 @@ class Workbook:
         changed: dict[str, str | None] = {**os.environ, **self.variables}
         variables = {name: value for name, value in changed.items() if value is not None}
         # the interpreter's own folder first: `rl` and `python` are those of the tests
-        variables["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{variables.get('PATH', '')}"
+        own, path = str(Path(sys.executable).parent), variables.get("PATH", "")
+        variables["PATH"] = path if path.split(os.pathsep)[0] == own else f"{own}{os.pathsep}{path}"
         if any(self.folder.glob("*.dist-info")):
             # a project that the reader has installed
             variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(self.folder), variables.get("PYTHONPATH")]))

@@ -23,7 +23,14 @@ SECONDS_PER_LINE = 1.0
 _BARS = "▁▂▃▄▅▆▇█"
 _OF_SPINNER = 3
 _REPLICAS = "generation/replicas"
-_SHOWN = (("reward/mean", "reward"), ("train/loss", "loss"), ("val/accuracy", "accuracy"), ("val/loss", "val loss"))
+_ACCURACY, _REWARD = "val/accuracy", "val/reward"
+_SHOWN = (
+    ("reward/mean", "reward"),
+    ("train/loss", "loss"),
+    (_ACCURACY, "accuracy"),
+    (_REWARD, "val reward"),
+    ("val/loss", "val loss"),
+)
 
 
 class Progress:
@@ -75,6 +82,9 @@ class Progress:
         self._replica_counts |= {metrics[key] for key in [_REPLICAS] if key in metrics}
         # the number of replicas is told once it has changed
         told = (*_SHOWN, (_REPLICAS, "replicas")) if len(self._replica_counts) > 1 else _SHOWN
+        if _ACCURACY in metrics:
+            # an environment that reports it says with its reward what it says with that
+            told = tuple(each for each in told if each[0] != _REWARD)
         self._shown |= {label: metrics[key] for key, label in told if key in metrics}
         trend = next((metrics[key] for key, _ in _SHOWN if key in metrics), None)
         if trend is not None:

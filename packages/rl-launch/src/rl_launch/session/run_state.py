@@ -15,7 +15,7 @@ FILE_NAME = "state.json"
 
 Status = Literal["running", "finished", "interrupted", "failed"]
 
-HEADLINES = {"val/accuracy": True, "val/loss": False, "reward/mean": True, "train/loss": False}
+HEADLINES = {"val/accuracy": True, "val/reward": True, "val/loss": False, "reward/mean": True, "train/loss": False}
 """Metrics that say how good a run is, in order of preference, and whether higher is better."""
 
 

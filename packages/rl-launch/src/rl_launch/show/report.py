@@ -23,6 +23,7 @@ MOST_FAILURES = 5
 _HIGHER_IS_BETTER = (
     "reward/",
     "val/accuracy",
+    "val/reward",
     "environment/accuracy",
     "generation/tokens_per_second",
     "train/tokens_per_second",
@@ -156,7 +157,7 @@ def higher_is_better(name: str) -> bool | None:
     """Whether a higher value of a metric is better; None if neither is."""
     if name in _NEITHER:
         return None
-    if name.startswith(_HIGHER_IS_BETTER) or (name.startswith("val/") and name.endswith("/accuracy")):
+    if name.startswith(_HIGHER_IS_BETTER) or (name.startswith("val/") and name.endswith(("/accuracy", "/reward"))):
         return True
     is_loss = name.startswith("val/") and name.endswith("/loss")
     return False if is_loss or name.startswith(_LOWER_IS_BETTER) else None

@@ -16,6 +16,7 @@ from rl_launch.show.report import Report, Rollouts, Sample, Summary
 PLOTTED = (
     "reward/mean",
     "val/accuracy",
+    "val/reward",
     "val/loss",
     "train/loss",
     "policy/nll",
