@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_core.rollout import Prompt, Rollout, RolloutGroup, RolloutReport, RolloutReports, WeightSpan
-from rl_core.rollout_record import rollout_record
+from rl_core.rollout_record import MOST_CHARACTERS, rollout_record
 
 PROMPT = Prompt(
     "p1", ({"role": "user", "content": "2+2="},), np.array([5, 6, 7], dtype=np.int64), "math", {"answer": "4"}
@@ -165,3 +165,15 @@ def test_without_segments_records_are_the_rows() -> None:
 def test_segments_that_do_not_cover_the_rollout_are_refused() -> None:
     with pytest.raises(ValueError, match="segments of 4 tokens, but 5"):
         rollout(segments=(2, 2))
+
+
+def test_a_record_holds_what_the_reward_was_given() -> None:
+    tests = [f"assert f({number}) == {number}" for number in range(1000)]
+    info = {"answer": "12", "seed": np.int64(3), "tests": tests, "long": "x" * (MOST_CHARACTERS + 1)}
+    prompt = replace(PROMPT, info=info)
+    (record,) = [json.loads(rollout_record(prompt, 0, Rollout.failed(prompt, "it hung")).tobytes())]
+    assert record["row"]["answer"] == "12"
+    assert record["row"]["seed"] == 3
+    assert record["row"]["long"] == "x" * MOST_CHARACTERS + f"... ({MOST_CHARACTERS + 1:,} characters)"
+    assert record["row"]["tests"].startswith('["assert f(0) == 0", ')
+    assert len(record["row"]["tests"]) < MOST_CHARACTERS + 40

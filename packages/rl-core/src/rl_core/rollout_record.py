@@ -15,11 +15,16 @@ if TYPE_CHECKING:
     from rl_core.rollout import Prompt, Rollout
 
 
+MOST_CHARACTERS = 4000
+"""Of a value of the row in a record: hidden tests of a program may be megabytes, in every one of its rollouts."""
+
+
 def rollout_record(prompt: Prompt, index: int, rollout: Rollout) -> np.ndarray:
     """uint8 `[bytes]`, UTF-8 of a JSON object on one line; `index` is the rollout's place in its group.
 
     `weight_spans` count tokens from the start of the rollout; with several segments, whose numbers of tokens are then
-    in `segments`, these lie end to end.
+    in `segments`, these lie end to end. `row` is what the environment was given beside the conversation, such as the
+    right answer; values longer than `MOST_CHARACTERS` are cut.
     """
     described = {
         "prompt_id": prompt.id,
@@ -27,6 +32,7 @@ def rollout_record(prompt: Prompt, index: int, rollout: Rollout) -> np.ndarray:
         "environment": prompt.environment,
         "index": index,
         "prompt": prompt.messages,
+        "row": {name: _shown(value) for name, value in prompt.info.items()},
         "turns": [
             {"text": turn.text, "observation": turn.observation, "rewards": dict(turn.rewards)}
             for turn in rollout.turns
@@ -79,6 +85,14 @@ def _weight_spans(versions: np.ndarray) -> list[dict[str, int]]:
     return [
         {"start": start, "end": end, "version": int(versions[start])} for start, end in runs if versions[start] >= 0
     ]
+
+
+def _shown(value: Any) -> Any:
+    """A value of a row, or the beginning of its text if it is long."""
+    text = value if isinstance(value, str) else json.dumps(value, default=_foreign, ensure_ascii=False)
+    if len(text) <= MOST_CHARACTERS:
+        return value
+    return f"{text[:MOST_CHARACTERS]}... ({len(text):,} characters)"
 
 
 def _foreign(value: Any) -> Any:
