@@ -9,6 +9,7 @@ from typing import NamedTuple
 from rl_algos.rollouts.collect import collect_groups, greedy_groups
 from rl_algos.rollouts.config import RolloutConfig
 from rl_algos.rollouts.mixture import Mixture
+from rl_algos.rollouts.reward_watch import RewardWatch
 from rl_algos.rollouts.task_evaluation import TaskEvaluation
 from rl_algos.rollouts.validation import RolloutValidation
 from rl_core.generation import RolloutSource, SamplingParams, Weights
@@ -80,6 +81,7 @@ class RolloutSteps:
         if self.mixture is not None and self.mixture.has_curriculum:
             held["curriculum"] = self.mixture
         numbers = run.steps(config.max_num_steps, models=models, state=held)
+        watch = RewardWatch()
         with run.phase("weight_sync"):
             self.rollouts.adopt(self.weights.publish())
         for number in numbers:
@@ -94,6 +96,7 @@ class RolloutSteps:
             if len(groups) < config.num_prompts_per_step:
                 run.stop("the data has ended")
                 return
+            watch.observe([*groups, *aside])
             run.record(number, self.rollouts.metrics())
             if self.mixture is not None:
                 run.record(number, self.mixture.learn([*groups, *aside]))

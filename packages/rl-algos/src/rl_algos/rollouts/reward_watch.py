@@ -1,0 +1,79 @@
+"""A warning about rewards that teach nothing from the first step on."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from rl_core.errors import RLError
+from rl_core.rollout import RECORD, RolloutGroup
+
+PATIENCE = 3
+"""Steps with equal rewards before the warning."""
+
+_MOST_GROUPS, _MOST_RESPONSES, _MOST_CHARACTERS = 8, 3, 60
+
+_log = logging.getLogger(__name__)
+
+
+class RewardWatch:
+    """Warns once if all rollouts of the first steps have earned the same, and shows what they answered."""
+
+    def __init__(self) -> None:
+        self._num_steps, self._num_rollouts = 0, 0
+        self._reward: float | None = None
+        self._is_over = False
+
+    def observe(self, groups: Sequence[RolloutGroup]) -> None:
+        """Look at the rollouts of a step, until one differs or the warning was given."""
+        if self._is_over:
+            return
+        scored = [group for group in groups if any("reward" in each for each in group.rollouts.rewards)]
+        rewards = np.concatenate([group.rewards() for group in scored]) if scored else np.zeros(0)
+        rewards = rewards[np.isfinite(rewards)]
+        if not len(rewards):
+            return
+        self._reward = float(rewards[0]) if self._reward is None else self._reward
+        if np.any(rewards != self._reward):
+            self._is_over = True
+            return
+        self._num_steps += 1
+        self._num_rollouts += len(rewards)
+        if self._num_steps == PATIENCE:
+            self._is_over = True
+            _log.warning("%s", self._text(scored))
+
+    def _text(self, groups: Sequence[RolloutGroup]) -> str:
+        earned = "nothing" if self._reward == 0 else f"the same, {self._reward:.4g}"
+        said = (
+            f"all {self._num_rollouts} rollouts of {PATIENCE} steps have earned {earned}, so the policy learns nothing"
+        )
+        common = ", ".join(f"{text!r} ({count}x)" for text, count in commonest(groups[:_MOST_GROUPS]))
+        shown = f"; most often they end with {common}" if common else ""
+        names = ", ".join(sorted({group.prompt.environment for group in groups}))
+        return (
+            f"{said}{shown}. Does the environment {names} read such responses? `rl env run` scores one by hand, and "
+            "`rl show` has more of them"
+        )
+
+
+def commonest(groups: Iterable[RolloutGroup], number: int = _MOST_RESPONSES) -> list[tuple[str, int]]:
+    """The texts with which most rollouts end, shortened, each with how often; none if their texts are lost."""
+    found: Counter[str] = Counter()
+    try:
+        for group in groups:
+            for record in group.records.ragged(RECORD):
+                turns = json.loads(record.tobytes())["turns"]
+                found.update([_shortened(turns[-1]["text"])] if turns else [])
+    except RLError:
+        return []
+    return found.most_common(number)
+
+
+def _shortened(text: str) -> str:
+    text = text.strip()
+    return text if len(text) <= _MOST_CHARACTERS else f"...{text[-_MOST_CHARACTERS:]}"
