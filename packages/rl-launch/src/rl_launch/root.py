@@ -67,6 +67,8 @@ from rl_launch.session.run_folder import is_run
 
 
 class ClusterConfig(Config):
+    """Nodes, devices, environments of workers, and time limits of the start."""
+
     when_changed: ClassVar[WhenChanged | None] = WhenChanged.RESUME
 
     num_nodes: int = Field(default=1, gt=0)
@@ -102,6 +104,10 @@ class ClusterConfig(Config):
     `TORCHDYNAMO_`, `TRITON_`, `NVTE_`, `VLLM_`, `OMP_`, `GOMP_`, `MKL_`, `KMP_`, `CUDA_` or `MALLOC_`, except paths of
     CUDA, numbers of threads and secrets (`HF_TOKEN`), which must be named here: `HF_TOKEN: ${oc.env:HF_TOKEN}`.
     Values that are set here win."""
+
+
+class EnvironmentsConfig(Config):
+    """Settings of environments, which score completions, by name."""
 
 
 class RootConfig(Config):
@@ -228,7 +234,7 @@ def _section(key: str, kind: Any, raw: RawConfig) -> type[Config]:
 
 
 def _environments_type(written: Any) -> type[Config]:
-    return assemble("Environments", environment_types(written, installed(ENVIRONMENTS)))
+    return assemble("Environments", environment_types(written, installed(ENVIRONMENTS)), base=EnvironmentsConfig)
 
 
 def _algorithm(raw: RawConfig) -> AlgorithmPlugin:

@@ -96,10 +96,47 @@ def test_explain_says_which_algorithms_have_a_key():
     assert "only with algorithm: sft" in rl("config", "explain", "sft.max_num_steps")
 
 
-def test_explain_without_recipe_and_key_lists_the_sections_of_all_algorithms():
+def test_explain_without_recipe_and_key_lists_the_sections_of_all_algorithms_once():
     answer = rl("config", "explain")
-    assert "sft" in answer
-    assert "loss_fn" in answer
+    sections = [line.strip() for line in answer.splitlines() if line.startswith("  ") and line[2] != " "]
+    assert {"dpo", "distillation", "grpo", "ppo", "rm", "sft", "eval", "value", "teacher"} <= set(sections)
+    assert sections.count("policy") == 1
+    assert "  sft\n      Supervised fine-tuning" in answer
+    assert "      only with algorithm: sft\n" in answer
+    policy = rl("config", "explain", "policy")
+    assert policy.count("policy.precision = ") == 1
+    assert "policy.generation\n" in policy
+
+
+def test_explain_shows_the_default_of_an_optimizer_argument():
+    answer = rl("config", "explain", "policy.optimizer.kwargs.lr")
+    assert answer.startswith("policy.optimizer.kwargs.lr: 1e-06  (default)\n")
+    assert "default: 1e-06" in answer
+    assert "in the default of policy.optimizer.kwargs, which is replaced as a whole" in answer
+    changed = rl("config", "explain", "sft-arithmetic", "policy.optimizer.kwargs.lr")
+    assert "sft-arithmetic.yaml:" in changed
+
+
+def test_explain_finds_keys_by_their_last_name():
+    answer = rl("config", "explain", "temperature")
+    for key in ("policy.generation.temperature", "eval.temperature", "loss_fn.temperature"):
+        assert f"  {key} = " in answer
+    assert "Divides the logits when sampling, and in every training pass." in answer
+    assert "policy.generation.val_temperature" in answer
+    assert "  policy.optimizer.kwargs.lr = 1e-06" in rl("config", "explain", "lr")
+
+
+def test_explain_finds_keys_by_words_of_their_descriptions():
+    answer = rl("config", "explain", "learning_rate")
+    assert "  policy.optimizer.kwargs = " in answer
+    assert "  policy.scheduler = " in answer
+    assert rl("config", "explain", "--search", "learning", "rate").splitlines()[1:] == answer.splitlines()[1:]
+
+
+def test_explain_shows_values_of_a_recipe_in_what_it_finds():
+    answer = rl("config", "explain", "grpo-arithmetic", "max_new_tokens", "policy.generation.max_new_tokens=9")
+    assert "policy.generation.max_new_tokens = 9  (command line)" in answer
+    assert "sft." not in rl("config", "explain", "-s", "grpo-arithmetic", "epochs")
 
 
 def test_explain_finds_a_key_though_a_file_of_its_name_is_there(tmp_path, monkeypatch):
@@ -143,6 +180,9 @@ def test_explain_knows_the_settings_of_tasks():
         (["grpo.num_prompt_per_step"], "did you mean grpo.num_prompts_per_step?"),
         (["grpo.seed", "grpo.seed=7"], "write rl config explain RECIPE grpo.seed grpo.seed=7"),
         (["a", "b", "c"], "write rl config explain RECIPE KEY"),
+        (["a", "b", "c"], "rl config explain --search a b c"),
+        (["nonesuchatall"], "nonesuchatall: no such key"),
+        (["--search", "nonesuch", "temperature"], "no key has 'nonesuch temperature' in its name or description"),
     ],
 )
 def test_explain_refuses_what_it_cannot_explain(words, message):

@@ -118,6 +118,8 @@ class DatasetDefaults(Config):
 
 
 class DataConfig(Config):
+    """Training and validation data: sources, columns, mixing, lengths."""
+
     train: DatasetConfig | list[DatasetConfig]
     """The dataset to train on, or several that are mixed."""
     validation: DatasetConfig | list[DatasetConfig] | None = None

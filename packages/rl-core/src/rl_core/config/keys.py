@@ -20,8 +20,9 @@ from rl_core.config.tree import KeyPath, format_path, natural
 
 _LISTS = (list, tuple, set, frozenset, Sequence, Iterable, AbstractSet)
 _MAPPINGS = (dict, Mapping)
-# a section that holds itself is listed as deep as anyone uses it
-_DEEPEST = 12
+DEEPEST = 12
+"""Maximum number of names of a listed key: a section may hold itself."""
+
 _BOUNDS = {
     Gt: ("gt", "> {}"),
     Ge: ("ge", ">= {}"),
@@ -154,7 +155,7 @@ def described(section: type[Config]) -> str:
 
 def _below(key: Key, value: Any) -> Iterator[Key]:
     for child in key.children(value):
-        if isinstance(child.path[-1], int) or len(child.path) <= _DEEPEST:
+        if isinstance(child.path[-1], int) or len(child.path) <= DEEPEST:
             yield child
             yield from _below(child, value_at(value, child.path[-1:]))
 

@@ -34,35 +34,47 @@ def explain(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[RECIPE|FILE.yaml] [KEY] [KEY=VALUE]...",
-            help="A dotted key (default: the root). After a recipe's name, a YAML file or a run directory, the value "
-            "there is shown too.",
+            metavar="[RECIPE|FILE.yaml] [KEY|NAME] [KEY=VALUE]...",
+            help="A dotted key, or a name to search for, such as temperature (default: the sections). After a recipe's "
+            "name, a YAML file or a run directory, values there are shown too.",
         ),
     ] = None,
+    searches: Annotated[
+        bool,
+        typer.Option("--search", "-s", help="Search for keys that have all these words in name or description."),
+    ] = False,
 ) -> None:
-    """Explain a key: its meaning, allowed values and default; for a recipe, also its value and where that was set."""
+    """Explain a key: its meaning, allowed values and default; for a recipe, also its value and where that was set.
+
+    A name that is not a key is searched for among the names and descriptions of all keys.
+    """
     with reported():
         from rl_core.errors import ConfigError
         from rl_launch.commands.explain import explain_anywhere, explain_in, names_config
+        from rl_launch.commands.key_search import search
 
-        words = words or []
-        overrides = [word for word in words if "=" in word]
-        source, key = "", ""
-        match [word for word in words if "=" not in word]:
-            case []:
-                pass
-            case [word] if names_config(word):
-                source = word
-            case [word]:
-                key = word
-            case [source, key]:
-                pass
-            case more:
-                raise ConfigError(f"got {len(more)} arguments without `=`; write rl config explain RECIPE KEY")
+        overrides = [word for word in words or () if "=" in word]
+        names = [word for word in words or () if "=" not in word]
+        source = names.pop(0) if names and (names_config(names[0]) or (len(names) == 2 and not searches)) else ""
+        if len(names) > 1 and not searches:
+            raise ConfigError(
+                f"got {len(names)} keys; write rl config explain RECIPE KEY, or to search for words: "
+                f"rl config explain --search {' '.join(names)}"
+            )
+        key = " ".join(names)
         if overrides and not source:
             raise ConfigError(f"{overrides[0]} needs a recipe; write rl config explain RECIPE {key} {overrides[0]}")
-        found, problems = explain_in(source, key, overrides) if source else (explain_anywhere(key), "")
-        sys.stdout.write("\n".join(map(explanation_text.explained, found)))
+        problems = ""
+        try:
+            if searches:
+                raise ConfigError(f"no key has {key!r} in its name or description")
+            found, problems = explain_in(source, key, overrides) if source else (explain_anywhere(key), "")
+            sys.stdout.write("\n".join(map(explanation_text.explained, found)))
+        except ConfigError:
+            result = search(key, source, overrides) if key and "." not in key else None
+            if result is None or not result.best:
+                raise
+            sys.stdout.write(explanation_text.found_keys(key, result))
         if problems:
             sys.stderr.write(f"note: rl train would refuse this config: {problems}\n")
 
