@@ -35,6 +35,38 @@ def test_recipes_are_listed_with_algorithm_and_summary():
     assert "Sums of two numbers by GRPO" in answer
 
 
+def test_a_recipe_is_printed_by_its_name():
+    answer = rl("recipes", "grpo-math-1b")
+    assert answer.startswith("# Grade-school mathematics by GRPO")
+    assert "algorithm: grpo\n" in answer
+
+
+def test_recipes_are_filtered_by_words():
+    names = [line.partition("  (")[0] for line in rl("recipes", "MEGATRON", "sft").splitlines() if line[0] != " "]
+    assert names == ["sft-megatron"]
+    assert "no recipe mentions 'grpo-maths-1b'; did you mean grpo-math-1b" in refusal("recipes", "grpo-maths-1b")
+
+
+def test_init_copies_a_recipe_that_reads_as_the_original(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert rl("init", "grpo-math-8b").startswith(
+        "Wrote grpo-math-8b.yaml. Change it, then train: rl train grpo-math-8b.yaml"
+    )
+    assert rl("config", "diff", "grpo-math-8b", "grpo-math-8b.yaml") == ""
+    assert "grpo-math-8b.yaml exists already; name another file" in refusal("init", "grpo-math-8b")
+    rl("init", "sft-tiny", "--output", "mine.yaml")
+    assert (tmp_path / "mine.yaml").read_text() == rl("recipes", "sft-tiny")
+
+
+def test_init_refuses_what_it_cannot_write(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "did you mean grpo-math-1b" in refusal("init", "grpo-math-1")
+    assert "a recipe's file ends in .yaml" in refusal("init", "sft-tiny", "-o", "mine")
+    assert "cannot be written: No such file or directory" in refusal("init", "sft-tiny", "-o", "no/mine.yaml")
+    assert "go in a circle" in refusal("init", "grpo-math-8b", "-o", "grpo-math-1b.yaml")
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_bare_command_names_the_recipes():
     answer = CliRunner().invoke(app, []).output
     assert all(name in answer for name in recipe_names())

@@ -1,26 +1,63 @@
-"""`rl recipes`, `rl env list` and `rl data list`: the names that a config can use."""
+"""`rl recipes`, `rl init`, `rl env list` and `rl data list`: the names that a config can use."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from rl_launch.cli import explanation_text
+from rl_launch.cli.completion import complete_recipe
 from rl_launch.cli.failure import reported
+from rl_launch.recipes import recipe_names
 
 environments = typer.Typer(no_args_is_help=True)
 data = typer.Typer(no_args_is_help=True)
 
 
-def recipes() -> None:
-    """List the built-in recipes."""
+def recipes(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[NAME|WORD]...",
+            help="A recipe to print, or words to list those that mention them all.",
+            autocompletion=complete_recipe,
+        ),
+    ] = None,
+) -> None:
+    """List the built-in recipes, or print one."""
     with reported():
-        from rl_launch.commands.catalog import recipes as found
+        from rl_launch.commands.recipe_files import recipe_text, recipes_with
 
-        sys.stdout.write(explanation_text.recipes(found()))
+        match words or []:
+            case [name] if name in recipe_names():
+                sys.stdout.write(recipe_text(name))
+            case given:
+                sys.stdout.write(explanation_text.recipes(recipes_with(given)))
+
+
+def init(
+    recipe: Annotated[
+        str, typer.Argument(metavar="RECIPE", help="The recipe to copy.", autocompletion=complete_recipe)
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE.yaml", help="The file to write (default: RECIPE.yaml here)."),
+    ] = None,
+) -> None:
+    """Write a recipe into a new file to change and train."""
+    with reported():
+        from rl_launch.commands.recipe_files import write_recipe
+
+        path = (output or Path(f"{recipe}.yaml")).expanduser()
+        write_recipe(recipe, path)
+        sys.stdout.write(
+            f"Wrote {path}. Change it, then train: rl train {path}\n"
+            f"Every key: rl config show {path}; what one means: rl config explain {path} KEY\n"
+        )
 
 
 @environments.command("list")

@@ -20,13 +20,20 @@ Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...",
 
 
 @app.command()
-def show(recipe: Source, overrides: Overrides = None) -> None:
+def show(
+    recipe: Source,
+    overrides: Overrides = None,
+    changed: Annotated[
+        bool, typer.Option("--changed", help="Print only the keys whose values differ from their defaults.")
+    ] = False,
+) -> None:
     """Print the whole config of a run, defaults included, as YAML."""
     with reported():
-        from rl_core.config import to_yaml
+        from rl_core.config import changed_to_yaml, to_yaml
         from rl_launch.root import read_config
 
-        sys.stdout.write(to_yaml(read_config(recipe, overrides or ()).config))
+        config = read_config(recipe, overrides or ()).config
+        sys.stdout.write(changed_to_yaml(config) if changed else to_yaml(config))
 
 
 @app.command()
