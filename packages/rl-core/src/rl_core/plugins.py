@@ -268,6 +268,8 @@ class AlgorithmPlugin:
             in its `Components`, and the environments of the plan are started beside those of `rollouts`.
         validation_metrics: from the resolved config to the names of the `val/` metrics that its run records, or to
             None if they are not known before the run, as None for all configs says.
+        without_validation: dotted keys that ask for a validation or need one, with the values that do not; a config
+            that inherits them and takes out `data.validation` gets these.
         models: from the resolved config to the models that the run needs, by role. The role `policy` is the model whose
             weights are published and exported; others are exported if their need says so.
         model_sections: config sections that hold a model, as dotted keys from the root: `policy`, `value`,
@@ -293,6 +295,7 @@ class AlgorithmPlugin:
     evaluate: str = ""
     evaluates_in_training: Callable[[Any], bool] | None = None
     validation_metrics: Callable[[Any], Iterable[str] | None] | None = None
+    without_validation: Mapping[str, Any] = field(default_factory=dict)
     checks: tuple[Callable[[Any], Iterable[Problem]], ...] = ()
 
     def model_keys(self, names_in: SectionNames) -> tuple[str, ...]:

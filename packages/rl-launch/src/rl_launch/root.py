@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -64,6 +65,7 @@ from rl_launch.placement.topology import (
 from rl_launch.recipes import RECIPES
 from rl_launch.session.config import CheckpointingConfig, LoggerConfig
 from rl_launch.session.run_folder import is_run
+from rl_launch.validation_off import takes_out_validation, without_validation
 
 
 class ClusterConfig(Config):
@@ -163,12 +165,19 @@ def read_model_config(source: Path | Mapping[str, Any], overrides: Sequence[str]
 
 
 def read_raw(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> RawConfig:
-    """The values that the user wrote, before a schema has read them."""
-    if isinstance(source, Mapping):
-        return load(source, overrides, search=[RECIPES])
-    folder = Path(source).expanduser()
-    written = folder / "config.yaml"
-    return load(written if folder.is_dir() and written.is_file() else source, overrides, search=[RECIPES])
+    """The values that the user wrote, before a schema has read them; without keys of a validation that a later layer
+    turns off by `data.validation: null`.
+    """
+    found: str | Path | Mapping[str, Any] = source
+    if not isinstance(source, Mapping):
+        folder = Path(source).expanduser()
+        written = folder / "config.yaml"
+        found = written if folder.is_dir() and written.is_file() else source
+    raw = load(found, overrides, search=[RECIPES])
+    if takes_out_validation(raw):
+        with suppress(ConfigError):  # reported when the config is read
+            return without_validation(raw, _algorithm(raw))
+    return raw
 
 
 def check_environments(raw: RawConfig) -> None:
