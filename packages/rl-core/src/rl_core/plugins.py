@@ -250,6 +250,9 @@ class AlgorithmPlugin:
             chooses what does not exist.
         load: `"package.module:function"`, called on the driver as `load(config)` before anything else: reads the data
             and checks what can be checked without a tokenizer, which takes seconds to load.
+        inputs: `"package.module:function"`, called on the driver as `inputs(config)` before `load`, and by `rl doctor`:
+            problems of the files, folders and names that the data comes from, found without reading rows, so that all
+            of them are reported together. Empty to leave them to `load`.
         attempts: `"package.module:function"`, called on the driver as `attempts(config, loaded)` with what `load`
             returned: first rows of the data with responses, as lists of `rl_core.environments.trial.Attempt` by the
             name of their environment, which is tried on them before anything is started. Empty if it has none.
@@ -290,6 +293,7 @@ class AlgorithmPlugin:
     model_sections: tuple[str, ...] | Callable[[SectionNames], tuple[str, ...]] = ("policy",)
     requirements: tuple[Requirement, ...] = ()
     further: Callable[[Any], tuple[Requirement, ...]] = nothing_further
+    inputs: str = ""
     attempts: str = ""
     rollouts: str = ""
     evaluate: str = ""

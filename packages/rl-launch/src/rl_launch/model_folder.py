@@ -116,14 +116,22 @@ def check_models(names: Mapping[str, str]) -> None:
     Raises:
         ConfigError: listing every one.
     """
-    problems: list[str] = []
-    for key, name in names.items():
-        found = [problem.message for problem in folder_problems(key, name, ())]
-        if not found and not Path(name).expanduser().is_dir() and (problem := hub.problem("model", name)):
-            found = [f"{name!r} is {problem}"]
-        problems.extend(f"{key}: {each}" for each in found)
+    problems = [f"{problem.key}: {problem.message}" for problem in absent_models(names)]
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def absent_models(names: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield a problem for each model that is neither on this machine nor available from the hub.
+
+    Args:
+        names: Folders or hub names by the key that names them.
+    """
+    for key, name in names.items():
+        found = list(folder_problems(key, name, ()))
+        if not found and not Path(name).expanduser().is_dir() and (problem := hub.problem("model", name)):
+            found = [Problem(key, f"{name!r} is {problem}")]
+        yield from found
 
 
 def _exported(run_dir: Path) -> str:

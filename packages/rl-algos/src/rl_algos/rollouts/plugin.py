@@ -52,6 +52,7 @@ def rollout_algorithm(
         load="rl_algos.rollouts.data:load",
         attempts="rl_algos.rollouts.data:attempts",
         prepare="rl_algos.rollouts.data:prepare",
+        inputs="rl_algos.rollouts.inputs:input_problems",
         run=run,
         generates=True,
         models=models,

@@ -43,6 +43,7 @@ def supervised_algorithm(
         sections={**sections, "data": DataConfig},
         load=load,
         prepare=prepare,
+        inputs="rl_algos.data.inputs:input_problems",
         run=run,
         generates=False,
         models=models,

@@ -22,11 +22,12 @@ from rl_core.generation import RolloutPool
 from rl_core.plugins import algorithm_named, resolve
 from rl_launch.backends import backends_of
 from rl_launch.cluster.device import check_devices, resolve_device
-from rl_launch.commands.train import model_names, with_local_models
+from rl_launch.commands.train import with_local_models
 from rl_launch.evaluation.folder import Done, EvaluationFolder
 from rl_launch.evaluation.identity import identity_of, prompt_digest
 from rl_launch.evaluation.progress import EvaluationProgress
 from rl_launch.evaluation.result import EvaluationResult, ScoredPrompt
+from rl_launch.inputs import model_names
 from rl_launch.model_facts import check_tokenizer
 from rl_launch.model_folder import check_models
 from rl_launch.root import check_placement
