@@ -12,7 +12,9 @@ from rl_algos import hub
 from rl_core.config import Problem, did_you_mean
 from rl_core.errors import ConfigError
 from rl_core.model_config import language_fields
+from rl_launch.absent_run import absent_run, run_of_path
 from rl_launch.foreign_folders import foreign_kind
+from rl_launch.session.run_folder import is_run
 from rl_launch.weight_files import INDEX, SINGLE, Header, weight_file_problems
 
 Needed = tuple[tuple[str, ...], str]
@@ -46,7 +48,11 @@ def folder_problems(key: str, name: str, needed: Sequence[Needed]) -> Iterator[P
     """
     folder = Path(name).expanduser()
     if not folder.is_dir():
-        if name.startswith(("/", ".", "~")) or not _HUB_NAME.fullmatch(name):
+        if problem := absent_run(name):
+            yield Problem(key, problem)
+        elif is_run(run := run_of_path(name)):
+            yield Problem(key, f"folder {name!r} does not exist; {_exported(run)}")
+        elif name.startswith(("/", ".", "~")) or not _HUB_NAME.fullmatch(name):
             yield Problem(key, f"folder {name!r} does not exist; give one with Hugging Face files, or a hub name")
         return
     held = sorted(entry.name for entry in folder.iterdir())

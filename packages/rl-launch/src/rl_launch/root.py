@@ -40,6 +40,7 @@ from rl_core.plugins import (
     names,
 )
 from rl_core.user_code import is_in_file
+from rl_launch.absent_run import absent_run
 from rl_launch.adapter_folder import initial_adapter_problems
 from rl_launch.backends import (
     POLICY,
@@ -170,6 +171,8 @@ def read_raw(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = 
     """
     found: str | Path | Mapping[str, Any] = source
     if not isinstance(source, Mapping):
+        if problem := absent_run(str(source)):
+            raise ConfigError(problem)
         folder = Path(source).expanduser()
         written = folder / "config.yaml"
         found = written if folder.is_dir() and written.is_file() else source
