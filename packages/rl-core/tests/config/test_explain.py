@@ -96,6 +96,21 @@ def test_a_wrong_interpolation_does_not_keep_others_from_being_explained(folder:
     assert explain(root, "grpo.max_num_steps", values).value is None
 
 
+@pytest.mark.parametrize(
+    ("key", "choices"),
+    [
+        ("policy.precision", ("float32", "bfloat16")),
+        ("grpo.use_leave_one_out_baseline", ("true", "false")),
+        ("loss_fn.kind", ("tis", "icepop", "seq-mask-tis", "null")),
+        ("policy.attention", ("sdpa", "flash")),
+        ("grpo.max_num_steps", ()),
+        ("env.any.timeout", ("never",)),
+    ],
+)
+def test_values_that_a_type_lists_are_choices(root: type[Config], key: str, choices: tuple[str, ...]) -> None:
+    assert explain(root, key).choices == choices
+
+
 class Optimizer(Config):
     kwargs: dict[str, Any] = {"lr": 1e-6, "betas": [0.9, 0.999]}
     """Arguments of the optimizer."""

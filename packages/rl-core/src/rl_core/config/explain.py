@@ -24,6 +24,7 @@ class Explanation:
         doc: its documentation: that of its field or of the type of its section, or else that of the mapping with free
             keys around it; empty if none was written.
         type: the values that may be written, in words.
+        choices: those that the type lists, as they are written; empty if it lists none.
         required: whether it must be set.
         default: as plain values; None if it is required.
         value: as plain values; that of the resolved config if there is one, otherwise the default.
@@ -44,6 +45,7 @@ class Explanation:
     children: tuple[Explanation, ...] = ()
     when_changed: WhenChanged | None = None
     part_of: str = ""
+    choices: tuple[str, ...] = ()
 
 
 def explain(root: type[Config], key: str, config: Resolved[Any] | Values | None = None) -> Explanation:
@@ -117,6 +119,7 @@ def _explained(key: Key, values: Values | None, around: Explanation | None) -> E
         value=value,
         origin=origin,
         part_of=part_of,
+        choices=key.choices,
     )
 
 

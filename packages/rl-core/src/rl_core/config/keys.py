@@ -59,6 +59,21 @@ class Key:
         return _described(self.annotation, self.field.metadata if self.field else ())
 
     @property
+    def choices(self) -> tuple[str, ...]:
+        """The values that its type lists, as they are written; empty if it lists none."""
+        values: list[Any] = []
+        for kind in self.kinds:
+            if get_origin(kind) is Literal:
+                values += get_args(kind)
+            elif isinstance(kind, type) and issubclass(kind, Enum):
+                values += (member.value for member in kind)
+            elif kind is bool:
+                values += (True, False)
+        if values and types.NoneType in self.kinds:
+            values.append(None)
+        return tuple(dict.fromkeys(_word(value) for value in values))
+
+    @property
     def marks(self) -> list[Any]:
         """Its annotations beside the type, such as bounds, with those of the members of a union."""
         of_members = [item for _, constraints in members(self.annotation) for item in constraints]
@@ -240,6 +255,11 @@ def _inner(annotation: Any) -> str:
     return f"({text})" if " or " in text or text.startswith("one of") else text
 
 
+def _word(value: Any) -> str:
+    """A scalar as YAML writes it."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def _choices(values: Iterable[Any]) -> str:
-    shown = ["true" if value is True else "false" if value is False else str(value) for value in values]
+    shown = [_word(value) for value in values]
     return shown[0] if len(shown) == 1 else f"one of: {', '.join(shown)}"

@@ -9,14 +9,23 @@ from typing import Annotated
 import typer
 
 from rl_launch.cli import explanation_text
+from rl_launch.cli.completion import complete_key, complete_override, complete_recipe
 from rl_launch.cli.failure import reported
 
 app = typer.Typer(no_args_is_help=True)
 
 Source = Annotated[
-    str, typer.Argument(metavar="RECIPE|FILE.yaml", help="A recipe's name, a YAML file, or a run directory.")
+    str,
+    typer.Argument(
+        metavar="RECIPE|FILE.yaml",
+        help="A recipe's name, a YAML file, or a run directory.",
+        autocompletion=complete_recipe,
+    ),
 ]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Config keys to set.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Config keys to set.", autocompletion=complete_override),
+]
 
 
 @app.command()
@@ -44,6 +53,7 @@ def explain(
             metavar="[RECIPE|FILE.yaml] [KEY|NAME] [KEY=VALUE]...",
             help="A dotted key, or a name to search for, such as temperature (default: the sections). After a recipe's "
             "name, a YAML file or a run directory, values there are shown too.",
+            autocompletion=complete_key,
         ),
     ] = None,
     searches: Annotated[
@@ -118,7 +128,7 @@ def schema(
 @app.command()
 def diff(
     first: Source,
-    second: Annotated[str, typer.Argument(metavar="RECIPE|FILE.yaml")],
+    second: Annotated[str, typer.Argument(metavar="RECIPE|FILE.yaml", autocompletion=complete_recipe)],
     overrides: Overrides = None,
 ) -> None:
     """Print the keys in which two configs differ; overrides apply to the second."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from rl_launch.commands.explain import Explained
     from rl_launch.commands.key_search import Search
 
-_WIDEST = 100
+_WIDEST, _NARROWEST = 100, 16
 _MOST_FOUND, _MOST_ALSO, _MOST_OTHERS = 20, 6, 12
 """Maximum number of keys that a search shows: with their meaning, of the same meaning, and by name alone."""
 
@@ -96,15 +97,26 @@ def hub_datasets(found: Mapping[str, Sequence[str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def names(found: Mapping[str, str], indent: str = "") -> str:
+    """Names, each with the first sentence about it, a line each."""
+    column = max(map(len, found), default=0)
+    room = _width() - len(indent) - column - 2
+    lines = []
+    for name, about in found.items():
+        # a cell that is too narrow holds the name alone
+        said = textwrap.shorten(_sentence(about), room, placeholder="...") if room >= _NARROWEST else ""
+        lines.append(f"{indent}{name:{column}}  {said}".rstrip())
+    return "\n".join(lines) + "\n"
+
+
+def _sentence(text: str) -> str:
+    paragraph, _, _ = text.partition("\n\n")
+    return re.split(r"(?<=[.;]) ", " ".join(paragraph.split()), maxsplit=1)[0].rstrip(".;")
+
+
 def tasks(found: Iterable[DatasetTask]) -> str:
     """Tasks of a dataset, a line each."""
-    width = _width()
-    listed = list(found)
-    column = max((len(task.name) for task in listed), default=0)
-    lines = [
-        f"{task.name:{column}}  {textwrap.shorten(task.doc, width - column - 2, placeholder='...')}" for task in listed
-    ]
-    return "\n".join(line.rstrip() for line in lines) + "\n"
+    return names({task.name: task.doc for task in found})
 
 
 def task(one: DatasetTask) -> str:
