@@ -96,6 +96,10 @@ def test_an_inherited_recipe_keeps_what_it_does_not_say():
     [
         (["grpo.num_promts_per_step=4"], "did you mean grpo.num_prompts_per_step?"),
         (["policy.generation.vllm_cfg.max_model_lenn=9"], "did you mean policy.generation.vllm_cfg.max_model_len?"),
+        (["grpo.num_samples=4"], "no such key; here it is grpo.num_generations_per_prompt: Rollouts of each prompt"),
+        (["grpo.val_batches=4"], "no such key; here it is grpo.max_val_samples"),
+        (["eval.num_generations_per_prompt=4"], "no such key; here it is eval.num_samples: Samples of each prompt"),
+        (["eval.max_val_samples=4"], "no such key; here it is eval.max_prompts"),
         (["env.math.deadline_s=-1"], r"env.math.deadline_s \(command line\): got -1"),
         (["cluster.device=tpu"], "one of: auto, cuda, cpu"),
         (["algorithm=grop"], "did you mean grpo"),

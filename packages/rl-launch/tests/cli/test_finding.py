@@ -237,6 +237,7 @@ def test_explain_knows_the_settings_of_tasks():
         (["grpo.seed", "grpo.seed=7"], "write rl config explain RECIPE grpo.seed grpo.seed=7"),
         (["a", "b", "c"], "write rl config explain RECIPE KEY"),
         (["a", "b", "c"], "rl config explain --search a b c"),
+        (["grpo.num_samples"], "grpo.num_samples: no such key; here it is grpo.num_generations_per_prompt"),
         (["nonesuchatall"], "nonesuchatall: no such key"),
         (["--search", "nonesuch", "temperature"], "no key has 'nonesuch temperature' in its name or description"),
     ],

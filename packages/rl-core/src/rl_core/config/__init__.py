@@ -24,7 +24,7 @@ from rl_core.config.explain import Explanation, explain, explain_all
 from rl_core.config.json_schema import JsonSchema
 from rl_core.config.keys import all_keys
 from rl_core.config.load import RawConfig, load
-from rl_core.config.messages import did_you_mean, nearest, show
+from rl_core.config.messages import by_another_name, did_you_mean, nearest, show
 from rl_core.config.resolve import Resolved, Values, resolve, values_of
 from rl_core.config.schema import (
     Config,
@@ -62,6 +62,7 @@ __all__ = [
     "all_keys",
     "as_written",
     "assemble",
+    "by_another_name",
     "changed_keys",
     "changed_to_yaml",
     "did_you_mean",

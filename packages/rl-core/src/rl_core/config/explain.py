@@ -8,7 +8,7 @@ from typing import Any
 
 from rl_core.config.changes import rule_of
 from rl_core.config.keys import DEEPEST, Key, all_keys, described, value_at
-from rl_core.config.messages import did_you_mean
+from rl_core.config.messages import by_another_name, did_you_mean
 from rl_core.config.resolve import Resolved, Values
 from rl_core.config.schema import Config, WhenChanged, plain
 from rl_core.config.tree import DEFAULT, Origin, format_path, parse_path
@@ -67,7 +67,8 @@ def explain(root: type[Config], key: str, config: Resolved[Any] | Values | None 
     for segment in path:
         below = found.child(segment, value_at(tree, found.path))
         if below is None:
-            raise ConfigError(f"{key}: no such key{did_you_mean(key, all_keys(root, tree))}")
+            known = by_another_name(root, (*found.path, segment), tree)
+            raise ConfigError(f"{key}: {known or f'no such key{did_you_mean(key, all_keys(root, tree))}'}")
         found, explained = below, _explained(below, values, explained)
     value = value_at(tree, path) if values is not None else explained.default
     children = tuple(_explained(child, values, explained) for child in found.children(value))

@@ -9,7 +9,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rl_core.config import DEFAULT, Config, Explanation, RawConfig, all_keys, did_you_mean, explain, load, values_of
+from rl_core.config import (
+    DEFAULT,
+    Config,
+    Explanation,
+    RawConfig,
+    all_keys,
+    by_another_name,
+    did_you_mean,
+    explain,
+    load,
+    values_of,
+)
 from rl_core.errors import ConfigError
 from rl_core.plugins import ALGORITHMS, DATASETS, DatasetPlugin, DatasetTask
 from rl_launch.backends import installed
@@ -59,6 +70,9 @@ def explain_anywhere(key: str) -> list[Explained]:
         with suppress(ConfigError):
             found.append((explain(root, key), [name]))
     if not found:
+        path = tuple(key.split("."))
+        if elsewhere := next(filter(None, (by_another_name(root, path, {}) for root in roots.values())), ""):
+            raise ConfigError(f"{key}: {elsewhere}")
         known = {each for root in roots.values() for each in all_keys(root, {})}
         raise ConfigError(f"{key}: no such key{did_you_mean(key, known)}")
     return [
