@@ -7,6 +7,7 @@ import pytest
 from rl_algos.data.config import DataConfig
 from rl_algos.data.inputs import input_problems
 from rl_algos.evaluation.config import EvaluationConfig
+from rl_algos.rollouts.inputs import evaluation_problems
 from rl_algos.rollouts.inputs import input_problems as of_rollouts
 
 
@@ -86,3 +87,14 @@ def test_tasks_are_checked_if_the_run_scores_them():
     found = problems(data, eval=EvaluationConfig.model_validate({"tasks": tasks, "period": 5}))
     assert "did you mean gsm8k?" in found["eval.tasks[0]"]
     assert "no data at 'nowhere.jsonl'" in found["eval.tasks[1].dataset.data_path"]
+
+
+def test_an_evaluation_reads_its_tasks_or_the_validation_data_of_its_run():
+    data = DataConfig.model_validate({"train": {"data_path": "no.jsonl"}, "validation": {"data_path": "none.jsonl"}})
+
+    def found(**root):
+        return [problem.key for problem in evaluation_problems(SimpleNamespace(**root))]
+
+    assert found(data=data, eval=EvaluationConfig()) == ["data.validation.data_path"]
+    assert found(data=data, eval=EvaluationConfig(tasks=["arithmetic", "gsm9k"])) == ["eval.tasks[1]"]
+    assert found(eval=EvaluationConfig()) == []

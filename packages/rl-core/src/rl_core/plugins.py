@@ -267,6 +267,7 @@ class AlgorithmPlugin:
             evaluation, and used as `rl_algos.rollouts.evaluation.RolloutEvaluation`: its `attempts()` are as the
             mapping of `attempts` here, and `plan(tokenizer)` returns the rollouts and their scoring. Empty if it does
             not evaluate by rollouts.
+        evaluation_inputs: as `inputs`, of the data that `evaluate` reads. Empty to leave them to it.
         evaluates_in_training: from the resolved config to whether a run has `evaluate` as it trains: the plan is then
             in its `Components`, and the environments of the plan are started beside those of `rollouts`.
         validation_metrics: from the resolved config to the names of the `val/` metrics that its run records, or to
@@ -297,6 +298,7 @@ class AlgorithmPlugin:
     attempts: str = ""
     rollouts: str = ""
     evaluate: str = ""
+    evaluation_inputs: str = ""
     evaluates_in_training: Callable[[Any], bool] | None = None
     validation_metrics: Callable[[Any], Iterable[str] | None] | None = None
     without_validation: Mapping[str, Any] = field(default_factory=dict)

@@ -13,25 +13,28 @@ from rl_launch.local_models import MADE_HERE
 from rl_launch.model_folder import absent_models
 
 
-def input_problems(config: Any) -> Iterator[Problem]:
-    """Yield what a run cannot read: models, datasets, files and folders. The hub is asked for names, once.
+def input_problems(config: Any, *, is_evaluation: bool = False) -> Iterator[Problem]:
+    """Yield what a run, or its evaluation, cannot read: models, datasets, files and folders. The hub is asked for each
+    name once.
 
     Args:
         config: Resolved root.
+        is_evaluation: Whether the data of an evaluation is read, not that of training.
     """
     yield from absent_models(model_names(config))
-    inputs = algorithm_named(config.algorithm).inputs
+    algorithm = algorithm_named(config.algorithm)
+    inputs = algorithm.evaluation_inputs if is_evaluation else algorithm.inputs
     if inputs:
         yield from resolve(inputs)(config)
 
 
-def check_inputs(config: Any) -> None:
-    """Refuse a run that cannot read its models or its data.
+def check_inputs(config: Any, *, is_evaluation: bool = False) -> None:
+    """Refuse a run, or its evaluation, that cannot read its models or its data.
 
     Raises:
         ConfigError: listing every problem.
     """
-    lines = [f"{problem.key}: {problem.message}" for problem in input_problems(config)]
+    lines = [f"{problem.key}: {problem.message}" for problem in input_problems(config, is_evaluation=is_evaluation)]
     if len(lines) == 1:
         raise ConfigError(lines[0])
     if lines:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from rl_algos.data.config import DataConfig
 from rl_algos.data.inputs import dataset_problems
 from rl_algos.data.inputs import input_problems as of_data
 from rl_algos.evaluation.config import EvaluationConfig
 from rl_algos.evaluation.tasks import task_named
-from rl_algos.rollouts.config import RolloutRoot
+from rl_algos.rollouts.config import EvaluationRoot, RolloutRoot
 from rl_core.config import Problem
 from rl_core.errors import ConfigError
 
@@ -18,6 +19,18 @@ def input_problems(config: RolloutRoot) -> Iterator[Problem]:
     yield from of_data(config)
     if config.eval.in_training:
         yield from task_problems(config.eval)
+
+
+def evaluation_problems(config: EvaluationRoot) -> Iterator[Problem]:
+    """Yield what is wrong with the files and names of the data of an evaluation: of its tasks, or if it has none, of
+    the validation data of its run."""
+    yield from task_problems(config.eval)
+    data: DataConfig | None = getattr(config, "data", None)
+    if config.eval.tasks or data is None:
+        return
+    for key, section in data.sections():
+        if not key.startswith("data.train"):
+            yield from dataset_problems(key, section)
 
 
 def task_problems(settings: EvaluationConfig) -> Iterator[Problem]:

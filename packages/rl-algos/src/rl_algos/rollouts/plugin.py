@@ -63,6 +63,7 @@ def rollout_algorithm(
         without_validation={f"{key}.{asked}": value for asked, value in WITHOUT_VALIDATION.items()},
         rollouts="rl_algos.rollouts.setup:needs",
         evaluate="rl_algos.rollouts.evaluation:RolloutEvaluation",
+        evaluation_inputs="rl_algos.rollouts.inputs:evaluation_problems",
         evaluates_in_training=lambda config: config.eval.in_training,
         checks=(
             rollout_problems,
