@@ -9,6 +9,7 @@ from rl_core.errors import DataError, Origin, RunDirectoryError, WorkerError
 from rl_core.testing.isolation import loaded_by_command
 from rl_launch.cli import app
 from rl_launch.cli.failure import reported
+from rl_launch.recipes import recipe_names
 
 RL = "rl_launch.cli.app:main"
 HEAVY = {"datasets", "megatron", "ray", "torch", "transformers", "vllm"}
@@ -66,6 +67,23 @@ def test_show_prints_a_config_that_resolves_to_itself(tmp_path):
     again = CliRunner().invoke(app, ["config", "show", str(tmp_path / "again.yaml")])
     assert again.stdout == shown.stdout
     assert "seed: 7" in shown.stdout
+
+
+@pytest.mark.parametrize("recipe", recipe_names())
+def test_show_changed_prints_a_short_config_that_resolves_to_the_same(tmp_path, recipe):
+    changed = CliRunner().invoke(app, ["config", "show", "--changed", recipe]).stdout
+    whole = CliRunner().invoke(app, ["config", "show", recipe]).stdout
+    (tmp_path / "changed.yaml").write_text(changed)
+    assert CliRunner().invoke(app, ["config", "show", str(tmp_path / "changed.yaml")]).stdout == whole
+    assert len(changed.splitlines()) < len(whole.splitlines()) / 2
+
+
+def test_show_changed_leaves_out_a_key_that_is_written_with_its_default():
+    changed = CliRunner().invoke(
+        app, ["config", "show", "--changed", "grpo-math-1b", "grpo.seed=42", "grpo.max_val_samples=9"]
+    )
+    assert "seed" not in changed.stdout
+    assert "max_val_samples: 9" in changed.stdout
 
 
 def test_explain_says_meaning_value_and_origin():

@@ -4,6 +4,7 @@ import pickle
 import pytest
 from safetensors_files import write_weights
 
+from rl_algos.data.config import DatasetConfig
 from rl_core.config import resolve, to_yaml
 from rl_core.devices import CPU
 from rl_core.errors import ConfigError
@@ -34,7 +35,7 @@ def test_a_resolved_config_loads_back_to_itself(recipe, tmp_path):
     [
         (
             "sft-arithmetic",
-            ["data.validation=null", "sft.stop_at_validation_loss=null", "checkpointing.metric_name=null"],
+            ["data.validation=null"],
         ),
         ("dpo-tiny", ["dpo.loss=simpo"]),
         ("dpo-tiny", ["dpo.loss=kto"]),
@@ -43,6 +44,44 @@ def test_a_resolved_config_loads_back_to_itself(recipe, tmp_path):
 def test_keys_that_have_no_effect_load_back_at_their_defaults(recipe, overrides, tmp_path):
     (tmp_path / "config.yaml").write_text(to_yaml(read_config(recipe, overrides).config))
     assert read_config(tmp_path).config.policy.model_name
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    ["grpo-math-8b", "ppo-tiny", "sft-arithmetic", "dpo-tiny", "rm-tiny", "distill-tiny", "distill-offline-tiny"],
+)
+def test_one_key_turns_validation_off(recipe, tmp_path):
+    config = read_config(recipe, ["data.validation=null"]).config
+    assert config.checkpointing.metric_name is None
+    (tmp_path / "mine.yaml").write_text(f"defaults: {recipe}\ndata: {{validation: null}}\n")
+    assert to_yaml(read_config(tmp_path / "mine.yaml").config) == to_yaml(config)
+
+
+def test_keys_of_validation_that_are_written_where_it_is_turned_off_are_refused(tmp_path):
+    off = "data: {validation: null}\n"
+    (tmp_path / "mine.yaml").write_text(f"defaults: grpo-arithmetic\ngrpo: {{val_period: 3}}\n{off}")
+    with pytest.raises(
+        ConfigError, match=r"grpo\.val_period \(.*mine\.yaml:2\): got 3, but there is nothing to validate"
+    ):
+        read_config(tmp_path / "mine.yaml")
+    (tmp_path / "off.yaml").write_text(f"defaults: grpo-arithmetic\n{off}")
+    (tmp_path / "over.yaml").write_text("defaults: off.yaml\ngrpo: {val_at_end: true}\n")
+    with pytest.raises(ConfigError, match=r"grpo\.val_at_end \(.*over\.yaml:2\): got true"):
+        read_config(tmp_path / "over.yaml")
+
+
+def test_validation_on_held_out_rows_stays_on():
+    overrides = ["data.validation=null", "data.train.split_validation_size=0.1"]
+    config = read_config("grpo-arithmetic", overrides).config
+    assert config.grpo.val_period == read_config("grpo-arithmetic").config.grpo.val_period
+    assert config.checkpointing.metric_name is not None
+
+
+def test_a_dataset_is_swapped_by_one_key():
+    config = read_config("grpo-math-1b", ["data.train.data_path=rows.jsonl", "data.validation=null"]).config
+    assert config.data.train == DatasetConfig(data_path="rows.jsonl")
+    config = read_config("sft-arithmetic", ["data.train.split=train", "data.train.data_path=rows.jsonl"]).config
+    assert config.data.train == DatasetConfig(data_path="rows.jsonl", split="train")
 
 
 def test_an_inherited_recipe_keeps_what_it_does_not_say():
@@ -57,6 +96,10 @@ def test_an_inherited_recipe_keeps_what_it_does_not_say():
     [
         (["grpo.num_promts_per_step=4"], "did you mean grpo.num_prompts_per_step?"),
         (["policy.generation.vllm_cfg.max_model_lenn=9"], "did you mean policy.generation.vllm_cfg.max_model_len?"),
+        (["grpo.num_samples=4"], "no such key; here it is grpo.num_generations_per_prompt: Rollouts of each prompt"),
+        (["grpo.val_batches=4"], "no such key; here it is grpo.max_val_samples"),
+        (["eval.num_generations_per_prompt=4"], "no such key; here it is eval.num_samples: Samples of each prompt"),
+        (["eval.max_val_samples=4"], "no such key; here it is eval.max_prompts"),
         (["env.math.deadline_s=-1"], r"env.math.deadline_s \(command line\): got -1"),
         (["cluster.device=tpu"], "one of: auto, cuda, cpu"),
         (["algorithm=grop"], "did you mean grpo"),

@@ -79,7 +79,7 @@ def test_rows_go_to_the_teacher_of_their_environment_or_dataset_or_to_the_one_fo
         (PLUGIN, "distillation={cross_tokenizer: true, rewritten_history: split}", "distillation.rewritten_history"),
         (PLUGIN, "loss_fn.nll_weight=0.5", "loss_fn.nll_weight"),
         (PLUGIN, "policy.train_global_batch_size=7", "policy.train_global_batch_size"),
-        (PLUGIN, "distillation.val_period=5", "data.validation"),
+        (PLUGIN, "distillation.val_period=5", "distillation.val_period"),
         (PLUGIN, "distillation={stop_at_validation_metric: score, stop_at_validation_threshold: 1}",
          "distillation.stop_at_validation_metric"),
         (OFFLINE, "distillation.val_at_end=true", "distillation.val_at_end"),

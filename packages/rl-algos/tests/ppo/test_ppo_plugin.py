@@ -91,7 +91,7 @@ REFUSED = [
         "loss_fn.force_on_policy_ratio",
         "one pass over it a step: remove it",
     ),
-    ({"val_period": 3}, "data.validation", "ppo asks for validation"),
+    ({"val_period": 3}, "ppo.val_period", "got 3, but there is nothing to validate on"),
 ]
 
 

@@ -4,11 +4,18 @@ from types import SimpleNamespace
 
 import pytest
 
+from rl_algos.distillation.plugin import OFFLINE
+from rl_algos.distillation.plugin import PLUGIN as DISTILLATION
+from rl_algos.dpo.plugin import PLUGIN as DPO
 from rl_algos.grpo.plugin import PLUGIN as GRPO
 from rl_algos.ppo.plugin import PLUGIN as PPO
+from rl_algos.reward_model.plugin import PLUGIN as REWARD_MODEL
 from rl_algos.rollouts.checks import whole_distribution
 from rl_algos.rollouts.plugin import rollout_algorithm
+from rl_algos.sft.plugin import PLUGIN as SFT
 from rl_core.model_config import GenerationConfig
+
+ALGORITHMS = (GRPO, PPO, DISTILLATION, OFFLINE, SFT, DPO, REWARD_MODEL)
 
 
 def config(**sampling):
@@ -22,6 +29,20 @@ def test_an_algorithm_that_reads_logprobs_of_all_tokens_samples_from_all(samplin
     assert [each.key for each in whole_distribution(config(**sampling))] == [
         f"policy.generation.{key}" for key in sampling
     ]
+
+
+@pytest.mark.parametrize("plugin", ALGORITHMS, ids=lambda plugin: plugin.name)
+def test_keys_that_turn_validation_off_are_keys_of_the_algorithm(plugin):
+    section = next(iter(plugin.sections))
+    kind = plugin.sections[section]
+    fields = (kind if isinstance(kind, type) else kind(None)).model_fields
+    assert plugin.without_validation
+    for key, value in plugin.without_validation.items():
+        assert key.startswith(f"{section}.")
+        name = key.removeprefix(f"{section}.")
+        # the number of steps between validations may have a default of its own
+        assert name in fields
+        assert name == "val_period" or fields[name].default == value
 
 
 def test_algorithms_of_the_policy_loss_read_the_tokens_that_sampling_keeps():

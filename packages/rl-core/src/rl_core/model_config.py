@@ -93,7 +93,7 @@ class OptimizerConfig(Config):
     name: Annotated[str, WhenChanged.NEW_RUN] = "torch.optim.AdamW"
     """Dotted name of a torch optimizer class."""
     kwargs: dict[str, Any] = {"lr": 1e-6, "weight_decay": 0.01, "betas": [0.9, 0.999], "eps": 1e-8}
-    """Arguments of that class."""
+    """Arguments of that class, such as the learning rate `lr`."""
 
     _is_dotted = field_validator("name")(_dotted("torch.optim.AdamW"))
 
@@ -179,6 +179,8 @@ class LoraConfig(Config):
 
 
 class ModelConfig(Config):
+    """A model: its files, tokenizer, batch sizes, precision, optimizer, adapters, and the backend that trains it."""
+
     model_name: Annotated[PathText, WhenChanged.NEW_RUN]
     """Folder with Hugging Face files, or a hub name."""
     tokenizer: TokenizerConfig = TokenizerConfig()
@@ -357,6 +359,8 @@ class ColocatedConfig(Config):
 
 
 class GenerationConfig(Config):
+    """Generation: the engine, sampling, its replicas, and how weights reach them."""
+
     backend: str = "vllm"
     """Generation engine, by name, such as `vllm`."""
     max_new_tokens: int = Field(default=512, gt=0)

@@ -250,6 +250,9 @@ class AlgorithmPlugin:
             chooses what does not exist.
         load: `"package.module:function"`, called on the driver as `load(config)` before anything else: reads the data
             and checks what can be checked without a tokenizer, which takes seconds to load.
+        inputs: `"package.module:function"`, called on the driver as `inputs(config)` before `load`, and by `rl doctor`:
+            problems of the files, folders and names that the data comes from, found without reading rows, so that all
+            of them are reported together. Empty to leave them to `load`.
         attempts: `"package.module:function"`, called on the driver as `attempts(config, loaded)` with what `load`
             returned: first rows of the data with responses, as lists of `rl_core.environments.trial.Attempt` by the
             name of their environment, which is tried on them before anything is started. Empty if it has none.
@@ -264,10 +267,13 @@ class AlgorithmPlugin:
             evaluation, and used as `rl_algos.rollouts.evaluation.RolloutEvaluation`: its `attempts()` are as the
             mapping of `attempts` here, and `plan(tokenizer)` returns the rollouts and their scoring. Empty if it does
             not evaluate by rollouts.
+        evaluation_inputs: as `inputs`, of the data that `evaluate` reads. Empty to leave them to it.
         evaluates_in_training: from the resolved config to whether a run has `evaluate` as it trains: the plan is then
             in its `Components`, and the environments of the plan are started beside those of `rollouts`.
         validation_metrics: from the resolved config to the names of the `val/` metrics that its run records, or to
             None if they are not known before the run, as None for all configs says.
+        without_validation: dotted keys that ask for a validation or need one, with the values that do not; a config
+            that inherits them and takes out `data.validation` gets these.
         models: from the resolved config to the models that the run needs, by role. The role `policy` is the model whose
             weights are published and exported; others are exported if their need says so.
         model_sections: config sections that hold a model, as dotted keys from the root: `policy`, `value`,
@@ -288,11 +294,14 @@ class AlgorithmPlugin:
     model_sections: tuple[str, ...] | Callable[[SectionNames], tuple[str, ...]] = ("policy",)
     requirements: tuple[Requirement, ...] = ()
     further: Callable[[Any], tuple[Requirement, ...]] = nothing_further
+    inputs: str = ""
     attempts: str = ""
     rollouts: str = ""
     evaluate: str = ""
+    evaluation_inputs: str = ""
     evaluates_in_training: Callable[[Any], bool] | None = None
     validation_metrics: Callable[[Any], Iterable[str] | None] | None = None
+    without_validation: Mapping[str, Any] = field(default_factory=dict)
     checks: tuple[Callable[[Any], Iterable[Problem]], ...] = ()
 
     def model_keys(self, names_in: SectionNames) -> tuple[str, ...]:

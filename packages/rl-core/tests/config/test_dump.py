@@ -11,7 +11,19 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rl_core.config import ABSENT, Change, Config, Resolved, assemble, diff, explain, load, resolve, to_yaml
+from rl_core.config import (
+    ABSENT,
+    Change,
+    Config,
+    Resolved,
+    assemble,
+    changed_to_yaml,
+    diff,
+    explain,
+    load,
+    resolve,
+    to_yaml,
+)
 
 AWKWARD = ["1e5", "no", "null", "~", "", "???", "true", "007", "0x1", "12:30:00", "2026-01-01", "${a}", r"\${a}", "$"]
 AWKWARD += [
@@ -199,3 +211,44 @@ def test_an_explanation_shows_where_the_value_comes_from(resolved):
 def test_references_pass_to_copies_and_other_processes(resolved):
     for copy in (resolved.config.model_copy(), pickle.loads(pickle.dumps(resolved.config))):
         assert to_yaml(copy) == to_yaml(resolved.config)
+
+
+class Part(Config):
+    size: int = 1
+    shape: str = "round"
+
+
+class Whole(Config):
+    part: Part = Part(size=2)
+    maybe: Part | None = None
+    several: list[Part] = []
+    free: dict[str, Any] = {"a": 1, "b": 2}
+    name: str
+
+
+@pytest.mark.parametrize(
+    ("written", "changed"),
+    [
+        ({}, {}),
+        ({"part": {"size": 2, "shape": "round"}, "free": {"a": 1, "b": 2}}, {}),
+        ({"part": {"size": 1}}, {"part": {"size": 1}}),
+        ({"maybe": {}}, {"maybe": {}}),
+        ({"maybe": {"size": 1}, "several": [{}, {"shape": "flat"}]}, {"maybe": {}, "several": [{}, {"shape": "flat"}]}),
+        ({"free": {"a": 1}}, {"free": {"a": 1}}),
+        ({"free": {}}, {"free": {}}),
+    ],
+)
+def test_changed_keys_alone_load_back_to_an_equal_config(
+    tmp_path: Path, written: dict[str, Any], changed: dict[str, Any]
+) -> None:
+    config = resolve(load({**written, "name": "x"}), Whole).config
+    text = changed_to_yaml(config)
+    assert yaml.safe_load(text) == {**changed, "name": "x"}
+    (tmp_path / "again.yaml").write_text(text)
+    assert resolve(load(tmp_path / "again.yaml"), Whole).config == config
+
+
+def test_changed_keys_keep_the_reference_to_an_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_SECRET", "hidden")
+    config = resolve(load({"name": "${oc.env:A_SECRET}"}), Whole).config
+    assert changed_to_yaml(config) == "name: ${oc.env:A_SECRET}\n"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rl_core.config import DEFAULT, Config, Resolved, explain, load, values_of
+from rl_core.config import DEFAULT, Config, Resolved, all_keys, assemble, explain, explain_all, load, values_of
 from rl_core.errors import ConfigError
 
 
@@ -94,3 +94,55 @@ def test_a_wrong_interpolation_does_not_keep_others_from_being_explained(folder:
     values = values_of(load("recipe.yaml"), root)
     assert explain(root, "grpo.seed", values).value == "${oc.env:NOT_SET_ANYWHERE}"
     assert explain(root, "grpo.max_num_steps", values).value is None
+
+
+@pytest.mark.parametrize(
+    ("key", "choices"),
+    [
+        ("policy.precision", ("float32", "bfloat16")),
+        ("grpo.use_leave_one_out_baseline", ("true", "false")),
+        ("loss_fn.kind", ("tis", "icepop", "seq-mask-tis", "null")),
+        ("policy.attention", ("sdpa", "flash")),
+        ("grpo.max_num_steps", ()),
+        ("env.any.timeout", ("never",)),
+    ],
+)
+def test_values_that_a_type_lists_are_choices(root: type[Config], key: str, choices: tuple[str, ...]) -> None:
+    assert explain(root, key).choices == choices
+
+
+class Optimizer(Config):
+    kwargs: dict[str, Any] = {"lr": 1e-6, "betas": [0.9, 0.999]}
+    """Arguments of the optimizer."""
+
+
+def test_an_entry_of_a_mapping_has_the_default_and_the_documentation_of_the_mapping(folder: Path) -> None:
+    root = assemble("Root", {"optimizer": Optimizer})
+    found = explain(root, "optimizer.kwargs.lr")
+    assert (found.value, found.default, found.part_of) == (1e-6, 1e-6, "optimizer.kwargs")
+    assert found.doc == "Arguments of the optimizer."
+    inner = explain(root, "optimizer.kwargs.betas[1]")
+    assert (inner.default, inner.part_of) == (0.999, "optimizer.kwargs")
+    assert explain(root, "optimizer.kwargs.foreach").part_of == ""
+    (folder / "recipe.yaml").write_text("optimizer: {kwargs: {betas: [0.8, 0.9]}}\n")
+    values = values_of(load("recipe.yaml"), root)
+    assert explain(root, "optimizer.kwargs.lr", values).value is None
+    assert [child.key for child in explain(root, "optimizer.kwargs").children] == [
+        "optimizer.kwargs.lr",
+        "optimizer.kwargs.betas",
+    ]
+
+
+def test_every_key_is_explained_with_the_entries_of_defaults(root: type[Config]) -> None:
+    found = {each.key: each for each in explain_all(root)}
+    assert set(all_keys(root, {})) <= set(found)
+    assert found["policy.generation.temperature"].doc == "Divides the logits."
+    of_optimizer = {each.key: each.default for each in explain_all(assemble("Root", {"optimizer": Optimizer}))}
+    assert of_optimizer["optimizer.kwargs.lr"] == 1e-6
+
+
+def test_every_key_of_a_config_is_explained_with_its_value(folder: Path, root: type[Config]) -> None:
+    (folder / "recipe.yaml").write_text("grpo: {seed: 7}\nenv: {mine: {num_workers: 2}}\n")
+    found = {each.key: each for each in explain_all(root, values_of(load("recipe.yaml"), root))}
+    assert (found["grpo.seed"].value, str(found["grpo.seed"].origin)) == (7, "recipe.yaml:1")
+    assert found["env.mine.num_workers"].value == 2

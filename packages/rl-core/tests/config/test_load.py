@@ -124,6 +124,39 @@ def test_of_two_overrides_of_one_key_the_later_wins() -> None:
     assert load({}, ["a=1", "a=2"]).select("a") == 2
 
 
+NAMED = {"data": {"train": {"dataset_name": "a", "settings": {"x": 1}, "split": "train"}, "shuffle": False}}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "train"),
+    [
+        (["data.train.data_path=b"], {"data_path": "b"}),
+        (["data.train.split=s", "data.train.data_path=b"], {"split": "s", "data_path": "b"}),
+        (["data.train.dataset_name=null", "data.train.data_path=b"], {"dataset_name": None, "data_path": "b"}),
+        (["data.train.data_path=null"], {**NAMED["data"]["train"], "data_path": None}),
+        (["data.train.dataset_name=c"], {**NAMED["data"]["train"], "dataset_name": "c"}),
+        (["data.train.data_path=b", "data.train.dataset_name=c"], {"data_path": "b", "dataset_name": "c"}),
+    ],
+)
+def test_an_override_replaces_a_dataset_of_the_other_kind_with_its_settings(
+    overrides: list[str], train: dict[str, Any]
+) -> None:
+    assert load(NAMED, overrides).plain() == {"data": {"train": train, "shuffle": False}}
+
+
+def test_an_override_replaces_a_list_of_datasets_by_one() -> None:
+    several = {"data": {"train": [{"dataset_name": "a"}, {"data_path": "b"}]}}
+    assert load(several, ["data.train.data_path=c"]).plain() == {"data": {"train": {"data_path": "c"}}}
+    with pytest.raises(ConfigError, match=r"'split' is not an entry|split is not an entry of a list of 2"):
+        load(several, ["data.train.split=s"])
+
+
+def test_a_key_is_written_if_it_has_a_value_or_null() -> None:
+    raw = load({"a": {"b": None}})
+    assert raw.is_written("a.b")
+    assert not raw.is_written("a.c")
+
+
 def test_new_keys_below_free_keys_need_no_mark(run: Callable[..., Resolved[Any]]) -> None:
     config = run(overrides=["policy.overrides.rope.theta=1e6", "env.math.num_workers=4"]).config
     assert config.policy.overrides == {"rope": {"theta": 1e6}}

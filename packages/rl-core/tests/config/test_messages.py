@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rl_core.config import Config, Problem, Resolved, all_keys, load, nearest, resolve
+from rl_core.config import Config, Problem, Resolved, all_keys, explain, load, nearest, resolve
 from rl_core.errors import ConfigError
 
 HEAD = "algorithm: grpo\npolicy:\n  model_name: m\n"
@@ -214,3 +214,34 @@ def test_a_name_that_several_sections_have_names_them(keys: list[Any]) -> None:
 def test_a_key_of_the_section_that_was_written_comes_alone() -> None:
     assert nearest("grpo.num_step", ["grpo.num_steps", "ppo.num_steps"]) == ["grpo.num_steps"]
     assert set(nearest("x.num_step", ["a.num_steps", "b.num_steps"])) == {"a.num_steps", "b.num_steps"}
+
+
+class Counted(Config):
+    also_called = {"num_samples": "num_rollouts"}
+
+    num_rollouts: int = 1
+    """Rollouts of each prompt.
+
+    More text.
+    """
+
+
+class CountedRoot(Config):
+    part: Counted = Counted()
+    several: list[Counted] = []
+
+
+@pytest.mark.parametrize(
+    ("written", "key"),
+    [({"part": {"num_samples": 2}}, "part"), ({"several": [{}, {"num_samples": 2}]}, "several[1]")],
+)
+def test_a_name_that_a_key_has_elsewhere_is_answered_with_the_key_and_its_meaning(
+    written: dict[str, Any], key: str
+) -> None:
+    says = f"{key}.num_samples (config): no such key; here it is {key}.num_rollouts: Rollouts of each prompt."
+    with pytest.raises(ConfigError) as refused:
+        resolve(load(written), CountedRoot)
+    assert str(refused.value) == says
+    if key == "part":
+        with pytest.raises(ConfigError, match=r"no such key; here it is part\.num_rollouts: Rollouts of each prompt\."):
+            explain(CountedRoot, "part.num_samples")

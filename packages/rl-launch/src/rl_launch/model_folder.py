@@ -12,7 +12,9 @@ from rl_algos import hub
 from rl_core.config import Problem, did_you_mean
 from rl_core.errors import ConfigError
 from rl_core.model_config import language_fields
+from rl_launch.absent_run import absent_run, run_of_path
 from rl_launch.foreign_folders import foreign_kind
+from rl_launch.session.run_folder import is_run
 from rl_launch.weight_files import INDEX, SINGLE, Header, weight_file_problems
 
 Needed = tuple[tuple[str, ...], str]
@@ -46,7 +48,11 @@ def folder_problems(key: str, name: str, needed: Sequence[Needed]) -> Iterator[P
     """
     folder = Path(name).expanduser()
     if not folder.is_dir():
-        if name.startswith(("/", ".", "~")) or not _HUB_NAME.fullmatch(name):
+        if problem := absent_run(name):
+            yield Problem(key, problem)
+        elif is_run(run := run_of_path(name)):
+            yield Problem(key, f"folder {name!r} does not exist; {_exported(run)}")
+        elif name.startswith(("/", ".", "~")) or not _HUB_NAME.fullmatch(name):
             yield Problem(key, f"folder {name!r} does not exist; give one with Hugging Face files, or a hub name")
         return
     held = sorted(entry.name for entry in folder.iterdir())
@@ -116,14 +122,22 @@ def check_models(names: Mapping[str, str]) -> None:
     Raises:
         ConfigError: listing every one.
     """
-    problems: list[str] = []
-    for key, name in names.items():
-        found = [problem.message for problem in folder_problems(key, name, ())]
-        if not found and not Path(name).expanduser().is_dir() and (problem := hub.problem("model", name)):
-            found = [f"{name!r} is {problem}"]
-        problems.extend(f"{key}: {each}" for each in found)
+    problems = [f"{problem.key}: {problem.message}" for problem in absent_models(names)]
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def absent_models(names: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield a problem for each model that is neither on this machine nor available from the hub.
+
+    Args:
+        names: Folders or hub names by the key that names them.
+    """
+    for key, name in names.items():
+        found = list(folder_problems(key, name, ()))
+        if not found and not Path(name).expanduser().is_dir() and (problem := hub.problem("model", name)):
+            found = [Problem(key, f"{name!r} is {problem}")]
+        yield from found
 
 
 def _exported(run_dir: Path) -> str:

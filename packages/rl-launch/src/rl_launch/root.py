@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -40,6 +41,7 @@ from rl_core.plugins import (
     names,
 )
 from rl_core.user_code import is_in_file
+from rl_launch.absent_run import absent_run
 from rl_launch.adapter_folder import initial_adapter_problems
 from rl_launch.backends import (
     POLICY,
@@ -65,9 +67,12 @@ from rl_launch.placement.topology import (
 from rl_launch.recipes import RECIPES
 from rl_launch.session.config import CheckpointingConfig, LoggerConfig
 from rl_launch.session.run_folder import is_run
+from rl_launch.validation_off import takes_out_validation, without_validation
 
 
 class ClusterConfig(Config):
+    """Nodes, devices, environments of workers, and time limits of the start."""
+
     when_changed: ClassVar[WhenChanged | None] = WhenChanged.RESUME
 
     num_nodes: int = Field(default=1, gt=0)
@@ -103,6 +108,10 @@ class ClusterConfig(Config):
     `TORCHDYNAMO_`, `TRITON_`, `NVTE_`, `VLLM_`, `OMP_`, `GOMP_`, `MKL_`, `KMP_`, `CUDA_` or `MALLOC_`, except paths of
     CUDA, numbers of threads and secrets (`HF_TOKEN`), which must be named here: `HF_TOKEN: ${oc.env:HF_TOKEN}`.
     Values that are set here win."""
+
+
+class EnvironmentsConfig(Config):
+    """Settings of environments, which score completions, by name."""
 
 
 class RootConfig(Config):
@@ -158,12 +167,21 @@ def read_model_config(source: Path | Mapping[str, Any], overrides: Sequence[str]
 
 
 def read_raw(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> RawConfig:
-    """The values that the user wrote, before a schema has read them."""
-    if isinstance(source, Mapping):
-        return load(source, overrides, search=[RECIPES])
-    folder = Path(source).expanduser()
-    written = folder / "config.yaml"
-    return load(written if folder.is_dir() and written.is_file() else source, overrides, search=[RECIPES])
+    """The values that the user wrote, before a schema has read them; without keys of a validation that a later layer
+    turns off by `data.validation: null`.
+    """
+    found: str | Path | Mapping[str, Any] = source
+    if not isinstance(source, Mapping):
+        if problem := absent_run(str(source)):
+            raise ConfigError(problem)
+        folder = Path(source).expanduser()
+        written = folder / "config.yaml"
+        found = written if folder.is_dir() and written.is_file() else source
+    raw = load(found, overrides, search=[RECIPES])
+    if takes_out_validation(raw):
+        with suppress(ConfigError):  # reported when the config is read
+            return without_validation(raw, _algorithm(raw))
+    return raw
 
 
 def check_environments(raw: RawConfig) -> None:
@@ -229,7 +247,7 @@ def _section(key: str, kind: Any, raw: RawConfig) -> type[Config]:
 
 
 def _environments_type(written: Any) -> type[Config]:
-    return assemble("Environments", environment_types(written, installed(ENVIRONMENTS)))
+    return assemble("Environments", environment_types(written, installed(ENVIRONMENTS)), base=EnvironmentsConfig)
 
 
 def _algorithm(raw: RawConfig) -> AlgorithmPlugin:

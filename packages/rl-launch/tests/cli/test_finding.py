@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rl_core.config import all_keys
+from rl_core.plugins import DATASETS, ENVIRONMENTS, names
 from rl_core.testing.isolation import loaded_by
 from rl_launch.cli import app
 from rl_launch.recipes import recipe_names
@@ -35,6 +36,38 @@ def test_recipes_are_listed_with_algorithm_and_summary():
     assert "Sums of two numbers by GRPO" in answer
 
 
+def test_a_recipe_is_printed_by_its_name():
+    answer = rl("recipes", "grpo-math-1b")
+    assert answer.startswith("# Grade-school mathematics by GRPO")
+    assert "algorithm: grpo\n" in answer
+
+
+def test_recipes_are_filtered_by_words():
+    names = [line.partition("  (")[0] for line in rl("recipes", "MEGATRON", "sft").splitlines() if line[0] != " "]
+    assert names == ["sft-megatron"]
+    assert "no recipe mentions 'grpo-maths-1b'; did you mean grpo-math-1b" in refusal("recipes", "grpo-maths-1b")
+
+
+def test_init_copies_a_recipe_that_reads_as_the_original(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert rl("init", "grpo-math-8b").startswith(
+        "Wrote grpo-math-8b.yaml. Change it, then train: rl train grpo-math-8b.yaml"
+    )
+    assert rl("config", "diff", "grpo-math-8b", "grpo-math-8b.yaml") == ""
+    assert "grpo-math-8b.yaml exists already; name another file" in refusal("init", "grpo-math-8b")
+    rl("init", "sft-tiny", "--output", "mine.yaml")
+    assert (tmp_path / "mine.yaml").read_text() == rl("recipes", "sft-tiny")
+
+
+def test_init_refuses_what_it_cannot_write(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "did you mean grpo-math-1b" in refusal("init", "grpo-math-1")
+    assert "a recipe's file ends in .yaml" in refusal("init", "sft-tiny", "-o", "mine")
+    assert "cannot be written: No such file or directory" in refusal("init", "sft-tiny", "-o", "no/mine.yaml")
+    assert "go in a circle" in refusal("init", "grpo-math-8b", "-o", "grpo-math-1b.yaml")
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_bare_command_names_the_recipes():
     answer = CliRunner().invoke(app, []).output
     assert all(name in answer for name in recipe_names())
@@ -46,8 +79,23 @@ def test_versions_of_all_packages_and_of_python():
     assert lines["python"].startswith(".".join(map(str, sys.version_info[:3])))
 
 
-def test_environments_are_listed_with_their_settings():
-    answer = rl("env", "list")
+def test_environments_and_datasets_are_listed_with_a_line_each(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = rl("env", "list").splitlines()
+    assert [line.split()[0] for line in lines[:-2]] == names(ENVIRONMENTS)
+    math = next(line for line in lines if line.startswith("math "))
+    assert len(math.split()) > 3
+    assert lines[-1] == "rl env list NAME shows the settings of one, rl env list --all those of all"
+    answer = rl("data", "list")
+    listed = [line.split()[0] for line in answer.splitlines() if line.startswith("  ")]
+    assert listed[: len(names(DATASETS))] == names(DATASETS)
+    assert "openai/gsm8k" in listed
+    assert "max_operand" not in answer
+    assert all(len(line) <= 80 for line in [*lines, *answer.splitlines()])
+
+
+def test_all_environments_are_listed_with_their_settings():
+    answer = rl("env", "list", "--all")
     assert "env.math.answer_format" in answer
     assert "env.code.sandbox.isolation" in answer
     assert "env.reasoning_gym.format_reward" in answer
@@ -63,7 +111,7 @@ def test_an_unknown_environment_names_the_nearest():
 
 
 def test_datasets_of_the_hub_are_listed_with_the_keys_that_their_names_stand_for():
-    for answer in (rl("data", "list"), rl("data", "list", "openai/gsm8k")):
+    for answer in (rl("data", "list", "--all"), rl("data", "list", "openai/gsm8k")):
         assert "openai/gsm8k\n  grade-school word problems\n" in answer
         assert "  processor: gsm8k, subset: main, env_name: math, split: test for validation\n" in answer
     both = rl("data", "list", "HuggingFaceH4/ultrafeedback_binarized")
@@ -72,14 +120,22 @@ def test_datasets_of_the_hub_are_listed_with_the_keys_that_their_names_stand_for
 
 
 def test_datasets_are_listed_with_their_settings():
-    answer = rl("data", "list")
+    answer = rl("data", "list", "--all")
     assert "max_operand = 99" in answer
     assert "task  (must be set)" in answer
+    assert "max_operand = 99" in rl("data", "list", "arithmetic")
+    assert "did you mean openai/gsm8k?" in refusal("data", "list", "gsm8k")
 
 
 def test_every_line_of_a_listing_fits_the_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    for command in (["recipes"], ["data", "list"], ["env", "list", "math"], ["config", "explain", "policy.generation"]):
+    for command in (
+        ["recipes"],
+        ["data", "list", "--all"],
+        ["env", "list", "math"],
+        ["config", "explain", "policy.generation"],
+        ["config", "explain", "temperature"],
+    ):
         assert max(map(len, rl(*command).splitlines())) <= 80, command
 
 
@@ -96,10 +152,47 @@ def test_explain_says_which_algorithms_have_a_key():
     assert "only with algorithm: sft" in rl("config", "explain", "sft.max_num_steps")
 
 
-def test_explain_without_recipe_and_key_lists_the_sections_of_all_algorithms():
+def test_explain_without_recipe_and_key_lists_the_sections_of_all_algorithms_once():
     answer = rl("config", "explain")
-    assert "sft" in answer
-    assert "loss_fn" in answer
+    sections = [line.strip() for line in answer.splitlines() if line.startswith("  ") and line[2] != " "]
+    assert {"dpo", "distillation", "grpo", "ppo", "rm", "sft", "eval", "value", "teacher"} <= set(sections)
+    assert sections.count("policy") == 1
+    assert "  sft\n      Supervised fine-tuning" in answer
+    assert "      only with algorithm: sft\n" in answer
+    policy = rl("config", "explain", "policy")
+    assert policy.count("policy.precision = ") == 1
+    assert "policy.generation\n" in policy
+
+
+def test_explain_shows_the_default_of_an_optimizer_argument():
+    answer = rl("config", "explain", "policy.optimizer.kwargs.lr")
+    assert answer.startswith("policy.optimizer.kwargs.lr: 1e-06  (default)\n")
+    assert "default: 1e-06" in answer
+    assert "in the default of policy.optimizer.kwargs, which is replaced as a whole" in answer
+    changed = rl("config", "explain", "sft-arithmetic", "policy.optimizer.kwargs.lr")
+    assert "sft-arithmetic.yaml:" in changed
+
+
+def test_explain_finds_keys_by_their_last_name():
+    answer = rl("config", "explain", "temperature")
+    for key in ("policy.generation.temperature", "eval.temperature", "loss_fn.temperature"):
+        assert f"  {key} = " in answer
+    assert "Divides the logits when sampling, and in every training pass." in answer
+    assert "policy.generation.val_temperature" in answer
+    assert "  policy.optimizer.kwargs.lr = 1e-06" in rl("config", "explain", "lr")
+
+
+def test_explain_finds_keys_by_words_of_their_descriptions():
+    answer = rl("config", "explain", "learning_rate")
+    assert "  policy.optimizer.kwargs = " in answer
+    assert "  policy.scheduler = " in answer
+    assert rl("config", "explain", "--search", "learning", "rate").splitlines()[1:] == answer.splitlines()[1:]
+
+
+def test_explain_shows_values_of_a_recipe_in_what_it_finds():
+    answer = rl("config", "explain", "grpo-arithmetic", "max_new_tokens", "policy.generation.max_new_tokens=9")
+    assert "policy.generation.max_new_tokens = 9  (command line)" in answer
+    assert "sft." not in rl("config", "explain", "-s", "grpo-arithmetic", "epochs")
 
 
 def test_explain_finds_a_key_though_a_file_of_its_name_is_there(tmp_path, monkeypatch):
@@ -143,6 +236,10 @@ def test_explain_knows_the_settings_of_tasks():
         (["grpo.num_prompt_per_step"], "did you mean grpo.num_prompts_per_step?"),
         (["grpo.seed", "grpo.seed=7"], "write rl config explain RECIPE grpo.seed grpo.seed=7"),
         (["a", "b", "c"], "write rl config explain RECIPE KEY"),
+        (["a", "b", "c"], "rl config explain --search a b c"),
+        (["grpo.num_samples"], "grpo.num_samples: no such key; here it is grpo.num_generations_per_prompt"),
+        (["nonesuchatall"], "nonesuchatall: no such key"),
+        (["--search", "nonesuch", "temperature"], "no key has 'nonesuch temperature' in its name or description"),
     ],
 )
 def test_explain_refuses_what_it_cannot_explain(words, message):
@@ -150,23 +247,70 @@ def test_explain_refuses_what_it_cannot_explain(words, message):
 
 
 def test_listings_load_no_engine():
-    commands = ("rl_launch.commands.catalog", "rl_launch.commands.explain", "rl_launch.commands.schema")
-    assert not loaded_by("rl_launch.cli", *commands) & HEAVY
+    commands = ("catalog", "completion_keys", "explain", "key_search", "recipe_files", "schema")
+    assert not loaded_by("rl_launch.cli", *(f"rl_launch.commands.{name}" for name in commands)) & HEAVY
 
 
-def _completed(words):
-    """What the shell is offered for the last word."""
+COMPLETE = """
+import sys
+sys.argv[0] = "rl"
+from rl_launch.cli import main
+try:
+    main()
+finally:
+    sys.stderr.write(" ".join({name.partition(".")[0] for name in sys.modules}))
+"""
+
+
+def _completed(*words):
+    """What the shell is offered for the last word; the completion has loaded no engine."""
     environment = {"_RL_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
-    code = "import sys; sys.argv[0] = 'rl'; from rl_launch.cli import main; main()"
     done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, check=False
+        [sys.executable, "-c", COMPLETE], env={**os.environ, **environment}, capture_output=True, text=True, check=False
     )
+    assert not set(done.stderr.split()) & HEAVY
     return done.stdout.split()
 
 
 def test_the_shell_completes_recipes_and_keys():
-    assert _completed(["rl", "train", "sft-"]) == [name for name in recipe_names() if name.startswith("sft-")]
+    assert _completed("rl", "train", "sft-") == [name for name in recipe_names() if name.startswith("sft-")]
     keys = set(all_keys(type_of(read_raw("grpo-arithmetic")), {}))
-    offered = _completed(["rl", "train", "grpo-arithmetic", "grpo.val"])
+    offered = _completed("rl", "train", "grpo-arithmetic", "grpo.val")
     assert "grpo.val_period=" in offered
     assert {each.removesuffix("=") for each in offered} <= keys
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        # zsh and fish give the word as it is, bash breaks it at `=`
+        (["train", "grpo-arithmetic", "policy.precision="], ["policy.precision=float32", "policy.precision=bfloat16"]),
+        (["train", "grpo-arithmetic", "policy.precision", "=", "bf"], ["bfloat16"]),
+        (["train", "grpo-arithmetic", "grpo.seed", "=", "3", "policy.precision", "="], ["float32", "bfloat16"]),
+        (["train", "grpo-arithmetic", "grpo.overlong_filtering=t"], ["grpo.overlong_filtering=true"]),
+        (["train", "grpo-arithmetic", "grpo.seed="], []),
+        (["train", "grpo-arithmetic", "grpo.nonesuch="], []),
+        (["config", "explain", "policy.generation.temp"], ["policy.generation.temperature"]),
+        (["config", "explain", "polic"], ["policy"]),
+        (["config", "explain", "sft.lea"], ["sft.learn"]),
+        (["config", "explain", "sft-arithmetic", "sft.lea"], ["sft.learn"]),
+        (["config", "show", "sft-sq"], ["sft-squad"]),
+        (["recipes", "sft-sq"], ["sft-squad"]),
+        (["init", "sft-sq"], ["sft-squad"]),
+        (["env", "list", "mat"], ["match", "math"]),
+        (["env", "check", "guess"], ["guess_number"]),
+        (["data", "list", "openai"], ["openai/gsm8k"]),
+        (["data", "list", "arithmetic_"], ["arithmetic_preference"]),
+        (["eval", "grpo-arithmetic", "--tasks", "gsm"], ["gsm8k"]),
+        (["eval", "grpo-arithmetic", "--tasks", "gsm8k,math_"], ["gsm8k,math_500"]),
+    ],
+)
+def test_the_shell_completes_names_and_values(words, offered):
+    assert _completed("rl", *words) == offered
+
+
+def test_the_shell_completes_tasks_of_a_dataset():
+    pytest.importorskip("reasoning_gym")
+    assert _completed("rl", "data", "list", "reasoning_gym", "chain_s") == ["chain_sum"]
+    offered = _completed("rl", "eval", "x", "--tasks", "reasoning_gym/chain_s")
+    assert offered == ["reasoning_gym/chain_sum"]

@@ -86,3 +86,28 @@ def test_wrong_use_is_one_message(arguments, said):
     assert answer.stderr.startswith("error: ")
     assert said in answer.stderr
     assert "Traceback" not in answer.stderr
+
+
+BAD = """
+defaults: grpo-arithmetic
+policy: {model_name: nobody/nothing}
+data:
+  train: {dataset_name: arithmetic, prompt_file: nowhere.txt, processor: gsm9k}
+  validation: {data_path: nowhere.jsonl, env_name: math}
+"""
+
+
+def test_models_and_data_that_cannot_be_read_are_missing_and_refused_together(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "bad.yaml").write_text(BAD)
+    keys = ["policy.model_name", "data.train.prompt_file", "data.train.processor", "data.validation.data_path"]
+    answer = CliRunner().invoke(app, ["doctor", "bad.yaml", "--json"])
+    assert answer.exit_code == 1
+    seen = json.loads(answer.stdout)["checks"]
+    assert [each["name"] for each in seen if each["status"] == "missing"][: len(keys)] == keys
+    refused = CliRunner().invoke(app, ["train", "bad.yaml", "run_dir=run", "cluster.device=cpu"])
+    assert refused.exit_code == 2
+    assert "4 inputs cannot be read:" in refused.stderr
+    assert all(f"  {key}: " in refused.stderr for key in keys)
+    assert not (tmp_path / "run").exists()

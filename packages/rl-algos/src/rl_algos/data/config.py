@@ -65,7 +65,7 @@ class DatasetConfig(Config):
     pass_rate: PassRateConfig | None = None
     """Train only on rows that a model sometimes solves, by the results of an evaluation."""
     settings: dict[str, Any] = Field(default_factory=dict)
-    """Settings of an installed dataset; `rl data list` shows them."""
+    """Settings of an installed dataset; `rl data list NAME` shows them."""
     input_key: str | None = None
     """Column with the input: text, or a list of messages; the column `messages` if unset, or else `prompt`."""
     output_key: str | None = None
@@ -118,6 +118,8 @@ class DatasetDefaults(Config):
 
 
 class DataConfig(Config):
+    """Training and validation data: sources, columns, mixing, lengths."""
+
     train: DatasetConfig | list[DatasetConfig]
     """The dataset to train on, or several that are mixed."""
     validation: DatasetConfig | list[DatasetConfig] | None = None

@@ -37,6 +37,23 @@ def load_rows(settings: DatasetConfig, purpose: str) -> Rows:
     return rows
 
 
+def source_problem(settings: DatasetConfig) -> str:
+    """Return why the files or the name of a dataset cannot be read, as far as is known without reading rows; empty if
+    nothing is. The hub is asked for a name; object stores are not.
+    """
+    path = settings.data_path
+    if path is None:
+        return "" if settings.dataset_name in names(DATASETS) else _hub_problem(settings)
+    place = Path(path).expanduser()
+    if remote.is_remote(path) or (place / "dataset_dict.json").exists() or (place / "state.json").exists():
+        return ""
+    try:
+        _local_files(place, settings.split)
+    except DataError as error:
+        return str(error)
+    return ""
+
+
 def stream_rows(settings: DatasetConfig, purpose: str) -> Callable[[int], Iterator[Row]]:
     """A function from a number of rows to skip to the rows of a hub dataset behind them, read as they come.
 
@@ -72,20 +89,29 @@ def _load_plugin(settings: DatasetConfig, purpose: str) -> Sequence[Row]:
     return rows
 
 
-def _load_hub(settings: DatasetConfig, purpose: str) -> Any:
+def _hub_problem(settings: DatasetConfig) -> str:
+    """Why a dataset is neither installed nor available from the hub; empty if it is."""
     assert settings.dataset_name is not None
     installed, near = ", ".join(names(DATASETS)), did_you_mean(settings.dataset_name, names(DATASETS))
     if settings.settings:
-        raise DataError(
+        return (
             f"`settings` is for installed datasets, and {settings.dataset_name!r} is not one of them: {installed}{near}"
         )
     if near and "/" not in settings.dataset_name:
-        raise DataError(
+        return (
             f"no dataset {settings.dataset_name!r} is installed{near} Installed are {installed}; "
             "one on the hub is named OWNER/NAME"
         )
     if problem := hub.problem("dataset", settings.dataset_name):
-        raise DataError(f"the dataset {settings.dataset_name!r} is not an installed one ({installed}){near}, {problem}")
+        return f"the dataset {settings.dataset_name!r} is not an installed one ({installed}){near}, {problem}"
+    return ""
+
+
+def _load_hub(settings: DatasetConfig, purpose: str) -> Any:
+    assert settings.dataset_name is not None
+    if problem := _hub_problem(settings):
+        raise DataError(problem)
+    near = did_you_mean(settings.dataset_name, names(DATASETS))
     # imports pandas and pyarrow, which takes seconds; local files do not need it
     import datasets
 

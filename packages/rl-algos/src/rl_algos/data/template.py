@@ -95,4 +95,5 @@ def _text(key: str, path: str) -> str:
     try:
         return Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"data: {key} {path!r} cannot be read: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"data: {key} {path!r} cannot be read: {reason}; name a text file in UTF-8") from error

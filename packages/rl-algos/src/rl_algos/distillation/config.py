@@ -18,6 +18,8 @@ DEFAULT_K = 64
 
 
 class DistillationConfig(RolloutConfig):
+    """On-policy distillation: steps, prompts and samples of a step, what the teacher scores, validation."""
+
     section: ClassVar[str] = "distillation"
     validation_goals: ClassVar[tuple[str, ...]] = ("reward", "accuracy", "mean_length", "loss")
 
@@ -36,6 +38,8 @@ class DistillationConfig(RolloutConfig):
 
 
 class OfflineDistillationConfig(SupervisedConfig):
+    """Distillation on given conversations: steps, epochs, what is learned of a row, validation."""
+
     learn: LearnedTurns = "all"
     """Turns of the assistant that are learned: all of them, or the last one."""
     topk_logits_k: int | None = Field(default=DEFAULT_K, gt=0)
@@ -45,6 +49,8 @@ class OfflineDistillationConfig(SupervisedConfig):
 
 
 class DistillationLossConfig(Config):
+    """The divergence of the student from the teacher."""
+
     kl_type: KLName = "mixed"
     """Divergence of the student from the teacher: `forward` KL(teacher || student), `reverse` KL(student || teacher),
     `mixed`, the weighted sum of both, or `jensen_shannon`, generalised as in GKD."""

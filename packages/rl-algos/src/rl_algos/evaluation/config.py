@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from pydantic import Field
@@ -9,9 +10,21 @@ from pydantic import Field
 from rl_algos.data.config import DatasetConfig
 from rl_core.config import Config, WhenChanged
 
+_ALSO_CALLED = {
+    "num_generations_per_prompt": "num_samples",
+    "val_num_generations_per_prompt": "num_samples",
+    "num_generations": "num_samples",
+    "num_tests_per_prompt": "num_samples",
+    "max_val_samples": "max_prompts",
+    "max_samples": "max_prompts",
+    "val_batches": "max_prompts",
+}
+
 
 class TaskConfig(Config):
     """A named dataset with the environment that scores it, and its sampling."""
+
+    also_called: ClassVar[Mapping[str, str]] = _ALSO_CALLED
 
     name: str = Field(min_length=1)
     """Name of the task in results."""
@@ -35,6 +48,7 @@ class EvaluationConfig(Config):
     """Tasks, samples and estimates of `rl eval`, and of a run that scores the tasks while it trains."""
 
     when_changed: ClassVar[WhenChanged | None] = WhenChanged.RESUME
+    also_called: ClassVar[Mapping[str, str]] = _ALSO_CALLED
 
     tasks: list[str | TaskConfig] = []
     """Tasks to score: names (`gsm8k`, `math_500`, `reasoning_gym/TASK`, an installed dataset, or OWNER/NAME on the

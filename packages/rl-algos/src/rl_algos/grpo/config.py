@@ -20,6 +20,8 @@ class EstimatorConfig(NamedConfig):
 
 
 class GRPOConfig(PolicyGradientConfig):
+    """GRPO and its family: steps, prompts and samples of a step, advantages, validation."""
+
     section: ClassVar[str] = "grpo"
 
     normalize_rewards: bool = True

@@ -13,6 +13,8 @@ from rl_core.model_config import ModelConfig
 
 
 class PPOConfig(PolicyGradientConfig):
+    """PPO with a critic: steps, prompts and samples of a step, advantages, validation."""
+
     section: ClassVar[str] = "ppo"
 
     num_prompts_per_step: int = Field(default=512, gt=0)

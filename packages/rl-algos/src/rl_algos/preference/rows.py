@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rl_algos.preference.encoding import EncodedResponse
 from rl_core.batch import TOKENS, Batch, Column
 from rl_core.microbatch import PAIR
 from rl_core.ragged import Ragged
 from rl_core.rollout import LOSS_MASK
+
+if TYPE_CHECKING:
+    # imports transformers, which the plugins need not wait for
+    from rl_algos.preference.encoding import EncodedResponse
 
 ID = "id"
 """Column of text: names each row of a batch across epochs and runs."""

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from rl_algos.data.config import dataset_names
 from rl_algos.evaluation.summary import powers_of_two
 from rl_algos.rollouts.config import EvaluationRoot, PolicyGradientConfig, RolloutRoot, rollout_config
 from rl_algos.rollouts.programs import program_named
-from rl_core.config import Problem, is_changed
+from rl_core.config import Problem, is_changed, show
 from rl_core.environments.instance import problem_with
 from rl_core.plugins import GENERATORS, names, plugin
+
+WITHOUT_VALIDATION: Mapping[str, Any] = {
+    "val_period": 0,
+    "val_at_start": False,
+    "val_at_end": False,
+    "stop_at_validation_metric": None,
+    "stop_at_validation_threshold": None,
+}
+"""Keys of a `RolloutConfig` that ask for validation, and the values that do not."""
 
 
 def rollout_problems(config: RolloutRoot) -> Iterator[Problem]:
@@ -207,10 +217,13 @@ def _validation(config: RolloutRoot) -> Iterator[Problem]:
     if rollouts.stop_at_validation_metric not in (None, *rollouts.validation_goals):
         allowed = " or ".join(rollouts.validation_goals)
         yield Problem(metric, f"got {rollouts.stop_at_validation_metric!r}; use {allowed}")
-    if rollouts.validates and not config.data.validation_datasets:
-        yield Problem(
-            "data.validation",
-            f"is empty, but {rollouts.section} asks for validation; give a dataset, or turn validation off with "
-            f"{rollouts.section}.val_period=0, {rollouts.section}.val_at_start=false and "
-            f"{rollouts.section}.val_at_end=false",
-        )
+    if config.data.validation_datasets:
+        return
+    for name in ("val_period", "val_at_start", "val_at_end"):
+        if getattr(rollouts, name):
+            off = show(WITHOUT_VALIDATION[name])
+            yield Problem(
+                f"{rollouts.section}.{name}",
+                f"got {show(getattr(rollouts, name))}, but there is nothing to validate on; give data.validation, or "
+                f"set this to {off}",
+            )

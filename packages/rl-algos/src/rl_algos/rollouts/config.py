@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import Field
@@ -50,6 +51,16 @@ class RolloutConfig(Config):
     """Key of the section in the config of a run, as messages name it; set by every algorithm."""
     validation_goals: ClassVar[tuple[str, ...]] = ("reward", "accuracy", "mean_length")
     """Values of `stop_at_validation_metric`."""
+    also_called: ClassVar[Mapping[str, str]] = {
+        "num_samples": "num_generations_per_prompt",
+        "num_samples_per_prompt": "num_generations_per_prompt",
+        "num_generations": "num_generations_per_prompt",
+        "val_num_samples": "val_num_generations_per_prompt",
+        "val_num_generations": "val_num_generations_per_prompt",
+        "max_prompts": "max_val_samples",
+        "max_val_prompts": "max_val_samples",
+        "val_batches": "max_val_samples",
+    }
 
     num_prompts_per_step: int = Field(default=32, gt=0)
     """Prompts of one step."""

@@ -33,5 +33,7 @@ PLUGIN = AlgorithmPlugin(
     generates=True,
     models=no_models,
     evaluate="rl_algos.rollouts.evaluation:RolloutEvaluation",
+    inputs="rl_algos.rollouts.inputs:evaluation_problems",
+    evaluation_inputs="rl_algos.rollouts.inputs:evaluation_problems",
     checks=(evaluation_problems, training_problems),
 )

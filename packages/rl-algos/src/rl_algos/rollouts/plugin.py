@@ -9,6 +9,7 @@ from rl_algos.data.config import DataConfig
 from rl_algos.evaluation.config import EvaluationConfig
 from rl_algos.requirement import LOSSES
 from rl_algos.rollouts.checks import (
+    WITHOUT_VALIDATION,
     evaluation_problems,
     rollout_problems,
     task_problems,
@@ -35,7 +36,7 @@ def rollout_algorithm(
     algorithms do.
 
     Args:
-        sections: of the config, beside `data`; one of them extends `rl_algos.rollouts.config.RolloutConfig`.
+        sections: of the config, beside `data`; the first extends `rl_algos.rollouts.config.RolloutConfig`.
         run: as of `AlgorithmPlugin`; `rl_algos.rollouts.setup.steps_of` gives it the steps of its loop.
         models, model_sections: as of `AlgorithmPlugin`.
         requirements: beside rl-algos itself.
@@ -44,12 +45,14 @@ def rollout_algorithm(
             keep (`Read.token_filter`); otherwise these are refused.
         checks: beside those of rollouts, validation and environments.
     """
+    key = next(iter(sections), name)
     return AlgorithmPlugin(
         name=name,
         sections={**sections, "data": DataConfig, "eval": EvaluationConfig},
         load="rl_algos.rollouts.data:load",
         attempts="rl_algos.rollouts.data:attempts",
         prepare="rl_algos.rollouts.data:prepare",
+        inputs="rl_algos.rollouts.inputs:input_problems",
         run=run,
         generates=True,
         models=models,
@@ -57,8 +60,10 @@ def rollout_algorithm(
         requirements=(LOSSES, *requirements),
         further=further,
         validation_metrics=validation_metrics,
+        without_validation={f"{key}.{asked}": value for asked, value in WITHOUT_VALIDATION.items()},
         rollouts="rl_algos.rollouts.setup:needs",
         evaluate="rl_algos.rollouts.evaluation:RolloutEvaluation",
+        evaluation_inputs="rl_algos.rollouts.inputs:evaluation_problems",
         evaluates_in_training=lambda config: config.eval.in_training,
         checks=(
             rollout_problems,

@@ -12,6 +12,8 @@ LearnedTurns = Literal["all", "last"]
 
 
 class SFTConfig(SupervisedConfig):
+    """Supervised fine-tuning: steps, epochs, what is learned of a row, validation."""
+
     learn: LearnedTurns = "all"
     """Turns of the assistant that are learned: all of them, or the last one. A message with `train: true` or
     `train: false` decides for itself."""

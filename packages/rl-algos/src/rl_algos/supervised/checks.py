@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from rl_algos.data.config import DataConfig
 from rl_algos.supervised.config import SupervisedConfig
 from rl_core.config import Problem, is_changed
 from rl_core.model_config import ModelConfig
 
-_OF_VALIDATION = (
-    "val_period",
-    "val_batches",
-    "val_global_batch_size",
-    "val_at_start",
-    "val_at_end",
-    "stop_at_validation_loss",
-)
+WITHOUT_VALIDATION: Mapping[str, Any] = {
+    "val_period": 0,
+    "val_batches": None,
+    "val_global_batch_size": None,
+    "val_at_start": False,
+    "val_at_end": False,
+    "stop_at_validation_loss": None,
+}
+"""Keys of a `SupervisedConfig` that are for validation, and the values without one."""
 
 
 def supervised_problems(
@@ -36,7 +38,7 @@ def _validation(key: str, section: SupervisedConfig, data: DataConfig) -> Iterat
     """Settings of a validation that has no data."""
     if data.validation_datasets:
         return
-    for name in _OF_VALIDATION:
+    for name in WITHOUT_VALIDATION:
         if getattr(section, name) and is_changed(section, name):
             yield Problem(f"{key}.{name}", "there is nothing to validate on; set data.validation, or remove this key")
 

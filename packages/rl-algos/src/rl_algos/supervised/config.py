@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Annotated
+from collections.abc import Iterable, Mapping
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
@@ -13,6 +13,12 @@ from rl_core.config import Config, WhenChanged
 
 class SupervisedConfig(Config):
     """Base of the section of an algorithm that learns from given rows."""
+
+    also_called: ClassVar[Mapping[str, str]] = {
+        "max_val_samples": "val_batches",
+        "max_val_prompts": "val_batches",
+        "max_prompts": "val_batches",
+    }
 
     max_num_epochs: Annotated[int | None, WhenChanged.GOAL] = Field(default=None, gt=0)
     """Passes over the training data; unbounded if unset, but 1 if `max_num_steps` is unset as well."""

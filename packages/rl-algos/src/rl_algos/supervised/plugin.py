@@ -8,7 +8,7 @@ from typing import Any
 
 from rl_algos.data.config import DataConfig
 from rl_algos.requirement import LOSSES
-from rl_algos.supervised.checks import supervised_problems
+from rl_algos.supervised.checks import WITHOUT_VALIDATION, supervised_problems
 from rl_core.config import Config, Problem
 from rl_core.plugins import AlgorithmPlugin, ModelNeed, Requirement, SectionNames, nothing_further
 
@@ -43,6 +43,7 @@ def supervised_algorithm(
         sections={**sections, "data": DataConfig},
         load=load,
         prepare=prepare,
+        inputs="rl_algos.data.inputs:input_problems",
         run=run,
         generates=False,
         models=models,
@@ -50,5 +51,6 @@ def supervised_algorithm(
         requirements=(LOSSES,),
         further=further,
         validation_metrics=validation_metrics,
+        without_validation={f"{key}.{name}": value for name, value in WITHOUT_VALIDATION.items()},
         checks=(check, *checks),
     )

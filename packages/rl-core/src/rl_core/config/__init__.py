@@ -19,12 +19,12 @@ YAML 1.2 (`no` is text, `1e-5` a number) and reach a text field as typed.
 """
 
 from rl_core.config.changes import RuledChange, changed_keys, keys_when_changed, rule_of, with_absolute_paths
-from rl_core.config.dump import ABSENT, Change, as_written, diff, to_override, to_yaml, tree_to_yaml
-from rl_core.config.explain import Explanation, explain
+from rl_core.config.dump import ABSENT, Change, as_written, changed_to_yaml, diff, to_override, to_yaml, tree_to_yaml
+from rl_core.config.explain import Explanation, explain, explain_all
 from rl_core.config.json_schema import JsonSchema
 from rl_core.config.keys import all_keys
 from rl_core.config.load import RawConfig, load
-from rl_core.config.messages import did_you_mean, nearest, show
+from rl_core.config.messages import by_another_name, did_you_mean, nearest, show
 from rl_core.config.resolve import Resolved, Values, resolve, values_of
 from rl_core.config.schema import (
     Config,
@@ -62,10 +62,13 @@ __all__ = [
     "all_keys",
     "as_written",
     "assemble",
+    "by_another_name",
     "changed_keys",
+    "changed_to_yaml",
     "did_you_mean",
     "diff",
     "explain",
+    "explain_all",
     "is_changed",
     "keys_when_changed",
     "load",

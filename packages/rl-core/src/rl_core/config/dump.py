@@ -47,6 +47,39 @@ def to_yaml(config: Config) -> str:
     return tree_to_yaml(as_written(config))
 
 
+def changed_to_yaml(config: Config) -> str:
+    """The keys of a config whose values differ from their defaults, as YAML that loads back to an equal config."""
+    return tree_to_yaml(_changed(config, None, as_written(config)))
+
+
+def _changed(section: Config, default: Any, written: Any) -> Any:
+    """The written values of a section's keys that must be set or differ from a default section, or if that is of
+    another type, from the defaults of the section's own type.
+    """
+    if not isinstance(written, dict):
+        return written  # a whole section from an environment variable
+    found = {}
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if type(default) is type(section):
+            usual = getattr(default, name)
+        else:
+            usual = None if field.is_required() else field.get_default(call_default_factory=True, validated_data={})
+        if isinstance(value, Config):
+            below = _changed(value, usual, written[name])
+            if below or field.is_required() or type(usual) is not type(value):
+                found[name] = below
+        elif isinstance(value, list | tuple) and any(isinstance(entry, Config) for entry in value):
+            if value != usual:
+                found[name] = [
+                    _changed(entry, None, at) if isinstance(entry, Config) else at
+                    for entry, at in zip(value, written[name], strict=True)
+                ]
+        elif field.is_required() or plain(value) != plain(usual):
+            found[name] = written[name]
+    return found
+
+
 def tree_to_yaml(tree: Any) -> str:
     """Nested plain values, as `as_written` returns them, as YAML."""
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rl_core.config.changes import rule_of
-from rl_core.config.keys import Key, all_keys, described, key_at, value_at
-from rl_core.config.messages import did_you_mean
+from rl_core.config.keys import DEEPEST, Key, all_keys, described, value_at
+from rl_core.config.messages import by_another_name, did_you_mean
 from rl_core.config.resolve import Resolved, Values
 from rl_core.config.schema import Config, WhenChanged, plain
 from rl_core.config.tree import DEFAULT, Origin, format_path, parse_path
@@ -20,14 +21,18 @@ class Explanation:
 
     Args:
         key: dotted; empty for the root.
-        doc: its documentation, of a section that of its type; empty if none was written.
+        doc: its documentation: that of its field or of the type of its section, or else that of the mapping with free
+            keys around it; empty if none was written.
         type: the values that may be written, in words.
+        choices: those that the type lists, as they are written; empty if it lists none.
         required: whether it must be set.
         default: as plain values; None if it is required.
         value: as plain values; that of the resolved config if there is one, otherwise the default.
         origin: of the value.
         children: the keys directly below, each explained without its own children.
         when_changed: what a run may do with another value; None of a child.
+        part_of: key of the list or mapping that has the default as an entry, and is replaced as a whole if any entry
+            is set; empty for any other key.
     """
 
     key: str
@@ -39,6 +44,8 @@ class Explanation:
     origin: Origin
     children: tuple[Explanation, ...] = ()
     when_changed: WhenChanged | None = None
+    part_of: str = ""
+    choices: tuple[str, ...] = ()
 
 
 def explain(root: type[Config], key: str, config: Resolved[Any] | Values | None = None) -> Explanation:
@@ -55,34 +62,65 @@ def explain(root: type[Config], key: str, config: Resolved[Any] | Values | None 
     path = parse_path(key) if key else ()
     values = _values(config) if isinstance(config, Resolved) else config
     tree = values.tree if values is not None else {}
-    found = key_at(root, path, tree)
-    if found is None:
-        raise ConfigError(f"{key}: no such key{did_you_mean(key, all_keys(root, tree))}")
-    value = value_at(tree, path) if values is not None else found.default
-    children = tuple(_explained(child, values) for child in found.children(value))
-    return replace(_explained(found, values, children), when_changed=rule_of(root, path, tree))
+    found = Key((), root)
+    explained = _explained(found, values, None)
+    for segment in path:
+        below = found.child(segment, value_at(tree, found.path))
+        if below is None:
+            known = by_another_name(root, (*found.path, segment), tree)
+            raise ConfigError(f"{key}: {known or f'no such key{did_you_mean(key, all_keys(root, tree))}'}")
+        found, explained = below, _explained(below, values, explained)
+    value = value_at(tree, path) if values is not None else explained.default
+    children = tuple(_explained(child, values, explained) for child in found.children(value))
+    return replace(explained, children=children, when_changed=rule_of(root, path, tree))
+
+
+def explain_all(root: type[Config], config: Values | None = None) -> Iterator[Explanation]:
+    """Explain every key of a config type, in order, without `children`: sections, fields, and the entries of lists and
+    mappings that the values have.
+
+    Args:
+        root: the config type.
+        config: values of that type; the defaults if None.
+    """
+    found = Key((), root)
+    yield from _explained_below(found, _explained(found, config, None), config)
+
+
+def _explained_below(key: Key, around: Explanation, values: Values | None) -> Iterator[Explanation]:
+    for child in key.children(value_at(values.tree, key.path) if values is not None else around.default):
+        if isinstance(child.path[-1], int) or len(child.path) <= DEEPEST:
+            explained = _explained(child, values, around)
+            yield explained
+            yield from _explained_below(child, explained, values)
 
 
 def _values(resolved: Resolved[Any]) -> Values:
     return Values(plain(resolved.config), resolved.raw, resolved.config.references)
 
 
-def _explained(key: Key, values: Values | None, children: tuple[Explanation, ...] = ()) -> Explanation:
-    value, origin = key.default, DEFAULT
+def _explained(key: Key, values: Values | None, around: Explanation | None) -> Explanation:
+    """Explain a key, given the explanation of the one directly above; None for the root."""
+    default, doc, part_of = key.default, _doc(key), ""
+    if key.field is None and around is not None:
+        default, doc = value_at(around.default, key.path[-1:]), doc or around.doc
+        part_of = "" if default is None else around.part_of or around.key
+    value, origin = default, DEFAULT
     if values is not None:
         value, origin = value_at(values.tree, key.path), values.raw.entry.origin_at(key.path)
         # the value of an environment variable, or of one in a section around the key, is not shown
-        references, around = values.references, [key.path[:end] for end in range(len(key.path) + 1)]
-        value = next((references[path] for path in around if path in references), value)
+        references, sections = values.references, [key.path[:end] for end in range(len(key.path) + 1)]
+        value = next((references[path] for path in sections if path in references), value)
     return Explanation(
         key=format_path(key.path),
-        doc=_doc(key),
+        doc=doc,
         type=key.allowed,
         required=key.required,
-        default=key.default,
+        default=default,
         value=value,
         origin=origin,
-        children=children,
+        part_of=part_of,
+        choices=key.choices,
     )
 
 

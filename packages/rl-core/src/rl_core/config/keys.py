@@ -20,8 +20,9 @@ from rl_core.config.tree import KeyPath, format_path, natural
 
 _LISTS = (list, tuple, set, frozenset, Sequence, Iterable, AbstractSet)
 _MAPPINGS = (dict, Mapping)
-# a section that holds itself is listed as deep as anyone uses it
-_DEEPEST = 12
+DEEPEST = 12
+"""Maximum number of names of a listed key: a section may hold itself."""
+
 _BOUNDS = {
     Gt: ("gt", "> {}"),
     Ge: ("ge", ">= {}"),
@@ -56,6 +57,21 @@ class Key:
     def allowed(self) -> str:
         """The values that may be written here, in words: `int > 0`, `one of: float32, bfloat16`."""
         return _described(self.annotation, self.field.metadata if self.field else ())
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The values that its type lists, as they are written; empty if it lists none."""
+        values: list[Any] = []
+        for kind in self.kinds:
+            if get_origin(kind) is Literal:
+                values += get_args(kind)
+            elif isinstance(kind, type) and issubclass(kind, Enum):
+                values += (member.value for member in kind)
+            elif kind is bool:
+                values += (True, False)
+        if values and types.NoneType in self.kinds:
+            values.append(None)
+        return tuple(dict.fromkeys(_word(value) for value in values))
 
     @property
     def marks(self) -> list[Any]:
@@ -154,7 +170,7 @@ def described(section: type[Config]) -> str:
 
 def _below(key: Key, value: Any) -> Iterator[Key]:
     for child in key.children(value):
-        if isinstance(child.path[-1], int) or len(child.path) <= _DEEPEST:
+        if isinstance(child.path[-1], int) or len(child.path) <= DEEPEST:
             yield child
             yield from _below(child, value_at(value, child.path[-1:]))
 
@@ -239,6 +255,11 @@ def _inner(annotation: Any) -> str:
     return f"({text})" if " or " in text or text.startswith("one of") else text
 
 
+def _word(value: Any) -> str:
+    """A scalar as YAML writes it."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def _choices(values: Iterable[Any]) -> str:
-    shown = ["true" if value is True else "false" if value is False else str(value) for value in values]
+    shown = [_word(value) for value in values]
     return shown[0] if len(shown) == 1 else f"one of: {', '.join(shown)}"

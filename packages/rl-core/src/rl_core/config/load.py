@@ -13,6 +13,7 @@ from rl_core.config.keys import value_at
 from rl_core.config.messages import did_you_mean
 from rl_core.config.tree import (
     COMMAND_LINE,
+    DATASET,
     MISSING,
     Entry,
     KeyPath,
@@ -76,6 +77,10 @@ class RawConfig:
         values: dict[str, Any] = natural(self.entry.plain())
         return values
 
+    def is_written(self, key: str) -> bool:
+        """Return whether the user wrote a value at a key, null included."""
+        return self.entry.get(parse_path(key)) is not None
+
     def origin(self, key: str) -> Origin:
         """Place at which a key was written; `default` if it was not."""
         return self.entry.origin_at(parse_path(key))
@@ -95,7 +100,8 @@ def load(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), 
     Args:
         source: a recipe name, a YAML file, or plain nested values, which may have `defaults:` as well.
         overrides: `key.path=value` with the value as in YAML; text needs no quotes. `key=null` clears,
-            `data.train[0].split=x` changes a list entry.
+            `data.train[0].split=x` changes a list entry. `data.train.data_path=x` replaces a dataset that is given by
+            `dataset_name`, with its settings, and the other way round.
         search: the places that hold recipes.
 
     Raises:
@@ -107,15 +113,50 @@ def load(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), 
     else:
         path = reader.find(str(source), None, None)
         name, entry = shown(path), reader.read(path, ())
+    return RawConfig(name, _with_file_paths(_with_overrides(entry, overrides)), tuple(reader.files))
+
+
+def _with_overrides(entry: Entry, overrides: Sequence[str]) -> Entry:
     problems = []
+    parsed: list[tuple[str, KeyPath, Entry]] = []
     for text in overrides:
         try:
-            entry = _override(entry, text)
+            parsed.append((text, *_override(text)))
+        except ConfigError as error:
+            problems.append(f"{text!r} (command line): {error}")
+    # before any is set, so that their order does not matter
+    for _, path, value in parsed:
+        entry = _without_replaced_dataset(entry, path, value)
+    for text, path, value in parsed:
+        try:
+            entry = entry.with_entry(path, value)
         except ConfigError as error:
             problems.append(f"{text!r} (command line): {error}")
     if problems:
         raise ConfigError("\n".join(problems))
-    return RawConfig(name, _with_file_paths(entry), tuple(reader.files))
+    return entry
+
+
+def _without_replaced_dataset(entry: Entry, path: KeyPath, value: Entry) -> Entry:
+    """The tree without the dataset, or the list of datasets, that an override replaces by one of the other kind: a file
+    for a name or a name for a file. Its settings belong to it, as in a file that names another dataset.
+    """
+    *above, key = path
+    section = entry.get(tuple(above))
+    if key not in DATASET or value.value is None or section is None:
+        return entry
+    several = section.value if isinstance(section.value, list) else [section]
+    named = [_dataset_keys(each) for each in several]
+    if not all(named) or (not isinstance(section.value, list) and key in named[0]):
+        return entry
+    return entry.with_entry(tuple(above), Entry({}, value.origin))
+
+
+def _dataset_keys(section: Entry) -> list[str]:
+    """The keys by which a section names its dataset."""
+    if not isinstance(section.value, dict):
+        return []
+    return [key for key in DATASET if key in section.value and section.value[key].value is not None]
 
 
 def _with_file_paths(entry: Entry) -> Entry:
@@ -140,7 +181,12 @@ def shown(path: Path) -> str:
         return str(path)
 
 
-def _override(entry: Entry, text: str) -> Entry:
+def _override(text: str) -> tuple[KeyPath, Entry]:
+    """The path and the value of an override.
+
+    Raises:
+        ConfigError: if it cannot be read.
+    """
     key, equals, value = text.partition("=")
     key = key.strip()
     if not equals:
@@ -150,7 +196,7 @@ def _override(entry: Entry, text: str) -> Entry:
     path = parse_path(key)
     if path == ("defaults",):
         raise ConfigError("`defaults` belongs in a file: name another recipe instead")
-    return entry.with_entry(path, read_value(value, COMMAND_LINE))
+    return path, read_value(value, COMMAND_LINE)
 
 
 class _Reader:

@@ -74,7 +74,7 @@ def problems_in(error: ValidationError, root: type[Config], values: Any, shown: 
         if isinstance(raised, ProblemError):
             yield from (located(problem, path) for problem in raised.problems)
         elif group[0]["type"] == "extra_forbidden":
-            yield path, _unknown(path, list(all_keys(root, values)), values)
+            yield path, by_another_name(root, path, values) or _unknown(path, list(all_keys(root, values)), values)
         else:
             value = value_at(shown, path)
             is_hidden = value != value_at(values, path)
@@ -110,6 +110,18 @@ def _path_in(values: Any, details: ErrorDetails) -> KeyPath:
         elif position == last and details["type"] == "missing":
             path.append(segment)
     return tuple(path)
+
+
+def by_another_name(root: type[Config], path: KeyPath, values: Any) -> str:
+    """The message about a name that a key of the same section has elsewhere; empty for any other name."""
+    *above, name = path
+    around = key_at(root, tuple(above), values)
+    section = around.section(value_at(values, tuple(above))) if around is not None else None
+    key = section.also_called.get(str(name)) if section is not None else None
+    if section is None or key is None:
+        return ""
+    meaning, _, _ = (section.model_fields[key].description or "").partition("\n\n")
+    return f"no such key; here it is {format_path((*above, key))}: {' '.join(meaning.split())}".rstrip(": ")
 
 
 def _unknown(path: KeyPath, keys: list[str], values: Any) -> str:

@@ -88,6 +88,10 @@ class Config(BaseModel):
     when_changed: ClassVar[WhenChanged | None] = None
     """The rule of the keys below that have none of their own; None leaves it to the section around."""
 
+    also_called: ClassVar[Mapping[str, str]] = {}
+    """Names that keys of this section have in other sections or other libraries, and the keys: a user who writes such a
+    name is told the key."""
+
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",

@@ -27,7 +27,7 @@ MAX_DEPTH = 64
 MAX_VALUES = 50_000
 """Maximum number of values of a file, each alias (`*name`) written out."""
 
-_DATASET = ("dataset_name", "data_path")
+DATASET = ("dataset_name", "data_path")
 """Keys of a mapping that name a dataset."""
 
 _PART = re.compile(r"([^.\[\]]+)((?:\[\d+\])*)")
@@ -252,7 +252,7 @@ class _Composer(yaml.SafeLoader):
 def _chooses_another(below: Entry, over: Entry) -> bool:
     """Whether two mappings name different datasets, or different things, one of them by `module:name`."""
     datasets = [
-        {key: mapping.value[key].value for key in _DATASET if key in mapping.value and mapping.value[key].value}
+        {key: mapping.value[key].value for key in DATASET if key in mapping.value and mapping.value[key].value}
         for mapping in (over, below)
     ]
     if all(datasets) and datasets[0] != datasets[1]:

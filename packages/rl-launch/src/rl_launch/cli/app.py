@@ -24,7 +24,7 @@ from rl_launch.recipes import recipe_names
 
 app = typer.Typer(
     name="rl",
-    epilog=f"Recipes: {', '.join(recipe_names())}. rl recipes describes them.",
+    epilog=f"Recipes: {', '.join(recipe_names())}. rl recipes describes them, rl init RECIPE copies one.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -35,6 +35,7 @@ catalog_commands.environments.command("check")(environment_commands.check)
 app.add_typer(catalog_commands.environments, name="env", help="Environments, which score completions.")
 app.add_typer(catalog_commands.data, name="data", help="Datasets, which provide prompts and conversations.")
 app.command("recipes")(catalog_commands.recipes)
+app.command("init")(catalog_commands.init)
 app.add_typer(doctor_commands.app, name="doctor", help="Check this machine: rl doctor [RECIPE] [KEY=VALUE]...")
 
 Overrides = Annotated[

@@ -1,33 +1,80 @@
-"""`rl recipes`, `rl env list` and `rl data list`: the names that a config can use."""
+"""`rl recipes`, `rl init`, `rl env list` and `rl data list`: the names that a config can use."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rl_launch.cli import explanation_text
+from rl_launch.cli.completion import complete_dataset, complete_environment, complete_recipe, complete_task
 from rl_launch.cli.failure import reported
+from rl_launch.recipes import recipe_names
+
+if TYPE_CHECKING:
+    from rl_launch.commands.catalog import Choice
 
 environments = typer.Typer(no_args_is_help=True)
 data = typer.Typer(no_args_is_help=True)
 
 
-def recipes() -> None:
-    """List the built-in recipes."""
+def recipes(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[NAME|WORD]...",
+            help="A recipe to print, or words to list those that mention them all.",
+            autocompletion=complete_recipe,
+        ),
+    ] = None,
+) -> None:
+    """List the built-in recipes, or print one."""
     with reported():
-        from rl_launch.commands.catalog import recipes as found
+        from rl_launch.commands.recipe_files import recipe_text, recipes_with
 
-        sys.stdout.write(explanation_text.recipes(found()))
+        match words or []:
+            case [name] if name in recipe_names():
+                sys.stdout.write(recipe_text(name))
+            case given:
+                sys.stdout.write(explanation_text.recipes(recipes_with(given)))
+
+
+def init(
+    recipe: Annotated[
+        str, typer.Argument(metavar="RECIPE", help="The recipe to copy.", autocompletion=complete_recipe)
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE.yaml", help="The file to write (default: RECIPE.yaml here)."),
+    ] = None,
+) -> None:
+    """Write a recipe into a new file to change and train."""
+    with reported():
+        from rl_launch.commands.recipe_files import write_recipe
+
+        path = (output or Path(f"{recipe}.yaml")).expanduser()
+        write_recipe(recipe, path)
+        sys.stdout.write(
+            f"Wrote {path}. Change it, then train: rl train {path}\n"
+            f"Every key: rl config show {path}; what one means: rl config explain {path} KEY\n"
+        )
+
+
+All = Annotated[bool, typer.Option("--all", help="Show the settings of all.")]
 
 
 @environments.command("list")
 def list_environments(
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Show this one only.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="[NAME]", help="Show this one with its settings.", autocompletion=complete_environment),
+    ] = None,
+    everything: All = False,
 ) -> None:
-    """List the installed environments and their settings, which a config sets under `env.NAME`."""
+    """List the installed environments; with a name or --all their settings, which a config sets under `env.NAME`."""
     with reported():
         from rl_core.install_command import install_command
         from rl_launch.commands.catalog import chosen, shared_settings
@@ -37,6 +84,10 @@ def list_environments(
         if name is not None:
             one = chosen(known, name, "environment")
             sys.stdout.write(explanation_text.choice(one, "rl env list", install_command(one.missing)))
+            return
+        if not everything:
+            sys.stdout.write(explanation_text.names({each.name: _line(each) for each in known.values()}))
+            sys.stdout.write("\nrl env list NAME shows the settings of one, rl env list --all those of all\n")
             return
         shared = shared_settings()
         everywhere = {each.key.rpartition(".")[2] for each in shared}
@@ -49,11 +100,20 @@ def list_environments(
 
 @data.command("list")
 def list_datasets(
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Show this one only, with its tasks.")] = None,
-    task: Annotated[str | None, typer.Argument(metavar="[TASK]", help="Show the settings of this task.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[NAME]", help="Show this one with its settings and tasks.", autocompletion=complete_dataset
+        ),
+    ] = None,
+    task: Annotated[
+        str | None,
+        typer.Argument(metavar="[TASK]", help="Show the settings of this task.", autocompletion=complete_task),
+    ] = None,
+    everything: All = False,
 ) -> None:
-    """List the installed datasets and their settings, which a config sets under `data.train.settings`, and the datasets
-    on the hub whose name alone is enough (`data.train.dataset_name: OWNER/NAME`).
+    """List the installed datasets, and those on the hub whose name alone is enough (`data.train.dataset_name:
+    OWNER/NAME`); with a name or --all their settings, which a config sets under `data.train.settings`.
 
     Files (`data.train.data_path`) and other datasets on the hub have their columns named by keys of `data.train`.
     """
@@ -63,19 +123,31 @@ def list_datasets(
         from rl_launch.commands.catalog import datasets as found
         from rl_launch.commands.catalog import hub_datasets as on_hub
 
-        known = found()
+        known, hub = found(), on_hub()
+        if name is None and not everything:
+            sys.stdout.write("installed:\n")
+            sys.stdout.write(explanation_text.names({each.name: _line(each) for each in known.values()}, "  "))
+            sys.stdout.write("\non the hub:\n")
+            sys.stdout.write(explanation_text.names({each: about[0] for each, about in hub.items()}, "  "))
+            sys.stdout.write("\nrl data list NAME shows the settings of one, rl data list --all those of all\n")
+            return
         if name is None:
             for each in known.values():
                 sys.stdout.write(explanation_text.choice(each, "rl data list", install_command(each.missing)))
-            sys.stdout.write(explanation_text.hub_datasets(on_hub()))
+            sys.stdout.write(explanation_text.hub_datasets(hub))
             return
-        if name in on_hub():
-            sys.stdout.write(explanation_text.hub_datasets({name: on_hub()[name]}))
+        if name in hub:
+            sys.stdout.write(explanation_text.hub_datasets({name: hub[name]}))
             return
-        each = chosen(known, name, "dataset")
+        each = chosen({**known, **hub}, name, "dataset")
         if task is not None:
             sys.stdout.write(explanation_text.task(chosen(each.tasks or {}, task, f"task of {name}")))
             return
         sys.stdout.write(explanation_text.choice(each, "rl data list", install_command(each.missing)))
         if each.tasks:
             sys.stdout.write(explanation_text.tasks(each.tasks.values()))
+
+
+def _line(each: Choice) -> str:
+    """An environment or dataset in one line."""
+    return f"(not installed) {each.doc}" if each.missing else each.doc

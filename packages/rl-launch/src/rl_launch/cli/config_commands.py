@@ -9,24 +9,40 @@ from typing import Annotated
 import typer
 
 from rl_launch.cli import explanation_text
+from rl_launch.cli.completion import complete_key, complete_override, complete_recipe
 from rl_launch.cli.failure import reported
 
 app = typer.Typer(no_args_is_help=True)
 
 Source = Annotated[
-    str, typer.Argument(metavar="RECIPE|FILE.yaml", help="A recipe's name, a YAML file, or a run directory.")
+    str,
+    typer.Argument(
+        metavar="RECIPE|FILE.yaml",
+        help="A recipe's name, a YAML file, or a run directory.",
+        autocompletion=complete_recipe,
+    ),
 ]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Config keys to set.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Config keys to set.", autocompletion=complete_override),
+]
 
 
 @app.command()
-def show(recipe: Source, overrides: Overrides = None) -> None:
+def show(
+    recipe: Source,
+    overrides: Overrides = None,
+    changed: Annotated[
+        bool, typer.Option("--changed", help="Print only the keys whose values differ from their defaults.")
+    ] = False,
+) -> None:
     """Print the whole config of a run, defaults included, as YAML."""
     with reported():
-        from rl_core.config import to_yaml
+        from rl_core.config import changed_to_yaml, to_yaml
         from rl_launch.root import read_config
 
-        sys.stdout.write(to_yaml(read_config(recipe, overrides or ()).config))
+        config = read_config(recipe, overrides or ()).config
+        sys.stdout.write(changed_to_yaml(config) if changed else to_yaml(config))
 
 
 @app.command()
@@ -34,35 +50,48 @@ def explain(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[RECIPE|FILE.yaml] [KEY] [KEY=VALUE]...",
-            help="A dotted key (default: the root). After a recipe's name, a YAML file or a run directory, the value "
-            "there is shown too.",
+            metavar="[RECIPE|FILE.yaml] [KEY|NAME] [KEY=VALUE]...",
+            help="A dotted key, or a name to search for, such as temperature (default: the sections). After a recipe's "
+            "name, a YAML file or a run directory, values there are shown too.",
+            autocompletion=complete_key,
         ),
     ] = None,
+    searches: Annotated[
+        bool,
+        typer.Option("--search", "-s", help="Search for keys that have all these words in name or description."),
+    ] = False,
 ) -> None:
-    """Explain a key: its meaning, allowed values and default; for a recipe, also its value and where that was set."""
+    """Explain a key: its meaning, allowed values and default; for a recipe, also its value and where that was set.
+
+    A name that is not a key is searched for among the names and descriptions of all keys.
+    """
     with reported():
         from rl_core.errors import ConfigError
         from rl_launch.commands.explain import explain_anywhere, explain_in, names_config
+        from rl_launch.commands.key_search import search
 
-        words = words or []
-        overrides = [word for word in words if "=" in word]
-        source, key = "", ""
-        match [word for word in words if "=" not in word]:
-            case []:
-                pass
-            case [word] if names_config(word):
-                source = word
-            case [word]:
-                key = word
-            case [source, key]:
-                pass
-            case more:
-                raise ConfigError(f"got {len(more)} arguments without `=`; write rl config explain RECIPE KEY")
+        overrides = [word for word in words or () if "=" in word]
+        names = [word for word in words or () if "=" not in word]
+        source = names.pop(0) if names and (names_config(names[0]) or (len(names) == 2 and not searches)) else ""
+        if len(names) > 1 and not searches:
+            raise ConfigError(
+                f"got {len(names)} keys; write rl config explain RECIPE KEY, or to search for words: "
+                f"rl config explain --search {' '.join(names)}"
+            )
+        key = " ".join(names)
         if overrides and not source:
             raise ConfigError(f"{overrides[0]} needs a recipe; write rl config explain RECIPE {key} {overrides[0]}")
-        found, problems = explain_in(source, key, overrides) if source else (explain_anywhere(key), "")
-        sys.stdout.write("\n".join(map(explanation_text.explained, found)))
+        problems = ""
+        try:
+            if searches:
+                raise ConfigError(f"no key has {key!r} in its name or description")
+            found, problems = explain_in(source, key, overrides) if source else (explain_anywhere(key), "")
+            sys.stdout.write("\n".join(map(explanation_text.explained, found)))
+        except ConfigError:
+            result = search(key, source, overrides) if key and "." not in key else None
+            if result is None or not result.best:
+                raise
+            sys.stdout.write(explanation_text.found_keys(key, result))
         if problems:
             sys.stderr.write(f"note: rl train would refuse this config: {problems}\n")
 
@@ -99,7 +128,7 @@ def schema(
 @app.command()
 def diff(
     first: Source,
-    second: Annotated[str, typer.Argument(metavar="RECIPE|FILE.yaml")],
+    second: Annotated[str, typer.Argument(metavar="RECIPE|FILE.yaml", autocompletion=complete_recipe)],
     overrides: Overrides = None,
 ) -> None:
     """Print the keys in which two configs differ; overrides apply to the second."""

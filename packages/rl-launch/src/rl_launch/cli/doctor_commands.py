@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 from typer.core import TyperGroup
 
+from rl_launch.cli.completion import complete_override, complete_recipe
 from rl_launch.cli.failure import reported
 
 _STYLES = {"exact": "green", "off": "bold red", "refused": "dim"}
@@ -34,9 +35,16 @@ app = typer.Typer(cls=_MachineByDefault)
 def machine(
     recipe: Annotated[
         str,
-        typer.Argument(metavar="RECIPE|FILE.yaml", help="The recipe to check (default: the smallest GRPO)."),
+        typer.Argument(
+            metavar="RECIPE|FILE.yaml",
+            help="The recipe to check (default: the smallest GRPO).",
+            autocompletion=complete_recipe,
+        ),
     ] = "grpo-arithmetic",
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Config keys to set.")] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Config keys to set.", autocompletion=complete_override),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Check whether a recipe can run on this machine; exit with 1 if it cannot. `rl doctor RECIPE` does the same.

@@ -9,11 +9,16 @@ from typing import Annotated
 
 import typer
 
+from rl_launch.cli.completion import complete_dataset, complete_environment
 from rl_launch.cli.failure import reported
 
 Name = Annotated[
     str,
-    typer.Argument(metavar="NAME", help="An installed environment, file.py:NAME or package.module:NAME."),
+    typer.Argument(
+        metavar="NAME",
+        help="An installed environment, file.py:NAME or package.module:NAME.",
+        autocompletion=complete_environment,
+    ),
 ]
 Settings = Annotated[
     list[str] | None,
@@ -23,7 +28,12 @@ Settings = Annotated[
 ]
 Data = Annotated[
     str,
-    typer.Option("--data", metavar="FILE|DATASET", help="Rows (default: the installed dataset of the same name)."),
+    typer.Option(
+        "--data",
+        metavar="FILE|DATASET",
+        help="Rows (default: the installed dataset of the same name).",
+        autocompletion=complete_dataset,
+    ),
 ]
 Prompt = Annotated[str, typer.Option("--prompt", metavar="TEXT", help="A single row instead: the text of its prompt.")]
 Fields = Annotated[

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rl_launch.cli.completion import complete_override, complete_recipe
+from rl_launch.cli.completion import complete_override, complete_recipe, complete_tasks
 from rl_launch.cli.failure import reported
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ def evaluate(
             "--tasks",
             metavar="NAME,...",
             help="Tasks to score, such as gsm8k,reasoning_gym/chain_sum (default: the run's validation data).",
+            autocompletion=complete_tasks,
         ),
     ] = "",
     against: Annotated[

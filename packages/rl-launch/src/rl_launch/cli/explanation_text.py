@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,8 +13,11 @@ if TYPE_CHECKING:
     from rl_core.plugins import DatasetTask
     from rl_launch.commands.catalog import Choice, Recipe
     from rl_launch.commands.explain import Explained
+    from rl_launch.commands.key_search import Search
 
-_WIDEST = 100
+_WIDEST, _NARROWEST = 100, 16
+_MOST_FOUND, _MOST_ALSO, _MOST_OTHERS = 20, 6, 12
+"""Maximum number of keys that a search shows: with their meaning, of the same meaning, and by name alone."""
 
 
 def explained(each: Explained) -> str:
@@ -25,12 +29,32 @@ def explained(each: Explained) -> str:
     if not explanation.children:
         lines.extend(_wrapped(f"allowed: {explanation.type}", "  "))
         lines.append("  must be set" if explanation.required else f"  default: {_short(explanation.default)}")
+        if explanation.part_of:
+            lines.extend(_wrapped(f"in the default of {explanation.part_of}, which is replaced as a whole", "  "))
         if explanation.when_changed is not None:
             lines.extend(_wrapped(f"once a run has begun: {explanation.when_changed.value}", "  "))
     if each.condition:
         lines.extend(_wrapped(f"only with {each.condition}", "  "))
-    lines.extend(_keys(explanation.children, "  "))
+    lines.extend(_keys(explanation.children, "  ", each.child_conditions))
     return "\n".join(lines) + "\n"
+
+
+def found_keys(text: str, search: Search) -> str:
+    """The keys that a search found, the best with their values and meaning, others by name."""
+    lines = [f"keys found by {text!r}:"]
+    for each in search.best[:_MOST_FOUND]:
+        lines.extend(_keys([each.explanation], "  ", [each.condition]))
+        if each.also:
+            lines.extend(_wrapped(f"also {_some(each.also, _MOST_ALSO)}", "      "))
+    others = [each.explanation.key for each in (*search.best[_MOST_FOUND:], *search.others)]
+    if others:
+        lines.extend(_wrapped(f"others with it in name or description: {_some(others, _MOST_OTHERS)}", ""))
+    return "\n".join(lines) + "\n"
+
+
+def _some(names: Sequence[str], most: int) -> str:
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
 def settings(heading: str, keys: Sequence[Explanation]) -> str:
@@ -73,15 +97,26 @@ def hub_datasets(found: Mapping[str, Sequence[str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def names(found: Mapping[str, str], indent: str = "") -> str:
+    """Names, each with the first sentence about it, a line each."""
+    column = max(map(len, found), default=0)
+    room = _width() - len(indent) - column - 2
+    lines = []
+    for name, about in found.items():
+        # a cell that is too narrow holds the name alone
+        said = textwrap.shorten(_sentence(about), room, placeholder="...") if room >= _NARROWEST else ""
+        lines.append(f"{indent}{name:{column}}  {said}".rstrip())
+    return "\n".join(lines) + "\n"
+
+
+def _sentence(text: str) -> str:
+    paragraph, _, _ = text.partition("\n\n")
+    return re.split(r"(?<=[.;]) ", " ".join(paragraph.split()), maxsplit=1)[0].rstrip(".;")
+
+
 def tasks(found: Iterable[DatasetTask]) -> str:
     """Tasks of a dataset, a line each."""
-    width = _width()
-    listed = list(found)
-    column = max((len(task.name) for task in listed), default=0)
-    lines = [
-        f"{task.name:{column}}  {textwrap.shorten(task.doc, width - column - 2, placeholder='...')}" for task in listed
-    ]
-    return "\n".join(line.rstrip() for line in lines) + "\n"
+    return names({task.name: task.doc for task in found})
 
 
 def task(one: DatasetTask) -> str:
@@ -93,8 +128,8 @@ def task(one: DatasetTask) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _keys(children: Sequence[Explanation], indent: str) -> Iterator[str]:
-    for child in children:
+def _keys(children: Sequence[Explanation], indent: str, conditions: Sequence[str] = ()) -> Iterator[str]:
+    for place, child in enumerate(children):
         if child.type == "section":
             yield f"{indent}{child.key}"
         elif child.required and child.value is None:
@@ -103,6 +138,8 @@ def _keys(children: Sequence[Explanation], indent: str) -> Iterator[str]:
             origin = "" if str(child.origin) == "default" else f"  ({child.origin})"
             yield from _continued(f"{child.key} = {_short(child.value)}{origin}  {child.type}", indent)
         yield from _wrapped(child.doc, f"{indent}    ")
+        if conditions and conditions[place]:
+            yield from _wrapped(f"only with {conditions[place]}", f"{indent}    ")
 
 
 def _wrapped(text: str, indent: str) -> list[str]:

@@ -22,13 +22,13 @@ from rl_core.generation import RolloutPool
 from rl_core.plugins import algorithm_named, resolve
 from rl_launch.backends import backends_of
 from rl_launch.cluster.device import check_devices, resolve_device
-from rl_launch.commands.train import model_names, with_local_models
+from rl_launch.commands.train import with_local_models
 from rl_launch.evaluation.folder import Done, EvaluationFolder
 from rl_launch.evaluation.identity import identity_of, prompt_digest
 from rl_launch.evaluation.progress import EvaluationProgress
 from rl_launch.evaluation.result import EvaluationResult, ScoredPrompt
+from rl_launch.inputs import check_inputs
 from rl_launch.model_facts import check_tokenizer
-from rl_launch.model_folder import check_models
 from rl_launch.root import check_placement
 from rl_launch.runtime.environment_trials import try_here, try_in
 
@@ -60,7 +60,7 @@ def evaluate(config: Any, *, folder: str | Path) -> EvaluationResult:
     place = EvaluationFolder(folder, config.logger.run_dir_access)
     place.check()
     check_devices(config.cluster)
-    check_models(model_names(config))
+    check_inputs(config, is_evaluation=True)
     evaluation = resolve(algorithm.evaluate)(config)
     trials = [Trial(instance_of(config.env, name), each) for name, each in evaluation.attempts().items()]
     untried = try_here(trials, config.cluster.worker_envs)

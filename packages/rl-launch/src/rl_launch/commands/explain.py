@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from rl_core.config import DEFAULT, Explanation, RawConfig, all_keys, did_you_mean, explain, load, values_of
+from rl_core.config import (
+    DEFAULT,
+    Config,
+    Explanation,
+    RawConfig,
+    all_keys,
+    by_another_name,
+    did_you_mean,
+    explain,
+    load,
+    values_of,
+)
 from rl_core.errors import ConfigError
 from rl_core.plugins import ALGORITHMS, DATASETS, DatasetPlugin, DatasetTask
 from rl_launch.backends import installed
@@ -18,6 +30,7 @@ from rl_launch.root import read_config, read_raw, root_type, type_of
 
 _SETTINGS = re.compile(r"(?P<dataset>data\.(?:train|validation)(?:\[\d+\])?)\.settings(?:\.(?P<rest>.+))?")
 _MOST_NAMED = 6
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -27,10 +40,12 @@ class Explained:
     Args:
         explanation: of the key.
         condition: the choices under which this holds, as text; empty if it always does.
+        child_conditions: the same of each of the explanation's children; empty if all hold whenever this does.
     """
 
     explanation: Explanation
     condition: str = ""
+    child_conditions: tuple[str, ...] = ()
 
 
 def names_config(text: str) -> bool:
@@ -49,25 +64,64 @@ def explain_anywhere(key: str) -> list[Explained]:
     if settings := _SETTINGS.fullmatch(key):
         plugins = installed(DATASETS)
         return list(_of_datasets(settings["dataset"], settings["rest"] or "", plugins, None))
-    roots = {name: root_type(plugin, load({"algorithm": name})) for name, plugin in installed(ALGORITHMS).items()}
+    roots = roots_of_all()
     found: list[tuple[Explanation, list[str]]] = []
     for name, root in roots.items():
-        try:
-            explanation = explain(root, key)
-        except ConfigError:
-            continue
-        same = next((names for other, names in found if other == explanation), None)
-        if same is None:
-            found.append((explanation, [name]))
-        else:
-            same.append(name)
+        with suppress(ConfigError):
+            found.append((explain(root, key), [name]))
     if not found:
+        path = tuple(key.split("."))
+        if elsewhere := next(filter(None, (by_another_name(root, path, {}) for root in roots.values())), ""):
+            raise ConfigError(f"{key}: {elsewhere}")
         known = {each for root in roots.values() for each in all_keys(root, {})}
         raise ConfigError(f"{key}: no such key{did_you_mean(key, known)}")
     return [
-        Explained(explanation, "" if len(names) == len(roots) else f"algorithm: {' or '.join(names)}")
-        for explanation, names in found
+        _merged([explanation for explanation, _ in alike], [name for _, (name,) in alike], len(roots))
+        for alike in _grouped(found, lambda each: _identity(each[0]))
     ]
+
+
+def roots_of_all() -> dict[str, type[Config]]:
+    """The config type of every installed algorithm, by its name."""
+    return {name: root_type(plugin, load({"algorithm": name})) for name, plugin in installed(ALGORITHMS).items()}
+
+
+def only_with(algorithms: Sequence[str], num_all: int) -> str:
+    """The condition of a key that these of all algorithms have; empty if all do."""
+    return "" if len(algorithms) == num_all else f"algorithm: {' or '.join(algorithms)}"
+
+
+def _identity(explanation: Explanation) -> Any:
+    """What explanations of one key by several algorithms share if they are shown as one; of sections, keys differ."""
+    is_section = explanation.type == "section"
+    return (explanation.doc, explanation.type) if is_section else replace(explanation, children=())
+
+
+def _grouped(items: Iterable[_T], identity: Callable[[_T], Any]) -> list[list[_T]]:
+    """Items of one identity together, in the order of the first of each."""
+    groups: list[tuple[Any, list[_T]]] = []
+    for item in items:
+        mine = identity(item)
+        group = next((members for other, members in groups if other == mine), None)
+        if group is None:
+            groups.append((mine, [item]))
+        else:
+            group.append(item)
+    return [members for _, members in groups]
+
+
+def _merged(alike: Sequence[Explanation], algorithms: Sequence[str], num_all: int) -> Explained:
+    """One key as several algorithms have it, with the keys below that any of them has."""
+    children = [(child, name) for each, name in zip(alike, algorithms, strict=True) for child in each.children]
+    groups = _grouped(children, lambda child: (child[0].key, _identity(child[0])))
+    # keys that all have come first
+    groups.sort(key=lambda group: len(group) < len(algorithms))
+    conditions = [[name for _, name in group] for group in groups]
+    return Explained(
+        replace(alike[0], children=tuple(group[0][0] for group in groups)),
+        only_with(algorithms, num_all),
+        tuple("" if len(names) == len(algorithms) else only_with(names, num_all) for names in conditions),
+    )
 
 
 def explain_in(source: str, key: str, overrides: Sequence[str] = ()) -> tuple[list[Explained], str]:
@@ -125,18 +179,18 @@ def _of_datasets(
             continue
         for each in found:
             condition = f"{dataset}.dataset_name: {name}{each.condition}"
-            yield Explained(_placed(each.explanation, f"{dataset}.settings", raw), condition)
+            yield Explained(placed(each.explanation, f"{dataset}.settings", raw), condition)
     if len(refusals) == sum(plugin.settings is not None for plugin in plugins.values()):
         raise ConfigError("\n".join(refusals))
 
 
-def _placed(explanation: Explanation, prefix: str, raw: RawConfig | None) -> Explanation:
-    """An explanation of a setting with its full key, and the value in the config."""
+def placed(explanation: Explanation, prefix: str, raw: RawConfig | None) -> Explanation:
+    """An explanation of a setting of a dataset with its full key, and the value in the config if there is one."""
     key = f"{prefix}.{explanation.key}" if explanation.key else prefix
     value, origin = explanation.value, explanation.origin
     if raw is not None and raw.origin(key) != DEFAULT:
         value, origin = raw.select(key, value), raw.origin(key)
-    children = tuple(_placed(child, prefix, raw) for child in explanation.children)
+    children = tuple(placed(child, prefix, raw) for child in explanation.children)
     return replace(explanation, key=key, value=value, origin=origin, children=children)
 
 

@@ -20,9 +20,10 @@ from rl_core.plugins import algorithm_named, export_suffixes, resolve
 from rl_launch.backends import backends_of, model_sections, section_of, with_section
 from rl_launch.cluster.device import check_devices, resolve_device
 from rl_launch.cluster.ray_address import check_ray_address
+from rl_launch.inputs import check_inputs
 from rl_launch.local_models import MADE_HERE, TINY, WARMED_UP, models_folder, tiny_model
 from rl_launch.model_facts import check_tokenizer
-from rl_launch.model_folder import adapter_problems, check_models
+from rl_launch.model_folder import adapter_problems
 from rl_launch.placement.bundles import PlacementError
 from rl_launch.root import check_placement, read_config
 from rl_launch.run_recording import RunRecording, recorded_environments
@@ -96,7 +97,7 @@ def train(
     check_writers(config.logger)
     check_ray_address()
     check_devices(config.cluster)
-    check_models(model_names(config))
+    check_inputs(config)
     check_adapters_of_made_models(config)
     loaded = resolve(algorithm.load)(config)
     evaluates = algorithm.evaluates_in_training is not None and algorithm.evaluates_in_training(config)
@@ -217,15 +218,6 @@ def finished_metrics(run_dir: str | Path, config: Any) -> Mapping[str, float] | 
         return None
     _log.info("%s", message)
     return {name: value for name, value in run.last_metrics().items() if name != "step" and value is not None}
-
-
-def model_names(config: Any) -> dict[str, str]:
-    """Folders and hub names that a run loads models and tokenizers from, by key; without those that are made here."""
-    names = {f"{key}.model_name": section_of(config, key).model_name for key in model_sections(config)}
-    tokenizer = config.policy.tokenizer.name
-    if tokenizer is not None:
-        names["policy.tokenizer.name"] = tokenizer
-    return {key: name for key, name in names.items() if name not in MADE_HERE}
 
 
 def check_adapters_of_made_models(config: Any) -> None:

@@ -24,6 +24,14 @@ _IN_USE = 0.1
 _LEAST_SHARED = 1 / 32
 
 
+def inputs(machine: Machine, needs: Needs) -> Iterator[Finding]:
+    """Models and data that the recipe reads."""
+    if not needs.unreadable:
+        yield Finding("inputs", "ok", "models, datasets and files that the recipe names can be read")
+    for problem in needs.unreadable:
+        yield Finding(problem.key, "missing", problem.message)
+
+
 def python(machine: Machine, needs: Needs) -> Iterator[Finding]:
     """The interpreter, whose version the workers share."""
     if machine.python in SpecifierSet(machine.supported_python, prereleases=True):
@@ -312,6 +320,7 @@ def _size(num_bytes: float) -> str:
 
 
 CHECKS = (
+    Check("inputs", inputs),
     Check("python", python),
     Check("packages of driver", packages),
     Check("ray", ray),

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_core.config import RawConfig
+from rl_core.config import Problem, RawConfig
 from rl_core.devices import CPU, CUDA, Device, device_named
 from rl_core.environments.instance import instance_of
 from rl_launch.backends import backends_of
 from rl_launch.cluster.device import AUTO
+from rl_launch.inputs import input_problems
 from rl_launch.root import read_config
 from rl_launch.runtime.role_envs import role_specs
 from rl_launch.worker_envs import Mode, WorkerEnvSpec
@@ -29,6 +30,7 @@ class Needs:
         worker_envs: `cluster.worker_envs`.
         workers: environments of its workers by role.
         runs: folder of its runs.
+        unreadable: problems of the models, files, folders and names that it reads.
     """
 
     recipe: str
@@ -38,6 +40,7 @@ class Needs:
     worker_envs: Mode
     workers: Mapping[str, WorkerEnvSpec]
     runs: Path
+    unreadable: tuple[Problem, ...] = ()
 
 
 def needs_of(recipe: str, overrides: Sequence[str], *, num_gpus: int) -> Needs:
@@ -64,6 +67,7 @@ def needs_of(recipe: str, overrides: Sequence[str], *, num_gpus: int) -> Needs:
         worker_envs=cluster.worker_envs,
         workers=role_specs(backends_of(config), environments, device),
         runs=Path(config.run_dir).expanduser().parent if config.run_dir else Path("runs"),
+        unreadable=tuple(input_problems(config)),
     )
 
 

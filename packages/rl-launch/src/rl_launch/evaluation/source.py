@@ -10,9 +10,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rl_core.errors import ConfigError
+from rl_core.errors import ConfigError, RunDirectoryError
 from rl_core.model_config import ModelConfig
 from rl_core.plugins import algorithm_named
+from rl_launch.absent_run import absent_run
 from rl_launch.evaluation.folder import is_evaluation
 from rl_launch.local_models import MADE_HERE
 from rl_launch.model_facts import longest_of
@@ -58,7 +59,7 @@ def evaluation_of(
 
     Raises:
         ConfigError: listing every problem of the config.
-        RunDirectoryError: if a run has no such checkpoint.
+        RunDirectoryError: if there is no such run, or it has no such checkpoint.
     """
     if tasks:
         overrides = [f"eval.tasks={json.dumps(list(tasks))}", *overrides]
@@ -72,6 +73,8 @@ def evaluation_of(
         config = read_config(path / "config.yaml", overrides).config
         return GivenEvaluation(config, path)
     match = _RUN_AT_STEP.fullmatch(source)
+    if problem := absent_run(match["run"] if match is not None else source):
+        raise RunDirectoryError(problem)
     if is_run(path) or (match is not None and is_run(Path(match["run"]).expanduser())):
         config, name = _of_run(BranchPoint.parse(source), overrides)
     elif is_model(source):

@@ -16,6 +16,8 @@ Access = Literal["owner", "group", "all"]
 
 
 class CheckpointingConfig(Config):
+    """When to save, and which checkpoints to keep."""
+
     when_changed: ClassVar[WhenChanged | None] = WhenChanged.RESUME
 
     enabled: bool = True
@@ -74,6 +76,8 @@ class MLflowConfig(Config):
 
 
 class LoggerConfig(Config):
+    """Records of a run: TensorBoard, Weights & Biases, MLflow, rollouts, and who may read them."""
+
     when_changed: ClassVar[WhenChanged | None] = WhenChanged.RESUME
 
     rollout_period: int = Field(default=1, ge=0)

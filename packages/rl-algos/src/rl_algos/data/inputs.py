@@ -1,0 +1,54 @@
+"""Files and names that a config's data comes from, checked together before any row is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from rl_algos.data.config import DataRoot, DatasetConfig, DatasetDefaults
+from rl_algos.data.load import source_problem
+from rl_algos.data.pass_rates import ROLLOUTS
+from rl_algos.data.processors import processor
+from rl_algos.data.template import Surround
+from rl_core.config import Problem
+from rl_core.errors import ConfigError
+
+
+def input_problems(config: DataRoot) -> Iterator[Problem]:
+    """Yield what is wrong with the files, folders, hub names and processors of all datasets of a config."""
+    for key, section in config.data.sections():
+        yield from dataset_problems(key, section)
+
+
+def dataset_problems(key: str, section: DatasetConfig | DatasetDefaults) -> Iterator[Problem]:
+    """Yield what is wrong with those of one dataset, or of the defaults of all.
+
+    Args:
+        key: Key of the section.
+    """
+    if isinstance(section, DatasetConfig):
+        if problem := source_problem(section):
+            yield Problem(f"{key}.{'dataset_name' if section.data_path is None else 'data_path'}", problem)
+        results = section.pass_rate.results if section.pass_rate is not None else None
+        if results is not None and not (Path(results) / ROLLOUTS).is_file():
+            yield Problem(
+                f"{key}.pass_rate.results",
+                f"{results} has no {ROLLOUTS}; name the folder of an evaluation, which `rl eval ... run_dir=FOLDER` "
+                "makes",
+            )
+    # each alone, so that one does not hide the others
+    for name, check in _CHECKS.items():
+        if (value := getattr(section, name)) is not None:
+            # any path: only the named key is checked
+            one = DatasetConfig.model_validate({"data_path": ".", name: value})
+            try:
+                check(one)
+            except ConfigError as error:
+                yield Problem(f"{key}.{name}", str(error).removeprefix("data: "))
+
+
+_CHECKS: dict[str, Callable[[DatasetConfig], object]] = {
+    "prompt_file": Surround.of,
+    "system_prompt_file": Surround.of,
+    "processor": processor,
+}

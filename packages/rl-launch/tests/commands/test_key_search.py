@@ -1,0 +1,55 @@
+"""Keys found by name and by description."""
+
+import pytest
+
+from rl_launch.commands.key_search import search
+
+
+def keys(found):
+    return [each.explanation.key for each in found]
+
+
+def test_the_whole_last_name_comes_before_a_part_of_it_and_that_before_a_description():
+    found = search("temperature")
+    assert "policy.generation.temperature" in keys(found.best)
+    assert all(key.endswith(".temperature") for key in keys(found.best))
+    assert "policy.generation.val_temperature" in keys(found.others)
+    assert keys(search("packing").best) == ["policy.sequence_packing"]
+
+
+@pytest.mark.parametrize("text", ["Learning-Rate", "rates learning", "learning_rate"])
+def test_case_order_plural_and_separators_do_not_matter(text):
+    assert keys(search(text).best) == keys(search("learning rate").best)
+
+
+def test_keys_of_the_same_meaning_are_one_result():
+    first, *_ = (each for each in search("deadline_s").best if each.also)
+    assert {"env.math.deadline_s", "env.match.deadline_s"} <= {first.explanation.key, *first.also}
+    (rate,) = search("lr").best
+    assert rate.explanation.value == 1e-6
+    assert "value.optimizer.kwargs.lr" in rate.also
+
+
+def test_defaults_of_algorithms_are_results_of_their_own():
+    first, second = search("num_prompts_per_step").best
+    assert (first.explanation.default, "grpo.num_prompts_per_step" in first.also) == (32, True)
+    assert (second.explanation.key, second.explanation.default) == ("ppo.num_prompts_per_step", 512)
+    assert second.condition == "algorithm: ppo"
+
+
+def test_settings_of_datasets_are_found():
+    found, *_ = search("max_operand").best
+    assert found.explanation.key == "data.train.settings.max_operand"
+    assert "data.train.dataset_name: arithmetic or arithmetic_preference" in found.condition
+    assert not found.also
+    (chosen,) = search("max_operand", "grpo-arithmetic").best
+    assert (chosen.explanation.value, chosen.also) == (49, ("data.validation.settings.max_operand",))
+
+
+def test_an_algorithm_has_only_its_own_keys():
+    assert keys(search("max_num_steps", "sft-arithmetic").best) == ["sft.max_num_steps"]
+
+
+def test_nothing_is_found_by_nothing():
+    assert search("") == search("?!")
+    assert not search("").best
