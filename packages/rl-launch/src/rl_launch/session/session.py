@@ -403,12 +403,21 @@ class RunSession:
         if isinstance(error, Exception):
             status, reason = "failed", (str(error) or type(error).__name__).partition("\n")[0]
         elif error is not None:
-            status, reason = "interrupted", self._stop.reason or "a second signal ended it at once"
+            status, reason = "interrupted", self._why_unwound(error)
         elif self._is_goal_met or (self._max_steps and self._done >= self._max_steps):
             status, reason = "finished", self._stop.reason if self._is_goal_met else ""
         else:
             status, reason = "interrupted", self._stop.reason
         self._note(status, reason)
+
+    def _why_unwound(self, error: BaseException) -> str:
+        """Why the run ended without finishing its step."""
+        unwound_by = self._stop.unwound_by
+        if unwound_by is None:
+            return self._stop.reason or type(error).__name__
+        if self._stop.signal is not None:
+            return f"{self._stop.reason}, then {unwound_by.name} ended it at once"
+        return f"{unwound_by.name} {'as it ended' if self._has_begun else 'while it started'}"
 
     def _note(self, status: Status, reason: str = "") -> None:
         self._noted = replace(
