@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
@@ -76,6 +76,15 @@ class MLflowConfig(Config):
 class LoggerConfig(Config):
     when_changed: ClassVar[WhenChanged | None] = WhenChanged.RESUME
 
+    name: str | None = None
+    """Name of the run in trackers; the name of its folder if unset. `rl label` changes this and the next three later."""
+    group: str | None = None
+    """Group of the run: runs that belong together, such as those of an ablation. `rl runs --filter group=NAME` lists
+    them."""
+    tags: list[Annotated[str, Field(min_length=1)]] = []
+    """Tags of the run; `rl runs --filter tag=NAME` lists the runs that have one."""
+    notes: str | None = None
+    """Notes on the run, for people."""
     rollout_period: int = Field(default=1, ge=0)
     """Write the rollouts of every this many steps into the run directory; 0 writes none."""
     run_dir_access: Access = "owner"
