@@ -112,6 +112,7 @@ app.command("compare")(evaluation_commands.compare)
 app.command()(run_commands.runs)
 app.command()(run_commands.label)
 app.command()(run_commands.show)
+app.command()(run_commands.sweep)
 
 
 @app.command()

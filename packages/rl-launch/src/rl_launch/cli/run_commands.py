@@ -1,4 +1,4 @@
-"""`rl runs`, `rl label` and `rl show`: the runs that there are."""
+"""`rl runs`, `rl label`, `rl show` and `rl sweep`: commands that take or make several runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rl_launch.cli.failure import reported
+from rl_launch.cli.completion import complete_override, complete_recipe
+from rl_launch.cli.failure import explained, reported
 
 if TYPE_CHECKING:
     from rl_launch.session.run_folder import RunFolder
@@ -139,6 +140,54 @@ def show(
             _show_one(found[0], step, png, as_json=as_json)
         else:
             _show_several(found, step, png, as_json=as_json)
+
+
+def sweep(
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE|FILE.yaml|RUN",
+            help="A recipe's name, a YAML file, or a run directory for its config.",
+            autocompletion=complete_recipe,
+        ),
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=A,B... [run_dir=FOLDER]",
+            help="Keys and their values; a value that holds a comma is quoted or in brackets, as in YAML.",
+            autocompletion=complete_override,
+        ),
+    ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
+) -> None:
+    """Train once for every combination of values, one run after another in one Ray, and list the results.
+
+    Each run is in a folder of FOLDER (default: runs/RECIPE-sweep) and is exactly what rl train makes of the same keys.
+    The same command goes on: finished runs are skipped, interrupted ones resumed. After a run that fails, the others
+    are made, and the exit code is 1.
+    """
+    with reported():
+        from rich.console import Console
+
+        from rl_launch.commands import runs as listing
+        from rl_launch.commands.sweep import run_sweep, sweep_of
+        from rl_launch.session import show_logs
+
+        show_logs(verbose=verbose)
+        found = sweep_of(recipe, overrides or ())
+        outcome = run_sweep(found, explained)
+        columns = found.listing()
+        listed = listing.listed(found.folders(), columns)
+        if listed:
+            listing.show(listed, found.folder, Console(), now=datetime.now().astimezone(), listing=columns)
+        for name, message in outcome.failures.items():
+            # the log has the whole message, at the time of the failure
+            sys.stderr.write(f"error: {name}: {message.splitlines()[0]}\n")
+        if outcome.stopped is not None:
+            outcome.stopped.exit_if_stopped()
+        if outcome.failures:
+            raise typer.Exit(1)
 
 
 def _show_one(run: RunFolder, step: int | None, png: Path | None, *, as_json: bool) -> None:

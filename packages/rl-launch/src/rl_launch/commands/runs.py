@@ -54,7 +54,7 @@ class ListedRun:
     created: str
     changed: str
     go_on: str
-    labels: Labels = Labels()
+    labels: Labels = field(default_factory=Labels)
     values: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -77,7 +77,8 @@ class LoggerConfig(Config):
     when_changed: ClassVar[WhenChanged | None] = WhenChanged.RESUME
 
     name: str | None = None
-    """Name of the run in trackers; the name of its folder if unset. `rl label` changes this and the next three later."""
+    """Name of the run in trackers; the name of its folder if unset. `rl label` changes name, group, tags and notes
+    later."""
     group: str | None = None
     """Group of the run: runs that belong together, such as those of an ablation. `rl runs --filter group=NAME` lists
     them."""

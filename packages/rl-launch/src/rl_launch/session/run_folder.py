@@ -60,7 +60,7 @@ class Description:
     created: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     origin: Mapping[str, Any] = field(default_factory=dict)
-    labels: Labels = Labels()
+    labels: Labels = field(default_factory=Labels)
 
 
 @dataclass(frozen=True)
