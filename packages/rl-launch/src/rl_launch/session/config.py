@@ -60,17 +60,32 @@ class CheckpointingConfig(Config):
 class WandbConfig(Config):
     project: str = "rl"
     """Project of the run."""
+    entity: str | None = None
+    """User or team that the project belongs to; the default entity of the account if unset."""
     name: str | None = None
-    """Name of the run; that of its directory if unset."""
+    """Name of the run; `logger.name` if unset. Its group, tags and notes are those of `logger`."""
+    mode: Literal["online", "offline"] | None = None
+    """`offline` writes into the run's `logs/wandb` for `wandb sync` to upload later; `WANDB_MODE` or `online` if
+    unset."""
 
 
 class MLflowConfig(Config):
     experiment_name: str = "rl"
     """Experiment of the run."""
     run_name: str | None = None
-    """Name of the run; that of its directory if unset."""
+    """Name of the run; `logger.name` if unset."""
     tracking_uri: str | None = None
-    """Server (`http://...`) or database (`sqlite:///...`); `MLFLOW_TRACKING_URI` if unset."""
+    """Server (`http://...`) or database (`sqlite:////FOLDER/mlflow.db`); `MLFLOW_TRACKING_URI` if unset, or else a file
+    `mlflow.db` in the current folder."""
+
+
+class TrackioConfig(Config):
+    project: str = "rl"
+    """Project of the run."""
+    name: str | None = None
+    """Name of the run, to which a suffix is added that makes it unique; `logger.name` if unset."""
+    space_id: str | None = None
+    """Space on the Hugging Face hub to log to, such as `me/runs`; on this machine if unset."""
 
 
 class LoggerConfig(Config):
@@ -97,5 +112,8 @@ class LoggerConfig(Config):
     """Send metrics to Weights & Biases; needs rl-launch[wandb]."""
     mlflow_enabled: bool = False
     """Send metrics to MLflow; needs rl-launch[mlflow]."""
+    trackio_enabled: bool = False
+    """Send metrics to trackio; needs rl-launch[trackio]."""
     wandb: WandbConfig = WandbConfig()
     mlflow: MLflowConfig = MLflowConfig()
+    trackio: TrackioConfig = TrackioConfig()

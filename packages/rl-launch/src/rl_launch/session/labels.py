@@ -54,6 +54,9 @@ class Labels:
         return asdict(self)
 
 
+NO_LABELS = Labels()
+
+
 def write_labels(path: Path, labels: Labels) -> None:
     """Replace the labels in a `run.json`, and keep its time of modification: the age of a run is that of its last step.
 

@@ -74,6 +74,11 @@ class RunDirectory:
         origin = RunFolder(self.path).description().origin
         return Branch.from_json(origin) if origin else None
 
+    @property
+    def labels(self) -> Labels:
+        """Name, group, tags and notes of its run."""
+        return RunFolder(self.path).description().labels
+
     def open(
         self, config: Config, *, fresh: bool = False, branch: Branch | None = None, access: Access = "owner"
     ) -> bool:
@@ -152,7 +157,7 @@ class RunDirectory:
 
     def _relabel(self, values: Mapping[str, Any], changes: Sequence[RuledChange]) -> None:
         """Take over the labels whose keys were changed; the others may have been edited in the folder since."""
-        labels = RunFolder(self.path).description().labels
+        labels = self.labels
         changed = labels.updated(values, [each.change.key for each in changes])
         if changed != labels:
             write_labels(self.path / DESCRIPTION, changed)

@@ -142,7 +142,13 @@ class RunSession:
             after = self._found[0] if self._found else 0
             self._checkpoints.tidy(after)
             self._writers = MetricWriters(
-                open_writers(self._config.logger, self.directory.path, settings=self._config, after=after)
+                open_writers(
+                    self._config.logger,
+                    self.directory.path,
+                    settings=self._config,
+                    after=after,
+                    labels=self.directory.labels,
+                )
             )
             stack.callback(self._writers.close)
             self._stop.listen(gracefully=False)
