@@ -22,6 +22,7 @@ from rl_launch.commands.train import Outcome, check_run_dir, finished_metrics, t
 from rl_launch.root import read_raw
 from rl_launch.session.run_folder import RunFolder, is_run
 from rl_launch.show.headings import headings
+from rl_launch.worker_envs.engine_checks import kept_check_processes
 
 _log = logging.getLogger(__name__)
 
@@ -184,7 +185,10 @@ class _SharedRay:
         # Ray takes a second to import, which sweeps that are finished should not wait for
         from rl_launch.cluster.virtual_cluster import VirtualCluster
 
-        self._held.enter_context(VirtualCluster.of(section, resolve_device(section)))
+        device = resolve_device(section)
+        if device.forks_workers:
+            self._held.enter_context(kept_check_processes())
+        self._held.enter_context(VirtualCluster.of(section, device))
         self._section = section
 
     def close(self) -> None:
