@@ -83,6 +83,20 @@ def test_a_comparison_says_what_differs_and_which_is_best(runs):
     assert max(map(len, text.splitlines())) <= 80
 
 
+def test_a_metric_that_each_run_has_once_is_compared_without_a_curve(make):
+    runs = [make(f"lr-{lr}", lr=lr, seed=1, losses=(loss,)) for lr, loss in ((1, 3.0), (2, 2.0))]
+    lines = [" ".join(line.split()) for line in printed(comparison_of(runs)).splitlines()]
+    assert lines[-2:] == ["b lr 2 2 2", "a lr 1 3 3"]
+    assert not any("step" in line for line in lines)
+
+
+def test_runs_that_differ_in_nothing_but_seeds_are_all_one(make):
+    runs = [make(f"seed-{seed}", lr=1, seed=seed, losses=(4.0, 2.0)) for seed in (1, 2)]
+    text = printed(comparison_of(runs))
+    assert text.startswith("2 runs that differ only in sft.seed\n")
+    assert comparison_of(runs).groups[0].name == "all"
+
+
 def test_many_keys_that_differ_have_a_line_each(make, tmp_path):
     first, second = (make(name, lr=lr, seed=1, losses=(1.0, 2.0)) for name, lr in (("x", 1), ("y", 2)))
     for run, value in ((first, 1), (second, 2)):

@@ -144,7 +144,7 @@ def _group(
     members = [series_of(each) for each in rows]
     values = {key: configs[0].get(key) for key in keys}
     return RunGroup(
-        name=_name(values) if keys and len(keys) <= MOST_NAMED else runs[0].path.name,
+        name=_name(values) if len(keys) <= MOST_NAMED else runs[0].path.name,
         values=values,
         paths=tuple(str(run.path) for run in runs),
         seeds=tuple({key: config.get(key) for key in seeds} for config in configs),
@@ -174,6 +174,8 @@ def _mean(members: Sequence[Series]) -> Series:
 
 
 def _name(values: Mapping[str, Any]) -> str:
+    if not values:
+        return "all"
     texts = {key: value if isinstance(value, str) else show(value) for key, value in values.items()}
     return ", ".join(f"{heading} {text}" for heading, text in zip(headings(list(texts)), texts.values(), strict=True))
 

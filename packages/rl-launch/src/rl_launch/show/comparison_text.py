@@ -40,7 +40,7 @@ def show_comparison(comparison: RunComparison, console: Console) -> None:
         console.print("\nNo step is recorded yet; rl runs shows the state of each run.", highlight=False)
         return
     console.print()
-    for line in _charts(comparison, metrics, width):
+    for line in _charts(comparison, [name for name in metrics if _is_curve(comparison, name)], width):
         line.rstrip()
         console.print(line, no_wrap=True, overflow="crop")
     if len(comparison.groups) > MOST_CURVES:
@@ -51,8 +51,8 @@ def show_comparison(comparison: RunComparison, console: Console) -> None:
 
 
 def compared_metrics(comparison: RunComparison) -> list[str]:
-    """The metrics to show, of those that at least one of the runs has more than one value of."""
-    found = {name for group in comparison.groups for name, points in group.series.items() if len(points) > 1}
+    """The metrics to show, the most important first."""
+    found = {name for group in comparison.groups for name in group.series}
     return [name for name in PLOTTED if name in found][:MOST_PLOTS]
 
 
@@ -60,6 +60,10 @@ def letter(index: int) -> str:
     """The letter of a group: `a`, `b`, ..., `z`, `aa`, ..."""
     high, low = divmod(index, len(ascii_lowercase))
     return (letter(high - 1) if high else "") + ascii_lowercase[low]
+
+
+def _is_curve(comparison: RunComparison, name: str) -> bool:
+    return any(len(group.series.get(name, ())) > 1 for group in comparison.groups)
 
 
 def _heading(comparison: RunComparison, num_runs: int) -> str:
