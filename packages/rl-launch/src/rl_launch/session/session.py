@@ -170,6 +170,9 @@ class RunSession:
                 self._note_end(failure)
                 raise
             self._note_end(error)
+            if isinstance(error, SystemExit) and self._stop.unwound_by is not None:
+                # a wait of Ray's that a signal interrupts replaces the code by 1
+                error.code = 128 + self._stop.unwound_by
             if kind is None:
                 adapter = self.directory.checkpoints / f"step_{self._saved}" / ADAPTER
                 if adapter.is_dir():
