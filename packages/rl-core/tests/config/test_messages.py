@@ -213,6 +213,7 @@ def test_a_name_that_several_sections_have_names_them(keys: list[Any]) -> None:
 
 def test_a_key_of_the_section_that_was_written_comes_alone() -> None:
     assert nearest("grpo.num_step", ["grpo.num_steps", "ppo.num_steps"]) == ["grpo.num_steps"]
+    assert nearest("grop", ["grpo", "logger.group"]) == ["grpo"]
     assert set(nearest("x.num_step", ["a.num_steps", "b.num_steps"])) == {"a.num_steps", "b.num_steps"}
 
 

@@ -1,5 +1,6 @@
 """Connecting to Ray, with a Ray that does not answer in the place of one that would."""
 
+import signal
 from typing import NoReturn
 
 import pytest
@@ -34,3 +35,29 @@ def test_a_cluster_that_does_not_answer_is_that_of_the_environment(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     with pytest.raises(ConfigError, match="RAY_ADDRESS is auto, but no Ray cluster answers there: no GCS"):
         connect("auto", is_own=False)
+
+
+def test_this_programs_handler_of_sigterm_stays_when_ray_sets_its_own(monkeypatch):
+    monkeypatch.setattr(ray_start.ray, "init", lambda **_: signal.signal(signal.SIGTERM, lambda *_: None))
+    before = signal.getsignal(signal.SIGTERM)
+
+    def own(number: int, frame: object) -> None: ...
+
+    signal.signal(signal.SIGTERM, own)
+    try:
+        connect(ADDRESS, is_own=True)
+        assert signal.getsignal(signal.SIGTERM) is own
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_without_a_handler_of_this_program_rays_stays(monkeypatch):
+    def theirs(number: int, frame: object) -> None: ...
+
+    monkeypatch.setattr(ray_start.ray, "init", lambda **_: signal.signal(signal.SIGTERM, theirs))
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        connect(ADDRESS, is_own=True)
+        assert signal.getsignal(signal.SIGTERM) is theirs
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -8,6 +8,7 @@ from tensorboardX.proto.event_pb2 import Event
 from rl_core.config import load, resolve
 from rl_core.errors import ConfigError
 from rl_launch.session import LoggerConfig, RunSession, writers
+from rl_launch.session.trackers import mlflow_name
 from rl_launch.session.writers import TensorBoardWriter
 
 
@@ -50,7 +51,7 @@ def test_tensorboard_hides_steps_that_come_again(tmp_path):
     assert purged[-1] == saved + 1
 
 
-@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
 def test_a_writer_that_is_not_installed_is_refused_before_the_run(tmp_path, name):
     settings = counting.CountingConfig(logger=LoggerConfig.model_validate({f"{name}_enabled": True}))
     try:
@@ -85,18 +86,31 @@ def test_a_writer_that_raises_is_reported_once_and_the_run_goes_on(tmp_path, mon
     assert "TensorBoardWriter" in told[0]
 
 
+def test_a_writer_that_cannot_be_started_is_reported_and_the_run_goes_on(tmp_path, monkeypatch, caplog):
+    def refuse(self, *args, **named):
+        raise ConnectionError("the tracking server is away")
+
+    monkeypatch.setattr(TensorBoardWriter, "__init__", refuse)
+    with caplog.at_level(logging.WARNING):
+        session = counting.run(tmp_path, counting.CountingConfig(logger=LoggerConfig()))
+    assert session.completed == 6
+    assert "TensorBoard could not be started and is turned off (ConnectionError: the tracking server is away)" in (
+        caplog.text
+    )
+
+
 @pytest.mark.parametrize(
     ("metric", "name"),
     [("eval/gsm8k/pass@4", "eval/gsm8k/pass_4"), ("val/a#2/loss", "val/a_2/loss"), ("time/step", "time/step")],
 )
 def test_mlflow_gets_names_of_its_own_characters(metric, name):
-    assert writers.mlflow_name(metric) == name
+    assert mlflow_name(metric) == name
 
 
-@pytest.mark.parametrize("name", ["Wandb", "MLflow"])
+@pytest.mark.parametrize("name", ["Wandb", "MLflow", "Trackio"])
 def test_trackers_are_given_the_names_of_secrets_and_not_their_values(tmp_path, monkeypatch, name):
     given = []
-    monkeypatch.setattr(writers, f"{name}Writer", lambda config, run_dir, settings: given.append(settings))
+    monkeypatch.setattr(writers, f"{name}Writer", lambda config, run_dir, settings, labels: given.append(settings))
     monkeypatch.setattr(writers, "check_writers", lambda config: None)
     monkeypatch.setenv("TEST_SECRET", "hunter2-of-the-test")
     logger = {f"{name.lower()}_enabled": True, "mlflow": {"tracking_uri": "${oc.env:TEST_SECRET}"}}

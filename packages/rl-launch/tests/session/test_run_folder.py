@@ -40,6 +40,23 @@ def test_a_run_that_a_signal_ended_is_interrupted_and_says_by_what(tmp_path):
     assert (found.status, found.step, found.reason) == ("interrupted", 3, "SIGTERM")
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_one_signal_ended_while_it_started_says_so(tmp_path, number):
+    with pytest.raises((SystemExit, KeyboardInterrupt)), RunSession(tmp_path, counting.config()):
+        os.kill(os.getpid(), number)
+    assert state(tmp_path).reason == f"{number.name} while it started"
+
+
+def test_a_run_that_a_second_signal_ended_names_both(tmp_path):
+    def twice(session, step):
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        counting.run(tmp_path, counting.config(), at_step=twice)
+    assert state(tmp_path).reason == "SIGTERM, then SIGINT ended it at once"
+
+
 def test_a_run_that_failed_says_why_and_runs_on_when_it_is_resumed(tmp_path):
     seen = []
 

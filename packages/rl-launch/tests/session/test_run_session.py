@@ -226,6 +226,18 @@ def test_a_signal_before_the_first_step_unwinds(tmp_path, number, error):
         os.kill(os.getpid(), number)
 
 
+def test_the_exit_code_is_that_of_the_signal_although_ray_raises_another(tmp_path):
+    def wait_of_rays():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except SystemExit:
+            raise SystemExit(1) from None
+
+    with pytest.raises(SystemExit) as ended, RunSession(tmp_path, counting.config()):
+        wait_of_rays()
+    assert ended.value.code == 128 + signal.SIGTERM
+
+
 def test_a_handler_that_a_library_sets_meanwhile_does_not_win(tmp_path):
     before = signal.getsignal(signal.SIGTERM)
     with RunSession(tmp_path, counting.config()) as session:

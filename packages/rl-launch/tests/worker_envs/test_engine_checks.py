@@ -2,11 +2,13 @@ import os
 import stat
 import sys
 
+import psutil
 import pytest
 
 from rl_core.config import Config
 from rl_core.errors import WorkerEnvironmentError
 from rl_launch.worker_envs import engine_problems
+from rl_launch.worker_envs.engine_checks import kept_check_processes
 from rl_launch.worker_envs.passed_checks import PassedChecks
 
 
@@ -26,6 +28,9 @@ def engine(tmp_path, monkeypatch):
         "    with open(config['optimizer'], 'a') as calls:\n"
         "        calls.write('.')\n"
         "    return [] if calls.name.endswith('known') else ['it is unknown']\n"
+        "def process(config):\n"
+        "    import os\n"
+        "    return [str(os.getpid())]\n"
         "def crash(config):\n"
         "    raise RuntimeError('no driver')\n"
     )
@@ -76,6 +81,23 @@ def test_a_check_is_repeated_once_anything_that_it_may_depend_on_has_changed(tmp
     moved = change(model, code) or model
     engine_problems(sys.executable, "some_engine:check", Root(optimizer=str(moved)))
     assert len(calls.read_text()) == 1 + is_repeated
+
+
+def test_kept_checks_share_a_process_that_ends_with_them():
+    def process_of_a_check():
+        [pid] = engine_problems(sys.executable, "some_engine:process", Root())
+        return int(pid)
+
+    assert process_of_a_check() != process_of_a_check()
+    with kept_check_processes():
+        first = process_of_a_check()
+        assert process_of_a_check() == first
+        with pytest.raises(WorkerEnvironmentError, match="no driver"):
+            engine_problems(sys.executable, "some_engine:crash", Root())
+        second = process_of_a_check()
+        assert second != first
+        assert psutil.pid_exists(second)
+    assert not psutil.pid_exists(second)
 
 
 def test_a_record_that_another_user_wrote_does_not_count(tmp_path, monkeypatch):

@@ -29,7 +29,7 @@ def nearest(key: str, candidates: Iterable[str], *, most: int = 3) -> list[str]:
     So a typo (`grpo.num_promts_per_step`), a wrong section (`policy.num_prompts_per_step`), a missing prefix
     (`num_prompts_per_step`) and a name cut short or with its words in another order (`policy.max_sequence_length`) are
     all found. Candidates that are as good as the best come along, `most` in all, unless some are in the section that
-    was written: then those alone.
+    was written (of a key without a section: at the root): then those alone.
     """
     scored = sorted(((_score(key, candidate), candidate) for candidate in set(candidates)), key=lambda s: (-s[0], s[1]))
     if not scored or scored[0][0] < _GOOD:
@@ -37,7 +37,7 @@ def nearest(key: str, candidates: Iterable[str], *, most: int = 3) -> list[str]:
     best = scored[0][0]
     near = [candidate for score, candidate in scored[:most] if score >= max(_GOOD, best - _TIE)]
     section, _, _ = key.rpartition(".")
-    return [candidate for candidate in near if section and candidate.rpartition(".")[0] == section] or near
+    return [candidate for candidate in near if candidate.rpartition(".")[0] == section] or near
 
 
 def did_you_mean(key: str, candidates: Iterable[str]) -> str:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +14,7 @@ from rl_launch.cli import (
     doctor_commands,
     environment_commands,
     evaluation_commands,
+    run_commands,
 )
 from rl_launch.cli.completion import complete_override, complete_recipe
 from rl_launch.cli.failure import quiet_without_reader, reported
@@ -111,62 +110,10 @@ app.command("eval")(evaluation_commands.evaluate)
 app.command("compare")(evaluation_commands.compare)
 
 
-@app.command()
-def runs(
-    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="A folder that holds runs.")] = Path("runs"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
-    """List runs: state, step, best metric, age, and the command that continues each.
-
-    With --json: {"schema": 1, "runs": [{"path", "algorithm", "model", "status":
-    "running"|"finished"|"interrupted"|"failed", "reason", "step", "max_steps", "best": {"metric", "value",
-    "step"}|null, "created", "changed", "go_on"}, ...]}.
-    """
-    with reported():
-        from rl_launch.commands import runs as listing
-
-        found = listing.list_runs(folder.expanduser())
-        if as_json:
-            sys.stdout.write(json.dumps(listing.as_json(found), indent=2) + "\n")
-        else:
-            from rich.console import Console
-
-            listing.show(found, folder, Console(), now=datetime.now().astimezone())
-
-
-@app.command()
-def show(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory; rl runs lists them.")],
-    step: Annotated[
-        int | None, typer.Option("--step", metavar="N", help="Show the rollouts of this step, and metrics up to it.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    png: Annotated[
-        Path | None, typer.Option("--png", metavar="DIR", help="Write plots of all metrics into this folder as well.")
-    ] = None,
-) -> None:
-    """Show a run: plots and a table of metrics, time by phase, samples of rollouts, and what to look at next.
-
-    With --json: {"schema": 1, "path", "description", "state", "summaries": [{"name", "first", "best", "best_step",
-    "last", "last_step"}, ...], "timings": {PHASE: SECONDS}, "rollouts": {"step", "num_rollouts", "best", "worst",
-    "failures": {REASON: COUNT}}|null, "advice": [{"found", "remedy"}, ...]}.
-    """
-    with reported():
-        from rl_launch import show as showing
-        from rl_launch.session.run_folder import RunFolder
-        from rl_launch.show.images import check_matplotlib, write_images
-
-        if png is not None:
-            check_matplotlib()
-        report = showing.report_of(RunFolder(run), step)
-        if as_json:
-            sys.stdout.write(json.dumps(report.as_json(), indent=2) + "\n")
-        else:
-            from rich.console import Console
-
-            showing.show(report, Console())
-        for path in write_images(report, png.expanduser()) if png is not None else ():
-            sys.stderr.write(f"{path}\n")
+app.command()(run_commands.runs)
+app.command()(run_commands.label)
+app.command()(run_commands.show)
+app.command()(run_commands.sweep)
 
 
 @app.command()

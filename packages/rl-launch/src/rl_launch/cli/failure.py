@@ -41,19 +41,32 @@ def reported() -> Iterator[Failure]:
     except Exception as error:  # noqa: BLE001  # the end of the process: every failure becomes a report
         if isinstance(error, BrokenPipeError) and _is_reader_gone():
             raise typer.Exit(_READER_IS_GONE) from None
-        from rl_core.errors import ConfigError, DataError, RunDirectoryError, WorkerEnvironmentError
+        _say(explained(error, failure.run_dir))
+        raise typer.Exit(_WRONG_USE if _is_users(error) else _FAILED) from None
 
-        if isinstance(error, ConfigError | DataError | RunDirectoryError | WorkerEnvironmentError):
-            _say(str(error))
-            raise typer.Exit(_WRONG_USE) from None
-        if _is_full_disk(error):
-            _say(
-                f"no space is left on a disk, most likely that of {failure.run_dir or Path.cwd()}. Make room and run "
-                f"the same command again: it goes on from the newest checkpoint.\n{describe(error)}"
-            )
-            raise typer.Exit(_FAILED) from None
-        _say("\n".join([describe(error), *_traceback_left(error, failure.run_dir)]))
-        raise typer.Exit(_FAILED) from None
+
+def explained(error: Exception, run_dir: Path | None) -> str:
+    """The message for an error; a traceback that may be needed is left in the run's logs.
+
+    Args:
+        error: It ended the command, or one of its runs.
+        run_dir: Folder of the run; None if there is none.
+    """
+    if _is_users(error):
+        return str(error)
+    if _is_full_disk(error):
+        return (
+            f"no space is left on a disk, most likely that of {run_dir or Path.cwd()}. Make room and run the same "
+            f"command again: it goes on from the newest checkpoint.\n{describe(error)}"
+        )
+    return "\n".join([describe(error), *_traceback_left(error, run_dir)])
+
+
+def _is_users(error: Exception) -> bool:
+    """Return whether the user can mend an error without a traceback."""
+    from rl_core.errors import ConfigError, DataError, RunDirectoryError, WorkerEnvironmentError
+
+    return isinstance(error, ConfigError | DataError | RunDirectoryError | WorkerEnvironmentError)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from ray._private.ray_constants import PROCESS_TYPE_GCS_SERVER, PROCESS_TYPE_RAYLET
 from ray.cluster_utils import Cluster
@@ -40,13 +40,22 @@ def keep(nodes: Sequence[Mapping[str, Any]]) -> None:
     except RLError as error:
         answer["problem"] = str(error)
     try:
-        with answers:
-            json.dump(answer, answers)
+        is_awaited = _answered(answers, json.dumps(answer))
         # a process that the driver forked may hold the pipe open for longer than the driver lives
-        while not select.select([sys.stdin], [], [], _POLL_S)[0] and os.getppid() == driver:
+        while is_awaited and not select.select([sys.stdin], [], [], _POLL_S)[0] and os.getppid() == driver:
             pass
     finally:
         _end(cluster)
+
+
+def _answered(answers: TextIO, text: str) -> bool:
+    """Write the answer and close the pipe; return False if a signal has ended the driver, or its wait, meanwhile."""
+    try:
+        with answers:
+            answers.write(text)
+    except BrokenPipeError:
+        return False
+    return True
 
 
 def _end(cluster: Cluster) -> None:

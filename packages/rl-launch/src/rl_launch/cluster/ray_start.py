@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import signal
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import ray
@@ -39,7 +42,8 @@ def connect(address: str, *, is_own: bool) -> None:
 
     def attempt() -> None:
         try:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+            with own_sigterm_handler():
+                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except ConnectionError as error:
             if is_own:
                 raise RLError(
@@ -51,6 +55,19 @@ def connect(address: str, *, is_own: bool) -> None:
 
     retried(attempt, ray.shutdown)
     _log_errors()
+
+
+@contextmanager
+def own_sigterm_handler() -> Iterator[None]:
+    """Context that leaves this program's handler of SIGTERM in place. `ray.init` replaces it by one that only exits,
+    and Ray's library by one that prints its stack. Without a handler of this program, Ray's stay.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if callable(before) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
 
 
 def _log_errors() -> None:

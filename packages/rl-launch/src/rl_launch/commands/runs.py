@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,12 @@ from rich.table import Table
 from rich.text import Text
 
 from rl_core.errors import RunDirectoryError
+from rl_launch.commands.run_values import Condition, RunValues, check_keys, ordered, shown
+from rl_launch.session.labels import Labels
 from rl_launch.session.remedies import command_to_go_on
 from rl_launch.session.run_folder import RunFolder, find_runs
 from rl_launch.session.run_state import Best
+from rl_launch.show.headings import headings
 
 _STYLES = {"running": "green", "finished": "bold", "interrupted": "yellow", "failed": "red"}
 _OF_A_RUN = re.compile(r"(?:.*/)?([^/]+)/checkpoints/(step_\d+)/hf/?")
@@ -36,6 +39,8 @@ class ListedRun:
         max_steps: 0 if unknown.
         changed: time of the last write, in ISO format.
         go_on: the command that continues it; empty while it runs.
+        labels: name, group, tags and notes.
+        values: of the keys that were asked for; None for one that it does not have.
     """
 
     path: str
@@ -49,17 +54,55 @@ class ListedRun:
     created: str
     changed: str
     go_on: str
+    labels: Labels = field(default_factory=Labels)
+    values: Mapping[str, Any] = field(default_factory=dict)
 
 
-def list_runs(folder: Path) -> list[ListedRun]:
-    """The runs in a folder, the most recently changed first. Reads small files and the ends of others.
+@dataclass(frozen=True)
+class Listing:
+    """What `rl runs` lists.
+
+    Args:
+        keys: Columns, as `RunValues` takes them; none for the usual columns.
+        sort: A key to sort by; empty for the most recently changed first.
+        conditions: Conditions that all hold for the runs that are listed.
+        is_reversed: Whether the last of the order comes first.
+    """
+
+    keys: Sequence[str] = ()
+    sort: str = ""
+    conditions: Sequence[Condition] = ()
+    is_reversed: bool = False
+
+
+def list_runs(folder: Path, listing: Listing = Listing()) -> list[ListedRun]:
+    """The runs in a folder. Reads small files and the ends of others, and all metrics if one is asked for.
 
     Raises:
         RunDirectoryError: if the folder does not exist.
+        ConfigError: if no run has a key that is asked for.
     """
     if not folder.is_dir():
         raise RunDirectoryError(f"{folder} is not a folder. Give a folder that holds runs: rl runs DIR.")
-    return sorted(map(_listed, find_runs(folder)), key=lambda run: run.changed, reverse=True)
+    return listed(find_runs(folder), listing)
+
+
+def listed(runs: Iterable[RunFolder], listing: Listing = Listing()) -> list[ListedRun]:
+    """The runs that meet the conditions of a listing, in its order.
+
+    Raises:
+        ConfigError: if no run has a key that is asked for.
+    """
+    found = [RunValues(run) for run in runs]
+    check_keys(found, listing.keys, "--keys")
+    check_keys(found, [condition.key for condition in listing.conditions], "--filter")
+    check_keys(found, [listing.sort] if listing.sort else [], "--sort")
+    found = [values for values in found if all(condition.holds(values) for condition in listing.conditions)]
+    if listing.sort:
+        found = ordered(found, listing.sort)
+    else:
+        found.sort(key=lambda values: values.run.changed_at(), reverse=True)
+    return [_listed(values, listing.keys) for values in (reversed(found) if listing.is_reversed else found)]
 
 
 def as_json(runs: Sequence[ListedRun]) -> dict[str, Any]:
@@ -67,31 +110,17 @@ def as_json(runs: Sequence[ListedRun]) -> dict[str, Any]:
     return {"schema": 1, "runs": [asdict(run) for run in runs]}
 
 
-def show(runs: Sequence[ListedRun], folder: Path, console: Console, *, now: datetime) -> None:
+def show(
+    runs: Sequence[ListedRun], folder: Path, console: Console, *, now: datetime, listing: Listing = Listing()
+) -> None:
     """Print a table, and the commands that continue unfinished runs."""
     if not runs:
         text = f"{folder} holds no runs. rl train RECIPE starts one under runs/."
+        if listing.conditions:
+            text = f"No run in {folder} meets {' and '.join(map(str, listing.conditions))}."
         console.print(text, highlight=False, markup=False, soft_wrap=True)
         return
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
-    table.add_column("run", no_wrap=True, overflow="fold")  # to be copied; if there is no room, the model wraps
-    table.add_column("algorithm", no_wrap=True)
-    table.add_column("model", overflow="fold")
-    table.add_column("state", no_wrap=True)
-    table.add_column("step", justify="right", no_wrap=True)
-    table.add_column("best", no_wrap=True)
-    table.add_column("age", justify="right", no_wrap=True)
-    for run in runs:
-        table.add_row(
-            _relative(run.path, folder),
-            run.algorithm,
-            short_model(run.model),
-            Text(run.status, style=_STYLES[run.status]),
-            f"{run.step}/{run.max_steps}" if run.max_steps else str(run.step),
-            f"{run.best.metric} {run.best.value:.4g}" if run.best else "",
-            age((now - datetime.fromisoformat(run.changed)).total_seconds()),
-        )
-    console.print(table)
+    console.print(_table_of_values(runs, folder, now) if listing.keys else _table(runs, folder, now))
     ended = [run for run in runs if run.status in ("interrupted", "failed")]
     for run in ended[:_MOST_COMMANDS]:
         reason = f" ({run.reason})" if run.reason else ""
@@ -118,12 +147,13 @@ def short_model(name: str) -> str:
     return name.rstrip("/").rpartition("/")[2]
 
 
-def _listed(run: RunFolder) -> ListedRun:
+def _listed(values: RunValues, keys: Sequence[str]) -> ListedRun:
+    run = values.run
     description, state = run.description(), run.state()
     path = os.path.relpath(run.path)
-    shown = path if not path.startswith("..") else str(run.path.absolute())
+    typed = path if not path.startswith("..") else str(run.path.absolute())
     return ListedRun(
-        path=shown,
+        path=typed,
         algorithm=description.algorithm,
         model=description.model,
         status=state.status,
@@ -133,8 +163,73 @@ def _listed(run: RunFolder) -> ListedRun:
         best=state.best,
         created=description.created,
         changed=run.changed_at().isoformat(timespec="seconds"),
-        go_on=command_to_go_on(shown, state),
+        go_on=command_to_go_on(typed, state),
+        labels=description.labels,
+        values={key: values[key] for key in keys},
     )
+
+
+def _table(runs: Sequence[ListedRun], folder: Path, now: datetime) -> Table:
+    table = _empty_table()
+    table.add_column("algorithm", no_wrap=True)
+    table.add_column("model", overflow="fold")
+    table.add_column("state", no_wrap=True)
+    table.add_column("step", justify="right", no_wrap=True)
+    table.add_column("best", no_wrap=True)
+    table.add_column("age", justify="right", no_wrap=True)
+    has_tags = any(run.labels.tags for run in runs)
+    if has_tags:
+        table.add_column("tags", overflow="fold")
+    for run in runs:
+        table.add_row(
+            _relative(run.path, folder),
+            run.algorithm,
+            short_model(run.model),
+            _state(run),
+            _step(run),
+            f"{run.best.metric} {run.best.value:.4g}" if run.best else "",
+            _age(run, now),
+            *([shown(list(run.labels.tags))] if has_tags else []),
+        )
+    return table
+
+
+def _table_of_values(runs: Sequence[ListedRun], folder: Path, now: datetime) -> Table:
+    keys = list(runs[0].values)
+    table = _empty_table()
+    for key, heading in zip(keys, headings(keys), strict=True):
+        numbers = all(isinstance(run.values[key], int | float | None) for run in runs)
+        table.add_column(heading, justify="right" if numbers else "left", overflow="fold")
+    others: dict[str, Callable[[ListedRun], str | Text]] = {
+        "state": _state,
+        "step": _step,
+        "age": lambda run: _age(run, now),
+    }
+    others = {name: cell for name, cell in others.items() if name not in keys}
+    for name in others:
+        table.add_column(name, justify="left" if name == "state" else "right", no_wrap=True)
+    for run in runs:
+        cells = [short_model(str(run.values[key])) if key == "model" else shown(run.values[key]) for key in keys]
+        table.add_row(_relative(run.path, folder), *cells, *(cell(run) for cell in others.values()))
+    return table
+
+
+def _empty_table() -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    table.add_column("run", no_wrap=True, overflow="fold")  # to be copied; if there is no room, the model wraps
+    return table
+
+
+def _state(run: ListedRun) -> Text:
+    return Text(run.status, style=_STYLES[run.status])
+
+
+def _step(run: ListedRun) -> str:
+    return f"{run.step}/{run.max_steps}" if run.max_steps else str(run.step)
+
+
+def _age(run: ListedRun, now: datetime) -> str:
+    return age((now - datetime.fromisoformat(run.changed)).total_seconds())
 
 
 def _relative(path: str, folder: Path) -> str:

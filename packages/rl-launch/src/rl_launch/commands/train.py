@@ -36,6 +36,7 @@ from rl_launch.session.lock import FILE_NAME as LOCK
 from rl_launch.session.lock import holder
 from rl_launch.session.remedies import finished
 from rl_launch.session.run_folder import CONFIG, RunFolder, is_run
+from rl_launch.session.trackers import check_mlflow_store
 from rl_launch.session.writable import check_writable
 from rl_launch.session.writers import check_writers
 
@@ -95,6 +96,7 @@ def train(
     if metrics is not None:
         return Outcome(metrics)
     check_writers(config.logger)
+    check_mlflow_store(config.logger)
     check_ray_address()
     check_devices(config.cluster)
     check_inputs(config)

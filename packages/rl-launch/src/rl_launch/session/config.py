@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
@@ -62,17 +62,32 @@ class CheckpointingConfig(Config):
 class WandbConfig(Config):
     project: str = "rl"
     """Project of the run."""
+    entity: str | None = None
+    """User or team that the project belongs to; the default entity of the account if unset."""
     name: str | None = None
-    """Name of the run; that of its directory if unset."""
+    """Name of the run; `logger.name` if unset. Its group, tags and notes are those of `logger`."""
+    mode: Literal["online", "offline"] | None = None
+    """`offline` writes into the run's `logs/wandb` for `wandb sync` to upload later; `WANDB_MODE` or `online` if
+    unset."""
 
 
 class MLflowConfig(Config):
     experiment_name: str = "rl"
     """Experiment of the run."""
     run_name: str | None = None
-    """Name of the run; that of its directory if unset."""
+    """Name of the run; `logger.name` if unset."""
     tracking_uri: str | None = None
-    """Server (`http://...`) or database (`sqlite:///...`); `MLFLOW_TRACKING_URI` if unset."""
+    """Server (`http://...`) or database (`sqlite:////FOLDER/mlflow.db`); `MLFLOW_TRACKING_URI` if unset, or else a file
+    `mlflow.db` in the current folder."""
+
+
+class TrackioConfig(Config):
+    project: str = "rl"
+    """Project of the run."""
+    name: str | None = None
+    """Name of the run, to which a suffix is added that makes it unique; `logger.name` if unset."""
+    space_id: str | None = None
+    """Space on the Hugging Face hub to log to, such as `me/runs`; on this machine if unset."""
 
 
 class LoggerConfig(Config):
@@ -80,6 +95,16 @@ class LoggerConfig(Config):
 
     when_changed: ClassVar[WhenChanged | None] = WhenChanged.RESUME
 
+    name: str | None = None
+    """Name of the run in trackers; the name of its folder if unset. `rl label` changes name, group, tags and notes
+    later."""
+    group: str | None = None
+    """Group of the run: runs that belong together, such as those of an ablation. `rl runs --filter group=NAME` lists
+    them."""
+    tags: list[Annotated[str, Field(min_length=1)]] = []
+    """Tags of the run; `rl runs --filter tag=NAME` lists the runs that have one."""
+    notes: str | None = None
+    """Notes on the run, for people."""
     rollout_period: int = Field(default=1, ge=0)
     """Write the rollouts of every this many steps into the run directory; 0 writes none."""
     run_dir_access: Access = "owner"
@@ -91,5 +116,8 @@ class LoggerConfig(Config):
     """Send metrics to Weights & Biases; needs rl-launch[wandb]."""
     mlflow_enabled: bool = False
     """Send metrics to MLflow; needs rl-launch[mlflow]."""
+    trackio_enabled: bool = False
+    """Send metrics to trackio; needs rl-launch[trackio]."""
     wandb: WandbConfig = WandbConfig()
     mlflow: MLflowConfig = MLflowConfig()
+    trackio: TrackioConfig = TrackioConfig()

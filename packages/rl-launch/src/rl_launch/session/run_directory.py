@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-from rl_core.config import Config, tree_to_yaml
+from rl_core.config import Config, RuledChange, plain, tree_to_yaml
 from rl_core.errors import ConfigError, RunDirectoryError
 from rl_core.user_code import SourceFile
 from rl_launch.session import lock
 from rl_launch.session.atomic_file import write_atomically
 from rl_launch.session.branch import Branch
 from rl_launch.session.config import Access
+from rl_launch.session.labels import SECTION, Labels, write_labels
 from rl_launch.session.lock import DirectoryLock
 from rl_launch.session.recording import Recording, WholeConfig, changes_since, kept
 from rl_launch.session.remedies import refusal, train_command
@@ -72,6 +74,11 @@ class RunDirectory:
         origin = RunFolder(self.path).description().origin
         return Branch.from_json(origin) if origin else None
 
+    @property
+    def labels(self) -> Labels:
+        """Name, group, tags and notes of its run."""
+        return RunFolder(self.path).description().labels
+
     def open(
         self, config: Config, *, fresh: bool = False, branch: Branch | None = None, access: Access = "owner"
     ) -> bool:
@@ -116,18 +123,22 @@ class RunDirectory:
                 "Choose another run_dir, remove it, or leave --fresh out to resume."
             )
         copies = copies_of(config)
+        changes = self._changes(config) if resumes else []
         if resumes:
-            self._compare(config)
             self._compare_code(copies)
         for folder in (self.rollouts, self.checkpoints, self.logs):
             folder.mkdir(exist_ok=True)
         tree = kept(config, self._recording)
+        labels = plain(config).get(SECTION) or {}
+        if resumes:
+            self._relabel(labels, changes)
         write_atomically(self.config, tree_to_yaml(tree))
         for name, file in copies.items():
             self.code.mkdir(exist_ok=True)
             write_atomically(self.code / name, file.text)
         if not resumes:
-            write_atomically(self.path / DESCRIPTION, json.dumps(_description(tree, branch), indent=2) + "\n")
+            description = {**_description(tree, branch), **Labels.read(labels).as_json()}
+            write_atomically(self.path / DESCRIPTION, json.dumps(description, indent=2) + "\n")
         return resumes
 
     def _is_run(self) -> bool:
@@ -144,7 +155,15 @@ class RunDirectory:
             return []
         return [name for name in names if name not in lock.FILE_NAMES]
 
-    def _compare(self, config: Config) -> None:
+    def _relabel(self, values: Mapping[str, Any], changes: Sequence[RuledChange]) -> None:
+        """Take over the labels whose keys were changed; the others may have been edited in the folder since."""
+        labels = self.labels
+        changed = labels.updated(values, [each.change.key for each in changes])
+        if changed != labels:
+            write_labels(self.path / DESCRIPTION, changed)
+
+    def _changes(self, config: Config) -> list[RuledChange]:
+        """Changes of the config that a run in this folder may be resumed with."""
         try:
             changes = changes_since(self.config, config, self._recording)
         except ConfigError as error:
@@ -156,6 +175,7 @@ class RunDirectory:
         newest = self.checkpoints / f"step_{steps[-1]}" if steps else None
         if message := refusal(str(self.path), changes, kept(config, self._recording), newest):
             raise RunDirectoryError(message)
+        return changes
 
     def _compare_code(self, copies: dict[str, SourceFile]) -> None:
         # without a checkpoint the run starts over, and nothing depends on the earlier code

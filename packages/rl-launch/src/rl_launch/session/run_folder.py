@@ -29,6 +29,7 @@ from typing import Any
 from rl_core.config import load
 from rl_core.errors import ConfigError, RunDirectoryError
 from rl_launch.session import lock, rollout_store
+from rl_launch.session.labels import Labels
 from rl_launch.session.manifest import Manifest
 from rl_launch.session.records import MetricsFile
 from rl_launch.session.run_state import RunState
@@ -51,6 +52,7 @@ class Description:
         created: in ISO format with the time zone; empty if unknown.
         versions: of this project's packages at its first start.
         origin: of a branch, `run_dir`, `step` and `checkpoint` that it started from; empty for any other run.
+        labels: name, group, tags and notes.
     """
 
     algorithm: str = ""
@@ -58,6 +60,7 @@ class Description:
     created: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     origin: Mapping[str, Any] = field(default_factory=dict)
+    labels: Labels = field(default_factory=Labels)
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,7 @@ class RunFolder:
             policy = config.get("policy")
             model = policy.get("model_name", "") if isinstance(policy, dict) else ""
             known |= {"algorithm": str(config.get("algorithm", "")), "model": str(model)}
-        return Description(**known)
+        return Description(**known, labels=Labels.read(data))
 
     def config(self) -> dict[str, Any]:
         """The run's config as nested plain values, interpolations of environment variables as they were written; empty

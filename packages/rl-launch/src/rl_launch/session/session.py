@@ -142,7 +142,13 @@ class RunSession:
             after = self._found[0] if self._found else 0
             self._checkpoints.tidy(after)
             self._writers = MetricWriters(
-                open_writers(self._config.logger, self.directory.path, settings=self._config, after=after)
+                open_writers(
+                    self._config.logger,
+                    self.directory.path,
+                    settings=self._config,
+                    after=after,
+                    labels=self.directory.labels,
+                )
             )
             stack.callback(self._writers.close)
             self._stop.listen(gracefully=False)
@@ -164,6 +170,9 @@ class RunSession:
                 self._note_end(failure)
                 raise
             self._note_end(error)
+            if isinstance(error, SystemExit) and self._stop.unwound_by is not None:
+                # a wait of Ray's that a signal interrupts replaces the code by 1
+                error.code = 128 + self._stop.unwound_by
             if kind is None:
                 adapter = self.directory.checkpoints / f"step_{self._saved}" / ADAPTER
                 if adapter.is_dir():
@@ -403,12 +412,21 @@ class RunSession:
         if isinstance(error, Exception):
             status, reason = "failed", (str(error) or type(error).__name__).partition("\n")[0]
         elif error is not None:
-            status, reason = "interrupted", self._stop.reason or "a second signal ended it at once"
+            status, reason = "interrupted", self._why_unwound(error)
         elif self._is_goal_met or (self._max_steps and self._done >= self._max_steps):
             status, reason = "finished", self._stop.reason if self._is_goal_met else ""
         else:
             status, reason = "interrupted", self._stop.reason
         self._note(status, reason)
+
+    def _why_unwound(self, error: BaseException) -> str:
+        """Why the run ended without finishing its step."""
+        unwound_by = self._stop.unwound_by
+        if unwound_by is None:
+            return self._stop.reason or type(error).__name__
+        if self._stop.signal is not None:
+            return f"{self._stop.reason}, then {unwound_by.name} ended it at once"
+        return f"{unwound_by.name} {'as it ended' if self._has_begun else 'while it started'}"
 
     def _note(self, status: Status, reason: str = "") -> None:
         self._noted = replace(

@@ -19,6 +19,11 @@ class StopRequest:
 
     A second signal ends the process at once.
 
+    Attributes:
+        reason: Why the run ends after the step in progress; empty if nothing has asked for that.
+        signal: The signal that asked for it, if one did.
+        unwound_by: The signal that ended the run at once, if one did: the second, or one without a step to finish.
+
     Args:
         limit_s: seconds by which everything must be saved, None for no limit.
         since: start of that time, by `time.monotonic`; now if not given.
@@ -27,6 +32,7 @@ class StopRequest:
     def __init__(self, limit_s: float | None = None, since: float | None = None) -> None:
         self.reason = ""
         self.signal: signal.Signals | None = None
+        self.unwound_by: signal.Signals | None = None
         self._limit_s = limit_s
         self._started = time.monotonic() if since is None else since
         self._longest_step_s = 0.0
@@ -75,6 +81,7 @@ class StopRequest:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         if self.reason or not self._is_graceful:
+            self.unwound_by = signal.Signals(number)
             self.unlisten()
             if number == signal.SIGINT:
                 raise KeyboardInterrupt

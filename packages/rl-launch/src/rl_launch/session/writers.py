@@ -1,24 +1,21 @@
-"""Metric writers: TensorBoard, Weights & Biases and MLflow, beside `metrics.jsonl`."""
+"""Metric writers next to `metrics.jsonl`: TensorBoard and the trackers."""
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import logging
-import re
 import sys
-import time
-import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from rl_core.config import Config, as_written
 from rl_core.errors import ConfigError
-from rl_core.install_command import install_command
-from rl_launch.session.atomic_file import write_atomically
+from rl_core.install_command import install_advice
 from rl_launch.session.config import LoggerConfig
+from rl_launch.session.labels import NO_LABELS, Labels
+from rl_launch.session.trackers import MLflowWriter, TrackioWriter, WandbWriter
 
 _logger = logging.getLogger(__name__)
 
@@ -66,25 +63,41 @@ class MetricWriters:
         self._writers = []
 
 
-def open_writers(config: LoggerConfig, run_dir: Path, *, settings: Config, after: int) -> list[MetricWriter]:
-    """The writers a config asks for.
+def open_writers(
+    config: LoggerConfig, run_dir: Path, *, settings: Config, after: int, labels: Labels = NO_LABELS
+) -> list[MetricWriter]:
+    """The writers a config asks for, without those that cannot be started, which is reported in the log.
 
     Args:
         run_dir: gives the run its name there, and holds local files in `logs`.
         settings: the run's whole config, to be stored with it.
         after: the step that the run goes on after; records of later steps are void.
+        labels: Name, group, tags and notes of the run.
 
     Raises:
         ConfigError: if one needs a package that is not installed, naming the extra.
     """
     check_writers(config)
-    writers: list[MetricWriter] = []
+    opening: list[tuple[str, Callable[[], MetricWriter]]] = []
     if config.tensorboard_enabled:
-        writers.append(TensorBoardWriter(run_dir / "logs" / "tensorboard", after=after))
+        opening.append(("TensorBoard", lambda: TensorBoardWriter(run_dir / "logs" / "tensorboard", after=after)))
     if config.wandb_enabled:
-        writers.append(WandbWriter(config, run_dir, as_written(settings)))
+        opening.append(("Weights & Biases", lambda: WandbWriter(config, run_dir, as_written(settings), labels)))
     if config.mlflow_enabled:
-        writers.append(MLflowWriter(config, run_dir, as_written(settings)))
+        opening.append(("MLflow", lambda: MLflowWriter(config, run_dir, as_written(settings), labels)))
+    if config.trackio_enabled:
+        opening.append(("trackio", lambda: TrackioWriter(config, run_dir, as_written(settings), labels)))
+    writers = []
+    for name, start in opening:
+        try:
+            writers.append(start())
+        except Exception as error:  # noqa: BLE001  # a tracking server's failure must not cost the run
+            _logger.warning(
+                "%s could not be started and is turned off (%s: %s); metrics.jsonl has all metrics",
+                name,
+                type(error).__name__,
+                error,
+            )
     return writers
 
 
@@ -94,14 +107,14 @@ def check_writers(config: LoggerConfig) -> None:
     Raises:
         ConfigError: naming the extra.
     """
-    for enabled, module, extra in (
-        (config.wandb_enabled, "wandb", "wandb"),
-        (config.mlflow_enabled, "mlflow", "mlflow"),
+    for enabled, extra in (
+        (config.wandb_enabled, "wandb"),
+        (config.mlflow_enabled, "mlflow"),
+        (config.trackio_enabled, "trackio"),
     ):
-        if enabled and importlib.util.find_spec(module) is None:
+        if enabled and importlib.util.find_spec(extra) is None:
             raise ConfigError(
-                f"logger.{extra}_enabled is true, but {module} is not installed: "
-                f"{install_command(f'rl-launch[{extra}]')}"
+                f"logger.{extra}_enabled is true, but {extra} is not installed: {install_advice(f'rl-launch[{extra}]')}"
             )
 
 
@@ -141,68 +154,3 @@ def _without(module: str) -> Iterator[None]:
         yield
     finally:
         del sys.modules[module]
-
-
-class WandbWriter:
-    """A Weights & Biases run, which a resumed run continues."""
-
-    def __init__(self, config: LoggerConfig, run_dir: Path, settings: Any) -> None:
-        wandb = importlib.import_module("wandb")
-        id_file = run_dir / "logs" / "wandb_id"
-        if not id_file.exists():
-            write_atomically(id_file, uuid.uuid4().hex)
-        self._run = wandb.init(
-            project=config.wandb.project,
-            name=config.wandb.name or run_dir.name,
-            id=id_file.read_text(),
-            resume="allow",
-            dir=str(run_dir / "logs"),
-            config=settings,
-        )
-        # its own counter never goes back, a resumed run's steps do
-        self._run.define_metric("step")
-        self._run.define_metric("*", step_metric="step")
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One row per step."""
-        self._run.log({"step": step, **metrics})
-
-    def close(self) -> None:
-        """Upload and end."""
-        self._run.finish()
-
-
-def mlflow_name(metric: str) -> str:
-    """The name of a metric with `_` in the place of characters that MLflow refuses, such as that of `pass@4`."""
-    return re.sub(r"[^/\w.\- :]", "_", metric)
-
-
-class MLflowWriter:
-    """An MLflow run, which a resumed run continues."""
-
-    def __init__(self, config: LoggerConfig, run_dir: Path, settings: Any) -> None:
-        mlflow = importlib.import_module("mlflow")
-        self._client = mlflow.tracking.MlflowClient(tracking_uri=config.mlflow.tracking_uri)
-        self._entities = mlflow.entities
-        id_file = run_dir / "logs" / "mlflow_run_id"
-        if not id_file.exists():
-            write_atomically(id_file, self._create(config, run_dir, settings))
-        self._run_id = id_file.read_text()
-
-    def _create(self, config: LoggerConfig, run_dir: Path, settings: Any) -> str:
-        name = config.mlflow.experiment_name
-        known = self._client.get_experiment_by_name(name)
-        experiment = known.experiment_id if known else self._client.create_experiment(name)
-        run = self._client.create_run(experiment, run_name=config.mlflow.run_name or run_dir.name)
-        self._client.log_dict(run.info.run_id, settings, "config.json")
-        return str(run.info.run_id)
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One value per metric and step."""
-        now = int(time.time() * 1000)
-        values = [self._entities.Metric(mlflow_name(name), float(value), now, step) for name, value in metrics.items()]
-        self._client.log_batch(self._run_id, metrics=values)
-
-    def close(self) -> None:
-        """Mark the run as finished."""
-        self._client.set_terminated(self._run_id)

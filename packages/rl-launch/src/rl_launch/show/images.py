@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rl_core.errors import ConfigError
-from rl_core.install_command import install_command
-from rl_launch.show.report import Report
+from rl_core.install_command import install_advice
+from rl_launch.show.report import Series
 
 
 def check_matplotlib() -> None:
@@ -18,14 +21,29 @@ def check_matplotlib() -> None:
         ConfigError: with the command that installs it.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(f"--png needs matplotlib, which is not installed: {install_command('rl-launch[plot]')}")
+        raise ConfigError(f"--png needs matplotlib, which is not installed: {install_advice('rl-launch[plot]')}")
 
 
-def write_images(report: Report, folder: Path) -> list[Path]:
+@dataclass(frozen=True)
+class Line:
+    """One line of every plot.
+
+    Args:
+        label: In the legend; empty for none.
+        series: Values by metric.
+        members: Series of single runs, which are drawn thinner in the same color.
+    """
+
+    label: str
+    series: Series
+    members: Sequence[Series] = ()
+
+
+def write_images(lines: Sequence[Line], folder: Path) -> list[Path]:
     """Draw every metric that has more than one value, an image for each group of names (`train`, `reward`, ...).
 
     Args:
-        report: whose metrics are drawn.
+        lines: Drawn over one another.
         folder: made if it does not exist.
 
     Returns:
@@ -35,8 +53,8 @@ def write_images(report: Report, folder: Path) -> list[Path]:
     from matplotlib.figure import Figure
 
     groups: dict[str, list[str]] = {}
-    for name, points in report.series.items():
-        if len(points) > 1:
+    for name in dict.fromkeys(name for line in lines for name in line.series):
+        if any(len(line.series.get(name, ())) > 1 for line in lines):
             groups.setdefault(name.partition("/")[0], []).append(name)
     folder.mkdir(parents=True, exist_ok=True)
     written = []
@@ -46,11 +64,26 @@ def write_images(report: Report, folder: Path) -> list[Path]:
         FigureCanvasAgg(figure)
         for place, name in enumerate(names, start=1):
             axes = figure.add_subplot(rows, min(2, len(names)), place)
-            steps, values = zip(*report.series[name], strict=True)
-            axes.plot(steps, values)
+            for line in lines:
+                _draw(axes, line, name)
             axes.set_title(name)
             axes.grid(alpha=0.3)
+        labelled = [line.label for line in lines if line.label]
+        if labelled:
+            handles, labels = figure.axes[0].get_legend_handles_labels()
+            figure.legend(handles, labels, loc="outside lower center", ncols=2)
         path = folder / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', group)}.png"
         figure.savefig(path, dpi=120)
         written.append(path)
     return written
+
+
+def _draw(axes: Any, line: Line, name: str) -> None:
+    points = line.series.get(name, ())
+    # a line without points keeps its color and its place in the legend
+    drawn = axes.plot([step for step, _ in points], [value for _, value in points], label=line.label or None)
+    if len(line.members) > 1:
+        for member in line.members:
+            of_one = member.get(name, ())
+            steps, values = [step for step, _ in of_one], [value for _, value in of_one]
+            axes.plot(steps, values, color=drawn[0].get_color(), linewidth=0.6, alpha=0.5)

@@ -34,6 +34,10 @@ _LOWER_IS_BETTER = ("train/loss", "val/loss", "rollout/failed", "rollout/truncat
 _NEITHER = ("reward/std", "mismatch/masked_sequences", "mismatch/mean")
 
 
+Series = Mapping[str, Sequence[tuple[int, float]]]
+"""Steps and values of each metric, without values that are not finite."""
+
+
 @dataclass(frozen=True)
 class Summary:
     """A metric over the steps of a run.
@@ -108,7 +112,7 @@ class Report:
     description: Description
     state: RunState
     summaries: tuple[Summary, ...]
-    series: Mapping[str, Sequence[tuple[int, float]]]
+    series: Series
     timings: Mapping[str, float]
     rollouts: Rollouts | None
     advice: tuple[Advice, ...]
@@ -138,7 +142,7 @@ def report_of(run: RunFolder, step: int | None = None) -> Report:
         raise RunDirectoryError(f"{run.path} has no metrics of step {step}; {known}.")
     if step is not None:
         rows = [row for row in rows if row["step"] <= step]
-    series = _series(rows)
+    series = series_of(rows)
     timings = _timings(rows)
     return Report(
         path=str(run.path),
@@ -151,6 +155,21 @@ def report_of(run: RunFolder, step: int | None = None) -> Report:
         advice=tuple(advice(rows, timings, run.config())),
         exports=_exports(run),
     )
+
+
+def series_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[int, float]]]:
+    """Values of each metric over steps, except times and values that are not finite."""
+    series: dict[str, list[tuple[int, float]]] = {}
+    for row in rows:
+        for name, value in row.items():
+            if name != "step" and not name.startswith("time/") and value is not None and isfinite(value):
+                series.setdefault(name, []).append((row["step"], value))
+    return series
+
+
+def summaries_of(rows: Sequence[Mapping[str, Any]]) -> list[Summary]:
+    """Summaries of all metrics but times, from the lines of `metrics.jsonl`."""
+    return [_summary(name, points) for name, points in series_of(rows).items()]
 
 
 def higher_is_better(name: str) -> bool | None:
@@ -167,15 +186,6 @@ def _exports(run: RunFolder) -> dict[str, str]:
     saved = run.checkpoints()
     folders = {"model": EXPORT, "adapter": ADAPTER} if saved else {}
     return {name: str(saved[-1].path / each) for name, each in folders.items() if (saved[-1].path / each).is_dir()}
-
-
-def _series(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[int, float]]]:
-    series: dict[str, list[tuple[int, float]]] = {}
-    for row in rows:
-        for name, value in row.items():
-            if name != "step" and not name.startswith("time/") and value is not None and isfinite(value):
-                series.setdefault(name, []).append((row["step"], value))
-    return series
 
 
 def _summary(name: str, points: Sequence[tuple[int, float]]) -> Summary:

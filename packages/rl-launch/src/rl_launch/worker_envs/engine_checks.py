@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import select
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from tempfile import TemporaryFile
 
 from rl_core.config import Config, plain
 from rl_core.errors import WorkerEnvironmentError
@@ -11,12 +15,19 @@ from rl_launch.worker_envs.passed_checks import PassedChecks, record_of
 from rl_launch.worker_envs.variables import worker_process_environment
 
 _CHECK = """
-import json, sys
+import json, os, sys
 from rl_core.plugins import resolve
-problems = list(resolve(sys.argv[1])(json.load(sys.stdin)))
-print("\\nproblems " + json.dumps(problems))
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)  # engines print
+for line in sys.stdin:
+    check, section = json.loads(line)
+    answers.write(json.dumps(list(resolve(check)(section))) + "\\n")
+    answers.flush()
 """
 _TIMEOUT_S = 300.0
+
+_kept: dict[str, list[_CheckProcess]] | None = None
+"""Idle processes by interpreter, while checks are to share them."""
 
 
 def engine_problems(python: str, check: str, section: Config) -> list[str]:
@@ -36,22 +47,88 @@ def engine_problems(python: str, check: str, section: Config) -> list[str]:
     passed, record = PassedChecks(), record_of(python, check, section)
     if passed.has(record):
         return []
+    process = _taken(python)
     try:
-        done = subprocess.run(
-            [python, "-c", _CHECK, check],
-            input=json.dumps(plain(section)),
-            capture_output=True,
-            text=True,
-            env=worker_process_environment(python),
-            timeout=_TIMEOUT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise WorkerEnvironmentError(f"{check} did not answer within {_TIMEOUT_S:.0f} s in {python}") from None
-    answers = [line for line in done.stdout.splitlines() if line.startswith("problems ")]
-    if done.returncode or not answers:
-        raise WorkerEnvironmentError(f"{check} failed in {python}:\n{done.stderr.strip()}")
-    problems = list(json.loads(answers[-1].removeprefix("problems ")))
+        problems = process.ask(check, section)
+    except BaseException:
+        process.close()
+        raise
+    _put_back(python, process)
     if not problems:
         passed.add(record)
     return problems
+
+
+@contextmanager
+def kept_check_processes() -> Iterator[None]:
+    """Context in which the checks of one interpreter share a process, so that their engine is imported once.
+
+    The process stays until the context ends, with the memory that the engine takes; on GPUs that may be memory of the
+    GPU.
+    """
+    global _kept
+    _kept = {}
+    try:
+        yield
+    finally:
+        processes, _kept = [process for several in _kept.values() for process in several], None
+        for process in processes:
+            process.close()
+
+
+class _CheckProcess:
+    """A process of a worker's environment that makes checks one after another."""
+
+    def __init__(self, python: str) -> None:
+        self._python = python
+        self._errors = TemporaryFile()  # noqa: SIM115  # open as long as the process
+        self._process = subprocess.Popen(
+            [python, "-c", _CHECK],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env=worker_process_environment(python),
+        )
+
+    def ask(self, check: str, section: Config) -> list[str]:
+        """Make a check.
+
+        Raises:
+            WorkerEnvironmentError: If the check fails or does not answer.
+        """
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps([check, plain(section)]).encode() + b"\n")
+            self._process.stdin.flush()
+        if not select.select([self._process.stdout], [], [], _TIMEOUT_S)[0]:
+            raise WorkerEnvironmentError(f"{check} did not answer within {_TIMEOUT_S:.0f} s in {self._python}")
+        answer = self._process.stdout.readline()
+        if not answer:
+            self._process.wait()
+            self._errors.seek(0)
+            said = self._errors.read().decode(errors="replace").strip()
+            raise WorkerEnvironmentError(f"{check} failed in {self._python}:\n{said}")
+        return list(json.loads(answer))
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout, self._errors):
+            if stream is not None:
+                with suppress(BrokenPipeError):
+                    stream.close()
+
+
+def _taken(python: str) -> _CheckProcess:
+    """A process for one check: a kept one that no other thread has, or a new one."""
+    idle = (_kept or {}).get(python)
+    return idle.pop() if idle else _CheckProcess(python)
+
+
+def _put_back(python: str, process: _CheckProcess) -> None:
+    if _kept is None:
+        process.close()
+    else:
+        _kept.setdefault(python, []).append(process)

@@ -1,0 +1,237 @@
+"""`rl runs`, `rl label`, `rl show` and `rl sweep`: commands that take or make several runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rl_launch.cli.completion import complete_override, complete_recipe
+from rl_launch.cli.failure import explained, reported
+
+if TYPE_CHECKING:
+    from rl_launch.session.run_folder import RunFolder
+    from rl_launch.show.images import Line
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def runs(
+    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="A folder that holds runs.")] = Path("runs"),
+    keys: Annotated[
+        str,
+        typer.Option(
+            "--keys",
+            metavar="KEY,...",
+            help="Columns: keys of the config (sft.seed), metrics (val/loss, val/loss:best), or name, group, tags, "
+            "notes, algorithm, model.",
+        ),
+    ] = "",
+    sort: Annotated[
+        str,
+        typer.Option("--sort", metavar="KEY", help="Sort by this key (default: the most recently changed run first)."),
+    ] = "",
+    conditions: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--filter",
+            metavar="KEY=VALUE",
+            help="List runs for which this holds: state=finished, tag=NAME, sft.seed<3, name=ablation-*. May be "
+            "repeated.",
+        ),
+    ] = None,
+    is_reversed: Annotated[bool, typer.Option("--reverse", help="Reverse the order.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """List runs: state, step, best metric, age, and the command that continues each; or the values of keys.
+
+    A metric is sorted with its best value first; val/loss is its last value, val/loss:best its best.
+
+    With --json: {"schema": 1, "runs": [{"path", "algorithm", "model", "status":
+    "running"|"finished"|"interrupted"|"failed", "reason", "step", "max_steps", "best": {"metric", "value",
+    "step"}|null, "created", "changed", "go_on", "labels": {"name", "group", "tags", "notes"}, "values": {KEY: VALUE}},
+    ...]}.
+    """
+    with reported():
+        from rl_launch.commands import runs as listing
+        from rl_launch.commands.run_values import Condition
+
+        chosen = listing.Listing(
+            keys=[key.strip() for key in keys.split(",") if key.strip()],
+            sort=sort.strip(),
+            conditions=[Condition.parse(text) for text in conditions or ()],
+            is_reversed=is_reversed,
+        )
+        found = listing.list_runs(folder.expanduser(), chosen)
+        if as_json:
+            sys.stdout.write(json.dumps(listing.as_json(found), indent=2) + "\n")
+        else:
+            from rich.console import Console
+
+            listing.show(found, folder, Console(), now=datetime.now().astimezone(), listing=chosen)
+
+
+def label(
+    paths: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories; rl runs lists them.")],
+    name: Annotated[str | None, typer.Option("--name", help="Name in trackers; '' removes it.")] = None,
+    group: Annotated[str | None, typer.Option("--group", help="Group of the runs; '' removes it.")] = None,
+    tags: Annotated[list[str] | None, typer.Option("--tag", metavar="TAG", help="Add a tag. May be repeated.")] = None,
+    removed: Annotated[
+        list[str] | None, typer.Option("--untag", metavar="TAG", help="Remove a tag. May be repeated.")
+    ] = None,
+    notes: Annotated[str | None, typer.Option("--notes", help="Replace the notes; '' removes them.")] = None,
+) -> None:
+    """Show or change the labels of runs. The config stays as it is; trackers are given them when a run is resumed."""
+    with reported():
+        from dataclasses import replace
+
+        from rl_core.config import tree_to_yaml
+        from rl_launch.session.labels import write_labels
+        from rl_launch.session.run_folder import DESCRIPTION, RunFolder
+
+        found = [RunFolder(path) for path in paths]
+        given = {"name": name, "group": group, "notes": notes}
+        changed = {key: value for key, value in given.items() if value is not None}
+        for run in found:
+            labels = run.description().labels
+            kept = [tag for tag in dict.fromkeys([*labels.tags, *(tags or ())]) if tag not in (removed or ())]
+            new = replace(labels, **changed, tags=tuple(kept))
+            if new != labels:
+                write_labels(run.path / DESCRIPTION, new)
+            shown = {key: value for key, value in {**new.as_json(), "tags": list(new.tags)}.items() if value}
+            sys.stdout.write(tree_to_yaml({str(run.path): shown}))
+
+
+def show(
+    paths: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="A run directory, or several to compare; rl runs lists them.")
+    ],
+    step: Annotated[
+        int | None,
+        typer.Option("--step", metavar="N", help="Show the rollouts of this step, and metrics up to it. One run only."),
+    ] = None,
+    as_json: AsJson = False,
+    png: Annotated[
+        Path | None, typer.Option("--png", metavar="DIR", help="Write plots of all metrics into this folder as well.")
+    ] = None,
+) -> None:
+    """Show a run: plots and a table of metrics, time by phase, samples of rollouts, and what to look at next. Show
+    several: the keys in which they differ, their curves in one plot, and their last and best values; runs that differ
+    only in seeds are one line, with mean and standard deviation.
+
+    With --json: {"schema": 1, "path", "description", "state", "summaries": [{"name", "first", "best", "best_step",
+    "last", "last_step"}, ...], "timings": {PHASE: SECONDS}, "rollouts": {"step", "num_rollouts", "best", "worst",
+    "failures": {REASON: COUNT}}|null, "advice": [{"found", "remedy"}, ...]}. Of several: {"schema": 1, "keys": [KEY,
+    ...], "seeds": [KEY, ...], "groups": [{"name", "values": {KEY: VALUE}, "runs": [PATH, ...], "metrics": {METRIC:
+    {"last": {"mean", "std", "num_runs"}, "best": {...}|null}}}, ...]}.
+    """
+    with reported():
+        from rl_launch.session.run_folder import RunFolder
+        from rl_launch.show.images import check_matplotlib
+
+        if png is not None:
+            check_matplotlib()
+        found = [RunFolder(path) for path in paths]
+        if len(found) == 1:
+            _show_one(found[0], step, png, as_json=as_json)
+        else:
+            _show_several(found, step, png, as_json=as_json)
+
+
+def sweep(
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE|FILE.yaml|RUN",
+            help="A recipe's name, a YAML file, or a run directory for its config.",
+            autocompletion=complete_recipe,
+        ),
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=A,B... [run_dir=FOLDER]",
+            help="Keys and their values; a value that holds a comma is quoted or in brackets, as in YAML.",
+            autocompletion=complete_override,
+        ),
+    ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
+) -> None:
+    """Train once for every combination of values, one run after another in one Ray, and list the results.
+
+    Each run is in a folder of FOLDER (default: runs/RECIPE-sweep) and is exactly what rl train makes of the same keys.
+    The same command goes on: finished runs are skipped, interrupted ones resumed. After a run that fails, the others
+    are made, and the exit code is 1.
+    """
+    with reported():
+        from rich.console import Console
+
+        from rl_launch.commands import runs as listing
+        from rl_launch.commands.sweep import run_sweep, sweep_of
+        from rl_launch.session import show_logs
+
+        show_logs(verbose=verbose)
+        found = sweep_of(recipe, overrides or ())
+        outcome = run_sweep(found, explained)
+        columns = found.listing()
+        listed = listing.listed(found.folders(), columns)
+        if listed:
+            listing.show(listed, found.folder, Console(), now=datetime.now().astimezone(), listing=columns)
+        for name, message in outcome.failures.items():
+            # the log has the whole message, at the time of the failure
+            sys.stderr.write(f"error: {name}: {message.splitlines()[0]}\n")
+        if outcome.stopped is not None:
+            outcome.stopped.exit_if_stopped()
+        if outcome.failures:
+            raise typer.Exit(1)
+
+
+def _show_one(run: RunFolder, step: int | None, png: Path | None, *, as_json: bool) -> None:
+    from rl_launch import show as showing
+    from rl_launch.show.images import Line
+
+    report = showing.report_of(run, step)
+    if as_json:
+        _print_json(report.as_json())
+    else:
+        from rich.console import Console
+
+        showing.show(report, Console())
+    _write_images([Line("", report.series)], png)
+
+
+def _show_several(runs: list[RunFolder], step: int | None, png: Path | None, *, as_json: bool) -> None:
+    from rl_core.errors import ConfigError
+    from rl_launch.show.comparison import comparison_of
+    from rl_launch.show.comparison_text import letter, show_comparison
+    from rl_launch.show.images import Line
+
+    if step is not None:
+        raise ConfigError(f"--step shows the rollouts of one run, and {len(runs)} are given; give one")
+    comparison = comparison_of(runs)
+    if as_json:
+        _print_json(comparison.as_json())
+    else:
+        from rich.console import Console
+
+        show_comparison(comparison, Console())
+    lines = [
+        Line(f"{letter(index)}: {group.name}", group.series, group.members)
+        for index, group in enumerate(comparison.groups)
+    ]
+    _write_images(lines, png)
+
+
+def _print_json(data: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(data, indent=2) + "\n")
+
+
+def _write_images(lines: list[Line], folder: Path | None) -> None:
+    from rl_launch.show.images import write_images
+
+    for path in write_images(lines, folder.expanduser()) if folder is not None else ():
+        sys.stderr.write(f"{path}\n")

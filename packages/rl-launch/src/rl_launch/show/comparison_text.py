@@ -1,0 +1,144 @@
+"""A comparison of runs on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from string import ascii_lowercase
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rl_core.config import show
+from rl_launch.show.chart import Curve, overlay
+from rl_launch.show.comparison import MOST_NAMED, Estimate, RunComparison, RunGroup
+from rl_launch.show.report import higher_is_better
+from rl_launch.show.terminal import MOST_PLOTS, PLOTTED
+
+COLORS = ("green", "magenta", "cyan", "yellow", "blue", "red")
+"""Colors of the curves, in turn."""
+
+MOST_CURVES = 12
+"""Maximum number of curves in one plot."""
+
+_GAP = 2
+_WIDEST = 120
+
+
+def show_comparison(comparison: RunComparison, console: Console) -> None:
+    """Print a comparison: its groups, their curves in one plot per metric, and a table per metric."""
+    width = min(console.width, _WIDEST)
+    num_runs = sum(len(group.paths) for group in comparison.groups)
+    console.print(_heading(comparison, num_runs), style="bold", highlight=False, markup=False, soft_wrap=True)
+    console.print()
+    console.print(_groups(comparison), width=width)
+    if len(comparison.keys) > MOST_NAMED:
+        console.print()
+        console.print(_keys(comparison), width=width)
+    metrics = compared_metrics(comparison)
+    if not metrics:
+        console.print("\nNo step is recorded yet; rl runs shows the state of each run.", highlight=False)
+        return
+    console.print()
+    for line in _charts(comparison, [name for name in metrics if _is_curve(comparison, name)], width):
+        line.rstrip()
+        console.print(line, no_wrap=True, overflow="crop")
+    if len(comparison.groups) > MOST_CURVES:
+        console.print(f"Curves of the first {MOST_CURVES} groups.", highlight=False)
+    for name in metrics:
+        console.print()
+        console.print(_metric(comparison, name), width=width)
+
+
+def compared_metrics(comparison: RunComparison) -> list[str]:
+    """The metrics to show, the most important first."""
+    found = {name for group in comparison.groups for name in group.series}
+    return [name for name in PLOTTED if name in found][:MOST_PLOTS]
+
+
+def letter(index: int) -> str:
+    """The letter of a group: `a`, `b`, ..., `z`, `aa`, ..."""
+    high, low = divmod(index, len(ascii_lowercase))
+    return (letter(high - 1) if high else "") + ascii_lowercase[low]
+
+
+def _is_curve(comparison: RunComparison, name: str) -> bool:
+    return any(len(group.series.get(name, ())) > 1 for group in comparison.groups)
+
+
+def _heading(comparison: RunComparison, num_runs: int) -> str:
+    if not comparison.keys and not comparison.seeds:
+        return f"{num_runs} runs with equal configs"
+    if not comparison.keys:
+        return f"{num_runs} runs that differ only in {' and '.join(comparison.seeds)}"
+    over = f", over {' and '.join(comparison.seeds)}" if comparison.seeds else ""
+    if len(comparison.keys) > MOST_NAMED:
+        return f"{num_runs} runs that differ in {len(comparison.keys)} keys{over}"
+    return f"{num_runs} runs that differ in {' and '.join(comparison.keys)}{over}"
+
+
+def _groups(comparison: RunComparison) -> Table:
+    table = _table("", "group", "runs")
+    for index, group in enumerate(comparison.groups):
+        table.add_row(Text(letter(index), style=_style(index)), group.name, ", ".join(_runs(group)))
+    return table
+
+
+def _runs(group: RunGroup) -> Iterator[str]:
+    for path, seeds in zip(group.paths, group.seeds, strict=True):
+        values = [show(value) for value in seeds.values()]
+        yield f"{path} (seed {' '.join(values)})" if values else path
+
+
+def _keys(comparison: RunComparison) -> Table:
+    """A line for each key that differs, and a column for each group."""
+    table = _table("key", *(letter(index) for index in range(len(comparison.groups))))
+    for key in comparison.keys:
+        table.add_row(key, *(show(group.values[key]) for group in comparison.groups))
+    return table
+
+
+def _charts(comparison: RunComparison, names: Sequence[str], width: int) -> Iterator[Text]:
+    half = (width - _GAP) // 2
+    groups = comparison.groups[:MOST_CURVES]
+    drawn = []
+    for name in names:
+        curves = [
+            Curve(group.series[name], letter(index)[-1], _style(index))
+            for index, group in enumerate(groups)
+            if group.series.get(name)
+        ]
+        drawn.append(overlay(name, curves, width=half))
+    for left, right in zip(drawn[::2], drawn[1::2], strict=False):
+        yield from (Text.assemble(one, " " * _GAP, other) for one, other in zip(left, right, strict=True))
+    if len(drawn) % 2:
+        yield from drawn[-1]
+
+
+def _metric(comparison: RunComparison, name: str) -> Table:
+    """The groups by one metric, the best first."""
+    higher = higher_is_better(name)
+    table = _table("", name, "last", *(["best"] if higher is not None else []))
+    outcomes = [(index, group.metrics.get(name)) for index, group in enumerate(comparison.groups)]
+    found = [(index, outcome) for index, outcome in outcomes if outcome is not None]
+    if higher is not None:
+        found.sort(key=lambda each: (-1 if higher else 1) * (each[1].best or each[1].last).mean)
+    for place, (index, outcome) in enumerate(found):
+        style = "bold" if higher is not None and not place and len(found) > 1 else ""
+        estimates: list[Estimate | None] = [outcome.last, *([outcome.best] if higher is not None else [])]
+        cells = ["" if each is None else str(each) for each in estimates]
+        table.add_row(Text(letter(index), style=_style(index)), comparison.groups[index].name, *cells, style=style)
+    return table
+
+
+def _style(index: int) -> str:
+    return COLORS[index % len(COLORS)]
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
+    for place, name in enumerate(columns):
+        table.add_column(
+            name, overflow="fold", justify="right" if name in ("last", "best") else "left", no_wrap=not place
+        )
+    return table
