@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -56,6 +57,19 @@ class Run:
             assert self.process.poll() is None, self.output
             assert time.monotonic() < deadline, self.output
             time.sleep(0.05)
+
+    @property
+    def num_starts(self):
+        """How often this and earlier runs in the folder have come to their first step."""
+        return len(re.findall(r"^\S+ starting: ", self.output, re.MULTILINE))
+
+    def await_start(self, number, timeout=840):
+        """Wait for that many starts: from then on the metrics hold no step that will be made again."""
+        deadline = time.monotonic() + timeout
+        while self.num_starts < number:
+            assert self.process.poll() is None, self.output
+            assert time.monotonic() < deadline, self.output
+            time.sleep(0.1)
 
     def await_log(self, words, timeout=840):
         """Wait until the driver or a worker has logged these words."""

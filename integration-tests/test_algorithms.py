@@ -175,8 +175,9 @@ UNDISTURBED = [(name, layout) for name, family in FAMILIES.items() for layout in
 UNDISTURBED_ALWAYS = [("ppo", "its critic on dtensor")]
 """The layout in which most differs: two models on two backends, of which only one is packed.
 
-Others take less to show what they show: tests of rl-algos add up each loss over microbatches, those of the backends compare
-losses of each kind of read and total over ranks, meshes and packed rows, and `test_backends` compares SFT and GRPO.
+Others take less to show what they show: tests of rl-algos add up each loss over microbatches, those of the backends
+compare losses of each kind of read and total over ranks, meshes and packed rows, and `test_backends` compares SFT and
+GRPO.
 """
 
 AT_FIRST = {"dpo": math.log(2), "robust-dpo": math.log(2), "ipo": 25.0, "hinge": 1.0, "kto": 0.5}

@@ -27,10 +27,12 @@ def kill_and_resume(run, num_kills, steps, *arguments, **variables):
     chance = random.Random(seed)
     for step in sorted(chance.randint(*steps) for _ in range(num_kills)):
         run.await_step(step)
-        time.sleep(chance.uniform(0, 2))
+        time.sleep(chance.uniform(0, 1))
         _, alive = psutil.wait_procs(run.kill_all(), 30)
         assert not alive
+        num_starts = run.num_starts
         run = Run.start(run.folder, *arguments, **variables)
+        run.await_start(num_starts + 1)
     return run
 
 
