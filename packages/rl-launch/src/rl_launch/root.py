@@ -150,7 +150,8 @@ def _read(raw: RawConfig, source: str | Path | Mapping[str, Any]) -> Resolved[Ro
             hint=hints,
         )
     except ConfigProblems as error:
-        raise ConfigProblems("\n".join([str(error), *hints.remarks(raw.name)]), error.problems) from None
+        remarks = hints.remarks(raw.name) if raw.files else []
+        raise ConfigProblems("\n".join([str(error), *remarks]), error.problems) from None
 
 
 def _guessed_algorithm(raw: RawConfig) -> str:

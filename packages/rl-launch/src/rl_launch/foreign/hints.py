@@ -63,7 +63,8 @@ class ForeignHints:
         names = [key, key.rpartition(".")[2]] if table.is_flat else [key]
         for name in names:
             if (rule := table.rule(name)) is not None:
-                return str(rule.in_words(table.name, name, self._algorithm))
+                is_off = table.is_off(name, value) or _are_all_off(table, name, value)
+                return str(rule.in_words(table.name, name, self._algorithm, is_off=is_off))
         if table.is_flat or not isinstance(value, dict) or not value:
             return ""
         return self._section(table, key, value)
@@ -75,7 +76,8 @@ class ForeignHints:
         rules = {name: rule for name in below if (rule := table.rule(name)) is not None}
         if len(rules) < len(below):
             return ""
-        texts = {name: rule.in_words(table.name, name, self._algorithm) for name, rule in rules.items()}
+        is_off = _are_all_off(table, key, value)
+        texts = {name: rule.in_words(table.name, name, self._algorithm, is_off=is_off) for name, rule in rules.items()}
         if len(set(texts.values())) == 1:
             return next(iter(texts.values()))
         listed = "; ".join(
@@ -84,3 +86,14 @@ class ForeignHints:
         )
         more = f"; and {len(rules) - _NAMED} more" if len(rules) > _NAMED else ""
         return f"a section of {table.name}. {listed}{more}"
+
+
+def _are_all_off(table: Any, key: str, value: Any) -> bool:
+    """Return whether a section asks for nothing: it is not enabled, or all its keys are off."""
+    from rl_launch.foreign.source import flattened
+
+    if not isinstance(value, dict):
+        return False
+    if value.get("enabled") is False:
+        return True
+    return all(table.is_off(f"{key}.{name}", each) for name, each in flattened(value).items())

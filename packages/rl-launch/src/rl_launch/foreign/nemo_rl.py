@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rl_launch.foreign.nemo_rl_data import translate_data
+from rl_launch.foreign.nemo_rl_evaluation import translate_evaluation
 from rl_launch.foreign.schedules import MegatronSchedule, scaled
 from rl_launch.foreign.table import Kind
 from rl_launch.foreign.translation import Translation
@@ -60,7 +61,10 @@ def translate(config: Translation) -> None:
     """Answer the keys that need more than a table, then the others."""
     config.put("algorithm", config.algorithm)
     if config.algorithm == "evaluation":
-        _evaluation(config)
+        translate_evaluation(config)
+        config.finish()
+        _cluster(config)
+        return
     _off_policy_distillation(config)
     _asynchrony(config)
     _generation(config)
@@ -84,13 +88,6 @@ def _off_policy_distillation(config: Translation) -> None:
             config.refuse(section, "distillation of logits across tokenizers from given text (teachers, xtoken)")
     if config.get("on_policy_distillation.enabled"):
         config.refuse("on_policy_distillation", "distillation on policy inside GRPO (on_policy_distillation)")
-
-
-def _evaluation(config: Translation) -> None:
-    """Take the sections of an evaluation over into those of a model that generates."""
-    feature = "evaluation by NeMo RL's run_eval; name the model and the tasks to rl eval"
-    for key in config.keys():
-        config.refuse(key, feature)
 
 
 def _asynchrony(config: Translation) -> None:
@@ -228,9 +225,7 @@ def _model(config: Translation, model: str) -> None:
     backend = backend or "dtensor_cfg"
     if backend == "megatron_cfg":
         config.put(f"{model}.megatron_cfg.enabled", True)
-    config.follows(
-        [f"{model}.{name}.enabled" for name in _BACKENDS], f"{model}.{backend}, the backend that is chosen"
-    )
+    config.follows([f"{model}.{name}.enabled" for name in _BACKENDS], f"{model}.{backend}, the backend that is chosen")
     for key in config.keys(f"{model}.{other}"):
         config.unneeded(key, f"{model} trains with {backend}")
     for key in config.keys(f"{model}.{backend}.env_vars"):
@@ -326,6 +321,7 @@ def _optimizer(config: Translation, model: str, backend: str) -> None:
     if isinstance(schedules, dict) and "name" in schedules:
         schedules = [schedules]
     if isinstance(schedules, list):
+        schedules = [each for each in schedules if each.get("name") or each.get("milestones")]
         config.put(f"{model}.scheduler", scaled(schedules, updates))
         key = f"{model}.scheduler"
         kind, text = (Kind.SAME, key) if updates == 1 else (Kind.FOLLOWS, _counted(key, updates))

@@ -6,39 +6,26 @@ import json
 import re
 import shlex
 import tomllib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from rl_core.errors import ConfigError
+from rl_launch.foreign.scalars import FLOAT, scalar
 
 REPLACES = "_override_"
 """A key that has a section of NeMo RL replace the inherited one in place of merging with it."""
-
-_FLOAT = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?")
-_INTEGER = re.compile(r"[-+]?\d+")
-_VARIABLE = re.compile(r"\$\{oc\.env:[^${}]*\}")
-_ARITHMETIC: dict[str, Callable[..., Any]] = {
-    "add": lambda *values: sum(values),
-    "sub": lambda left, right: left - right,
-    "mul": lambda left, right: left * right,
-    "div": lambda left, right: left / right if left % right else left // right,
-    "max": max,
-    "min": min,
-}
-"""Resolvers of interpolations that recipes of NeMo RL and verl compute with."""
+_KEY = re.compile(r"[A-Za-z_]\w*(\.\w+)+")
+_NAME = re.compile(r"[A-Za-z_]\w*")
+_SHELL_VARIABLE = re.compile(r"\$\{(\w+)\}|\$(\w+)")
 
 
 class _Loader(yaml.SafeLoader):
     """Reads `1e-5` as a number, as OmegaConf and YAML 1.2 do."""
 
 
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"^{_FLOAT.pattern}$"), list("-+.0123456789"))
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"^{FLOAT.pattern}$"), list("-+.0123456789"))
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -58,24 +45,49 @@ def read_flags(path: Path) -> dict[str, Any]:
     """
     if path.suffix in (".yaml", ".yml", ".json"):
         return {name.replace("-", "_"): value for name, value in read(path).items()}
-    try:
-        words = shlex.split(_text(path).replace("\\\n", " "), comments=True)
-    except ValueError as error:
-        raise ConfigError(f"{path}: not a shell script that can be read: {error}") from None
     found: dict[str, Any] = {}
     name = None
-    for word in words:
+    for word in _arguments(_words(path)):
         if word.startswith("--") and len(word) > 2:
             name, equals, value = word[2:].partition("=")
             name = name.replace("-", "_")
-            found[name] = _scalar(value) if equals else True
+            found[name] = scalar(value) if equals else True
             name = None if equals else name
         elif name is not None:
             earlier = found[name]
-            found[name] = _scalar(word) if earlier is True else [*_several(earlier), _scalar(word)]
+            found[name] = scalar(word) if earlier is True else [*_several(earlier), scalar(word)]
     if not found:
         raise ConfigError(f"{path}: there are no flags (--name value) in it")
     return found
+
+
+def read_overrides(path: Path) -> dict[str, Any]:
+    """The values of a YAML file, or the `key=value` words of a shell script, as Hydra takes them.
+
+    Raises:
+        ConfigError: If the file cannot be read, or has no such words.
+    """
+    if path.suffix in (".yaml", ".yml", ".json"):
+        return read(path)
+    found: dict[str, Any] = {}
+    for word in _words(path):
+        key, equals, value = word.lstrip("+").partition("=")
+        if equals and _KEY.fullmatch(key):
+            *sections, last = key.split(".")
+            at = found
+            for name in sections:
+                at = at.setdefault(name, {})
+            at[last] = _value(value)
+    if not found:
+        raise ConfigError(f"{path}: there are no `section.key=value` words in it")
+    return found
+
+
+def _value(text: str) -> Any:
+    """The value of a Hydra override: a list in brackets, or a scalar."""
+    if text[:1] == "[" and text[-1:] == "]":
+        return [scalar(each.strip().strip("'\"")) for each in text[1:-1].split(",") if each.strip()]
+    return scalar(text.strip("'\""))
 
 
 def flattened(values: Any, path: str = "") -> dict[str, Any]:
@@ -86,88 +98,6 @@ def flattened(values: Any, path: str = "") -> dict[str, Any]:
     for name, value in values.items():
         found |= flattened(value, f"{path}.{name}" if path else str(name))
     return found
-
-
-def interpolated(values: dict[str, Any], name: str) -> dict[str, Any]:
-    """The values with every interpolation computed, except those of environment variables, which stay as they are.
-
-    Args:
-        values: Nested plain values.
-        name: Name of the file, for messages.
-
-    Raises:
-        ConfigError: Listing every interpolation that cannot be computed.
-    """
-    variables: list[str] = []
-
-    def hidden(value: Any) -> Any:
-        """Put a mark in the place of each variable: its value belongs to the machine, not to the recipe."""
-        match value:
-            case dict():
-                return {key: hidden(item) for key, item in value.items()}
-            case list():
-                return [hidden(item) for item in value]
-            case str():
-                return _VARIABLE.sub(lambda found: _mark(variables, found[0]), value)
-            case _:
-                return value
-
-    def shown(value: Any) -> Any:
-        match value:
-            case dict():
-                return {key: shown(item) for key, item in value.items()}
-            case list():
-                return [shown(item) for item in value]
-            case str():
-                return re.sub(r"\x00(\d+)\x00", lambda found: variables[int(found[1])], value)
-            case _:
-                return value
-
-    problems: list[str] = []
-    with _resolvers():
-        container = OmegaConf.create(hidden(values))
-        plain = _resolved(container, "", problems)
-    if problems:
-        raise ConfigError("\n".join(f"{name}: {problem}" for problem in problems))
-    result: dict[str, Any] = shown(plain)
-    return result
-
-
-def _mark(variables: list[str], text: str) -> str:
-    variables.append(text)
-    return f"\x00{len(variables) - 1}\x00"
-
-
-def _resolved(container: Any, path: str, problems: list[str]) -> Any:
-    if OmegaConf.is_dict(container):
-        items = [(str(key), key) for key in container]
-        return {key: _at(container, key, f"{path}.{name}" if path else name, problems) for name, key in items}
-    if OmegaConf.is_list(container):
-        return [_at(container, index, f"{path}[{index}]", problems) for index in range(len(container))]
-    return container
-
-
-def _at(container: Any, key: Any, path: str, problems: list[str]) -> Any:
-    try:
-        value = container[key]
-    except (OmegaConfBaseException, ArithmeticError, TypeError, RecursionError) as error:
-        reason = str(error).partition("\n")[0]
-        problems.append(f"{path}: the interpolation cannot be computed: {reason}")
-        return None
-    return _resolved(value, path, problems)
-
-
-@contextmanager
-def _resolvers() -> Iterator[None]:
-    """Have OmegaConf compute; its resolvers are of the whole process, so they are removed again."""
-    added = [name for name in _ARITHMETIC if not OmegaConf.has_resolver(name)]
-    for name in added:
-        OmegaConf.register_new_resolver(name, _ARITHMETIC[name])
-    try:
-        yield
-    finally:
-        for name in added:
-            OmegaConf.clear_resolver(name)
 
 
 def _merged(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
@@ -232,14 +162,31 @@ def _text(path: Path) -> str:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
 
 
-def _scalar(text: str) -> Any:
-    """The number, truth value or null that a word of a command line is, else the word."""
-    words = {"true": True, "false": False, "none": None, "null": None}
-    if text.lower() in words:
-        return words[text.lower()]
-    if _INTEGER.fullmatch(text):
-        return int(text)
-    return float(text) if _FLOAT.fullmatch(text) else text
+def _words(path: Path) -> list[str]:
+    """The words of a shell script, with the values of variables that it sets put in."""
+    try:
+        words = shlex.split(_text(path).replace("\\\n", " "), comments=True)
+    except ValueError as error:
+        raise ConfigError(f"{path}: not a shell script that can be read: {error}") from None
+    variables = {}
+    found = []
+    for word in words:
+        name, equals, value = word.partition("=")
+        value = _SHELL_VARIABLE.sub(lambda used: variables.get(used[1] or used[2], used[0]), value)
+        if equals and _NAME.fullmatch(name):
+            variables[name] = value
+        found.append(
+            f"{name}={value}"
+            if equals
+            else _SHELL_VARIABLE.sub(lambda used: variables.get(used[1] or used[2], used[0]), word)
+        )
+    return found
+
+
+def _arguments(words: list[str]) -> list[str]:
+    """The words behind the module of OpenRLHF that a script starts; all if it starts none."""
+    starts = [place for place, word in enumerate(words) if "openrlhf.cli." in word]
+    return words[starts[-1] + 1 :] if starts else words
 
 
 def _several(value: Any) -> list[Any]:

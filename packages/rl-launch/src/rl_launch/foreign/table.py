@@ -69,19 +69,21 @@ class Rule:
             text = text.replace("policy.", f"{model}.")
         return text
 
-
-    def in_words(self, system: str, key: str, algorithm: str) -> str:
+    def in_words(self, system: str, key: str, algorithm: str, *, is_off: bool = False) -> str:
         """The answer as a message gives it.
 
         Args:
             system: Name of the other system.
             key: Its key.
             algorithm: Name of the section of the algorithm.
+            is_off: Whether the key has a value that asks for nothing.
         """
         text = self.answer(key, algorithm)
         match self.kind:
             case Kind.NOT_NEEDED:
                 return f"a key of {system} that is not needed here ({text}); remove it"
+            case Kind.REFUSED if is_off:
+                return f"a key of {system} that is off; remove it"
             case Kind.REFUSED:
                 return f"a key of {system}, for what is not offered here: {text}; remove it"
             case _:

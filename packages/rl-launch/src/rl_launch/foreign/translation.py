@@ -162,6 +162,8 @@ class Translation:
             self._take(key, text, value)
         elif rule.kind is Kind.REFUSED and self.table.is_off(key, value):
             self.unneeded(key, f"off: {rule.text}")
+        elif rule.kind is Kind.FOLLOWS and value in (None, {}, []):
+            self.unneeded(key, "unset")
         else:
             self.answer(key, rule.kind, text)
 
