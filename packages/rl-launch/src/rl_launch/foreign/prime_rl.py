@@ -142,8 +142,8 @@ def _rollouts(config: Translation) -> None:
 
 
 def _loss(config: Translation) -> None:
-    """The loss of prime-rl: REINFORCE, weighted by the ratio of trainer and generator, without tokens whose ratio is out
-    of bounds."""
+    """The loss of prime-rl: REINFORCE, weighted by the ratio of trainer and generator, without tokens whose ratio is
+    out of bounds."""
     kind = config.get("trainer.loss.type", "default")
     if config.get("trainer.loss.ratio_type") == "sequence" or kind == "gspo":
         config.put("loss_fn.surrogate", {"name": "gspo"})
@@ -222,7 +222,7 @@ def _devices(config: Translation, gpus: int | None) -> None:
         else:
             config.put("cluster.gpus_per_node", trains + infers)
             config.put("policy.generation.colocated.resources.gpus_per_node", infers)
-    for key in config.keys("deployment") + ["trainer_gpu_ids", "inference_gpu_ids"]:
+    for key in [*config.keys("deployment"), "trainer_gpu_ids", "inference_gpu_ids"]:
         rule = config.table.rule(key)
         if rule is not None and rule.kind is Kind.FOLLOWS:
             config.follows([key], "cluster and policy.generation.colocated")

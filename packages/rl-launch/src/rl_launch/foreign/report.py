@@ -52,13 +52,13 @@ def report_text(imported: Imported) -> str:
 def refusal_text(imported: Imported) -> str:
     """The features that are not offered, each with its keys."""
     features = imported.features
+    counted = "1 feature" if len(features) == 1 else f"{len(features)} features"
     lines = [
-        f"{imported.source}: {len(features)} feature{'s' if len(features) > 1 else ''} of {imported.system} "
-        f"{'are' if len(features) > 1 else 'is'} not offered, so nothing was written. Change these keys, or write the "
-        "rest with --keep-going"
+        f"{imported.source}: {counted} of {imported.system} not offered here, and nothing was written. Change these "
+        + "keys, or leave them out with --keep-going:"
     ]
     for feature, keys in features.items():
-        first = [each for each in imported.of(Kind.REFUSED) if each.text == feature][0]
+        first = next(each for each in imported.of(Kind.REFUSED) if each.text == feature)
         more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
         lines.append(f"  {feature}: {first.key}={show(first.value)}{more}")
     return "\n".join(lines)

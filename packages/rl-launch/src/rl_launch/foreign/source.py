@@ -147,7 +147,7 @@ def _values(path: Path) -> dict[str, Any]:
         elif path.suffix == ".json":
             values = json.loads(text)
         else:
-            values = yaml.load(text, _Loader)  # noqa: S506  # a SafeLoader
+            values = yaml.load(text, _Loader)  # a SafeLoader
     except (yaml.YAMLError, tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     if not isinstance(values, dict):

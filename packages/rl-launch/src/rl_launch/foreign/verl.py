@@ -42,7 +42,7 @@ def algorithm_of(values: dict[str, Any]) -> str:
 def translate(config: Translation) -> None:
     """Answer the keys that need more than a table, then the others."""
     config.put("algorithm", config.algorithm)
-    config.put("cluster.device", "cuda")
+    config.put("cluster", {"device": "cuda", "num_nodes": 1, "gpus_per_node": 8})
     _estimator(config)
     _lengths(config)
     _batches(config)
@@ -119,12 +119,14 @@ def _batches(config: Translation) -> None:
         config.follows(
             [f"{section}.use_dynamic_bsz", f"{section}.ppo_max_token_len_per_gpu"], f"{model}.sequence_packing"
         )
-        passes = config.get(f"{section}.ppo_epochs", 1)
-        if config.algorithm == "ppo":
-            config.put("ppo.num_ppo_epochs", passes)
-        elif passes > 1:
-            config.refuse(f"{section}.ppo_epochs", "training on the same rollouts several times in GRPO (ppo_epochs)")
-        config.follows([f"{section}.ppo_epochs"], "ppo.num_ppo_epochs")
+    passes = config.get(f"{_ACTOR}.ppo_epochs", 1)
+    if config.algorithm == "ppo":
+        config.put("ppo.num_ppo_epochs", passes)
+        if config.get("critic.ppo_epochs", passes) != passes:
+            config.refuse("critic.ppo_epochs", "other passes of the critic over a step than of the policy")
+    elif passes > 1:
+        config.refuse(f"{_ACTOR}.ppo_epochs", "training on the same rollouts several times in GRPO (ppo_epochs)")
+    config.follows([f"{_ACTOR}.ppo_epochs", "critic.ppo_epochs"], "ppo.num_ppo_epochs")
     rows = config.get(
         f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu", config.get(f"{_ROLLOUT}.log_prob_micro_batch_size")
     )
@@ -259,7 +261,7 @@ def _kl(config: Translation) -> None:
         config.put("loss_fn.reference_policy_kl_penalty", 0.0)
     for key in ("use_kl_loss", "kl_loss_coef", "kl_loss_type"):
         config.follows([f"{_ACTOR}.{key}"], "loss_fn.reference_policy_kl_penalty")
-    for key in config.keys("algorithm.kl_ctrl") + ["algorithm.use_kl_in_reward", "algorithm.kl_penalty"]:
+    for key in (*config.keys("algorithm.kl_ctrl"), "algorithm.use_kl_in_reward", "algorithm.kl_penalty"):
         config.follows([key], "loss_fn.reference_policy_kl_penalty")
 
 

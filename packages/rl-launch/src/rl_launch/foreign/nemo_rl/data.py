@@ -186,7 +186,7 @@ def _setting(
         repeats.append(value)
     elif key in ("input_key", "output_key") and known_columns:
         _answer(config, at, Kind.NOT_NEEDED, "the columns of this dataset are known")
-    elif key == "split" and "data_path" in made and not str(made["data_path"]).count("/") == 1:
+    elif key == "split" and "data_path" in made and str(made["data_path"]).count("/") != 1:
         _answer(config, at, Kind.NOT_NEEDED, "a file has no splits")
     elif key in same:
         made[key] = value
