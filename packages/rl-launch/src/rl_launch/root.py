@@ -52,7 +52,7 @@ from rl_launch.backends import (
     section_of,
 )
 from rl_launch.cluster.device import AUTO, resolve_device
-from rl_launch.foreign.hints import ForeignHints
+from rl_launch.foreign_keys.hints import ForeignHints
 from rl_launch.local_models import MADE_HERE
 from rl_launch.model_facts import model_problems
 from rl_launch.model_folder import MODEL_FILES, TOKENIZER_FILES, adapter_problems, folder_problems

@@ -5,8 +5,8 @@ from foreign_files import NEMO_RL, changed, written
 
 from rl_core.errors import ConfigError
 from rl_launch.foreign.importing import import_config
-from rl_launch.foreign.source import flattened
-from rl_launch.foreign.table import Kind
+from rl_launch.foreign_keys.flat import flattened
+from rl_launch.foreign_keys.table import Kind
 from rl_launch.root import read_config
 
 

@@ -148,11 +148,11 @@ def _unknown(path: KeyPath, keys: list[str], values: Any, hint: Hint | None) -> 
     if key in keys or ("." in str(path[-1]) and nested in keys):
         return f"a key with dots is one name in YAML; nest it, or pass {key}=VALUE on the command line"
     inside = value_at(values, path)
-    if hint is not None and (text := hint(key, inside)):
-        return f"no such key: {text}"
+    if hint is not None and (explained := hint(key, inside)):
+        return f"no such key: {explained}"
     names = [key, *(f"{key}.{name}" for name in inside)] if isinstance(inside, dict) else [key]
-    if hint := next((found for name in names if (found := did_you_mean(name, keys))), ""):
-        return f"no such key{hint}"
+    if near := next((found for name in names if (found := did_you_mean(name, keys))), ""):
+        return f"no such key{near}"
     section = format_path(path[:-1])
     prefix = f"{section}." if section else ""
     known = sorted({known.removeprefix(prefix).partition(".")[0] for known in keys if known.startswith(prefix)})

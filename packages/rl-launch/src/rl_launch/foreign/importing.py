@@ -18,8 +18,8 @@ from rl_core.plugins import algorithm_named
 from rl_launch.foreign import nemo_rl, openrlhf, prime_rl, trl, verl
 from rl_launch.foreign.interpolation import interpolated
 from rl_launch.foreign.source import read, read_flags, read_overrides
-from rl_launch.foreign.table import SYSTEMS, Kind, table
 from rl_launch.foreign.translation import Answer, Translation
+from rl_launch.foreign_keys.table import SYSTEMS, Kind, table
 from rl_launch.root import read_config, root_type
 
 _ROUNDS = 8

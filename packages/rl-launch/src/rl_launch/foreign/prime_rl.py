@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from rl_launch.foreign.schedules import warmup_and_decay
-from rl_launch.foreign.table import Kind
 from rl_launch.foreign.translation import Translation
+from rl_launch.foreign_keys.table import Kind
 
 _MASK_LOW, _MASK_HIGH = 0.125, 8.0
 """Importance ratios outside which prime-rl's loss leaves tokens out by default."""

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 
 from rl_core.config import show, tree_to_yaml
 from rl_launch.foreign.importing import Imported
-from rl_launch.foreign.table import Kind
 from rl_launch.foreign.translation import Answer
+from rl_launch.foreign_keys.table import Kind
 
 _WIDTH = 118
 _COUNTED = {
@@ -53,10 +53,11 @@ def refusal_text(imported: Imported) -> str:
     """The features that are not offered, each with its keys."""
     features = imported.features
     counted = "1 feature" if len(features) == 1 else f"{len(features)} features"
-    lines = [
+    head = (
         f"{imported.source}: {counted} of {imported.system} not offered here, and nothing was written. Change these "
-        + "keys, or leave them out with --keep-going:"
-    ]
+        "keys, or leave them out with --keep-going:"
+    )
+    lines = [head]
     for feature, keys in features.items():
         first = next(each for each in imported.of(Kind.REFUSED) if each.text == feature)
         more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""

@@ -90,16 +90,6 @@ def _value(text: str) -> Any:
     return scalar(text.strip("'\""))
 
 
-def flattened(values: Any, path: str = "") -> dict[str, Any]:
-    """The values at the ends of nested mappings by dotted key; a list is one value, and so is an empty mapping."""
-    if not isinstance(values, dict) or (not values and path):
-        return {path: values}
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        found |= flattened(value, f"{path}.{name}" if path else str(name))
-    return found
-
-
 def _merged(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
     if path.resolve() in chain:
         raise ConfigError(f"{path}: `defaults` go in a circle; take one of them out")
@@ -168,7 +158,7 @@ def _words(path: Path) -> list[str]:
         words = shlex.split(_text(path).replace("\\\n", " "), comments=True)
     except ValueError as error:
         raise ConfigError(f"{path}: not a shell script that can be read: {error}") from None
-    variables = {}
+    variables: dict[str, str] = {}
     found = []
     for word in words:
         name, equals, value = word.partition("=")

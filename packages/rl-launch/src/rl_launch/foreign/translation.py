@@ -8,8 +8,8 @@ from types import NoneType
 from typing import Any
 
 from rl_core.config.keys import Key
-from rl_launch.foreign.source import flattened
-from rl_launch.foreign.table import Kind, Table
+from rl_launch.foreign_keys.flat import flattened
+from rl_launch.foreign_keys.table import Kind, Table
 
 _OFF = "its section is off ({section}.enabled is false)"
 _EMPTY = "not known here, and empty or off"

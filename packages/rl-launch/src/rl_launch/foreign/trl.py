@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from rl_launch.foreign.schedules import warmup_and_decay
-from rl_launch.foreign.table import Kind
 from rl_launch.foreign.translation import Translation
+from rl_launch.foreign_keys.table import Kind
 
 _OF_GRPO = ("num_generations", "max_completion_length", "reward_funcs", "scale_rewards", "epsilon", "num_iterations")
 _OF_DPO = ("precompute_ref_log_probs", "rpo_alpha", "max_prompt_length", "label_smoothing", "reference_free")
@@ -23,7 +23,7 @@ _OPTIMIZERS = {
     "rmsprop": "torch.optim.RMSprop",
 }
 _DECAYS = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
-_AGGREGATIONS = {
+_AGGREGATIONS: dict[str, dict[str, Any]] = {
     "dapo": {"aggregation": "token-mean"},
     "bnpo": {"aggregation": "token-mean"},
     "grpo": {"aggregation": "sequence-mean"},

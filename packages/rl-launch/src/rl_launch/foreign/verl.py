@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from rl_launch.foreign.schedules import warmup_and_decay
-from rl_launch.foreign.table import Kind
 from rl_launch.foreign.translation import Translation
+from rl_launch.foreign_keys.table import Kind
 
 _ACTOR, _ROLLOUT, _MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "model"))
 _ESTIMATORS = {

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rl_launch.foreign.table import Kind
 from rl_launch.foreign.translation import Translation
+from rl_launch.foreign_keys.table import Kind
 
 
 @dataclass(frozen=True)

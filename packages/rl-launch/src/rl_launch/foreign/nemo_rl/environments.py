@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from rl_launch.foreign.nemo_rl.loops import ROLLOUTS
-from rl_launch.foreign.table import Kind
 from rl_launch.foreign.translation import Translation
+from rl_launch.foreign_keys.table import Kind
 
 _PUZZLE = "sliding_puzzle_game"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rl_launch.foreign.table import Kind
 from rl_launch.foreign.translation import Translation
+from rl_launch.foreign_keys.table import Kind
 
 _TASKS = {
     "aime2024": "aime_2024",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rl_launch.foreign.nemo_rl.loops import ROLLOUTS
 from rl_launch.foreign.nemo_rl.variables import take_variable
-from rl_launch.foreign.table import Kind
 from rl_launch.foreign.translation import Translation
+from rl_launch.foreign_keys.table import Kind
 
 _GENERATORS = {"vllm", "hf", "megatron"}
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from rl_launch.foreign.nemo_rl.megatron import translate_megatron
 from rl_launch.foreign.nemo_rl.optimizer import translate_optimizer
 from rl_launch.foreign.nemo_rl.variables import take_variable
-from rl_launch.foreign.table import Kind
 from rl_launch.foreign.translation import Translation
+from rl_launch.foreign_keys.table import Kind
 
 _BACKENDS = ("dtensor_cfg", "megatron_cfg")
 

@@ -107,8 +107,8 @@ def translate_loss(config: Translation) -> None:
             config.unneeded(f"loss_fn.{name}", "loss_fn.reference_policy_kl_penalty is 0")
     if config.get("loss_fn.force_on_policy_ratio") is False:
         config.unneeded("loss_fn.force_on_policy_ratio", "unset spares a pass if it gives the same, and else does not")
-    if config.algorithm == "distillation" and config.has("loss_fn.zero_outside_topk"):
-        if not config.get("loss_fn.zero_outside_topk"):
-            config.notes.append(
-                "loss_fn: here all tokens outside the teacher's top k count as one, the tail, in the divergence"
-            )
+    outside = "loss_fn.zero_outside_topk"
+    if config.algorithm == "distillation" and config.has(outside) and not config.get(outside):
+        config.notes.append(
+            "loss_fn: here all tokens outside the teacher's top k count as one, the tail, in the divergence"
+        )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from rl_launch.foreign.schedules import MegatronSchedule, scaled
-from rl_launch.foreign.table import Kind
 from rl_launch.foreign.translation import Translation
+from rl_launch.foreign_keys.table import Kind
 
 _OPTIMIZERS = {"adam": "torch.optim.AdamW", "adamw": "torch.optim.AdamW", "sgd": "torch.optim.SGD"}
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rl_launch.foreign.table import Kind
 from rl_launch.foreign.translation import Translation
+from rl_launch.foreign_keys.table import Kind
 
 
 def take_variable(config: Translation, key: str, here: str) -> None:

@@ -31,7 +31,7 @@ class ForeignHints:
             value: Its value; of a section, the keys below it are explained too.
         """
         # the tables are read only for a config with an unknown key
-        from rl_launch.foreign.table import SYSTEMS, table
+        from rl_launch.foreign_keys.table import SYSTEMS, table
 
         for system in SYSTEMS:
             if text := self._explained(table(system), key, value):
@@ -45,7 +45,7 @@ class ForeignHints:
         Args:
             source: Name of the file.
         """
-        from rl_launch.foreign.table import SYSTEMS
+        from rl_launch.foreign_keys.table import SYSTEMS
 
         return [
             f"{_REMARK}{count} of these keys are of {SYSTEMS[system]}; `rl config import {source} --from {system}` "
@@ -70,7 +70,7 @@ class ForeignHints:
         return self._section(table, key, value)
 
     def _section(self, table: Any, key: str, value: dict[str, Any]) -> str:
-        from rl_launch.foreign.source import flattened
+        from rl_launch.foreign_keys.flat import flattened
 
         below = [f"{key}.{name}" for name in flattened(value)]
         rules = {name: rule for name in below if (rule := table.rule(name)) is not None}
@@ -90,7 +90,7 @@ class ForeignHints:
 
 def _are_all_off(table: Any, key: str, value: Any) -> bool:
     """Return whether a section asks for nothing: it is not enabled, or all its keys are off."""
-    from rl_launch.foreign.source import flattened
+    from rl_launch.foreign_keys.flat import flattened
 
     if not isinstance(value, dict):
         return False
