@@ -158,6 +158,47 @@ def test_the_optimizer_of_megatron_is_that_of_torch(tmp_path):
     assert policy.megatron_cfg.expert_tensor_parallel_size is None
 
 
+def test_other_fields_of_megatron_are_passed_on_or_refused_by_name(tmp_path):
+    found = imported(tmp_path, **megatron(cp_comm_type="p2p", context_parallel_size=2, kv_channels=64))
+    assert found.recipe["policy"]["megatron_cfg"]["megatron_kwargs"]["cp_comm_type"] == "p2p"
+    (feature,) = found.features
+    assert "kv_channels: cannot be set here: it follows from the model" in feature
+
+
+def test_a_setting_that_sampling_may_not_have_is_refused_rather_than_dropped(tmp_path):
+    teacher = {"model_name": "a/b", "max_total_sequence_length": 1024}
+    values = {key: value for key, value in NEMO_RL.items() if key not in ("grpo", "loss_fn")}
+    values |= {
+        "distillation": {**NEMO_RL["grpo"], "num_generations_per_prompt": 2, "topk_logits_k": 64},
+        "loss_fn": {"kl_type": "reverse"},
+        "teacher": teacher,
+    }
+    del values["distillation"]["adv_estimator"]
+    for key in ("normalize_rewards", "use_leave_one_out_baseline"):
+        del values["distillation"][key]
+    values = changed(values, data__train__seed=1)
+    assert imported(tmp_path, values).features == {}
+    found = imported(tmp_path, values, policy__generation__top_p=0.9)
+    assert list(found.features) == [
+        "policy.generation.top_p: this algorithm trains on the distribution over all tokens; remove this key"
+    ]
+
+
+def test_earlier_releases_wrote_one_dataset(tmp_path):
+    data = {
+        "dataset_name": "OpenMathInstruct-2",
+        "prompt_file": "cot.txt",
+        "max_input_seq_length": 512,
+        "env_name": "math",
+    }
+    found = imported(tmp_path, {**NEMO_RL, "data": data})
+    assert found.features == {}
+    config = read_config(found.recipe).config
+    assert config.data.train.dataset_name == "nvidia/OpenMathInstruct-2"
+    assert config.data.default.prompt_file == "cot.txt"
+    assert answer(found, "data.dataset_name").kind is Kind.FOLLOWS
+
+
 def test_a_gradient_that_is_not_clipped_stays_so(tmp_path):
     optimizer = megatron()["policy__megatron_cfg"]["optimizer"]
     recipe = imported(tmp_path, **megatron(optimizer={**optimizer, "clip_grad": 0.0})).recipe
@@ -209,7 +250,10 @@ def test_repeated_validation_rows_become_several_rollouts(tmp_path):
 
 def test_variables_of_the_environment_stay_variables(tmp_path):
     found = imported(tmp_path, data__train={"data_path": "${oc.env:DATA_HOME}/rows.jsonl", "input_key": "question"})
+    assert found.features == {}
     assert found.recipe["data"]["train"]["data_path"] == "${oc.env:DATA_HOME}/rows.jsonl"
+    assert "policy" in found.recipe
+    assert any("DATA_HOME" in note for note in found.notes)
 
 
 def test_datasets_of_images_are_refused(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +13,7 @@ from typing import Any
 
 from rl_core.config import Config, as_written, did_you_mean, load
 from rl_core.config.keys import Key, key_at, value_at
-from rl_core.config.tree import KeyPath, parse_path
+from rl_core.config.tree import KeyPath, leaves, mapped, parse_path
 from rl_core.errors import ConfigError, ConfigProblems
 from rl_core.plugins import algorithm_named
 from rl_launch.foreign import nemo_rl, openrlhf, prime_rl, trl, verl
@@ -78,6 +79,10 @@ def import_config(path: Path, system: str, *, algorithm: str = "", gpus: int | N
         raise ConfigError(f"--from: got {system!r}{near}; allowed: {', '.join(SYSTEMS)}")
     config = _TRANSLATORS[system](path, algorithm, gpus)
     _make_valid(config)
+    if unset := _unset_variables(config.recipe):
+        config.notes.append(f"set the environment variables that the recipe names: {', '.join(unset)}")
+    if any(answer.kind is Kind.REFUSED for answer in config.answers):
+        config.notes += [f"{key}: without the refused keys, {message}" for key, message in _problems(config.recipe)]
     return Imported(SYSTEMS[system], str(path), _tidy(config.recipe), tuple(config.answers), tuple(config.notes))
 
 
@@ -155,7 +160,8 @@ _FEATURES = {
 }
 """Features by a part of the message about a recipe that asks for them."""
 
-_NO_EFFECT = re.compile(r"has no effect|remove this key|; remove it|no effect")
+_NO_EFFECT = re.compile("has no effect|nothing to validate on|scores nothing|spares the pass")
+"""Messages about settings that do nothing here beside the others, so that leaving them out changes nothing."""
 
 
 def _make_valid(config: Translation) -> None:
@@ -177,9 +183,31 @@ def _is_written(config: Translation, key: str) -> bool:
     return value_at(config.recipe, parse_path(key)) is not None
 
 
+_VARIABLE = re.compile(r"\$\{oc\.env:(\w+)\}")
+
+
+def _unset_variables(recipe: Any) -> list[str]:
+    """Environment variables that the recipe needs and this machine does not have."""
+    texts = [value for value in leaves(recipe).values() if isinstance(value, str)]
+    named = dict.fromkeys(name for text in texts for name in _VARIABLE.findall(text))
+    return [name for name in named if name not in os.environ]
+
+
+def _on_another_machine(recipe: Any) -> Any:
+    """The recipe with the names of unset variables in the place of their values, to be checked without them."""
+    unset = _unset_variables(recipe)
+
+    def stand_in(_: KeyPath, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        return _VARIABLE.sub(lambda found: found[1] if found[1] in unset else found[0], value)
+
+    return mapped(recipe, stand_in)
+
+
 def _problems(recipe: dict[str, Any]) -> list[tuple[str, str]]:
     try:
-        read_config(recipe)
+        read_config(_on_another_machine(recipe))
     except ConfigProblems as error:
         return list(error.problems)
     except ConfigError as error:
@@ -196,6 +224,9 @@ def _refuse(config: Translation, problems: list[tuple[str, str]]) -> None:
             continue  # it is missing, or wrong, because it is refused
         if refused and not _is_written(config, key):
             continue
+        found = value_at(config.recipe, parse_path(key)) if key else None
+        if found is not None and not isinstance(found, dict):
+            config.remove(key)
         feature = next((name for part, name in _FEATURES.items() if part in message), "")
         text = feature or (f"{key}: {message}" if key else message)
         sources = [answer for answer in config.answers if _leads_to(answer, key)]
@@ -221,12 +252,13 @@ def _tidy(recipe: dict[str, Any]) -> dict[str, Any]:
     """The recipe in the usual order of sections, without values that are the default."""
     ordered = {name: recipe[name] for name in (*_ORDER, *recipe) if name in recipe}
     try:
-        whole = read_config(ordered).config
+        whole = read_config(_on_another_machine(ordered)).config
     except ConfigError:
         return ordered
     shorter = _without_defaults(ordered, _root(str(recipe["algorithm"])), ())
     try:
-        return shorter if as_written(read_config(shorter).config) == as_written(whole) else ordered
+        read = read_config(_on_another_machine(shorter)).config
+        return shorter if as_written(read) == as_written(whole) else ordered
     except ConfigError:
         return ordered
 

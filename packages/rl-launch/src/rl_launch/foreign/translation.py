@@ -71,6 +71,10 @@ class Translation:
         """Whether a key, or one below it, was given."""
         return any(known == key or known.startswith(f"{key}.") for known in self._keys)
 
+    def is_known(self, key: str) -> bool:
+        """Whether the table has a key, or it exists here under the same name."""
+        return self.table.rule(key) is not None or self._key_here(key) is not None
+
     def keys(self, section: str = "") -> list[str]:
         """The keys in a section that have no answer."""
         return [

@@ -63,6 +63,10 @@ def translate_generation(config: Translation) -> None:
             [f"{section}.mcore_generation_config.tensor_model_parallel_size"],
             f"{section}.megatron_cfg.tensor_model_parallel_size",
         )
+    for name, least in (("temperature", 1.0), ("top_p", 1.0), ("top_k", None)):
+        # releases without these keys validate as they train; here validation is greedy by default
+        if not config.has(f"{section}.val_{name}"):
+            config.put(f"{section}.val_{name}", config.get(f"{section}.{name}", least))
     _lengths(config, section)
     if backend == "vllm":
         _vllm(config, section)

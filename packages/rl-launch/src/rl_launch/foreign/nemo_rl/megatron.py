@@ -30,6 +30,8 @@ def translate_megatron(config: Translation, model: str) -> None:
     adapts = bool(config.get(f"{section}.peft.enabled"))
     fields = [f"{section}.{name}" for name in _FIELDS]
     fields += [key for key in config.keys(f"{section}.model_overrides") if key != f"{section}.model_overrides"]
+    # what neither system's section has is a field of Megatron's config, which the backend accepts or refuses by name
+    fields += [key for key in config.keys(section) if key.count(".") == 2 and not config.is_known(key)]
     for key in fields:
         name, value = key.rpartition(".")[2], config.get(key)
         here = f"{section}.megatron_kwargs.{name}"

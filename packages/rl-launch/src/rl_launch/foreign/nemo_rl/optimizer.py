@@ -31,6 +31,9 @@ def translate_optimizer(config: Translation, model: str, backend: str) -> None:
                 config.unneeded(key, f"{model} trains with megatron_cfg, whose own {name} holds")
         _megatron_optimizer(config, model, updates)
         return
+    if config.get(f"{model}.max_grad_norm") == 0:
+        config.put(f"{model}.max_grad_norm", None)
+        config.follows([f"{model}.max_grad_norm"], f"{model}.max_grad_norm: null, which does not clip")
     name = config.get(f"{model}.optimizer.name", "torch.optim.AdamW")
     if not name.startswith("torch.optim."):
         config.refuse(f"{model}.optimizer.name", f"the optimizer {name}")
