@@ -164,7 +164,10 @@ def _guessed_algorithm(raw: RawConfig) -> str:
 def _without_algorithm(raw: RawConfig, guess: str) -> ConfigProblems:
     """The error about a config that does not name its algorithm, with its other problems as they would be with the
     algorithm that its sections belong to."""
-    missing = Problem("algorithm", f"must be set; the section {guess} belongs to algorithm: {guess}")
+    known = ", ".join(names(ALGORITHMS))
+    missing = Problem(
+        "algorithm", f"must be set; the section {guess} belongs to algorithm: {guess}; installed algorithms: {known}"
+    )
     others: tuple[tuple[str, str], ...] = ()
     remarks: list[str] = []
     try:

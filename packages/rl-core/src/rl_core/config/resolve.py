@@ -145,8 +145,15 @@ def _further_problems(
     else:
         found = [located(problem) for check in checks for problem in check(config)]
     known = list(all_keys(root, rest)) if found else []
-    meant = [parse_path(near) for path in paths if found for near in nearest(format_path(path), known)]
-    return [each for each in found if not any(_is_below(each[0], path) or _is_below(path, each[0]) for path in meant)]
+    meant = [near for path in paths if found for near in nearest(format_path(path), known)]
+    return [each for each in found if not any(_is_about(each, near) for near in meant)]
+
+
+def _is_about(problem: tuple[KeyPath, str], key: str) -> bool:
+    """Whether a problem is of a key, of one around or below it, or names it as a cause."""
+    path, message = problem
+    meant = parse_path(key)
+    return _is_below(path, meant) or _is_below(meant, path) or key in message
 
 
 def _is_below(path: KeyPath, section: KeyPath) -> bool:

@@ -50,7 +50,7 @@ def warmup_and_decay(
     schedules, milestones = [], []
     length = max(1, end - warmup)
     if warmup > 0:
-        start = min(1.0, max(start_rate / rate, _LEAST_START))
+        start = min(1.0, max(round(start_rate / rate, 12), _LEAST_START))
         schedules.append(_schedule("LinearLR", start_factor=start, end_factor=1.0, total_iters=warmup))
         milestones.append(warmup)
     if decay == "linear":

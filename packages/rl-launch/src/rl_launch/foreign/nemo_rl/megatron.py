@@ -77,6 +77,13 @@ def _experts(config: Translation, section: str) -> None:
             config.rename(key, f"{section}.megatron_kwargs.{name}")
         config.unneeded(key, f"{dispatcher} is not flex")
     _balancing(config, section, experts)
+    rate = f"{section}.moe_router_bias_update_rate"
+    if config.get(rate) and experts == 1:
+        config.unneeded(rate, "routers of a model without experts have no biases")
+    elif config.get(rate):
+        config.notes.append(
+            f"{rate}: remove it if the routers of the model have no biases, as those of DeepSeek-V3 have"
+        )
 
 
 def _balancing(config: Translation, section: str, experts: int) -> None:
