@@ -91,6 +91,20 @@ def test_verl_yaml_with_a_critic(tmp_path):
     assert config.loss_fn.reference_policy_kl_penalty == 0
 
 
+def test_verl_yaml_relies_on_verls_own_config(tmp_path):
+    values = {
+        "hydra": {"searchpath": ["file://verl/trainer/config"]},
+        "defaults": ["ppo_megatron_trainer", "_self_"],
+        "algorithm": {"adv_estimator": "grpo"},
+        "actor_rollout_ref": {"model": {"path": "x/y"}, "rollout": {"n": 4}},
+        "data": {"train_files": "/data/t.parquet"},
+    }
+    config = config_of(import_config(written(tmp_path, values), "verl"))
+    assert config.policy.megatron_cfg.enabled
+    with pytest.raises(ConfigError, match="--cfg job"):
+        import_config(written(tmp_path, {**values, "defaults": [{"actor": "dp_actor"}]}), "verl")
+
+
 def test_openrlhf_scripts(tmp_path):
     found = import_config(written(tmp_path, OPENRLHF, "run.sh"), "openrlhf")
     config = config_of(found)

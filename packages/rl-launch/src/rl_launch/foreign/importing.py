@@ -101,7 +101,7 @@ def _of_trl(path: Path, algorithm: str, gpus: int | None) -> Translation:
 
 
 def _of_verl(path: Path, algorithm: str, gpus: int | None) -> Translation:
-    values = interpolated(read_overrides(path), str(path))
+    values = interpolated(read_overrides(path, verl.BASES), str(path))
     config = _started(values, "verl", algorithm or verl.algorithm_of(values), path)
     verl.translate(config)
     return config

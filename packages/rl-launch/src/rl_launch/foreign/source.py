@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,17 @@ class _Loader(yaml.SafeLoader):
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"^{FLOAT.pattern}$"), list("-+.0123456789"))
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path: Path, bases: Mapping[str, dict[str, Any]] | None = None) -> dict[str, Any]:
     """The values of a YAML, JSON or TOML file, over those of the files that its `defaults` name.
+
+    Args:
+        path: The file.
+        bases: Values of files that the system brings along, by name, if they are not beside the file.
 
     Raises:
         ConfigError: If a file does not exist or cannot be read, or `defaults` form a circle.
     """
-    return _merged(path, ())
+    return _merged(path, (), bases or {})
 
 
 def read_flags(path: Path) -> dict[str, Any]:
@@ -61,14 +66,18 @@ def read_flags(path: Path) -> dict[str, Any]:
     return found
 
 
-def read_overrides(path: Path) -> dict[str, Any]:
+def read_overrides(path: Path, bases: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """The values of a YAML file, or the `key=value` words of a shell script, as Hydra takes them.
+
+    Args:
+        path: The file.
+        bases: As `read` takes them.
 
     Raises:
         ConfigError: If the file cannot be read, or has no such words.
     """
     if path.suffix in (".yaml", ".yml", ".json"):
-        return read(path)
+        return read(path, bases)
     found: dict[str, Any] = {}
     for word in _words(path):
         key, equals, value = word.lstrip("+").partition("=")
@@ -90,28 +99,37 @@ def _value(text: str) -> Any:
     return scalar(text.strip("'\""))
 
 
-def _merged(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
+def _merged(path: Path, chain: tuple[Path, ...], bases: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     if path.resolve() in chain:
         raise ConfigError(f"{path}: `defaults` go in a circle; take one of them out")
     own = _values(path)
     parents = own.pop("defaults", None)
     merged: dict[str, Any] = {}
-    for parent in _parents(parents):
+    for parent in _parents(path, parents):
         file = path.parent / parent
         file = file if file.suffix else file.with_suffix(".yaml")
+        if not file.is_file() and parent in bases:
+            merged = _over(merged, bases[parent])
+            continue
         if not file.is_file():
             raise ConfigError(
                 f"{path}: inherits from {parent}, and there is no file {file}; put that file there, or import a file "
                 "that inherits from none"
             )
-        merged = _over(merged, _merged(file, (*chain, path.resolve())))
+        merged = _over(merged, _merged(file, (*chain, path.resolve()), bases))
     return _without_marks(_over(merged, own))
 
 
-def _parents(named: Any) -> list[str]:
-    """File names in `defaults`; Hydra's `_self_` and groups of its own packages name none."""
+def _parents(path: Path, named: Any) -> list[str]:
+    """File names in `defaults`; `_self_` is the file itself, which always comes last here."""
     several = named if isinstance(named, list) else [] if named is None else [named]
-    return [each for each in several if isinstance(each, str) and each != "_self_"]
+    groups = [each for each in several if not isinstance(each, str)]
+    if groups:
+        raise ConfigError(
+            f"{path}: `defaults` names groups of Hydra ({groups[0]}), whose values are not in the file; import the "
+            "whole config, as the script prints it with `--cfg job`"
+        )
+    return [each for each in several if each != "_self_"]
 
 
 def _over(below: Any, above: Any) -> Any:

@@ -30,6 +30,12 @@ _SURROGATES = {"gspo": "gspo", "clip_cov": "clip-cov", "kl_cov": "kl-cov", "gmpo
 _DECAYS = {"constant": "constant", "cosine": "cosine", "linear": "linear"}
 _UNKNOWN_LENGTH = 1000
 
+BASES: dict[str, dict[str, Any]] = {
+    "ppo_trainer": {},
+    "ppo_megatron_trainer": {"actor_rollout_ref": {"actor": {"strategy": "megatron"}}},
+}
+"""What verl's own configs set that a file which inherits from them relies on, beyond the defaults taken below."""
+
 
 def algorithm_of(values: dict[str, Any]) -> str:
     """The algorithm by the advantage estimator; verl's default is GAE."""
