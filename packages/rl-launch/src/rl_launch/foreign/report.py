@@ -54,7 +54,7 @@ def refusal_text(imported: Imported) -> str:
     features = imported.features
     counted = "1 feature" if len(features) == 1 else f"{len(features)} features"
     head = (
-        f"{imported.source}: {counted} of {imported.system} not offered here, and nothing was written. Change these "
+        f"{imported.source}: {counted} of {imported.system} not offered here, so nothing was written. Change these "
         "keys, or leave them out with --keep-going:"
     )
     lines = [head]
